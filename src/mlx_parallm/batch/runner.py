@@ -1,0 +1,178 @@
+"""Runs the model over the pool's rows: prefill chunks, decode steps, prompt scores.
+
+Prefill computes keys and values of all but a prompt's last token; that one is the first decode step's
+input. So every drawn token comes out of a decode step, and a prefill chunk never runs the vocabulary
+projection (MLX is lazy: logits that nobody asks for are not computed).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_parallm.batch.kv_cache import LoRABatchedKVCache
+from mlx_parallm.batch.logprobs import log_normaliser, token_logprobs, top_logprobs
+from mlx_parallm.batch.sampler import RowSampling, Sampled, SamplingPlan, plan_sampling, sample
+from mlx_parallm.batch.slab import KVRow
+from mlx_parallm.batch.views import DecodeForward, FetchingLayerCache, Forward, LayerCache, PrefillForward
+from mlx_parallm.core import TokenLogprob
+from mlx_parallm.model.attention import AttentionStyle
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """One live sequence on the device.
+
+    `input_token`: the next step's input when the host knows it; None when it is the token that the
+    step in flight draws. `drawn`: draws launched so far, the index of the next one.
+    """
+
+    kv: KVRow
+    sampling: RowSampling
+    input_token: int | None
+    drawn: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A launched decode step: its rows in batch order, and what they will have drawn (lazy)."""
+
+    rows: tuple[Row, ...]
+    sampled: Sampled
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One row's token, read back. `logprob` is None unless the row asked for logprobs."""
+
+    token: int
+    logprob: TokenLogprob | None
+
+
+class BatchRunner:
+    """Owns the model and the KV pool. Device thread only.
+
+    Args:
+        model: an mlx-lm model.
+        cache: the pool; `runner.cache` is the only way to it.
+        style: who computes attention, of `install_hook`.
+        vocab_size: width of the logits.
+    """
+
+    def __init__(self, model: nn.Module, cache: LoRABatchedKVCache, style: AttentionStyle, vocab_size: int) -> None:
+        self.cache = cache
+        self._model = model
+        self._style = style
+        self._vocab_size = vocab_size
+        self._planned: tuple[tuple[Row, ...], SamplingPlan] | None = None
+
+    # -- prefill ---------------------------------------------------------------------------------
+
+    def prefill(self, row: KVRow, tokens: Sequence[int]) -> None:
+        """Computes the next `tokens` of `row` and waits until they are in the pool."""
+        self._forward_chunk(row, tokens)
+        mx.eval(row.slab.arrays())
+
+    def score(
+        self, row: KVRow, tokens: Sequence[int], targets: Sequence[int], top: int
+    ) -> list[TokenLogprob]:
+        """`prefill` that also returns each target's raw-model logprob, fp32, and the `top` best.
+
+        `targets[i]` is the token that follows `tokens[i]`.
+        """
+        logits = self._forward_chunk(row, tokens)[0].astype(mx.float32)
+        normaliser = log_normaliser(logits)
+        scores = token_logprobs(logits, mx.array(list(targets), mx.uint32), normaliser)
+        best = top_logprobs(logits, normaliser) if top else ()
+        mx.eval(row.slab.arrays(), scores, *best)
+        tops = [pairs[:top] for pairs in _pairs(*best)] if best else [()] * len(targets)
+        values: list[float] = scores.tolist()
+        return [TokenLogprob(*entry) for entry in zip(targets, values, tops, strict=True)]
+
+    def _forward_chunk(self, row: KVRow, tokens: Sequence[int]) -> mx.array:
+        forward = PrefillForward(row, len(tokens))
+        logits: mx.array = self._model(mx.array([list(tokens)]), cache=self._layer_caches(forward))
+        row.length += len(tokens)
+        return logits
+
+    # -- decode ----------------------------------------------------------------------------------
+
+    def launch(self, rows: Sequence[Row], previous: Step | None) -> Step:
+        """Starts one decode step and returns without waiting for it.
+
+        Every row has room for one more token in the pool. A row whose input is the step in flight's
+        draw must be a row of `previous`.
+        """
+        order = {id(kv): place for place, kv in enumerate(self.cache.rows())}
+        batch = tuple(sorted(rows, key=lambda row: order[id(row.kv)]))
+        logits = self._forward_rows([row.kv for row in batch], _inputs(batch, previous))
+        sampled = sample(logits, self._plan(batch), [row.drawn for row in batch])
+        for row in batch:
+            row.drawn += 1
+            row.input_token = None
+        mx.async_eval(sampled.arrays())
+        return Step(batch, sampled)
+
+    def forward(self, rows: Sequence[KVRow], tokens: Sequence[int]) -> mx.array:
+        """One token of each row (in pool order): logits [n, vocab], lazy. What a decode step computes, unsampled."""
+        return self._forward_rows(rows, mx.array(list(tokens), mx.uint32))
+
+    def _forward_rows(self, rows: Sequence[KVRow], inputs: mx.array) -> mx.array:
+        logits: mx.array = self._model(inputs[:, None], cache=self._layer_caches(DecodeForward(rows)))
+        for row in rows:
+            row.length += 1
+        return logits[:, -1]
+
+    def read(self, step: Step) -> list[Draw]:
+        """Waits for a step and returns its rows' draws, in the step's order."""
+        sampled = step.sampled
+        tokens: list[int] = sampled.tokens.tolist()
+        if sampled.logprobs is None:
+            return [Draw(token, None) for token in tokens]
+        values: list[float] = sampled.logprobs.tolist()
+        tops: list[tuple[tuple[int, float], ...]] = [()] * len(tokens)
+        if sampled.top_ids is not None and sampled.top_logprobs is not None:
+            tops = _pairs(sampled.top_ids, sampled.top_logprobs)
+        return [
+            Draw(token, _logprob(row, token, value, top))
+            for row, token, value, top in zip(step.rows, tokens, values, tops, strict=True)
+        ]
+
+    def _plan(self, batch: tuple[Row, ...]) -> SamplingPlan:
+        if self._planned is None or self._planned[0] != batch:
+            self._planned = (batch, plan_sampling([row.sampling for row in batch], self._vocab_size))
+        return self._planned[1]
+
+    def _layer_caches(self, forward: Forward) -> list[LayerCache | FetchingLayerCache]:
+        layers = range(len(self.cache.layout.layers))
+        if self._style is AttentionStyle.HOOKED:
+            return [LayerCache(forward, layer) for layer in layers]
+        return [FetchingLayerCache(forward, layer, self._style is AttentionStyle.OWN_GROUPED) for layer in layers]
+
+
+def _inputs(batch: tuple[Row, ...], previous: Step | None) -> mx.array:
+    """The step's input tokens [n]: drawn by `previous`, or known to the host."""
+    if previous is not None and previous.rows == batch and all(row.input_token is None for row in batch):
+        return previous.sampled.tokens
+    known = mx.array([row.input_token or 0 for row in batch], mx.uint32)
+    if previous is None:
+        return known
+    drawn_at = {id(row): i for i, row in enumerate(previous.rows)}
+    source = [
+        drawn_at[id(row)] if row.input_token is None else len(previous.rows) + i for i, row in enumerate(batch)
+    ]
+    return mx.concatenate([previous.sampled.tokens, known])[mx.array(source)]
+
+
+def _logprob(row: Row, token: int, value: float, top: tuple[tuple[int, float], ...]) -> TokenLogprob | None:
+    asked = row.sampling.params.top_logprobs
+    return None if asked is None else TokenLogprob(token, value, top[:asked])
+
+
+def _pairs(ids: mx.array, logprobs: mx.array) -> list[tuple[tuple[int, float], ...]]:
+    """[T, K] ids and logprobs → T tuples of K pairs."""
+    rows = zip(ids.tolist(), logprobs.tolist(), strict=True)
+    return [tuple(zip(row_ids, row_values, strict=True)) for row_ids, row_values in rows]

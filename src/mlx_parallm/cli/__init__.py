@@ -1,0 +1,1 @@
+"""The commands. Importing this room is quick: a command imports the rooms that it needs when it runs."""

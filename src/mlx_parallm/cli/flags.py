@@ -1,0 +1,73 @@
+"""The flags of a server: each names the configuration key that it sets, and takes its help from there."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mlx_parallm.config import KEYS, Key, Setting
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """`metavar` is what the help calls the value; a flag of a bool key takes none and has a --no- form."""
+
+    name: str
+    path: str
+    metavar: str = ""
+
+    @property
+    def key(self) -> Key:
+        return KEYS[self.path]
+
+
+FLAGS = (
+    Flag("--model-path", "model.base_model_path", "DIR_OR_HUB_ID"),
+    Flag("--served-model-name", "server.served_model_name", "NAME"),
+    Flag("--host", "server.host", "ADDRESS"),
+    Flag("--port", "server.port", "PORT"),
+    Flag("--mode", "server.mode", "MODE"),
+    Flag("--max-batch-size", "server.max_batch_size", "ROWS"),
+    Flag("--max-batched-tokens", "server.max_batched_tokens", "TOKENS"),
+    Flag("--max-queued", "server.max_queued", "SEQUENCES"),
+    Flag("--kv-cache-memory", "server.kv_cache_memory", "SIZE"),
+    Flag("--max-model-len", "model.max_model_len", "TOKENS"),
+    Flag("--api-key", "server.api_key", "KEY"),
+    Flag("--allowed-hosts", "server.allowed_hosts", "NAME,NAME"),
+    Flag("--cors-origins", "server.cors_origins", "ORIGIN,ORIGIN"),
+    Flag("--trust-remote-code", "model.trust_remote_code"),
+    Flag("--shutdown-timeout", "server.shutdown_timeout", "SECONDS"),
+    Flag("--log-level", "server.log_level", "LEVEL"),
+    Flag("--debug", "server.debug"),
+)
+
+
+def add_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
+    """Adds --config, --print-config and every flag of the table whose key is not in `without`."""
+    parser.add_argument("--config", type=Path, metavar="FILE", help="A yaml file of settings, as server_config.yaml.")
+    parser.add_argument(
+        "--print-config", action="store_true", help="Print the resolved configuration, secrets masked, and exit."
+    )
+    group = parser.add_argument_group("settings", "A flag wins over its environment variable, and that over --config.")
+    for flag in FLAGS:
+        if flag.path not in without:
+            group.add_argument(flag.name, dest=flag.path, default=None, help=_help(flag.key), **_takes(flag))
+
+
+def settings(args: argparse.Namespace) -> dict[str, Setting]:
+    """What the flags given set, by key path; values stay text until the configuration checks them."""
+    given = vars(args)
+    return {flag.path: Setting(value, flag.name) for flag in FLAGS if (value := given.get(flag.path)) is not None}
+
+
+def _takes(flag: Flag) -> dict[str, Any]:
+    if flag.key.field.annotation is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    return {"metavar": flag.metavar}
+
+
+def _help(key: Key) -> str:
+    return f"{key.description} Default: {key.default_text}. [{key.env_name}]".replace("%", "%%")

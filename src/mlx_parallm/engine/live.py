@@ -1,0 +1,122 @@
+"""A request and its sequences while they are in the engine: one object each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from mlx_parallm.batch.penalties import TokenCounts, has_penalties
+from mlx_parallm.batch.runner import Row
+from mlx_parallm.batch.sampler import RowSampling
+from mlx_parallm.core import GenerationRequest, RequestFinished, TokenLogprob, WorkClass
+from mlx_parallm.engine.text import Detokenizes, TextStream
+from mlx_parallm.scheduler.sequence import Group, Sequence
+
+SCORED_CHUNK = 256
+"""Prompt tokens scored in one unit, at most: their logits are [tokens, vocabulary] in fp32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What the engine needs of the tokenizer. `detokenizer` makes one for a sequence with that prompt."""
+
+    size: int
+    eos_ids: frozenset[int]
+    detokenizer: Callable[[tuple[int, ...]], Detokenizes]
+
+
+@dataclass(eq=False, slots=True)
+class LiveSequence:
+    """One choice of a request. `row` exists while it holds a place in the pool.
+
+    `scores` collects prompt logprobs (the first token has none); None when they are not wanted, or sent.
+    """
+
+    sequence: Sequence
+    index: int
+    request: LiveRequest
+    text: TextStream
+    sampling: RowSampling
+    row: Row | None = None
+    scores: list[TokenLogprob | None] | None = None
+
+
+@dataclass(eq=False, slots=True)
+class LiveRequest:
+    """Books of one request: `unfinished` are its sequences that have not ended."""
+
+    request: GenerationRequest
+    arrived_at: float
+    unfinished: list[LiveSequence] = field(default_factory=list)
+    first_token_at: float = 0.0
+    admitted_at: float = 0.0
+    completion_tokens: int = 0
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    def finished(self, now: float) -> RequestFinished:
+        return RequestFinished(
+            prompt_tokens=sum(map(len, self.request.prompts)),
+            completion_tokens=self.completion_tokens,
+            arrived_at=self.arrived_at,
+            admitted_at=self.admitted_at or now,
+            first_token_at=self.first_token_at or now,
+            finished_at=now,
+        )
+
+
+def expand(request: GenerationRequest, vocabulary: Vocabulary, first_id: int, now: float) -> LiveRequest:
+    """The request's sequences, `n` for each prompt, numbered from `first_id`."""
+    live = LiveRequest(request, now)
+    for prompt_index, prompt in enumerate(request.prompts):
+        group = Group()
+        for sample in range(request.n):
+            index = prompt_index * request.n + sample
+            sequence = _sequence(request, prompt, group, first_id + index, now)
+            live.unfinished.append(_live_sequence(live, sequence, index, sample, vocabulary))
+    return live
+
+
+def _sequence(request: GenerationRequest, prompt: tuple[int, ...], group: Group, number: int, now: float) -> Sequence:
+    return Sequence(
+        sequence_id=number,
+        tokens=list(prompt),
+        max_tokens=request.stopping.max_tokens,
+        arrived_at=now,
+        group=group,
+        work_class=request.work_class,
+        priority=request.priority,
+    )
+
+
+def _live_sequence(
+    live: LiveRequest, sequence: Sequence, index: int, sample: int, vocabulary: Vocabulary
+) -> LiveSequence:
+    request = live.request
+    prompt = request.prompts[index // request.n]
+    scored = request.prompt_logprobs is not None and sample == 0
+    if scored:
+        sequence.max_chunk = SCORED_CHUNK
+    return LiveSequence(
+        sequence=sequence,
+        index=index,
+        request=live,
+        text=TextStream(vocabulary.detokenizer(prompt), request.stopping, vocabulary.eos_ids),
+        sampling=_row_sampling(request, prompt, sample, vocabulary),
+        scores=[None] if scored else None,
+    )
+
+
+def _row_sampling(
+    request: GenerationRequest, prompt: tuple[int, ...], sample: int, vocabulary: Vocabulary
+) -> RowSampling:
+    params = replace(request.sampling, seed=request.sampling.seed + sample)
+    return RowSampling(
+        params=params,
+        min_tokens=request.stopping.min_tokens,
+        end_ids=tuple(sorted(vocabulary.eos_ids)),
+        sampling_logprobs=request.work_class is WorkClass.TRAINING,
+        counts=TokenCounts(prompt, (), vocabulary.size) if has_penalties(params) else None,
+    )

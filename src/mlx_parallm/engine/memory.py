@@ -1,0 +1,43 @@
+"""The scheduler's view of the KV pool: sequences in, rows out."""
+
+from __future__ import annotations
+
+from mlx_parallm.batch.kv_cache import LoRABatchedKVCache
+from mlx_parallm.batch.runner import Row
+from mlx_parallm.batch.slab import KVRow
+from mlx_parallm.engine.live import LiveSequence
+from mlx_parallm.scheduler.sequence import Sequence
+
+
+class PoolMemory:
+    """Implements `scheduler.RowMemory` over the pool. `lives` maps sequence ids to live sequences."""
+
+    def __init__(self, cache: LoRABatchedKVCache, lives: dict[int, LiveSequence]) -> None:
+        self._cache = cache
+        self._lives = lives
+
+    def allocate(self, sequence: Sequence, source: Sequence | None) -> int | None:
+        """A row for all of the sequence's tokens. Its last token, not computed yet, is decode's next input."""
+        kv = self._kv(sequence, self._row(source).kv if source else None)
+        if kv is None:
+            return None
+        live = self._lives[sequence.sequence_id]
+        live.row = Row(kv, live.sampling, input_token=sequence.tokens[-1], drawn=sequence.drawn)
+        return kv.length
+
+    def grow(self, sequence: Sequence, tokens: int) -> bool:
+        return self._cache.grow(self._row(sequence).kv, tokens)
+
+    def free(self, sequence: Sequence) -> None:
+        self._cache.free(self._row(sequence).kv)
+        self._lives[sequence.sequence_id].row = None
+
+    def _kv(self, sequence: Sequence, source: KVRow | None) -> KVRow | None:
+        if source is None:
+            return self._cache.allocate(sequence.length)
+        return self._cache.fork(source, sequence.prompt_length - 1, sequence.length)
+
+    def _row(self, sequence: Sequence) -> Row:
+        row = self._lives[sequence.sequence_id].row
+        assert row is not None, f"sequence {sequence.sequence_id} has no row"
+        return row

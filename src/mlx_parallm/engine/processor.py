@@ -1,0 +1,164 @@
+"""ContinuousBatchProcessor: the device thread, and the asyncio face on it.
+
+    event loop                      device thread
+    generate() ──submit──▶ inbox ──▶ DeviceLoop.step(), again and again
+        ▲                               │
+        └── one asyncio.Queue a request ◀─ call_soon_threadsafe(events of one unit)
+
+The two threads share nothing else: requests and events are frozen, arrays never leave the device thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from mlx_parallm.core import EngineStats, Event, GenerationRequest, RequestFailed, RequestFinished
+from mlx_parallm.engine.loop import DeviceLoop, EngineParts
+from mlx_parallm.errors import EngineDeadError
+
+_T = TypeVar("_T")
+
+_log = logging.getLogger(__name__)
+
+_IDLE_WAIT_S = 1.0
+_SNAPSHOT_S = 0.1
+"""Age at which a busy loop renews the snapshot that `stats` returns."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Abort:
+    request_id: str
+
+
+class _Stop:
+    """Ends the device thread."""
+
+
+_Message = GenerationRequest | _Abort | _Stop
+
+
+class ContinuousBatchProcessor:
+    """Implements `core.EngineClient`.
+
+    Args:
+        build: makes the parts, model included. Runs on the device thread, because MLX arrays belong to
+            the thread that makes them.
+        debug: check every book when idle; a disagreement kills the device thread, loudly.
+    """
+
+    def __init__(self, build: Callable[[], EngineParts], debug: bool = False) -> None:
+        self._build = build
+        self._debug = debug
+        self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
+        self._queues: dict[str, asyncio.Queue[Event]] = {}
+        self._event_loop: asyncio.AbstractEventLoop | None = None
+        self._stats = EngineStats(alive=True, ready=False)
+        self._started = threading.Event()
+        self._start_error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="device", daemon=True)
+
+    # -- any thread ------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Starts the device thread and waits until the model is loaded. Raises what the build raised."""
+        self._thread.start()
+        self._started.wait()
+        if self._start_error is not None:
+            raise self._start_error
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """Ends the device thread after its current unit; running requests fail."""
+        self._inbox.put(_Stop())
+        self._thread.join(timeout_s)
+
+    def stats(self) -> EngineStats:
+        return self._stats
+
+    # -- the event loop's thread -----------------------------------------------------------------
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Event]:
+        """Yields the request's events; see `core.EngineClient.generate`."""
+        self._event_loop = asyncio.get_running_loop()
+        if not self._stats.alive:
+            raise EngineDeadError("the device thread has stopped; restart the server")
+        events: asyncio.Queue[Event] = asyncio.Queue()
+        self._queues[request.request_id] = events
+        self._inbox.put(request)
+        ended = False
+        try:
+            while not ended:
+                event = await events.get()
+                ended = isinstance(event, RequestFinished | RequestFailed)
+                yield event
+        finally:
+            del self._queues[request.request_id]
+            if not ended:
+                self._inbox.put(_Abort(request.request_id))
+
+    def _deliver(self, events: list[tuple[str, Event]]) -> None:
+        for request_id, event in events:
+            if (listener := self._queues.get(request_id)) is not None:
+                listener.put_nowait(event)
+
+    def _fail_all(self, error: EngineDeadError) -> None:
+        for listener in self._queues.values():
+            listener.put_nowait(RequestFailed(error))
+
+    # -- the device thread -----------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            loop = DeviceLoop(self._build(), self._publish)
+            self._stats = loop.stats()
+        except BaseException as error:  # handed to the thread that called start(), which raises it
+            self._start_error = error
+            self._stats = EngineStats(alive=False, ready=False)
+            return
+        finally:
+            self._started.set()
+        try:
+            self._serve(loop)
+        except Exception:  # a fault outside any unit: the books cannot be trusted, so stop and say so
+            _log.exception("the device thread failed")
+        finally:
+            self._stats = replace(self._stats, alive=False, ready=False)
+            self._call_soon(self._fail_all, EngineDeadError("the device thread has stopped; restart the server"))
+
+    def _serve(self, loop: DeviceLoop) -> None:
+        taken_at, busy = 0.0, True
+        while self._take_messages(loop, wait_s=0.0 if busy else _IDLE_WAIT_S):
+            busy = loop.step()
+            now = time.monotonic()
+            if not busy or now - taken_at > _SNAPSHOT_S:
+                self._stats, taken_at = loop.stats(), now
+            if self._debug and not busy:
+                loop.check_integrity()
+
+    def _take_messages(self, loop: DeviceLoop, wait_s: float) -> bool:
+        """Hands over what has arrived, waiting up to `wait_s` for a first message; False when told to stop."""
+        try:
+            message = self._inbox.get(block=wait_s > 0.0, timeout=wait_s or None)
+            while not isinstance(message, _Stop):
+                if isinstance(message, _Abort):
+                    loop.abort(message.request_id)
+                else:
+                    loop.submit(message)
+                message = self._inbox.get_nowait()
+        except queue.Empty:
+            return True
+        return False
+
+    def _publish(self, events: list[tuple[str, Event]]) -> None:
+        self._call_soon(self._deliver, events)
+
+    def _call_soon(self, callback: Callable[[_T], None], argument: _T) -> None:
+        if self._event_loop is None or self._event_loop.is_closed():
+            return
+        self._event_loop.call_soon_threadsafe(callback, argument)

@@ -1,0 +1,80 @@
+"""One exception tree; every error a user can meet says what to change.
+
+    ParaLLMError
+    ├── ConfigError                 a flag, a key or a combination of them is wrong
+    ├── ModelError
+    │   ├── ModelNotFoundError      no such directory or hub id
+    │   └── UnsupportedModelError   the architecture fails a load-time check
+    ├── RequestError                the client must change the request (HTTP 4xx)
+    │   ├── InvalidRequestError     a field is missing, malformed or out of bounds
+    │   ├── ContextLengthError      prompt + max_tokens do not fit the context
+    │   ├── UnknownModelError       `model` names nothing that is served
+    │   └── OverloadedError         the queue is full; try again later
+    └── EngineError                 the server failed the request (HTTP 5xx)
+        ├── StepFailedError         the forward that carried this row raised
+        └── EngineDeadError         the device thread is gone, or is shutting down
+
+Which status and wire code each gets is decided in one table, `server/errors.py`.
+"""
+
+from __future__ import annotations
+
+
+class ParaLLMError(Exception):
+    """Root of every error this project raises on purpose."""
+
+
+class ConfigError(ParaLLMError):
+    """The configuration cannot be used; the message names the key and the remedy."""
+
+
+class ModelError(ParaLLMError):
+    """A model cannot be loaded."""
+
+
+class ModelNotFoundError(ModelError):
+    """No such model directory, and no hub model of that id could be had."""
+
+
+class UnsupportedModelError(ModelError):
+    """The architecture is not one this engine can batch correctly."""
+
+
+class RequestError(ParaLLMError):
+    """The request cannot be served as it stands; `param` names the field at fault."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class InvalidRequestError(RequestError):
+    """A field is missing, malformed or out of bounds."""
+
+
+class ContextLengthError(RequestError):
+    """The prompt and what is to be generated do not fit the model's context."""
+
+
+class UnknownModelError(RequestError):
+    """`model` names nothing that this server serves."""
+
+
+class OverloadedError(RequestError):
+    """The bounded queue is full; `retry_after_s` is a hint in seconds."""
+
+    def __init__(self, message: str, retry_after_s: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class EngineError(ParaLLMError):
+    """The server failed a request that was well formed."""
+
+
+class StepFailedError(EngineError):
+    """The forward that carried this sequence raised; other requests are unaffected."""
+
+
+class EngineDeadError(EngineError):
+    """The device thread has stopped and takes no more requests."""

@@ -1,0 +1,93 @@
+"""Text to token ids and back, from any thread (`core.TextTokenizer`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from threading import Lock
+from typing import Any
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.model.token_bytes import pieces_of
+
+
+class Tokenizer:
+    """A Hugging Face tokenizer as mlx-lm wraps it, made safe to share.
+
+    Encoding is the tokenizer's own: with `add_special_tokens` it adds a BOS if and only if the model's tokenizer does.
+    Decoding never cleans spaces up, so that text streamed token by token joins to the same string.
+    """
+
+    def __init__(self, wrapped: TokenizerWrapper) -> None:
+        self._hf = wrapped
+        self._lock = Lock()  # Hugging Face's fast tokenizers change their own settings while they encode
+        self._special_ids = frozenset(wrapped.all_special_ids) | _special_added_ids(wrapped)
+        self._pieces = pieces_of(wrapped)
+        self.vocab_size: int = len(wrapped)
+        self.eos_token: str | None = wrapped.eos_token
+        self.bos_token: str | None = wrapped.bos_token
+        self.eos_token_ids: frozenset[int] = frozenset(wrapped.eos_token_ids)
+        self.chat_template: str | None = _default_template(wrapped.chat_template)
+        self.text_pieces: list[bytes] | None = self._without_special(self._pieces)
+        """What each id adds to a text's bytes (special tokens nothing); None where that depends on its neighbours."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; special tokens written in it are recognised."""
+        with self._lock:
+            ids: list[int] = self._hf.encode(text, add_special_tokens=add_special_tokens)
+        return ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """Text of the ids; bytes that are not UTF-8 become U+FFFD."""
+        with self._lock:
+            text: str = self._hf.decode(
+                list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+            )
+        return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes one token stands for: part of a UTF-8 character, perhaps; a special token's own text.
+
+        Empty for an id with no token (a model's padded vocabulary).
+        """
+        if self._pieces is None:
+            return self.decode([token_id]).encode()
+        return self._pieces[token_id] if token_id < len(self._pieces) else b""
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **kwargs: Any
+    ) -> list[int]:
+        """Renders the model's template (Transformers' sandboxed Jinja) and encodes it; the template writes any BOS.
+
+        `kwargs` reach the template: the caller decides which of them a client may set.
+
+        Raises:
+            InvalidRequestError: the model has no template, or the template refuses the messages.
+        """
+        if not self._hf.has_chat_template:
+            raise InvalidRequestError("this model has no chat template: use /v1/completions", param="messages")
+        try:
+            text = self._hf.apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **kwargs,
+            )
+        except Exception as error:  # a template is the model author's program: it may raise anything
+            raise InvalidRequestError(f"the chat template refused the messages: {error}", param="messages") from error
+        return self.encode(text, add_special_tokens=False)
+
+    def _without_special(self, pieces: list[bytes] | None) -> list[bytes] | None:
+        if pieces is None:
+            return None
+        return [b"" if i in self._special_ids else piece for i, piece in enumerate(pieces)]
+
+
+def _special_added_ids(wrapped: TokenizerWrapper) -> frozenset[int]:
+    """Ids that decoding skips: a tokenizer may mark more tokens special than it gives a role."""
+    return frozenset(i for i, token in wrapped.added_tokens_decoder.items() if token.special)
+
+
+def _default_template(template: str | dict[str, str] | None) -> str | None:
+    return template.get("default") if isinstance(template, dict) else template

@@ -1,0 +1,252 @@
+"""RLAwareScheduler: which unit of device work is next. Decides in tokens, rows and seconds; touches no tensor.
+
+    waiting ──admit──▶ prefilling ──last chunk──▶ running ──▶ finished
+       ▲                   │                         │
+       └──── preempted (youngest first, recomputed later) ◀┘
+
+The rule, in one breath: decode whenever it is due, and between two decode steps spend at most
+`stall_seconds` on prefill, the prompt with the least left first (age counts in its favour).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from mlx_parallm.core import WorkClass
+from mlx_parallm.scheduler.cost import CostModel
+from mlx_parallm.scheduler.sequence import Sequence, Status
+
+_LEAST_CHUNK = 16
+"""Prefill tokens in one unit, at least: below that the fixed cost of a unit dominates."""
+
+_AGEING = 10.0
+"""Seconds of remaining prefill that one second of waiting makes up for. Being served starts the
+wait again: a long prompt under a stream of short ones gets a chunk now and then, not all the time."""
+
+
+class RowMemory(Protocol):
+    """The KV pool, as far as the scheduler needs it: rows of a byte budget."""
+
+    def allocate(self, sequence: Sequence, source: Sequence | None) -> int | None:
+        """Gives `sequence` a row for all its tokens, copied from `source`'s prompt when given.
+
+        Returns:
+            How many of its tokens are computed in the new row, or None when the budget is spent.
+        """
+        ...
+
+    def grow(self, sequence: Sequence, tokens: int) -> bool:
+        """Makes the row hold `tokens`; False when the budget is spent."""
+        ...
+
+    def free(self, sequence: Sequence) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillUnit:
+    """Compute the next `tokens` tokens of one sequence."""
+
+    sequence: Sequence
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeUnit:
+    """Draw one token for each of these rows."""
+
+    sequences: tuple[Sequence, ...]
+
+
+Unit = PrefillUnit | DecodeUnit
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """`stall_seconds`: prefill time allowed between two decode steps. Ratios sum to 1."""
+
+    max_rows: int = 128
+    max_batched_tokens: int = 2048
+    stall_seconds: float = 0.3
+    priority_ratios: Mapping[WorkClass, float] = field(
+        default_factory=lambda: {WorkClass.INFERENCE: 0.7, WorkClass.TRAINING: 0.3}
+    )
+
+
+class RLAwareScheduler:
+    """Owns the waiting queue and the live rows. Single-threaded: the device thread's.
+
+    Args:
+        memory: where rows come from.
+        cost: predicts prefill seconds; updated by `prefilled`.
+    """
+
+    def __init__(self, config: SchedulerConfig, memory: RowMemory, cost: CostModel) -> None:
+        self.config = config
+        self.cost = cost
+        self.preemptions = 0
+        self._memory = memory
+        self._waiting: list[Sequence] = []
+        self._live: list[Sequence] = []  # in order of admission: the last is the youngest
+        self._prefill_debt = 0.0  # seconds of prefill since the last decode step
+        self._memory_is_short = False  # since a preemption, until a row ends
+
+    # -- the queue -------------------------------------------------------------------------------
+
+    def add(self, sequence: Sequence) -> None:
+        self._waiting.append(sequence)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Ends a sequence, whatever its state; its row is free at once."""
+        self._memory_is_short = False
+        self._drop_row(sequence)
+        if sequence.status is Status.WAITING:
+            self._waiting.remove(sequence)
+        sequence.status = Status.FINISHED
+        sequence.group.members.remove(sequence)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Takes a live sequence's row away; it waits and recomputes, keeping its age."""
+        self._drop_row(sequence)
+        sequence.computed = 0
+        sequence.status = Status.WAITING
+        self._waiting.append(sequence)
+        self.preemptions += 1
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def live(self) -> tuple[Sequence, ...]:
+        return tuple(self._live)
+
+    def sequences(self) -> Iterable[Sequence]:
+        return [*self._live, *self._waiting]
+
+    # -- the next unit ---------------------------------------------------------------------------
+
+    def next_unit(self, now: float) -> Unit | None:
+        """The next unit of device work, or None when there is nothing to do but wait."""
+        self._admit(now)
+        due = self._decodable()
+        prefill = self._next_prefill(now, protect=bool(due))
+        if prefill is not None:
+            return prefill
+        rows = self._make_room(due)
+        return DecodeUnit(rows) if rows else None
+
+    def prefilled(self, unit: PrefillUnit, seconds: float, now: float) -> None:
+        """Books a finished prefill unit that took `seconds`."""
+        sequence = unit.sequence
+        sequence.served_at = now
+        self.cost.observe(unit.tokens, sequence.computed, seconds)
+        self._prefill_debt += seconds
+        sequence.computed += unit.tokens
+        self._update_status(sequence)
+
+    def launched(self, unit: DecodeUnit) -> None:
+        """Books a launched decode step: one more draw and one more computed token per row."""
+        self._prefill_debt = 0.0
+        for sequence in unit.sequences:
+            sequence.drawn += 1
+            sequence.computed += 1
+
+    # -- admission -------------------------------------------------------------------------------
+
+    def _admit(self, now: float) -> None:
+        """Gives rows to waiting sequences, best first, until rows or memory run out.
+
+        After a preemption nothing is admitted until a row ends: what was just taken from one row
+        would otherwise be given back to it, and its prompt computed over and over.
+        """
+        if self._memory_is_short and self._live:
+            return
+        while self._waiting and len(self._live) < self.config.max_rows:
+            eligible = [s for s in self._waiting if s.unread == 0 and not self._leader_is_busy(s)]
+            best = min(eligible, key=lambda s: self._rank(s, now), default=None)
+            if best is None or not self._give_row(best, now):
+                return
+
+    def _give_row(self, sequence: Sequence, now: float) -> bool:
+        computed = self._memory.allocate(sequence, self._fork_source(sequence))
+        if computed is None:
+            return False
+        self._waiting.remove(sequence)
+        self._live.append(sequence)
+        sequence.computed = computed
+        sequence.admitted_at = sequence.admitted_at or now
+        self._update_status(sequence)
+        return True
+
+    def _leader_is_busy(self, sequence: Sequence) -> bool:
+        """A group's prompt is prefilled once: its other members wait for the leader's row."""
+        leader = sequence.leader()
+        return leader is not sequence and leader.status in (Status.WAITING, Status.PREFILLING) and not leader.drawn
+
+    def _fork_source(self, sequence: Sequence) -> Sequence | None:
+        running = (s for s in sequence.group.members if s.status is Status.RUNNING)
+        return next(running, None)
+
+    def _rank(self, sequence: Sequence, now: float) -> tuple[bool, int, float]:
+        """Smaller is sooner: the class below its share, then priority, then least left, less age."""
+        return (self._over_share(sequence.work_class), *self._urgency(sequence, now))
+
+    def _urgency(self, sequence: Sequence, now: float) -> tuple[int, float]:
+        left = self.cost.seconds(sequence.to_prefill, sequence.computed)
+        return (sequence.priority, left - _AGEING * (now - sequence.served_at))
+
+    def _over_share(self, work_class: WorkClass) -> bool:
+        """Shares are of rows, and work-conserving: they only decide who is served first."""
+        rows = sum(s.work_class is work_class for s in self._live)
+        return rows >= self.config.priority_ratios[work_class] * self.config.max_rows
+
+    # -- prefill ---------------------------------------------------------------------------------
+
+    def _next_prefill(self, now: float, protect: bool) -> PrefillUnit | None:
+        pending = [s for s in self._live if s.status is Status.PREFILLING]
+        if not pending:
+            return None
+        sequence = min(pending, key=lambda s: self._urgency(s, now))
+        allowance = self.config.stall_seconds - (self._prefill_debt if protect else 0.0)
+        least = min(_LEAST_CHUNK, sequence.to_prefill)
+        started = self._prefill_debt > 0.0
+        if protect and started and self.cost.seconds(least, sequence.computed) > allowance:
+            return None
+        most = min(sequence.to_prefill, sequence.max_chunk, self.config.max_batched_tokens)
+        return PrefillUnit(sequence, self.cost.tokens_within(allowance, sequence.computed, least, max(least, most)))
+
+    # -- decode ----------------------------------------------------------------------------------
+
+    def _decodable(self) -> list[Sequence]:
+        return [s for s in self._live if s.status is Status.RUNNING and s.wants_draw]
+
+    def _make_room(self, rows: list[Sequence]) -> tuple[Sequence, ...]:
+        """Grows every row by one token, oldest first; the youngest rows make way when memory is spent."""
+        for sequence in rows:
+            while sequence in self._live and not self._memory.grow(sequence, sequence.computed + 1):
+                self.preempt(self._live[-1])
+                self._memory_is_short = True
+        return tuple(s for s in rows if s.status is Status.RUNNING)
+
+    # -- books -----------------------------------------------------------------------------------
+
+    def _update_status(self, sequence: Sequence) -> None:
+        sequence.status = Status.PREFILLING if sequence.to_prefill else Status.RUNNING
+
+    def _drop_row(self, sequence: Sequence) -> None:
+        if sequence in self._live:
+            self._live.remove(sequence)
+            self._memory.free(sequence)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the books do not agree."""
+        assert len(self._live) <= self.config.max_rows
+        assert not set(self._live) & set(self._waiting)
+        assert all(s.status is Status.WAITING for s in self._waiting)
+        for s in self._live:
+            assert s.status in (Status.PREFILLING, Status.RUNNING), s.status
+            assert (s.status is Status.PREFILLING) == (s.to_prefill > 0)
+            assert 0 <= s.computed <= s.length
+            assert s.unread >= 0

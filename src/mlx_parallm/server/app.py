@@ -1,0 +1,57 @@
+"""Builds the FastAPI app from its parts. The only place that knows all the routes and middlewares."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+
+from mlx_parallm import __version__
+from mlx_parallm.core import EngineClient, ModelCard, TextTokenizer
+from mlx_parallm.server.errors import install_handlers
+from mlx_parallm.server.lifecycle import Lifecycle
+from mlx_parallm.server.limits import SequenceGate
+from mlx_parallm.server.metrics import CountResponsesMiddleware, ServerMetrics
+from mlx_parallm.server.openapi import ERRORS, describe
+from mlx_parallm.server.routes import chat, completions, models, ops, tokenize
+from mlx_parallm.server.security import ApiKeyMiddleware, HostOriginMiddleware
+from mlx_parallm.server.services import Services
+from mlx_parallm.server.settings import ServerSettings
+
+
+def create_app(engine: EngineClient, tokenizer: TextTokenizer, card: ModelCard, settings: ServerSettings) -> FastAPI:
+    """The HTTP face of `engine`; its parts are on `app.state.services` (a `Services`)."""
+    gate = SequenceGate(settings.max_batch_size + settings.max_queued)
+    metrics = ServerMetrics(engine, gate)
+    # No /docs: FastAPI's pages load scripts from a CDN.
+    app = FastAPI(
+        title="MLX ParaLLM",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        responses=ERRORS,
+    )
+    app.state.services = Services(
+        engine, tokenizer, card, settings, Lifecycle(), gate, metrics, started_at=int(time.time())
+    )
+    for routes in (completions, chat, models, tokenize, ops):
+        app.include_router(routes.router)
+    install_handlers(app)
+    _add_middlewares(app, settings, metrics)
+    app.openapi = partial(describe, app)  # type: ignore[method-assign]
+    return app
+
+
+def _add_middlewares(app: FastAPI, settings: ServerSettings, metrics: ServerMetrics) -> None:
+    """The last one added sees a request first: count → Host and Origin → CORS → key → routes."""
+    if settings.api_key is not None:
+        app.add_middleware(ApiKeyMiddleware, api_key=settings.api_key)
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["GET", "POST"], allow_headers=["*"]
+        )
+    app.add_middleware(HostOriginMiddleware, allowed_hosts=settings.allowed_hosts, cors_origins=settings.cors_origins)
+    app.add_middleware(CountResponsesMiddleware, metrics=metrics)

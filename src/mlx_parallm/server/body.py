@@ -1,0 +1,145 @@
+"""Request body → JSON → wire model, with every malformed body answered by name.
+
+FastAPI's own body parsing is not used: it reads bodies of any size, takes any content type as JSON
+when asked leniently, and echoes input that cannot be encoded again.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+
+from mlx_parallm.errors import InvalidRequestError, UnknownModelError
+from mlx_parallm.server.errors import BodyTooLargeError, MediaTypeError
+from mlx_parallm.server.services import ServicesDep
+
+M = TypeVar("M", bound=BaseModel)
+
+# `curl -d '{…}'` sends the second one. Browsers may send it across sites without asking, so it is
+# taken only because the Host/Origin check has come first.
+JSON_TYPES = frozenset({"application/json", "application/x-www-form-urlencoded"})
+SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def json_body(model: type[M]) -> Callable[..., Awaitable[M]]:
+    """A FastAPI dependency: the request's body as `model`."""
+
+    async def parsed(request: Request, services: ServicesDep) -> M:
+        check_media_type(request)
+        raw = await read_body(request, services.settings.max_body_bytes)
+        return parse_body(model, raw)
+
+    return parsed
+
+
+def request_body(model: type[BaseModel]) -> dict[str, Any]:
+    """The OpenAPI `requestBody` of a route that uses `json_body(model)`; its `$defs` are lifted by `openapi.py`."""
+    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def check_media_type(request: Request) -> None:
+    """Raises MediaTypeError unless the body is sent as JSON, or as curl's default type."""
+    sent = request.headers.get("content-type", "")
+    if sent.partition(";")[0].strip().lower() not in JSON_TYPES:
+        raise MediaTypeError("Send the body as JSON, with the header `Content-Type: application/json`.")
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The body, never holding more than `limit` bytes and one chunk.
+
+    Raises:
+        BodyTooLargeError: it is longer, or says so.
+    """
+    too_large = BodyTooLargeError(f"The body is over the limit of {limit} bytes.")
+    declared = request.headers.get("content-length", "0")
+    if declared.isdecimal() and int(declared[:20]) > limit:
+        raise too_large
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > limit:
+            raise too_large
+    return bytes(body)
+
+
+def parse_body(model: type[M], raw: bytes) -> M:
+    """`raw` as `model`.
+
+    Raises:
+        InvalidRequestError: not JSON, not an object, or a field is wrong; `param` names it.
+        UnknownModelError: `model` is not even text.
+    """
+    text = _decode(raw)
+    not_json: list[str] = []
+
+    def constant(name: str) -> float:
+        """NaN and Infinity go on to the model, which refuses them by field name."""
+        not_json.append(name)
+        return float(name)
+
+    value = _loads(text, constant)
+    if not isinstance(value, dict):
+        raise InvalidRequestError("The body must be a JSON object.")
+    if SURROGATE_ESCAPE.search(text):
+        _refuse_lone_surrogates(value)
+    try:
+        checked = model.model_validate(value)
+    except ValidationError as error:
+        raise _first_fault(error) from None
+    if not_json:
+        raise InvalidRequestError(f"{not_json[0]} is not valid JSON.")
+    return checked
+
+
+def _decode(raw: bytes) -> str:
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError:
+        raise InvalidRequestError("The body is not valid UTF-8.") from None
+
+
+def _loads(text: str, constant: Callable[[str], Any]) -> object:
+    try:
+        return json.loads(text, parse_constant=constant)
+    except json.JSONDecodeError as error:
+        raise InvalidRequestError(
+            f"The body is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}."
+        ) from None
+    except RecursionError:
+        raise InvalidRequestError("The body is nested too deeply.") from None
+    except ValueError:  # Python's limit on the digits of an integer
+        raise InvalidRequestError("The body has an integer with too many digits.") from None
+
+
+def _refuse_lone_surrogates(fields: dict[str, Any]) -> None:
+    """Text that no UTF-8 encoder takes would fail later, wherever it is first echoed."""
+    for name, value in fields.items():
+        if not _encodable(name):
+            raise InvalidRequestError("A field's name has a lone surrogate.")
+        if not _encodable(value):
+            kind = UnknownModelError if name == "model" else InvalidRequestError
+            raise kind(f"{name[:100]}: text with a lone surrogate is not valid Unicode.", param=name)
+
+
+def _encodable(value: object) -> bool:
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    except RecursionError:
+        raise InvalidRequestError("The body is nested too deeply.") from None
+    return True
+
+
+def _first_fault(error: ValidationError) -> InvalidRequestError:
+    fault = error.errors(include_url=False, include_input=False)[0]
+    named = fault.get("ctx", {}).get("field")
+    path = (*fault["loc"], named) if named else fault["loc"]
+    param = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).lstrip(".")
+    return InvalidRequestError(f"{param}: {fault['msg']}" if param else fault["msg"], param=param or None)

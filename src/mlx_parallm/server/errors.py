@@ -1,0 +1,147 @@
+"""Error → status and wire code: the one table, and the handlers that use it.
+
+Every error body is OpenAI's `{"error": {"message", "type", "param", "code"}}`. A rule with its own
+message hides what the exception says: a 5xx never shows paths, addresses or traces.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from mlx_parallm.errors import (
+    ContextLengthError,
+    EngineDeadError,
+    EngineError,
+    OverloadedError,
+    RequestError,
+    StepFailedError,
+    UnknownModelError,
+)
+
+RETRY_AFTER_S = 1
+
+
+class ApiKeyError(RequestError):
+    """The request has no key, or a wrong one."""
+
+
+class ForbiddenOriginError(RequestError):
+    """The Host or Origin header names somebody else's site."""
+
+
+class BodyTooLargeError(RequestError):
+    """The body is longer than the server takes."""
+
+
+class MediaTypeError(RequestError):
+    """The body is not sent as JSON."""
+
+
+class DrainingError(EngineError):
+    """The server is shutting down and takes no new generation requests."""
+
+
+class NotReadyError(EngineError):
+    """The server is alive but not to be sent traffic now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How one kind of error looks from outside; `message` None lets the exception speak."""
+
+    status: int
+    type: str
+    code: str | None = None
+    message: str | None = None
+
+
+RULES: Mapping[type[Exception], Rule] = {
+    RequestError: Rule(400, "invalid_request_error"),
+    ContextLengthError: Rule(400, "invalid_request_error", "context_length_exceeded"),
+    ApiKeyError: Rule(401, "invalid_request_error", "invalid_api_key"),
+    ForbiddenOriginError: Rule(403, "invalid_request_error", "forbidden_origin"),
+    UnknownModelError: Rule(404, "invalid_request_error", "model_not_found"),
+    BodyTooLargeError: Rule(413, "invalid_request_error", "body_too_large"),
+    MediaTypeError: Rule(415, "invalid_request_error", "unsupported_media_type"),
+    OverloadedError: Rule(429, "rate_limit_error", "rate_limit_exceeded"),
+    StepFailedError: Rule(500, "server_error", "step_failed", "The step that carried this request failed; try again."),
+    EngineError: Rule(500, "server_error", "engine_error", "The engine failed this request; try again."),
+    EngineDeadError: Rule(503, "server_error", "engine_dead", "The engine is not running; restart the server."),
+    DrainingError: Rule(503, "server_error", "draining", "The server is shutting down."),
+    NotReadyError: Rule(503, "server_error", "not_ready", "The server is not ready for requests."),
+    Exception: Rule(500, "server_error", "internal_error", "The server failed; its log says why."),
+}
+HTTP_MESSAGES: Mapping[int, tuple[str, str]] = {
+    404: ("not_found", "No such route."),
+    405: ("method_not_allowed", "This route does not take that method."),
+}
+
+
+def rule_of(error: Exception) -> Rule:
+    """The rule of the nearest ancestor that has one."""
+    return next(RULES[kind] for kind in type(error).__mro__ if kind in RULES)
+
+
+def error_json(error: Exception) -> str:
+    """The wire body of any exception."""
+    rule = rule_of(error)
+    return _body(rule.message or str(error), rule.type, getattr(error, "param", None), rule.code)
+
+
+def error_response(error: Exception) -> Response:
+    """The JSON response of any exception, with the headers that its status asks for."""
+    status = rule_of(error).status
+    return Response(error_json(error), status, _headers(status, error), media_type="application/json")
+
+
+def install_handlers(app: FastAPI) -> None:
+    """Makes every exception that leaves a route, and every routing failure, an error body."""
+    app.add_exception_handler(Exception, _answer)
+    for kind in (RequestError, EngineError):
+        app.add_exception_handler(kind, _answer)
+    app.add_exception_handler(HTTPException, _answer_http)
+    app.add_exception_handler(RequestValidationError, _answer_path)
+    app.add_exception_handler(ClientDisconnect, _nobody_listens)
+
+
+async def _answer(_: Request, error: Exception) -> Response:
+    return error_response(error)
+
+
+async def _answer_http(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    code, message = HTTP_MESSAGES.get(error.status_code, ("http_error", "The request cannot be served."))
+    content = _body(message, "invalid_request_error", None, code)
+    return Response(content, error.status_code, error.headers, media_type="application/json")
+
+
+async def _answer_path(_: Request, __: Exception) -> Response:
+    return error_response(RequestError("A path or query parameter is malformed."))
+
+
+async def _nobody_listens(_: Request, __: Exception) -> Response:
+    return Response(status_code=499)
+
+
+def _body(message: str, kind: str, param: str | None, code: str | None) -> str:
+    return json.dumps(
+        {"error": {"message": message, "type": kind, "param": param, "code": code}},
+        ensure_ascii=False,
+        separators=(",", ":"),
+    )
+
+
+def _headers(status: int, error: Exception) -> dict[str, str]:
+    if status == 401:
+        return {"www-authenticate": "Bearer"}
+    if status in (429, 503):
+        return {"retry-after": str(getattr(error, "retry_after_s", RETRY_AFTER_S))}
+    return {}

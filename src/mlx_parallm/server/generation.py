@@ -1,0 +1,98 @@
+"""One generation request from its place in the queue to the last byte of its answer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import cast
+
+from anyio import to_thread
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from mlx_parallm.core import Event, GenerationRequest, RequestFailed, RequestFinished
+from mlx_parallm.errors import EngineError, ParaLLMError
+from mlx_parallm.server.disconnect import while_connected
+from mlx_parallm.server.metrics import RequestObserver
+from mlx_parallm.server.respond.answer import Answer
+from mlx_parallm.server.services import Services
+from mlx_parallm.server.sse import EventStream
+
+log = logging.getLogger(__name__)
+
+
+class GenerationResponse(Response):
+    """Reserve, prepare, generate, answer.
+
+    All of it happens in the response's own call, so that one block bounds the request's life: its place
+    in the queue and its rows are given back when the block is left, whichever way that happens.
+    `prepare` renders and tokenises; it runs in a worker thread.
+    """
+
+    def __init__(self, services: Services, sequences: int, prepare: Callable[[], Answer], stream: bool) -> None:
+        super().__init__()
+        self._services = services
+        self._sequences = sequences
+        self._prepare = prepare
+        self._send_answer = self._send_events if stream else self._send_whole
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._services.admit(self._sequences):
+            answer = await to_thread.run_sync(self._prepare)
+            try:
+                await self._send_answer(answer, scope, receive, send)
+            except ClientDisconnect:
+                self._services.metrics.client_disconnects.inc()
+
+    async def _send_whole(self, answer: Answer, scope: Scope, receive: Receive, send: Send) -> None:
+        events = await while_connected(self._collect(answer), receive, self._services.lifecycle)
+        headers = {"x-request-id": answer.request.request_id}
+        body = answer.whole(events).json_text()
+        await Response(body, headers=headers, media_type="application/json")(scope, receive, send)
+
+    async def _collect(self, answer: Answer) -> list[Event]:
+        async with aclosing(run(self._services, answer.request)) as events:
+            return [event async for event in events]
+
+    async def _send_events(self, answer: Answer, scope: Scope, receive: Receive, send: Send) -> None:
+        stream = EventStream(send, answer.request.request_id)
+        async with stream.opened(self._services.settings.ping_interval_s):
+            try:
+                await while_connected(self._relay(answer, stream), receive, self._services.lifecycle)
+            except ClientDisconnect:
+                raise
+            except Exception as error:  # the status line is sent: whatever went wrong, the client must hear of it
+                if not isinstance(error, ParaLLMError):
+                    log.exception("a stream failed")
+                await stream.fail(error)
+
+    async def _relay(self, answer: Answer, stream: EventStream) -> None:
+        for chunk in answer.opening_chunks():
+            await stream.event(chunk.json_text())
+        async with aclosing(run(self._services, answer.request)) as events:
+            async for event in events:
+                for chunk in answer.chunks(event):
+                    await stream.event(chunk.json_text())
+        await stream.done()
+
+
+async def run(services: Services, request: GenerationRequest) -> AsyncGenerator[Event, None]:
+    """The engine's events, observed by the metrics; the last one is RequestFinished. Close it to abort.
+
+    Raises:
+        the error of a RequestFailed, or EngineError when the engine ended without a terminal event.
+    """
+    with RequestObserver(services.metrics, request.sequences) as observer:
+        # `core` promises aclose() on this iterator.
+        events = cast(AsyncGenerator[Event, None], services.engine.generate(request))
+        async with aclosing(events):
+            async for event in events:
+                if isinstance(event, RequestFailed):
+                    raise event.error
+                observer.see(event)
+                yield event
+                if isinstance(event, RequestFinished):
+                    return
+        raise EngineError("the engine ended a request without a terminal event")

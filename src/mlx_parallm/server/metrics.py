@@ -1,0 +1,166 @@
+"""Prometheus metrics, `mlx_parallm_*`: vLLM's names and meanings where vLLM has them.
+
+Counts and latencies are observed here, from events; the engine's gauges and counters are read from
+`EngineClient.stats()` when somebody scrapes. The registry is the app's own, not the process's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Self
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mlx_parallm.core import EngineClient, EngineStats, Event, RequestFinished, SequenceOutput
+from mlx_parallm.server.limits import SequenceGate
+
+PREFIX = "mlx_parallm_"
+REQUEST_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0, 300.0)
+TOKEN_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.75, 1.5, 3.0, 10.0)
+
+GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
+    "num_requests_running": ("Sequences that hold a row.", lambda stats: stats.running),
+    "num_requests_waiting": ("Sequences that wait for a row.", lambda stats: stats.waiting),
+    "kv_cache_usage_perc": (
+        "Held share of the KV pool's budget, 0 to 1.",
+        lambda stats: stats.kv_bytes_held / stats.kv_bytes_budget if stats.kv_bytes_budget else 0.0,
+    ),
+    "kv_cache_bytes_held": ("Bytes of the KV pool in use.", lambda stats: stats.kv_bytes_held),
+    "kv_cache_tokens": ("Tokens in the KV pool.", lambda stats: stats.kv_tokens_used),
+    "engine_alive": ("1 while the device thread runs.", lambda stats: stats.alive),
+}
+COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
+    "num_preemptions": ("Rows preempted for want of KV memory.", lambda stats: stats.preemptions_total),
+    "prompt_tokens": ("Prompt tokens processed.", lambda stats: stats.prompt_tokens_total),
+    "generation_tokens": ("Tokens generated.", lambda stats: stats.generation_tokens_total),
+    "engine_steps": ("Units of device work done.", lambda stats: stats.steps_total),
+    "engine_failed_steps": ("Units of device work that raised.", lambda stats: stats.failed_steps_total),
+    "engine_aborted": ("Requests aborted before their end.", lambda stats: stats.aborted_total),
+}
+
+
+class ServerMetrics:
+    """Every metric of one app."""
+
+    def __init__(self, engine: EngineClient, gate: SequenceGate) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(_EngineCollector(engine))
+        self.ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", REQUEST_BUCKETS_S)
+        self.e2e = self._histogram("e2e_request_latency_seconds", "Arrival to last token.", REQUEST_BUCKETS_S)
+        self.queued = self._histogram("request_queue_time_seconds", "Arrival to first row.", REQUEST_BUCKETS_S)
+        self.inter_token = self._histogram(
+            "inter_token_latency_seconds", "Between two tokens of a sequence.", TOKEN_BUCKETS_S
+        )
+        self.finished = self._counter(
+            "request_success", "Sequences ended: stop, length, abort or error.", ("finished_reason",)
+        )
+        self.prefix_queries = self._counter("prefix_cache_queries", "Prompt tokens of finished requests.")
+        self.prefix_hits = self._counter("prefix_cache_hits", "Those of them taken from a prefix cache.")
+        self.client_disconnects = self._counter("client_disconnects", "Requests whose client left before the end.")
+        self.responses = self._counter("http_responses", "HTTP responses by status.", ("status",))
+        held = Gauge(PREFIX + "queue_sequences_held", "Sequences inside the bounded queue.", registry=self.registry)
+        held.set_function(lambda: gate.held)
+        limit = Gauge(PREFIX + "queue_sequences_limit", "Places in the bounded queue.", registry=self.registry)
+        limit.set(gate.limit)
+
+    def exposition(self) -> bytes:
+        """The text format that Prometheus scrapes."""
+        return generate_latest(self.registry)
+
+    def _histogram(self, name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(PREFIX + name, about, buckets=buckets, registry=self.registry)
+
+    def _counter(self, name: str, about: str, labels: tuple[str, ...] = ()) -> Counter:
+        return Counter(PREFIX + name, about, labels, registry=self.registry)
+
+
+class _EngineCollector(Collector):
+    """Reads the engine once per scrape, so that its numbers belong together."""
+
+    def __init__(self, engine: EngineClient) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._engine.stats()
+        for name, (about, read) in GAUGES.items():
+            yield GaugeMetricFamily(PREFIX + name, about, value=float(read(stats)))
+        for name, (about, read) in COUNTERS.items():
+            yield CounterMetricFamily(PREFIX + name, about, value=float(read(stats)))
+        yield self._adapters()
+
+    @staticmethod
+    def _adapters() -> Metric:
+        """vLLM's form: names in labels, the time as value. This server has no adapter slots yet."""
+        labels = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
+        family = GaugeMetricFamily(PREFIX + "lora_requests_info", "Adapters of the live requests.", labels=labels)
+        family.add_metric(("0", "", ""), time.time())
+        return family
+
+
+class RequestObserver:
+    """Watches one request's events; sequences that have not ended when the block is left were aborted or failed."""
+
+    def __init__(self, metrics: ServerMetrics, sequences: int) -> None:
+        self._metrics = metrics
+        self._unfinished = sequences
+        self._last_token_at: dict[int, float] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        left = kind is not None and issubclass(kind, (asyncio.CancelledError, GeneratorExit))
+        self._metrics.finished.labels("abort" if left else "error").inc(self._unfinished)
+
+    def see(self, event: Event) -> None:
+        if isinstance(event, SequenceOutput):
+            self._see_output(event)
+        elif isinstance(event, RequestFinished):
+            self._see_end(event)
+
+    def _see_output(self, output: SequenceOutput) -> None:
+        if output.token_ids:
+            now = time.monotonic()
+            if (before := self._last_token_at.get(output.index)) is not None:
+                self._metrics.inter_token.observe((now - before) / len(output.token_ids))
+            self._last_token_at[output.index] = now
+        if output.finish_reason:
+            self._unfinished -= 1
+            self._metrics.finished.labels(output.finish_reason.value).inc()
+
+    def _see_end(self, end: RequestFinished) -> None:
+        self._metrics.e2e.observe(end.finished_at - end.arrived_at)
+        if end.admitted_at:  # 0: it never needed a row
+            self._metrics.queued.observe(end.admitted_at - end.arrived_at)
+        if end.completion_tokens:
+            self._metrics.ttft.observe(end.first_token_at - end.arrived_at)
+        self._metrics.prefix_queries.inc(end.prompt_tokens)
+        self._metrics.prefix_hits.inc(end.cached_tokens)
+
+
+class CountResponsesMiddleware:
+    """Counts every response by status; an exception that leaves the app becomes a 500 outside of it."""
+
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._metrics.responses.labels(str(message["status"])).inc()
+            await send(message)
+
+        try:
+            await self._app(scope, receive, counted)
+        except Exception:  # counted, and raised again for the server to log
+            self._metrics.responses.labels("500").inc()
+            raise

@@ -1,0 +1,50 @@
+"""A `Piece` is any part of one choice: what a step added, an echoed prompt, or all of them joined."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from mlx_parallm.core import FinishReason, SequenceOutput, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """A token and its logprobs; None for a first prompt token, which has no context."""
+
+    token_id: int
+    logprob: TokenLogprob | None
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Part of choice `index`. `token_ids` are generated ones; `scored` may hold an echoed prompt's too."""
+
+    index: int
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    scored: tuple[ScoredToken, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_reason: str | None = None
+
+
+def of_output(output: SequenceOutput) -> Piece:
+    scored = tuple(ScoredToken(logprob.token_id, logprob) for logprob in output.logprobs)
+    return Piece(output.index, output.text, output.token_ids, scored, output.finish_reason, output.stop_reason)
+
+
+def score(prompt: Sequence[int], logprobs: Sequence[TokenLogprob | None]) -> tuple[ScoredToken, ...]:
+    return tuple(ScoredToken(token_id, logprob) for token_id, logprob in zip(prompt, logprobs, strict=True))
+
+
+def joined(index: int, pieces: Iterable[Piece]) -> Piece:
+    """The whole of choice `index`; the last piece says why it ended."""
+    mine = [piece for piece in pieces if piece.index == index]
+    return Piece(
+        index,
+        text="".join(piece.text for piece in mine),
+        token_ids=tuple(token for piece in mine for token in piece.token_ids),
+        scored=tuple(token for piece in mine for token in piece.scored),
+        finish_reason=mine[-1].finish_reason,
+        stop_reason=mine[-1].stop_reason,
+    )

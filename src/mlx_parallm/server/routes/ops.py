@@ -1,0 +1,71 @@
+"""Probes, metrics and state, for operators."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields
+from typing import Any
+
+from fastapi import APIRouter
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from starlette.responses import Response
+
+from mlx_parallm import __version__
+from mlx_parallm.core import EngineStats
+from mlx_parallm.errors import EngineDeadError
+from mlx_parallm.server.errors import DrainingError, NotReadyError
+from mlx_parallm.server.services import ServicesDep
+from mlx_parallm.server.wire.misc import DebugState, Status, Version
+
+router = APIRouter()
+
+
+@router.get("/health")
+async def health(services: ServicesDep) -> Status:
+    """503 once the device thread is dead, whatever else still answers."""
+    if not services.engine.stats().alive:
+        raise EngineDeadError("the device thread is not running")
+    return Status(status="ok")
+
+
+@router.get("/ready")
+async def ready(services: ServicesDep) -> Status:
+    """503 unless new generation requests are taken now."""
+    if services.lifecycle.draining:
+        raise DrainingError("draining")
+    stats = services.engine.stats()
+    if not (stats.alive and stats.ready):
+        raise NotReadyError("the engine is not ready")
+    return Status(status="ready")
+
+
+@router.get("/version")
+async def version() -> Version:
+    return Version(version=__version__)
+
+
+@router.get(
+    "/metrics", response_class=Response, responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
+)
+async def metrics(services: ServicesDep) -> Response:
+    """Prometheus text."""
+    return Response(services.metrics.exposition(), headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
+
+
+@router.get("/debug/state")
+async def debug_state(services: ServicesDep) -> DebugState:
+    """Queues, rows, pool, memory."""
+    return DebugState(
+        engine=_snapshot(services.engine.stats()),
+        server={
+            "sequences_held": services.gate.held,
+            "sequences_limit": services.gate.limit,
+            "draining": services.lifecycle.draining,
+            "started_at": services.started_at,
+        },
+        model=asdict(services.card),
+    )
+
+
+def _snapshot(stats: EngineStats) -> dict[str, Any]:
+    """Not `asdict`: it copies `detail` by deepcopy, which read-only mappings refuse."""
+    return {field.name: getattr(stats, field.name) for field in fields(stats)} | {"detail": dict(stats.detail)}

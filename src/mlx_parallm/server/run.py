@@ -1,0 +1,128 @@
+"""Runs the app in this process: signals drain it, a dead engine ends it."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable
+from types import FrameType
+
+import h11
+import uvicorn
+from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.server.services import Services
+
+MAX_HEADER_BYTES = 64 * 1024
+CLOSING_S = 3
+REFUSED_LINGER_S = 2
+ALIVE_CHECK_TICKS = 10  # of 0.1 s each
+EXIT_OK, EXIT_ENGINE_DEAD = 0, 1
+
+
+def serve(app: FastAPI, host: str, port: int, shutdown_timeout_s: float, on_started: Callable[[int], None]) -> int:
+    """Serves until a signal or the engine's death; returns the process's exit code.
+
+    SIGTERM or SIGINT drains: requests under way may finish within `shutdown_timeout_s`, then they are
+    ended with an error. A second signal ends them at once. `on_started` gets the bound port (`port` 0
+    takes a free one). The exit code is 0 after a drain, 1 when the engine died.
+
+    Raises:
+        ConfigError: `host` and `port` cannot be listened on.
+    """
+    listening = bind(host, port)
+    server = DrainingServer(app, shutdown_timeout_s, lambda: on_started(listening.getsockname()[1]))
+    server.run(sockets=[listening])
+    return server.exit_code
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises ConfigError where the address is taken or not ours."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port} ({error.strerror}); choose another host or port") from error
+
+
+class DrainingServer(uvicorn.Server):
+    """uvicorn, with the drain before its own shutdown: it would refuse connections where we owe a 503."""
+
+    def __init__(self, app: FastAPI, shutdown_timeout_s: float, on_started: Callable[[], None]) -> None:
+        super().__init__(_config(app))
+        self.exit_code = EXIT_OK
+        self._services: Services = app.state.services
+        self._timeout_s = shutdown_timeout_s
+        self._on_started = on_started
+        self._drain_until: float | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_started()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Replaces uvicorn's, which exits without a drain and raises the signal again."""
+        if self._drain_until is not None:
+            self._drain_until = time.monotonic()
+        self.begin_drain()
+
+    def begin_drain(self) -> None:
+        self._services.lifecycle.begin_drain()
+        if self._drain_until is None:
+            self._drain_until = time.monotonic() + self._timeout_s
+
+    async def on_tick(self, counter: int) -> bool:
+        """Every 0.1 s; true stops the server."""
+        if counter % ALIVE_CHECK_TICKS == 0 and not self._services.engine.stats().alive:
+            self.exit_code = EXIT_ENGINE_DEAD
+            self._services.lifecycle.expire()
+            return True
+        return await super().on_tick(counter) or self._drained()
+
+    def _drained(self) -> bool:
+        if self._drain_until is None:
+            return False
+        if time.monotonic() >= self._drain_until:
+            self._services.lifecycle.expire()
+            return True
+        return self._services.gate.held == 0
+
+
+class JsonH11Protocol(H11Protocol):
+    """h11, answering what is not HTTP (a header over the limit, say) with an error body like any other."""
+
+    _refused = False
+
+    def data_received(self, data: bytes) -> None:
+        if not self._refused:
+            super().data_received(data)
+
+    def send_400_response(self, msg: str) -> None:
+        """Closes only after the client had time to read: closing on unread input would reset the connection."""
+        error = {"message": msg, "type": "invalid_request_error", "param": None, "code": "invalid_http"}
+        body = json.dumps({"error": error}, separators=(",", ":")).encode()
+        headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
+        response = h11.Response(status_code=400, headers=headers, reason=b"Bad Request")
+        for event in (response, h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self._refused = True
+        self.transport.write_eof()
+        self.loop.call_later(REFUSED_LINGER_S, self.transport.close)
+
+
+def _config(app: FastAPI) -> uvicorn.Config:
+    """Logging is the caller's; `http` is pinned because the header limit is h11's."""
+    return uvicorn.Config(
+        app,
+        http=JsonH11Protocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        timeout_graceful_shutdown=CLOSING_S,
+    )

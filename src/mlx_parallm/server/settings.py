@@ -1,0 +1,28 @@
+"""What the operator decides about the HTTP face; frozen, and complete before the app is built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
+MAX_SEQUENCES = 128
+"""Most sequences one request may ask for: `n` times its prompts."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """Limits and guards of the HTTP face.
+
+    `allowed_hosts` are names without a port, compared with the Host header; `*` takes any name.
+    `cors_origins` are whole origins (`https://ui.example`); none means that no CORS header is ever sent.
+    The bounded queue holds `max_batch_size + max_queued` sequences, running ones included.
+    """
+
+    api_key: str | None = field(default=None, repr=False)
+    allowed_hosts: tuple[str, ...] = LOOPBACK_HOSTS
+    cors_origins: tuple[str, ...] = ()
+    max_batch_size: int = 128
+    max_queued: int = 512
+    max_sequences_per_request: int = MAX_SEQUENCES
+    max_body_bytes: int = 16 * 2**20
+    ping_interval_s: float = 15.0

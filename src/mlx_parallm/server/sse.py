@@ -1,0 +1,59 @@
+"""Server-sent events, byte for byte as OpenAI sends them: `data: {json}`, at the end `data: [DONE]`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from starlette.types import Send
+
+from mlx_parallm.server.errors import error_json
+
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class EventStream:
+    """One response's stream of events."""
+
+    def __init__(self, send: Send, request_id: str) -> None:
+        self._send = send
+        self._request_id = request_id
+        self._last_sent = 0.0
+
+    @asynccontextmanager
+    async def opened(self, ping_interval_s: float) -> AsyncIterator[None]:
+        """Sends the headers; while the block runs, a comment goes out whenever nothing else did for that long."""
+        headers = [*HEADERS, (b"x-request-id", self._request_id.encode())]
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        self._last_sent = time.monotonic()
+        pings = asyncio.create_task(self._ping(ping_interval_s))
+        try:
+            yield
+        finally:
+            pings.cancel()
+
+    async def event(self, json: str) -> None:
+        await self._write(f"data: {json}\n\n")
+
+    async def fail(self, error: Exception) -> None:
+        """The error as an event, then the end: the status line is long gone."""
+        await self.event(error_json(error))
+        await self.done()
+
+    async def done(self) -> None:
+        await self._write("data: [DONE]\n\n", last=True)
+
+    async def _write(self, text: str, last: bool = False) -> None:
+        self._last_sent = time.monotonic()
+        await self._send({"type": "http.response.body", "body": text.encode("utf-8"), "more_body": not last})
+
+    async def _ping(self, interval_s: float) -> None:
+        while True:
+            silent = time.monotonic() - self._last_sent
+            await asyncio.sleep(interval_s - silent) if silent < interval_s else await self._write(": ping\n\n")

@@ -1,0 +1,78 @@
+"""What all wire models share: strict types, no unknown field, null means left out."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic_core import PydanticCustomError
+
+
+def refused(reason: str, field: str | None = None) -> PydanticCustomError:
+    """A fault of the value being validated, or of `field` in it."""
+    return PydanticCustomError("refused", "{reason}", {"reason": reason, "field": field})
+
+
+def _same(value: object, neutral: object) -> bool:
+    """Equality that tells true from 1."""
+    return type(value) is type(neutral) and value == neutral
+
+
+class WireInput(BaseModel):
+    """A JSON object a client sends.
+
+    `IGNORED`: fields real clients send that change nothing here, taken with any value and not read.
+    `UNSUPPORTED`: fields that are taken only with a value that asks for nothing (null always is one).
+    Any other field that the model does not declare is refused by name.
+    """
+
+    IGNORED: ClassVar[frozenset[str]] = frozenset()
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _asked_for(cls, data: object) -> object:
+        if not isinstance(data, dict):
+            return data
+        return {name: value for name, value in data.items() if cls._counts(name, value)}
+
+    @classmethod
+    def _counts(cls, name: str, value: object) -> bool:
+        if name in cls.model_fields:
+            return value is not None
+        if name in cls.IGNORED:
+            return False
+        if name not in cls.UNSUPPORTED:
+            raise refused(cls._unknown(name), name[:100])
+        if value is None or any(_same(value, neutral) for neutral in cls.UNSUPPORTED[name]):
+            return False
+        raise refused("not supported by this server; leave it out", name)
+
+    @classmethod
+    def _unknown(cls, name: str) -> str:
+        close = difflib.get_close_matches(name[:100], cls.model_fields, n=1)
+        return f"unknown field; did you mean {close[0]!r}?" if close else "unknown field; leave it out"
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: Any) -> dict[str, Any]:
+        schema: dict[str, Any] = handler(core_schema)
+        fields: dict[str, Any] = handler.resolve_ref_schema(schema).setdefault("properties", {})
+        for name, field in cls.model_fields.items():
+            if not field.is_required():
+                fields[name] = {"anyOf": [fields[name], {"type": "null"}]}
+        fields |= {name: {} for name in sorted(cls.IGNORED)}
+        fields |= {name: {"enum": [*neutral, None]} for name, neutral in cls.UNSUPPORTED.items()}
+        return schema
+
+
+class WireOutput(BaseModel):
+    """A JSON object we send. Written with `exclude_unset`: a field that was never given is absent, not null."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    def json_text(self) -> str:
+        return self.model_dump_json(exclude_unset=True)

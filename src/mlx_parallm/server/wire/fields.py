@@ -1,0 +1,107 @@
+"""Field types whose JSON form is looser than ours: one string or many, keys that are numbers.
+
+Checked by hand rather than by union, so that a fault names the field and a hostile value costs little.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field, PlainValidator
+
+from mlx_parallm.server.wire.base import refused
+
+MAX_STOPS, MAX_STOP_CHARACTERS = 16, 1024
+MAX_BIASES, MAX_BIAS = 1024, 100.0
+MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
+MAX_TOKEN_ID = 2**31 - 1
+
+Prompt = str | list[int]
+
+
+def is_token_ids(value: object) -> bool:
+    """A non-empty list of integers that a vocabulary could hold."""
+    return isinstance(value, list) and bool(value) and all(type(t) is int and 0 <= t <= MAX_TOKEN_ID for t in value)
+
+
+def _prompts(value: object) -> list[Prompt]:
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        if all(isinstance(prompt, str) for prompt in value) or all(is_token_ids(prompt) for prompt in value):
+            return value
+        if is_token_ids(value):
+            return [value]
+    raise refused("must be a string, a list of strings, a list of token ids, or a list of such lists, none empty")
+
+
+def _token_ids(value: object) -> list[int]:
+    if value == [] or is_token_ids(value):
+        return list(value)  # type: ignore[call-overload,no-any-return]
+    raise refused("must be a list of token ids")
+
+
+def _stops(value: object) -> list[str]:
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or len(stops) > MAX_STOPS:
+        raise refused(f"must be a string or a list of at most {MAX_STOPS} strings")
+    if not all(isinstance(stop, str) and 0 < len(stop) <= MAX_STOP_CHARACTERS for stop in stops):
+        raise refused(f"each must be a string of 1 to {MAX_STOP_CHARACTERS} characters")
+    return stops
+
+
+def _biases(value: object) -> dict[int, float]:
+    if not isinstance(value, dict) or len(value) > MAX_BIASES:
+        raise refused(f"must map at most {MAX_BIASES} token ids to numbers")
+    return {_bias_id(key): _bias(bias) for key, bias in value.items()}
+
+
+def _bias_id(key: str) -> int:
+    if key.isascii() and key.isdecimal() and len(key) <= 10 and str(int(key)) == key:
+        return int(key)
+    raise refused("each key must be a token id in decimal digits")
+
+
+def _bias(value: object) -> float:
+    if type(value) in (int, float) and -MAX_BIAS <= value <= MAX_BIAS:  # type: ignore[operator]
+        return float(value)  # type: ignore[arg-type]
+    raise refused(f"each value must be a number from {-MAX_BIAS:g} to {MAX_BIAS:g}")
+
+
+def _metadata(value: object) -> dict[str, str]:
+    if not isinstance(value, dict) or len(value) > MAX_METADATA:
+        raise refused(f"must map at most {MAX_METADATA} strings to strings")
+    for key, text in value.items():
+        if len(key) > MAX_METADATA_KEY or not isinstance(text, str) or len(text) > MAX_METADATA_VALUE:
+            raise refused(f"keys have at most {MAX_METADATA_KEY} characters, values are text of {MAX_METADATA_VALUE}")
+    return value
+
+
+_Id = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
+_Ids = Annotated[list[_Id], Field(min_length=1)]
+_Texts = Annotated[list[str], Field(min_length=1)]
+_Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+_Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
+_BiasKey = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,9})$")]
+_MetaKey = Annotated[str, Field(max_length=MAX_METADATA_KEY)]
+_MetaValue = Annotated[str, Field(max_length=MAX_METADATA_VALUE)]
+
+Prompts = Annotated[
+    list[Prompt],
+    PlainValidator(_prompts, json_schema_input_type=str | _Texts | _Ids | Annotated[list[_Ids], Field(min_length=1)]),
+]
+TokenIds = Annotated[list[int], PlainValidator(_token_ids, json_schema_input_type=list[_Id])]
+Stops = Annotated[
+    list[str],
+    PlainValidator(_stops, json_schema_input_type=_Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS)]),
+]
+LogitBias = Annotated[
+    dict[int, float],
+    PlainValidator(_biases, json_schema_input_type=Annotated[dict[_BiasKey, _Bias], Field(max_length=MAX_BIASES)]),
+]
+Metadata = Annotated[
+    dict[str, str],
+    BeforeValidator(
+        _metadata, json_schema_input_type=Annotated[dict[_MetaKey, _MetaValue], Field(max_length=MAX_METADATA)]
+    ),
+]

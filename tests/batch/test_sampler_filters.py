@@ -1,0 +1,113 @@
+"""What the filters keep: ties, edges, and the weighted quickselect."""
+
+import math
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_parallm.batch.filters import Filters, nucleus_floor
+from mlx_parallm.core import SamplingParams
+
+ROW = [0.5, 1.0, 0.25, 0.25, 0.125, 0.0]
+
+
+def kept(row, *options):
+    """Kept token ids of each of `options`, all in one batch over the same row."""
+    filters = Filters.of(options, len(row))
+    left = np.array(filters.apply(mx.array([row] * len(options), mx.float32)))
+    return [np.flatnonzero(each).tolist() for each in left]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"top_k": 2}, [0, 1]),
+        ({"top_k": 3}, [0, 1, 2, 3]),  # a tie at the k-th place stays whole
+        ({"top_k": 5}, [0, 1, 2, 3, 4]),
+        ({"top_p": 1e-9}, [1]),
+        ({"top_p": 0.47}, [1]),  # 1 of 2.125 is 0.4706
+        ({"top_p": 0.48}, [0, 1]),
+        ({"top_p": 0.71}, [0, 1, 2, 3]),
+        ({"top_p": 0.95}, [0, 1, 2, 3, 4]),
+        ({"min_p": 1.0}, [1]),
+        ({"min_p": 0.25}, [0, 1, 2, 3]),
+        ({"top_k": 2, "top_p": 0.67}, [0, 1]),  # 1 of 1.5: the mass is of what top-k left
+        ({"top_k": 2, "top_p": 0.66}, [1]),
+        ({"top_k": 3, "top_p": 0.99, "min_p": 0.5}, [0, 1]),
+        ({"top_k": 6}, [0, 1, 2, 3, 4]),
+    ],
+)
+def test_kept_tokens(options, expected):
+    assert kept(ROW, SamplingParams(**options), SamplingParams(min_p=0.4))[0] == expected
+
+
+def test_rows_of_one_batch_keep_their_own():
+    options = [SamplingParams(top_k=2), SamplingParams(top_p=0.8), SamplingParams(), SamplingParams(min_p=0.3)]
+    assert kept(ROW, *options) == [[0, 1], [0, 1, 2, 3], [0, 1, 2, 3, 4], [0, 1]]
+
+
+def test_top_p_1_beside_a_nucleus_row_of_the_same_width_drops_nothing_top_k_left():
+    rng = np.random.default_rng(1)
+    row = np.exp(rng.normal(0, 0.1, 3000))
+    row /= row.max()
+    wide, narrow = kept(row.tolist(), SamplingParams(top_k=2900), SamplingParams(top_k=2900, top_p=0.5))
+    assert len(wide) == 2900
+    assert 1300 < len(narrow) < 1500
+
+
+@pytest.mark.parametrize("options", [{"top_k": 3}, {"top_p": 0.1}, {"min_p": 0.7}, {"top_k": 9, "top_p": 0.9}])
+def test_a_one_hot_row_keeps_its_token_and_a_uniform_row_keeps_all(options):
+    hot = [0.0] * 300
+    hot[123] = 1.0
+    assert kept(hot, SamplingParams(**options)) == [[123]]
+    assert kept([1.0] * 300, SamplingParams(**options)) == [list(range(300))]
+
+
+def test_neutral_options_make_no_filter():
+    assert Filters.of([SamplingParams(), SamplingParams(top_k=50, temperature=2.0)], vocab_size=50) is None
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=90).filter(any), st.floats(0, 1), st.integers(1, 20))
+def test_halving_finds_the_floor_that_sorting_finds(values, share, sorted_at_once):
+    """Integer weights and half-integer mass below their sum: exact arithmetic, many ties, odd widths."""
+    mass = int(share * (sum(values) - 1)) + 0.5
+    row = mx.array([values], mx.float32)
+    expected = min(v for v in values if sum(w for w in values if w > v) < mass)
+    assert nucleus_floor(row, mx.array([[mass]]), sorted_at_once).item() == expected
+    assert nucleus_floor(row, mx.array([[mass]]), len(values)).item() == expected
+
+
+def test_infinite_mass_keeps_every_candidate():
+    row = mx.array([[3.0, 1.0, 2.0, 5.0, 4.0]])
+    assert nucleus_floor(row, mx.array([[math.inf]]), 2).item() <= 1.0
+
+
+@pytest.mark.parametrize("scale", [0.05, 2.0, 6.0])
+@pytest.mark.parametrize("top_p", [0.1, 0.9, 0.999])
+@pytest.mark.parametrize("vocab", [49152, 50257])
+def test_nuclei_of_a_real_vocabulary_are_exact(scale, top_p, vocab):
+    rng = np.random.default_rng(int(scale * 100))
+    weights = rng.normal(0, scale, (2, vocab))
+    weights = np.exp(weights - weights.max(1, keepdims=True)).astype(np.float32)
+    left = np.array(Filters.of([SamplingParams(top_p=top_p)] * 2, vocab).apply(mx.array(weights)))
+    for row, mine in zip(weights.astype(np.float64), left, strict=True):
+        ordered = np.sort(row)[::-1]
+        larger = np.cumsum(ordered) - ordered
+        tolerance = 2e-6 * row.sum()  # fp32 sums
+        least = (larger < top_p * row.sum() - tolerance).sum()
+        most = (larger < top_p * row.sum() + tolerance).sum()
+        assert least <= (mine > 0).sum() <= most
+        assert row[mine > 0].min() >= row[mine == 0].max(initial=0)
+        assert mine.max() == 1
+
+
+@pytest.mark.parametrize("top_k", [2, 64, 65, 128, 400, 30000])
+def test_top_k_of_a_real_vocabulary(top_k):
+    rng = np.random.default_rng(top_k)
+    weights = rng.permutation(np.linspace(0.001, 1, 49152)).astype(np.float32)
+    expected = np.sort(np.argsort(weights)[-top_k:])
+    assert kept(weights.tolist(), SamplingParams(top_k=top_k))[0] == expected.tolist()

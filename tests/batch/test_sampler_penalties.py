@@ -1,0 +1,101 @@
+"""Penalties over counts that nobody reads back."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_parallm.batch.penalties import TokenCounts, has_penalties
+from mlx_parallm.batch.sampler import RowSampling, plan_sampling, sample
+from mlx_parallm.core import SamplingParams
+
+PROMPT = (1, 1, 4)
+
+
+def penalised(logits, params, generated):
+    """vLLM's arithmetic for one row."""
+    counts = np.bincount(np.array(generated, int), minlength=len(logits))
+    seen = counts > 0
+    seen[list(PROMPT)] = True
+    x = np.where(
+        seen, np.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty), logits
+    )
+    return x - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
+
+
+OPTIONS = [
+    SamplingParams(temperature=0, presence_penalty=0.7),
+    SamplingParams(temperature=0, frequency_penalty=0.3),
+    SamplingParams(temperature=0, repetition_penalty=1.5),
+    SamplingParams(temperature=0, presence_penalty=-0.4, frequency_penalty=0.45, repetition_penalty=1.2),
+]
+
+
+def test_lazy_steps_count_every_token_they_draw():
+    """Twelve steps are launched before the first is read; each sees what those before it drew."""
+    logits = np.random.default_rng(0).normal(0, 1, (len(OPTIONS) + 1, 12)).astype(np.float32)
+    rows = [RowSampling(p, counts=TokenCounts(PROMPT, (), 12)) for p in OPTIONS]
+    rows.insert(2, RowSampling(SamplingParams(temperature=0)))
+    plan = plan_sampling(rows, 12)
+    launched = [sample(mx.array(logits), plan, [step] * len(rows)).tokens for step in range(12)]
+    drawn = np.array(mx.stack(launched))
+    for number, row in enumerate(rows):
+        generated = []
+        for _ in range(12):
+            generated.append(int(penalised(logits[number], row.params, generated).argmax()))
+        assert drawn[:, number].tolist() == generated
+    assert len(set(drawn[:, 0].tolist())) > 1
+
+
+def test_counts_follow_their_row_through_joins_and_leaves():
+    logits = mx.array(np.random.default_rng(1).normal(0, 1, (1, 9)).astype(np.float32))
+    params = SamplingParams(seed=4, frequency_penalty=1.5)
+    alone = RowSampling(params, counts=TokenCounts(PROMPT, (), 9))
+    solo = [sample(logits, plan_sampling([alone], 9), [step]).tokens.item() for step in range(9)]
+
+    mine = RowSampling(params, counts=TokenCounts(PROMPT, (), 9))
+    other = RowSampling(SamplingParams(presence_penalty=2.0), counts=TokenCounts((), (), 9))
+    plain = RowSampling(SamplingParams())
+    batches = [[mine], [plain, mine], [other, plain, mine], [mine, other]]
+    moved = []
+    for step in range(9):
+        rows = batches[step % 4]
+        tokens = sample(mx.repeat(logits, len(rows), 0), plan_sampling(rows, 9), [step] * len(rows)).tokens
+        moved.append(tokens[rows.index(mine)])
+    assert [token.item() for token in moved] == solo
+
+
+def test_a_recomputed_row_goes_on_where_it_was():
+    logits = mx.array(np.random.default_rng(2).normal(0, 1, (1, 9)).astype(np.float32))
+    params = SamplingParams(seed=9, presence_penalty=0.5, repetition_penalty=1.3, top_p=0.9)
+    row = RowSampling(params, counts=TokenCounts(PROMPT, (), 9))
+    tokens = [sample(logits, plan_sampling([row], 9), [step]).tokens.item() for step in range(8)]
+    again = RowSampling(params, counts=TokenCounts(PROMPT, tokens[:5], 9))
+    assert [sample(logits, plan_sampling([again], 9), [s]).tokens.item() for s in range(5, 8)] == tokens[5:]
+
+
+def test_a_prompt_token_is_repeated_but_not_present():
+    logits = mx.array([[0.0, 1.0, 0.9, -0.5, -1.0]])
+    only_prompt = TokenCounts((1,), (), 5)
+    presence = RowSampling(SamplingParams(temperature=0, presence_penalty=2.0), counts=only_prompt)
+    assert sample(logits, plan_sampling([presence], 5), [0]).tokens.item() == 1
+    repetition = RowSampling(SamplingParams(temperature=0, repetition_penalty=2.0), counts=TokenCounts((1,), (), 5))
+    assert sample(logits, plan_sampling([repetition], 5), [0]).tokens.item() == 2
+
+
+def test_repetition_pushes_negative_logits_further_down():
+    logits = mx.array([[-1.0, -1.5]])
+    row = RowSampling(SamplingParams(temperature=0, repetition_penalty=2.0), counts=TokenCounts((0,), (), 2))
+    assert sample(logits, plan_sampling([row], 2), [0]).tokens.item() == 1
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        (SamplingParams(temperature=0.3, top_k=4), False),
+        (SamplingParams(presence_penalty=-0.1), True),
+        (SamplingParams(frequency_penalty=0.1), True),
+        (SamplingParams(repetition_penalty=0.9), True),
+    ],
+)
+def test_which_rows_need_counts(params, expected):
+    assert has_penalties(params) is expected

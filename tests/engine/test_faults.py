@@ -1,0 +1,194 @@
+"""A fault costs only its own request; the device thread survives, or says that it did not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from harness import Harness, make_harness, solo
+from tiny import tiny_model
+
+from mlx_parallm.batch.runner import BatchRunner
+from mlx_parallm.core import (
+    Event,
+    GenerationRequest,
+    RequestFailed,
+    RequestFinished,
+    SamplingParams,
+    SequenceOutput,
+    StopParams,
+)
+from mlx_parallm.engine.live import Vocabulary
+from mlx_parallm.engine.loop import EngineParts
+from mlx_parallm.engine.processor import ContinuousBatchProcessor
+from mlx_parallm.errors import EngineDeadError, StepFailedError
+from mlx_parallm.scheduler.cost import CostModel
+from mlx_parallm.scheduler.rl_aware import SchedulerConfig
+
+PROMPTS = [[i, 3, 5, 7, 11, 13] * 4 for i in range(3)]
+
+
+class Fault:
+    """Makes the next call of one of the runner's methods raise."""
+
+    def __init__(self, harness: Harness, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+        original = getattr(harness.runner, method)
+        self.armed = False
+
+        def call(*args: object) -> object:
+            if self.armed:
+                self.armed = False
+                raise MemoryError("injected")
+            return original(*args)
+
+        monkeypatch.setattr(harness.runner, method, call)
+
+
+def expected(harness: Harness, index: int, max_tokens: int) -> list[int]:
+    return solo(tiny_model("llama"), PROMPTS[index], max_tokens).tokens
+
+
+@pytest.mark.parametrize("method", ["launch", "read"])
+def test_a_failed_decode_step_costs_its_rows_and_nobody_else(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = make_harness(max_rows=1)
+    fault = Fault(harness, monkeypatch, method)
+    harness.submit("in the step", PROMPTS[0], 30)
+    for _ in range(4):
+        harness.loop.step()
+    fault.armed = True
+    harness.submit("still queued", PROMPTS[1], 10)
+    harness.run()
+    failed = harness.terminal("in the step")
+    assert isinstance(failed, RequestFailed)
+    assert isinstance(failed.error, StepFailedError)
+    assert harness.tokens("still queued") == expected(harness, 1, 10)
+    harness.submit("next", PROMPTS[2], 10)
+    harness.run()
+    assert harness.tokens("next") == expected(harness, 2, 10)
+    assert harness.loop.stats().failed_steps_total == 1
+
+
+def test_a_failed_prefill_costs_its_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows in decode are recomputed on fresh arrays; their tokens do not change."""
+    harness = make_harness()
+    fault = Fault(harness, monkeypatch, "prefill")
+    harness.submit("decoding", PROMPTS[0], 20)
+    for _ in range(6):
+        harness.loop.step()
+    fault.armed = True
+    harness.submit("guilty", PROMPTS[1], 10)
+    harness.run()
+    assert isinstance(harness.terminal("guilty"), RequestFailed)
+    assert isinstance(harness.terminal("decoding"), RequestFinished)
+    assert harness.tokens("decoding") == expected(harness, 0, 20)
+
+
+@pytest.mark.parametrize("steps", range(9))
+def test_abort_in_every_phase_frees_everything(steps: int) -> None:
+    harness = make_harness(max_rows=2)
+    neighbour = PROMPTS[1]
+    harness.submit("neighbour", neighbour, 12)
+    harness.submit("gone", PROMPTS[0] * 20, 12, n=3)
+    for _ in range(steps):
+        harness.loop.step()
+    harness.loop.abort("gone")
+    harness.loop.check_integrity()
+    before = len(harness.of("gone"))
+    harness.run()
+    assert len(harness.of("gone")) == before, "nothing is said of an aborted request"
+    assert harness.tokens("neighbour") == expected(harness, 1, 12)
+    assert harness.runner.cache.tokens_held == 0
+    assert harness.loop.stats().aborted_total == 1
+
+
+# ---- the thread ---------------------------------------------------------------------------------
+
+
+def build(broken: bool = False) -> EngineParts:
+    """Parts made on the device thread; `broken` breaks the scheduler's books from the first unit on."""
+    runner: BatchRunner = make_harness().runner
+    vocabulary = Vocabulary(263, frozenset(), lambda prompt: Text())
+    cost = None if broken else CostModel(0.01, 1e-4, 1e-8)
+    return EngineParts(runner, vocabulary, SchedulerConfig(), cost)  # type: ignore[arg-type]
+
+
+class Text:
+    def add(self, token_id: int) -> str:
+        return f"<{token_id}>"
+
+    def finish(self) -> str:
+        return ""
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[ContinuousBatchProcessor]:
+    processor = ContinuousBatchProcessor(build, debug=True)
+    await asyncio.to_thread(processor.start)
+    yield processor
+    await asyncio.to_thread(processor.stop)
+
+
+def request(request_id: str, prompt: list[int], max_tokens: int) -> GenerationRequest:
+    return GenerationRequest(request_id, (tuple(prompt),), SamplingParams(temperature=0.0), StopParams(max_tokens))
+
+
+async def collect(engine: ContinuousBatchProcessor, asked: GenerationRequest) -> list[Event]:
+    return [event async for event in engine.generate(asked)]
+
+
+async def until(condition: object, timeout_s: float = 5.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # type: ignore[operator]
+            await asyncio.sleep(0.01)
+
+
+async def test_concurrent_requests_each_get_their_own_events(engine: ContinuousBatchProcessor) -> None:
+    model = tiny_model("llama")
+    asked = [request(str(i), PROMPTS[i % 3], 5 + i) for i in range(12)]
+    answers = await asyncio.gather(*(collect(engine, each) for each in asked))
+    for i, events in enumerate(answers):
+        tokens = [token for e in events if isinstance(e, SequenceOutput) for token in e.token_ids]
+        assert tokens == solo(model, PROMPTS[i % 3], 5 + i).tokens
+        assert isinstance(events[-1], RequestFinished)
+    assert engine.stats().alive
+
+
+async def test_closing_the_iterator_aborts(engine: ContinuousBatchProcessor) -> None:
+    stream = engine.generate(request("long", PROMPTS[0], 3000))
+    assert isinstance(await anext(stream), SequenceOutput)
+    await stream.aclose()
+    await until(lambda: engine.stats().aborted_total == 1 and engine.stats().running == 0)
+    assert engine.stats().kv_bytes_held == 0
+
+
+async def test_a_dead_device_thread_fails_its_requests_and_says_so() -> None:
+    processor = ContinuousBatchProcessor(lambda: build(broken=True))
+    await asyncio.to_thread(processor.start)
+    events = await collect(processor, request("x", PROMPTS[0], 5))
+    assert isinstance(events[-1], RequestFailed)
+    assert isinstance(events[-1].error, EngineDeadError)
+    await until(lambda: not processor.stats().alive)
+    with pytest.raises(EngineDeadError):
+        await collect(processor, request("y", PROMPTS[0], 5))
+
+
+async def test_stopping_fails_what_still_runs() -> None:
+    processor = ContinuousBatchProcessor(build)
+    await asyncio.to_thread(processor.start)
+    stream = processor.generate(request("long", PROMPTS[0], 3000))
+    await anext(stream)
+    await asyncio.to_thread(processor.stop)
+    async with asyncio.timeout(5):
+        rest = [event async for event in stream]
+    assert isinstance(rest[-1], RequestFailed)
+
+
+def test_what_the_build_raises_is_raised_by_start() -> None:
+    def fail() -> EngineParts:
+        raise ValueError("no such model")
+
+    with pytest.raises(ValueError, match="no such model"):
+        ContinuousBatchProcessor(fail).start()

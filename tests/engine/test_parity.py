@@ -1,0 +1,180 @@
+"""Every row of a mixed batch equals its solo run: families, joins, leaves, groups, preemption, scores."""
+
+from __future__ import annotations
+
+import random
+
+import mlx.core as mx
+import pytest
+from harness import Solo, assert_same_tokens, make_harness, solo
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import FAMILIES, tiny_model
+
+from mlx_parallm.core import PromptScored, RequestFinished, SamplingParams, SequenceOutput, StopParams
+
+TINY = 1e-5
+"""Invariant 8's bound on logprobs across shapes, for tiny float32 models."""
+
+
+def prompts(count: int, longest: int, seed: int = 0) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(256) for _ in range(rng.randint(1, longest))] for _ in range(count)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_that_join_and_leave_equal_their_solo_runs(family: str) -> None:
+    model = tiny_model(family)
+    rows = prompts(10, 90)
+    lengths = [random.Random(i).randint(1, 40) for i in range(len(rows))]
+    references = [solo(model, row, length) for row, length in zip(rows, lengths, strict=True)]
+    harness = make_harness(model, max_rows=6)
+    for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+        harness.submit(str(i), row, length)
+        for _ in range(i % 4):
+            harness.loop.step()
+    harness.run()
+    for i, reference in enumerate(references):
+        assert isinstance(harness.terminal(str(i)), RequestFinished)
+        assert_same_tokens(harness.tokens(str(i)), reference, TINY)
+
+
+@pytest.fixture(scope="module")
+def llama() -> object:
+    return tiny_model("llama")
+
+
+@pytest.fixture(scope="module")
+def references(llama: object) -> list[tuple[list[int], Solo]]:
+    return [(row, solo(llama, row, 30)) for row in prompts(12, 150, seed=1)]
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_any_interleaving_with_aborts_and_preemption(
+    llama: object, references: list[tuple[list[int], Solo]], data: st.DataObject
+) -> None:
+    """A pool too small for all makes rows preempt and recompute; nobody's tokens change, nobody fails."""
+    harness = make_harness(llama, budget_tokens=data.draw(st.sampled_from([256, 600, 2000])), max_rows=5)
+    aborted = set()
+    for i, (row, reference) in enumerate(references):
+        harness.submit(str(i), row, data.draw(st.integers(1, len(reference.tokens)), label="max_tokens"))
+        for _ in range(data.draw(st.integers(0, 5), label="steps")):
+            harness.loop.step()
+            harness.loop.check_integrity()
+        if data.draw(st.integers(0, 4), label="abort") == 0:
+            aborted.add(victim := str(data.draw(st.integers(0, i))))
+            harness.loop.abort(victim)
+            harness.loop.check_integrity()
+    harness.run()
+    assert harness.runner.cache.tokens_held == 0
+    for i, (_, reference) in enumerate(references):
+        got = harness.tokens(str(i))
+        shown = Solo(reference.tokens[: len(got)], reference.gaps[: len(got)])
+        assert_same_tokens(got, shown, TINY)
+        if str(i) not in aborted:
+            assert isinstance(harness.terminal(str(i)), RequestFinished)
+
+
+def test_a_small_pool_preempts_the_youngest_and_never_fails(llama: object) -> None:
+    harness = make_harness(llama, budget_tokens=3 * 64, max_rows=8)
+    rows = [[seed, *range(49)] for seed in range(3)]
+    for i, row in enumerate(rows):
+        harness.submit(str(i), row, 60)
+    harness.run()
+    assert harness.loop.stats().preemptions_total > 0
+    for i, row in enumerate(rows):
+        assert_same_tokens(harness.tokens(str(i)), solo(llama, row, 60), TINY)
+    first_to_end = [rid for rid, event in harness.events if isinstance(event, RequestFinished)][0]
+    assert first_to_end == "0", "the oldest row keeps its place"
+
+
+def test_sampled_rows_do_not_depend_on_neighbours_or_preemption(llama: object) -> None:
+    """Same seed, other company, smaller pool: the same tokens."""
+    sampled = SamplingParams(temperature=1.0, top_p=0.9, seed=7, presence_penalty=0.5)
+    row = prompts(1, 60, seed=3)[0]
+    alone = make_harness(llama)
+    alone.submit("x", row, 40, sampling=sampled)
+    alone.run()
+    crowded = make_harness(llama, budget_tokens=4 * 64)
+    for i, other in enumerate(prompts(3, 50, seed=4)):
+        crowded.submit(str(i), other, 60, sampling=SamplingParams(temperature=0.7, seed=i))
+    crowded.submit("x", row, 40, sampling=sampled)
+    crowded.run()
+    assert crowded.loop.stats().preemptions_total > 0
+    assert crowded.tokens("x") == alone.tokens("x")
+
+
+def test_a_group_prefills_its_prompt_once(llama: object) -> None:
+    row = prompts(1, 90, seed=5)[0] * 2
+    harness = make_harness(llama, max_rows=3)
+    harness.submit("g", row, 6, n=5)
+    harness.run()
+    assert harness.loop.counters.prompt_tokens < 2 * len(row), "siblings fork the leader's row"
+    reference = solo(llama, row, 6)
+    for index in range(5):
+        assert_same_tokens(harness.tokens("g", index), reference, TINY)
+    finished = harness.terminal("g")
+    assert isinstance(finished, RequestFinished)
+    assert (finished.prompt_tokens, finished.completion_tokens) == (len(row), 30)
+
+
+def test_samples_of_a_group_draw_with_seeds_of_their_own(llama: object) -> None:
+    row = prompts(1, 30, seed=6)[0]
+    group = make_harness(llama)
+    group.submit("g", row, 12, n=3, sampling=SamplingParams(seed=40))
+    group.run()
+    single = make_harness(llama)
+    single.submit("s", row, 12, sampling=SamplingParams(seed=42))
+    single.run()
+    assert group.tokens("g", 2) == single.tokens("s")
+    assert len({tuple(group.tokens("g", i)) for i in range(3)}) == 3
+
+
+@pytest.mark.parametrize("length", [1, 2, 17, 200])
+@pytest.mark.parametrize("max_tokens", [0, 3])
+def test_prompt_logprobs_equal_a_plain_forward(llama: object, length: int, max_tokens: int) -> None:
+    row = (prompts(4, 90, seed=8)[0] * 20)[:length]
+    harness = make_harness(llama)
+    for i, other in enumerate(prompts(3, 60, seed=9)):
+        harness.submit(str(i), other, 20)
+    harness.loop.step()
+    harness.submit("scored", row, prompt_logprobs=2, stopping=StopParams(max_tokens))
+    harness.run()
+    assert len(harness.tokens("scored")) == max_tokens
+    (scored,) = [e for e in harness.of("scored") if isinstance(e, PromptScored)]
+    assert scored.logprobs[0] is None
+    logits = llama(mx.array([row]))[0]
+    logprobs = (logits - mx.logsumexp(logits, -1, keepdims=True)).tolist()
+    for entry, target, expected in zip(scored.logprobs[1:], row[1:], logprobs, strict=False):
+        assert entry is not None
+        assert (entry.token_id, entry.logprob) == (target, pytest.approx(expected[target], abs=TINY))
+        assert [value for _, value in entry.top] == pytest.approx(sorted(expected)[:-3:-1], abs=TINY)
+    assert len(scored.logprobs) == length
+
+
+def test_drawn_logprobs_equal_a_plain_forward(llama: object) -> None:
+    row = prompts(1, 50, seed=10)[0]
+    harness = make_harness(llama)
+    harness.submit("a", prompts(1, 50, seed=11)[0], 20)
+    harness.submit("b", row, 10, sampling=SamplingParams(temperature=1.3, seed=3, top_logprobs=3))
+    harness.run()
+    tokens = harness.tokens("b")
+    logits = llama(mx.array([row + tokens[:-1]]))[0, len(row) - 1 :]
+    logprobs = logits - mx.logsumexp(logits, -1, keepdims=True)
+    outputs = [e for e in harness.of("b") if isinstance(e, SequenceOutput)]
+    for at, output in enumerate(outputs):
+        (entry,) = output.logprobs
+        assert entry.logprob == pytest.approx(logprobs[at, tokens[at]].item(), abs=TINY)
+        assert [value for _, value in entry.top] == pytest.approx(mx.sort(logprobs[at])[-3:][::-1].tolist(), abs=TINY)
+
+
+def test_a_request_larger_than_the_pool_is_refused_at_once(llama: object) -> None:
+    harness = make_harness(llama, budget_tokens=128)
+    harness.submit("big", [1] * 100, 100)
+    harness.submit("small", [1, 2, 3], 4)
+    harness.run()
+    assert "KV memory" in str(harness.terminal("big").error)
+    assert len(harness.tokens("small")) == 4
+
+

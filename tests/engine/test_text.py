@@ -1,0 +1,94 @@
+"""Stop strings at text level, held-back text, and how a sequence ends."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_parallm.core import FinishReason, StopParams
+from mlx_parallm.engine.text import StopMatcher, TextStream
+
+SMALL = st.text(alphabet="abc", min_size=0, max_size=30)
+STOPS = st.lists(st.text(alphabet="abc", min_size=1, max_size=4), min_size=1, max_size=4).map(tuple)
+
+
+class Pieces:
+    """A detokenizer whose token i is pieces[i]; `tail` is released at the end."""
+
+    def __init__(self, *pieces: str, tail: str = "") -> None:
+        self.pieces = pieces
+        self.tail = tail
+
+    def add(self, token_id: int) -> str:
+        return self.pieces[token_id]
+
+    def finish(self) -> str:
+        tail, self.tail = self.tail, ""
+        return tail
+
+
+def stream(*pieces: str, eos: int | None = None, tail: str = "", **stopping: object) -> TextStream:
+    eos_ids = frozenset() if eos is None else frozenset({eos})
+    return TextStream(Pieces(*pieces, tail=tail), StopParams(**{"max_tokens": 99, **stopping}), eos_ids)
+
+
+@given(SMALL, STOPS, st.data())
+def test_stop_is_found_wherever_the_text_is_cut(text: str, stops: tuple[str, ...], data: st.DataObject) -> None:
+    """Released text and stop are those of a search over the whole text, at the first end of a match."""
+    matcher = StopMatcher(stops)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    released, stopped = "", None
+    for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
+        piece, stopped = matcher.feed(text[start:end])
+        released += piece
+        if stopped is not None:
+            break
+    if stopped is None:
+        assert not any(stop in text for stop in stops)
+        assert released + matcher.flush() == text
+    else:
+        assert text.startswith(released + stopped)
+        assert not any(stop in released for stop in stops)
+
+
+@given(SMALL, STOPS)
+def test_text_that_cannot_begin_a_stop_is_released_at_once(text: str, stops: tuple[str, ...]) -> None:
+    matcher = StopMatcher(stops)
+    released, stopped = matcher.feed(text + "z")
+    assert stopped is not None or released == text + "z"
+
+
+def test_stop_across_tokens_is_cut_before_the_stop() -> None:
+    """mlx-lm's defect: text 'abc' with stop 'bc' must give 'a' and end."""
+    text = stream("a", "b", "c", stop=("bc",))
+    assert text.accept(0).text == "a"
+    assert text.accept(1).text == ""
+    last = text.accept(2)
+    assert (last.text, last.finish_reason, last.stop_reason) == ("", FinishReason.STOP, "bc")
+
+
+def test_held_text_is_released_when_the_sequence_ends_otherwise() -> None:
+    text = stream("a", "b", stop=("bc",), max_tokens=2, tail="\ufffd")
+    assert text.accept(0).text == "a"
+    last = text.accept(1)
+    assert (last.text, last.finish_reason) == ("b\ufffd", FinishReason.LENGTH)
+
+
+def test_eos_ends_the_text_and_is_not_part_of_it() -> None:
+    text = stream("a", "</s>", eos=1)
+    assert text.accept(0).finish_reason is None
+    assert text.accept(1).text == ""
+    assert text.generated == 2
+
+
+def test_ignore_eos_goes_on() -> None:
+    text = stream("a", "", eos=1, ignore_eos=True, max_tokens=3)
+    assert [text.accept(token).finish_reason for token in (0, 1, 0)] == [None, None, FinishReason.LENGTH]
+
+
+@pytest.mark.parametrize(("min_tokens", "ends_at"), [(0, 0), (2, 1), (3, 2)])
+def test_stops_count_only_from_min_tokens(min_tokens: int, ends_at: int) -> None:
+    text = stream("x", stop=("x",), min_tokens=min_tokens)
+    reasons = [text.accept(0).finish_reason for _ in range(ends_at + 1)]
+    assert reasons == [None] * ends_at + [FinishReason.STOP]

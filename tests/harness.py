@@ -1,0 +1,132 @@
+"""Builds a `DeviceLoop` over a tiny model, and what tests read off its events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+from tiny import tiny_model
+
+from mlx_parallm.batch.kv_cache import LoRABatchedKVCache
+from mlx_parallm.batch.runner import BatchRunner
+from mlx_parallm.core import (
+    Event,
+    GenerationRequest,
+    RequestFailed,
+    RequestFinished,
+    SamplingParams,
+    SequenceOutput,
+    StopParams,
+)
+from mlx_parallm.engine.live import Vocabulary
+from mlx_parallm.engine.loop import DeviceLoop, EngineParts
+from mlx_parallm.model.attention import install_hook
+from mlx_parallm.model.layers import probe
+from mlx_parallm.model.layout import KVLayout
+from mlx_parallm.scheduler.cost import CostModel
+from mlx_parallm.scheduler.rl_aware import SchedulerConfig
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+class PlainText:
+    """Every token is its number in angle brackets."""
+
+    def add(self, token_id: int) -> str:
+        return f"<{token_id}>"
+
+    def finish(self) -> str:
+        return ""
+
+
+@dataclass
+class Harness:
+    """A loop and everything it published."""
+
+    loop: DeviceLoop
+    runner: BatchRunner
+    events: list[tuple[str, Event]] = field(default_factory=list)
+
+    def submit(self, request_id: str, prompt: Sequence[int], max_tokens: int = 8, **fields: object) -> None:
+        stopping = fields.pop("stopping", StopParams(max_tokens))
+        sampling = fields.pop("sampling", GREEDY)
+        self.loop.submit(GenerationRequest(request_id, (tuple(prompt),), sampling, stopping, **fields))
+
+    def run(self, check: Callable[[], None] | None = None, limit: int = 5000) -> None:
+        """Steps until idle, checking every book after every step."""
+        for _ in range(limit):
+            busy = self.loop.step()
+            self.loop.check_integrity()
+            if check is not None:
+                check()
+            if not busy:
+                return
+        raise AssertionError(f"not idle after {limit} steps")
+
+    def of(self, request_id: str) -> list[Event]:
+        return [event for rid, event in self.events if rid == request_id]
+
+    def tokens(self, request_id: str, index: int = 0) -> list[int]:
+        outputs = (e for e in self.of(request_id) if isinstance(e, SequenceOutput) and e.index == index)
+        return [token for output in outputs for token in output.token_ids]
+
+    def terminal(self, request_id: str) -> Event:
+        """The request's one terminal event, which is its last."""
+        events = self.of(request_id)
+        ends = [event for event in events if isinstance(event, RequestFinished | RequestFailed)]
+        assert len(ends) == 1, f"{request_id}: {len(ends)} terminal events"
+        assert events[-1] is ends[0]
+        return ends[0]
+
+
+def make_harness(
+    model: nn.Module | None = None,
+    *,
+    budget_tokens: int = 1 << 20,
+    max_rows: int = 16,
+    max_length: int = 4096,
+    max_batched_tokens: int = 64,
+    eos_ids: Iterable[int] = (),
+) -> Harness:
+    """A loop over `model` (tiny llama by default) with a pool of `budget_tokens`."""
+    model = model or tiny_model("llama")
+    shape = probe(model)
+    layout = KVLayout(shape.layers, shape.kv_dtype)
+    cache = LoRABatchedKVCache(layout, budget_tokens * layout.bytes_per_token, max_length)
+    runner = BatchRunner(model, cache, install_hook(model), shape.vocab_size)
+    vocabulary = Vocabulary(shape.vocab_size, frozenset(eos_ids), lambda prompt: PlainText())
+    scheduler = SchedulerConfig(max_rows=max_rows, max_batched_tokens=max_batched_tokens)
+    parts = EngineParts(runner, vocabulary, scheduler, CostModel(0.01, 1e-4, 1e-8))
+    events: list[tuple[str, Event]] = []
+    return Harness(DeviceLoop(parts, events.extend), runner, events)
+
+
+@dataclass(frozen=True)
+class Solo:
+    """A row alone, through mlx-lm's own cache: greedy tokens, and the gap between the best two logits."""
+
+    tokens: list[int]
+    gaps: list[float]
+
+
+def solo(model: nn.Module, prompt: Sequence[int], max_tokens: int) -> Solo:
+    cache = make_prompt_cache(model)
+    inputs, tokens, gaps = mx.array([list(prompt)]), [], []
+    for _ in range(max_tokens):
+        logits = model(inputs, cache=cache)[0, -1]
+        best = mx.sort(logits)[-2:]
+        tokens.append(int(logits.argmax().item()))
+        gaps.append(float((best[1] - best[0]).item()))
+        inputs = mx.array([[tokens[-1]]])
+    return Solo(tokens, gaps)
+
+
+def assert_same_tokens(got: Sequence[int], reference: Solo, tolerance: float) -> None:
+    """Invariant 8: equal wherever the solo run's top-2 gap exceeds ten times the tolerance."""
+    for at, (token, expected, gap) in enumerate(zip(got, reference.tokens, reference.gaps, strict=True)):
+        if token != expected:
+            assert gap <= 10 * tolerance, f"token {at}: {token} instead of {expected}, gap {gap:.2e}"
+            return  # after a tie the two runs go their own ways

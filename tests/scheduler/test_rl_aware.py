@@ -1,0 +1,254 @@
+"""The scheduler alone: a pure-Python memory, a clock that the test holds."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from mlx_parallm.core import WorkClass
+from mlx_parallm.scheduler.cost import CostModel
+from mlx_parallm.scheduler.rl_aware import DecodeUnit, PrefillUnit, RLAwareScheduler, SchedulerConfig, Unit
+from mlx_parallm.scheduler.sequence import Group, Sequence, Status
+
+
+class TokenBudget:
+    """Rows of exactly their length, within a budget of tokens."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.held: dict[int, int] = {}
+
+    def allocate(self, sequence: Sequence, source: Sequence | None) -> int | None:
+        if sum(self.held.values()) + sequence.length > self.budget:
+            return None
+        assert sequence.sequence_id not in self.held
+        self.held[sequence.sequence_id] = sequence.length
+        return min(sequence.prompt_length - 1, source.computed) if source else 0
+
+    def grow(self, sequence: Sequence, tokens: int) -> bool:
+        more = max(0, tokens - self.held[sequence.sequence_id])
+        if sum(self.held.values()) + more > self.budget:
+            return False
+        self.held[sequence.sequence_id] += more
+        return True
+
+    def free(self, sequence: Sequence) -> None:
+        del self.held[sequence.sequence_id]
+
+
+class Driver:
+    """Plays the engine: runs units, reads draws back one step late, finishes what has its tokens."""
+
+    def __init__(self, budget: int = 10**9, cost: CostModel | None = None, **config: object) -> None:
+        self.memory = TokenBudget(budget)
+        self.scheduler = RLAwareScheduler(
+            SchedulerConfig(**config), self.memory, cost or CostModel(0.01, 0.001, 1e-7)
+        )
+        self.now = 0.0
+        self.unread: tuple[Sequence, ...] = ()
+        self.finished: list[Sequence] = []
+        self.count = 0
+
+    def add(self, tokens: int, max_tokens: int = 4, group: Group | None = None, **fields: object) -> Sequence:
+        self.count += 1
+        sequence = Sequence(self.count, [0] * tokens, max_tokens, self.now, group or Group(), **fields)
+        self.scheduler.add(sequence)
+        return sequence
+
+    def read(self) -> None:
+        drawn, self.unread = self.unread, ()
+        for sequence in drawn:
+            if sequence.status is Status.FINISHED:
+                continue
+            sequence.tokens.append(0)
+            if len(sequence.tokens) - sequence.prompt_length == sequence.max_tokens:
+                self.scheduler.finish(sequence)
+                self.finished.append(sequence)
+
+    def step(self) -> Unit | None:
+        unit = self.scheduler.next_unit(self.now)
+        if isinstance(unit, DecodeUnit):
+            self.scheduler.launched(unit)
+            self.now += 0.05
+            self.read()
+            self.unread = unit.sequences
+        elif self.unread:
+            self.read()
+        elif isinstance(unit, PrefillUnit):
+            seconds = self.scheduler.cost.seconds(unit.tokens, unit.sequence.computed)
+            self.now += seconds
+            self.scheduler.prefilled(unit, seconds, self.now)
+        self.scheduler.check_integrity()
+        return unit
+
+    def run(self, limit: int = 10_000) -> list[Unit]:
+        units = []
+        for _ in range(limit):
+            had_unread = bool(self.unread)
+            unit = self.step()
+            if unit is None and not had_unread:
+                return units
+            if unit is not None:
+                units.append(unit)
+        raise AssertionError("never idle")
+
+
+def test_the_last_prompt_token_is_left_to_decode() -> None:
+    driver = Driver()
+    sequence = driver.add(100)
+    units = driver.run()
+    assert sum(u.tokens for u in units if isinstance(u, PrefillUnit)) == 99
+    assert sum(isinstance(u, DecodeUnit) for u in units) == 4
+    assert driver.finished == [sequence]
+
+
+def test_decode_waits_no_longer_than_the_stall_allowance() -> None:
+    """Between two decode steps prefill gets `stall_seconds`, whatever is waiting."""
+    driver = Driver(stall_seconds=0.2, max_batched_tokens=10_000)
+    driver.add(2, max_tokens=50)
+    driver.step()
+    driver.step()
+    for _ in range(3):
+        driver.add(3000)
+    stalls, since = [], driver.now
+    while driver.scheduler.live:
+        unit = driver.step()
+        if isinstance(unit, DecodeUnit) and len(driver.finished) == 0:
+            stalls.append(driver.now - since - 0.05)
+            since = driver.now
+    assert max(stalls) <= 0.2 + 1e-9
+    assert max(stalls) > 0.1, "and prefill does get its share"
+
+
+def test_attention_makes_late_chunks_shorter() -> None:
+    driver = Driver(cost=CostModel(0.01, 1e-4, 1e-6), stall_seconds=0.1, max_batched_tokens=10_000)
+    driver.add(4000, max_tokens=1)
+    chunks = [u.tokens for u in driver.run() if isinstance(u, PrefillUnit)]
+    assert chunks[0] > 4 * chunks[-2]
+    assert chunks[:-1] == sorted(chunks[:-1], reverse=True)
+
+
+def test_a_short_prompt_overtakes_a_long_one_that_is_under_way() -> None:
+    driver = Driver(max_batched_tokens=64)
+    long = driver.add(5000)
+    driver.step()
+    driver.step()
+    short = driver.add(30)
+    while short not in driver.finished:
+        driver.step()
+    assert long.status is Status.PREFILLING
+
+
+def test_a_long_prompt_is_not_starved_by_short_ones() -> None:
+    driver = Driver(max_batched_tokens=64, max_rows=4)
+    long = driver.add(2000, max_tokens=1)
+    for _ in range(2000):
+        if long in driver.finished:
+            return
+        if driver.scheduler.waiting < 3:
+            driver.add(50, max_tokens=1)
+        driver.step()
+    raise AssertionError(f"{long.computed} of 2000 tokens after {driver.now:.0f} s")
+
+
+def test_priority_comes_before_length() -> None:
+    driver = Driver(max_rows=1)
+    driver.add(500, priority=0)
+    urgent = driver.add(1000, priority=-1)
+    first = driver.step()
+    assert isinstance(first, PrefillUnit)
+    assert first.sequence is urgent
+
+
+@pytest.mark.parametrize(("live", "expected"), [("both", {7, 3}), ("training", {10}), ("inference", {10})])
+def test_shares_are_of_rows_and_work_conserving(live: str, expected: set[int]) -> None:
+    driver = Driver(max_rows=10)
+    for work_class in WorkClass:
+        if live in ("both", work_class.value):
+            for _ in range(20):
+                driver.add(1, max_tokens=100, work_class=work_class)
+    driver.step()
+    rows = [sum(s.work_class is work_class for s in driver.scheduler.live) for work_class in WorkClass]
+    assert {count for count in rows if count} == expected
+
+
+def test_a_group_is_prefilled_once_and_forked() -> None:
+    driver = Driver()
+    group = Group()
+    members = [driver.add(400, group=group) for _ in range(4)]
+    units = driver.run()
+    assert sum(u.tokens for u in units if isinstance(u, PrefillUnit)) == 399
+    assert set(driver.finished) == set(members)
+
+
+def test_preempted_rows_are_recomputed_and_the_oldest_is_kept() -> None:
+    driver = Driver(budget=120)
+    rows = [driver.add(30, max_tokens=40) for _ in range(3)]
+    driver.run()
+    assert driver.scheduler.preemptions > 0
+    assert driver.finished[0] is rows[0]
+    assert set(driver.finished) == set(rows)
+
+
+@given(st.floats(1e-4, 0.1), st.floats(1e-6, 1e-2), st.floats(0, 1e-4), st.integers(0, 8000), st.floats(0.001, 3))
+@settings(max_examples=200)
+def test_the_largest_chunk_within_a_time_is_the_largest(
+    fixed: float, per_token: float, per_pair: float, context: int, seconds: float
+) -> None:
+    cost = CostModel(fixed, per_token, per_pair)
+    tokens = cost.tokens_within(seconds, context, 16, 2048)
+    assert tokens == 16 or cost.seconds(tokens, context) <= seconds
+    assert tokens == 2048 or cost.seconds(tokens + 1, context) > seconds
+
+
+def test_the_cost_model_follows_a_machine_that_slows_down() -> None:
+    cost = CostModel(0.01, 0.001, 0.0)
+    for _ in range(40):
+        cost.observe(100, 0, 3 * (0.01 + 0.1))
+    assert cost.seconds(50, 0) == pytest.approx(3 * 0.06, rel=0.01)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Random add, abort and step against a small memory: books agree, and everything ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.driver = Driver(budget=300, max_rows=5, max_batched_tokens=32)
+        self.alive: list[Sequence] = []
+
+    @rule(tokens=st.integers(1, 120), max_tokens=st.integers(1, 60), n=st.integers(1, 3), work=st.sampled_from(WorkClass))
+    def add(self, tokens: int, max_tokens: int, n: int, work: WorkClass) -> None:
+        group = Group()
+        self.alive += [self.driver.add(tokens, max_tokens, group, work_class=work) for _ in range(n)]
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        sequence = data.draw(st.sampled_from(self.alive))
+        if sequence.status is not Status.FINISHED:
+            self.driver.scheduler.finish(sequence)
+        self.alive.remove(sequence)
+
+    @rule(steps=st.integers(1, 8))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            self.driver.step()
+
+    @invariant()
+    def rows_and_memory_agree(self) -> None:
+        live = self.driver.scheduler.live
+        assert set(self.driver.memory.held) == {s.sequence_id for s in live}
+        assert sum(self.driver.memory.held.values()) <= 300
+        for sequence in live:
+            assert sequence.computed <= self.driver.memory.held[sequence.sequence_id]
+
+    def teardown(self) -> None:
+        self.driver.run()
+        assert all(s.status is Status.FINISHED for s in self.alive)
+        assert not self.driver.memory.held
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

@@ -1,0 +1,216 @@
+"""A fake engine and a byte-level tokenizer: HTTP tests need no model, and know every byte beforehand."""
+
+import asyncio
+import codecs
+import contextlib
+import time
+from types import SimpleNamespace
+
+import httpx
+import pytest
+
+from mlx_parallm.core import (
+    EngineStats,
+    FinishReason,
+    ModelCard,
+    PromptScored,
+    RequestFailed,
+    RequestFinished,
+    SequenceOutput,
+    TokenLogprob,
+)
+from mlx_parallm.errors import EngineDeadError, InvalidRequestError
+from mlx_parallm.server import ServerSettings, create_app
+from mlx_parallm.server.run import DrainingServer, bind
+
+VOCAB = 258
+EOS = 257
+CARD = ModelCard("tiny/byte-model", 64, VOCAB, "none", "float32", 1000, 4000)
+
+
+class ByteTokenizer:
+    """One token per UTF-8 byte; 256 is BOS (never added), 257 EOS."""
+
+    vocab_size = VOCAB
+    eos_token = "<eos>"
+    bos_token = "<bos>"
+    eos_token_ids = frozenset({EOS})
+    chat_template = "a template"
+
+    def encode(self, text, add_special_tokens=True):
+        return list(text.encode())
+
+    def decode(self, token_ids, skip_special_tokens=False):
+        return b"".join(map(self.token_bytes, token_ids)).decode("utf-8", "replace")
+
+    def token_bytes(self, token_id):
+        return bytes([token_id]) if token_id < 256 else {256: b"<bos>", EOS: b"<eos>"}[token_id]
+
+    def apply_chat_template(self, messages, add_generation_prompt=True, **kwargs):
+        if messages[-1]["content"] == "refuse":
+            raise InvalidRequestError("the template refuses these messages", param="messages")
+        turns = "".join(f"{message['role'][0]}:{message['content']}\n" for message in messages)
+        options = "".join(f"{name}={value}\n" for name, value in kwargs.items())
+        return self.encode(turns + options + ("a:" if add_generation_prompt else ""))
+
+
+def logprob_of(token_id, top):
+    """The drawn token is the best, then its successors: -0.5, -1.5, -2.5 …"""
+    best = tuple(((token_id + k) % 256, -0.5 - k) for k in range(top))
+    return TokenLogprob(token_id, -0.5, best)
+
+
+class FakeEngine:
+    """Says `text` on every choice, one byte a step, cut at max_tokens.
+
+    `pause_before` k: stops before the k-th event of each request until `resume` is set, and sets `paused`.
+    `fail_before` k: the k-th event is RequestFailed(`error`).
+    """
+
+    def __init__(self):
+        self.text = "Hi ä!"
+        self.stop_reason = None
+        self.silent_end = False  # the last token adds no text, as EOS does not
+        self.pause_before = None
+        self.fail_before = None
+        self.error = None
+        self.cached_tokens = 0
+        self.paused = asyncio.Event()
+        self.resume = asyncio.Event()
+        self.requests = []
+        self.live = set()
+        self.aborted = 0
+        self.state = {"alive": True, "ready": True, "kv_bytes_held": 10, "kv_bytes_budget": 40, "running": 3}
+
+    def stats(self):
+        return EngineStats(**self.state, waiting=0, aborted_total=self.aborted, detail={"rows": []})
+
+    async def generate(self, request):
+        if not self.state["alive"]:
+            raise EngineDeadError("gone")
+        self.requests.append(request)
+        self.live.add(request.request_id)
+        finished = False
+        try:
+            for step, event in enumerate(self._events(request)):
+                if step == self.pause_before:
+                    self.paused.set()
+                    await self.resume.wait()
+                await asyncio.sleep(0)
+                if step == self.fail_before:
+                    finished = True
+                    yield RequestFailed(self.error)
+                    return
+                finished = isinstance(event, RequestFinished)
+                yield event
+        finally:
+            self.live.remove(request.request_id)
+            self.aborted += not finished
+
+    def _events(self, request):
+        if request.prompt_logprobs is not None:
+            for number, prompt in enumerate(request.prompts):
+                scores = tuple(logprob_of(token, request.prompt_logprobs) for token in prompt[1:])
+                yield PromptScored(number, (None, *scores))
+        tokens = list(self.text.encode())[: request.stopping.max_tokens]
+        if not tokens:
+            for index in range(request.sequences):
+                yield SequenceOutput(index, (), "", finish_reason=FinishReason.LENGTH)
+        decoders = [codecs.getincrementaldecoder("utf-8")() for _ in range(request.sequences)]
+        for step, token in enumerate(tokens):
+            for index, decoder in enumerate(decoders):
+                yield self._output(request, index, token, decoder.decode(bytes([token])), step == len(tokens) - 1)
+        yield self._finished(request, len(tokens) * request.sequences)
+
+    def _output(self, request, index, token, text, last):
+        top = request.sampling.top_logprobs
+        logprobs = () if top is None else (logprob_of(token, top),)
+        if not last:
+            return SequenceOutput(index, (token,), text, logprobs)
+        cut = len(self.text.encode()) > request.stopping.max_tokens
+        reason = FinishReason.LENGTH if cut else FinishReason.STOP
+        text = "" if self.silent_end else text
+        return SequenceOutput(index, (token,), text, logprobs, reason, self.stop_reason)
+
+    def _finished(self, request, completion_tokens):
+        now = time.monotonic()
+        prompt_tokens = sum(map(len, request.prompts))
+        return RequestFinished(
+            prompt_tokens, completion_tokens, now - 0.4, now - 0.3, now - 0.2, now, self.cached_tokens
+        )
+
+
+@pytest.fixture
+def engine():
+    return FakeEngine()
+
+
+@pytest.fixture
+def make_client(engine):
+    """`make_client(**settings)` → an httpx client on an in-process app; `client.app` is the app."""
+
+    def make(**settings):
+        app = create_app(engine, ByteTokenizer(), CARD, ServerSettings(**settings))
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        client = httpx.AsyncClient(transport=transport, base_url="http://localhost:8000")
+        client.app = app
+        return client
+
+    return make
+
+
+@pytest.fixture
+def client(make_client):
+    return make_client()
+
+
+@pytest.fixture
+def serving(engine):
+    """`async with serving(**settings) as server`: a real uvicorn on a free port (`server.port`, `.app`, `.url`)."""
+
+    @contextlib.asynccontextmanager
+    async def serve(shutdown_timeout_s=5.0, **settings):
+        app = create_app(engine, ByteTokenizer(), CARD, ServerSettings(**settings))
+        listening = bind("127.0.0.1", 0)
+        port = listening.getsockname()[1]
+        started = asyncio.Event()
+        uvicorn_server = DrainingServer(app, shutdown_timeout_s, started.set)
+        task = asyncio.create_task(uvicorn_server.serve(sockets=[listening]))
+        await started.wait()
+        server = SimpleNamespace(
+            app=app, port=port, url=f"http://127.0.0.1:{port}", uvicorn=uvicorn_server, stopped=task
+        )
+        try:
+            yield server
+        finally:
+            uvicorn_server.should_exit = True
+            await task
+
+    return serve
+
+
+@pytest.fixture
+def metric():
+    """`await metric(client, name)` → the value of one sample, labels written as Prometheus writes them."""
+
+    async def read(client, name):
+        lines = (await client.get("/metrics")).text.splitlines()
+        return next((float(line.rpartition(" ")[2]) for line in lines if line.rpartition(" ")[0] == name), 0.0)
+
+    return read
+
+
+@pytest.fixture
+def fault():
+    """`fault(response)` → the error object, having checked the envelope that every error has."""
+
+    def check(response):
+        assert response.headers["content-type"].startswith("application/json")
+        assert set(response.json()) == {"error"}
+        error = response.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert isinstance(error["message"], str)
+        assert error["message"]
+        return error
+
+    return check

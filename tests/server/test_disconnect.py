@@ -1,0 +1,99 @@
+"""A client that leaves frees its rows, whatever phase its request is in (case 22); on a real uvicorn."""
+
+import asyncio
+import json
+import time
+
+import httpx
+import pytest
+
+PHASES = {"queued": 0, "prefill": 1, "decode": 3}
+"""Events the engine has sent before it is paused: none, the prompt's scores, two tokens."""
+
+
+async def post(port, body, path="/v1/completions"):
+    """Sends a request on a connection of its own; the caller reads, or leaves."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    raw = json.dumps(body).encode()
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n"
+    )
+    writer.write(f"{head}\r\n".encode() + raw)
+    await writer.drain()
+    return reader, writer
+
+
+async def within_a_second(condition):
+    deadline = time.monotonic() + 1
+    while not condition():
+        assert time.monotonic() < deadline, "not within a second"
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("phase", PHASES)
+async def test_leaving_aborts(serving, engine, metric, phase, stream):
+    engine.pause_before = PHASES[phase]
+    async with serving() as server:
+        gate = server.app.state.services.gate
+        body = {"prompt": "x", "n": 2, "echo": True, "logprobs": 0, "stream": stream}
+        reader, writer = await post(server.port, body)
+        await asyncio.wait_for(engine.paused.wait(), 2)
+        if stream and phase == "decode":
+            await reader.readuntil(b'"text":"H"')
+        assert (len(engine.live), gate.held) == (1, 2)
+        writer.close()
+        await within_a_second(lambda: not engine.live and gate.held == 0)
+        assert engine.aborted == 1
+        async with httpx.AsyncClient(base_url=server.url) as client:
+            assert await metric(client, "mlx_parallm_client_disconnects_total") == 1
+            assert await metric(client, 'mlx_parallm_request_success_total{finished_reason="abort"}') == 2
+
+
+async def test_leaving_while_the_prompt_is_tokenised(serving, engine):
+    async with serving() as server:
+        services = server.app.state.services
+        encode = services.tokenizer.encode
+        services.tokenizer.encode = lambda *args: time.sleep(0.3) or encode(*args)
+        engine.pause_before = 0
+        _, writer = await post(server.port, {"prompt": "x"})
+        await within_a_second(lambda: services.gate.held == 1)
+        writer.close()
+        await within_a_second(lambda: services.gate.held == 0)
+        assert not engine.live
+
+
+async def test_leaving_in_mid_body_leaves_nothing_behind(serving, engine, caplog):
+    async with serving() as server:
+        _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        writer.write(head + b'Content-Length: 99\r\n\r\n{"prompt":')
+        await writer.drain()
+        await asyncio.sleep(0.05)
+        writer.close()
+        await within_a_second(lambda: not server.uvicorn.server_state.tasks)
+    assert not caplog.records
+    assert not engine.requests
+
+
+async def test_neighbours_go_on(serving, engine):
+    engine.pause_before = 2
+    async with serving() as server:
+        reader, stayer = await post(server.port, {"prompt": "x", "stream": True})
+        _, leaver = await post(server.port, {"prompt": "y", "stream": True})
+        await within_a_second(lambda: len(engine.live) == 2)
+        leaver.close()
+        await within_a_second(lambda: len(engine.live) == 1)
+        engine.resume.set()
+        text = (await reader.readuntil(b"[DONE]\n\n")).decode()
+        assert "".join(part.split('"')[0] for part in text.split('"text":"')[1:]) == "Hi ä!"
+        stayer.close()
+
+
+async def test_a_client_that_stays_is_not_a_disconnect(serving, metric):
+    async with serving() as server, httpx.AsyncClient(base_url=server.url) as client:
+        for stream in (True, False):
+            assert (await client.post("/v1/completions", json={"prompt": "x", "stream": stream})).status_code == 200
+        assert await metric(client, "mlx_parallm_client_disconnects_total") == 0
+        assert await metric(client, 'mlx_parallm_request_success_total{finished_reason="abort"}') == 0
+        assert await metric(client, 'mlx_parallm_request_success_total{finished_reason="stop"}') == 2

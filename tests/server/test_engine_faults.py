@@ -1,0 +1,53 @@
+"""What a client sees when the engine fails (case 23)."""
+
+import pytest
+
+from mlx_parallm.errors import EngineError, InvalidRequestError, StepFailedError
+
+URL = "/v1/completions"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (StepFailedError("/home/me/model.py: Unable to allocate 0x7f00"), 500, "step_failed"),
+        (EngineError("/home/me"), 500, "engine_error"),
+        (MemoryError("/home/me"), 500, "internal_error"),
+        (InvalidRequestError("this request can never fit in the KV pool"), 400, None),
+    ],
+)
+async def test_a_failed_request_is_an_error_and_the_next_one_works(client, engine, fault, metric, error, status, code):
+    engine.fail_before, engine.error = 2, error
+    response = await client.post(URL, json={"prompt": "x", "n": 2})
+    assert (response.status_code, fault(response)["code"]) == (status, code)
+    assert ("/home" in response.text) == (status == 400 and "/home" in str(error))
+    assert await metric(client, 'mlx_parallm_request_success_total{finished_reason="error"}') == 2
+    engine.fail_before = None
+    assert (await client.post(URL, json={"prompt": "x"})).status_code == 200
+    assert client.app.state.services.gate.held == 0
+
+
+async def test_an_engine_that_breaks_its_contract_is_a_500(client, engine, fault):
+    engine._finished = lambda request, tokens: None
+    engine._events = lambda request: iter(())
+    response = await client.post(URL, json={"prompt": "x"})
+    assert (response.status_code, fault(response)["code"]) == (500, "engine_error")
+
+
+async def test_a_fault_of_our_own_is_a_500_without_a_trace(client, fault):
+    client.app.state.services.tokenizer.encode = lambda *_: 1 / 0
+    response = await client.post(URL, json={"prompt": "x"})
+    assert (response.status_code, fault(response)["code"]) == (500, "internal_error")
+    assert "division" not in response.text
+    assert client.app.state.services.gate.held == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_dead_engine_shows_in_health_and_takes_nothing(client, engine, fault, stream):
+    engine.state["alive"] = False
+    for response in (
+        await client.get("/health"),
+        await client.post(URL, json={"prompt": "x", "stream": stream}),
+    ):
+        assert (response.status_code, fault(response)["code"]) == (503, "engine_dead")
+    assert (await client.get("/ready")).status_code == 503

@@ -1,0 +1,334 @@
+"""Bad input, each with the answer it must get (numbers are the cases of the fault table)."""
+
+import json
+import math
+import time
+
+import pytest
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+JSON = {"content-type": "application/json"}
+
+
+def body_with(**fields):
+    return {"prompt": "x", **fields}
+
+
+async def refused(client, fault, status=400, path=COMPLETIONS, **fields):
+    """Posts a body whose only fault is in `fields`; the error object."""
+    base = {"messages": [{"role": "user", "content": "x"}]} if path == CHAT else {"prompt": "x"}
+    response = await client.post(path, content=json.dumps(base | fields), headers=JSON)
+    assert response.status_code == status, response.text
+    return fault(response)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b'{"prompt": "x"',
+        b"[]",
+        b'"x"',
+        b"null",
+        b"prompt=x",
+        b"[" * 100_000,
+        b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"prompt":"x","seed":' + b"9" * 5000 + b"}",
+        b'{"prompt":"\xff\xfe"}',
+        b'{"prompt":"x","thinking":NaN}',
+    ],
+    ids=lambda raw: raw[:24].decode("latin-1"),
+)
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
+async def test_1_2_malformed_bodies(client, fault, path, raw):
+    response = await client.post(path, content=raw, headers=JSON)
+    assert response.status_code == 400
+    assert fault(response)["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("fields", [{"prompt": "a\ud800"}, {"stop": ["\udfff"]}, {"user": "\ud800"}, {"\ud800": 1}])
+async def test_3_lone_surrogates(client, fault, fields):
+    error = await refused(client, fault, **fields)
+    name = next(iter(fields))
+    assert error["param"] == (None if name == "\ud800" else name)
+
+
+async def test_3_lone_surrogate_as_model_and_in_a_message(client, fault):
+    assert (await refused(client, fault, status=404, model="\ud800"))["code"] == "model_not_found"
+    messages = [{"role": "user", "content": "\udc00"}]
+    assert (await refused(client, fault, path=CHAT, messages=messages))["param"] == "messages"
+
+
+async def test_3_a_surrogate_pair_is_a_character(client, engine):
+    response = await client.post(COMPLETIONS, content=b'{"prompt":"\\ud83d\\ude00"}', headers=JSON)
+    assert response.status_code == 200
+    assert bytes(engine.requests[0].prompts[0]).decode() == "😀"
+
+
+async def test_4_body_over_the_limit(make_client, fault):
+    client = make_client(max_body_bytes=1000)
+    declared = await client.post(COMPLETIONS, json={"prompt": "x" * 1000})
+    assert (declared.status_code, fault(declared)["code"]) == (413, "body_too_large")
+
+    async def undeclared():
+        for _ in range(1000):
+            yield b"x" * 100
+
+    streamed = await client.post(COMPLETIONS, content=undeclared(), headers=JSON)
+    assert (streamed.status_code, fault(streamed)["code"]) == (413, "body_too_large")
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/xml", "multipart/form-data; boundary=x", ""])
+async def test_5_content_types(client, fault, kind):
+    response = await client.post(COMPLETIONS, content=b'{"prompt":"x"}', headers={"content-type": kind})
+    assert response.status_code == 415
+    assert fault(response)["code"] == "unsupported_media_type"
+
+
+@pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "Application/JSON; charset=utf-8"])
+async def test_5_what_curl_sends_is_taken(client, kind):
+    response = await client.post(COMPLETIONS, content=b'{"prompt":"x"}', headers={"content-type": kind})
+    assert response.status_code == 200
+
+
+@pytest.mark.parametrize("fields", [{"n": 0}, {"n": -1}, {"n": 10**6}, {"n": 65, "prompt": ["x", "y"]}])
+async def test_6_too_many_sequences(client, engine, fault, fields):
+    started = time.perf_counter()
+    assert (await refused(client, fault, **fields))["param"] == "n"
+    assert time.perf_counter() - started < 0.1
+    assert not engine.requests
+
+
+async def test_6_too_many_prompts(client, fault):
+    assert (await refused(client, fault, prompt=["x"] * 100_000))["param"] == "n"
+
+
+@pytest.mark.parametrize("max_tokens", [-1, 10**9, 0, 1.5, "3", True])
+async def test_7_max_tokens(client, fault, max_tokens):
+    assert (await refused(client, fault, max_tokens=max_tokens))["param"] == "max_tokens"
+
+
+async def test_8_context_overflow_names_both_numbers(client, fault):
+    error = await refused(client, fault, prompt=[1] * 60, max_tokens=5)
+    assert error["code"] == "context_length_exceeded"
+    assert "65" in error["message"]
+    assert "64" in error["message"]
+    assert (await refused(client, fault, prompt=[1] * 64))["code"] == "context_length_exceeded"
+    long_chat = [{"role": "user", "content": "x" * 70}]
+    assert (await refused(client, fault, path=CHAT, messages=long_chat))["code"] == "context_length_exceeded"
+
+
+async def test_8_the_default_max_tokens_shrinks_to_the_room(client, engine):
+    await client.post(COMPLETIONS, json={"prompt": [1] * 60})
+    await client.post(CHAT, json={"messages": [{"role": "user", "content": "12345"}]})
+    assert [request.stopping.max_tokens for request in engine.requests] == [4, 64 - len("u:12345\na:")]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("temperature", [math.nan, math.inf, -math.inf, -1, 2.1, False, "1", [1], 10**400]),
+        ("top_p", [0, 2, -0.1, True, "x", math.nan]),
+        ("top_k", [-2, 1.5, True]),
+        ("min_p", [-0.1, 1.1]),
+        ("presence_penalty", [5, -5, math.nan]),
+        ("frequency_penalty", [5, -5]),
+        ("repetition_penalty", [0, -1, 11]),
+        ("seed", [1.5, 2**63, -(2**63) - 1, "1", True]),
+        ("stream", [1, "true"]),
+        ("n", ["1", 1.0, False]),
+        ("min_tokens", [-1, 10**6]),
+        ("ignore_eos", [1]),
+        ("priority", [0.5, 2**40]),
+        ("metadata", [{"a": 1}, {"a": "x" * 513}, {str(k): "" for k in range(17)}, []]),
+        ("model", [1, ["x"]]),
+        ("stop", [5, [1], {}]),
+    ],
+)
+async def test_9_values_out_of_bounds_name_their_field(client, engine, fault, path, name, values):
+    for value in values:
+        assert (await refused(client, fault, path=path, **{name: value}))["param"] == name, value
+    assert not engine.requests
+
+
+@pytest.mark.parametrize(
+    "bias",
+    [
+        {"258": 1},
+        {"x": 1},
+        {"1.0": 1},
+        {"-1": 1},
+        {"01": 1},
+        {"1": math.nan},
+        {"1": 101},
+        {"1": True},
+        {"1": "1"},
+        [1],
+        {str(k): 1 for k in range(2000)},
+    ],
+    ids=lambda bias: str(bias)[:20],
+)
+async def test_10_logit_bias(client, fault, bias):
+    assert (await refused(client, fault, logit_bias=bias))["param"] == "logit_bias"
+
+
+async def test_10_a_million_biases(client, fault):
+    """Within the body limit, so that the answer can be the field's own."""
+    assert (await refused(client, fault, logit_bias={str(k): 1 for k in range(10**6)}))["param"] == "logit_bias"
+
+
+@pytest.mark.parametrize("stop", [["x"] * 10_000, "", ["a", ""], "x" * 2**20, ["a"] * 17])
+async def test_11_stop(client, fault, stop):
+    assert (await refused(client, fault, stop=stop))["param"] == "stop"
+
+
+async def test_12_logprobs(client, fault):
+    for value in (10**6, -1, 21, True):
+        assert (await refused(client, fault, logprobs=value))["param"] == "logprobs"
+        assert (await refused(client, fault, prompt_logprobs=value))["param"] == "prompt_logprobs"
+        error = await refused(client, fault, path=CHAT, logprobs=True, top_logprobs=value)
+        assert error["param"] == "top_logprobs"
+    assert (await refused(client, fault, path=CHAT, top_logprobs=2))["param"] == "top_logprobs"
+    assert (await refused(client, fault, path=CHAT, logprobs=5))["param"] == "logprobs"
+    assert (await refused(client, fault, stream=True, prompt_logprobs=1))["param"] == "prompt_logprobs"
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        [-1],
+        [258],
+        [[1], [258]],
+        [],
+        [[]],
+        [[1], []],
+        [1, "a"],
+        ["a", [1]],
+        [1, [1]],
+        [True],
+        [1.0],
+        "",
+        ["x", ""],
+        None,
+        5,
+        {"a": 1},
+        [[[1]]],
+        [2**40],
+        [10**30],
+    ],
+    ids=str,
+)
+async def test_13_prompts(client, engine, fault, prompt):
+    assert (await refused(client, fault, prompt=prompt))["param"] == "prompt"
+    assert not engine.requests
+
+
+async def test_13_prompt_left_out(client, fault):
+    response = await client.post(COMPLETIONS, json={})
+    assert (response.status_code, fault(response)["param"]) == (400, "prompt")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+        ({"chat_template_kwargs": {"enable_thinking": 1}}, "chat_template_kwargs.enable_thinking"),
+        ({"messages": []}, "messages"),
+        ({"messages": None}, "messages"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": "x", "images": []}]}, "messages[0].images"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages[0].tool_calls"),
+        ({"messages": [{"role": "user", "content": "refuse"}]}, "messages"),
+        ({"messages": ["x"] * 10_000}, "messages"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+async def test_14_chat(client, engine, fault, fields, param):
+    named = (await refused(client, fault, path=CHAT, **fields))["param"]
+    assert named == param or named.startswith(f"{param}[")
+    assert not engine.requests
+
+
+async def test_16_unknown_model(client, fault):
+    for path in (COMPLETIONS, CHAT):
+        error = await refused(client, fault, status=404, path=path, model="gpt-5")
+        assert (error["code"], error["param"]) == ("model_not_found", "model")
+    assert (await client.get("/v1/models/nope")).status_code == 404
+
+
+@pytest.mark.parametrize("model", ["tiny/byte-model", "base", None])
+async def test_16_served_names(client, model):
+    response = await client.post(COMPLETIONS, json={"prompt": "x", "model": model})
+    assert response.json()["model"] == "tiny/byte-model"
+
+
+async def test_unknown_fields_are_named_with_a_suggestion(client, fault):
+    error = await refused(client, fault, temprature=1)
+    assert error["param"] == "temprature"
+    assert "'temperature'" in error["message"]
+    nested = await refused(client, fault, stream_options={"include_usages": True})
+    assert nested["param"] == "stream_options.include_usages"
+    assert "'include_usage'" in nested["message"]
+    assert (await refused(client, fault, zzz=None))["param"] == "zzz"
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (COMPLETIONS, {"best_of": 2}),
+        (COMPLETIONS, {"best_of": True}),
+        (COMPLETIONS, {"suffix": "x"}),
+        (CHAT, {"tools": [{"type": "function"}]}),
+        (CHAT, {"tool_choice": "required"}),
+        (CHAT, {"functions": [{}]}),
+        (CHAT, {"response_format": {"type": "json_object"}}),
+        (CHAT, {"modalities": ["audio"]}),
+        (CHAT, {"audio": {}}),
+    ],
+    ids=str,
+)
+async def test_unsupported_fields_are_refused_by_name(client, fault, path, fields):
+    error = await refused(client, fault, path=path, **fields)
+    assert error["param"] == next(iter(fields))
+    assert "not supported" in error["message"]
+
+
+async def test_fields_that_ask_for_nothing_are_taken(client):
+    harmless = {
+        "user": "u",
+        "store": True,
+        "thinking": {"type": "enabled"},
+        "reasoning_effort": "low",
+        "parallel_tool_calls": True,
+        "response_format": {"type": "text"},
+        "stream_options": {"include_usage": True},
+        "temperature": None,
+        "stop": None,
+        "seed": None,
+    }
+    chat = {"tools": [], "tool_choice": "auto", "functions": None, "modalities": ["text"]}
+    messages = [
+        {"role": "user", "content": "x", "name": "me"},
+        {"role": "assistant", "content": "y", "refusal": None, "tool_calls": None, "annotations": []},
+        {"role": "user", "content": "z"},
+    ]
+    completion = await client.post(COMPLETIONS, json=body_with(**harmless, best_of=1, suffix=None))
+    answer = await client.post(CHAT, json={"messages": messages, **harmless, **chat})
+    assert (completion.status_code, answer.status_code) == (200, 200), completion.text + answer.text
+
+
+async def test_routes_and_methods(client, fault):
+    missing = await client.get("/nope")
+    assert (missing.status_code, fault(missing)["code"]) == (404, "not_found")
+    wrong = await client.get(COMPLETIONS)
+    assert (wrong.status_code, fault(wrong)["code"]) == (405, "method_not_allowed")
+    assert wrong.headers["allow"] == "POST"
+    assert (await client.get("/v1/models/")).status_code == 404

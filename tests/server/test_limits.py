@@ -1,0 +1,71 @@
+"""The bounded queue, and the drain."""
+
+import asyncio
+
+import pytest
+
+URL = "/v1/completions"
+
+
+async def test_a_burst_beyond_the_queue_gets_429_and_the_admitted_finish(make_client, engine, fault):
+    client = make_client(max_batch_size=2, max_queued=2)
+    engine.pause_before = 0
+    burst = [asyncio.create_task(client.post(URL, json={"prompt": "x"})) for _ in range(10)]
+    await asyncio.wait(burst, timeout=1)
+    refused = [task.result() for task in burst if task.done()]
+    assert len(refused) == 6
+    for response in refused:
+        assert (response.status_code, fault(response)["code"]) == (429, "rate_limit_exceeded")
+        assert int(response.headers["retry-after"]) >= 1
+    engine.resume.set()
+    answers = await asyncio.gather(*burst)
+    assert [answer.status_code for answer in answers].count(200) == 4
+    assert client.app.state.services.gate.held == 0
+    assert (await client.post(URL, json={"prompt": "x"})).status_code == 200
+
+
+async def test_n_counts_as_n_sequences(make_client, engine):
+    client = make_client(max_batch_size=2, max_queued=2)
+    assert (await client.post(URL, json={"prompt": ["x", "y"], "n": 2})).status_code == 200
+    assert (await client.post(URL, json={"prompt": "x", "n": 5})).status_code == 429
+    assert len(engine.requests) == 1
+
+
+async def test_the_place_is_taken_before_tokenising(make_client, engine):
+    """A refused request costs no template."""
+    client = make_client(max_batch_size=1, max_queued=0)
+    client.app.state.services.tokenizer.encode = pytest.fail
+    assert (await client.post(URL, json={"prompt": "x", "n": 2})).status_code == 429
+
+
+@pytest.mark.parametrize("body", [{"prompt": [258]}, {"prompt": [1] * 64}, {"prompt": "x", "n": 129}])
+async def test_refused_requests_give_their_place_back(client, body):
+    assert (await client.post(URL, json=body)).status_code == 400
+    assert client.app.state.services.gate.held == 0
+
+
+async def test_draining_refuses_new_requests_and_finishes_old_ones(client, engine, fault):
+    engine.pause_before = 1
+    old = asyncio.create_task(client.post(URL, json={"prompt": "x"}))
+    await engine.paused.wait()
+    assert (await client.get("/ready")).status_code == 200
+    client.app.state.services.lifecycle.begin_drain()
+    for response in (await client.post(URL, json={"prompt": "x"}), await client.get("/ready")):
+        assert (response.status_code, fault(response)["code"]) == (503, "draining")
+        assert "retry-after" in response.headers
+    assert (await client.get("/health")).status_code == 200
+    engine.resume.set()
+    assert (await old).json()["choices"][0]["text"] == "Hi ä!"
+
+
+async def test_when_the_drain_is_over_requests_end_with_an_error(client, engine, fault):
+    engine.pause_before = 1
+    whole = asyncio.create_task(client.post(URL, json={"prompt": "x"}))
+    stream = asyncio.create_task(client.post(URL, json={"prompt": "x", "stream": True}))
+    while len(engine.live) < 2:
+        await asyncio.sleep(0.01)
+    client.app.state.services.lifecycle.expire()
+    assert ((await whole).status_code, fault(await whole)["code"]) == (503, "draining")
+    assert '"code":"draining"' in (await stream).text
+    assert (await stream).text.endswith("data: [DONE]\n\n")
+    assert (engine.live, engine.aborted) == (set(), 2)

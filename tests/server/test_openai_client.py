@@ -1,0 +1,80 @@
+"""The openai client, unmodified, against a real uvicorn."""
+
+import openai
+import pytest
+
+USER = [{"role": "user", "content": "hi"}]
+MODEL = "tiny/byte-model"
+
+
+def connect(server, **options):
+    return openai.AsyncOpenAI(base_url=f"{server.url}/v1", **{"api_key": "unused", "max_retries": 0, **options})
+
+
+async def test_chat_completions_models(serving):
+    async with serving() as server, connect(server) as client:
+        chat = await client.chat.completions.create(model=MODEL, messages=USER, logprobs=True, top_logprobs=2, n=2)
+        assert [choice.message.content for choice in chat.choices] == ["Hi ä!"] * 2
+        assert bytes(token.bytes[0] for token in chat.choices[0].logprobs.content).decode() == "Hi ä!"
+        assert chat.usage.total_tokens == 7 + 12
+        assert chat._request_id == chat.id
+        completion = await client.completions.create(model=MODEL, prompt="x", max_tokens=2, logprobs=1)
+        assert (completion.choices[0].text, completion.choices[0].finish_reason) == ("Hi", "length")
+        assert [model.id async for model in client.models.list()] == [MODEL]
+        assert (await client.models.retrieve(MODEL)).id == MODEL
+
+
+async def test_streams(serving):
+    async with serving() as server, connect(server) as client:
+        stream = await client.completions.create(model=MODEL, prompt="x", stream=True)
+        assert "".join([chunk.choices[0].text async for chunk in stream]) == "Hi ä!"
+        options = {"include_usage": True}
+        stream = await client.chat.completions.create(model=MODEL, messages=USER, stream=True, stream_options=options)
+        chunks = [chunk async for chunk in stream]
+        assert chunks[0].choices[0].delta.role == "assistant"
+        assert chunks[-2].choices[0].finish_reason == "stop"
+        assert (chunks[-1].choices, chunks[-1].usage.completion_tokens) == ([], 6)
+
+
+async def test_the_stream_helper(serving):
+    async with serving() as server, connect(server) as client:
+        async with client.chat.completions.stream(model=MODEL, messages=USER) as stream:
+            final = await stream.get_final_completion()
+        assert final.choices[0].message.content == "Hi ä!"
+
+
+async def test_errors_become_the_clients_exceptions(serving):
+    async with serving(api_key="right") as server:
+        async with connect(server, api_key="wrong") as client:
+            with pytest.raises(openai.AuthenticationError) as wrong_key:
+                await client.chat.completions.create(model=MODEL, messages=USER)
+            assert wrong_key.value.code == "invalid_api_key"
+        async with connect(server, api_key="right") as client:
+            with pytest.raises(openai.NotFoundError):
+                await client.chat.completions.create(model="other", messages=USER)
+            with pytest.raises(openai.BadRequestError) as bad:
+                await client.chat.completions.create(model=MODEL, messages=USER, temperature=3)
+            assert bad.value.param == "temperature"
+
+
+async def test_a_full_queue_is_retried(serving, engine):
+    async with serving(max_batch_size=1, max_queued=0) as server, connect(server, max_retries=3) as client:
+        gate = server.app.state.services.gate
+        place = gate.reserve(1)
+        place.__enter__()
+        slept = []
+
+        async def release(*_, **__):
+            slept.append(place.__exit__(None, None, None))
+
+        client._sleep_for_retry = release
+        await client.completions.create(model=MODEL, prompt="x")
+        assert len(slept) == 1
+
+
+async def test_an_error_in_mid_stream_reaches_the_client(serving, engine):
+    engine.fail_before, engine.error = 2, RuntimeError("boom")
+    async with serving() as server, connect(server) as client:
+        stream = await client.completions.create(model=MODEL, prompt="x", stream=True)
+        with pytest.raises(openai.APIError):
+            [chunk async for chunk in stream]

@@ -1,0 +1,142 @@
+"""The routes around generation: models, tokenizer, probes, metrics, state, the OpenAPI document."""
+
+import json
+
+import pytest
+from pydantic import BaseModel
+
+from mlx_parallm import __version__
+from mlx_parallm.server.wire.chat import ChatBody, ChatCompletion
+from mlx_parallm.server.wire.completions import Completion, CompletionBody
+
+
+async def test_models(client):
+    listed = (await client.get("/v1/models")).json()
+    (model,) = listed["data"]
+    assert listed["object"] == "list"
+    assert (model["id"], model["object"], model["max_model_len"]) == ("tiny/byte-model", "model", 64)
+    for name in ("tiny/byte-model", "tiny%2Fbyte-model", "base"):
+        assert (await client.get(f"/v1/models/{name}")).json() == model
+
+
+async def test_tokenize_and_back(client):
+    tokens = (await client.post("/tokenize", json={"prompt": "ä", "add_special_tokens": False})).json()
+    assert tokens == {"tokens": [195, 164], "count": 2, "max_model_len": 64}
+    assert (await client.post("/detokenize", json={"tokens": [195, 164]})).json() == {"prompt": "ä"}
+    assert (await client.post("/detokenize", json={"tokens": []})).json() == {"prompt": ""}
+    chat = (await client.post("/tokenize", json={"messages": [{"role": "user", "content": "x"}]})).json()
+    assert bytes(chat["tokens"]) == b"u:x\na:"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, "prompt"),
+        ("/tokenize", {"prompt": ["x"]}, "prompt"),
+        ("/detokenize", {"tokens": [258]}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/detokenize", {"tokens": "x"}, "tokens"),
+        ("/detokenize", {}, "tokens"),
+    ],
+)
+async def test_tokenizer_routes_refuse_by_name(client, fault, path, body, param):
+    response = await client.post(path, json=body)
+    assert (response.status_code, fault(response)["param"]) == (400, param)
+
+
+async def test_tokenizer_info(client):
+    assert (await client.get("/tokenizer_info")).json() == {
+        "eos_token": "<eos>",
+        "bos_token": "<bos>",
+        "eos_token_ids": [257],
+        "vocab_size": 258,
+        "chat_template": "a template",
+    }
+
+
+async def test_probes_and_version(client, engine):
+    assert (await client.get("/health")).json() == {"status": "ok"}
+    assert (await client.get("/ready")).json() == {"status": "ready"}
+    assert (await client.get("/version")).json() == {"version": __version__}
+    engine.state["ready"] = False
+    assert ((await client.get("/ready")).status_code, (await client.get("/health")).status_code) == (503, 200)
+
+
+VLLM_METRICS = {
+    "num_requests_running": "gauge",
+    "num_requests_waiting": "gauge",
+    "kv_cache_usage_perc": "gauge",
+    "prefix_cache_queries_total": "counter",
+    "prefix_cache_hits_total": "counter",
+    "num_preemptions_total": "counter",
+    "prompt_tokens_total": "counter",
+    "generation_tokens_total": "counter",
+    "request_success_total": "counter",
+    "time_to_first_token_seconds": "histogram",
+    "inter_token_latency_seconds": "histogram",
+    "e2e_request_latency_seconds": "histogram",
+    "request_queue_time_seconds": "histogram",
+    "lora_requests_info": "gauge",
+}
+
+
+async def test_metrics_cover_vllms(client, engine, metric):
+    engine.cached_tokens = 1
+    await client.post("/v1/completions", json={"prompt": "xyz", "max_tokens": 4, "n": 2})
+    text = (await client.get("/metrics")).text
+    for name, kind in VLLM_METRICS.items():
+        assert f"# TYPE mlx_parallm_{name} {kind}\n" in text
+    assert await metric(client, "mlx_parallm_num_requests_running") == 3
+    assert await metric(client, "mlx_parallm_kv_cache_usage_perc") == 0.25
+    assert await metric(client, 'mlx_parallm_request_success_total{finished_reason="length"}') == 2
+    assert await metric(client, "mlx_parallm_prefix_cache_queries_total") == 3
+    assert await metric(client, "mlx_parallm_prefix_cache_hits_total") == 1
+    for name, seconds in (("time_to_first_token", 0.2), ("e2e_request_latency", 0.4), ("request_queue_time", 0.1)):
+        assert await metric(client, f"mlx_parallm_{name}_seconds_sum") == pytest.approx(seconds)
+    assert await metric(client, "mlx_parallm_inter_token_latency_seconds_count") == 6
+
+
+async def test_responses_are_counted_by_status(client, metric):
+    await client.get("/nope")
+    await client.get("/health", headers={"host": "evil.example"})
+    assert await metric(client, 'mlx_parallm_http_responses_total{status="404"}') == 1
+    assert await metric(client, 'mlx_parallm_http_responses_total{status="403"}') == 1
+
+
+async def test_debug_state(client):
+    state = (await client.get("/debug/state")).json()
+    assert (state["engine"]["running"], state["engine"]["detail"]) == (3, {"rows": []})
+    assert state["server"]["sequences_limit"] == 128 + 512
+    assert state["model"]["vocab_size"] == 258
+
+
+async def test_two_apps_in_one_process_have_their_own_metrics(make_client, metric):
+    first, second = make_client(), make_client()
+    await first.post("/v1/completions", json={"prompt": "x"})
+    assert await metric(second, "mlx_parallm_e2e_request_latency_seconds_count") == 0
+
+
+async def test_the_document_describes_bodies_answers_and_errors(client):
+    document = (await client.get("/openapi.json")).json()
+    schemas = document["components"]["schemas"]
+    references = {part.split('"')[0] for part in json.dumps(document).split("#/components/schemas/")[1:]}
+    assert references <= set(schemas)
+    for path, body, answer in (
+        ("/v1/completions", CompletionBody, Completion),
+        ("/v1/chat/completions", ChatBody, ChatCompletion),
+    ):
+        operation = document["paths"][path]["post"]
+        schema = operation["requestBody"]["content"]["application/json"]["schema"]
+        assert_describes(schema, body)
+        answered = operation["responses"]["200"]["content"]
+        assert answered["application/json"]["schema"] == {"$ref": f"#/components/schemas/{answer.__name__}"}
+        assert "text/event-stream" in answered
+        assert "422" not in operation["responses"]
+        assert "4XX" in operation["responses"]
+
+
+def assert_describes(schema: dict, model: type[BaseModel]):
+    assert schema["additionalProperties"] is False
+    assert set(schema["properties"]) == set(model.model_fields) | model.IGNORED | set(model.UNSUPPORTED)
+    assert schema["properties"]["temperature"]["anyOf"][1] == {"type": "null"}

@@ -1,0 +1,149 @@
+"""The process: wire limits of the real server, signals, drain, a dead engine."""
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.server.run import bind
+
+SERVE = """
+import runpy, sys
+fakes = runpy.run_path(sys.argv[1])
+engine = fakes["FakeEngine"]()
+engine.pause_before = int(sys.argv[2])
+if sys.argv[3] == "dies":
+    engine.state["alive"] = False
+app = fakes["create_app"](engine, fakes["ByteTokenizer"](), fakes["CARD"], fakes["ServerSettings"]())
+if sys.argv[3] == "resumes":  # once draining, the work that was under way goes on to its end
+    begin = app.state.services.lifecycle.begin_drain
+    app.state.services.lifecycle.begin_drain = lambda: (begin(), engine.resume.set())
+from mlx_parallm.server import serve
+sys.exit(serve(app, "127.0.0.1", 0, 1.0, lambda port: print(port, flush=True)))
+"""
+
+
+@pytest.fixture
+def process():
+    """`process(mode)` → (a server process whose requests stop after two tokens, its port)."""
+    running = []
+
+    def start(mode):
+        fakes = str(Path(__file__).with_name("conftest.py"))
+        command = [sys.executable, "-c", SERVE, fakes, "2", mode]
+        running.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        return running[-1], int(running[-1].stdout.readline())
+
+    yield start
+    for server in running:
+        server.kill()
+        server.communicate()
+
+
+async def first_line_of(stream):
+    return await anext(aiter(stream.aiter_lines()))
+
+
+async def test_sigterm_drains(process):
+    server, port = process("resumes")
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+        async with client.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as stream:
+            lines = aiter(stream.aiter_lines())
+            await anext(lines)
+            server.send_signal(signal.SIGTERM)
+            rest = [line async for line in lines]
+        assert rest[-2] == "data: [DONE]"
+        assert '"finish_reason":"stop"' in rest[-4]
+    assert server.wait(5) == 0
+    assert server.stderr.read() == ""
+
+
+async def test_requests_that_outlast_the_drain_end_with_an_error(process):
+    server, port = process("hangs")
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+        async with client.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as stream:
+            lines = aiter(stream.aiter_lines())
+            await anext(lines)
+            server.send_signal(signal.SIGTERM)
+            while (await client.get("/ready")).status_code == 200:
+                await asyncio.sleep(0.02)
+            assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 503
+            rest = [line async for line in lines]
+        assert json.loads(rest[-4].removeprefix("data: "))["error"]["code"] == "draining"
+        assert rest[-2] == "data: [DONE]"
+    assert server.wait(5) == 0
+
+
+def test_a_dead_engine_ends_the_process_with_an_error(process):
+    server, _ = process("dies")
+    assert server.wait(5) == 1
+
+
+async def test_an_engine_that_dies_later_stops_the_server(serving, engine):
+    async with serving() as server:
+        engine.state["alive"] = False
+        await asyncio.wait_for(asyncio.shield(server.stopped), 3)
+        assert server.uvicorn.exit_code == 1
+
+
+async def test_idle_servers_stop_at_once(serving):
+    async with serving(shutdown_timeout_s=60) as server:
+        server.uvicorn.handle_exit(signal.SIGTERM, None)
+        await asyncio.wait_for(asyncio.shield(server.stopped), 2)
+        assert server.uvicorn.exit_code == 0
+
+
+async def test_a_second_signal_does_not_wait(serving, engine):
+    engine.pause_before = 0
+    async with serving(shutdown_timeout_s=60) as server, httpx.AsyncClient(base_url=server.url) as client:
+        request = asyncio.create_task(client.post("/v1/completions", json={"prompt": "x"}))
+        await engine.paused.wait()
+        server.uvicorn.handle_exit(signal.SIGINT, None)
+        await asyncio.sleep(0.3)
+        assert not request.done()
+        server.uvicorn.handle_exit(signal.SIGINT, None)
+        assert (await asyncio.wait_for(request, 2)).status_code == 503
+
+
+def test_a_taken_port_is_a_configuration_error():
+    with bind("127.0.0.1", 0) as taken, pytest.raises(ConfigError, match="choose another"):
+        bind("127.0.0.1", taken.getsockname()[1])
+
+
+async def exchange(port, raw):
+    """Sends bytes, reads until the server closes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(raw)
+    answer = await asyncio.wait_for(reader.read(), 5)
+    writer.close()
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return int(head.split()[1]), head, body
+
+
+@pytest.mark.parametrize(
+    "raw", [b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 200_000, b"\x00\x01garbage\r\n\r\n"]
+)
+async def test_what_is_not_http_gets_an_error_body(serving, raw):
+    async with serving() as server:
+        status, head, body = await exchange(server.port, raw)
+        assert status in (400, 431)
+        assert b"content-type: application/json" in head
+        assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
+
+
+async def test_a_huge_body_is_answered_though_unread(serving):
+    async with serving() as server, httpx.AsyncClient(base_url=server.url) as client:
+        response = await client.post("/v1/completions", json={"prompt": "x" * 40_000_000})
+        assert response.status_code == 413
+        assert (await client.get("/health")).status_code == 200
+
+
+async def test_no_server_header(serving):
+    async with serving() as server, httpx.AsyncClient(base_url=server.url) as client:
+        assert "server" not in (await client.get("/health")).headers

@@ -1,0 +1,122 @@
+"""Who is let in: keys, hosts, origins."""
+
+import pytest
+from starlette.routing import Route
+
+from mlx_parallm.server.security import OPEN_PATHS
+
+KEY = "sk-tést-日本"
+BODY = {"prompt": "x"}
+
+
+def bearer(key):
+    return {"authorization": b"Bearer " + key.encode()}
+
+
+def all_routes(client):
+    """(method, path) of everything the app's document and router know."""
+    documented = {(method.upper(), path) for path, item in client.app.openapi()["paths"].items() for method in item}
+    routed = {
+        (method, route.path) for route in client.app.routes if isinstance(route, Route) for method in route.methods
+    }
+    return documented | routed
+
+
+async def test_every_route_is_guarded_or_on_the_allow_list(make_client, fault):
+    client = make_client(api_key=KEY)
+    routes = all_routes(client)
+    assert {path for _, path in routes} >= {"/v1/completions", "/v1/chat/completions", "/metrics", "/openapi.json"}
+    for method, path in routes:
+        response = await client.request(method, path.replace("{name}", "x"))
+        if path in OPEN_PATHS:
+            assert response.status_code == 200, path
+        elif method == "HEAD":
+            assert response.status_code == 401, path
+        else:
+            assert (response.status_code, fault(response)["code"]) == (401, "invalid_api_key"), path
+            assert response.headers["www-authenticate"] == "Bearer"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        bearer("wrong"),
+        bearer(""),
+        bearer(KEY[:-1]),
+        bearer("kéy"),
+        {"authorization": b"Bearer \xff\xfe"},
+        {"authorization": "Basic " + "eDp5"},
+        {"authorization": "Bearer"},
+    ],
+    ids=str,
+)
+async def test_wrong_keys(make_client, fault, headers):
+    response = await make_client(api_key=KEY).post("/v1/completions", json=BODY, headers=headers)
+    assert (response.status_code, fault(response)["code"]) == (401, "invalid_api_key")
+
+
+async def test_the_right_key(make_client):
+    client = make_client(api_key=KEY)
+    for scheme in (b"Bearer ", b"bearer "):
+        headers = {"authorization": scheme + KEY.encode()}
+        assert (await client.post("/v1/completions", json=BODY, headers=headers)).status_code == 200
+
+
+async def test_unknown_paths_do_not_tell_without_a_key(make_client):
+    assert (await make_client(api_key=KEY).get("/admin")).status_code == 401
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8000", "localhost.evil.example", "x@localhost", "", "[", "localhost/x"]
+)
+async def test_foreign_hosts(client, engine, fault, host):
+    for method, path in all_routes(client):
+        response = await client.request(method, path, headers={"host": host})
+        assert response.status_code == 403, (method, path)
+        if method != "HEAD":
+            assert fault(response)["code"] == "forbidden_origin"
+    assert not engine.requests
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1:8000", "[::1]:8000"])
+async def test_own_hosts(client, host):
+    assert (await client.get("/health", headers={"host": host})).status_code == 200
+
+
+async def test_configured_hosts(make_client):
+    for allowed in (("mac.local",), ("*",)):
+        client = make_client(allowed_hosts=allowed)
+        assert (await client.get("/health", headers={"host": "mac.local:8000"})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "origin", ["http://evil.example", "http://localhost:3000", "null", "http://localhost.evil.example:8000"]
+)
+async def test_foreign_origins_even_for_simple_requests(client, engine, fault, origin):
+    headers = {"origin": origin, "content-type": "application/x-www-form-urlencoded"}
+    response = await client.post("/v1/completions", content=b'{"prompt":"x"}', headers=headers)
+    assert (response.status_code, fault(response)["code"]) == (403, "forbidden_origin")
+    assert not engine.requests
+    assert not [name for name in response.headers if name.startswith("access-control")]
+
+
+async def test_own_origin(client):
+    response = await client.post("/v1/completions", json=BODY, headers={"origin": "http://localhost:8000"})
+    assert response.status_code == 200
+    assert not [name for name in response.headers if name.startswith("access-control")]
+
+
+async def test_configured_origins_get_cors(make_client):
+    client = make_client(cors_origins=("http://ui.example",), api_key=KEY)
+    preflight = {"origin": "http://ui.example", "access-control-request-method": "POST"}
+    answer = await client.options("/v1/completions", headers=preflight)
+    assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, "http://ui.example")
+    refused = await client.post("/v1/completions", json=BODY, headers={"origin": "http://ui.example"})
+    assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, "http://ui.example")
+    assert (await client.get("/health", headers={"origin": "http://other.example"})).status_code == 403
+
+
+async def test_no_docs_page(client):
+    for path in ("/docs", "/redoc"):
+        assert (await client.get(path)).status_code == 404
