@@ -26,7 +26,7 @@ def chi2(counts, probabilities):
 @settings(max_examples=200, deadline=None)
 @given(
     st.lists(st.integers(0, 6), min_size=1, max_size=300).filter(any),
-    st.one_of(st.sampled_from([0.0, LAST]), st.integers(0, 2**24 - 1).map(lambda k: k / 2**24)),
+    st.one_of(st.sampled_from([0.0, 0.25, 0.5, 0.75, LAST]), st.integers(0, 2**24 - 1).map(lambda k: k / 2**24)),
 )
 def test_draw_is_the_first_token_whose_cumulative_weight_exceeds_the_point(weights, u):
     """Integer weights: every sum is exact, so the token is too."""
@@ -45,6 +45,15 @@ def test_no_token_of_zero_weight_is_drawn_at_the_ends():
     for u in (0.0, 0.5, LAST):
         tokens, _ = draw(mx.array(weights), mx.full((64, 1), u))
         assert (np.take_along_axis(weights, np.array(tokens)[:, None].astype(int), 1) > 0).all()
+
+
+def test_a_rest_rounded_below_zero_draws_no_token_of_zero_weight():
+    """The sum before the second block, found as cumulative - weight, comes out above the point that lies in it."""
+    ulp = 2.0**-23
+    weights = np.zeros((1, 128), np.float32)
+    weights[0, 0], weights[0, 65] = 2 - ulp, 2.5 * ulp
+    token, _ = draw(mx.array(weights), mx.array([[1 - 1.5 * ulp]]))
+    assert token.item() == 65
 
 
 def test_a_point_past_the_last_sum_still_gives_a_token_that_may_be_drawn():

@@ -28,6 +28,7 @@ def kept(row, *options):
         ({"top_k": 3}, [0, 1, 2, 3]),  # a tie at the k-th place stays whole
         ({"top_k": 5}, [0, 1, 2, 3, 4]),
         ({"top_p": 1e-9}, [1]),
+        ({"top_p": 1e-60}, [1]),  # 0 in fp32
         ({"top_p": 0.47}, [1]),  # 1 of 2.125 is 0.4706
         ({"top_p": 0.48}, [0, 1]),
         ({"top_p": 0.71}, [0, 1, 2, 3]),
@@ -49,13 +50,9 @@ def test_rows_of_one_batch_keep_their_own():
     assert kept(ROW, *options) == [[0, 1], [0, 1, 2, 3], [0, 1, 2, 3, 4], [0, 1]]
 
 
-def test_top_p_1_beside_a_nucleus_row_of_the_same_width_drops_nothing_top_k_left():
-    rng = np.random.default_rng(1)
-    row = np.exp(rng.normal(0, 0.1, 3000))
-    row /= row.max()
-    wide, narrow = kept(row.tolist(), SamplingParams(top_k=2900), SamplingParams(top_k=2900, top_p=0.5))
-    assert len(wide) == 2900
-    assert 1300 < len(narrow) < 1500
+def test_top_p_1_beside_a_nucleus_row_keeps_what_fp32_sums_cannot_see():
+    row = [1.0, 1e-10, 3e-10, 2e-10]
+    assert kept(row, SamplingParams(top_k=3), SamplingParams(top_k=3, top_p=0.5)) == [[0, 2, 3], [0]]
 
 
 @pytest.mark.parametrize("options", [{"top_k": 3}, {"top_p": 0.1}, {"min_p": 0.7}, {"top_k": 9, "top_p": 0.9}])
@@ -73,8 +70,8 @@ def test_neutral_options_make_no_filter():
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=90).filter(any), st.floats(0, 1), st.integers(1, 20))
 def test_halving_finds_the_floor_that_sorting_finds(values, share, sorted_at_once):
-    """Integer weights and half-integer mass below their sum: exact arithmetic, many ties, odd widths."""
-    mass = int(share * (sum(values) - 1)) + 0.5
+    """Integer weights and a mass in halves, up to their sum: exact arithmetic, many ties, odd widths."""
+    mass = max(1, int(share * 2 * sum(values))) / 2
     row = mx.array([values], mx.float32)
     expected = min(v for v in values if sum(w for w in values if w > v) < mass)
     assert nucleus_floor(row, mx.array([[mass]]), sorted_at_once).item() == expected

@@ -50,9 +50,7 @@ def expected(harness: Harness, index: int, max_tokens: int) -> list[int]:
 
 
 @pytest.mark.parametrize("method", ["launch", "read"])
-def test_a_failed_decode_step_costs_its_rows_and_nobody_else(
-    method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_decode_step_costs_its_rows_and_nobody_else(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     harness = make_harness(max_rows=1)
     fault = Fault(harness, monkeypatch, method)
     harness.submit("in the step", PROMPTS[0], 30)

@@ -85,7 +85,7 @@ def test_a_small_pool_preempts_the_youngest_and_never_fails(llama: object) -> No
     assert harness.loop.stats().preemptions_total > 0
     for i, row in enumerate(rows):
         assert_same_tokens(harness.tokens(str(i)), solo(llama, row, 60), TINY)
-    first_to_end = [rid for rid, event in harness.events if isinstance(event, RequestFinished)][0]
+    first_to_end = next(rid for rid, event in harness.events if isinstance(event, RequestFinished))
     assert first_to_end == "0", "the oldest row keeps its place"
 
 
@@ -176,5 +176,3 @@ def test_a_request_larger_than_the_pool_is_refused_at_once(llama: object) -> Non
     harness.run()
     assert "KV memory" in str(harness.terminal("big").error)
     assert len(harness.tokens("small")) == 4
-
-

@@ -43,9 +43,7 @@ class Driver:
 
     def __init__(self, budget: int = 10**9, cost: CostModel | None = None, **config: object) -> None:
         self.memory = TokenBudget(budget)
-        self.scheduler = RLAwareScheduler(
-            SchedulerConfig(**config), self.memory, cost or CostModel(0.01, 0.001, 1e-7)
-        )
+        self.scheduler = RLAwareScheduler(SchedulerConfig(**config), self.memory, cost or CostModel(0.01, 0.001, 1e-7))
         self.now = 0.0
         self.unread: tuple[Sequence, ...] = ()
         self.finished: list[Sequence] = []
@@ -218,7 +216,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.driver = Driver(budget=300, max_rows=5, max_batched_tokens=32)
         self.alive: list[Sequence] = []
 
-    @rule(tokens=st.integers(1, 120), max_tokens=st.integers(1, 60), n=st.integers(1, 3), work=st.sampled_from(WorkClass))
+    @rule(
+        tokens=st.integers(1, 120), max_tokens=st.integers(1, 60), n=st.integers(1, 3), work=st.sampled_from(WorkClass)
+    )
     def add(self, tokens: int, max_tokens: int, n: int, work: WorkClass) -> None:
         group = Group()
         self.alive += [self.driver.add(tokens, max_tokens, group, work_class=work) for _ in range(n)]

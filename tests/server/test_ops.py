@@ -139,4 +139,7 @@ async def test_the_document_describes_bodies_answers_and_errors(client):
 def assert_describes(schema: dict, model: type[BaseModel]):
     assert schema["additionalProperties"] is False
     assert set(schema["properties"]) == set(model.model_fields) | model.IGNORED | set(model.UNSUPPORTED)
-    assert schema["properties"]["temperature"]["anyOf"][1] == {"type": "null"}
+    for name, field in model.model_fields.items():
+        nulls = [kind for kind in schema["properties"][name].get("anyOf", []) if kind == {"type": "null"}]
+        assert len(nulls) == (0 if field.is_required() else 1), name
+    assert schema["properties"]["logit_bias"]["anyOf"][0]["additionalProperties"] is False

@@ -34,10 +34,10 @@ def draw(weights: mx.array, u: mx.array) -> tuple[mx.array, mx.array]:
 def _first_above(weights: mx.array, cumulative: mx.array, point: mx.array) -> tuple[mx.array, mx.array]:
     """Index [D, 1] of the first positive weight whose cumulative sum exceeds `point`, and what of `point` is left.
 
-    A point that rounding put past the last cumulative sum goes to the largest weight: still a token
-    the row may draw, in one case of some ten million.
+    Rounding may put the rest a little below 0, which the first positive weight takes, or past the last
+    cumulative sum, which the largest takes: still tokens the row may draw, in one case of some ten million.
     """
     hit = (cumulative > point) & (weights > 0)
     index = mx.where(hit.any(-1, keepdims=True), hit.argmax(-1, keepdims=True), weights.argmax(-1, keepdims=True))
     before = mx.take_along_axis(cumulative, index, -1) - mx.take_along_axis(weights, index, -1)
-    return index, mx.maximum(point - before, 0.0)
+    return index, point - before

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -76,9 +77,7 @@ class BatchRunner:
         self._forward_chunk(row, tokens)
         mx.eval(row.slab.arrays())
 
-    def score(
-        self, row: KVRow, tokens: Sequence[int], targets: Sequence[int], top: int
-    ) -> list[TokenLogprob]:
+    def score(self, row: KVRow, tokens: Sequence[int], targets: Sequence[int], top: int) -> list[TokenLogprob]:
         """`prefill` that also returns each target's raw-model logprob, fp32, and the `top` best.
 
         `targets[i]` is the token that follows `tokens[i]`.
@@ -89,7 +88,7 @@ class BatchRunner:
         best = top_logprobs(logits, normaliser) if top else ()
         mx.eval(row.slab.arrays(), scores, *best)
         tops = [pairs[:top] for pairs in _pairs(*best)] if best else [()] * len(targets)
-        values: list[float] = scores.tolist()
+        values = _floats(scores)
         return [TokenLogprob(*entry) for entry in zip(targets, values, tops, strict=True)]
 
     def _forward_chunk(self, row: KVRow, tokens: Sequence[int]) -> mx.array:
@@ -113,7 +112,7 @@ class BatchRunner:
         for row in batch:
             row.drawn += 1
             row.input_token = None
-        mx.async_eval(sampled.arrays())
+        mx.async_eval(sampled.arrays())  # type: ignore[no-untyped-call]
         return Step(batch, sampled)
 
     def forward(self, rows: Sequence[KVRow], tokens: Sequence[int]) -> mx.array:
@@ -129,10 +128,10 @@ class BatchRunner:
     def read(self, step: Step) -> list[Draw]:
         """Waits for a step and returns its rows' draws, in the step's order."""
         sampled = step.sampled
-        tokens: list[int] = sampled.tokens.tolist()
+        tokens = cast(list[int], sampled.tokens.tolist())
         if sampled.logprobs is None:
             return [Draw(token, None) for token in tokens]
-        values: list[float] = sampled.logprobs.tolist()
+        values = _floats(sampled.logprobs)
         tops: list[tuple[tuple[int, float], ...]] = [()] * len(tokens)
         if sampled.top_ids is not None and sampled.top_logprobs is not None:
             tops = _pairs(sampled.top_ids, sampled.top_logprobs)
@@ -161,9 +160,7 @@ def _inputs(batch: tuple[Row, ...], previous: Step | None) -> mx.array:
     if previous is None:
         return known
     drawn_at = {id(row): i for i, row in enumerate(previous.rows)}
-    source = [
-        drawn_at[id(row)] if row.input_token is None else len(previous.rows) + i for i, row in enumerate(batch)
-    ]
+    source = [drawn_at[id(row)] if row.input_token is None else len(previous.rows) + i for i, row in enumerate(batch)]
     return mx.concatenate([previous.sampled.tokens, known])[mx.array(source)]
 
 
@@ -174,5 +171,9 @@ def _logprob(row: Row, token: int, value: float, top: tuple[tuple[int, float], .
 
 def _pairs(ids: mx.array, logprobs: mx.array) -> list[tuple[tuple[int, float], ...]]:
     """[T, K] ids and logprobs → T tuples of K pairs."""
-    rows = zip(ids.tolist(), logprobs.tolist(), strict=True)
+    rows = zip(cast(list[list[int]], ids.tolist()), cast(list[list[float]], logprobs.tolist()), strict=True)
     return [tuple(zip(row_ids, row_values, strict=True)) for row_ids, row_values in rows]
+
+
+def _floats(array: mx.array) -> list[float]:
+    return cast(list[float], array.tolist())

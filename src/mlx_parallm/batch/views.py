@@ -203,9 +203,9 @@ class DecodeForward:
     def fetch(self, layer: int) -> tuple[mx.array, mx.array]:
         """Dense copies [n, kv_heads, longest, head_dim]; what lies past a row's length is masked."""
         longest = max(self._lengths)
-        spans = [tuple(_pad(array, longest) for array in run.span(layer)) for run in self._runs]
-        keys, values = zip(*spans, strict=True)
-        return mx.concatenate(keys), mx.concatenate(values)
+        spans = [run.span(layer) for run in self._runs]
+        keys = mx.concatenate([_pad(keys, longest) for keys, _ in spans])
+        return keys, mx.concatenate([_pad(values, longest) for _, values in spans])
 
     def dense_mask(self, window: int | None) -> mx.array:
         return _visible(self._lengths, 0, max(self._lengths), window)

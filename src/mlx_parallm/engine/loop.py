@@ -128,7 +128,7 @@ class DeviceLoop:
         previous = self._in_flight
         try:
             step = self._runner.launch(rows, previous.step if previous else None)
-        except Exception as error:  # whatever the forward raises costs the rows of this step, not the thread
+        except Exception as error:  # noqa: BLE001 - whatever the forward raises costs the rows of this step, not the thread
             self._commit()
             self._recover(lives.values(), error)
             return
@@ -147,7 +147,7 @@ class DeviceLoop:
     def _read(self, in_flight: _InFlight) -> None:
         try:
             draws = self._runner.read(in_flight.step)
-        except Exception as error:  # a lazy step fails where it is read: it costs its own rows
+        except Exception as error:  # noqa: BLE001 - a lazy step fails where it is read: it costs its own rows
             self._recover(in_flight.lives, error)
             return
         now = time.monotonic()
@@ -160,7 +160,7 @@ class DeviceLoop:
         started = time.monotonic()
         try:
             self._run_chunk(live, unit.tokens)
-        except Exception as error:  # whatever the forward raises costs this row's request, not the thread
+        except Exception as error:  # noqa: BLE001 - whatever the forward raises costs this row's request, not the thread
             self._recover([live], error)
             return
         now = time.monotonic()
@@ -194,9 +194,7 @@ class DeviceLoop:
         self.counters.generation_tokens += 1
         delta = live.text.accept(draw.token)
         logprobs = () if draw.logprob is None else (draw.logprob,)
-        output = SequenceOutput(
-            live.index, (draw.token,), delta.text, logprobs, delta.finish_reason, delta.stop_reason
-        )
+        output = SequenceOutput(live.index, (draw.token,), delta.text, logprobs, delta.finish_reason, delta.stop_reason)
         self._emit(request, output)
         if delta.finish_reason is not None:
             self._end(live)
@@ -248,7 +246,9 @@ class DeviceLoop:
         self.counters.failed_steps += 1
         self._in_flight = None
         for request in {live.request for live in guilty if live.sequence.status is not Status.FINISHED}:
-            self._fail(request, StepFailedError(f"the model failed while computing this request: {type(error).__name__}"))
+            self._fail(
+                request, StepFailedError(f"the model failed while computing this request: {type(error).__name__}")
+            )
         for sequence in self._scheduler.live:
             self._scheduler.preempt(sequence)
             sequence.drawn = len(sequence.tokens) - sequence.prompt_length

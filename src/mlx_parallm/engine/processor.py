@@ -19,6 +19,8 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+import mlx.core as mx
+
 from mlx_parallm.core import EngineStats, Event, GenerationRequest, RequestFailed, RequestFinished
 from mlx_parallm.engine.loop import DeviceLoop, EngineParts
 from mlx_parallm.errors import EngineDeadError
@@ -115,9 +117,15 @@ class ContinuousBatchProcessor:
 
     def _run(self) -> None:
         try:
+            self._build_and_serve()
+        finally:
+            mx.clear_streams()  # MLX wants each thread that used it to do this before it ends
+
+    def _build_and_serve(self) -> None:
+        try:
             loop = DeviceLoop(self._build(), self._publish)
             self._stats = loop.stats()
-        except BaseException as error:  # handed to the thread that called start(), which raises it
+        except BaseException as error:  # noqa: BLE001 - handed to the thread that called start(), which raises it
             self._start_error = error
             self._stats = EngineStats(alive=False, ready=False)
             return
@@ -125,7 +133,7 @@ class ContinuousBatchProcessor:
             self._started.set()
         try:
             self._serve(loop)
-        except Exception:  # a fault outside any unit: the books cannot be trusted, so stop and say so
+        except Exception:  # noqa: BLE001 - a fault outside any unit: the books cannot be trusted, so stop and say so
             _log.exception("the device thread failed")
         finally:
             self._stats = replace(self._stats, alive=False, ready=False)

@@ -9,6 +9,8 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic_core import PydanticCustomError
 
+NULL = {"type": "null"}
+
 
 def refused(reason: str, field: str | None = None) -> PydanticCustomError:
     """A fault of the value being validated, or of `field` in it."""
@@ -62,8 +64,8 @@ class WireInput(BaseModel):
         schema: dict[str, Any] = handler(core_schema)
         fields: dict[str, Any] = handler.resolve_ref_schema(schema).setdefault("properties", {})
         for name, field in cls.model_fields.items():
-            if not field.is_required():
-                fields[name] = {"anyOf": [fields[name], {"type": "null"}]}
+            if not field.is_required() and NULL not in fields[name].get("anyOf", ()):
+                fields[name] = {"anyOf": [fields[name], NULL]}
         fields |= {name: {} for name in sorted(cls.IGNORED)}
         fields |= {name: {"enum": [*neutral, None]} for name, neutral in cls.UNSUPPORTED.items()}
         return schema

@@ -5,7 +5,7 @@ Checked by hand rather than by union, so that a fault names the field and a host
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, PlainValidator
 
@@ -15,6 +15,7 @@ MAX_STOPS, MAX_STOP_CHARACTERS = 16, 1024
 MAX_BIASES, MAX_BIAS = 1024, 100.0
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
 MAX_TOKEN_ID = 2**31 - 1
+NO_OTHER_KEYS: dict[str, Any] = {"additionalProperties": False}
 
 Prompt = str | list[int]
 
@@ -97,7 +98,12 @@ Stops = Annotated[
 ]
 LogitBias = Annotated[
     dict[int, float],
-    PlainValidator(_biases, json_schema_input_type=Annotated[dict[_BiasKey, _Bias], Field(max_length=MAX_BIASES)]),
+    PlainValidator(
+        _biases,
+        json_schema_input_type=Annotated[
+            dict[_BiasKey, _Bias], Field(max_length=MAX_BIASES, json_schema_extra=NO_OTHER_KEYS)
+        ],
+    ),
 ]
 Metadata = Annotated[
     dict[str, str],
