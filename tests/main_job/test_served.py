@@ -1,0 +1,146 @@
+"""The main job, with the real model in a real process: curl completes, the openai client streams a chat."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import httpx
+import openai
+import pytest
+
+START_S = 100
+
+
+@dataclass(frozen=True)
+class Server:
+    process: subprocess.Popen[str]
+    url: str
+
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def start(*flags: str) -> Server:
+    """`mlx_parallm_serve` as a user starts it; returns when its banner says that it is ready."""
+    port = free_port()
+    command = [sys.executable, "-c", "import sys; from mlx_parallm.cli.main import serve; sys.exit(serve())"]
+    process = subprocess.Popen([*command, "--port", str(port), *flags], stderr=subprocess.PIPE, text=True)
+    killer = threading.Timer(START_S, process.kill)
+    killer.start()
+    assert process.stderr is not None
+    ready = any("base URL" in line for line in process.stderr)
+    killer.cancel()
+    assert ready, f"the server ended with {process.wait()}"
+    threading.Thread(target=process.stderr.read, daemon=True).start()
+    return Server(process, f"http://127.0.0.1:{port}")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    running = start("--debug")
+    yield running
+    running.process.send_signal(signal.SIGTERM)
+    try:
+        assert running.process.wait(timeout=20) == 0
+    finally:
+        running.process.kill()
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")
+def test_curl_gets_the_greedy_continuation(server: Server) -> None:
+    body = '{"prompt":"The capital of France is","max_tokens":8,"temperature":0}'
+    done = subprocess.run(
+        ["curl", "-s", f"{server.url}/v1/completions", "-d", body], capture_output=True, check=True, timeout=60
+    )
+    (choice,) = json.loads(done.stdout)["choices"]
+    assert choice["text"].startswith(" Paris")
+    assert choice["finish_reason"] == "length"
+
+
+def test_the_openai_client_streams_a_chat(server: Server) -> None:
+    chunks = server.client().chat.completions.create(
+        model="SmolLM2-135M-Instruct",
+        messages=[{"role": "user", "content": "What is the capital of France?"}],
+        max_tokens=24,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    text, usage, reasons = "", None, []
+    for chunk in chunks:
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            text += choice.delta.content or ""
+            reasons += [choice.finish_reason] if choice.finish_reason else []
+    assert "Paris" in text
+    assert reasons == ["stop"]
+    assert usage is not None
+    assert 0 < usage.completion_tokens <= 24
+
+
+def test_many_at_once_say_what_each_says_alone(server: Server) -> None:
+    """Greedy answers of a mixed batch; a sampled row with a seed beside other neighbours."""
+    client = server.client()
+    prompts = [f"Count from {i} to {i + 5}:" + " please" * (7 * i) for i in range(6)]
+
+    def ask(prompt: str) -> str:
+        done = client.completions.create(model="base", prompt=prompt, max_tokens=12, temperature=0)
+        return done.choices[0].text
+
+    def draw(_: int) -> str:
+        done = client.completions.create(model="base", prompt="Once upon", max_tokens=12, temperature=0.8, seed=5)
+        return done.choices[0].text
+
+    alone, drawn_alone = [ask(prompt) for prompt in prompts], draw(0)
+    with ThreadPoolExecutor(8) as pool:
+        drawn = [pool.submit(draw, i) for i in range(2)]
+        together = list(pool.map(ask, prompts))
+    assert together == alone
+    assert {future.result() for future in drawn} == {drawn_alone}
+
+
+def test_echoed_logprobs_have_one_entry_per_token(server: Server) -> None:
+    """The request that lm-eval sends for a log-likelihood."""
+    ids = httpx.post(f"{server.url}/tokenize", json={"prompt": "The capital of France is Paris"}).json()["tokens"]
+    body = {"prompt": [ids], "max_tokens": 1, "logprobs": 1, "echo": True, "temperature": 0, "seed": 1234}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
+    logprobs = answer["choices"][0]["logprobs"]["token_logprobs"]
+    assert len(logprobs) == len(ids) + 1
+    assert logprobs[0] is None
+    assert logprobs[len(ids) - 1] > -2.5, "Paris is likely"
+
+
+def test_books_are_clean_afterwards(server: Server) -> None:
+    state = httpx.get(f"{server.url}/debug/state").json()["engine"]
+    assert (state["alive"], state["running"], state["waiting"], state["kv_bytes_held"]) == (True, 0, 0, 0)
+
+
+def test_sigterm_drains() -> None:
+    """A stream under way finishes; then the process ends with 0."""
+    running = start()
+    try:
+        stream = running.client().completions.create(
+            model="base", prompt="Hello", max_tokens=30, temperature=0, stream=True, extra_body={"ignore_eos": True}
+        )
+        first = next(iter(stream))
+        running.process.send_signal(signal.SIGTERM)
+        reasons = [chunk.choices[0].finish_reason for chunk in stream if chunk.choices]
+        assert first.choices[0].finish_reason is None
+        assert reasons[-1] == "length"
+        assert running.process.wait(timeout=20) == 0
+    finally:
+        running.process.kill()
