@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from mlx_parallm.core import WorkClass
-from mlx_parallm.scheduler.cost import CostModel
+from mlx_parallm.scheduler.cost import Chunk, CostModel
 from mlx_parallm.scheduler.rl_aware import DecodeUnit, PrefillUnit, RLAwareScheduler, SchedulerConfig, Unit
 from mlx_parallm.scheduler.sequence import Group, Sequence, Status
 
@@ -75,7 +75,7 @@ class Driver:
         elif self.unread:
             self.read()
         elif isinstance(unit, PrefillUnit):
-            seconds = self.scheduler.cost.seconds(unit.tokens, unit.sequence.computed)
+            seconds = self.scheduler.cost.seconds([part.chunk for part in unit.parts])
             self.now += seconds
             self.scheduler.prefilled(unit, seconds, self.now)
         self.scheduler.check_integrity()
@@ -157,7 +157,7 @@ def test_priority_comes_before_length() -> None:
     urgent = driver.add(1000, priority=-1)
     first = driver.step()
     assert isinstance(first, PrefillUnit)
-    assert first.sequence is urgent
+    assert [part.sequence for part in first.parts] == [urgent]
 
 
 @pytest.mark.parametrize(("live", "expected"), [("both", {7, 3}), ("training", {10}), ("inference", {10})])
@@ -170,6 +170,26 @@ def test_shares_are_of_rows_and_work_conserving(live: str, expected: set[int]) -
     driver.step()
     rows = [sum(s.work_class is work_class for s in driver.scheduler.live) for work_class in WorkClass]
     assert {count for count in rows if count} == expected
+
+
+def test_short_prompts_share_a_unit() -> None:
+    driver = Driver(max_batched_tokens=100)
+    for length in (30, 40, 25, 60):
+        driver.add(length + 1)
+    first = driver.step()
+    assert isinstance(first, PrefillUnit)
+    assert [part.tokens for part in first.parts] == [25, 30, 40], "the shortest first, and none cut below 16 tokens"
+
+
+def test_a_scored_prompt_has_units_of_its_own() -> None:
+    driver = Driver(max_batched_tokens=1000, stall_seconds=10)
+    driver.add(21)
+    driver.add(601, scored=True)
+    driver.add(31)
+    units = [u for u in driver.run() if isinstance(u, PrefillUnit)]
+    scored = [u for u in units if u.parts[0].tokens > 31]
+    assert [len(u.parts) for u in scored] == [1, 1, 1]
+    assert max(u.tokens for u in scored) == 256
 
 
 def test_a_group_is_prefilled_once_and_forked() -> None:
@@ -196,16 +216,16 @@ def test_the_largest_chunk_within_a_time_is_the_largest(
     fixed: float, per_token: float, per_pair: float, context: int, seconds: float
 ) -> None:
     cost = CostModel(fixed, per_token, per_pair)
-    tokens = cost.tokens_within(seconds, context, 16, 2048)
-    assert tokens == 16 or cost.seconds(tokens, context) <= seconds
-    assert tokens == 2048 or cost.seconds(tokens + 1, context) > seconds
+    tokens = cost.tokens_within(seconds, [Chunk(20, 3)], context, 16, 2048)
+    assert tokens == 16 or cost.seconds([Chunk(20, 3), Chunk(tokens, context)]) <= seconds
+    assert tokens == 2048 or cost.seconds([Chunk(20, 3), Chunk(tokens + 1, context)]) > seconds
 
 
 def test_the_cost_model_follows_a_machine_that_slows_down() -> None:
     cost = CostModel(0.01, 0.001, 0.0)
     for _ in range(40):
-        cost.observe(100, 0, 3 * (0.01 + 0.1))
-    assert cost.seconds(50, 0) == pytest.approx(3 * 0.06, rel=0.01)
+        cost.observe([Chunk(100, 0)], 3 * (0.01 + 0.1))
+    assert cost.seconds([Chunk(50, 0)]) == pytest.approx(3 * 0.06, rel=0.01)
 
 
 class SchedulerMachine(RuleBasedStateMachine):

@@ -18,7 +18,14 @@ from mlx_parallm.batch.kv_cache import LoRABatchedKVCache
 from mlx_parallm.batch.logprobs import log_normaliser, token_logprobs, top_logprobs
 from mlx_parallm.batch.sampler import RowSampling, Sampled, SamplingPlan, plan_sampling, sample
 from mlx_parallm.batch.slab import KVRow
-from mlx_parallm.batch.views import DecodeForward, FetchingLayerCache, Forward, LayerCache, PrefillForward
+from mlx_parallm.batch.views import (
+    DecodeForward,
+    FetchingLayerCache,
+    Forward,
+    LayerCache,
+    PackedPrefillForward,
+    PrefillForward,
+)
 from mlx_parallm.core import TokenLogprob
 from mlx_parallm.model.attention import AttentionStyle
 
@@ -72,13 +79,27 @@ class BatchRunner:
 
     # -- prefill ---------------------------------------------------------------------------------
 
-    def prefill(self, row: KVRow, tokens: Sequence[int]) -> None:
-        """Computes the next `tokens` of `row` and waits until they are in the pool."""
-        self._forward_chunk(row, tokens)
-        mx.eval(row.slab.arrays())
+    def prefill(self, chunks: Sequence[tuple[KVRow, Sequence[int]]]) -> None:
+        """Computes the next tokens of each row and waits until they are in the pool.
+
+        One forward for all of them, where the attention hook lets rows of different lengths share one.
+        """
+        if len(chunks) > 1 and self._style is AttentionStyle.HOOKED:
+            self._forward_packed(chunks)
+        else:
+            for row, tokens in chunks:
+                self._forward_chunk(row, tokens)
+        mx.eval([row.slab.arrays() for row, _ in chunks])
+
+    def _forward_packed(self, chunks: Sequence[tuple[KVRow, Sequence[int]]]) -> None:
+        forward = PackedPrefillForward([PrefillForward(row, len(tokens)) for row, tokens in chunks])
+        inputs = mx.array([[token] for _, tokens in chunks for token in tokens])
+        self._model(inputs, cache=self._layer_caches(forward))
+        for row, tokens in chunks:
+            row.length += len(tokens)
 
     def score(self, row: KVRow, tokens: Sequence[int], targets: Sequence[int], top: int) -> list[TokenLogprob]:
-        """`prefill` that also returns each target's raw-model logprob, fp32, and the `top` best.
+        """Prefill of one row that also returns each target's raw-model logprob, fp32, and the `top` best.
 
         `targets[i]` is the token that follows `tokens[i]`.
         """

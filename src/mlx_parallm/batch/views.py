@@ -5,9 +5,10 @@ A model file calls, per layer: `cache.offset` (RoPE positions), `cache.make_mask
 `attend`, which reads the pool in place. Without it (`fetching`), `update_and_fetch` returns dense
 copies and `make_mask` a real mask, and the model attends by itself.
 
-Two kinds of forward:
+Three kinds of forward:
 
     prefill   one row, T tokens            [1, T]   integer offset, causal
+    packed    T tokens of several rows     [T, 1]   offset [T]; each row attends to its own tokens only
     decode    n rows, one token each       [n, 1]   offset [n]; rows in pool order, so rows that are
                                                     adjacent in a slab form a run = one attention call
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Protocol
 
 import mlx.core as mx
@@ -98,10 +100,15 @@ class PrefillForward:
 
     def __init__(self, row: KVRow, tokens: int) -> None:
         self.offset: int | mx.array = row.length
+        self.tokens = tokens
         self._row = row
         self._start = row.length
         self._stop = row.length + tokens
         self._masks: dict[tuple[int, int], mx.array] = {}
+
+    def positions(self) -> mx.array:
+        """Of the new tokens, int32 [T]."""
+        return mx.arange(self._start, self._stop, dtype=mx.int32)
 
     def write(self, layer: int, keys: mx.array, values: mx.array) -> None:
         self._row.slab.write_span(layer, self._row.index, self._start, keys, values)
@@ -134,6 +141,36 @@ class PrefillForward:
             keys = mx.arange(first, self._stop)[None]
             self._masks[first, window] = (keys <= queries) & (queries < keys + window)
         return self._masks[first, window]
+
+
+class PackedPrefillForward:
+    """Chunks of several rows in one forward: to the model, a batch of single tokens, each at its own offset."""
+
+    def __init__(self, parts: Sequence[PrefillForward]) -> None:
+        ends = list(accumulate(part.tokens for part in parts))
+        self._parts = [(slice(end - part.tokens, end), part) for part, end in zip(parts, ends, strict=True)]
+        self.offset: int | mx.array = mx.concatenate([part.positions() for part in parts])
+
+    def write(self, layer: int, keys: mx.array, values: mx.array) -> None:
+        for tokens, part in self._parts:
+            part.write(layer, _as_row(keys[tokens]), _as_row(values[tokens]))
+
+    def attend(
+        self, layer: int, queries: mx.array, scale: float, window: int | None, sinks: mx.array | None
+    ) -> mx.array:
+        outputs = [part.attend(layer, _as_row(queries[tokens]), scale, window, sinks) for tokens, part in self._parts]
+        return mx.concatenate([output.transpose(2, 1, 0, 3) for output in outputs])
+
+    def fetch(self, layer: int) -> tuple[mx.array, mx.array]:
+        raise TypeError("a model that attends by itself takes one row at a time")
+
+    def dense_mask(self, window: int | None) -> mx.array:
+        raise TypeError("a model that attends by itself takes one row at a time")
+
+
+def _as_row(tokens: mx.array) -> mx.array:
+    """[T, heads, 1, head_dim], a batch of tokens → [1, heads, T, head_dim], one row."""
+    return tokens.transpose(2, 1, 0, 3)
 
 
 @dataclass(slots=True, eq=False)

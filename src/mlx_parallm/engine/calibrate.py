@@ -34,7 +34,7 @@ def _seconds(runner: BatchRunner, tokens: int, context: int) -> float:
     row.length = context
     try:
         started = time.perf_counter()
-        runner.prefill(row, [0] * tokens)
+        runner.prefill([(row, [0] * tokens)])
         return time.perf_counter() - started
     finally:
         runner.cache.free(row)

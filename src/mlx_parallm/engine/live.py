@@ -12,9 +12,6 @@ from mlx_parallm.core import GenerationRequest, RequestFinished, TokenLogprob, W
 from mlx_parallm.engine.text import Detokenizes, TextStream
 from mlx_parallm.scheduler.sequence import Group, Sequence
 
-SCORED_CHUNK = 256
-"""Prompt tokens scored in one unit, at most: their logits are [tokens, vocabulary] in fp32."""
-
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
@@ -97,8 +94,7 @@ def _live_sequence(
     request = live.request
     prompt = request.prompts[index // request.n]
     scored = request.prompt_logprobs is not None and sample == 0
-    if scored:
-        sequence.max_chunk = SCORED_CHUNK
+    sequence.scored = scored
     return LiveSequence(
         sequence=sequence,
         index=index,

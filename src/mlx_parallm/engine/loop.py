@@ -11,9 +11,8 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-import mlx.core as mx
-
 from mlx_parallm.batch.runner import BatchRunner, Draw, Step
+from mlx_parallm.batch.slab import KVRow
 from mlx_parallm.core import (
     EngineStats,
     Event,
@@ -25,9 +24,10 @@ from mlx_parallm.core import (
 )
 from mlx_parallm.engine.live import LiveRequest, LiveSequence, Vocabulary, expand
 from mlx_parallm.engine.memory import PoolMemory
+from mlx_parallm.engine.snapshot import Counters, snapshot
 from mlx_parallm.errors import ContextLengthError, StepFailedError
 from mlx_parallm.scheduler.cost import CostModel
-from mlx_parallm.scheduler.rl_aware import DecodeUnit, PrefillUnit, RLAwareScheduler, SchedulerConfig
+from mlx_parallm.scheduler.rl_aware import DecodeUnit, PrefillPart, PrefillUnit, RLAwareScheduler, SchedulerConfig
 from mlx_parallm.scheduler.sequence import Sequence, Status
 
 Publish = Callable[[list[tuple[str, Event]]], None]
@@ -41,17 +41,6 @@ class EngineParts:
     vocabulary: Vocabulary
     scheduler: SchedulerConfig
     cost: CostModel
-
-
-@dataclass(slots=True)
-class Counters:
-    """Totals since start."""
-
-    steps: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    aborted: int = 0
-    failed_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,31 +145,40 @@ class DeviceLoop:
                 self._accept(live, draw, now)
 
     def _prefill(self, unit: PrefillUnit) -> None:
-        live = self._live(unit.sequence)
         started = time.monotonic()
         try:
-            self._run_chunk(live, unit.tokens)
-        except Exception as error:  # noqa: BLE001 - whatever the forward raises costs this row's request, not the thread
-            self._recover([live], error)
+            self._run_prefill(unit)
+        except Exception as error:  # noqa: BLE001 - whatever the forward raises costs this unit's requests, not the thread
+            self._recover([self._live(part.sequence) for part in unit.parts], error)
             return
         now = time.monotonic()
         self.counters.prompt_tokens += unit.tokens
         self._scheduler.prefilled(unit, now - started, now)
-        if unit.sequence.to_prefill == 0:
-            self._send_scores(live)
-            self._finish_if_nothing_to_do(live)
+        for part in unit.parts:
+            if part.sequence.to_prefill == 0:
+                live = self._live(part.sequence)
+                self._send_scores(live)
+                self._finish_if_nothing_to_do(live)
 
-    def _run_chunk(self, live: LiveSequence, count: int) -> None:
-        assert live.row is not None
-        tokens, start = live.sequence.tokens, live.sequence.computed
-        chunk = tokens[start : start + count]
-        if live.scores is None:
-            self._runner.prefill(live.row.kv, chunk)
-            return
+    def _run_prefill(self, unit: PrefillUnit) -> None:
+        if unit.parts[0].sequence.scored:
+            self._score(unit.parts[0])
+        else:
+            self._runner.prefill([self._chunk(part) for part in unit.parts])
+
+    def _score(self, part: PrefillPart) -> None:
+        live = self._live(part.sequence)
+        row, chunk = self._chunk(part)
+        tokens, start = part.sequence.tokens, part.sequence.computed
+        assert live.scores is not None
         del live.scores[start + 1 :]  # a preempted prompt is scored again from its start
-        targets = tokens[start + 1 : start + count + 1]
-        top = live.request.request.prompt_logprobs or 0
-        live.scores += self._runner.score(live.row.kv, chunk, targets, top)
+        targets = tokens[start + 1 : start + part.tokens + 1]
+        live.scores += self._runner.score(row, chunk, targets, live.request.request.prompt_logprobs or 0)
+
+    def _chunk(self, part: PrefillPart) -> tuple[KVRow, list[int]]:
+        row, start = self._live(part.sequence).row, part.sequence.computed
+        assert row is not None
+        return row.kv, part.sequence.tokens[start : start + part.tokens]
 
     # -- what a token leads to -------------------------------------------------------------------
 
@@ -201,6 +199,7 @@ class DeviceLoop:
 
     def _send_scores(self, live: LiveSequence) -> None:
         if live.scores is not None:
+            live.sequence.scored = False
             prompt_index = live.index // live.request.request.n
             self._emit(live.request, PromptScored(prompt_index, tuple(live.scores)))
             live.scores = None
@@ -264,34 +263,7 @@ class DeviceLoop:
 
     def stats(self) -> EngineStats:
         """A snapshot of counters and gauges."""
-        cache, counters, scheduler = self._runner.cache, self.counters, self._scheduler
-        return EngineStats(
-            alive=True,
-            ready=True,
-            running=len(scheduler.live),
-            waiting=scheduler.waiting,
-            kv_bytes_held=cache.bytes_held,
-            kv_bytes_budget=cache.budget_bytes,
-            kv_tokens_used=cache.tokens_used,
-            preemptions_total=scheduler.preemptions,
-            steps_total=counters.steps,
-            prompt_tokens_total=counters.prompt_tokens,
-            generation_tokens_total=counters.generation_tokens,
-            aborted_total=counters.aborted,
-            failed_steps_total=counters.failed_steps,
-            detail=self._detail(),
-        )
-
-    def _detail(self) -> dict[str, object]:
-        memory = {"active": mx.get_active_memory(), "peak": mx.get_peak_memory(), "cache": mx.get_cache_memory()}
-        return {
-            "mlx_memory_bytes": memory,
-            "slabs": [
-                {"capacity": slab.capacity, "rows": len(slab.places), "used": slab.used}
-                for slab in self._runner.cache.slabs()
-            ],
-            "sequences": [_describe(live) for live in self._lives.values()],
-        }
+        return snapshot(self.counters, self._scheduler, self._runner.cache, self._lives.values())
 
     def check_integrity(self) -> None:
         """Raises AssertionError when scheduler, pool and live sequences do not agree."""
@@ -314,16 +286,3 @@ class DeviceLoop:
         if self._events:
             events, self._events = self._events, []
             self._publish(events)
-
-
-def _describe(live: LiveSequence) -> dict[str, object]:
-    sequence = live.sequence
-    return {
-        "request_id": live.request.request_id,
-        "index": live.index,
-        "status": sequence.status.value,
-        "class": sequence.work_class.value,
-        "prompt_tokens": sequence.prompt_length,
-        "computed_tokens": sequence.computed,
-        "generated_tokens": live.text.generated,
-    }

@@ -26,8 +26,7 @@ def _batched(runner: BatchRunner, prompts: Sequence[Sequence[int]], continuation
     rows = [runner.cache.allocate(len(p) + len(c)) for p, c in zip(prompts, continuations, strict=True)]
     live = [row for row in rows if row is not None]
     try:
-        for row, prompt in zip(live, prompts, strict=True):
-            runner.prefill(row, prompt)
+        runner.prefill(list(zip(live, prompts, strict=True)))
         return mx.stack([runner.forward(live, tokens) for tokens in zip(*continuations, strict=True)], axis=1)
     finally:
         for row in live:

@@ -15,11 +15,14 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from mlx_parallm.core import WorkClass
-from mlx_parallm.scheduler.cost import CostModel
+from mlx_parallm.scheduler.cost import Chunk, CostModel
 from mlx_parallm.scheduler.sequence import Sequence, Status
 
 _LEAST_CHUNK = 16
 """Prefill tokens in one unit, at least: below that the fixed cost of a unit dominates."""
+
+_SCORED_CHUNK = 256
+"""Tokens of a scored prompt in one unit, at most: their logits are [tokens, vocabulary] in fp32."""
 
 _AGEING = 10.0
 """Seconds of remaining prefill that one second of waiting makes up for. Being served starts the
@@ -45,11 +48,26 @@ class RowMemory(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillUnit:
+class PrefillPart:
     """Compute the next `tokens` tokens of one sequence."""
 
     sequence: Sequence
     tokens: int
+
+    @property
+    def chunk(self) -> Chunk:
+        return Chunk(self.tokens, self.sequence.computed)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillUnit:
+    """Chunks of several prompts, computed in one forward."""
+
+    parts: tuple[PrefillPart, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(part.tokens for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,12 +157,12 @@ class RLAwareScheduler:
 
     def prefilled(self, unit: PrefillUnit, seconds: float, now: float) -> None:
         """Books a finished prefill unit that took `seconds`."""
-        sequence = unit.sequence
-        sequence.served_at = now
-        self.cost.observe(unit.tokens, sequence.computed, seconds)
+        self.cost.observe([part.chunk for part in unit.parts], seconds)
         self._prefill_debt += seconds
-        sequence.computed += unit.tokens
-        self._update_status(sequence)
+        for part in unit.parts:
+            part.sequence.served_at = now
+            part.sequence.computed += part.tokens
+            self._update_status(part.sequence)
 
     def launched(self, unit: DecodeUnit) -> None:
         """Books a launched decode step: one more draw and one more computed token per row."""
@@ -194,7 +212,7 @@ class RLAwareScheduler:
         return (self._over_share(sequence.work_class), *self._urgency(sequence, now))
 
     def _urgency(self, sequence: Sequence, now: float) -> tuple[int, float]:
-        left = self.cost.seconds(sequence.to_prefill, sequence.computed)
+        left = self.cost.seconds([Chunk(sequence.to_prefill, sequence.computed)])
         return (sequence.priority, left - _AGEING * (now - sequence.served_at))
 
     def _over_share(self, work_class: WorkClass) -> bool:
@@ -205,17 +223,37 @@ class RLAwareScheduler:
     # -- prefill ---------------------------------------------------------------------------------
 
     def _next_prefill(self, now: float, protect: bool) -> PrefillUnit | None:
+        """The most urgent prompts' next chunks, packed while time and tokens allow."""
         pending = [s for s in self._live if s.status is Status.PREFILLING]
-        if not pending:
-            return None
-        sequence = min(pending, key=lambda s: self._urgency(s, now))
+        pending.sort(key=lambda s: self._urgency(s, now))
         allowance = self.config.stall_seconds - (self._prefill_debt if protect else 0.0)
-        least = min(_LEAST_CHUNK, sequence.to_prefill)
-        started = self._prefill_debt > 0.0
-        if protect and started and self.cost.seconds(least, sequence.computed) > allowance:
-            return None
-        most = min(sequence.to_prefill, sequence.max_chunk, self.config.max_batched_tokens)
-        return PrefillUnit(sequence, self.cost.tokens_within(allowance, sequence.computed, least, max(least, most)))
+        parts: list[PrefillPart] = []
+        for sequence in pending:
+            tokens = self._chunk_tokens(sequence, parts, allowance)
+            if tokens == 0:
+                break
+            parts.append(PrefillPart(sequence, tokens))
+            if sequence.scored:
+                break
+        overdue = protect and self._prefill_debt > 0.0 and self._seconds(parts) > allowance
+        return PrefillUnit(tuple(parts)) if parts and not overdue else None
+
+    def _chunk_tokens(self, sequence: Sequence, beside: list[PrefillPart], allowance: float) -> int:
+        """How many tokens of `sequence` fit beside the others; the first one always gets the least chunk."""
+        if beside and sequence.scored:
+            return 0
+        room = self.config.max_batched_tokens - sum(part.tokens for part in beside)
+        most = min(sequence.to_prefill, room, _SCORED_CHUNK if sequence.scored else room)
+        least = min(_LEAST_CHUNK, sequence.to_prefill, self.config.max_batched_tokens)
+        if most < least:
+            return 0
+        chunks = [part.chunk for part in beside]
+        if beside and self.cost.seconds([*chunks, Chunk(least, sequence.computed)]) > allowance:
+            return 0
+        return self.cost.tokens_within(allowance, chunks, sequence.computed, least, most)
+
+    def _seconds(self, parts: list[PrefillPart]) -> float:
+        return self.cost.seconds([part.chunk for part in parts])
 
     # -- decode ----------------------------------------------------------------------------------
 

@@ -32,7 +32,8 @@ class Sequence:
     reading: `drawn` counts draws launched, so `drawn - (len(tokens) - prompt_length)` are in flight.
     `computed` counts tokens whose keys and values are in the row. A row may decode when exactly one
     token is not computed: the next step's input. `served_at` is when it last got a prefill unit
-    (at first, when it arrived); `max_chunk` bounds its prefill units in tokens.
+    (at first, when it arrived). `scored`: its prompt's logprobs are wanted, so its prefill units keep
+    logits and are its own.
     """
 
     sequence_id: int
@@ -46,7 +47,7 @@ class Sequence:
     computed: int = 0
     drawn: int = 0
     admitted_at: float = 0.0
-    max_chunk: int = 1 << 30
+    scored: bool = False
     served_at: float = 0.0
     prompt_length: int = 0
 

@@ -1,0 +1,85 @@
+"""The figures that the server must show, and whether it shows them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from decode import BARE, GREEDY, HALF, TOP_P, Decode
+from fairness import Fairness
+from memory import Memory
+from spread import Spread, ratios, spread
+from throughput import Point
+
+RATE_LIMITS = {1: 0.97, 8: 1.5, 16: 1.8, 32: 1.8}
+FIRST_TOKEN_AT, FIRST_TOKEN_LIMIT = 16, 0.5
+BARE_LIMIT, HALF_SAMPLED_LIMIT = 0.95, 0.9
+GAP_LIMIT_S, GAP_LIMIT_STEPS, SHORT_LIMIT_S = 0.75, 6, 2.0
+KV_FACTOR, MEMORY_ALLOWANCE = 2, 150e6
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One figure over its repeats. `limit` None: reported, not judged. `judged` is what is held to the limit."""
+
+    name: str
+    unit: str
+    value: Spread
+    judged: float
+    limit: float | None = None
+    at_least: bool = False
+
+    @property
+    def met(self) -> bool | None:
+        if self.limit is None:
+            return None
+        return self.judged >= self.limit if self.at_least else self.judged <= self.limit
+
+
+def of_throughput(points: list[Point]) -> Iterator[Figure]:
+    for point in points:
+        ratio = ratios(point.ours.rates, point.theirs.rates)
+        name = f"throughput against mlx_lm.server, {point.concurrency} clients"
+        yield Figure(name, "x", ratio, ratio.median, RATE_LIMITS[point.concurrency], at_least=True)
+        ratio = ratios(point.ours.first_token_s, point.theirs.first_token_s)
+        limit = FIRST_TOKEN_LIMIT if point.concurrency == FIRST_TOKEN_AT else None
+        name = f"median first token against mlx_lm.server, {point.concurrency} clients"
+        yield Figure(name, "x", ratio, ratio.median, limit)
+    yield _errors("our errors and short answers, throughput", sum(len(p.ours.errors) + p.ours.short for p in points))
+
+
+def of_decode(decode: Decode) -> Iterator[Figure]:
+    rates = decode.rates
+    against_bare = ratios(rates[GREEDY], rates[BARE])
+    half, top_p = ratios(rates[HALF], rates[GREEDY]), ratios(rates[TOP_P], rates[GREEDY])
+    yield Figure("decode at 16 rows against the bare loop", "x", against_bare, against_bare.median, BARE_LIMIT, True)
+    yield Figure("half the rows at temperature 1 against greedy", "x", half, half.median, HALF_SAMPLED_LIMIT, True)
+    yield Figure("all rows top-p 0.9 against greedy", "x", top_p, top_p.median)
+    yield _errors("our errors, decode", len(decode.errors))
+
+
+def of_fairness(fairness: Fairness) -> Iterator[Figure]:
+    """The worst repeat is judged: no row may wait longer."""
+    gap, step, short = (
+        spread(values) for values in (fairness.longest_gap_s, fairness.quiet_step_s, fairness.short_first_token_s)
+    )
+    limit = max(GAP_LIMIT_S, GAP_LIMIT_STEPS * step.median)
+    yield Figure("longest gap of 8 rows while a long prompt prefills", "s", gap, gap.high, limit)
+    steps = ratios(fairness.longest_gap_s, fairness.quiet_step_s)
+    yield Figure("the same, in undisturbed median steps", "steps", steps, steps.high)
+    yield Figure("first token of a short request meanwhile", "s", short, short.high, SHORT_LIMIT_S)
+    yield Figure("first token of the long prompt", "s", *_reported(fairness.long_first_token_s))
+    yield _errors("our errors, fairness", len(fairness.errors))
+
+
+def of_memory(name: str, memory: Memory, bytes_per_token: int) -> Iterator[Figure]:
+    limit = (KV_FACTOR * memory.kv_tokens_at_peak * bytes_per_token + MEMORY_ALLOWANCE) / 1e6
+    yield Figure(f"MLX peak above weights, {name}", "MB", *_reported([memory.above_weights_bytes / 1e6]), limit)
+    yield Figure(f"process resident, {name}", "MB", *_reported([memory.resident_bytes_most / 1e6]))
+
+
+def _errors(name: str, count: int) -> Figure:
+    return Figure(name, "", *_reported([count]), limit=0)
+
+
+def _reported(values: list[float]) -> tuple[Spread, float]:
+    taken = spread(values)
+    return taken, taken.median

@@ -1,0 +1,44 @@
+"""What the figures were measured on."""
+
+import os
+import platform
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+
+import mlx_parallm
+
+PACKAGES = ("mlx-parallm", "mlx", "mlx-lm", "fastapi", "uvicorn")
+CPUINFO = Path("/proc/cpuinfo")
+
+
+def describe() -> dict[str, object]:
+    """JSON. `load_average` tells whether the machine was quiet."""
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "ram_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "python": platform.python_version(),
+        "blas": mlx_parallm.BLAS.name,
+        "packages": {name: version(name) for name in PACKAGES},
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+    }
+
+
+def resident_bytes(pid: int) -> int:
+    """A process's resident memory now; from /proc where there is one, for `ps` costs a process."""
+    pages = Path(f"/proc/{pid}/statm")
+    if pages.exists():
+        return int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    kib = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True, check=True).stdout
+    return int(kib) * 1024
+
+
+def _processor() -> str:
+    if platform.system() == "Darwin":
+        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    lines = CPUINFO.read_text().splitlines() if CPUINFO.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())

@@ -1,0 +1,168 @@
+"""The server beside its peers: this server, mlx_lm.server, and mlx-lm's batch loop without HTTP.
+
+    python benchmarks/serving.py [--quick] [--repeats 3] [--only throughput decode fairness memory]
+        [--peer-flags "--decode-concurrency 32 --prompt-concurrency 8"] [--out FILE]
+
+One run, one model directory (the bundled model in float32), one BLAS; the sides take turns and every figure is a
+median of repeats. About 15 minutes on two cores, 3 with --quick. Ends with a table and writes JSON beside it.
+Leave the machine alone meanwhile.
+"""
+
+import argparse
+import asyncio
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import decode
+import fairness
+import figures
+import machine
+import peers
+import report
+import throughput
+from decode import Decode
+from fairness import Fairness
+from figures import Figure
+from load import closed_loop
+from memory import Memory, watched
+from model_dir import kv_bytes_per_token
+from prompts import short_prompts
+from throughput import Point
+
+HERE = Path(__file__).parent
+SCENARIOS = ("throughput", "decode", "fairness", "memory")
+PEER_FLAGS = "--decode-concurrency 32 --prompt-concurrency 8"
+MEMORY_CLIENTS = 16
+
+
+@dataclass(slots=True)
+class Results:
+    """What the scenarios that ran have measured."""
+
+    bytes_per_token: int
+    points: list[Point] = field(default_factory=list)
+    decode: Decode | None = None
+    fairness: Fairness | None = None
+    memory: dict[str, Memory] = field(default_factory=dict)
+
+    def judged(self) -> Iterator[Figure]:
+        if self.points:
+            yield from figures.of_throughput(self.points)
+        if self.decode:
+            yield from figures.of_decode(self.decode)
+        if self.fairness:
+            yield from figures.of_fairness(self.fairness)
+        for name, measured in self.memory.items():
+            yield from figures.of_memory(name, measured, self.bytes_per_token)
+
+    def record(self) -> dict[str, Any]:
+        """JSON, repeat by repeat."""
+        return {
+            "throughput": [asdict(point) for point in self.points],
+            "decode": asdict(self.decode) if self.decode else None,
+            "fairness": asdict(self.fairness) if self.fairness else None,
+            "memory": {name: measured.record() for name, measured in self.memory.items()},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """One run's setting."""
+
+    arguments: argparse.Namespace
+    model: Path
+    logs: Path
+
+    async def run(self) -> Results:
+        results = Results(kv_bytes_per_token(self.model))
+        scenarios = {
+            "throughput": self._throughput,
+            "decode": self._decode,
+            "fairness": self._fairness,
+            "memory": self._memory,
+        }
+        for name in self.arguments.only:
+            print(name, flush=True)
+            await scenarios[name](results)
+        return results
+
+    async def _throughput(self, results: Results) -> None:
+        flags = shlex.split(self.arguments.peer_flags)
+        async with (
+            peers.our_server(self.model, self.logs) as ours,
+            peers.mlx_lm_server(self.model, flags, self.logs) as theirs,
+        ):
+            for peer in (ours, theirs):
+                await throughput.warm_up(peer)
+            results.points = await throughput.measure(ours, theirs, self._repeats, self.arguments.quick)
+
+    async def _decode(self, results: Results) -> None:
+        async with (
+            peers.our_server(self.model, self.logs) as ours,
+            peers.bare_loop(self.model, self.logs) as bare,
+        ):
+            await throughput.warm_up(ours)
+            results.decode = await decode.measure(ours, bare, self._repeats, self.arguments.quick)
+
+    async def _fairness(self, results: Results) -> None:
+        """Not warmed up, so that the memory is this scenario's alone: the rows' quiet steps do that."""
+        async with peers.our_server(self.model, self.logs) as ours, watched(ours) as measured:
+            results.fairness = await fairness.measure(ours, max(1, self._repeats - 1))
+        results.memory["fairness"] = measured
+
+    async def _memory(self, results: Results) -> None:
+        """The throughput scenario's 16 clients on a server of their own: MLX's peak covers a server's whole life."""
+        prompts = short_prompts(2 * MEMORY_CLIENTS, "memory")
+        bodies = [throughput.body(prompt, throughput.TOKENS) for prompt in prompts]
+        async with peers.our_server(self.model, self.logs) as ours, watched(ours) as measured:
+            await closed_loop(ours.port, bodies, MEMORY_CLIENTS)
+        results.memory[f"{MEMORY_CLIENTS} clients"] = measured
+
+    @property
+    def _repeats(self) -> int:
+        return 1 if self.arguments.quick else self.arguments.repeats
+
+
+def main() -> int:
+    """Exit code 0 when every figure that was judged is met, 1 when one is not."""
+    arguments = _arguments()
+    with tempfile.TemporaryDirectory(prefix="serving_benchmark_") as folder:
+        bench = Bench(arguments, Path(folder) / "model", Path(folder))
+        subprocess.run([sys.executable, str(HERE / "model_dir.py"), str(bench.model)], check=True)
+        before = machine.describe()
+        results = asyncio.run(_cancelled_by_sigterm(bench))
+    judged = list(results.judged())
+    report.show(results.points, results.decode.rates if results.decode else {}, judged)
+    setting = {name: value for name, value in vars(arguments).items() if name != "out"}
+    report.write(arguments.out, {"machine": before, "setting": setting, **results.record()}, judged)
+    print(f"written to {arguments.out}")
+    return int(any(figure.met is False for figure in judged))
+
+
+async def _cancelled_by_sigterm(bench: Bench) -> Results:
+    """Ctrl-C cancels already; with both, every child is killed on the way out."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    return await bench.run()
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one repeat of fewer and shorter requests")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", nargs="+", choices=SCENARIOS, default=SCENARIOS)
+    parser.add_argument("--peer-flags", default=PEER_FLAGS, help="of mlx_lm.server")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "serving.json")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

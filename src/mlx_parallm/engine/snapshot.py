@@ -1,0 +1,69 @@
+"""What the engine says of itself: counters, gauges, and the JSON behind `/debug/state`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlx_parallm.batch.kv_cache import LoRABatchedKVCache
+from mlx_parallm.core import EngineStats
+from mlx_parallm.engine.live import LiveSequence
+from mlx_parallm.scheduler.rl_aware import RLAwareScheduler
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since start."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    aborted: int = 0
+    failed_steps: int = 0
+
+
+def snapshot(
+    counters: Counters, scheduler: RLAwareScheduler, cache: LoRABatchedKVCache, lives: Iterable[LiveSequence]
+) -> EngineStats:
+    """Of an engine that is alive and ready. On the device thread."""
+    return EngineStats(
+        alive=True,
+        ready=True,
+        running=len(scheduler.live),
+        waiting=scheduler.waiting,
+        kv_bytes_held=cache.bytes_held,
+        kv_bytes_budget=cache.budget_bytes,
+        kv_tokens_used=cache.tokens_used,
+        preemptions_total=scheduler.preemptions,
+        steps_total=counters.steps,
+        prompt_tokens_total=counters.prompt_tokens,
+        generation_tokens_total=counters.generation_tokens,
+        aborted_total=counters.aborted,
+        failed_steps_total=counters.failed_steps,
+        detail={
+            "mlx_memory_bytes": _mlx_memory(),
+            "slabs": [
+                {"capacity": slab.capacity, "rows": len(slab.places), "used": slab.used} for slab in cache.slabs()
+            ],
+            "sequences": [_describe(live) for live in lives],
+        },
+    )
+
+
+def _mlx_memory() -> dict[str, int]:
+    return {"active": mx.get_active_memory(), "peak": mx.get_peak_memory(), "cache": mx.get_cache_memory()}
+
+
+def _describe(live: LiveSequence) -> dict[str, object]:
+    sequence = live.sequence
+    return {
+        "request_id": live.request.request_id,
+        "index": live.index,
+        "status": sequence.status.value,
+        "class": sequence.work_class.value,
+        "prompt_tokens": sequence.prompt_length,
+        "computed_tokens": sequence.computed,
+        "generated_tokens": live.text.generated,
+    }
