@@ -42,16 +42,15 @@ class Stream:
         return self.arrivals[0] - self.sent
 
     async def run(self) -> None:
-        """Raises OSError (BadAnswerError, TimeoutError, a reset connection) when it is not answered whole."""
-        async with asyncio.timeout(REQUEST_LIMIT_S):
-            self.sent = time.perf_counter()
-            reader, writer = await asyncio.open_connection(HOST, self.port, limit=LINE_LIMIT)
-            try:
-                writer.write(_http("POST", "/v1/completions", json.dumps(self.body).encode()))
-                await _headers(reader)
-                await self._read(reader)
-            finally:
-                writer.close()
+        """Raises OSError (BadAnswerError, a reset connection) when it is not answered whole. Has no time limit."""
+        self.sent = time.perf_counter()
+        reader, writer = await asyncio.open_connection(HOST, self.port, limit=LINE_LIMIT)
+        try:
+            writer.write(_http("POST", "/v1/completions", json.dumps(self.body).encode()))
+            await _headers(reader)
+            await self._read(reader)
+        finally:
+            writer.close()
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         async for line in reader:
@@ -129,7 +128,8 @@ async def _deliver(port: int, body: Body, attempts: int, load: Load) -> None:
     for left in reversed(range(attempts)):
         stream = Stream(port, body)
         try:
-            await stream.run()
+            async with asyncio.timeout(REQUEST_LIMIT_S):
+                await stream.run()
         except OSError as error:
             if left == 0:
                 load.errors.append(f"{type(error).__name__}: {error}")

@@ -52,14 +52,12 @@ class Memory:
 
 @asynccontextmanager
 async def watched(peer: Peer) -> AsyncIterator[Memory]:
-    """Looks four times a second while the block runs, and once after it."""
+    """Looks four times a second while the block runs, and once after it. A look that fails ends the block."""
     memory = Memory()
-    watching = asyncio.create_task(_watch(peer, memory))
-    try:
+    async with asyncio.TaskGroup() as group:
+        watching = group.create_task(_watch(peer, memory))
         yield memory
-    finally:
         watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
     await _look(peer, memory)
 
 

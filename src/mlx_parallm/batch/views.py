@@ -22,6 +22,7 @@ from typing import Protocol
 
 import mlx.core as mx
 
+from mlx_parallm.batch.attention import additive, attention, needs_array_mask
 from mlx_parallm.batch.slab import KVRow, Slab
 
 
@@ -104,7 +105,7 @@ class PrefillForward:
         self._row = row
         self._start = row.length
         self._stop = row.length + tokens
-        self._masks: dict[tuple[int, int], mx.array] = {}
+        self._masks: dict[tuple[int, int | None], mx.array] = {}
 
     def positions(self) -> mx.array:
         """Of the new tokens, int32 [T]."""
@@ -119,9 +120,7 @@ class PrefillForward:
         """The causal triangle; a sliding window also bounds what is read."""
         first = 0 if window is None else max(0, self._start - window + 1)
         keys, values = self._span(layer, first)
-        banded = window is not None and self._stop - first > window
-        mask = self._band(first, window) if banded and window else "causal"
-        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+        return attention(queries, keys, values, scale, self._mask(first, window), sinks)
 
     def fetch(self, layer: int) -> tuple[mx.array, mx.array]:
         return self._span(layer, 0)
@@ -134,13 +133,23 @@ class PrefillForward:
         index = self._row.index
         return self._row.slab.span(layer, slice(index, index + 1), slice(first, self._stop))
 
+    def _mask(self, first: int, window: int | None) -> mx.array | str | None:
+        """Additive [T, S], made once a forward; or the name of the plain triangle."""
+        banded = window is not None and self._stop - first > window
+        if not banded and not needs_array_mask():
+            return "causal"
+        if self.tokens == 1 and not banded:
+            return None
+        key = (first, window)
+        if key not in self._masks:
+            self._masks[key] = additive(self._band(first, window or self._stop))
+        return self._masks[key]
+
     def _band(self, first: int, window: int) -> mx.array:
         """Boolean [T, S]: key k is seen by query q when q - window < k <= q."""
-        if (first, window) not in self._masks:
-            queries = mx.arange(self._start, self._stop)[:, None]
-            keys = mx.arange(first, self._stop)[None]
-            self._masks[first, window] = (keys <= queries) & (queries < keys + window)
-        return self._masks[first, window]
+        queries = mx.arange(self._start, self._stop)[:, None]
+        keys = mx.arange(first, self._stop)[None]
+        return (keys <= queries) & (queries < keys + window)
 
 
 class PackedPrefillForward:
@@ -196,20 +205,19 @@ class _Run:
     ) -> mx.array:
         first = 0 if window is None else max(0, min(self.lengths) - window)
         keys, values = self.span(layer, first)
-        mask = self._mask(first, window)
-        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+        return attention(queries, keys, values, scale, self._mask(first, window), sinks)
 
     def span(self, layer: int, first: int = 0) -> tuple[mx.array, mx.array]:
         rows = slice(self.place, self.place + len(self.lengths))
         return self.slab.span(layer, rows, slice(first, self.longest))
 
     def _mask(self, first: int, window: int | None) -> mx.array | None:
-        """Boolean [n, 1, 1, S], made once a step; None when every row sees every key of the span."""
+        """Additive [n, 1, 1, S], made once a step; None when every row sees every key of the span."""
         key = (first, window)
         if key not in self.masks:
             spans = {length - first for length in self.lengths}
             plain = len(spans) == 1 and (window is None or spans.pop() <= window)
-            self.masks[key] = None if plain else _visible(self.lengths, first, self.longest, window)
+            self.masks[key] = None if plain else additive(_visible(self.lengths, first, self.longest, window))
         return self.masks[key]
 
 
