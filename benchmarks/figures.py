@@ -43,6 +43,8 @@ def of_throughput(points: list[Point]) -> Iterator[Figure]:
         limit = FIRST_TOKEN_LIMIT if point.concurrency == FIRST_TOKEN_AT else None
         name = f"median first token against mlx_lm.server, {point.concurrency} clients"
         yield Figure(name, "x", ratio, ratio.median, limit)
+    shares = [share for point in points for side in (point.ours, point.theirs) for share in side.client_cpu]
+    yield Figure("the benchmark's own share of a core, throughput", "", *_reported(shares))
     yield _errors("our errors and short answers, throughput", sum(len(p.ours.errors) + p.ours.short for p in points))
 
 
@@ -53,6 +55,7 @@ def of_decode(decode: Decode) -> Iterator[Figure]:
     yield Figure("decode at 16 rows against the bare loop", "x", against_bare, against_bare.median, BARE_LIMIT, True)
     yield Figure("half the rows at temperature 1 against greedy", "x", half, half.median, HALF_SAMPLED_LIMIT, True)
     yield Figure("all rows top-p 0.9 against greedy", "x", top_p, top_p.median)
+    yield Figure("the benchmark's own share of a core, decode", "", *_reported(decode.client_cpu))
     yield _errors("our errors, decode", len(decode.errors))
 
 

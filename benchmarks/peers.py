@@ -106,7 +106,7 @@ async def _child(
         )
     try:
         yield process
-    except (PeerError, OSError):
+    except Exception:  # whatever failed, the child's log may say why
         print(f"--- end of {name}'s log:\n{log.read_text(errors='replace')[-2000:]}", file=sys.stderr)
         raise
     finally:

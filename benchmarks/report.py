@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,11 +14,14 @@ from rich.table import Table
 from spread import spread
 from throughput import Point, Side
 
+WIDTH = 120
+"""Columns where the output is no terminal."""
+
 MARKS = {True: "[green]pass[/]", False: "[red]miss[/]", None: ""}
 
 
 def show(points: Sequence[Point], decode_rates: dict[str, list[float]], figures: Iterable[Figure]) -> None:
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
     if points:
         console.print(_throughput(points))
     if decode_rates:

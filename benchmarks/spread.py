@@ -15,6 +15,8 @@ class Spread:
     high: float
 
     def text(self, digits: int = 1) -> str:
+        if self.low == self.high:
+            return f"{self.median:.{digits}f}"
         return f"{self.median:.{digits}f} ({self.low:.{digits}f}–{self.high:.{digits}f})"
 
 

@@ -16,6 +16,7 @@ from mlx_lm.utils import get_total_parameters
 from mlx_parallm.core import ModelCard
 from mlx_parallm.errors import UnsupportedModelError
 from mlx_parallm.model.bundled import BUNDLED_NAME, load_bundled
+from mlx_parallm.model.cpu import adapt_to_cpu
 from mlx_parallm.model.device import on_cpu, prepare_device
 from mlx_parallm.model.families import Family, Standing, classify
 from mlx_parallm.model.layers import LayerSpec, ModelShape, probe
@@ -61,6 +62,8 @@ class SharedModelManager:
         if family.standing is Standing.REFUSED:
             raise UnsupportedModelError(f"{name} ({family.name}) is not supported: {family.reason}")
         materialize(model, name, progress)
+        if on_cpu():
+            adapt_to_cpu(model)
         shape = probe(model)
         card = _card(name, model, config, wrapped, shape)
         return cls(model, Tokenizer(wrapped), config, card, family, shape.layers, shape.kv_dtype)

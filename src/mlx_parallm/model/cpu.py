@@ -1,0 +1,80 @@
+"""A CPU's own forms of two modules, put in a model's place of mlx-lm's at load.
+
+Both compute what they replace, to rounding. Decode on a CPU spends its time in products of a few rows
+with a large matrix, where OpenBLAS repacks the matrix each time, and in small element-wise operations
+of which every one has a fixed cost.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_unflatten
+
+
+class CPULinear(nn.Linear):  # type: ignore[misc]
+    """y = (W xᵀ)ᵀ + b: OpenBLAS packs W as the right-hand factor a quarter faster than as the left."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """[..., in] → [..., out]."""
+        rows = x.reshape(-1, x.shape[-1])
+        y: mx.array = (self.weight @ rows.T).T
+        if "bias" in self:
+            y = y + self.bias
+        return y.reshape(*x.shape[:-1], -1)
+
+
+class RotationTable:
+    """cos and sin of the positions of one forward, shared by every layer that turns by the same angles."""
+
+    def __init__(self, dims: int, base: float, scale: float) -> None:
+        self._frequencies = scale * mx.power(base, -mx.arange(0, dims, 2, dtype=mx.float32) / dims)
+        self._offset: mx.array | None = None
+        self._table = (self._frequencies, self._frequencies)
+
+    def at(self, offset: mx.array) -> tuple[mx.array, mx.array]:
+        """Offsets int [B] → cos, sin, fp32 [B, 1, 1, dims / 2]. One forward passes one array object."""
+        if self._offset is not offset:
+            angles = offset[:, None, None, None] * self._frequencies
+            self._offset, self._table = offset, (mx.cos(angles), mx.sin(angles))
+        return self._table
+
+
+class CPURoPE(nn.RoPE):  # type: ignore[misc]
+    """RoPE of single tokens, each at its own offset; anything else is left to MLX."""
+
+    def __init__(self, original: nn.RoPE, table: RotationTable) -> None:
+        super().__init__(original.dims, original.traditional, original.base, original.scale)
+        self._table = table
+
+    def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
+        """[B, heads, T, head_dim] → the same shape, positions offset … offset + T."""
+        if not isinstance(offset, mx.array) or x.shape[2] > 1 or offset.ndim != 1:
+            turned: mx.array = super().__call__(x, offset)
+            return turned
+        cos, sin = self._table.at(offset)
+        half = self.dims // 2
+        first, second, rest = x[..., :half], x[..., half : self.dims], x[..., self.dims :]
+        return mx.concatenate([first * cos - second * sin, first * sin + second * cos, rest], axis=-1)
+
+
+def adapt_to_cpu(model: nn.Module) -> None:
+    """Replaces the model's linears and plain RoPEs, in place. Weights are shared, not copied."""
+    tables: dict[tuple[int, float, float], RotationTable] = {}
+    replaced: list[tuple[str, nn.Module]] = []
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear:
+            replaced.append((name, _linear(module)))
+        elif type(module) is nn.RoPE and not module.traditional:
+            key = (module.dims, module.base, module.scale)
+            table = tables.setdefault(key, RotationTable(*key))
+            replaced.append((name, CPURoPE(module, table)))
+    model.update_modules(tree_unflatten(replaced))
+
+
+def _linear(original: nn.Linear) -> CPULinear:
+    linear = CPULinear(1, 1, bias=False)
+    linear.weight = original.weight
+    if "bias" in original:
+        linear.bias = original.bias
+    return linear

@@ -1,0 +1,46 @@
+"""A CPU's own modules compute what they replace."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten
+from tiny import FAMILIES, tiny_model
+
+from mlx_parallm.model.cpu import CPULinear, CPURoPE, RotationTable, adapt_to_cpu
+from mlx_parallm.model.families import relative_error
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_adapted_model_gives_the_same_logits_from_the_same_arrays(family: str) -> None:
+    model = tiny_model(family)
+    tokens = mx.array([[5, 9, 200, 31, 77]])
+    before, arrays = model(tokens), {id(array) for _, array in tree_flatten(model.parameters())}
+    adapt_to_cpu(model)
+    assert any(isinstance(module, CPULinear) for module in model.modules())
+    assert {id(array) for _, array in tree_flatten(model.parameters())} == arrays
+    assert relative_error(model(tokens), before) < 1e-5
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear(bias: bool) -> None:
+    model = nn.Sequential(nn.Linear(24, 10, bias=bias))
+    x = mx.random.normal((3, 2, 24))
+    expected = model(x)
+    adapt_to_cpu(model)
+    assert isinstance(model.layers[0], CPULinear)
+    assert mx.allclose(model(x), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(("dims", "base", "scale"), [(16, 10000.0, 1.0), (8, 500.0, 0.25)])
+def test_rope_of_single_tokens_at_their_own_offsets(dims: int, base: float, scale: float) -> None:
+    """Partial rotation too: what lies past `dims` passes through."""
+    original = nn.RoPE(dims, base=base, scale=scale)
+    rope = CPURoPE(original, RotationTable(dims, base, scale))
+    x = mx.random.normal((5, 3, 1, 16))
+    for offset in (mx.array([0, 1, 7, 300, 4000]), mx.array([9, 8, 7, 6, 5])):
+        assert mx.allclose(rope(x, offset), original(x, offset), atol=2e-4)
+    assert mx.array_equal(rope(x, 3), original(x, 3)), "one offset for all is left to MLX"
+    row = mx.random.normal((1, 3, 6, 16))
+    assert mx.array_equal(rope(row, mx.array([4])), original(row, mx.array([4])))
