@@ -8,7 +8,7 @@ import pytest
 from mlx.utils import tree_flatten
 from tiny import FAMILIES, tiny_model
 
-from mlx_parallm.model.cpu import CPULinear, CPURoPE, RotationTable, adapt_to_cpu
+from mlx_parallm.model.cpu import CPUGatedMLP, CPULinear, CPURoPE, RotationTable, adapt_to_cpu
 from mlx_parallm.model.families import relative_error
 
 
@@ -31,6 +31,18 @@ def test_linear(bias: bool) -> None:
     adapt_to_cpu(model)
     assert isinstance(model.layers[0], CPULinear)
     assert mx.allclose(model(x), expected, atol=1e-5)
+
+
+def test_gated_mlp_at_extreme_gates() -> None:
+    """Where the sigmoid's exponential overflows the product is zero, as silu's is."""
+    model = tiny_model("llama")
+    mlp = model.layers[0].mlp
+    x = 200 * mx.random.normal((2, 3, 64))
+    expected = mlp(x)
+    adapt_to_cpu(model)
+    assert isinstance(model.layers[0].mlp, CPUGatedMLP)
+    assert mx.isfinite(expected).all()
+    assert mx.allclose(model.layers[0].mlp(x), expected, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize(("dims", "base", "scale"), [(16, 10000.0, 1.0), (8, 500.0, 0.25)])

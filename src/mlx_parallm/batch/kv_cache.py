@@ -5,8 +5,8 @@
     class 4096    slab  [row                       ]
 
 Insert, finish and growth touch one row and never copy another. Capacity is at most twice a row's
-length (above the smallest class); a class grows by slabs of half its live rows, so places that stand
-free are a minority. The budget counts whole slabs, that is, what is really held.
+length (above the smallest class), and a class grows by at most as many places as it has live rows.
+The budget counts whole slabs, that is, what is really held.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from mlx_parallm.model.layout import KVLayout
 MIN_CAPACITY = 64
 """Tokens of the smallest class."""
 
-_SLAB_TOKENS = 1024
-"""A class's first slab holds about this many tokens (at least one row)."""
-
-_MAX_SLAB_ROWS = 32
+_SLAB_TOKENS = 2048
+_SLAB_ROWS = 16
+_MOST_SLAB_ROWS = 32
+"""A class's first slab has 16 rows, fewer where that would pass 2048 tokens, at least one. Every later slab
+is as large as what the class has live, up to 32 rows: few slabs, few attention calls."""
 
 
 class LoRABatchedKVCache:
@@ -144,7 +145,8 @@ class LoRABatchedKVCache:
 
     def _slab_rows(self, capacity: int) -> int:
         live = sum(slab.used for slab in self._classes.get(capacity, []))
-        return min(_MAX_SLAB_ROWS, max(1, _SLAB_TOKENS // capacity, live // 2))
+        first = max(1, min(_SLAB_ROWS, _SLAB_TOKENS // capacity))
+        return min(_MOST_SLAB_ROWS, max(first, live))
 
     def _move(self, row: KVRow, slab: Slab) -> None:
         index = slab.free_index()

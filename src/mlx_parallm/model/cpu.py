@@ -1,11 +1,13 @@
-"""A CPU's own forms of two modules, put in a model's place of mlx-lm's at load.
+"""A CPU's own forms of three modules, put in the place of mlx-lm's at load.
 
-Both compute what they replace, to rounding. Decode on a CPU spends its time in products of a few rows
+All compute what they replace, to rounding. Decode on a CPU spends its time in products of a few rows
 with a large matrix, where OpenBLAS repacks the matrix each time, and in small element-wise operations
 of which every one has a fixed cost.
 """
 
 from __future__ import annotations
+
+import math
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -58,8 +60,28 @@ class CPURoPE(nn.RoPE):  # type: ignore[misc]
         return mx.concatenate([first * cos - second * sin, first * sin + second * cos, rest], axis=-1)
 
 
+class CPUGatedMLP(nn.Module):  # type: ignore[misc]
+    """down(silu(gate(x)) · up(x)), its sigmoid by way of `power`: on MLX's CPU 2.5 times as fast as `exp`."""
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        self.gate_proj = original.gate_proj
+        self.up_proj = original.up_proj
+        self.down_proj = original.down_proj
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """[..., hidden] → [..., hidden]."""
+        gate = self.gate_proj(x)
+        y: mx.array = self.down_proj(gate * self.up_proj(x) / (1.0 + mx.power(math.e, -gate)))
+        return y
+
+
+_GATED_MLPS = frozenset(f"mlx_lm.models.{family}.MLP" for family in ("llama", "qwen2", "qwen3", "qwen3_moe"))
+"""mlx-lm's MLPs that are down(silu(gate(x)) · up(x)) and nothing else."""
+
+
 def adapt_to_cpu(model: nn.Module) -> None:
-    """Replaces the model's linears and plain RoPEs, in place. Weights are shared, not copied."""
+    """Replaces the model's linears, plain RoPEs and silu-gated MLPs, in place. Weights are shared, not copied."""
     tables: dict[tuple[int, float, float], RotationTable] = {}
     replaced: list[tuple[str, nn.Module]] = []
     for name, module in model.named_modules():
@@ -70,6 +92,12 @@ def adapt_to_cpu(model: nn.Module) -> None:
             table = tables.setdefault(key, RotationTable(*key))
             replaced.append((name, CPURoPE(module, table)))
     model.update_modules(tree_unflatten(replaced))
+    mlps = [(name, CPUGatedMLP(module)) for name, module in model.named_modules() if _kind(module) in _GATED_MLPS]
+    model.update_modules(tree_unflatten(mlps))
+
+
+def _kind(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__name__}"
 
 
 def _linear(original: nn.Linear) -> CPULinear:

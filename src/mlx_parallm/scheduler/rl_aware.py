@@ -86,7 +86,7 @@ class SchedulerConfig:
 
     max_rows: int = 128
     max_batched_tokens: int = 2048
-    stall_seconds: float = 0.3
+    stall_seconds: float = 0.4
     priority_ratios: Mapping[WorkClass, float] = field(
         default_factory=lambda: {WorkClass.INFERENCE: 0.7, WorkClass.TRAINING: 0.3}
     )
