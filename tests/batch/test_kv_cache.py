@@ -131,8 +131,11 @@ def test_decode_writes_update_arrays_in_place() -> None:
     mx.reset_peak_memory()
     before = mx.get_active_memory()
     for position in range(3):
-        token = mx.ones((1, 8, 64))
-        row.slab.write(0, mx.array([0]), mx.array([position]), token, token)
+        token = mx.ones((1, 8, 1, 64))
+        row.length = position
+        row.slab.write(0, row.slab.lines([row], 8), token, token)
+        mx.eval(row.slab.arrays())
+        row.slab.write_span(0, row.index, 100 * position, mx.ones((1, 8, 50, 64)), mx.ones((1, 8, 50, 64)))
         mx.eval(row.slab.arrays())
     assert mx.get_peak_memory() - before < slab_bytes / 4
 

@@ -47,7 +47,7 @@ def test_gated_mlp_at_extreme_gates() -> None:
 
 @pytest.mark.parametrize(("dims", "base", "scale"), [(16, 10000.0, 1.0), (8, 500.0, 0.25)])
 def test_rope_of_single_tokens_at_their_own_offsets(dims: int, base: float, scale: float) -> None:
-    """Partial rotation too: what lies past `dims` passes through."""
+    """Partial rotation is left to MLX: what lies past `dims` passes through."""
     original = nn.RoPE(dims, base=base, scale=scale)
     rope = CPURoPE(original, RotationTable(dims, base, scale))
     x = mx.random.normal((5, 3, 1, 16))

@@ -12,7 +12,7 @@ from mlx_lm.utils import quantize_model, save_config, save_model
 from tiny import EOS_ID, FAMILIES, VOCAB_SIZE, build_model, save_directory, save_tiny, tiny_config, tiny_model
 
 from mlx_parallm.errors import ModelNotFoundError, UnsupportedModelError
-from mlx_parallm.model.families import Standing
+from mlx_parallm.model.families import Standing, relative_error
 from mlx_parallm.model.layers import LayerSpec, probe
 from mlx_parallm.model.loading import to_float32
 from mlx_parallm.model.manager import SharedModelManager
@@ -40,7 +40,7 @@ def load(path, **options):
 def test_every_family_loads_from_a_directory(family, tmp_path):
     model = save_tiny(family, tmp_path / "some-model")
     loaded = load(tmp_path / "some-model")
-    assert mx.array_equal(loaded.model(TOKENS), model(TOKENS))
+    assert relative_error(loaded.model(TOKENS), model(TOKENS)) < 1e-5
     assert loaded.family.standing is Standing.PROVED
     assert loaded.kv_dtype == mx.float32
     assert (loaded.card.name, loaded.card.dtype, loaded.card.quantization) == ("some-model", "float32", "none")

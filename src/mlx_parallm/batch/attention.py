@@ -27,7 +27,7 @@ def attention(
     Args:
         queries: [B, heads, T, head_dim].
         keys, values: [B, kv_heads, S, head_dim], heads a multiple of kv_heads.
-        mask: additive, broadcast to [B, 1, T, S]; or "causal", not on a CPU; or None.
+        mask: additive, [B, 1, 1, S] or [T, S]; or "causal", not on a CPU; or None.
         sinks: one logit per head that takes weight and gives no value (gpt-oss), or None.
 
     Returns:
@@ -51,11 +51,13 @@ def additive(seen: mx.array) -> mx.array:
 def _on_cpu(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | str | None) -> mx.array:
     batch, heads, tokens, width = queries.shape
     kv_heads = keys.shape[1]
-    grouped = (queries * scale).reshape(batch, kv_heads, -1, width)  # heads that share a key head are adjacent
-    scores = grouped @ keys.swapaxes(-1, -2)
-    if isinstance(mask, mx.array):
-        by_token = scores.reshape(batch, heads, tokens, -1) + mask
-        scores = by_token.reshape(scores.shape)
+    if tokens == 1:  # the heads that share a key head become the rows of one product
+        grouped = queries.reshape(batch, kv_heads, -1, width)
+    else:
+        grouped = queries.reshape(batch, kv_heads, -1, tokens, width)
+        keys, values = keys[:, :, None], values[:, :, None]
+    turned = keys.swapaxes(-1, -2)
+    scores = mx.addmm(mask, grouped, turned, alpha=scale) if isinstance(mask, mx.array) else scale * (grouped @ turned)
     weights = exp(scores - scores.max(-1, keepdims=True))
-    outputs = (weights @ values) / weights.sum(-1, keepdims=True)
+    outputs: mx.array = (weights @ values) / weights.sum(-1, keepdims=True)
     return outputs.reshape(batch, heads, tokens, -1)

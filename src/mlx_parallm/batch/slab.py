@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -29,15 +30,19 @@ class KVRow:
 class Slab:
     """`rows` places of `capacity` tokens: per layer, keys and values [rows, kv_heads, capacity, head_dim].
 
-    Arrays are replaced by every write; MLX updates them in place when nobody else holds the old one.
+    Stored flat, [rows * kv_heads * capacity, head_dim], so that a decode step's write is one scatter by
+    one index. Arrays are replaced by every write; MLX updates them in place when nobody else holds the
+    old one.
     """
 
     def __init__(self, layout: KVLayout, capacity: int, rows: int) -> None:
         self.layout = layout
         self.capacity = capacity
         self.places: list[KVRow | None] = [None] * rows
-        self.keys = [mx.zeros((rows, s.kv_heads, capacity, s.head_dim_k), layout.dtype) for s in layout.layers]
-        self.values = [mx.zeros((rows, s.kv_heads, capacity, s.head_dim_v), layout.dtype) for s in layout.layers]
+        lines = [rows * spec.kv_heads * capacity for spec in layout.layers]
+        widths = [(spec.head_dim_k, spec.head_dim_v) for spec in layout.layers]
+        self.keys = [mx.zeros((n, k), layout.dtype) for n, (k, _) in zip(lines, widths, strict=True)]
+        self.values = [mx.zeros((n, v), layout.dtype) for n, (_, v) in zip(lines, widths, strict=True)]
 
     @property
     def tokens(self) -> int:
@@ -58,20 +63,35 @@ class Slab:
         self.places[index] = row
         return row
 
-    def write(self, layer: int, rows: mx.array, positions: mx.array, keys: mx.array, values: mx.array) -> None:
-        """One token per row: keys/values [n, kv_heads, head_dim] at `rows` [n], `positions` [n]."""
-        self.keys[layer][rows, :, positions] = keys
-        self.values[layer][rows, :, positions] = values
+    def lines(self, rows: Sequence[KVRow], kv_heads: int) -> mx.array:
+        """Where the next token of each row goes in a layer of `kv_heads`: flat indices [n * kv_heads]."""
+        return mx.array(
+            [(row.index * kv_heads + head) * self.capacity + row.length for row in rows for head in range(kv_heads)]
+        )
+
+    def write(self, layer: int, lines: mx.array, keys: mx.array, values: mx.array) -> None:
+        """One token per row: keys/values [n, kv_heads, 1, head_dim] at `lines` [n * kv_heads]."""
+        self.keys[layer][lines] = keys.reshape(-1, keys.shape[-1])
+        self.values[layer][lines] = values.reshape(-1, values.shape[-1])
 
     def write_span(self, layer: int, index: int, start: int, keys: mx.array, values: mx.array) -> None:
         """Tokens start… of one row: keys/values [1, kv_heads, tokens, head_dim]."""
-        stop = start + keys.shape[2]
-        self.keys[layer][index : index + 1, :, start:stop] = keys
-        self.values[layer][index : index + 1, :, start:stop] = values
+        self.keys[layer] = self._spanned(self.keys[layer], layer, index, start, keys)
+        self.values[layer] = self._spanned(self.values[layer], layer, index, start, values)
 
     def span(self, layer: int, rows: slice, tokens: slice) -> tuple[mx.array, mx.array]:
         """Views of keys and values, [rows, kv_heads, tokens, head_dim]."""
-        return self.keys[layer][rows, :, tokens], self.values[layer][rows, :, tokens]
+        return self._shaped(self.keys[layer], layer)[rows, :, tokens], self._shaped(self.values[layer], layer)[
+            rows, :, tokens
+        ]
+
+    def _shaped(self, array: mx.array, layer: int) -> mx.array:
+        return array.reshape(len(self.places), self.layout.layers[layer].kv_heads, self.capacity, -1)
+
+    def _spanned(self, array: mx.array, layer: int, index: int, start: int, update: mx.array) -> mx.array:
+        shaped = self._shaped(array, layer)
+        shaped[index : index + 1, :, start : start + update.shape[2]] = update
+        return shaped.reshape(array.shape)
 
     def arrays(self) -> list[mx.array]:
         return [*self.keys, *self.values]

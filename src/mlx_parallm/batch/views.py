@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Protocol
 
 import mlx.core as mx
@@ -227,14 +227,14 @@ class DecodeForward:
     def __init__(self, rows: Sequence[KVRow]) -> None:
         self._lengths = [row.length + 1 for row in rows]
         self.offset: int | mx.array = mx.array([row.length for row in rows], dtype=mx.int32)
+        self._layout = rows[0].slab.layout
         self._runs = _runs(rows)
         self._writes = _writes(rows)
 
     def write(self, layer: int, keys: mx.array, values: mx.array) -> None:
-        keys, values = keys.squeeze(2), values.squeeze(2)
         for write in self._writes:
-            batch = slice(write.start, write.start + write.count)
-            write.slab.write(layer, write.places, write.positions, keys[batch], values[batch])
+            lines = write.lines(self._layout.layers[layer].kv_heads)
+            write.slab.write(layer, lines, keys[write.batch], values[write.batch])
 
     def attend(
         self, layer: int, queries: mx.array, scale: float, window: int | None, sinks: mx.array | None
@@ -256,27 +256,25 @@ class DecodeForward:
         return _visible(self._lengths, 0, max(self._lengths), window)
 
 
-@dataclass(frozen=True, slots=True)
 class _Write:
-    """Batch rows [start, start + count) go to `places` [count] of one slab at `positions` [count]."""
+    """Batch rows `batch` are `rows` of one slab; where their next token goes is worked out once a step."""
 
-    slab: Slab
-    start: int
-    count: int
-    places: mx.array
-    positions: mx.array
+    def __init__(self, slab: Slab, rows: Sequence[KVRow], start: int, total: int) -> None:
+        self.slab = slab
+        self.batch = slice(start, start + len(rows)) if len(rows) < total else ...
+        self._rows = rows
+        self._lines: dict[int, mx.array] = {}
+
+    def lines(self, kv_heads: int) -> mx.array:
+        if kv_heads not in self._lines:
+            self._lines[kv_heads] = self.slab.lines(self._rows, kv_heads)
+        return self._lines[kv_heads]
 
 
 def _writes(rows: Sequence[KVRow]) -> list[_Write]:
-    writes, start = [], 0
-    while start < len(rows):
-        slab = rows[start].slab
-        group = [row for row in rows[start:] if row.slab is slab]
-        places = mx.array([row.index for row in group])
-        positions = mx.array([row.length for row in group])
-        writes.append(_Write(slab, start, len(group), places, positions))
-        start += len(group)
-    return writes
+    groups = [list(group) for _, group in groupby(rows, key=lambda row: id(row.slab))]
+    starts = accumulate((len(group) for group in groups), initial=0)
+    return [_Write(group[0].slab, group, start, len(rows)) for group, start in zip(groups, starts, strict=False)]
 
 
 def _runs(rows: Sequence[KVRow]) -> list[_Run]:

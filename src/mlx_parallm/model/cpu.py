@@ -1,4 +1,4 @@
-"""A CPU's own forms of three modules, put in the place of mlx-lm's at load.
+"""A CPU's own forms of four modules, put in the place of mlx-lm's at load.
 
 All compute what they replace, to rounding. Decode on a CPU spends its time in products of a few rows
 with a large matrix, where OpenBLAS repacks the matrix each time, and in small element-wise operations
@@ -30,12 +30,16 @@ class RotationTable:
     """cos and sin of the positions of one forward, shared by every layer that turns by the same angles."""
 
     def __init__(self, dims: int, base: float, scale: float) -> None:
-        self._frequencies = scale * mx.power(base, -mx.arange(0, dims, 2, dtype=mx.float32) / dims)
+        half = scale * mx.power(base, -mx.arange(0, dims, 2, dtype=mx.float32) / dims)
+        self._frequencies = mx.concatenate([half, half])
+        eye = mx.eye(dims // 2)
+        zero = mx.zeros_like(eye)
+        self.swap = mx.concatenate([mx.concatenate([zero, eye], 1), mx.concatenate([-eye, zero], 1)])
         self._offset: mx.array | None = None
-        self._table = (self._frequencies, self._frequencies)
+        self._table = (half, half)
 
     def at(self, offset: mx.array) -> tuple[mx.array, mx.array]:
-        """Offsets int [B] → cos, sin, fp32 [B, 1, 1, dims / 2]. One forward passes one array object."""
+        """Offsets int [B] → cos, sin, fp32 [B, 1, 1, dims]. One forward passes one array object."""
         if self._offset is not offset:
             angles = offset[:, None, None, None] * self._frequencies
             self._offset, self._table = offset, (mx.cos(angles), mx.sin(angles))
@@ -43,7 +47,11 @@ class RotationTable:
 
 
 class CPURoPE(nn.RoPE):  # type: ignore[misc]
-    """RoPE of single tokens, each at its own offset; anything else is left to MLX."""
+    """RoPE of single tokens, each at its own offset; anything else is left to MLX.
+
+    (x1, x2) → (x1 cos - x2 sin, x2 cos + x1 sin), as x · cos + (x S) · sin with S the swap (x1, x2) → (-x2, x1):
+    a product with a constant matrix is fewer operations than slices and a concatenation.
+    """
 
     def __init__(self, original: nn.RoPE, table: RotationTable) -> None:
         super().__init__(original.dims, original.traditional, original.base, original.scale)
@@ -51,13 +59,27 @@ class CPURoPE(nn.RoPE):  # type: ignore[misc]
 
     def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
         """[B, heads, T, head_dim] → the same shape, positions offset … offset + T."""
-        if not isinstance(offset, mx.array) or x.shape[2] > 1 or offset.ndim != 1:
+        if not isinstance(offset, mx.array) or x.shape[2] > 1 or offset.ndim != 1 or x.shape[-1] != self.dims:
             turned: mx.array = super().__call__(x, offset)
             return turned
         cos, sin = self._table.at(offset)
-        half = self.dims // 2
-        first, second, rest = x[..., :half], x[..., half : self.dims], x[..., self.dims :]
-        return mx.concatenate([first * cos - second * sin, first * sin + second * cos, rest], axis=-1)
+        return x * cos + (x @ self._table.swap) * sin
+
+
+class CPURMSNorm(nn.RMSNorm):  # type: ignore[misc]
+    """x w √n / √(Σx² + n ε), the constants folded."""
+
+    def __init__(self, original: nn.RMSNorm) -> None:
+        width = original.weight.size
+        super().__init__(1, original.eps)
+        self.weight = original.weight
+        self._folded = (original.weight * math.sqrt(width), mx.array(width * original.eps))
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """[..., n] → [..., n]."""
+        weight, epsilon = self._folded
+        y: mx.array = x * mx.rsqrt(x.square().sum(-1, keepdims=True) + epsilon) * weight
+        return y
 
 
 class CPUGatedMLP(nn.Module):  # type: ignore[misc]
@@ -81,12 +103,14 @@ _GATED_MLPS = frozenset(f"mlx_lm.models.{family}.MLP" for family in ("llama", "q
 
 
 def adapt_to_cpu(model: nn.Module) -> None:
-    """Replaces the model's linears, plain RoPEs and silu-gated MLPs, in place. Weights are shared, not copied."""
+    """Replaces the model's linears, norms, plain RoPEs and silu-gated MLPs, in place. Weights are not copied."""
     tables: dict[tuple[int, float, float], RotationTable] = {}
     replaced: list[tuple[str, nn.Module]] = []
     for name, module in model.named_modules():
         if type(module) is nn.Linear:
             replaced.append((name, _linear(module)))
+        elif type(module) is nn.RMSNorm:
+            replaced.append((name, CPURMSNorm(module)))
         elif type(module) is nn.RoPE and not module.traditional:
             key = (module.dims, module.base, module.scale)
             table = tables.setdefault(key, RotationTable(*key))
