@@ -74,7 +74,7 @@ def test_export_is_the_same_model_to_mlx_lm(loaded, tmp_path):
     assert tokenizer.encode(text) == loaded.tokenizer.encode(text)
     assert tokenizer.eos_token_ids == loaded.tokenizer.eos_token_ids
     tokens = mx.array([loaded.tokenizer.encode(text)])
-    assert relative_error(loaded.model(tokens), model(tokens)) < 1e-5
+    assert relative_error(loaded.model(tokens), model(tokens)) < 1e-4
 
 
 def test_missing_package_says_what_to_install(monkeypatch):

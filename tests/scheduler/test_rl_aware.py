@@ -66,6 +66,7 @@ class Driver:
                 self.finished.append(sequence)
 
     def step(self) -> Unit | None:
+        self.scheduler.admit(self.now)
         unit = self.scheduler.next_unit(self.now)
         if isinstance(unit, DecodeUnit):
             self.scheduler.launched(unit)
@@ -118,6 +119,18 @@ def test_decode_waits_no_longer_than_the_stall_allowance() -> None:
             since = driver.now
     assert max(stalls) <= 0.2 + 1e-9
     assert max(stalls) > 0.1, "and prefill does get its share"
+
+
+def test_time_spent_on_admission_comes_off_the_allowance() -> None:
+    driver = Driver(stall_seconds=0.2, max_batched_tokens=10_000)
+    driver.add(2, max_tokens=50)
+    driver.step()
+    driver.step()
+    driver.add(3000)
+    driver.scheduler.admit(driver.now)
+    driver.scheduler.spent(0.5)
+    assert isinstance(driver.step(), DecodeUnit)
+    assert isinstance(driver.step(), PrefillUnit)
 
 
 def test_attention_makes_late_chunks_shorter() -> None:

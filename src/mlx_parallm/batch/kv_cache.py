@@ -140,6 +140,7 @@ class LoRABatchedKVCache:
         if rows < 1:
             return None
         slab = Slab(self.layout, capacity, rows)
+        mx.eval(slab.arrays())  # here, where it is accounted for, not inside the next forward
         self._classes.setdefault(capacity, []).append(slab)
         return slab
 

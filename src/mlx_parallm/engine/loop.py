@@ -99,7 +99,11 @@ class DeviceLoop:
 
     def step(self) -> bool:
         """Runs the next unit of device work; False when there was none."""
-        unit = self._scheduler.next_unit(time.monotonic())
+        started = time.monotonic()
+        self._scheduler.admit(started)
+        admitted = time.monotonic()
+        self._scheduler.spent(admitted - started)
+        unit = self._scheduler.next_unit(admitted)
         if isinstance(unit, DecodeUnit):
             self._decode(unit)
         elif self._in_flight is not None:

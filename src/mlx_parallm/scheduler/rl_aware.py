@@ -86,7 +86,7 @@ class SchedulerConfig:
 
     max_rows: int = 128
     max_batched_tokens: int = 2048
-    stall_seconds: float = 0.4
+    stall_seconds: float = 0.3
     priority_ratios: Mapping[WorkClass, float] = field(
         default_factory=lambda: {WorkClass.INFERENCE: 0.7, WorkClass.TRAINING: 0.3}
     )
@@ -107,7 +107,7 @@ class RLAwareScheduler:
         self._memory = memory
         self._waiting: list[Sequence] = []
         self._live: list[Sequence] = []  # in order of admission: the last is the youngest
-        self._prefill_debt = 0.0  # seconds of prefill since the last decode step
+        self._prefill_debt = 0.0  # seconds that decode has waited since its last step
         self._memory_is_short = False  # since a preemption, until a row ends
 
     # -- the queue -------------------------------------------------------------------------------
@@ -146,14 +146,17 @@ class RLAwareScheduler:
     # -- the next unit ---------------------------------------------------------------------------
 
     def next_unit(self, now: float) -> Unit | None:
-        """The next unit of device work, or None when there is nothing to do but wait."""
-        self._admit(now)
+        """The next unit of device work, or None when there is nothing to do but wait. Call `admit` before."""
         due = self._decodable()
         prefill = self._next_prefill(now, protect=bool(due))
         if prefill is not None:
             return prefill
         rows = self._make_room(due)
         return DecodeUnit(rows) if rows else None
+
+    def spent(self, seconds: float) -> None:
+        """Books time that running rows had to wait for beside prefill units: making room for new rows."""
+        self._prefill_debt += seconds
 
     def prefilled(self, unit: PrefillUnit, seconds: float, now: float) -> None:
         """Books a finished prefill unit that took `seconds`."""
@@ -173,7 +176,7 @@ class RLAwareScheduler:
 
     # -- admission -------------------------------------------------------------------------------
 
-    def _admit(self, now: float) -> None:
+    def admit(self, now: float) -> None:
         """Gives rows to waiting sequences, best first, until rows or memory run out.
 
         After a preemption nothing is admitted until a row ends: what was just taken from one row
