@@ -1,4 +1,4 @@
-"""MLX ParaLLM: one base model, many adapters, served and trained in one process."""
+"""MLX ParaLLM: one resident model, served to many clients in one continuous batch."""
 
 from mlx_parallm import blas
 

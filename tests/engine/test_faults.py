@@ -69,6 +69,24 @@ def test_a_failed_decode_step_costs_its_rows_and_nobody_else(method: str, monkey
     assert harness.loop.stats().failed_steps_total == 1
 
 
+def test_draws_lost_with_a_failed_step_are_drawn_again_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that joined the step after the failed one: its launched token was counted, and must not be twice."""
+    sampling = SamplingParams(temperature=1.0, seed=3, frequency_penalty=1.5, repetition_penalty=1.3)
+    alone = make_harness()
+    alone.submit("joined", [7], 12, sampling=sampling)
+    alone.run()
+    harness = make_harness()
+    fault = Fault(harness, monkeypatch, "read")
+    harness.submit("in the step", PROMPTS[0], 30)
+    while not harness.tokens("in the step"):
+        harness.loop.step()
+    harness.submit("joined", [7], 12, sampling=sampling)
+    fault.armed = True
+    harness.run()
+    assert isinstance(harness.terminal("in the step"), RequestFailed)
+    assert harness.tokens("joined") == alone.tokens("joined")
+
+
 def test_a_failed_prefill_costs_its_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows in decode are recomputed on fresh arrays; their tokens do not change."""
     harness = make_harness()

@@ -52,7 +52,7 @@ def test_rope_of_single_tokens_at_their_own_offsets(dims: int, base: float, scal
     rope = CPURoPE(original, RotationTable(dims, base, scale))
     x = mx.random.normal((5, 3, 1, 16))
     for offset in (mx.array([0, 1, 7, 300, 4000]), mx.array([9, 8, 7, 6, 5])):
-        assert mx.allclose(rope(x, offset), original(x, offset), atol=2e-4)
+        assert mx.allclose(rope(x, offset), original(x, offset), atol=2e-6)
     assert mx.array_equal(rope(x, 3), original(x, 3)), "one offset for all is left to MLX"
     row = mx.random.normal((1, 3, 6, 16))
     assert mx.array_equal(rope(row, mx.array([4])), original(row, mx.array([4])))

@@ -14,18 +14,13 @@ from typing import cast
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_parallm.batch.decode import DecodeForward
 from mlx_parallm.batch.kv_cache import LoRABatchedKVCache
 from mlx_parallm.batch.logprobs import log_normaliser, token_logprobs, top_logprobs
+from mlx_parallm.batch.prefill import PackedPrefillForward, PrefillForward
 from mlx_parallm.batch.sampler import RowSampling, Sampled, SamplingPlan, plan_sampling, sample
 from mlx_parallm.batch.slab import KVRow
-from mlx_parallm.batch.views import (
-    DecodeForward,
-    FetchingLayerCache,
-    Forward,
-    LayerCache,
-    PackedPrefillForward,
-    PrefillForward,
-)
+from mlx_parallm.batch.views import FetchingLayerCache, Forward, LayerCache
 from mlx_parallm.core import TokenLogprob
 from mlx_parallm.model.attention import AttentionStyle
 

@@ -35,7 +35,7 @@ def train(argv: Sequence[str] | None = None) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """`mlx_parallm`."""
-    parser = Parser(prog="mlx_parallm", description="One base model, many adapters, served in one batch on MLX.")
+    parser = Parser(prog="mlx_parallm", description="One resident model, served to many clients in one batch on MLX.")
     parser.set_defaults(run=lambda args: _print_help(parser))
     add = parser.add_subparsers(title="commands", metavar="COMMAND").add_parser
     serving = add("serve", help=_SERVE_HELP, description=_SERVE_HELP)

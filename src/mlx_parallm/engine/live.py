@@ -37,6 +37,16 @@ class LiveSequence:
     row: Row | None = None
     scores: list[TokenLogprob | None] | None = None
 
+    def forget_unread(self, vocab_size: int) -> None:
+        """Takes back the draws that were launched and will never be read; they will be drawn again."""
+        sequence = self.sequence
+        if sequence.unread == 0:
+            return
+        sequence.drawn -= sequence.unread
+        if self.sampling.counts is not None:
+            prompt, generated = sequence.tokens[: sequence.prompt_length], sequence.tokens[sequence.prompt_length :]
+            self.sampling = replace(self.sampling, counts=TokenCounts(prompt, generated, vocab_size))
+
 
 @dataclass(eq=False, slots=True)
 class LiveRequest:

@@ -7,6 +7,7 @@ commits the step in flight.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from mlx_parallm.errors import ContextLengthError, StepFailedError
 from mlx_parallm.scheduler.cost import CostModel
 from mlx_parallm.scheduler.rl_aware import DecodeUnit, PrefillPart, PrefillUnit, RLAwareScheduler, SchedulerConfig
 from mlx_parallm.scheduler.sequence import Sequence, Status
+
+_log = logging.getLogger(__name__)
 
 Publish = Callable[[list[tuple[str, Event]]], None]
 
@@ -246,6 +249,7 @@ class DeviceLoop:
 
         Arrays that a failed step was to write cannot be trusted, nor can those that share a slab with them.
         """
+        _log.error("a unit of device work failed", exc_info=error)
         self.counters.failed_steps += 1
         self._in_flight = None
         for request in {live.request for live in guilty if live.sequence.status is not Status.FINISHED}:
@@ -254,7 +258,8 @@ class DeviceLoop:
             )
         for sequence in self._scheduler.live:
             self._scheduler.preempt(sequence)
-            sequence.drawn = len(sequence.tokens) - sequence.prompt_length
+        for live in self._lives.values():
+            live.forget_unread(self._vocabulary.size)
         self._runner.cache.clear()
 
     def _fail(self, request: LiveRequest, error: Exception) -> None:

@@ -30,7 +30,9 @@ class RotationTable:
     """cos and sin of the positions of one forward, shared by every layer that turns by the same angles."""
 
     def __init__(self, dims: int, base: float, scale: float) -> None:
-        half = scale * mx.power(base, -mx.arange(0, dims, 2, dtype=mx.float32) / dims)
+        # To the bit what MLX's own RoPE computes, so that prefill and decode turn alike.
+        half = mx.exp(mx.arange(0, -(dims // 2), -1, dtype=mx.float32) * (math.log(base) / (dims // 2)))
+        self._scale = scale
         self._frequencies = mx.concatenate([half, half])
         eye = mx.eye(dims // 2)
         zero = mx.zeros_like(eye)
@@ -41,7 +43,7 @@ class RotationTable:
     def at(self, offset: mx.array) -> tuple[mx.array, mx.array]:
         """Offsets int [B] → cos, sin, fp32 [B, 1, 1, dims]. One forward passes one array object."""
         if self._offset is not offset:
-            angles = offset[:, None, None, None] * self._frequencies
+            angles = (offset.astype(mx.float32) * self._scale)[:, None, None, None] * self._frequencies
             self._offset, self._table = offset, (mx.cos(angles), mx.sin(angles))
         return self._table
 

@@ -36,11 +36,17 @@ GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "engine_alive": ("1 while the device thread runs.", lambda stats: stats.alive),
 }
 COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
-    "num_preemptions": ("Rows preempted for want of KV memory.", lambda stats: stats.preemptions_total),
+    "num_preemptions": (
+        "Rows taken back and recomputed later: for want of KV memory, or after a failed unit.",
+        lambda stats: stats.preemptions_total,
+    ),
     "prompt_tokens": ("Prompt tokens processed.", lambda stats: stats.prompt_tokens_total),
     "generation_tokens": ("Tokens generated.", lambda stats: stats.generation_tokens_total),
-    "engine_steps": ("Units of device work done.", lambda stats: stats.steps_total),
-    "engine_failed_steps": ("Units of device work that raised.", lambda stats: stats.failed_steps_total),
+    "engine_steps": ("Decode steps launched.", lambda stats: stats.steps_total),
+    "engine_failed_steps": (
+        "Units of device work, prefill or decode, that raised.",
+        lambda stats: stats.failed_steps_total,
+    ),
     "engine_aborted": ("Requests aborted before their end.", lambda stats: stats.aborted_total),
 }
 

@@ -1,0 +1,135 @@
+"""The decode forward: one token for each of n rows.
+
+Rows come in pool order, so rows that are adjacent in a slab form a run, and a run is one attention call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, groupby
+
+import mlx.core as mx
+
+from mlx_parallm.batch.attention import additive, attention
+from mlx_parallm.batch.slab import KVRow, Slab
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    """Adjacent places of one slab: batch rows [start, stop) are places [place, place + stop - start)."""
+
+    slab: Slab
+    place: int
+    start: int
+    lengths: list[int]
+    masks: dict[tuple[int, int | None], mx.array | None] = field(default_factory=dict)
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.lengths)
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+    def attend(
+        self, layer: int, queries: mx.array, scale: float, window: int | None, sinks: mx.array | None
+    ) -> mx.array:
+        first = 0 if window is None else max(0, min(self.lengths) - window)
+        keys, values = self.span(layer, first)
+        return attention(queries, keys, values, scale, self._mask(first, window), sinks)
+
+    def span(self, layer: int, first: int = 0) -> tuple[mx.array, mx.array]:
+        rows = slice(self.place, self.place + len(self.lengths))
+        return self.slab.span(layer, rows, slice(first, self.longest))
+
+    def _mask(self, first: int, window: int | None) -> mx.array | None:
+        """Additive [n, 1, 1, S], made once a step; None when every row sees every key of the span."""
+        key = (first, window)
+        if key not in self.masks:
+            spans = {length - first for length in self.lengths}
+            plain = len(spans) == 1 and (window is None or spans.pop() <= window)
+            self.masks[key] = None if plain else additive(_visible(self.lengths, first, self.longest, window))
+        return self.masks[key]
+
+
+class DecodeForward:
+    """One token for each of n rows, given in pool order. Every row has room for the token."""
+
+    def __init__(self, rows: Sequence[KVRow]) -> None:
+        self._lengths = [row.length + 1 for row in rows]
+        self.offset: int | mx.array = mx.array([row.length for row in rows], dtype=mx.int32)
+        self._layout = rows[0].slab.layout
+        self._runs = _runs(rows)
+        self._writes = _writes(rows)
+
+    def write(self, layer: int, keys: mx.array, values: mx.array) -> None:
+        for write in self._writes:
+            lines = write.lines(self._layout.layers[layer].kv_heads)
+            write.slab.write(layer, lines, keys[write.batch], values[write.batch])
+
+    def attend(
+        self, layer: int, queries: mx.array, scale: float, window: int | None, sinks: mx.array | None
+    ) -> mx.array:
+        if len(self._runs) == 1:
+            return self._runs[0].attend(layer, queries, scale, window, sinks)
+        return mx.concatenate(
+            [run.attend(layer, queries[run.start : run.stop], scale, window, sinks) for run in self._runs]
+        )
+
+    def fetch(self, layer: int) -> tuple[mx.array, mx.array]:
+        """Dense copies [n, kv_heads, longest, head_dim]; what lies past a row's length is masked."""
+        longest = max(self._lengths)
+        spans = [run.span(layer) for run in self._runs]
+        keys = mx.concatenate([_pad(keys, longest) for keys, _ in spans])
+        return keys, mx.concatenate([_pad(values, longest) for _, values in spans])
+
+    def dense_mask(self, window: int | None) -> mx.array:
+        return _visible(self._lengths, 0, max(self._lengths), window)
+
+
+class _Write:
+    """Batch rows `batch` are `rows` of one slab; where their next token goes is worked out once a step."""
+
+    def __init__(self, slab: Slab, rows: Sequence[KVRow], start: int, total: int) -> None:
+        self.slab = slab
+        self.batch = slice(start, start + len(rows)) if len(rows) < total else ...
+        self._rows = rows
+        self._lines: dict[int, mx.array] = {}
+
+    def lines(self, kv_heads: int) -> mx.array:
+        if kv_heads not in self._lines:
+            self._lines[kv_heads] = self.slab.lines(self._rows, kv_heads)
+        return self._lines[kv_heads]
+
+
+def _writes(rows: Sequence[KVRow]) -> list[_Write]:
+    groups = [list(group) for _, group in groupby(rows, key=lambda row: id(row.slab))]
+    starts = accumulate((len(group) for group in groups), initial=0)
+    return [_Write(group[0].slab, group, start, len(rows)) for group, start in zip(groups, starts, strict=False)]
+
+
+def _runs(rows: Sequence[KVRow]) -> list[_Run]:
+    runs: list[_Run] = []
+    for start, row in enumerate(rows):
+        last = runs[-1] if runs else None
+        if last is not None and last.slab is row.slab and last.place + len(last.lengths) == row.index:
+            last.lengths.append(row.length + 1)
+        else:
+            runs.append(_Run(row.slab, row.index, start, [row.length + 1]))
+    return runs
+
+
+def _visible(lengths: list[int], first: int, longest: int, window: int | None) -> mx.array:
+    """Boolean [n, 1, 1, longest - first]: keys below each row's length and inside its window."""
+    ends = mx.array(lengths)[:, None]
+    keys = mx.arange(first, longest)[None]
+    seen = keys < ends
+    if window is not None:
+        seen = seen & (keys >= ends - window)
+    return seen[:, None, None]
+
+
+def _pad(array: mx.array, tokens: int) -> mx.array:
+    return mx.pad(array, [(0, 0), (0, 0), (0, tokens - array.shape[2]), (0, 0)])
