@@ -18,7 +18,7 @@ def describe() -> dict[str, object]:
         "processor": _processor(),
         "cores": os.cpu_count(),
         "ram_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "blas": mlx_parallm.BLAS.name,
         "packages": {name: version(name) for name in PACKAGES},

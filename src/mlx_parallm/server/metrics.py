@@ -37,14 +37,14 @@ GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
 }
 COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "num_preemptions": (
-        "Rows taken back and recomputed later: for want of KV memory, or after a failed unit.",
+        "Rows recomputed: for want of KV memory, or after a failed unit.",
         lambda stats: stats.preemptions_total,
     ),
     "prompt_tokens": ("Prompt tokens processed.", lambda stats: stats.prompt_tokens_total),
     "generation_tokens": ("Tokens generated.", lambda stats: stats.generation_tokens_total),
     "engine_steps": ("Decode steps launched.", lambda stats: stats.steps_total),
     "engine_failed_steps": (
-        "Units of device work, prefill or decode, that raised.",
+        "Prefill units and decode steps that raised.",
         lambda stats: stats.failed_steps_total,
     ),
     "engine_aborted": ("Requests aborted before their end.", lambda stats: stats.aborted_total),
