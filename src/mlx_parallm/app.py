@@ -21,7 +21,7 @@ from mlx_parallm.engine.processor import ContinuousBatchProcessor
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.model.attention import install_hook
 from mlx_parallm.model.detokenizer import Detokenizer
-from mlx_parallm.model.device import on_cpu, ram_bytes, recommended_bytes
+from mlx_parallm.model.device import device_name, on_cpu, ram_bytes, recommended_bytes
 from mlx_parallm.model.layout import KVLayout
 from mlx_parallm.model.manager import SharedModelManager
 from mlx_parallm.model.tokenizer import Tokenizer
@@ -64,9 +64,8 @@ class Engine:
             self._config.model.base_model_path, trust_remote_code=self._config.model.trust_remote_code
         )
         runner = build_runner(manager, self._config)
-        self._served = Served(
-            _served_card(manager.card, runner, self._config), manager.tokenizer, str(mx.default_device())
-        )
+        card = _served_card(manager.card, runner, self._config)
+        self._served = Served(card, manager.tokenizer, device_name())
         parts = EngineParts(runner, _vocabulary(manager), _scheduler_config(self._config), calibrate(runner))
         mx.reset_peak_memory()
         return parts

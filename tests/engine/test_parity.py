@@ -105,12 +105,14 @@ def test_sampled_rows_do_not_depend_on_neighbours_or_preemption(llama: object) -
     assert crowded.tokens("x") == alone.tokens("x")
 
 
-def test_a_group_prefills_its_prompt_once(llama: object) -> None:
+@pytest.mark.parametrize(("max_rows", "prefills"), [(5, 1), (3, 2)])
+def test_a_group_prefills_its_prompt_once(llama: object, max_rows: int, prefills: int) -> None:
+    """Once, or once for each time that none of its rows is left to fork."""
     row = prompts(1, 90, seed=5)[0] * 2
-    harness = make_harness(llama, max_rows=3)
+    harness = make_harness(llama, max_rows=max_rows)
     harness.submit("g", row, 6, n=5)
     harness.run()
-    assert harness.loop.counters.prompt_tokens < 2 * len(row), "siblings fork the leader's row"
+    assert harness.loop.counters.prefilled_tokens == prefills * (len(row) - 1)
     reference = solo(llama, row, 6)
     for index in range(5):
         assert_same_tokens(harness.tokens("g", index), reference, TINY)

@@ -18,6 +18,7 @@ import openai
 import pytest
 
 START_S = 100
+COMMAND = (sys.executable, "-c", "import sys; from mlx_parallm.cli.main import serve; sys.exit(serve())")
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,7 @@ def free_port() -> int:
 def start(*flags: str) -> Server:
     """`mlx_parallm_serve` as a user starts it; returns when its banner says that it is ready."""
     port = free_port()
-    command = [sys.executable, "-c", "import sys; from mlx_parallm.cli.main import serve; sys.exit(serve())"]
-    process = subprocess.Popen([*command, "--port", str(port), *flags], stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([*COMMAND, "--port", str(port), *flags], stderr=subprocess.PIPE, text=True)
     killer = threading.Timer(START_S, process.kill)
     killer.start()
     assert process.stderr is not None
@@ -144,3 +144,17 @@ def test_sigterm_drains() -> None:
         assert running.process.wait(timeout=20) == 0
     finally:
         running.process.kill()
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "message"),
+    [
+        (["--model-path", "/no/such/model"], 1, "no model directory"),
+        (["--mode", "rl"], 2, "not available in this version"),
+        (["--max-model-len", "1000000"], 2, "max_model_len"),
+    ],
+)
+def test_a_server_that_cannot_start_says_why_and_exits(flags: list[str], status: int, message: str) -> None:
+    done = subprocess.run([*COMMAND, *flags], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (status, "")
+    assert message in done.stderr

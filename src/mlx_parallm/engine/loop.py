@@ -84,6 +84,7 @@ class DeviceLoop:
         for sequence in tuple(live.unfinished):
             self._lives[sequence.sequence.sequence_id] = sequence
             self._scheduler.add(sequence.sequence)
+        self.counters.prompt_tokens += sum(map(len, request.prompts))
         self._refuse_oversized(live)
         for sequence in tuple(live.unfinished):
             self._finish_if_nothing_to_do(sequence)
@@ -159,7 +160,7 @@ class DeviceLoop:
             self._recover([self._live(part.sequence) for part in unit.parts], error)
             return
         now = time.monotonic()
-        self.counters.prompt_tokens += unit.tokens
+        self.counters.prefilled_tokens += unit.tokens
         self._scheduler.prefilled(unit, now - started, now)
         for part in unit.parts:
             if part.sequence.to_prefill == 0:

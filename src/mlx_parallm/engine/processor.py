@@ -73,6 +73,7 @@ class ContinuousBatchProcessor:
         self._thread.start()
         self._started.wait()
         if self._start_error is not None:
+            self._thread.join()  # it has MLX's streams to put away before the process may end
             raise self._start_error
 
     def stop(self, timeout_s: float = 10.0) -> None:

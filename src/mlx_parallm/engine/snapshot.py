@@ -15,10 +15,11 @@ from mlx_parallm.scheduler.rl_aware import RLAwareScheduler
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since start."""
+    """Totals since start. `prefilled_tokens` counts what was computed: once a group, again after a preemption."""
 
     steps: int = 0
     prompt_tokens: int = 0
+    prefilled_tokens: int = 0
     generation_tokens: int = 0
     aborted: int = 0
     failed_steps: int = 0
@@ -44,6 +45,7 @@ def snapshot(
         failed_steps_total=counters.failed_steps,
         detail={
             "mlx_memory_bytes": _mlx_memory(),
+            "prefilled_tokens_total": counters.prefilled_tokens,
             "slabs": [
                 {"capacity": slab.capacity, "rows": len(slab.places), "used": slab.used} for slab in cache.slabs()
             ],

@@ -15,6 +15,11 @@ def on_cpu() -> bool:
     return bool(mx.default_device() == mx.cpu)
 
 
+def device_name() -> str:
+    """What the device calls itself: a GPU's name, or CPU."""
+    return "CPU" if on_cpu() else str(mx.device_info().get("device_name", "GPU"))
+
+
 def prepare_device() -> None:
     """Switches `mx.compile` off on a CPU. Once, before a model first runs.
 
