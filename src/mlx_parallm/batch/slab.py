@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from mlx_parallm.model.layers import LayerSpec
 from mlx_parallm.model.layout import KVLayout
 
 
@@ -39,10 +40,8 @@ class Slab:
         self.layout = layout
         self.capacity = capacity
         self.places: list[KVRow | None] = [None] * rows
-        lines = [rows * spec.kv_heads * capacity for spec in layout.layers]
-        widths = [(spec.head_dim_k, spec.head_dim_v) for spec in layout.layers]
-        self.keys = [mx.zeros((n, k), layout.dtype) for n, (k, _) in zip(lines, widths, strict=True)]
-        self.values = [mx.zeros((n, v), layout.dtype) for n, (_, v) in zip(lines, widths, strict=True)]
+        self.keys = [self._zeros(spec, spec.head_dim_k) for spec in layout.layers]
+        self.values = [self._zeros(spec, spec.head_dim_v) for spec in layout.layers]
 
     @property
     def tokens(self) -> int:
@@ -81,9 +80,11 @@ class Slab:
 
     def span(self, layer: int, rows: slice, tokens: slice) -> tuple[mx.array, mx.array]:
         """Views of keys and values, [rows, kv_heads, tokens, head_dim]."""
-        return self._shaped(self.keys[layer], layer)[rows, :, tokens], self._shaped(self.values[layer], layer)[
-            rows, :, tokens
-        ]
+        keys, values = self._shaped(self.keys[layer], layer), self._shaped(self.values[layer], layer)
+        return keys[rows, :, tokens], values[rows, :, tokens]
+
+    def _zeros(self, spec: LayerSpec, head_dim: int) -> mx.array:
+        return mx.zeros((len(self.places) * spec.kv_heads * self.capacity, head_dim), self.layout.dtype)
 
     def _shaped(self, array: mx.array, layer: int) -> mx.array:
         return array.reshape(len(self.places), self.layout.layers[layer].kv_heads, self.capacity, -1)
