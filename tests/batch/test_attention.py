@@ -21,7 +21,7 @@ def test_equals_mlx(group: int, tokens: int, span: int, masked: bool) -> None:
         seen = (mx.arange(span)[None] < mx.array([1, span, max(1, span // 2), span, 1])[:, None])[:, None, None]
     elif masked:
         seen = mx.arange(span)[None] <= mx.arange(span - tokens, span)[:, None]
-    mask = None if seen is None else additive(seen)
+    mask = None if seen is None else additive(seen, mx.float32)
     got = attention(queries, keys, values, 0.25, mask, None)
     expected = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=0.25, mask=seen)
     assert got.shape == (rows, 2 * group, tokens, 8)

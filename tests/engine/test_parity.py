@@ -39,6 +39,24 @@ def test_rows_that_join_and_leave_equal_their_solo_runs(family: str) -> None:
         assert_same_tokens(harness.tokens(str(i)), reference, TINY)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_half_precision_rows_of_different_lengths_share_a_step(family: str) -> None:
+    """As on a GPU, where weights stay as stored; logprobs to bfloat16's precision."""
+    model = tiny_model(family)
+    model.set_dtype(mx.bfloat16)
+    harness = make_harness(model)
+    rows = prompts(4, 60, seed=12)
+    for i, row in enumerate(rows):
+        harness.submit(str(i), row, 6, sampling=SamplingParams(temperature=0.0, top_logprobs=0))
+    harness.run()
+    for i, row in enumerate(rows):
+        assert isinstance(harness.terminal(str(i)), RequestFinished)
+        logits = model(mx.array([row]))[0, -1].astype(mx.float32)
+        first = next(e for e in harness.of(str(i)) if isinstance(e, SequenceOutput))
+        expected = (logits[first.token_ids[0]] - mx.logsumexp(logits)).item()
+        assert first.logprobs[0].logprob == pytest.approx(expected, abs=0.3)
+
+
 @pytest.fixture(scope="module")
 def llama() -> object:
     return tiny_model("llama")

@@ -43,9 +43,12 @@ def needs_array_mask() -> bool:
     return on_cpu()
 
 
-def additive(seen: mx.array) -> mx.array:
-    """Boolean mask, true where a query may look → fp32: 0 there and -inf elsewhere."""
-    return mx.where(seen, 0.0, -mx.inf)
+def additive(seen: mx.array, dtype: mx.Dtype) -> mx.array:
+    """Boolean mask, true where a query may look → 0 there and -inf elsewhere.
+
+    `dtype` is that of the queries: the fused kernel refuses a mask wider than its output.
+    """
+    return mx.where(seen, 0.0, -mx.inf).astype(dtype)
 
 
 def _on_cpu(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | str | None) -> mx.array:

@@ -50,8 +50,11 @@ class _Run:
         if key not in self.masks:
             spans = {length - first for length in self.lengths}
             plain = len(spans) == 1 and (window is None or spans.pop() <= window)
-            self.masks[key] = None if plain else additive(_visible(self.lengths, first, self.longest, window))
+            self.masks[key] = None if plain else self._additive(first, window)
         return self.masks[key]
+
+    def _additive(self, first: int, window: int | None) -> mx.array:
+        return additive(_visible(self.lengths, first, self.longest, window), self.slab.layout.dtype)
 
 
 class DecodeForward:

@@ -57,7 +57,7 @@ class PrefillForward:
             return None
         key = (first, window)
         if key not in self._masks:
-            self._masks[key] = additive(self._band(first, window or self._stop))
+            self._masks[key] = additive(self._band(first, window or self._stop), self._row.slab.layout.dtype)
         return self._masks[key]
 
     def _band(self, first: int, window: int) -> mx.array:
