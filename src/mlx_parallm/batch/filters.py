@@ -20,8 +20,9 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_parallm.batch.rowwise import RowSubset, in_blocks, keep_from, on_gpu, row_sum
+from mlx_parallm.batch.rowwise import RowSubset, in_blocks, keep_from, row_sum
 from mlx_parallm.core import SamplingParams
+from mlx_parallm.model.device import on_cpu
 
 _NARROWEST = 64
 _SORTED_AT_ONCE = 1024
@@ -108,7 +109,7 @@ def _rank_threshold(weights: mx.array, rank: RankFilter) -> mx.array:
 def _largest(weights: mx.array, width: int) -> mx.array:
     """[F, V] → [F, width], unordered: the largest values lie in the `width` blocks of largest maximum."""
     blocks = in_blocks(weights, 0.0)
-    if 2 * width < blocks.shape[1] and not on_gpu():
+    if 2 * width < blocks.shape[1] and on_cpu():
         best = mx.argpartition(blocks.max(-1), -width, -1)[:, -width:]
         weights = mx.take_along_axis(blocks, best[:, :, None], 1).flatten(1)
     return mx.partition(weights, -width, -1)[:, -width:]
@@ -137,7 +138,7 @@ def nucleus_floor(candidates: mx.array, mass: mx.array, sorted_at_once: int | No
     Returns:
         fp32 [F, 1].
     """
-    limit = sorted_at_once or (candidates.shape[-1] if on_gpu() else _SORTED_AT_ONCE)
+    limit = sorted_at_once or (_SORTED_AT_ONCE if on_cpu() else candidates.shape[-1])
     while (width := candidates.shape[-1]) > limit:
         if width % 2:
             candidates = mx.pad(candidates, [(0, 0), (0, 1)])

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from mlx_parallm.model.device import on_cpu
+
 BLOCK = 64
 """Tokens summarised together. Divides most vocabularies, so that most need no padding."""
 
@@ -42,17 +44,12 @@ class RowSubset:
 
 def exp(x: mx.array) -> mx.array:
     """e**x in fp32, for x <= 0. On MLX's CPU `power` is 2.5 times as fast as `exp`, and a little more exact."""
-    return mx.exp(x) if on_gpu() else mx.power(math.e, x)
+    return mx.power(math.e, x) if on_cpu() else mx.exp(x)
 
 
 def keep_from(weights: mx.array, floor: mx.array) -> mx.array:
     """Finite weights [R, V] with those below `floor` [R, 1] at 0. A product: `where` branches, five times as slow."""
     return weights * (weights >= floor)
-
-
-def on_gpu() -> bool:
-    """Whether arrays are computed on a GPU, where one sort is cheaper than many partitions."""
-    return bool(mx.default_device().type == mx.gpu)
 
 
 def in_blocks(x: mx.array, fill: float) -> mx.array:
