@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_unflatten
 from mlx_lm.models.cache import make_prompt_cache
 from tiny import tiny_model
 
+from mlx_parallm.adapters.bank import AdapterBank
+from mlx_parallm.adapters.books import AdapterBooks
+from mlx_parallm.adapters.store import AdapterStore
+from mlx_parallm.adapters.versions import VersionInfo
+from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.batch.kv_cache import LoRABatchedKVCache
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.core import (
+    AdapterRef,
     Event,
     GenerationRequest,
     RequestFailed,
@@ -23,7 +31,9 @@ from mlx_parallm.core import (
 )
 from mlx_parallm.engine.live import Vocabulary
 from mlx_parallm.engine.loop import DeviceLoop, EngineParts
+from mlx_parallm.model.adapted import AdaptedLinear, adapter_layout, install_adapters
 from mlx_parallm.model.attention import install_hook
+from mlx_parallm.model.families import classify
 from mlx_parallm.model.layers import probe
 from mlx_parallm.model.layout import KVLayout
 from mlx_parallm.scheduler.cost import CostModel
@@ -44,10 +54,13 @@ class PlainText:
 
 @dataclass
 class Harness:
-    """A loop and everything it published."""
+    """A loop and everything it published. `files` is what the adapters' files would hold."""
 
     loop: DeviceLoop
     runner: BatchRunner
+    adapters: AdapterStore
+    files: dict[str, AdapterWeights]
+    wakes: list[None]
     events: list[tuple[str, Event]] = field(default_factory=list)
 
     def submit(self, request_id: str, prompt: Sequence[int], max_tokens: int = 8, **fields: object) -> None:
@@ -58,13 +71,29 @@ class Harness:
     def run(self, check: Callable[[], None] | None = None, limit: int = 5000) -> None:
         """Steps until idle, checking every book after every step."""
         for _ in range(limit):
+            self.wakes.clear()
             busy = self.loop.step()
             self.loop.check_integrity()
             if check is not None:
                 check()
-            if not busy:
+            if not busy and not self.wakes:
                 return
         raise AssertionError(f"not idle after {limit} steps")
+
+    def publish(self, name: str, weights: AdapterWeights, *, staged: bool = True) -> AdapterRef:
+        """Adds a version that can be read again and flips the name to it; `staged`: runs until it is in a slot."""
+        info = VersionInfo(weights.rank, weights.alpha, weights.targets, weights.nbytes, root=f"/{name}/{id(weights)}")
+        version = self.adapters.books.add(name, info)
+        self.files[info.root] = weights
+        done: list[Exception | None] = [] if staged else [None]
+        if staged:
+            self.adapters.stage(version, weights, done.append)
+        while not done:
+            self.loop.step()
+            self.loop.check_integrity()
+        assert done == [None]
+        self.adapters.books.flip(version.ref)
+        return version.ref
 
     def of(self, request_id: str) -> list[Event]:
         return [event for rid, event in self.events if rid == request_id]
@@ -90,18 +119,48 @@ def make_harness(
     max_length: int = 4096,
     max_batched_tokens: int = 64,
     eos_ids: Iterable[int] = (),
+    slots: int = 8,
+    max_rank: int = 8,
+    copies: int = 8,
 ) -> Harness:
     """A loop over `model` (tiny llama by default) with a pool of `budget_tokens`."""
     model = model or tiny_model("llama")
     shape = probe(model)
     layout = KVLayout(shape.layers, shape.kv_dtype)
     cache = LoRABatchedKVCache(layout, budget_tokens * layout.bytes_per_token, max_length)
-    runner = BatchRunner(model, cache, install_hook(model), shape.vocab_size)
+    bank = _bank(model, slots, max_rank, shape.kv_dtype)
+    runner = BatchRunner(model, cache, bank, install_hook(model), shape.vocab_size)
+    files: dict[str, AdapterWeights] = {}
+    wakes: list[None] = []
+    store = AdapterStore(
+        bank, AdapterBooks(), lambda v: files[v.info.root], Inline(), copies, lambda: wakes.append(None)
+    )
     vocabulary = Vocabulary(shape.vocab_size, frozenset(eos_ids), lambda prompt: PlainText())
     scheduler = SchedulerConfig(max_rows=max_rows, max_batched_tokens=max_batched_tokens)
-    parts = EngineParts(runner, vocabulary, scheduler, CostModel(0.01, 1e-4, 1e-8))
+    parts = EngineParts(runner, store, vocabulary, scheduler, CostModel(0.01, 1e-4, 1e-8))
     events: list[tuple[str, Event]] = []
-    return Harness(DeviceLoop(parts, events.extend), runner, events)
+    return Harness(DeviceLoop(parts, events.extend), runner, store, files, wakes, events)
+
+
+def _bank(model: nn.Module, slots: int, max_rank: int, dtype: mx.Dtype) -> AdapterBank:
+    """A bank for the model's linears. A model that had one already gets its linears back first."""
+    adapted = [(path, part.base) for path, part in model.named_modules() if isinstance(part, AdaptedLinear)]
+    model.update_modules(tree_unflatten(adapted))
+    bank = AdapterBank(adapter_layout(model, classify(model)), slots, max_rank, dtype)
+    install_adapters(model, bank)
+    return bank
+
+
+class Inline(Executor):
+    """Runs what it is given at once."""
+
+    def submit(self, fn, /, *args, **kwargs):
+        future: Future[object] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:  # noqa: BLE001 - as an executor does: it is raised where the result is asked for
+            future.set_exception(error)
+        return future
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,15 @@
     │   └── UnsupportedModelError   the architecture fails a load-time check
     ├── RequestError                the client must change the request (HTTP 4xx)
     │   ├── InvalidRequestError     a field is missing, malformed or out of bounds
+    │   │   └── AdapterFileError    an adapter's or checkpoint's files cannot be used
     │   ├── ContextLengthError      prompt + max_tokens do not fit the context
     │   ├── UnknownModelError       `model` names nothing that is served
+    │   ├── ConflictError           the state of what is named forbids it
     │   └── OverloadedError         the queue is full; try again later
     └── EngineError                 the server failed the request (HTTP 5xx)
         ├── StepFailedError         the forward that carried this row raised
+        ├── StorageError            a file could not be written
+        ├── AdapterUnavailableError the adapter version's weights cannot be had any more
         └── EngineDeadError         the device thread is gone, or is shutting down
 
 Which status and wire code each gets is decided in one table, `server/errors.py`.
@@ -52,12 +56,20 @@ class InvalidRequestError(RequestError):
     """A field is missing, malformed or out of bounds."""
 
 
+class AdapterFileError(InvalidRequestError):
+    """An adapter's or a checkpoint's files are malformed, unsafe, or of another model."""
+
+
 class ContextLengthError(RequestError):
     """The prompt and what is to be generated do not fit the model's context."""
 
 
 class UnknownModelError(RequestError):
     """`model` names nothing that this server serves."""
+
+
+class ConflictError(RequestError):
+    """The state of what is named forbids it; trying again unchanged will not help."""
 
 
 class OverloadedError(RequestError):
@@ -74,6 +86,14 @@ class EngineError(ParaLLMError):
 
 class StepFailedError(EngineError):
     """The forward that carried this sequence raised; other requests are unaffected."""
+
+
+class AdapterUnavailableError(EngineError):
+    """The weights of an adapter version cannot be had any more: its files are gone or changed."""
+
+
+class StorageError(EngineError):
+    """The disk refused a file; the message says which acknowledged work is untouched, and names no path."""
 
 
 class EngineDeadError(EngineError):

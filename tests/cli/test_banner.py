@@ -46,6 +46,21 @@ def test_says_what_is_served_and_where():
     assert "WARNING" not in text
 
 
+def adapters_line(**fields: object) -> str:
+    (line,) = (line for line in render(replace(INFO, **fields)).splitlines() if line.strip().startswith("adapters"))
+    return line.strip().removeprefix("adapters").strip()
+
+
+def test_says_which_adapters_there_are_and_how_many_fit():
+    room = {"adapter_slots": 8, "adapter_rank": 16}
+    assert adapters_line() == "none"
+    assert adapters_line(**room) == "none (8 slots, rank up to 16)"
+    assert adapters_line(adapters=("math", "tone"), **room) == "math, tone (8 slots, rank up to 16)"
+    many = tuple(f"a{number}" for number in range(1, 11))
+    assert adapters_line(adapters=many, **room) == "a1, a2, a3, a4, a5, a6, a7, a8 and 2 more (8 slots, rank up to 16)"
+    assert adapters_line(adapters=many[:8]) == "a1, a2, a3, a4, a5, a6, a7, a8"
+
+
 def curl(info: BannerInfo) -> list[str]:
     (line,) = (line for line in render(info).splitlines() if line.strip().startswith("curl"))
     return shlex.split(line)

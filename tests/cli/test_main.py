@@ -1,10 +1,8 @@
 """The three scripts as a user meets them: flags, exit statuses, messages."""
 
-import json
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -12,15 +10,7 @@ import pytest
 import mlx_parallm
 from mlx_parallm.cli.flags import FLAGS
 from mlx_parallm.cli.main import main, serve, train
-from mlx_parallm.config import KEYS
 from mlx_parallm.errors import ModelNotFoundError
-
-
-@pytest.fixture(autouse=True)
-def _no_settings_from_outside(monkeypatch):
-    for key in KEYS.values():
-        monkeypatch.delenv(key.env_name, raising=False)
-    monkeypatch.delenv("MLX_PARALLM_API_KEY", raising=False)
 
 
 @pytest.fixture
@@ -48,7 +38,8 @@ def test_flags_reach_the_server(app, tmp_path, monkeypatch):
 def test_every_flag_sets_its_own_key(app):
     values = {"--port": "1", "--mode": "inference", "--log-level": "error", "--kv-cache-memory": "1GB"}
     values |= {"--cors-origins": "http://a", "--max-model-len": "5", "--shutdown-timeout": "1"}
-    values |= dict.fromkeys(("--max-batch-size", "--max-batched-tokens", "--max-queued"), "7")
+    numbers = ("--max-batch-size", "--max-batched-tokens", "--max-queued", "--max-loras", "--max-cpu-loras")
+    values |= dict.fromkeys((*numbers, "--max-lora-rank"), "7")
     for flag in FLAGS:
         value = [] if flag.key.field.annotation is bool else [values.get(flag.name, "text")]
         assert serve([flag.name, *value]) == 0
@@ -146,60 +137,42 @@ def test_list_shows_bundled_and_downloaded_models(capsys, monkeypatch):
     assert lines[2].split()[1:] == ["1.0", "GiB", "/hub/o/zeta"]
 
 
-# ---- ps ----------------------------------------------------------------------------------------
-
-STATE = {"engine": {"running": 3, "waiting": 1, "kv_bytes_held": 2**20, "kv_bytes_budget": 2**30}}
-
-
 @pytest.fixture
-def server():
-    """A small HTTP server whose answers a test sets: {path: body}; wants the key `k`."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            allowed = self.headers["Authorization"] == "Bearer k"
-            body = self.server.answers.get(self.path, b"") if allowed else b""
-            self.send_response(200 if body else 404 if allowed else 401)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *args):
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
-        http.answers = {"/v1/models": b'{"data": [{"id": "m"}]}', "/debug/state": json.dumps(STATE).encode()}
-        thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
-        yield http
-        http.shutdown()
-        thread.join()
+def merged(monkeypatch):
+    """A stand-in for the merge: remembers what it was asked for."""
+    module = ModuleType("mlx_parallm.model.merge")
+    calls = []
+    module.merge = lambda *args, **options: calls.append((*args, options))
+    monkeypatch.setitem(sys.modules, "mlx_parallm.model.merge", module)
+    return calls
 
 
-def test_ps_shows_a_running_server(server, capsys, monkeypatch):
-    url = f"http://127.0.0.1:{server.server_port}"
-    monkeypatch.setenv("MLX_PARALLM_API_KEY", "k")
-    assert main(["ps", "--url", f"{url}/v1/"]) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        url,
-        "  models    m",
-        "  running   3",
-        "  waiting   1",
-        "  KV cache  1.0 MiB of 1.0 GiB",
+def test_merge_hands_its_folders_on(merged, capsys):
+    assert main(["adapters", "merge", "a/math", "out dir"]) == 0
+    assert "serve --model-path 'out dir'" in capsys.readouterr().out
+    assert main(["adapters", "merge", "a", "b", "--model-path", "o/m", "--dequantize"]) == 0
+    assert merged == [
+        (None, Path("a/math"), Path("out dir"), {"dequantize": False}),
+        ("o/m", Path("a"), Path("b"), {"dequantize": True}),
     ]
-    assert main(["ps", "--url", url, "--api-key", "other"]) == 2
-    assert "pass --api-key" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("answer", [b"<html>", b"{}", b"[]", b""])
-def test_ps_refuses_another_server(server, capsys, answer):
-    server.answers["/debug/state"] = answer
-    assert main(["ps", "--url", f"http://127.0.0.1:{server.server_port}", "--api-key", "k"]) == 1
-    assert capsys.readouterr().err.startswith("error: http://127.0.0.1:")
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["load", "math"], "error: the following arguments are required: PATH"),
+        (["load", "math", "x", "y"], "error: unexpected argument 'y'"),
+        (["load", "math", "x", "--replce"], "error: --replce: unknown flag; did you mean --replace?"),
+        (["merge", "a"], "error: the following arguments are required: OUTPUT_DIR"),
+        (["lst"], "error: argument COMMAND: invalid choice: 'lst'"),
+    ],
+)
+def test_mistyped_adapter_command_exits_2(merged, capsys, argv, message):
+    assert main(["adapters", *argv]) == 2
+    assert capsys.readouterr().err.startswith(message)
+    assert merged == []
 
 
-def test_ps_says_when_nothing_runs(capsys):
-    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as http:
-        free = http.server_port
-    assert main(["ps", "--url", f"http://127.0.0.1:{free}"]) == 1
-    assert capsys.readouterr().err.startswith(f"error: no server answers at http://127.0.0.1:{free}")
-    assert main(["ps", "--url", "localhost:8000"]) == 2
+def test_adapters_alone_prints_its_commands(capsys):
+    assert main(["adapters"]) == 2
+    assert {"list", "load", "unload", "merge"} <= set(capsys.readouterr().out.split())

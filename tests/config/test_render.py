@@ -39,6 +39,10 @@ def test_rendered_configuration_reads_back_and_names_sources(tmp_path):
         "server.max_body_bytes": Setting(12345, "x"),
         "server.allowed_hosts": Setting("a,b", "x"),
         "server.priority_ratios.inference": Setting(0.99999, "x"),
+        "adapters.adapter_dir": Setting("/a, #b", "--adapter-dir"),
+        "adapters.allowed_adapter_roots": Setting(["/c, d", "ü"], "x"),
+        "adapters.default_adapter": Setting("1.5", "x"),
+        "adapters.serve": Setting("on", "x"),
         "server.priority_ratios.training": Setting(0.00001, "x"),
     }
     resolved = resolve(flags)

@@ -88,6 +88,8 @@ def test_auto_memory_overrides_a_size(yaml_file):
         ("sever: {port: 1}", "sever: unknown key; did you mean server?"),
         ("modle: {}", "modle: unknown key; did you mean model?"),
         ("port: 1", "port: unknown key; did you mean server.port?"),
+        ("adapter: {}", "adapter: unknown key; did you mean adapters?"),
+        ("server: {max_loras: 8}", "server.max_loras: unknown key; did you mean adapters.max_loras?"),
         ("server: {lora_rank: 8}", "server.lora_rank: unknown key; did you mean model.lora_rank?"),
         ("qqq: 1", "qqq: unknown key; remove it (in FILE)"),
     ],
@@ -151,6 +153,15 @@ def test_every_problem_gets_its_own_line(yaml_file):
         "model: {max_model_len: 0}",
         "rl_training: {update_frequency: 0}",
         "checkpointing: {keep_n_checkpoints: 0}",
+        "checkpointing: {checkpoint_dir: ' '}",
+        "adapters: {adapter_dir: 3}",
+        "adapters: {adapter_dir: '~no-such-user-here/x'}",
+        'adapters: {adapter_dir: "a\\0b"}',
+        "adapters: {allowed_adapter_roots: [a, '']}",
+        "adapters: {max_loras: 0}",
+        "adapters: {max_cpu_loras: -1}",
+        "adapters: {max_lora_rank: 0}",
+        "adapters: {max_lora_rank: 513}",
     ],
 )
 def test_bad_value_is_one_line_that_names_its_key(yaml_file, text):
@@ -182,6 +193,52 @@ def test_named_file_must_exist(tmp_path):
     ]
 
 
+# ---- adapters ----------------------------------------------------------------------------------
+
+
+def test_adapter_folders_are_taken_as_given_and_home_is_expanded(monkeypatch, yaml_file):
+    monkeypatch.setenv("HOME", "/home/ada")
+    environ = {"MLX_PARALLM_ADAPTERS__ALLOWED_ADAPTER_ROOTS": "~/loras, ../here,/mnt/x"}
+    file = yaml_file("adapters: {adapter_dir: '~'}\ncheckpointing: {checkpoint_dir: a/../b}")
+    config = resolve({}, environ, file).config
+    assert config.adapters.adapter_dir == Path("/home/ada")
+    assert config.adapters.allowed_adapter_roots == (Path("/home/ada/loras"), Path("../here"), Path("/mnt/x"))
+    assert config.checkpointing.checkpoint_dir == Path("a/../b")
+
+
+@pytest.mark.parametrize("name", ["math", "Math-2_b.1", "_", "x" * 64, "latest2", "checkpoint", "checkpoint-x"])
+def test_plain_adapter_names_are_taken(name):
+    settings = {"adapters.default_adapter": Setting(name, "-"), "adapters.serve": Setting(name, "-")}
+    adapters = resolve(settings).config.adapters
+    assert adapters.default_adapter == adapters.serve == name
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("", ".", "..", ".hid", "a/b", "../a", "a\\b", "a b", "a\n", "a\0", "ü", "a@1", "x" * 65),
+        *("base", "latest", "best", "checkpoint-0", "checkpoint-12"),
+    ],
+)
+def test_default_adapter_is_a_plain_name_that_means_nothing_else(name):
+    (line,) = problems({"adapters.default_adapter": Setting(name, "--default-adapter")})
+    assert line.startswith("adapters.default_adapter: ")
+    assert line.endswith("(from --default-adapter)")
+
+
+@pytest.mark.parametrize("selector", ["math@2", "checkpoint-7", "latest", "best", "base", "v1.5@10"])
+def test_what_is_served_may_be_a_version_or_a_checkpoint(selector):
+    assert resolve({"adapters.serve": Setting(selector, "-")}).config.adapters.serve == selector
+
+
+@pytest.mark.parametrize(
+    "selector", ["", "math@", "@1", "math@latest", "math@1@2", "math@-1", "math@1\n", "a/b", "../x"]
+)
+def test_what_is_served_is_never_a_path(selector):
+    (line,) = problems({"adapters.serve": Setting(selector, "--serve-adapter")})
+    assert line.startswith("adapters.serve: must be a name, name@version, ")
+
+
 # ---- modes, and what is not there yet ----------------------------------------------------------
 
 
@@ -206,7 +263,6 @@ def test_modes_have_short_forms(written, mode):
         ("rl_training.enabled", "true"),
         ("rl_training.atropos_url", "http://127.0.0.1:8001"),
         ("rl_training.environment", "gsm8k"),
-        ("checkpointing.checkpoint_dir", "checkpoints"),
     ],
 )
 def test_what_is_not_built_is_refused_when_turned_on(path, value):

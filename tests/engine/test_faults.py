@@ -9,7 +9,6 @@ import pytest
 from harness import Harness, make_harness, solo
 from tiny import tiny_model
 
-from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.core import (
     Event,
     GenerationRequest,
@@ -125,10 +124,10 @@ def test_abort_in_every_phase_frees_everything(steps: int) -> None:
 
 def build(broken: bool = False) -> EngineParts:
     """Parts made on the device thread; `broken` breaks the scheduler's books from the first unit on."""
-    runner: BatchRunner = make_harness().runner
+    harness = make_harness()
     vocabulary = Vocabulary(263, frozenset(), lambda prompt: Text())
     cost = None if broken else CostModel(0.01, 1e-4, 1e-8)
-    return EngineParts(runner, vocabulary, SchedulerConfig(), cost)  # type: ignore[arg-type]
+    return EngineParts(harness.runner, harness.adapters, vocabulary, SchedulerConfig(), cost)  # type: ignore[arg-type]
 
 
 class Text:

@@ -9,8 +9,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from mlx_parallm.core import WorkClass
 from mlx_parallm.scheduler.cost import Chunk, CostModel
-from mlx_parallm.scheduler.rl_aware import DecodeUnit, PrefillUnit, RLAwareScheduler, SchedulerConfig, Unit
+from mlx_parallm.scheduler.rl_aware import RLAwareScheduler, SchedulerConfig
 from mlx_parallm.scheduler.sequence import Group, Sequence, Status
+from mlx_parallm.scheduler.units import DecodeUnit, PrefillUnit, Unit, WorkUnit
 
 
 class TokenBudget:
@@ -19,6 +20,10 @@ class TokenBudget:
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.held: dict[int, int] = {}
+        self.not_ready: set[Sequence] = set()
+
+    def ready(self, sequence: Sequence) -> bool:
+        return sequence not in self.not_ready
 
     def allocate(self, sequence: Sequence, source: Sequence | None) -> int | None:
         if sum(self.held.values()) + sequence.length > self.budget:
@@ -48,6 +53,7 @@ class Driver:
         self.unread: tuple[Sequence, ...] = ()
         self.finished: list[Sequence] = []
         self.count = 0
+        self.work = 0
 
     def add(self, tokens: int, max_tokens: int = 4, group: Group | None = None, **fields: object) -> Sequence:
         self.count += 1
@@ -67,9 +73,15 @@ class Driver:
 
     def step(self) -> Unit | None:
         self.scheduler.admit(self.now)
-        unit = self.scheduler.next_unit(self.now)
-        if isinstance(unit, DecodeUnit):
-            self.scheduler.launched(unit)
+        unit = self.scheduler.next_unit(self.now, work_waits=self.work > 0)
+        if isinstance(unit, WorkUnit):
+            self.read()
+            seconds = max(unit.seconds, 0.002)
+            self.now += seconds
+            self.work -= 1
+            self.scheduler.worked(seconds)
+        elif isinstance(unit, DecodeUnit):
+            self.scheduler.launched(unit, self.now)
             self.now += 0.05
             self.read()
             self.unread = unit.sequences
@@ -92,6 +104,46 @@ class Driver:
             if unit is not None:
                 units.append(unit)
         raise AssertionError("never idle")
+
+
+def test_a_sequence_waits_for_its_adapter_and_holds_up_nobody() -> None:
+    driver = Driver(max_rows=2)
+    first, second = driver.add(10), driver.add(10)
+    driver.memory.not_ready.add(first)
+    driver.run()
+    assert driver.finished == [second]
+    assert first.status is Status.WAITING
+    driver.memory.not_ready.clear()
+    driver.run()
+    assert driver.finished == [second, first]
+
+
+def test_work_beside_requests_gets_a_share_between_two_steps_and_all_that_is_idle() -> None:
+    driver = Driver()
+    driver.add(2, max_tokens=40)
+    for _ in range(20):
+        driver.step()
+    driver.work = 10**6
+    gaps, since = [], driver.now
+    while driver.scheduler.live:
+        if isinstance(driver.step(), DecodeUnit):
+            gaps.append(driver.now - since)
+            since = driver.now
+    assert max(gaps) <= 1.3 * 0.05
+    assert min(gaps[1:]) > 0.05, "work is done between any two steps"
+    assert all(isinstance(driver.step(), WorkUnit) for _ in range(5))
+
+
+def test_work_beside_requests_counts_as_waiting_for_prefill() -> None:
+    """It stands in the same gap between two decode steps."""
+    driver = Driver(stall_seconds=0.2)
+    driver.add(2, max_tokens=50)
+    driver.step()
+    driver.step()
+    driver.scheduler.worked(0.19)
+    driver.add(3000)
+    driver.scheduler.admit(driver.now)
+    assert isinstance(driver.scheduler.next_unit(driver.now), DecodeUnit)
 
 
 def test_the_last_prompt_token_is_left_to_decode() -> None:

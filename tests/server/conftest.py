@@ -1,25 +1,32 @@
-"""A fake engine and a byte-level tokenizer: HTTP tests need no model, and know every byte beforehand."""
+"""A fake engine, fake adapters and a byte-level tokenizer: HTTP tests need no model, and know every byte beforehand."""
 
 import asyncio
 import codecs
 import contextlib
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import httpx
 import pytest
 
 from mlx_parallm.core import (
+    BASE_ADAPTER,
+    AdapterCard,
+    AdapterRef,
+    AdapterStats,
+    CheckpointCard,
     EngineStats,
     FinishReason,
     ModelCard,
     PromptScored,
     RequestFailed,
     RequestFinished,
+    Residence,
     SequenceOutput,
     TokenLogprob,
 )
-from mlx_parallm.errors import EngineDeadError, InvalidRequestError
+from mlx_parallm.errors import ConflictError, EngineDeadError, InvalidRequestError, UnknownModelError
 from mlx_parallm.server import ServerSettings, create_app
 from mlx_parallm.server.run import DrainingServer, bind
 
@@ -140,17 +147,147 @@ class FakeEngine:
         )
 
 
+class FakeAdapters:
+    """Versions without weights: every `load` and `publish` is a new one, which its name then means.
+
+    `error`: what the next awaited call raises. `hold`: awaited calls wait for `resume`, having set `held`.
+    `asked`: every selector that a lease or a lookup was asked for. `leased` counts the leases held now.
+    """
+
+    def __init__(self):
+        self.known = {}
+        self.shares = {"base": 1.0}
+        self.before = []
+        self.saved = []
+        self.asked = []
+        self.leased = 0
+        self.error = None
+        self.hold = False
+        self.held = asyncio.Event()
+        self.resume = asyncio.Event()
+        self.state = AdapterStats(slots=4)
+
+    def publish(self, name):
+        version = max((ref.version for ref in self.known if ref.name == name), default=0) + 1
+        ref = AdapterRef(name, version)
+        self.known[ref] = AdapterCard(ref, True, Residence.SLOT, "", 8, 16.0, ("q_proj",), 64, 1_800_000_000)
+        self._revive(ref)
+        return ref
+
+    def lease(self, selector):
+        return self._leased(self._ref(max(self.shares, key=self.shares.get) if selector is None else selector))
+
+    def find(self, selector):
+        ref = self._ref(selector)
+        if ref == BASE_ADAPTER:
+            raise UnknownModelError("base is no adapter")
+        return self.known[ref]
+
+    def cards(self):
+        return tuple(self.known[ref] for ref in sorted(self.known, key=str))
+
+    async def load(self, name, path, replace):
+        await self._work()
+        if not replace and any(ref.name == name for ref in self.known):
+            raise InvalidRequestError(f"the name {name!r} is taken; send load_inplace: true to replace it")
+        return self.known[self.publish(name)]
+
+    async def unload(self, selector):
+        await self._work()
+        gone = tuple(ref for ref in self.known if selector in (ref.name, str(ref)))
+        if not gone:
+            raise UnknownModelError(f"no adapter {selector!r}")
+        if selector in self.shares:
+            raise ConflictError("a route leads to it")
+        for ref in gone:
+            del self.known[ref]
+        return gone
+
+    def route(self):
+        return dict(self.shares)
+
+    async def set_route(self, weights):
+        await self._work()
+        for selector in weights:
+            self._ref(selector)
+        self.before.append(self.shares)
+        self.shares = {selector: weight / sum(weights.values()) for selector, weight in weights.items()}
+        return self.route()
+
+    async def rollback(self, name):
+        await self._work()
+        if name is None:
+            if not self.before:
+                raise ConflictError("the route was never changed")
+            self.shares = self.before.pop()
+            return self._ref(max(self.shares, key=self.shares.get)), self.route()
+        live = self._ref(name)
+        if live.version == 1:
+            raise ConflictError(f"{name} has only one version")
+        self._revive(AdapterRef(name, live.version - 1))
+        return self._ref(name), self.route()
+
+    def checkpoints(self):
+        return tuple(self.saved)
+
+    async def save_checkpoint(self, selector, step, tags, metrics):
+        await self._work()
+        step = len(self.saved) + 1 if step is None else step
+        if any(card.step == step for card in self.saved):
+            raise ConflictError(f"there is a checkpoint-{step} with other content")
+        tags = ("latest", *tags)
+        ref = self._ref(selector or "math")
+        self.saved.append(CheckpointCard(f"checkpoint-{step}", ref, step, "/secret", 1_800_000_000, tags, metrics))
+        return self.saved[-1]
+
+    def stats(self):
+        return self.state
+
+    @contextlib.contextmanager
+    def _leased(self, ref):
+        self.leased += 1
+        try:
+            yield ref
+        finally:
+            self.leased -= 1
+
+    def _ref(self, selector):
+        self.asked.append(selector)
+        live = {ref.name: ref for ref, card in self.known.items() if card.live}
+        named = {"base": BASE_ADAPTER, **live, **{str(ref): ref for ref in self.known}}
+        if selector not in named:
+            raise UnknownModelError(f"no adapter {selector!r}")
+        return named[selector]
+
+    def _revive(self, live):
+        for ref, card in self.known.items():
+            if ref.name == live.name:
+                self.known[ref] = replace(card, live=ref == live)
+
+    async def _work(self):
+        self.held.set()
+        if self.hold:
+            await self.resume.wait()
+        if self.error:
+            raise self.error
+
+
 @pytest.fixture
 def engine():
     return FakeEngine()
 
 
 @pytest.fixture
-def make_client(engine):
+def adapters():
+    return FakeAdapters()
+
+
+@pytest.fixture
+def make_client(engine, adapters):
     """`make_client(**settings)` → an httpx client on an in-process app; `client.app` is the app."""
 
     def make(**settings):
-        app = create_app(engine, ByteTokenizer(), CARD, ServerSettings(**settings))
+        app = create_app(engine, adapters, ByteTokenizer(), CARD, ServerSettings(**settings))
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         client = httpx.AsyncClient(transport=transport, base_url="http://localhost:8000")
         client.app = app
@@ -165,12 +302,12 @@ def client(make_client):
 
 
 @pytest.fixture
-def serving(engine):
+def serving(engine, adapters):
     """`async with serving(**settings) as server`: a real uvicorn on a free port (`server.port`, `.app`, `.url`)."""
 
     @contextlib.asynccontextmanager
     async def serve(shutdown_timeout_s=5.0, **settings):
-        app = create_app(engine, ByteTokenizer(), CARD, ServerSettings(**settings))
+        app = create_app(engine, adapters, ByteTokenizer(), CARD, ServerSettings(**settings))
         listening = bind("127.0.0.1", 0)
         port = listening.getsockname()[1]
         started = asyncio.Event()

@@ -50,6 +50,58 @@ async def test_leaving_aborts(serving, engine, metric, phase, stream):
             assert await metric(client, 'mlx_parallm_request_success_total{finished_reason="abort"}') == 2
 
 
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("phase", PHASES)
+async def test_leaving_lets_the_adapter_go(serving, engine, adapters, phase, stream):
+    adapters.publish("math")
+    engine.pause_before = PHASES[phase]
+    async with serving() as server:
+        body = {"prompt": "x", "model": "math", "echo": True, "logprobs": 0, "stream": stream}
+        _, writer = await post(server.port, body)
+        await asyncio.wait_for(engine.paused.wait(), 2)
+        assert adapters.leased == 1
+        writer.close()
+        await within_a_second(lambda: adapters.leased == 0)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "done"),
+    [
+        ("/v1/load_lora_adapter", {"lora_name": "new", "lora_path": "x"}, lambda it: it.find("new").ref.version == 1),
+        ("/v1/adapters/route", {"weights": {"math": 1}}, lambda it: it.route() == {"math": 1.0}),
+        ("/v1/training/checkpoint", {"step": 1}, lambda it: it.checkpoints()[0].step == 1),
+    ],
+)
+async def test_leaving_does_not_stop_a_change_of_adapters(serving, adapters, caplog, path, body, done):
+    adapters.publish("math")
+    adapters.hold = True
+    async with serving() as server:
+        lifecycle = server.app.state.services.lifecycle
+        _, writer = await post(server.port, body, path)
+        await asyncio.wait_for(adapters.held.wait(), 2)
+        writer.close()
+        await within_a_second(lambda: not server.uvicorn.server_state.connections)
+        assert lifecycle.working
+        adapters.resume.set()
+        await within_a_second(lambda: not lifecycle.working)
+        assert done(adapters)
+    assert not caplog.records
+
+
+async def test_a_cancelled_handler_does_not_stop_a_change_of_adapters(make_client, adapters):
+    adapters.hold = True
+    client = make_client()
+    body = {"lora_name": "new", "lora_path": "x"}
+    request = asyncio.create_task(client.post("/v1/load_lora_adapter", json=body))
+    await adapters.held.wait()
+    request.cancel()
+    await asyncio.wait([request])
+    assert request.cancelled()
+    adapters.resume.set()
+    await within_a_second(lambda: not client.app.state.services.lifecycle.working)
+    assert adapters.find("new").ref.version == 1
+
+
 async def test_leaving_while_the_prompt_is_tokenised(serving, engine):
     async with serving() as server:
         services = server.app.state.services

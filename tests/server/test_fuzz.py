@@ -7,6 +7,7 @@ import httpx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mlx_parallm.server.wire import adapters as wire
 from mlx_parallm.server.wire.chat import ChatBody, ChatCompletion
 from mlx_parallm.server.wire.completions import Completion, CompletionBody
 
@@ -57,6 +58,68 @@ def test_completions(make_client, engine, body):
 @given(body=bodies(ChatBody, {"messages": [{"role": "user", "content": "x"}]}))
 def test_chat(make_client, engine, body):
     check(make_client, engine, "/v1/chat/completions", ChatCompletion, body)
+
+
+def check_change(make_client, adapters, path, answer, body):
+    async def post():
+        async with make_client() as client:
+            return await client.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
+
+    adapters.known.clear()
+    adapters.publish("math")
+    response = asyncio.run(post())
+    if response.status_code == 200:
+        answer.model_validate_json(response.text)
+    else:
+        assert response.status_code in (400, 404, 409), response.text
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+    assert adapters.leased == 0
+
+
+@fuzzed
+@given(body=bodies(wire.LoadLoraBody, {"lora_name": "x", "lora_path": "x"}))
+def test_load(make_client, adapters, body):
+    check_change(make_client, adapters, "/v1/load_lora_adapter", wire.LoadedLora, body)
+
+
+@fuzzed
+@given(body=bodies(wire.UnloadLoraBody, {"lora_name": "math"}))
+def test_unload(make_client, adapters, body):
+    adapters.shares = {"base": 1.0}
+    check_change(make_client, adapters, "/v1/unload_lora_adapter", wire.UnloadedLora, body)
+
+
+@fuzzed
+@given(
+    body=bodies(wire.RouteBody, {"weights": {"math": 1}})
+    | st.dictionaries(st.sampled_from(["math", "base", "x"]), values, max_size=3).map(
+        lambda shares: {"weights": shares}
+    )
+)
+def test_route(make_client, adapters, body):
+    check_change(make_client, adapters, "/v1/adapters/route", wire.Route, body)
+
+
+@fuzzed
+@given(body=bodies(wire.RollbackBody, {}))
+def test_rollback(make_client, adapters, body):
+    adapters.before, adapters.shares = [], {"base": 1.0}
+    check_change(make_client, adapters, "/v1/adapters/rollback", wire.RolledBack, body)
+
+
+@fuzzed
+@given(body=bodies(wire.SwitchLoraBody, {"version": "math"}))
+def test_switch(make_client, adapters, body):
+    check_change(make_client, adapters, "/v1/model/switch-lora", wire.SwitchedLora, body)
+
+
+@fuzzed
+@given(
+    body=bodies(wire.SaveCheckpointBody, {})
+    | st.dictionaries(st.text(max_size=5), values, max_size=3).map(lambda metrics: {"metrics": metrics})
+)
+def test_save(make_client, adapters, body):
+    check_change(make_client, adapters, "/v1/training/checkpoint", wire.Checkpoint, body)
 
 
 @fuzzed

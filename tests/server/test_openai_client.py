@@ -24,6 +24,30 @@ async def test_chat_completions_models(serving):
         assert (await client.models.retrieve(MODEL)).id == MODEL
 
 
+async def test_an_adapter_is_a_model(serving, engine, adapters):
+    math = adapters.publish("math")
+    async with serving() as server, connect(server) as client:
+        chat = await client.chat.completions.create(model="math", messages=USER)
+        assert (chat.model, chat.lora_adapter, chat.choices[0].message.content) == ("math", "math@1", "Hi ä!")
+        stream = await client.completions.create(model="math@1", prompt="x", stream=True)
+        assert {(chunk.model, chunk.lora_adapter) async for chunk in stream} == {("math", "math@1")}
+        raw = await client.completions.with_raw_response.create(
+            model=MODEL, prompt="x", extra_body={"lora_adapter": "math"}
+        )
+        assert raw.headers["x-lora-adapter"] == "math@1"
+        assert {request.adapter for request in engine.requests} == {math}
+        assert [model.id async for model in client.models.list()] == [MODEL, "math"]
+        assert (await client.models.retrieve("math")).parent == MODEL
+
+
+async def test_a_conflict_is_not_retried(serving, adapters):
+    async with serving() as server, connect(server, max_retries=3) as client:
+        adapters.publish("math")
+        client._sleep_for_retry = lambda *_, **__: pytest.fail("retried")
+        with pytest.raises(openai.ConflictError):
+            await client.post("/adapters/rollback", body={"lora_name": "math"}, cast_to=object)
+
+
 async def test_streams(serving):
     async with serving() as server, connect(server) as client:
         stream = await client.completions.create(model=MODEL, prompt="x", stream=True)

@@ -6,6 +6,7 @@ import pytest
 from pydantic import BaseModel
 
 from mlx_parallm import __version__
+from mlx_parallm.server.wire import adapters as wire
 from mlx_parallm.server.wire.chat import ChatBody, ChatCompletion
 from mlx_parallm.server.wire.completions import Completion, CompletionBody
 
@@ -129,11 +130,32 @@ async def test_the_document_describes_bodies_answers_and_errors(client):
         operation = document["paths"][path]["post"]
         schema = operation["requestBody"]["content"]["application/json"]["schema"]
         assert_describes(schema, body)
+        assert schema["properties"]["logit_bias"]["anyOf"][0]["additionalProperties"] is False
         answered = operation["responses"]["200"]["content"]
         assert answered["application/json"]["schema"] == {"$ref": f"#/components/schemas/{answer.__name__}"}
         assert "text/event-stream" in answered
         assert "422" not in operation["responses"]
         assert "4XX" in operation["responses"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "answer"),
+    [
+        ("/v1/load_lora_adapter", wire.LoadLoraBody, wire.LoadedLora),
+        ("/v1/unload_lora_adapter", wire.UnloadLoraBody, wire.UnloadedLora),
+        ("/v1/adapters/route", wire.RouteBody, wire.Route),
+        ("/v1/adapters/rollback", wire.RollbackBody, wire.RolledBack),
+        ("/model/switch-lora", wire.SwitchLoraBody, wire.SwitchedLora),
+        ("/v1/model/switch-lora", wire.SwitchLoraBody, wire.SwitchedLora),
+        ("/training/checkpoint", wire.SaveCheckpointBody, wire.Checkpoint),
+        ("/v1/training/checkpoint", wire.SaveCheckpointBody, wire.Checkpoint),
+    ],
+)
+async def test_the_document_describes_the_adapter_routes(client, path, body, answer):
+    operation = (await client.get("/openapi.json")).json()["paths"][path]["post"]
+    assert_describes(operation["requestBody"]["content"]["application/json"]["schema"], body)
+    answered = operation["responses"]["200"]["content"]["application/json"]["schema"]
+    assert answered == {"$ref": f"#/components/schemas/{answer.__name__}"}
 
 
 def assert_describes(schema: dict, model: type[BaseModel]):
@@ -142,4 +164,3 @@ def assert_describes(schema: dict, model: type[BaseModel]):
     for name, field in model.model_fields.items():
         nulls = [kind for kind in schema["properties"][name].get("anyOf", []) if kind == {"type": "null"}]
         assert len(nulls) == (0 if field.is_required() else 1), name
-    assert schema["properties"]["logit_bias"]["anyOf"][0]["additionalProperties"] is False

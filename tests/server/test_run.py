@@ -20,7 +20,9 @@ engine = fakes["FakeEngine"]()
 engine.pause_before = int(sys.argv[2])
 if sys.argv[3] == "dies":
     engine.state["alive"] = False
-app = fakes["create_app"](engine, fakes["ByteTokenizer"](), fakes["CARD"], fakes["ServerSettings"]())
+app = fakes["create_app"](
+    engine, fakes["FakeAdapters"](), fakes["ByteTokenizer"](), fakes["CARD"], fakes["ServerSettings"]()
+)
 if sys.argv[3] == "resumes":  # once draining, the work that was under way goes on to its end
     begin = app.state.services.lifecycle.begin_drain
     app.state.services.lifecycle.begin_drain = lambda: (begin(), engine.resume.set())
@@ -97,6 +99,21 @@ async def test_idle_servers_stop_at_once(serving):
         server.uvicorn.handle_exit(signal.SIGTERM, None)
         await asyncio.wait_for(asyncio.shield(server.stopped), 2)
         assert server.uvicorn.exit_code == 0
+
+
+async def test_the_drain_waits_for_a_change_of_adapters(serving, adapters):
+    adapters.hold = True
+    async with serving(shutdown_timeout_s=60) as server, httpx.AsyncClient(base_url=server.url) as client:
+        body = {"lora_name": "new", "lora_path": "x"}
+        request = asyncio.create_task(client.post("/v1/load_lora_adapter", json=body))
+        await adapters.held.wait()
+        server.uvicorn.handle_exit(signal.SIGTERM, None)
+        await asyncio.sleep(0.3)
+        assert (await client.get("/ready")).status_code == 503
+        assert not request.done()
+        adapters.resume.set()
+        assert (await asyncio.wait_for(request, 2)).json()["lora_adapter"] == "new@1"
+        await asyncio.wait_for(asyncio.shield(server.stopped), 2)
 
 
 async def test_a_second_signal_does_not_wait(serving, engine):

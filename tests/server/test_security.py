@@ -26,6 +26,17 @@ async def test_every_route_is_guarded_or_on_the_allow_list(make_client, fault):
     client = make_client(api_key=KEY)
     routes = all_routes(client)
     assert {path for _, path in routes} >= {"/v1/completions", "/v1/chat/completions", "/metrics", "/openapi.json"}
+    assert {path for method, path in routes if method == "DELETE"} >= {"/v1/adapters/route"}
+    assert {path for method, path in routes if method == "POST"} >= {
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
+        "/v1/adapters/route",
+        "/v1/adapters/rollback",
+        "/model/switch-lora",
+        "/v1/model/switch-lora",
+        "/training/checkpoint",
+        "/v1/training/checkpoint",
+    }
     for method, path in routes:
         response = await client.request(method, path.replace("{name}", "x"))
         if path in OPEN_PATHS:
@@ -101,6 +112,17 @@ async def test_foreign_origins_even_for_simple_requests(client, engine, fault, o
     assert not [name for name in response.headers if name.startswith("access-control")]
 
 
+async def test_20_foreign_origins_on_every_route(client, engine, adapters, fault):
+    """A page of another site can change no adapter, and read none."""
+    adapters.publish("math")
+    for method, path in all_routes(client):
+        headers = {"origin": "http://evil.example", "content-type": "application/x-www-form-urlencoded"}
+        response = await client.request(method, path, content=b"{}", headers=headers)
+        assert response.status_code == 403, (method, path)
+    assert not adapters.held.is_set()
+    assert not adapters.asked
+
+
 async def test_own_origin(client):
     response = await client.post("/v1/completions", json=BODY, headers={"origin": "http://localhost:8000"})
     assert response.status_code == 200
@@ -112,6 +134,8 @@ async def test_configured_origins_get_cors(make_client):
     preflight = {"origin": "http://ui.example", "access-control-request-method": "POST"}
     answer = await client.options("/v1/completions", headers=preflight)
     assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, "http://ui.example")
+    preflight["access-control-request-method"] = "DELETE"
+    assert (await client.options("/v1/adapters/math", headers=preflight)).status_code == 200
     refused = await client.post("/v1/completions", json=BODY, headers={"origin": "http://ui.example"})
     assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, "http://ui.example")
     assert (await client.get("/health", headers={"origin": "http://other.example"})).status_code == 403

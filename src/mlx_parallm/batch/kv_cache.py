@@ -44,11 +44,11 @@ class LoRABatchedKVCache:
 
     # -- rows ------------------------------------------------------------------------------------
 
-    def allocate(self, tokens: int, adapter_slot: int = 0) -> KVRow | None:
+    def allocate(self, tokens: int) -> KVRow | None:
         """A row that can hold `tokens`; None when the budget is spent."""
         capacity = self.capacity_for(tokens)
         slab = self._slab_with_room(capacity) or self._add_slab(capacity, credit=0)
-        return None if slab is None else _occupy(slab, adapter_slot)
+        return None if slab is None else _occupy(slab)
 
     def grow(self, row: KVRow, tokens: int) -> bool:
         """Makes `row` hold `tokens`, moving it up a class if need be; False when the budget is spent."""
@@ -63,9 +63,9 @@ class LoRABatchedKVCache:
         self._move(row, slab)
         return True
 
-    def fork(self, source: KVRow, length: int, tokens: int, adapter_slot: int = 0) -> KVRow | None:
+    def fork(self, source: KVRow, length: int, tokens: int) -> KVRow | None:
         """A new row for `tokens` that starts as a copy of the first `length` tokens of `source`."""
-        row = self.allocate(max(tokens, length), adapter_slot)
+        row = self.allocate(max(tokens, length))
         if row is not None:
             _copy(source.slab, source.index, row.slab, row.index, length)
             row.length = length
@@ -171,10 +171,10 @@ def _power_below(tokens: int) -> int:
     return 1 << max(tokens, 1).bit_length() - 1
 
 
-def _occupy(slab: Slab, adapter_slot: int) -> KVRow:
+def _occupy(slab: Slab) -> KVRow:
     index = slab.free_index()
     assert index is not None
-    return slab.occupy(index, adapter_slot)
+    return slab.occupy(index)
 
 
 def _copy(source: Slab, source_index: int, target: Slab, target_index: int, length: int) -> None:

@@ -14,6 +14,7 @@ from typing import cast
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.batch.decode import DecodeForward
 from mlx_parallm.batch.kv_cache import LoRABatchedKVCache
 from mlx_parallm.batch.logprobs import log_normaliser, token_logprobs, top_logprobs
@@ -61,12 +62,21 @@ class BatchRunner:
     Args:
         model: an mlx-lm model.
         cache: the pool; `runner.cache` is the only way to it.
+        bank: of the model's adapted linears; each row's `adapter_slot` is a slot of it.
         style: who computes attention, of `install_hook`.
         vocab_size: width of the logits.
     """
 
-    def __init__(self, model: nn.Module, cache: LoRABatchedKVCache, style: AttentionStyle, vocab_size: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        cache: LoRABatchedKVCache,
+        bank: AdapterBank,
+        style: AttentionStyle,
+        vocab_size: int,
+    ) -> None:
         self.cache = cache
+        self._bank = bank
         self._model = model
         self._style = style
         self._vocab_size = vocab_size
@@ -89,9 +99,7 @@ class BatchRunner:
     def _forward_packed(self, chunks: Sequence[tuple[KVRow, Sequence[int]]]) -> None:
         forward = PackedPrefillForward([PrefillForward(row, len(tokens)) for row, tokens in chunks])
         inputs = mx.array([[token] for _, tokens in chunks for token in tokens])
-        self._model(inputs, cache=self._layer_caches(forward))
-        for row, tokens in chunks:
-            row.length += len(tokens)
+        self._run(inputs, forward, [row for row, _ in chunks], [len(tokens) for _, tokens in chunks])
 
     def score(self, row: KVRow, tokens: Sequence[int], targets: Sequence[int], top: int) -> list[TokenLogprob]:
         """Prefill of one row that also returns each target's raw-model logprob, fp32, and the `top` best.
@@ -108,10 +116,7 @@ class BatchRunner:
         return [TokenLogprob(*entry) for entry in zip(targets, values, tops, strict=True)]
 
     def _forward_chunk(self, row: KVRow, tokens: Sequence[int]) -> mx.array:
-        forward = PrefillForward(row, len(tokens))
-        logits: mx.array = self._model(mx.array([list(tokens)]), cache=self._layer_caches(forward))
-        row.length += len(tokens)
-        return logits
+        return self._run(mx.array([list(tokens)]), PrefillForward(row, len(tokens)), [row], [len(tokens)])
 
     # -- decode ----------------------------------------------------------------------------------
 
@@ -136,10 +141,7 @@ class BatchRunner:
         return self._forward_rows(rows, mx.array(list(tokens), mx.uint32))
 
     def _forward_rows(self, rows: Sequence[KVRow], inputs: mx.array) -> mx.array:
-        logits: mx.array = self._model(inputs[:, None], cache=self._layer_caches(DecodeForward(rows)))
-        for row in rows:
-            row.length += 1
-        return logits[:, -1]
+        return self._run(inputs[:, None], DecodeForward(rows), rows, [1] * len(rows))[:, -1]
 
     def read(self, step: Step) -> list[Draw]:
         """Waits for a step and returns its rows' draws, in the step's order."""
@@ -155,6 +157,14 @@ class BatchRunner:
             Draw(token, _logprob(row, token, value, top))
             for row, token, value, top in zip(step.rows, tokens, values, tops, strict=True)
         ]
+
+    def _run(self, inputs: mx.array, forward: Forward, rows: Sequence[KVRow], lengths: Sequence[int]) -> mx.array:
+        """One forward of the model: `lengths` more tokens of each row. Logits [B, T, vocab], lazy."""
+        with self._bank.forward([row.adapter_slot for row in rows], lengths):
+            logits: mx.array = self._model(inputs, cache=self._layer_caches(forward))
+        for row, length in zip(rows, lengths, strict=True):
+            row.length += length
+        return logits
 
     def _plan(self, batch: tuple[Row, ...]) -> SamplingPlan:
         if self._planned is None or self._planned[0] != batch:

@@ -15,7 +15,7 @@ from mlx_parallm.model.layout import KVLayout
 class KVRow:
     """One sequence's place in the pool. Tokens [0, length) are written; the rest is garbage.
 
-    `adapter_slot` is the row's place in the adapter bank (0 = base).
+    `adapter_slot` is the slot of the adapter bank that the row's tokens are computed with (0: the base).
     """
 
     slab: Slab
@@ -56,9 +56,9 @@ class Slab:
         """The lowest free place, so that live rows stay adjacent and attend in few calls."""
         return next((i for i, place in enumerate(self.places) if place is None), None)
 
-    def occupy(self, index: int, adapter_slot: int) -> KVRow:
+    def occupy(self, index: int) -> KVRow:
         assert self.places[index] is None
-        row = KVRow(self, index, adapter_slot=adapter_slot)
+        row = KVRow(self, index)
         self.places[index] = row
         return row
 

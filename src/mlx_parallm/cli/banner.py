@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from mlx_parallm import __version__
+from mlx_parallm.cli.text import listed
 from mlx_parallm.config import human_bytes, is_loopback
 from mlx_parallm.core import ModelCard
 
@@ -19,7 +20,11 @@ _REACHABLE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 @dataclass(frozen=True, slots=True)
 class BannerInfo:
-    """`host` as configured, `port` as bound; `authenticated`: clients must send a key; `warnings` of one line each."""
+    """`host` as configured, `port` as bound; `authenticated`: clients must send a key; `warnings` of one line each.
+
+    `adapters`: names that requests can use now. `adapter_slots` of them fit in one batch, each of a rank up to
+    `adapter_rank`; 0 slots: the server takes none.
+    """
 
     model: ModelCard
     adapters: tuple[str, ...]
@@ -30,6 +35,8 @@ class BannerInfo:
     port: int
     authenticated: bool
     warnings: tuple[str, ...] = ()
+    adapter_slots: int = 0
+    adapter_rank: int = 0
 
 
 def base_url(host: str, port: int) -> str:
@@ -46,7 +53,7 @@ def render(info: BannerInfo) -> str:
         "model": f"{card.name}, {card.parameters / 1e6:,.0f}M parameters",
         "weights": f"{card.dtype}, quantization {card.quantization}",
         "context": f"{card.context_length:,} tokens",
-        "adapters": ", ".join(info.adapters) or "none",
+        "adapters": _adapters(info),
         "memory": f"weights {human_bytes(card.weight_bytes)}, KV cache up to {human_bytes(info.kv_bytes)}",
         "device": f"{info.device}, BLAS {info.blas}",
         "access": _access(info),
@@ -66,6 +73,11 @@ def show(info: BannerInfo, stream: TextIO | None = None) -> None:
     for number, line in enumerate(render(info).splitlines()):
         style = "bold red" if line.startswith(_WARNING) else "bold" if number == 0 else ""
         console.print(Text(line, style=style), soft_wrap=True)
+
+
+def _adapters(info: BannerInfo) -> str:
+    room = f" ({info.adapter_slots} slots, rank up to {info.adapter_rank})" if info.adapter_slots else ""
+    return listed(info.adapters) + room
 
 
 def _access(info: BannerInfo) -> str:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import platform
 from collections.abc import Mapping
-from http.client import HTTPException
 from importlib import metadata
 from typing import Any
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
 from mlx_parallm import __version__
-from mlx_parallm.config import API_KEY_VARIABLE, human_bytes
-from mlx_parallm.errors import ConfigError, ModelNotFoundError, ParaLLMError
-
-TIMEOUT_S = 5.0
+from mlx_parallm.cli.client import Client
+from mlx_parallm.cli.text import listed
+from mlx_parallm.config import human_bytes
+from mlx_parallm.errors import ModelNotFoundError
 
 
 def doctor() -> int:
@@ -66,41 +62,25 @@ def _cached_models() -> list[tuple[str, int, str]]:
     return [(repo.repo_id, repo.size_on_disk, str(repo.repo_path)) for repo in models]
 
 
-def ps(url: str, api_key: str | None) -> int:
-    """Prints the models, sequences and memory of the server at `url`.
-
-    Raises:
-        ConfigError: `url` is no http address, or the server wants another key.
-        ParaLLMError: nothing answers there, or something else than this server.
-    """
-    base = url.rstrip("/").removesuffix("/v1")
-    if not base.startswith(("http://", "https://")):
-        raise ConfigError(f"--url: must start with http:// or https://, got {url!r}")
-    models, state = (_get(base, path, api_key) for path in ("/v1/models", "/debug/state"))
-    try:
-        print(_summary(base, models, state["engine"]))
-    except (KeyError, TypeError) as error:
-        raise ParaLLMError(f"{base} answers, but not as MLX ParaLLM {__version__} does") from error
+def ps(client: Client) -> int:
+    """Prints the models, adapters, sequences and memory of a running server. Raises what Client raises."""
+    models, adapters, state = (client.get(path) for path in ("/v1/models", "/v1/adapters", "/debug/state"))
+    with client.reading():
+        text = _summary(client.base, models, adapters, state["engine"])
+    print(text)
     return 0
 
 
-def _summary(base: str, models: Mapping[str, Any], engine: Mapping[str, Any]) -> str:
+def _summary(base: str, models: Mapping[str, Any], adapters: Mapping[str, Any], engine: Mapping[str, Any]) -> str:
     names = ", ".join(model["id"] for model in models["data"])
-    memory = f"{human_bytes(engine['kv_bytes_held'])} of {human_bytes(engine['kv_bytes_budget'])}"
-    lines = (base, f"models    {names}", f"running   {engine['running']}", f"waiting   {engine['waiting']}")
-    return "\n  ".join((*lines, f"KV cache  {memory}"))
-
-
-def _get(base: str, path: str, api_key: str | None) -> Any:
-    request = Request(base + path, headers={"Authorization": f"Bearer {api_key}"} if api_key else {})
-    try:
-        with urlopen(request, timeout=TIMEOUT_S) as response:
-            return json.load(response)
-    except HTTPError as error:
-        if error.code in (401, 403):
-            raise ConfigError(f"{base} wants its API key: pass --api-key or set {API_KEY_VARIABLE}") from error
-        raise ParaLLMError(f"{base}{path} answered with status {error.code}") from error
-    except (OSError, HTTPException) as error:
-        raise ParaLLMError(f"no server answers at {base}: start one with `mlx_parallm serve`, or pass --url") from error
-    except ValueError as error:
-        raise ParaLLMError(f"{base} answers, but not as MLX ParaLLM does") from error
+    live = listed([card["id"] for card in adapters["data"] if card["live"]])
+    slots = f"{adapters['slots']['used']} of {adapters['slots']['total']} slots used"
+    lines = (
+        base,
+        f"models    {names}",
+        f"adapters  {live} ({slots})",
+        f"running   {engine['running']}",
+        f"waiting   {engine['waiting']}",
+        f"KV cache  {human_bytes(engine['kv_bytes_held'])} of {human_bytes(engine['kv_bytes_budget'])}",
+    )
+    return "\n  ".join(lines)

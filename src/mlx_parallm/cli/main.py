@@ -6,8 +6,10 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-from mlx_parallm.cli import commands
+from mlx_parallm.cli import adapters, commands
+from mlx_parallm.cli.client import Client
 from mlx_parallm.cli.flags import add_flags, settings
 from mlx_parallm.cli.parser import Parser
 from mlx_parallm.config import API_KEY_VARIABLE, Mode, Setting, render, resolve
@@ -44,11 +46,48 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("doctor", help="Check device, BLAS and speed.").set_defaults(run=lambda args: commands.doctor())
     add("list", help="List the models on this machine.").set_defaults(run=lambda args: commands.list_models())
     asking = add("ps", help="Show what a running server is doing.")
-    asking.add_argument("--url", default="http://127.0.0.1:8000", help="The server's address. Default: %(default)s.")
-    asking.add_argument("--api-key", metavar="KEY", help=f"The server's key. Default: ${API_KEY_VARIABLE}.")
-    asking.set_defaults(run=lambda args: commands.ps(args.url, args.api_key or os.environ.get(API_KEY_VARIABLE)))
+    _add_server(asking)
+    asking.set_defaults(run=lambda args: commands.ps(_client(args)))
+    _add_adapter_commands(add("adapters", help="The LoRA adapters of a running server; merge one into a model."))
     add("version", help="Print the versions that matter in a report.").set_defaults(run=lambda args: commands.version())
     return _run(parser, argv)
+
+
+def _add_adapter_commands(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=lambda args: _print_help(parser))
+    add = parser.add_subparsers(title="commands", metavar="COMMAND").add_parser
+
+    listing = add("list", help="List the adapters of a running server, its route and its slots.")
+    _add_server(listing)
+    listing.set_defaults(run=lambda args: adapters.show(_client(args)))
+
+    loading = add("load", help="Load an adapter into a running server.")
+    loading.add_argument("name", metavar="NAME", help="What requests call it.")
+    loading.add_argument("path", metavar="PATH", help="Its folder: here, or below the server's adapter folders.")
+    loading.add_argument("--replace", action="store_true", help="Take over a NAME that is taken (load_inplace).")
+    _add_server(loading)
+    loading.set_defaults(run=lambda args: adapters.load(_client(args), args.name, args.path, args.replace))
+
+    unloading = add("unload", help="Make a running server forget an adapter; running requests end undisturbed.")
+    unloading.add_argument("name", metavar="NAME", help="A name, or one version of it: NAME@VERSION.")
+    _add_server(unloading)
+    unloading.set_defaults(run=lambda args: adapters.unload(_client(args), args.name))
+
+    merging = add("merge", help="Write a model with an adapter in its weights. Needs no server.")
+    merging.add_argument("adapter", type=Path, metavar="ADAPTER_DIR", help="The adapter's folder.")
+    merging.add_argument("output", type=Path, metavar="OUTPUT_DIR", help="The folder to write, which is not there yet.")
+    merging.add_argument("--model-path", metavar="DIR_OR_HUB_ID", help="The base model. Default: the bundled one.")
+    merging.add_argument("--dequantize", action="store_true", help="Write the changed weights unquantized.")
+    merging.set_defaults(run=lambda args: adapters.merge(args.adapter, args.output, args.model_path, args.dequantize))
+
+
+def _add_server(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="The server's address. Default: %(default)s.")
+    parser.add_argument("--api-key", metavar="KEY", help=f"The server's key. Default: ${API_KEY_VARIABLE}.")
+
+
+def _client(args: argparse.Namespace) -> Client:
+    return Client(args.url, args.api_key or os.environ.get(API_KEY_VARIABLE))
 
 
 def _serve(args: argparse.Namespace, fixed: Mapping[str, Setting] | None = None) -> int:
@@ -61,7 +100,7 @@ def _serve(args: argparse.Namespace, fixed: Mapping[str, Setting] | None = None)
     return run(resolved.config)
 
 
-def _print_help(parser: Parser) -> int:
+def _print_help(parser: argparse.ArgumentParser) -> int:
     parser.print_help()
     return 2
 

@@ -7,14 +7,13 @@ from mlx_parallm.config.keys import KEYS, Key
 from mlx_parallm.config.render import render
 from mlx_parallm.config.resolve import Resolved, resolve
 from mlx_parallm.config.sections import (
+    AdaptersConfig,
     CheckpointingConfig,
     Config,
-    Mode,
     ModelConfig,
-    PriorityRatios,
     RLTrainingConfig,
-    ServerConfig,
 )
+from mlx_parallm.config.server import Mode, PriorityRatios, ServerConfig
 from mlx_parallm.config.sizes import human_bytes, parse_bytes
 from mlx_parallm.config.sources import API_KEY_VARIABLE, Setting
 from mlx_parallm.config.types import is_loopback
@@ -22,6 +21,7 @@ from mlx_parallm.config.types import is_loopback
 __all__ = [
     "API_KEY_VARIABLE",
     "KEYS",
+    "AdaptersConfig",
     "CheckpointingConfig",
     "Config",
     "Key",

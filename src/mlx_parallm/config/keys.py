@@ -10,7 +10,8 @@ from typing import Any
 import yaml
 from pydantic.fields import FieldInfo
 
-from mlx_parallm.config.sections import Config, Section
+from mlx_parallm.config.base import Section
+from mlx_parallm.config.sections import Config
 
 ENV_PREFIX = "MLX_PARALLM_"
 

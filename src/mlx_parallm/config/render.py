@@ -6,9 +6,10 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from mlx_parallm.config.base import Section
 from mlx_parallm.config.keys import KEYS, section_of, yaml_text
 from mlx_parallm.config.resolve import Resolved
-from mlx_parallm.config.sections import Config, Section
+from mlx_parallm.config.sections import Config
 
 _HEADER = """\
 # Configuration of MLX ParaLLM: mlx_parallm_serve --config server_config.yaml

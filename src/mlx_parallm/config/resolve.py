@@ -22,7 +22,6 @@ _UNAVAILABLE = {
     "rl_training.enabled": "training",
     "rl_training.atropos_url": "rewards from Atropos",
     "rl_training.environment": "training environments",
-    "checkpointing.checkpoint_dir": "checkpoints",
 }
 
 

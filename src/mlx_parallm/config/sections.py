@@ -1,117 +1,18 @@
-"""The configuration's sections: frozen, unknown keys refused, every field described once.
+"""The configuration's sections, every field described once.
 
 The descriptions are what `--help`, `--print-config` and `server_config.yaml` show.
 """
 
 from __future__ import annotations
 
-from enum import StrEnum
-from pathlib import Path
-from typing import Annotated, Literal, Self
+from pydantic import Field
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-
-from mlx_parallm.config.types import ApiKey, AutoByteSize, ByteSize, Host, Hosts, Integer, Names, Number, Origins, Text
+from mlx_parallm.config.base import Section
+from mlx_parallm.config.server import ServerConfig
+from mlx_parallm.config.types import AdapterName, Folder, Folders, Integer, Names, Number, Selector, Text
 
 LATER = "Takes effect with training, which this version does not have."
 REFUSED = "Not in this version: refused when set."
-
-
-class Mode(StrEnum):
-    """What the server does with its device time."""
-
-    INFERENCE_ONLY = "inference_only"
-    INFERENCE_AND_TRAINING = "inference_and_training"
-    TRAINING_ONLY = "training_only"
-
-
-SHORT_MODES = {"inference": Mode.INFERENCE_ONLY, "rl": Mode.INFERENCE_AND_TRAINING}
-
-
-def _long_mode(value: object) -> object:
-    return SHORT_MODES.get(value, value) if isinstance(value, str) else value
-
-
-def _lower(value: object) -> object:
-    return value.lower() if isinstance(value, str) else value
-
-
-class Section(BaseModel):
-    """Base of every section."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class PriorityRatios(Section):
-    """Shares of the batch's rows while both classes wait; a class alone may use them all. They add up to 1."""
-
-    inference: Number = Field(default=0.7, ge=0, le=1, description="Share of live requests.")
-    training: Number = Field(default=0.3, ge=0, le=1, description="Share of training rollouts.")
-
-    @model_validator(mode="after")
-    def _sums_to_one(self) -> Self:
-        if abs(self.inference + self.training - 1) > 1e-6:
-            raise ValueError(f"inference + training must be 1, not {self.inference + self.training:g}; set both")
-        return self
-
-
-class ServerConfig(Section):
-    """The HTTP server, its batch and its limits."""
-
-    mode: Annotated[Mode, BeforeValidator(_long_mode)] = Field(
-        default=Mode.INFERENCE_ONLY,
-        description="inference_only (short: inference), inference_and_training (short: rl) or training_only. "
-        "Only inference_only is available in this version.",
-    )
-    host: Host = Field(
-        default="127.0.0.1",
-        description="Address to listen on; 0.0.0.0 is every IPv4 interface (put the names and addresses "
-        "that clients use into allowed_hosts).",
-    )
-    port: Integer = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
-    max_batch_size: Integer = Field(default=128, ge=1, description="Most sequences in the running batch.")
-    max_batched_tokens: Integer = Field(
-        default=2048, ge=1, description="Most prompt tokens in one unit of prefill; the scheduler may choose fewer."
-    )
-    max_queued: Integer = Field(
-        default=512, ge=1, description="Most sequences that wait to be admitted; beyond it a request gets 429."
-    )
-    kv_cache_memory: AutoByteSize = Field(
-        default=None,
-        description="Memory for the KV cache, such as 4GB or 512MiB; auto takes it from the device's "
-        "recommended working set, or a quarter of RAM on a CPU.",
-    )
-    shutdown_timeout: Number = Field(
-        default=30.0, ge=0, description="Seconds that running requests get to finish after SIGTERM or Ctrl-C."
-    )
-    api_key: ApiKey | None = Field(
-        default=None,
-        repr=False,
-        description="Secret that clients send as a bearer token; null: no key is asked for. Prefer the environment "
-        "variable MLX_PARALLM_API_KEY: flags show in the process list.",
-    )
-    allowed_hosts: Hosts = Field(
-        default=(),
-        description="Names and addresses, without port, by which clients may call this server (their Host header), "
-        "beside localhost, 127.0.0.1, ::1 and `host`; '*' allows any.",
-    )
-    cors_origins: Origins = Field(
-        default=(),
-        description="Web origins whose pages may call this server, such as https://example.org; none by default.",
-    )
-    priority_ratios: PriorityRatios = PriorityRatios()
-    log_level: Annotated[Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(_lower)] = Field(
-        default="info", description="debug, info, warning, error or critical."
-    )
-    served_model_name: Text | None = Field(
-        default=None, description="Name that clients give as `model`; null: the model's own name."
-    )
-    max_body_bytes: ByteSize = Field(
-        default=16 * 2**20, description="Largest request body; beyond it a request gets 413."
-    )
-    debug: bool = Field(
-        default=False, description="Check every resource owner's integrity whenever the server is idle."
-    )
 
 
 class ModelConfig(Section):
@@ -135,6 +36,36 @@ class ModelConfig(Section):
     )
 
 
+class AdaptersConfig(Section):
+    """LoRA adapters, served beside the base model in one batch."""
+
+    adapter_dir: Folder | None = Field(
+        default=None, description="Folder whose subfolders are adapters, served by their folder names; null: none."
+    )
+    allowed_adapter_roots: Folders = Field(
+        default=(),
+        description="Folders that adapters may be loaded from by path at run time, beside adapter_dir.",
+    )
+    max_loras: Integer = Field(
+        default=8, ge=1, description="Most adapter versions in one batch: the slots of the adapter bank."
+    )
+    max_cpu_loras: Integer = Field(
+        default=16,
+        ge=0,
+        description="Most evicted adapter versions kept in memory, unpadded; beyond it they are read from "
+        "their files again.",
+    )
+    max_lora_rank: Integer = Field(
+        default=16, ge=1, le=512, description="Largest rank of an adapter; every slot has room for it."
+    )
+    default_adapter: AdapterName = Field(default="default", description="Adapter that checkpoints belong to.")
+    serve: Selector | None = Field(
+        default=None,
+        description="What requests that name no adapter get from the start: name, name@version, or a checkpoint of "
+        "the default adapter (checkpoint-7, latest or a tag); null: the base model.",
+    )
+
+
 class RLTrainingConfig(Section):
     """Training while serving."""
 
@@ -153,12 +84,17 @@ class RLTrainingConfig(Section):
 
 
 class CheckpointingConfig(Section):
-    """Saving adapters while training."""
+    """Adapter versions saved to disk."""
 
     interval: Integer = Field(default=500, ge=1, description=f"Updates between two checkpoints. {LATER}")
-    keep_n_checkpoints: Integer = Field(default=10, ge=1, description=f"Newest checkpoints kept. {LATER}")
-    checkpoint_dir: Path | None = Field(
-        default=None, description=f"Folder for checkpoints; null: none are saved. {REFUSED}"
+    keep_n_checkpoints: Integer = Field(
+        default=10,
+        ge=1,
+        description="Newest checkpoints of an adapter that are kept; a save deletes older ones, except those that "
+        "have a tag or are served.",
+    )
+    checkpoint_dir: Folder | None = Field(
+        default=None, description="Folder that checkpoints are saved to and served from; null: none are."
     )
 
 
@@ -167,5 +103,6 @@ class Config(Section):
 
     server: ServerConfig = ServerConfig()
     model: ModelConfig = ModelConfig()
+    adapters: AdaptersConfig = AdaptersConfig()
     rl_training: RLTrainingConfig = RLTrainingConfig()
     checkpointing: CheckpointingConfig = CheckpointingConfig()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ipaddress
+import re
+from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
 
@@ -11,6 +13,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, Se
 from mlx_parallm.config.sizes import exact_bytes, parse_bytes
 
 AUTO = "auto"
+_PLAIN = r"(?!\.)[A-Za-z0-9._-]{1,64}"
+_RESERVED = re.compile(r"base|latest|best|route|rollback|checkpoint-[0-9]+")
 
 
 def is_loopback(host: str) -> bool:
@@ -53,6 +57,30 @@ def _check_origin(origin: str) -> str:
     return origin
 
 
+def _parse_folder(value: object) -> Path:
+    text = str(value) if isinstance(value, Path) else value
+    if not isinstance(text, str) or not text.strip() or "\0" in text:
+        raise ValueError("must be the path of a folder")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise ValueError("starts with ~, and that home folder is not known; write the path out") from None
+
+
+def _check_adapter_name(name: str) -> str:
+    if not re.fullmatch(_PLAIN, name):
+        raise ValueError("must be 1 to 64 of the characters A-Z a-z 0-9 . _ - and not start with a dot")
+    if _RESERVED.fullmatch(name):
+        raise ValueError("has a meaning of its own, as base, latest, best and checkpoint-<step> have; take another")
+    return name
+
+
+def _check_selector(selector: str) -> str:
+    if not re.fullmatch(rf"{_PLAIN}(@[0-9]{{1,9}})?", selector):
+        raise ValueError("must be a name, name@version, checkpoint-<step>, latest or a checkpoint's tag")
+    return selector
+
+
 def _check_api_key(key: SecretStr) -> SecretStr:
     text = key.get_secret_value()
     if not text or any(not "!" <= character <= "~" for character in text):
@@ -69,6 +97,10 @@ Host = Annotated[Text, AfterValidator(_check_host)]
 Names = Annotated[tuple[Text, ...], BeforeValidator(_split_commas)]
 Hosts = Annotated[tuple[Host, ...], BeforeValidator(_split_commas)]
 Origins = Annotated[tuple[Annotated[str, AfterValidator(_check_origin)], ...], BeforeValidator(_split_commas)]
+Folder = Annotated[Path, BeforeValidator(_parse_folder)]
+Folders = Annotated[tuple[Folder, ...], BeforeValidator(_split_commas)]
+AdapterName = Annotated[str, AfterValidator(_check_adapter_name)]
+Selector = Annotated[str, AfterValidator(_check_selector)]
 ApiKey = Annotated[SecretStr, AfterValidator(_check_api_key)]
 ByteSize = Annotated[int, BeforeValidator(parse_bytes), PlainSerializer(exact_bytes)]
 AutoByteSize = Annotated[

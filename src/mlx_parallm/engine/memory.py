@@ -1,20 +1,29 @@
-"""The scheduler's view of the KV pool: sequences in, rows out."""
+"""The scheduler's view of the KV pool and the adapter slots: sequences in, rows out."""
 
 from __future__ import annotations
 
+from mlx_parallm.adapters.store import AdapterStore
 from mlx_parallm.batch.kv_cache import LoRABatchedKVCache
 from mlx_parallm.batch.runner import Row
 from mlx_parallm.batch.slab import KVRow
+from mlx_parallm.core import AdapterRef
 from mlx_parallm.engine.live import LiveSequence
 from mlx_parallm.scheduler.sequence import Sequence
 
 
 class PoolMemory:
-    """Implements `scheduler.RowMemory` over the pool. `lives` maps sequence ids to live sequences."""
+    """Implements `scheduler.RowMemory`. `lives` maps sequence ids to live sequences.
 
-    def __init__(self, cache: LoRABatchedKVCache, lives: dict[int, LiveSequence]) -> None:
+    A row pins its adapter's slot for as long as it is in the pool.
+    """
+
+    def __init__(self, cache: LoRABatchedKVCache, adapters: AdapterStore, lives: dict[int, LiveSequence]) -> None:
         self._cache = cache
+        self._adapters = adapters
         self._lives = lives
+
+    def ready(self, sequence: Sequence) -> bool:
+        return self._adapters.ready(self._adapter(sequence))
 
     def allocate(self, sequence: Sequence, source: Sequence | None) -> int | None:
         """A row for all of the sequence's tokens. Its last token, not computed yet, is decode's next input."""
@@ -22,6 +31,7 @@ class PoolMemory:
         if kv is None:
             return None
         live = self._lives[sequence.sequence_id]
+        kv.adapter_slot = self._adapters.pin(self._adapter(sequence))
         live.row = Row(kv, live.sampling, input_token=sequence.tokens[-1], drawn=sequence.drawn)
         return kv.length
 
@@ -30,12 +40,16 @@ class PoolMemory:
 
     def free(self, sequence: Sequence) -> None:
         self._cache.free(self._row(sequence).kv)
+        self._adapters.unpin(self._adapter(sequence))
         self._lives[sequence.sequence_id].row = None
 
     def _kv(self, sequence: Sequence, source: KVRow | None) -> KVRow | None:
         if source is None:
             return self._cache.allocate(sequence.length)
         return self._cache.fork(source, sequence.prompt_length - 1, sequence.length)
+
+    def _adapter(self, sequence: Sequence) -> AdapterRef:
+        return self._lives[sequence.sequence_id].request.request.adapter
 
     def _row(self, sequence: Sequence) -> Row:
         row = self._lives[sequence.sequence_id].row

@@ -39,11 +39,16 @@ class _Abort:
     request_id: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    run: Callable[[], None]
+
+
 class _Stop:
     """Ends the device thread."""
 
 
-_Message = GenerationRequest | _Abort | _Stop
+_Message = GenerationRequest | _Abort | _Call | _Stop
 
 
 class ContinuousBatchProcessor:
@@ -83,6 +88,13 @@ class ContinuousBatchProcessor:
 
     def stats(self) -> EngineStats:
         return self._stats
+
+    def run_on_device(self, call: Callable[[], None]) -> None:
+        """Runs `call` on the device thread between two units; one that raises ends the thread.
+
+        An idle loop looks for work again after it.
+        """
+        self._inbox.put(_Call(call))
 
     # -- the event loop's thread -----------------------------------------------------------------
 
@@ -157,6 +169,8 @@ class ContinuousBatchProcessor:
             while not isinstance(message, _Stop):
                 if isinstance(message, _Abort):
                     loop.abort(message.request_id)
+                elif isinstance(message, _Call):
+                    message.run()
                 else:
                     loop.submit(message)
                 message = self._inbox.get_nowait()

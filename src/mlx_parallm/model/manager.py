@@ -15,7 +15,7 @@ from mlx_lm.utils import get_total_parameters
 
 from mlx_parallm.core import ModelCard
 from mlx_parallm.errors import UnsupportedModelError
-from mlx_parallm.model.bundled import BUNDLED_NAME, load_bundled
+from mlx_parallm.model.bundled import BUNDLED_NAME, bundled_path, load_bundled
 from mlx_parallm.model.cpu import adapt_to_cpu
 from mlx_parallm.model.device import on_cpu, prepare_device
 from mlx_parallm.model.families import Family, Standing, classify
@@ -32,6 +32,7 @@ _NO_LIMIT = 10**9  # Transformers writes a huge model_max_length where a tokeniz
 class SharedModelManager:
     """A loaded model and what is known of it. Its arrays belong to the thread that loaded it.
 
+    `source`: the model's directory, or the one file that holds it all.
     `layers`: one spec for each cache the model expects, in order. `kv_dtype`: of keys and values.
     An UNPROVED `family` must pass `families.check_offsets` before it serves.
     """
@@ -43,6 +44,7 @@ class SharedModelManager:
     family: Family
     layers: tuple[LayerSpec, ...]
     kv_dtype: mx.Dtype
+    source: Path
 
     @classmethod
     def load(
@@ -57,7 +59,8 @@ class SharedModelManager:
             UnsupportedModelError: the architecture cannot be loaded, or cannot be batched.
         """
         prepare_device()
-        name, model, wrapped, config = _load(path_or_id, trust_remote_code, progress)
+        source = bundled_path() if path_or_id is None else find_model(path_or_id, progress)
+        name, model, wrapped, config = _load(source, path_or_id, trust_remote_code)
         family = classify(model)
         if family.standing is Standing.REFUSED:
             raise UnsupportedModelError(f"{name} ({family.name}) is not supported: {family.reason}")
@@ -66,18 +69,17 @@ class SharedModelManager:
             adapt_to_cpu(model)
         shape = probe(model)
         card = _card(name, model, config, wrapped, shape)
-        return cls(model, Tokenizer(wrapped), config, card, family, shape.layers, shape.kv_dtype)
+        return cls(model, Tokenizer(wrapped), config, card, family, shape.layers, shape.kv_dtype, source)
 
 
 def _load(
-    path_or_id: str | None, trust_remote_code: bool, progress: bool
+    source: Path, path_or_id: str | None, trust_remote_code: bool
 ) -> tuple[str, nn.Module, TokenizerWrapper, dict[str, Any]]:
     if path_or_id is None:
         model, hf, config = load_bundled(dequantize=on_cpu())
         return BUNDLED_NAME, model, TokenizerWrapper(hf, eos_token_ids=[config["eos_token_id"]]), config
-    folder = find_model(path_or_id, progress)
-    name = folder.resolve().name if Path(path_or_id).expanduser().exists() else path_or_id
-    return name, *load_directory(folder, dequantize=on_cpu(), trust_remote_code=trust_remote_code)
+    name = source.resolve().name if Path(path_or_id).expanduser().exists() else path_or_id
+    return name, *load_directory(source, dequantize=on_cpu(), trust_remote_code=trust_remote_code)
 
 
 def _card(

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from mlx_parallm.core import WorkClass
 from mlx_parallm.scheduler.cost import Chunk, CostModel
+from mlx_parallm.scheduler.memory import RowMemory
 from mlx_parallm.scheduler.sequence import Sequence, Status
+from mlx_parallm.scheduler.units import DecodeUnit, PrefillPart, PrefillUnit, Unit, WorkUnit
 
 _LEAST_CHUNK = 16
 """Prefill tokens in one unit, at least: below that the fixed cost of a unit dominates."""
@@ -24,60 +25,15 @@ _LEAST_CHUNK = 16
 _SCORED_CHUNK = 256
 """Tokens of a scored prompt in one unit, at most: their logits are [tokens, vocabulary] in fp32."""
 
+_WORK_SHARE = 0.25
+"""Of a decode step's own time, for work beside requests between two of them."""
+
+_FOLLOW = 0.2
+"""Weight of the newest step in the running time of a decode step."""
+
 _AGEING = 10.0
 """Seconds of remaining prefill that one second of waiting makes up for. Being served starts the
 wait again: a long prompt under a stream of short ones gets a chunk now and then, not all the time."""
-
-
-class RowMemory(Protocol):
-    """The KV pool, as far as the scheduler needs it: rows of a byte budget."""
-
-    def allocate(self, sequence: Sequence, source: Sequence | None) -> int | None:
-        """Gives `sequence` a row for all its tokens, copied from `source`'s prompt when given.
-
-        Returns:
-            How many of its tokens are computed in the new row, or None when the budget is spent.
-        """
-        ...
-
-    def grow(self, sequence: Sequence, tokens: int) -> bool:
-        """Makes the row hold `tokens`; False when the budget is spent."""
-        ...
-
-    def free(self, sequence: Sequence) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillPart:
-    """Compute the next `tokens` tokens of one sequence."""
-
-    sequence: Sequence
-    tokens: int
-
-    @property
-    def chunk(self) -> Chunk:
-        return Chunk(self.tokens, self.sequence.computed)
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillUnit:
-    """Chunks of several prompts, computed in one forward."""
-
-    parts: tuple[PrefillPart, ...]
-
-    @property
-    def tokens(self) -> int:
-        return sum(part.tokens for part in self.parts)
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeUnit:
-    """Draw one token for each of these rows."""
-
-    sequences: tuple[Sequence, ...]
-
-
-Unit = PrefillUnit | DecodeUnit
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +64,9 @@ class RLAwareScheduler:
         self._waiting: list[Sequence] = []
         self._live: list[Sequence] = []  # in order of admission: the last is the youngest
         self._prefill_debt = 0.0  # seconds that decode has waited since its last step
+        self._worked = 0.0  # seconds of it that went to work beside requests
+        self._launched_at: float | None = None  # of the last step, while there has been something to do since
+        self._step_seconds = 0.0  # running time of a decode step
         self._memory_is_short = False  # since a preemption, until a row ends
 
     # -- the queue -------------------------------------------------------------------------------
@@ -145,17 +104,33 @@ class RLAwareScheduler:
 
     # -- the next unit ---------------------------------------------------------------------------
 
-    def next_unit(self, now: float) -> Unit | None:
-        """The next unit of device work, or None when there is nothing to do but wait. Call `admit` before."""
+    def next_unit(self, now: float, work_waits: bool = False) -> Unit | None:
+        """The next unit of device work, or None when there is nothing to do but wait. Call `admit` before.
+
+        Args:
+            work_waits: there is work beside requests. It gets a share of the time between two decode steps, and
+                any time that no row can use.
+        """
         due = self._decodable()
+        share = _WORK_SHARE * self._step_seconds
+        if work_waits and (not due or self._worked == 0.0 or self._worked < share):
+            return WorkUnit(max(share - self._worked, 0.0))
         prefill = self._next_prefill(now, protect=bool(due))
         if prefill is not None:
             return prefill
         rows = self._make_room(due)
-        return DecodeUnit(rows) if rows else None
+        if not rows:
+            self._launched_at = None
+            return None
+        return DecodeUnit(rows)
 
     def spent(self, seconds: float) -> None:
         """Books time that running rows had to wait for beside prefill units: making room for new rows."""
+        self._prefill_debt += seconds
+
+    def worked(self, seconds: float) -> None:
+        """Books a finished work unit."""
+        self._worked += seconds
         self._prefill_debt += seconds
 
     def prefilled(self, unit: PrefillUnit, seconds: float, now: float) -> None:
@@ -167,9 +142,13 @@ class RLAwareScheduler:
             part.sequence.computed += part.tokens
             self._update_status(part.sequence)
 
-    def launched(self, unit: DecodeUnit) -> None:
+    def launched(self, unit: DecodeUnit, now: float) -> None:
         """Books a launched decode step: one more draw and one more computed token per row."""
-        self._prefill_debt = 0.0
+        if self._launched_at is not None:
+            seconds = max(now - self._launched_at - self._prefill_debt, 0.0)
+            self._step_seconds += _FOLLOW * (seconds - self._step_seconds)
+        self._launched_at = now
+        self._prefill_debt = self._worked = 0.0
         for sequence in unit.sequences:
             sequence.drawn += 1
             sequence.computed += 1
@@ -185,10 +164,13 @@ class RLAwareScheduler:
         if self._memory_is_short and self._live:
             return
         while self._waiting and len(self._live) < self.config.max_rows:
-            eligible = [s for s in self._waiting if s.unread == 0 and not self._leader_is_busy(s)]
-            best = min(eligible, key=lambda s: self._rank(s, now), default=None)
+            best = min(self._eligible(), key=lambda s: self._rank(s, now), default=None)
             if best is None or not self._give_row(best, now):
                 return
+
+    def _eligible(self) -> list[Sequence]:
+        free = (s for s in self._waiting if s.unread == 0 and not self._leader_is_busy(s))
+        return [s for s in free if self._memory.ready(s)]
 
     def _give_row(self, sequence: Sequence, now: float) -> bool:
         computed = self._memory.allocate(sequence, self._fork_source(sequence))

@@ -1,7 +1,7 @@
 """The HTTP face: wire schemas in, `core.GenerationRequest` to the engine, events out as SSE or JSON.
 
-    request → middlewares (Host/Origin, CORS, key) → body → wire model → place in the queue → prompt ids
-            → engine.generate → answer → SSE events or one JSON body
+    request → middlewares (Host/Origin, CORS, key) → body → wire model → place in the queue → adapter
+            → prompt ids → engine.generate → answer → SSE events or one JSON body
 
 Knows nothing of MLX. `app` builds the parts, calls `create_app`, and runs it with `serve`.
 """

@@ -9,22 +9,25 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from mlx_parallm import __version__
-from mlx_parallm.core import EngineClient, ModelCard, TextTokenizer
+from mlx_parallm.core import AdapterClient, EngineClient, ModelCard, TextTokenizer
 from mlx_parallm.server.errors import install_handlers
 from mlx_parallm.server.lifecycle import Lifecycle
 from mlx_parallm.server.limits import SequenceGate
 from mlx_parallm.server.metrics import CountResponsesMiddleware, ServerMetrics
 from mlx_parallm.server.openapi import ERRORS, describe
-from mlx_parallm.server.routes import chat, completions, models, ops, tokenize
+from mlx_parallm.server.routes import adapters as adapter_routes
+from mlx_parallm.server.routes import chat, checkpoints, completions, lora, models, ops, tokenize
 from mlx_parallm.server.security import ApiKeyMiddleware, HostOriginMiddleware
 from mlx_parallm.server.services import Services
 from mlx_parallm.server.settings import ServerSettings
 
 
-def create_app(engine: EngineClient, tokenizer: TextTokenizer, card: ModelCard, settings: ServerSettings) -> FastAPI:
-    """The HTTP face of `engine`; its parts are on `app.state.services` (a `Services`)."""
+def create_app(
+    engine: EngineClient, adapters: AdapterClient, tokenizer: TextTokenizer, card: ModelCard, settings: ServerSettings
+) -> FastAPI:
+    """The HTTP face of `engine` and `adapters`; its parts are on `app.state.services` (a `Services`)."""
     gate = SequenceGate(settings.max_batch_size + settings.max_queued)
-    metrics = ServerMetrics(engine, gate)
+    metrics = ServerMetrics(engine, adapters, gate)
     # No /docs: FastAPI's pages load scripts from a CDN.
     app = FastAPI(
         title="MLX ParaLLM",
@@ -35,9 +38,9 @@ def create_app(engine: EngineClient, tokenizer: TextTokenizer, card: ModelCard, 
         responses=ERRORS,
     )
     app.state.services = Services(
-        engine, tokenizer, card, settings, Lifecycle(), gate, metrics, started_at=int(time.time())
+        engine, adapters, tokenizer, card, settings, Lifecycle(), gate, metrics, started_at=int(time.time())
     )
-    for routes in (completions, chat, models, tokenize, ops):
+    for routes in (completions, chat, models, lora, adapter_routes, checkpoints, tokenize, ops):
         app.include_router(routes.router)
     install_handlers(app)
     _add_middlewares(app, settings, metrics)
@@ -51,7 +54,10 @@ def _add_middlewares(app: FastAPI, settings: ServerSettings, metrics: ServerMetr
         app.add_middleware(ApiKeyMiddleware, api_key=settings.api_key)
     if settings.cors_origins:
         app.add_middleware(
-            CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["GET", "POST"], allow_headers=["*"]
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
         )
     app.add_middleware(HostOriginMiddleware, allowed_hosts=settings.allowed_hosts, cors_origins=settings.cors_origins)
     app.add_middleware(CountResponsesMiddleware, metrics=metrics)

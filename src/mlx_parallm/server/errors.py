@@ -17,12 +17,16 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from mlx_parallm.errors import (
+    AdapterFileError,
+    AdapterUnavailableError,
+    ConflictError,
     ContextLengthError,
     EngineDeadError,
     EngineError,
     OverloadedError,
     RequestError,
     StepFailedError,
+    StorageError,
     UnknownModelError,
 )
 
@@ -65,15 +69,24 @@ class Rule:
 
 RULES: Mapping[type[Exception], Rule] = {
     RequestError: Rule(400, "invalid_request_error"),
+    AdapterFileError: Rule(400, "invalid_request_error", "invalid_adapter"),
     ContextLengthError: Rule(400, "invalid_request_error", "context_length_exceeded"),
     ApiKeyError: Rule(401, "invalid_request_error", "invalid_api_key"),
     ForbiddenOriginError: Rule(403, "invalid_request_error", "forbidden_origin"),
     UnknownModelError: Rule(404, "invalid_request_error", "model_not_found"),
+    ConflictError: Rule(409, "invalid_request_error", "conflict"),
     BodyTooLargeError: Rule(413, "invalid_request_error", "body_too_large"),
     MediaTypeError: Rule(415, "invalid_request_error", "unsupported_media_type"),
     OverloadedError: Rule(429, "rate_limit_error", "rate_limit_exceeded"),
     StepFailedError: Rule(500, "server_error", "step_failed", "The step that carried this request failed; try again."),
     EngineError: Rule(500, "server_error", "engine_error", "The engine failed this request; try again."),
+    StorageError: Rule(507, "server_error", "storage_failed"),
+    AdapterUnavailableError: Rule(
+        503,
+        "server_error",
+        "adapter_unavailable",
+        "This adapter version's weights cannot be read any more; load it again.",
+    ),
     EngineDeadError: Rule(503, "server_error", "engine_dead", "The engine is not running; restart the server."),
     DrainingError: Rule(503, "server_error", "draining", "The server is shutting down."),
     NotReadyError: Rule(503, "server_error", "not_ready", "The server is not ready for requests."),
@@ -142,6 +155,8 @@ def _body(message: str, kind: str, param: str | None, code: str | None) -> str:
 def _headers(status: int, error: Exception) -> dict[str, str]:
     if status == 401:
         return {"www-authenticate": "Bearer"}
+    if status == 409:
+        return {"x-should-retry": "false"}  # the openai clients retry a 409 otherwise
     if status in (429, 503):
         return {"retry-after": str(getattr(error, "retry_after_s", RETRY_AFTER_S))}
     return {}

@@ -12,11 +12,12 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from mlx_parallm.core import Event, GenerationRequest, RequestFailed, RequestFinished
+from mlx_parallm.core import AdapterRef, Event, GenerationRequest, RequestFailed, RequestFinished
 from mlx_parallm.errors import EngineError, ParaLLMError
 from mlx_parallm.server.disconnect import while_connected
 from mlx_parallm.server.metrics import RequestObserver
-from mlx_parallm.server.respond.answer import Answer
+from mlx_parallm.server.respond.answer import Answer, adapter_of
+from mlx_parallm.server.selectors import Choice
 from mlx_parallm.server.services import Services
 from mlx_parallm.server.sse import EventStream
 
@@ -24,23 +25,31 @@ log = logging.getLogger(__name__)
 
 
 class GenerationResponse(Response):
-    """Reserve, prepare, generate, answer.
+    """Reserve, lease, prepare, generate, answer.
 
     All of it happens in the response's own call, so that one block bounds the request's life: its place
-    in the queue and its rows are given back when the block is left, whichever way that happens.
+    in the queue, its adapter version and its rows are given back when the block is left, whichever way that happens.
     `prepare` renders and tokenises; it runs in a worker thread.
     """
 
-    def __init__(self, services: Services, sequences: int, prepare: Callable[[], Answer], stream: bool) -> None:
+    def __init__(
+        self,
+        services: Services,
+        choice: Choice,
+        sequences: int,
+        prepare: Callable[[AdapterRef], Answer],
+        stream: bool,
+    ) -> None:
         super().__init__()
         self._services = services
+        self._choice = choice
         self._sequences = sequences
         self._prepare = prepare
         self._send_answer = self._send_events if stream else self._send_whole
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._services.admit(self._sequences):
-            answer = await to_thread.run_sync(self._prepare)
+        with self._services.admit(self._sequences), self._services.lease(self._choice) as adapter:
+            answer = await to_thread.run_sync(self._prepare, adapter)
             try:
                 await self._send_answer(answer, scope, receive, send)
             except ClientDisconnect:
@@ -48,16 +57,15 @@ class GenerationResponse(Response):
 
     async def _send_whole(self, answer: Answer, scope: Scope, receive: Receive, send: Send) -> None:
         events = await while_connected(self._collect(answer), receive, self._services.lifecycle)
-        headers = {"x-request-id": answer.request.request_id}
         body = answer.whole(events).json_text()
-        await Response(body, headers=headers, media_type="application/json")(scope, receive, send)
+        await Response(body, headers=_headers(answer.request), media_type="application/json")(scope, receive, send)
 
     async def _collect(self, answer: Answer) -> list[Event]:
         async with aclosing(run(self._services, answer.request)) as events:
             return [event async for event in events]
 
     async def _send_events(self, answer: Answer, scope: Scope, receive: Receive, send: Send) -> None:
-        stream = EventStream(send, answer.request.request_id)
+        stream = EventStream(send, _headers(answer.request))
         async with stream.opened(self._services.settings.ping_interval_s):
             try:
                 await while_connected(self._relay(answer, stream), receive, self._services.lifecycle)
@@ -84,7 +92,7 @@ async def run(services: Services, request: GenerationRequest) -> AsyncGenerator[
     Raises:
         the error of a RequestFailed, or EngineError when the engine ended without a terminal event.
     """
-    with RequestObserver(services.metrics, request.sequences) as observer:
+    with RequestObserver(services.metrics, request) as observer:
         # `core` promises aclose() on this iterator.
         events = cast(AsyncGenerator[Event, None], services.engine.generate(request))
         async with aclosing(events):
@@ -96,3 +104,10 @@ async def run(services: Services, request: GenerationRequest) -> AsyncGenerator[
                 if isinstance(event, RequestFinished):
                     return
         raise EngineError("the engine ended a request without a terminal event")
+
+
+def _headers(request: GenerationRequest) -> dict[str, str]:
+    headers = {"x-request-id": request.request_id}
+    if adapter := adapter_of(request):
+        headers["x-lora-adapter"] = adapter
+    return headers

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from mlx_parallm.server.errors import DrainingError
+
+T = TypeVar("T")
 
 
 class Lifecycle:
@@ -15,6 +21,26 @@ class Lifecycle:
     def __init__(self) -> None:
         self.draining = False
         self.expired = asyncio.Event()
+        self._work: set[asyncio.Task[Any]] = set()
+
+    @property
+    def working(self) -> bool:
+        """Whether work that `see_through` began is still to end."""
+        return bool(self._work)
+
+    async def see_through(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`, which goes on to its end even if nobody waits for it any more.
+
+        Raises:
+            DrainingError: nothing new is begun; `work` was not started.
+        """
+        if self.draining:
+            work.close()
+            raise DrainingError("draining")
+        task = asyncio.create_task(work)
+        self._work.add(task)
+        task.add_done_callback(self._work.discard)
+        return await asyncio.shield(task)
 
     def begin_drain(self) -> None:
         self.draining = True

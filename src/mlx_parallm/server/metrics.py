@@ -1,7 +1,8 @@
 """Prometheus metrics, `mlx_parallm_*`: vLLM's names and meanings where vLLM has them.
 
 Counts and latencies are observed here, from events; the engine's gauges and counters are read from
-`EngineClient.stats()` when somebody scrapes. The registry is the app's own, not the process's.
+`EngineClient.stats()` when somebody scrapes, and so are the adapters' (`adapter_metrics`). The registry is
+the app's own, not the process's.
 """
 
 from __future__ import annotations
@@ -17,10 +18,18 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mlx_parallm.core import EngineClient, EngineStats, Event, RequestFinished, SequenceOutput
+from mlx_parallm.core import (
+    AdapterClient,
+    EngineClient,
+    EngineStats,
+    Event,
+    GenerationRequest,
+    RequestFinished,
+    SequenceOutput,
+)
+from mlx_parallm.server.adapter_metrics import PREFIX, AdapterMetrics, Tally
 from mlx_parallm.server.limits import SequenceGate
 
-PREFIX = "mlx_parallm_"
 REQUEST_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0, 300.0)
 TOKEN_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.75, 1.5, 3.0, 10.0)
 
@@ -54,9 +63,11 @@ COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
 class ServerMetrics:
     """Every metric of one app."""
 
-    def __init__(self, engine: EngineClient, gate: SequenceGate) -> None:
+    def __init__(self, engine: EngineClient, adapters: AdapterClient, gate: SequenceGate) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(_EngineCollector(engine))
+        self.adapters = AdapterMetrics(adapters)
+        self.registry.register(self.adapters)
         self.ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", REQUEST_BUCKETS_S)
         self.e2e = self._histogram("e2e_request_latency_seconds", "Arrival to last token.", REQUEST_BUCKETS_S)
         self.queued = self._histogram("request_queue_time_seconds", "Arrival to first row.", REQUEST_BUCKETS_S)
@@ -98,26 +109,19 @@ class _EngineCollector(Collector):
             yield GaugeMetricFamily(PREFIX + name, about, value=float(read(stats)))
         for name, (about, read) in COUNTERS.items():
             yield CounterMetricFamily(PREFIX + name, about, value=float(read(stats)))
-        yield self._adapters()
-
-    @staticmethod
-    def _adapters() -> Metric:
-        """vLLM's form: names in labels, the time as value. This server has no adapter slots yet."""
-        labels = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
-        family = GaugeMetricFamily(PREFIX + "lora_requests_info", "Adapters of the live requests.", labels=labels)
-        family.add_metric(("0", "", ""), time.time())
-        return family
 
 
 class RequestObserver:
     """Watches one request's events; sequences that have not ended when the block is left were aborted or failed."""
 
-    def __init__(self, metrics: ServerMetrics, sequences: int) -> None:
+    def __init__(self, metrics: ServerMetrics, request: GenerationRequest) -> None:
         self._metrics = metrics
-        self._unfinished = sequences
+        self._adapter = request.adapter
+        self._unfinished = request.sequences
         self._last_token_at: dict[int, float] = {}
 
     def __enter__(self) -> Self:
+        self._tally.requests += 1
         return self
 
     def __exit__(
@@ -125,6 +129,10 @@ class RequestObserver:
     ) -> None:
         left = kind is not None and issubclass(kind, (asyncio.CancelledError, GeneratorExit))
         self._metrics.finished.labels("abort" if left else "error").inc(self._unfinished)
+
+    @property
+    def _tally(self) -> Tally:
+        return self._metrics.adapters.tally(self._adapter)
 
     def see(self, event: Event) -> None:
         if isinstance(event, SequenceOutput):
@@ -138,12 +146,17 @@ class RequestObserver:
             if (before := self._last_token_at.get(output.index)) is not None:
                 self._metrics.inter_token.observe((now - before) / len(output.token_ids))
             self._last_token_at[output.index] = now
+            self._tally.generation_tokens += len(output.token_ids)
         if output.finish_reason:
             self._unfinished -= 1
             self._metrics.finished.labels(output.finish_reason.value).inc()
 
     def _see_end(self, end: RequestFinished) -> None:
         self._metrics.e2e.observe(end.finished_at - end.arrived_at)
+        tally = self._tally
+        tally.finished += 1
+        tally.latency_s += end.finished_at - end.arrived_at
+        tally.prompt_tokens += end.prompt_tokens
         if end.admitted_at:  # 0: it never needed a row
             self._metrics.queued.observe(end.admitted_at - end.arrived_at)
         if end.completion_tokens:

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mlx_parallm.core import GenerationRequest, ModelCard, SamplingParams, StopParams
+from mlx_parallm.core import AdapterRef, GenerationRequest, ModelCard, SamplingParams, StopParams
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError
 from mlx_parallm.server.wire.common import GenerationBody
 
@@ -45,6 +45,7 @@ def plan(
     body: GenerationBody,
     prompts: Sequence[Sequence[int]],
     card: ModelCard,
+    adapter: AdapterRef,
     budget: Budget,
     top_logprobs: int | None,
     prompt_logprobs: int | None,
@@ -69,6 +70,7 @@ def plan(
         stopping=StopParams(max_tokens, body.min_tokens, tuple(body.stop), body.ignore_eos),
         n=body.n,
         prompt_logprobs=prompt_logprobs,
+        adapter=adapter,
         priority=body.priority,
     )
 

@@ -88,7 +88,7 @@ class DrainingServer(uvicorn.Server):
         if time.monotonic() >= self._drain_until:
             self._services.lifecycle.expire()
             return True
-        return self._services.gate.held == 0
+        return self._services.gate.held == 0 and not self._services.lifecycle.working
 
 
 class JsonH11Protocol(H11Protocol):

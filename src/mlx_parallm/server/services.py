@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Annotated, cast
 
 from fastapi import Depends
 from starlette.requests import Request
 
-from mlx_parallm.core import BASE_ADAPTER, EngineClient, ModelCard, TextTokenizer
-from mlx_parallm.errors import EngineDeadError, InvalidRequestError, UnknownModelError
+from mlx_parallm.core import (
+    BASE_ADAPTER,
+    AdapterCard,
+    AdapterClient,
+    AdapterRef,
+    EngineClient,
+    ModelCard,
+    TextTokenizer,
+)
+from mlx_parallm.errors import EngineDeadError, InvalidRequestError
 from mlx_parallm.server.errors import DrainingError
 from mlx_parallm.server.lifecycle import Lifecycle
 from mlx_parallm.server.limits import SequenceGate
 from mlx_parallm.server.metrics import ServerMetrics
+from mlx_parallm.server.selectors import Choice, naming
 from mlx_parallm.server.settings import ServerSettings
 
 
@@ -24,6 +33,7 @@ class Services:
     """The parts behind the routes. `started_at` is Unix time in seconds."""
 
     engine: EngineClient
+    adapters: AdapterClient
     tokenizer: TextTokenizer
     card: ModelCard
     settings: ServerSettings
@@ -47,10 +57,31 @@ class Services:
         with self.gate.reserve(sequences):
             yield
 
+    @contextmanager
+    def lease(self, choice: Choice) -> Iterator[AdapterRef]:
+        """The version that is meant now; it cannot be forgotten while the block runs.
+
+        Raises:
+            UnknownModelError: nothing has that name; there is no falling back to the base.
+        """
+        with ExitStack() as held:
+            with naming(choice.param, choice.selector or ""):
+                ref = held.enter_context(self.adapters.lease(choice.selector))
+            yield ref
+
+    def find(self, selector: str, param: str) -> AdapterCard:
+        """Raises UnknownModelError, naming `param`: no adapter has that name."""
+        with naming(param, selector):
+            return self.adapters.find(selector)
+
+    def is_base(self, model: str | None) -> bool:
+        """Whether `model` is left out, or names the model itself."""
+        return model in (None, self.card.name, BASE_ADAPTER.name)
+
     def check_model(self, name: str | None) -> None:
         """Raises UnknownModelError unless `name` is left out, or names what is served."""
-        if name not in (None, self.card.name, BASE_ADAPTER.name):
-            raise UnknownModelError(f"The model {name[:100]!r} is not served here; see GET /v1/models.", param="model")
+        if name is not None and not self.is_base(name):
+            self.find(name, "model")
 
     def check_sequences(self, prompts: int, n: int) -> int:
         """The sequences of a request. Raises InvalidRequestError when there are too many."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 from starlette.types import Send
@@ -19,18 +19,17 @@ HEADERS = [
 
 
 class EventStream:
-    """One response's stream of events."""
+    """One response's stream of events; `headers` go out beside the stream's own."""
 
-    def __init__(self, send: Send, request_id: str) -> None:
+    def __init__(self, send: Send, headers: Mapping[str, str]) -> None:
         self._send = send
-        self._request_id = request_id
+        self._headers = [*HEADERS, *((name.encode(), value.encode()) for name, value in headers.items())]
         self._last_sent = 0.0
 
     @asynccontextmanager
     async def opened(self, ping_interval_s: float) -> AsyncIterator[None]:
         """Sends the headers; while the block runs, a comment goes out whenever nothing else did for that long."""
-        headers = [*HEADERS, (b"x-request-id", self._request_id.encode())]
-        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
         self._last_sent = time.monotonic()
         pings = asyncio.create_task(self._ping(ping_interval_s))
         try:

@@ -7,7 +7,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mlx_parallm.core import Event, GenerationRequest, PromptScored, RequestFinished, SequenceOutput, TextTokenizer
+from mlx_parallm.core import (
+    BASE_ADAPTER,
+    Event,
+    GenerationRequest,
+    PromptScored,
+    RequestFinished,
+    SequenceOutput,
+    TextTokenizer,
+)
 from mlx_parallm.server.respond.pieces import Piece, joined, of_output
 from mlx_parallm.server.wire.base import WireOutput
 from mlx_parallm.server.wire.common import GenerationBody, PromptTokensDetails, Usage
@@ -17,6 +25,7 @@ class Answer(ABC):
     """One request's wording, used once: either `chunks` for each event in turn, or `whole` for all of them.
 
     A subclass words choices and wraps them; what is sent when, and the usage, is decided here.
+    `model` is the base's name, told where no adapter served.
     """
 
     def __init__(self, body: GenerationBody, request: GenerationRequest, model: str, tokenizer: TextTokenizer) -> None:
@@ -24,6 +33,8 @@ class Answer(ABC):
         self._body = body
         self._tokenizer = tokenizer
         self._head: dict[str, Any] = {"id": request.request_id, "created": int(time.time()), "model": model}
+        if adapter := adapter_of(request):
+            self._head |= {"model": request.adapter.name, "lora_adapter": adapter}
         self._tail: dict[str, Any] = {} if body.metadata is None else {"metadata": body.metadata}
         self._seen: set[int] = set()
         self._prompt_tokens = sum(len(prompt) for prompt in request.prompts)
@@ -85,6 +96,11 @@ class Answer(ABC):
     @abstractmethod
     def _whole(self, choices: Sequence[Piece], usage: Usage, scored: dict[int, PromptScored]) -> WireOutput:
         """The one JSON body; `scored` has the prompt logprobs by prompt index."""
+
+
+def adapter_of(request: GenerationRequest) -> str | None:
+    """`name@version` of the adapter that serves it; None for the base."""
+    return None if request.adapter == BASE_ADAPTER else str(request.adapter)
 
 
 def ending(piece: Piece) -> dict[str, Any]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Depends
 from starlette.responses import Response
 
+from mlx_parallm.core import AdapterRef
 from mlx_parallm.server.body import json_body, request_body
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.openapi import streamable
 from mlx_parallm.server.planning import Budget, new_request_id, plan
 from mlx_parallm.server.respond.chat import ChatAnswer
+from mlx_parallm.server.selectors import choose
 from mlx_parallm.server.services import Services, ServicesDep
 from mlx_parallm.server.wire.chat import ChatBody, ChatCompletion
 
@@ -22,12 +25,12 @@ Body = Annotated[ChatBody, Depends(json_body(ChatBody))]
 @router.post("/v1/chat/completions", responses=streamable(ChatCompletion), openapi_extra=request_body(ChatBody))
 async def create_chat_completion(body: Body, services: ServicesDep) -> Response:
     """Answers a conversation, rendered with the model's own chat template."""
-    services.check_model(body.model)
+    choice = choose(body, services.card.name)
     sequences = services.check_sequences(1, body.n)
-    return GenerationResponse(services, sequences, lambda: prepare(body, services), body.stream)
+    return GenerationResponse(services, choice, sequences, partial(prepare, body, services), body.stream)
 
 
-def prepare(body: ChatBody, services: Services) -> ChatAnswer:
+def prepare(body: ChatBody, services: Services, adapter: AdapterRef) -> ChatAnswer:
     """Renders and tokenises, and words the request for the engine. Runs in a worker thread."""
     request = plan(
         request_id=new_request_id("chatcmpl"),
@@ -40,6 +43,7 @@ def prepare(body: ChatBody, services: Services) -> ChatAnswer:
             )
         ],
         card=services.card,
+        adapter=adapter,
         budget=Budget(body.max_completion_tokens or body.max_tokens, default=None),
         top_logprobs=body.top_logprobs if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Depends
 from starlette.responses import Response
 
-from mlx_parallm.core import GenerationRequest
+from mlx_parallm.core import AdapterRef, GenerationRequest
 from mlx_parallm.server.body import json_body, request_body
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.openapi import streamable
 from mlx_parallm.server.planning import Budget, new_request_id, plan
 from mlx_parallm.server.respond.completions import CompletionAnswer
+from mlx_parallm.server.selectors import choose
 from mlx_parallm.server.services import Services, ServicesDep
 from mlx_parallm.server.wire.completions import Completion, CompletionBody
 from mlx_parallm.server.wire.fields import Prompt
@@ -26,12 +28,12 @@ Body = Annotated[CompletionBody, Depends(json_body(CompletionBody))]
 @router.post("/v1/completions", responses=streamable(Completion), openapi_extra=request_body(CompletionBody))
 async def create_completion(body: Body, services: ServicesDep) -> Response:
     """Continues prompts."""
-    services.check_model(body.model)
+    choice = choose(body, services.card.name)
     sequences = services.check_sequences(len(body.prompt), body.n)
-    return GenerationResponse(services, sequences, lambda: prepare(body, services), body.stream)
+    return GenerationResponse(services, choice, sequences, partial(prepare, body, services), body.stream)
 
 
-def prepare(body: CompletionBody, services: Services) -> CompletionAnswer:
+def prepare(body: CompletionBody, services: Services, adapter: AdapterRef) -> CompletionAnswer:
     """Tokenises, and words the request for the engine. Runs in a worker thread."""
     prompts = [_ids(prompt, body, services) for prompt in body.prompt]
     request = plan(
@@ -39,6 +41,7 @@ def prepare(body: CompletionBody, services: Services) -> CompletionAnswer:
         body=body,
         prompts=prompts,
         card=services.card,
+        adapter=adapter,
         budget=Budget(body.max_tokens, DEFAULT_MAX_TOKENS),
         top_logprobs=body.logprobs,
         prompt_logprobs=_prompt_logprobs(body),

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
+from mlx_parallm.core import AdapterCard
 from mlx_parallm.server.services import Services, ServicesDep
 from mlx_parallm.server.wire.misc import Model, ModelList
 
 router = APIRouter()
 
 
-@router.get("/v1/models")
+@router.get("/v1/models", response_model_exclude_unset=True)
 async def list_models(services: ServicesDep) -> ModelList:
-    """What `model` may name."""
-    return ModelList(object="list", data=[_base(services)])
+    """What `model` may name: the base, then each adapter's live version."""
+    live = [_adapter(card, services) for card in services.adapters.cards() if card.live]
+    return ModelList(object="list", data=[_base(services), *live])
 
 
-@router.get("/v1/models/{name:path}")
+@router.get("/v1/models/{name:path}", response_model_exclude_unset=True)
 async def get_model(name: str, services: ServicesDep) -> Model:
-    """One model; hub ids have a slash in them, and are taken as they are."""
-    services.check_model(name)
-    return _base(services)
+    """One model; hub ids have a slash in them, and are taken as they are. `name@version` is taken too."""
+    return _base(services) if services.is_base(name) else _adapter(services.find(name, "model"), services)
 
 
 def _base(services: Services) -> Model:
@@ -32,4 +33,17 @@ def _base(services: Services) -> Model:
         root=services.card.name,
         parent=None,
         max_model_len=services.card.context_length,
+    )
+
+
+def _adapter(card: AdapterCard, services: Services) -> Model:
+    return Model(
+        id=card.ref.name if card.live else str(card.ref),
+        object="model",
+        created=card.created,
+        owned_by="mlx_parallm",
+        root=card.root or card.ref.name,
+        parent=services.card.name,
+        max_model_len=services.card.context_length,
+        version=card.ref.version,
     )

@@ -167,6 +167,7 @@ class ChatCompletion(WireOutput):
     choices: list[ChatChoice]
     usage: Usage
     metadata: dict[str, str] | None = None
+    lora_adapter: str | None = None
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = None
 
@@ -181,4 +182,5 @@ class ChatCompletionChunk(WireOutput):
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
     metadata: dict[str, str] | None = None
+    lora_adapter: str | None = None
     prompt_token_ids: list[int] | None = None

@@ -28,7 +28,10 @@ class StreamOptions(WireInput):
 
 
 class GenerationBody(WireInput):
-    """What may be asked of any generation. Ranges are OpenAI's, or vLLM's for the fields OpenAI lacks."""
+    """What may be asked of any generation. Ranges are OpenAI's, or vLLM's for the fields OpenAI lacks.
+
+    `model`, `lora_adapter` and mlx-lm's `adapters` may each name an adapter; more than one must agree.
+    """
 
     IGNORED: ClassVar[frozenset[str]] = frozenset(
         {
@@ -53,6 +56,8 @@ class GenerationBody(WireInput):
     }
 
     model: str | None = None
+    lora_adapter: str | None = None
+    adapters: str | None = None
     n: Annotated[int, Field(ge=1, le=MAX_SEQUENCES)] = 1
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()

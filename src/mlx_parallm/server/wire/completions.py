@@ -75,3 +75,4 @@ class Completion(WireOutput):
     choices: list[CompletionChoice]
     usage: Usage | None = None
     metadata: dict[str, str] | None = None
+    lora_adapter: str | None = None

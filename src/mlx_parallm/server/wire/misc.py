@@ -54,7 +54,7 @@ class TokenizerInfo(WireOutput):
 
 
 class Model(WireOutput):
-    """`root` and `parent` are vLLM's: an adapter's parent is the model it adapts."""
+    """`root` and `parent` are vLLM's: an adapter's parent is the model it adapts. Only adapters have a `version`."""
 
     id: str
     object: Literal["model"]
@@ -63,6 +63,7 @@ class Model(WireOutput):
     root: str
     parent: str | None
     max_model_len: int
+    version: int | None = None
 
 
 class ModelList(WireOutput):

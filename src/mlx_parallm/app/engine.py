@@ -1,18 +1,18 @@
-"""The only place that builds the parts and ties them together: config in, a running server out."""
+"""A model with its adapters, loaded on its own device thread: everything below the HTTP face."""
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
-from mlx_parallm import BLAS
+from mlx_parallm.adapters.bank import AdapterBank
+from mlx_parallm.app.adapters import build_bank, build_store
 from mlx_parallm.batch.kv_cache import LoRABatchedKVCache
 from mlx_parallm.batch.runner import BatchRunner
-from mlx_parallm.cli import banner
 from mlx_parallm.config import Config
 from mlx_parallm.core import ModelCard, WorkClass
+from mlx_parallm.engine.adapters import AdapterService
 from mlx_parallm.engine.calibrate import calibrate
 from mlx_parallm.engine.live import Vocabulary
 from mlx_parallm.engine.loop import EngineParts
@@ -26,9 +26,6 @@ from mlx_parallm.model.layout import KVLayout
 from mlx_parallm.model.manager import SharedModelManager
 from mlx_parallm.model.tokenizer import Tokenizer
 from mlx_parallm.scheduler.rl_aware import SchedulerConfig
-from mlx_parallm.server.app import create_app
-from mlx_parallm.server.run import serve
-from mlx_parallm.server.settings import LOOPBACK_HOSTS, ServerSettings
 
 _CPU_SHARE = 0.25
 """Of RAM, for the KV pool on a CPU."""
@@ -43,6 +40,7 @@ class Served:
     card: ModelCard
     tokenizer: Tokenizer
     device: str
+    adapters: AdapterService
 
 
 class Engine:
@@ -54,70 +52,28 @@ class Engine:
         self.processor = ContinuousBatchProcessor(self._build, debug=config.server.debug)
 
     def start(self) -> Served:
-        """Loads the model. Raises what loading raises: `ModelError`, `ConfigError`."""
+        """Loads the model, its adapters and checkpoints. Raises what that raises: `ModelError`, `ConfigError`."""
         self.processor.start()
         assert self._served is not None
         return self._served
 
     def _build(self) -> EngineParts:
+        config = self._config
         manager = SharedModelManager.load(
-            self._config.model.base_model_path, trust_remote_code=self._config.model.trust_remote_code
+            config.model.base_model_path, trust_remote_code=config.model.trust_remote_code
         )
-        runner = build_runner(manager, self._config)
-        card = _served_card(manager.card, runner, self._config)
-        self._served = Served(card, manager.tokenizer, device_name())
-        parts = EngineParts(runner, _vocabulary(manager), _scheduler_config(self._config), calibrate(runner))
+        bank = build_bank(manager, config)
+        runner = build_runner(manager, bank, config)
+        card = _served_card(manager.card, runner, config)
+        store, library = build_store(bank, manager, config, wake=lambda: self.processor.run_on_device(lambda: None))
+        service = AdapterService(self.processor, store, library, reserved=frozenset({card.name}))
+        self._served = Served(card, manager.tokenizer, device_name(), service)
+        parts = EngineParts(runner, store, _vocabulary(manager), _scheduler_config(config), calibrate(runner))
         mx.reset_peak_memory()
         return parts
 
 
-def run(config: Config) -> int:
-    """Loads the model, serves until told to stop, and returns the process's exit code.
-
-    Raises:
-        ConfigError, ModelError: before anything is served.
-    """
-    logging.basicConfig(level=config.server.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
-    engine = Engine(config)
-    served = engine.start()
-    app = create_app(engine.processor, served.tokenizer, served.card, _server_settings(config))
-
-    def announce(port: int) -> None:
-        banner.show(_banner(config, served, engine.processor.stats().kv_bytes_budget, port))
-
-    try:
-        return serve(app, config.server.host, config.server.port, config.server.shutdown_timeout, announce)
-    finally:
-        engine.processor.stop()
-
-
-def _server_settings(config: Config) -> ServerSettings:
-    server = config.server
-    return ServerSettings(
-        api_key=server.api_key.get_secret_value() if server.api_key else None,
-        allowed_hosts=(*LOOPBACK_HOSTS, server.host, *server.allowed_hosts),
-        cors_origins=server.cors_origins,
-        max_batch_size=server.max_batch_size,
-        max_queued=server.max_queued,
-        max_body_bytes=server.max_body_bytes,
-    )
-
-
-def _banner(config: Config, served: Served, kv_bytes: int, port: int) -> banner.BannerInfo:
-    return banner.BannerInfo(
-        model=served.card,
-        adapters=(),
-        kv_bytes=kv_bytes,
-        device=served.device,
-        blas=BLAS.name,
-        host=config.server.host,
-        port=port,
-        authenticated=config.server.api_key is not None,
-        warnings=() if BLAS.fast else (BLAS.problem,),
-    )
-
-
-def build_runner(manager: SharedModelManager, config: Config) -> BatchRunner:
+def build_runner(manager: SharedModelManager, bank: AdapterBank, config: Config) -> BatchRunner:
     """The runner and its KV pool, proved for this architecture. On the device thread.
 
     Raises:
@@ -132,7 +88,7 @@ def build_runner(manager: SharedModelManager, config: Config) -> BatchRunner:
             f"kv_cache_memory of {budget} bytes holds {cache.budget_tokens} tokens of this model; "
             f"give at least {cache.capacity_for(1) * layout.bytes_per_token}"
         )
-    runner = BatchRunner(manager.model, cache, install_hook(manager.model), manager.card.vocab_size)
+    runner = BatchRunner(manager.model, cache, bank, install_hook(manager.model), manager.card.vocab_size)
     check_unproved(manager, runner)
     return runner
 

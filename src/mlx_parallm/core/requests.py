@@ -1,29 +1,11 @@
-"""The shared nouns. A leaf: imports nothing of ours, no MLX, no HTTP.
-
-Everything here is frozen and crosses room walls freely: the HTTP face builds a `GenerationRequest`,
-the engine answers it with a stream of events, and neither knows how the other works.
-"""
+"""What a request is, and the events that answer it."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol
 
-
-@dataclass(frozen=True, slots=True)
-class AdapterRef:
-    """One immutable version of one adapter. Version 0 of `base` is the model itself."""
-
-    name: str
-    version: int
-
-    def __str__(self) -> str:
-        return f"{self.name}@{self.version}"
-
-
-BASE_ADAPTER = AdapterRef("base", 0)
+from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
 
 
 class WorkClass(StrEnum):
@@ -156,87 +138,3 @@ class RequestFailed:
 
 
 Event = PromptScored | SequenceOutput | RequestFinished | RequestFailed
-
-
-# ---- what the rooms see of each other ----------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class ModelCard:
-    """What the HTTP face says of the base model."""
-
-    name: str
-    context_length: int
-    vocab_size: int
-    quantization: str
-    dtype: str
-    parameters: int
-    weight_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """A snapshot, taken without stopping the engine. Counters only grow.
-
-    `kv_bytes_*` are of the pool's budget; `detail` is JSON for `/debug/state`.
-    """
-
-    alive: bool
-    ready: bool
-    running: int = 0
-    waiting: int = 0
-    kv_bytes_held: int = 0
-    kv_bytes_budget: int = 0
-    kv_tokens_used: int = 0
-    preemptions_total: int = 0
-    steps_total: int = 0
-    prompt_tokens_total: int = 0
-    generation_tokens_total: int = 0
-    aborted_total: int = 0
-    failed_steps_total: int = 0
-    detail: Mapping[str, Any] = field(default_factory=dict)
-
-
-class EngineClient(Protocol):
-    """The asyncio face of the engine. Used on the event loop's thread only."""
-
-    def generate(self, request: GenerationRequest) -> AsyncIterator[Event]:
-        """Yields events, the last of them terminal. Closing the iterator (`aclose`, or
-        cancelling the task that reads it) aborts the request and frees its rows.
-
-        Raises:
-            EngineDeadError: the device thread is not running.
-        """
-        ...
-
-    def stats(self) -> EngineStats:
-        """Counters and gauges now; never waits for the device."""
-        ...
-
-
-class TextTokenizer(Protocol):
-    """Text to token ids and back. Safe to call from any thread."""
-
-    vocab_size: int
-    eos_token: str | None
-    bos_token: str | None
-    eos_token_ids: frozenset[int]
-    chat_template: str | None
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
-
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str: ...
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """The bytes one token stands for (part of a UTF-8 character, perhaps)."""
-        ...
-
-    def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **kwargs: Any
-    ) -> list[int]:
-        """Renders the model's own template in a sandbox and encodes it.
-
-        Raises:
-            InvalidRequestError: the model has no template, or the template refuses the messages.
-        """
-        ...

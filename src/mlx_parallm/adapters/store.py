@@ -1,0 +1,322 @@
+"""AdapterStore: which versions are in the bank's slots, and how they come and go beside traffic.
+
+    FILE ──read (worker thread)──▶ COPY ──stage (units of device work)──▶ SLOT ──evict──▶ COPY ──▶ FILE
+
+A row pins its version's slot while it lives. A version that sequences wait for gets a free slot, or that of the
+least recently used version without pins; where all are pinned, after some patience one version admits no new rows
+until its slot is free.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_parallm.adapters.bank import AdapterBank
+from mlx_parallm.adapters.books import AdapterBooks
+from mlx_parallm.adapters.copies import Copies
+from mlx_parallm.adapters.slots import Slots, Tenant
+from mlx_parallm.adapters.versions import Version
+from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair
+from mlx_parallm.core import BASE_ADAPTER, AdapterRef, Residence
+from mlx_parallm.errors import AdapterUnavailableError
+
+_PATIENCE_S = 1.0
+"""How long a version waits for a slot before another one has to make way."""
+
+READ_AHEAD = 2
+"""Versions that are read from their files, and kept, before there is a slot for them."""
+
+Staged = Callable[[Exception | None], None]
+Extracted = Callable[[AdapterWeights | None], None]
+
+
+@dataclass(eq=False, slots=True)
+class _Want:
+    """A version that is to be in a slot. `staged` is told when it is, or that it cannot be."""
+
+    version: Version
+    since: float
+    staged: list[Staged] = field(default_factory=list)
+
+
+class AdapterStore:
+    """Implements `core.DeviceWork`. Device thread only, where nothing else is said.
+
+    Args:
+        read: a version's weights from its files, as they were when it was added; runs on `reader`.
+        copies: evicted versions kept unpadded in memory.
+        wake: called on `reader`'s thread when a read has ended.
+    """
+
+    def __init__(
+        self,
+        bank: AdapterBank,
+        books: AdapterBooks,
+        read: Callable[[Version], AdapterWeights],
+        reader: Executor,
+        copies: int,
+        wake: Callable[[], None],
+    ) -> None:
+        self.bank = bank
+        self.books = books
+        self.staged = self.evicted = 0
+        self.stage_seconds = 0.0
+        self.slots = Slots(bank.slots)
+        self.copies = Copies(copies, self._may_drop)
+        self._read = read
+        self._reader = reader
+        self._wake = wake
+        self._wants: dict[AdapterRef, _Want] = {}
+        self._reads: dict[AdapterRef, Future[AdapterWeights]] = {}
+        self._extracts: deque[tuple[Version, Extracted]] = deque()
+        self._holders: Counter[AdapterRef] = Counter()
+        self._failed: dict[AdapterRef, Exception] = {}
+        self._job: Iterator[None] | None = None
+
+    # -- sequences -------------------------------------------------------------------------------
+
+    def hold(self, ref: AdapterRef) -> None:
+        """A request of this version has come; wants of versions that no request holds lapse."""
+        self._holders[ref] += 1
+
+    def let_go(self, ref: AdapterRef) -> None:
+        self._holders[ref] -= 1
+        if not self._holders[ref]:
+            del self._holders[ref]
+
+    def ready(self, ref: AdapterRef) -> bool:
+        """Whether a row may be admitted now. If not, the version is wanted from here on."""
+        if ref == BASE_ADAPTER:
+            return True
+        tenant = self.slots.get(ref)
+        if tenant is None and ref not in self._wants and ref not in self._failed:
+            self._want(ref)
+        return tenant is not None and not tenant.yielding
+
+    def pin(self, ref: AdapterRef) -> int:
+        """The slot of a version that is ready; it stays there until `unpin`."""
+        tenant = self.slots.get(ref)
+        if tenant is None:
+            assert ref == BASE_ADAPTER
+            return 0
+        tenant.pin(1)
+        return tenant.slot
+
+    def unpin(self, ref: AdapterRef) -> None:
+        if tenant := self.slots.get(ref):
+            tenant.pin(-1)
+
+    def take_failures(self) -> dict[AdapterRef, Exception]:
+        """Versions that sequences wait for and that cannot be had, and why; each told once."""
+        failed, self._failed = self._failed, {}
+        return failed
+
+    # -- publishing ------------------------------------------------------------------------------
+
+    def stage(self, version: Version, weights: AdapterWeights | None, staged: Staged) -> None:
+        """Brings a version into a slot beside traffic, then calls `staged(None)`, or `staged(error)`.
+
+        Where every slot is pinned it is kept as a copy, to be staged when a row wants it, and `staged` is called
+        all the same: a publish never waits for other tenants' rows.
+
+        Args:
+            weights: numpy's or MLX's; None when its files are to be read.
+        """
+        if version.ref == BASE_ADAPTER or self.slots.get(version.ref):
+            staged(None)
+            return
+        if weights is not None:
+            self._keep(version, weights)
+        self._wants.setdefault(version.ref, _Want(version, time.monotonic())).staged.append(staged)
+
+    def extract(self, version: Version, extracted: Extracted) -> None:
+        """Copies a version's weights out of memory, float32 numpy, beside traffic; None when they are not there."""
+        self._extracts.append((version, extracted))
+
+    # -- device work -----------------------------------------------------------------------------
+
+    def waits(self) -> bool:
+        """Whether `advance` has a unit to run; see `core.DeviceWork`."""
+        self._take_reads()
+        self._drop_lapsed()
+        if self._job is None:
+            self._job = self._next_job()
+        return self._job is not None
+
+    def advance(self) -> None:
+        """Runs one unit: one group of linears of one slot."""
+        assert self._job is not None
+        try:
+            next(self._job)
+        except StopIteration:
+            self._job = None
+
+    def reset(self) -> None:
+        """Forgets what is in the slots, none of them pinned; what has files or copies is staged again on demand."""
+        self._job = None
+        self.slots.clear()
+        self.bank.clear()
+
+    def _next_job(self) -> Iterator[None] | None:
+        """The oldest want whose weights are in memory, if a slot can be had for it. Starts reading the others."""
+        if self._extracts:
+            return self._extract(*self._extracts.popleft())
+        for want in self._next_wants():
+            self._fetch(want)
+        for want in [want for want in self._in_order() if want.version in self.copies]:
+            slot = self.slots.find()
+            if slot is not None:
+                return self._stage(want, slot)
+            _settle(want, None)
+            if time.monotonic() - want.since > _PATIENCE_S:
+                self.slots.make_one_yield(most=sum(other.since <= want.since for other in self._wants.values()))
+        return None
+
+    def _in_order(self) -> list[_Want]:
+        return sorted(self._wants.values(), key=lambda want: want.since)
+
+    def _next_wants(self) -> list[_Want]:
+        return self._in_order()[:READ_AHEAD]
+
+    def _stage(self, want: _Want, slot: int) -> Iterator[None]:
+        started = time.monotonic()
+        tenant = self.slots.tenant_of(slot)
+        self.slots.take(slot)
+        if tenant is not None:
+            yield from self._evict(tenant)
+        version = want.version
+        weights = self.copies.take(version)
+        try:
+            yield from self.bank.write(slot, weights)
+        except Exception as error:
+            self.copies.put(version, weights)
+            _settle(want, error)
+            raise
+        self.slots.move_in(version, slot)
+        del self._wants[version.ref]
+        self.staged += 1
+        self.stage_seconds = time.monotonic() - started
+        _settle(want, None)
+
+    def _evict(self, tenant: Tenant) -> Iterator[None]:
+        """A copy is kept, unless nobody can ask for the version, or it is read again."""
+        version = tenant.version
+        self.slots.move_out(tenant)
+        self.evicted += 1
+        if self._gone(version) or (self.copies.most == 0 and version.readable):
+            return
+        pairs: dict[str, LoRAPair] = {}
+        yield from self.bank.read(tenant.slot, version.ranks, pairs)
+        self.copies.put(version, AdapterWeights(pairs))
+
+    def _extract(self, version: Version, extracted: Extracted) -> Iterator[None]:
+        pairs: dict[str, LoRAPair] = {}
+        if tenant := self.slots.get(version.ref):
+            yield from self.bank.read(tenant.slot, version.ranks, pairs)
+        elif copy := self.copies.get(version):
+            pairs = dict(copy.pairs)
+        exported = {path: _exported(pair, version.scales[path]) for path, pair in pairs.items()}
+        extracted(AdapterWeights(exported) if pairs else None)
+
+    # -- weights in memory -----------------------------------------------------------------------
+
+    def _want(self, ref: AdapterRef) -> None:
+        version = self.books.version(ref)
+        if version is None:
+            self._failed[ref] = AdapterUnavailableError(f"{ref} was forgotten before the request was served")
+        else:
+            self._wants[ref] = _Want(version, time.monotonic())
+
+    def _fetch(self, want: _Want) -> None:
+        """Starts reading a version that is not in memory; fails it when its files hold something else by now."""
+        version = want.version
+        if version in self.copies or version.ref in self._reads:
+            return
+        if version.readable:
+            self._start_read(version)
+        else:
+            self._fail(want, AdapterUnavailableError(f"the weights of {version.ref} were replaced where they lay"))
+
+    def _start_read(self, version: Version) -> None:
+        future = self._reader.submit(self._read, version)
+        self._reads[version.ref] = future
+        future.add_done_callback(lambda _: self._wake())
+
+    def _take_reads(self) -> None:
+        for ref, future in [(ref, future) for ref, future in self._reads.items() if future.done()]:
+            del self._reads[ref]
+            want, error = self._wants.get(ref), future.exception()
+            if want is None:
+                continue
+            if error is None:
+                self._keep(want.version, future.result())
+            else:
+                self._fail(want, AdapterUnavailableError(f"{ref} cannot be read again: {error}"))
+
+    def _keep(self, version: Version, weights: AdapterWeights) -> None:
+        """Weights as they were published: their ranks and scales are what `_extract` gives back."""
+        version.ranks = {path: pair.rank for path, pair in weights.pairs.items()}
+        version.scales = {path: pair.scale for path, pair in weights.pairs.items()}
+        self.copies.put(version, weights)
+
+    def _gone(self, version: Version) -> bool:
+        return version.forgotten and not version.leases and not self._holders[version.ref]
+
+    def _may_drop(self, version: Version) -> bool:
+        soon = any(want.version is version for want in self._next_wants())
+        return not soon and (version.readable or not self.books.needed(version))
+
+    def _fail(self, want: _Want, error: Exception) -> None:
+        ref = want.version.ref
+        del self._wants[ref]
+        if self._holders[ref]:
+            self._failed[ref] = error
+        _settle(want, error)
+
+    def _drop_lapsed(self) -> None:
+        """Drops wants that nobody waits for any more, and copies that nobody can ask for."""
+        self.copies.purge(self._gone)
+        for ref, want in list(self._wants.items()):
+            if not want.staged and not self._holders[ref]:
+                del self._wants[ref]
+
+    # -- figures ---------------------------------------------------------------------------------
+
+    def residence(self, version: Version) -> Residence:
+        """Any thread may ask."""
+        if self.slots.get(version.ref):
+            return Residence.SLOT
+        return Residence.COPY if version in self.copies else Residence.FILE
+
+    def names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Adapters that have rows, and adapters that requests wait for without having any. Any thread may ask."""
+        running = {ref.name for ref, tenant in self.slots if tenant.pins}
+        held = {ref.name for ref in self._holders.copy() if ref != BASE_ADAPTER}
+        return tuple(sorted(running)), tuple(sorted(held - running))
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when slots, pins and copies do not agree."""
+        self.slots.check_integrity(moving=self._job is not None)
+        for ref, tenant in self.slots:
+            assert tenant.version not in self.copies
+            assert not tenant.pins or self._holders[ref] > 0
+        assert all(count > 0 for count in self._holders.values())
+
+
+def _settle(want: _Want, error: Exception | None) -> None:
+    told, want.staged = want.staged, []
+    for staged in told:
+        staged(error)
+
+
+def _exported(pair: LoRAPair, scale: float) -> LoRAPair:
+    """A pair of any kind as float32 numpy with its published scale."""
+    a, b = (np.array(mx.array(factor).astype(mx.float32)) for factor in (pair.a, pair.b))
+    return LoRAPair(a, b * np.float32(pair.scale / scale) if pair.scale != scale else b, scale)

@@ -1,0 +1,102 @@
+"""The section `server`: HTTP, the batch and its limits."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from mlx_parallm.config.base import Section
+from mlx_parallm.config.types import ApiKey, AutoByteSize, ByteSize, Host, Hosts, Integer, Number, Origins, Text
+
+
+class Mode(StrEnum):
+    """What the server does with its device time."""
+
+    INFERENCE_ONLY = "inference_only"
+    INFERENCE_AND_TRAINING = "inference_and_training"
+    TRAINING_ONLY = "training_only"
+
+
+SHORT_MODES = {"inference": Mode.INFERENCE_ONLY, "rl": Mode.INFERENCE_AND_TRAINING}
+
+
+def _long_mode(value: object) -> object:
+    return SHORT_MODES.get(value, value) if isinstance(value, str) else value
+
+
+def _lower(value: object) -> object:
+    return value.lower() if isinstance(value, str) else value
+
+
+class PriorityRatios(Section):
+    """Shares of the batch's rows while both classes wait; a class alone may use them all. They add up to 1."""
+
+    inference: Number = Field(default=0.7, ge=0, le=1, description="Share of live requests.")
+    training: Number = Field(default=0.3, ge=0, le=1, description="Share of training rollouts.")
+
+    @model_validator(mode="after")
+    def _sums_to_one(self) -> Self:
+        if abs(self.inference + self.training - 1) > 1e-6:
+            raise ValueError(f"inference + training must be 1, not {self.inference + self.training:g}; set both")
+        return self
+
+
+class ServerConfig(Section):
+    """The HTTP server, its batch and its limits."""
+
+    mode: Annotated[Mode, BeforeValidator(_long_mode)] = Field(
+        default=Mode.INFERENCE_ONLY,
+        description="inference_only (short: inference), inference_and_training (short: rl) or training_only. "
+        "Only inference_only is available in this version.",
+    )
+    host: Host = Field(
+        default="127.0.0.1",
+        description="Address to listen on; 0.0.0.0 is every IPv4 interface (put the names and addresses "
+        "that clients use into allowed_hosts).",
+    )
+    port: Integer = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+    max_batch_size: Integer = Field(default=128, ge=1, description="Most sequences in the running batch.")
+    max_batched_tokens: Integer = Field(
+        default=2048, ge=1, description="Most prompt tokens in one unit of prefill; the scheduler may choose fewer."
+    )
+    max_queued: Integer = Field(
+        default=512, ge=1, description="Most sequences that wait to be admitted; beyond it a request gets 429."
+    )
+    kv_cache_memory: AutoByteSize = Field(
+        default=None,
+        description="Memory for the KV cache, such as 4GB or 512MiB; auto takes it from the device's "
+        "recommended working set, or a quarter of RAM on a CPU.",
+    )
+    shutdown_timeout: Number = Field(
+        default=30.0, ge=0, description="Seconds that running requests get to finish after SIGTERM or Ctrl-C."
+    )
+    api_key: ApiKey | None = Field(
+        default=None,
+        repr=False,
+        description="Secret that clients send as a bearer token; null: no key is asked for. Prefer the environment "
+        "variable MLX_PARALLM_API_KEY: flags show in the process list.",
+    )
+    allowed_hosts: Hosts = Field(
+        default=(),
+        description="Names and addresses, without port, by which clients may call this server (their Host header), "
+        "beside localhost, 127.0.0.1, ::1 and `host`; '*' allows any.",
+    )
+    cors_origins: Origins = Field(
+        default=(),
+        description="Web origins whose pages may call this server, such as https://example.org; none by default.",
+    )
+    priority_ratios: PriorityRatios = PriorityRatios()
+    log_level: Annotated[Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(_lower)] = Field(
+        default="info", description="debug, info, warning, error or critical."
+    )
+    served_model_name: Text | None = Field(
+        default=None, description="Name that clients give as `model`; null: the model's own name."
+    )
+    max_body_bytes: ByteSize = Field(
+        default=16 * 2**20, description="Largest request body; beyond it a request gets 413."
+    )
+    debug: bool = Field(
+        default=False, description="Check every resource owner's integrity whenever the server is idle."
+    )

@@ -1,0 +1,48 @@
+"""Units of device work: what the scheduler picks, one at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mlx_parallm.scheduler.cost import Chunk
+from mlx_parallm.scheduler.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPart:
+    """Compute the next `tokens` tokens of one sequence."""
+
+    sequence: Sequence
+    tokens: int
+
+    @property
+    def chunk(self) -> Chunk:
+        return Chunk(self.tokens, self.sequence.computed)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillUnit:
+    """Chunks of several prompts, computed in one forward."""
+
+    parts: tuple[PrefillPart, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(part.tokens for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeUnit:
+    """Draw one token for each of these rows."""
+
+    sequences: tuple[Sequence, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkUnit:
+    """Work beside requests (`core.DeviceWork`) for about so many seconds, one unit of it at least."""
+
+    seconds: float
+
+
+Unit = PrefillUnit | DecodeUnit | WorkUnit

@@ -1,0 +1,32 @@
+"""Adapter versions kept on disk."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Depends
+
+from mlx_parallm.server.body import json_body, request_body
+from mlx_parallm.server.respond.adapters import checkpoint_object
+from mlx_parallm.server.selectors import naming
+from mlx_parallm.server.services import ServicesDep
+from mlx_parallm.server.wire.adapters import Checkpoint, CheckpointList, SaveCheckpointBody
+
+router = APIRouter()
+Body = Annotated[SaveCheckpointBody, Depends(json_body(SaveCheckpointBody))]
+
+
+@router.get("/v1/checkpoints")
+async def list_checkpoints(services: ServicesDep) -> CheckpointList:
+    """Oldest first."""
+    return CheckpointList(object="list", data=[checkpoint_object(card) for card in services.adapters.checkpoints()])
+
+
+@router.post("/training/checkpoint", openapi_extra=request_body(SaveCheckpointBody))
+@router.post("/v1/training/checkpoint", openapi_extra=request_body(SaveCheckpointBody))
+async def save_checkpoint(body: Body, services: ServicesDep) -> Checkpoint:
+    """Answers when the files are whole on disk; a client that leaves meanwhile stops nothing."""
+    tags = [] if body.checkpoint_name is None else [body.checkpoint_name]
+    with naming("lora_name", body.lora_name or ""):
+        saving = services.adapters.save_checkpoint(body.lora_name, body.step, tags, body.metrics)
+        return checkpoint_object(await services.lifecycle.see_through(saving))

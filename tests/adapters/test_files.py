@@ -1,0 +1,287 @@
+"""Reading adapters: both formats, and every refusal by name."""
+
+import math
+
+import numpy as np
+import pytest
+from adapter_folders import (
+    DOWN0,
+    HIDDEN,
+    KV,
+    MLP,
+    Q0,
+    Q1,
+    V0,
+    make_layout,
+    mlx_lm_folder,
+    mlx_lm_tensors,
+    peft_config,
+    peft_folder,
+    peft_tensors,
+    read,
+    refusal,
+    safetensors,
+)
+
+from mlx_parallm.adapters.layout import AdapterLayout
+
+A, B = f"{Q0}.lora_a", f"{Q0}.lora_b"
+
+
+# ---- mlx-lm ------------------------------------------------------------------------------------
+
+
+def test_mlx_lm_factors_are_read_as_they_are(tmp_path):
+    tensors = mlx_lm_tensors(rank=4, path=DOWN0, shape=(MLP, HIDDEN)) | mlx_lm_tensors(rank=4)
+    file = read(mlx_lm_folder(tmp_path, tensors, lora_parameters={"scale": 20.0}))
+    assert (file.format, file.path, file.nbytes) == ("mlx-lm", tmp_path, sum(t.nbytes for t in tensors.values()))
+    assert list(file.weights.pairs) == [Q0, DOWN0]
+    pair = file.weights.pairs[DOWN0]
+    assert (pair.scale, pair.rank) == (20.0, 4)
+    assert np.array_equal(pair.a, tensors[f"{DOWN0}.lora_a"])
+    assert np.array_equal(pair.b, tensors[f"{DOWN0}.lora_b"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"fine_tune_type": "dora"}, "DoRA is not supported"),
+        ({"fine_tune_type": "full"}, "full fine-tuning is not supported"),
+        ({"fine_tune_type": ["lora"]}, "fine_tune_type must be 'lora'"),
+        ({"lora_parameters": {"rank": "4"}}, "lora_parameters.rank must be a whole number"),
+        ({"lora_parameters": {"rank": True}}, "lora_parameters.rank must be a whole number"),
+        ({"lora_parameters": {"rank": 0}}, "lora_parameters.rank must be a whole number"),
+        ({"lora_parameters": {"scale": None}}, "lora_parameters.scale must be a number, got nothing"),
+        ({"lora_parameters": {"scale": float("nan")}}, "lora_parameters.scale must be finite"),
+        ({"lora_parameters": {"scale": 1e39}}, "lora_parameters.scale must be finite"),
+        ({"lora_parameters": {"scale": 10**400}}, "a huge whole number"),
+        ({"lora_parameters": {"rank": 5}}, "has rank 4, but the config says 5"),
+        ({"peft_type": "LORA"}, "keys of both formats"),
+    ],
+)
+def test_mlx_lm_configs_that_are_refused(changes, words, tmp_path):
+    assert words in refusal(mlx_lm_folder(tmp_path, mlx_lm_tensors(), **changes))
+
+
+def test_alpha_without_scale_is_explained(tmp_path):
+    mlx_lm_folder(tmp_path, mlx_lm_tensors())
+    (tmp_path / "adapter_config.json").write_text('{"lora_parameters": {"rank": 4, "alpha": 8}}')
+    assert "give scale, alpha / rank" in refusal(tmp_path)
+
+
+# ---- PEFT --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["", ".default"])
+def test_peft_factors_are_transposed_into_ours(name, tmp_path):
+    tensors = peft_tensors(rank=4, path=V0, shape=(HIDDEN, KV), name=name)
+    pair = read(peft_folder(tmp_path, tensors)).weights.pairs[V0]
+    assert pair.scale == 2.0
+    assert np.array_equal(pair.a, tensors[f"base_model.model.{V0}.lora_A{name}.weight"].T)
+    assert np.array_equal(pair.b, tensors[f"base_model.model.{V0}.lora_B{name}.weight"].T)
+    assert all(array.flags.c_contiguous and array.dtype == np.float32 for array in (pair.a, pair.b))
+
+
+def test_rslora_divides_by_the_root_of_the_rank(tmp_path):
+    pair = read(peft_folder(tmp_path, peft_tensors(), use_rslora=True)).weights.pairs[Q0]
+    assert pair.scale == pytest.approx(8 / math.sqrt(4))
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        {Q1: 8},
+        {"layers.1.self_attn.q_proj": 8},
+        {r"model\.layers\.1\..*": 8},
+        {r".*\.1\.self_attn\.(q|v)_proj": 8, Q1: 3},
+        {f"^{Q1}": 8},
+    ],
+)
+def test_patterns_match_whole_tails_of_paths_and_the_first_counts(ranks, tmp_path):
+    tensors = peft_tensors(rank=4) | peft_tensors(rank=8, path=Q1)
+    alphas = {"1.self_attn.q_proj": 24, "elf_attn.q_proj": 1, "q_pro": 1}
+    pairs = read(peft_folder(tmp_path, tensors, rank_pattern=ranks, alpha_pattern=alphas)).weights.pairs
+    assert (pairs[Q0].rank, pairs[Q0].scale) == (4, 2.0)
+    assert (pairs[Q1].rank, pairs[Q1].scale) == (8, 3.0)
+
+
+def test_the_pattern_of_a_last_name_means_every_module_of_it(tmp_path):
+    tensors = peft_tensors() | peft_tensors(path=Q1)
+    pairs = read(peft_folder(tmp_path, tensors, alpha_pattern={"q_proj": 4})).weights.pairs
+    assert {pair.scale for pair in pairs.values()} == {1.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"peft_type": "ADALORA"}, "only peft_type LORA"),
+        ({"peft_type": ["LORA"]}, "only peft_type LORA"),
+        ({"use_dora": True}, "DoRA is not supported"),
+        ({"bias": "all"}, "bias must be 'none'"),
+        ({"lora_bias": True}, "a bias on the factors"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out"),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices"),
+        ({"layer_replication": [[0, 2]]}, "layer replication"),
+        ({"target_parameters": ["experts.down_proj"]}, "as of experts"),
+        ({"alora_invocation_tokens": [1, 2]}, "activated LoRA"),
+        ({"use_qalora": True}, "QALoRA"),
+        ({"init_lora_weights": "pissa_niter_16"}, "path_initial_model_for_weight_conversion"),
+        ({"init_lora_weights": "loftq"}, "changes the base model too"),
+        ({"some_new_option": {"x": 1}}, "'some_new_option' is not known here"),
+        ({"r": "4"}, "r must be a whole number"),
+        ({"r": 10**400}, "r must be a whole number"),
+        ({"lora_alpha": None}, "lora_alpha must be a number"),
+        ({"lora_alpha": -math.inf}, "lora_alpha must be finite"),
+        ({"use_rslora": "yes"}, "use_rslora must be true or false"),
+        ({"rank_pattern": [4]}, "rank_pattern must be an object"),
+        ({"rank_pattern": {"q_proj": 1.5}}, "rank_pattern.'q_proj' must be a whole number"),
+        ({"alpha_pattern": {"q_proj": math.nan}}, "alpha_pattern.'q_proj' must be finite"),
+        ({"alpha_pattern": {"(q_proj": 1}}, "no regular expression"),
+        ({"alpha_pattern": {"(a+)+b": 1}}, "too complex"),
+        ({"alpha_pattern": {"(.|.)(.|.)(.|.)": 1}}, "too complex"),
+        ({"alpha_pattern": {".*" * 9: 1}}, "too complex"),
+        ({"alpha_pattern": {f".*{i}": 1 for i in range(99)}}, "use plain module names"),
+    ],
+)
+def test_peft_configs_that_are_refused(changes, words, tmp_path):
+    assert words in refusal(peft_folder(tmp_path, peft_tensors(), **changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"init_lora_weights": "gaussian", "lora_dropout": 0.9, "task_type": None},
+        {"target_modules": "all-linear", "layers_to_transform": [0], "layers_pattern": "layers"},
+        {"some_new_option": None, "another": False, "a_third": []},
+        {"auto_mapping": {"base_model_class": "X"}, "megatron_core": "y", "rank_pattern": None},
+    ],
+)
+def test_peft_options_without_effect_on_the_result_are_accepted(changes, tmp_path):
+    assert read(peft_folder(tmp_path, peft_tensors(), **changes)).weights.pairs[Q0].scale == 2.0
+
+
+def test_every_default_key_of_a_peft_config_is_accepted(tmp_path):
+    config = peft_config()
+    assert read(peft_folder(tmp_path, peft_tensors(), **config)).format == "peft"
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        (f"{Q0}.lora_magnitude_vector", "DoRA is not supported"),
+        ("model.embed_tokens.lora_embedding_A", "embedding LoRA is not supported"),
+        (f"{Q0}.lora_B.bias", "a trained bias is not supported"),
+        ("lm_head.modules_to_save.weight", "modules_to_save"),
+        (f"{Q0}.lora_C.weight", "is no factor of a LoRA pair"),
+    ],
+)
+def test_peft_tensors_that_are_no_factors(extra, words, tmp_path):
+    tensors = peft_tensors() | {f"base_model.model.{extra}": np.zeros((2, 2), np.float32)}
+    assert words in refusal(peft_folder(tmp_path, tensors))
+
+
+# ---- paths -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ours", ["model.", "language_model.model.", "model.language_model."])
+@pytest.mark.parametrize("theirs", ["model.", "language_model.model.", "model.language_model."])
+def test_the_text_part_of_a_model_is_found_however_it_is_spelled(ours, theirs, tmp_path):
+    layout = make_layout(ours)
+    tail = "layers.1.self_attn.q_proj"
+    folder = peft_folder(tmp_path, peft_tensors(path=theirs + tail))
+    assert list(read(folder, layout).weights.pairs) == [ours + tail]
+    folder = peft_folder(tmp_path, peft_tensors(path=theirs + "embed_tokens"))
+    assert "embedding LoRA is not supported" in refusal(folder, layout=layout)
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("model.layers.0.mlp.switch_mlp.gate_proj", "expert LoRA is not supported: model.layers.0.mlp.switch_mlp"),
+        ("model.layers.1.mlp.experts.3.gate_proj", "expert LoRA is not supported: model.layers.1.mlp.experts.3"),
+        ("model.layers.1.mlp.experts.base_layer", "expert LoRA is not supported"),
+        ("model.embed_tokens", "embedding LoRA is not supported"),
+        ("lm_head", "head LoRA is not supported"),
+        ("model.layers.7.self_attn.q_proj", "no such linear: model.layers.7.self_attn.q_proj"),
+        ("vision_tower.layers.0.self_attn.q_proj", "no such linear"),
+    ],
+)
+def test_modules_that_adapters_may_not_change(path, words, tmp_path):
+    assert words in refusal(peft_folder(tmp_path, peft_tensors(path=path)))
+    assert words in refusal(mlx_lm_folder(tmp_path / "mlx-lm", mlx_lm_tensors(path=path)))
+
+
+def test_a_model_without_adaptable_linears_says_so(tmp_path):
+    layout = AdapterLayout({}, {Q0: "LoRA on a gpt2 model"}, 1)
+    assert "LoRA on a gpt2 model is not supported" in refusal(peft_folder(tmp_path, peft_tensors()), layout=layout)
+
+
+def test_two_tensors_of_one_linear_are_refused(tmp_path):
+    both = peft_tensors() | peft_tensors(path=f"language_model.{Q0}")
+    assert "has two adapters" in refusal(peft_folder(tmp_path, both))
+    both = peft_tensors() | peft_tensors(name=".default")
+    assert "are the same factor" in refusal(peft_folder(tmp_path, both))
+
+
+# ---- tensors -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({B: None}, "has no lora_b beside it"),
+        ({A: None}, "has no lora_a beside it"),
+        ({A: np.zeros((HIDDEN + 1, 4), np.float32)}, "maps 16 to 16 features"),
+        ({B: np.zeros((4, HIDDEN - 1), np.float32)}, "maps 16 to 16 features"),
+        ({B: np.zeros((5, HIDDEN), np.float32)}, "maps 16 to 16 features"),
+        ({A: np.zeros(HIDDEN, np.float32)}, "is a matrix"),
+        ({A: np.zeros((HIDDEN, 0), np.float32), B: np.zeros((0, HIDDEN), np.float32)}, "is a matrix"),
+        ({A: np.zeros((HIDDEN, 4), np.int32)}, "has dtype 'I32'"),
+        ({A: np.zeros((HIDDEN, 4), np.float64)}, "store it as F32, F16 or BF16"),
+        ({A: np.full((HIDDEN, 4), np.nan, np.float32)}, "not finite"),
+        ({B: np.full((4, HIDDEN), np.inf, np.float16)}, "not finite"),
+        ({A: None, B: None}, "holds no tensors"),
+        ({f"{Q0}.m": np.zeros(HIDDEN, np.float32)}, "DoRA is not supported"),
+        ({f"{Q0}.weight": np.zeros((2, 2), np.float32)}, "is no lora_a or lora_b"),
+    ],
+)
+def test_tensors_that_are_refused(change, words, tmp_path):
+    merged = mlx_lm_tensors() | change
+    tensors = {name: array for name, array in merged.items() if array is not None}
+    assert words in refusal(mlx_lm_folder(tmp_path, tensors))
+
+
+def test_the_rank_is_bounded(tmp_path):
+    folder = mlx_lm_folder(tmp_path, mlx_lm_tensors(rank=32), lora_parameters={"rank": 32})
+    assert "rank 32 is over --max-lora-rank 16" in refusal(folder)
+    assert read(folder, max_rank=32).weights.rank == 32
+
+
+def test_half_precision_is_widened_without_loss(tmp_path):
+    tensors = {name: array.astype(np.float16) for name, array in mlx_lm_tensors().items()}
+    pair = read(mlx_lm_folder(tmp_path, tensors)).weights.pairs[Q0]
+    assert pair.a.dtype == np.float32
+    assert np.array_equal(pair.a.astype(np.float16), tensors[A])
+
+
+def test_bfloat16_is_the_upper_half_of_float32(tmp_path):
+    mlx_lm_folder(tmp_path, mlx_lm_tensors(rank=1), lora_parameters={"rank": 1})
+    values = np.float32([1.0, -2.5, 3e38, 1e-40] * 8)
+    upper = (values.view(np.uint32) >> 16).astype("<u2")
+    entry = {"dtype": "BF16", "shape": [16, 1], "data_offsets": [0, 32]}
+    header = {A: entry, B: entry | {"shape": [1, 16], "data_offsets": [32, 64]}}
+    (tmp_path / "adapters.safetensors").write_bytes(safetensors(header, upper.tobytes()))
+    pair = read(tmp_path).weights.pairs[Q0]
+    assert np.array_equal(pair.a.ravel().view(np.uint32) >> 16, upper[:16])
+    assert pair.a[:2, 0].tolist() == [1.0, -2.5]
+
+
+def test_the_digest_is_of_what_the_weights_are(tmp_path):
+    def digest(name, tensors, **changes):
+        return read(mlx_lm_folder(tmp_path / name, tensors, **changes)).digest
+
+    first = digest("a", mlx_lm_tensors())
+    assert first == digest("b", mlx_lm_tensors(), data="other data", iters=7)
+    assert first != digest("c", mlx_lm_tensors(), lora_parameters={"scale": 3.0})
+    assert first != digest("d", mlx_lm_tensors() | {B: np.zeros((4, HIDDEN), np.float32)})

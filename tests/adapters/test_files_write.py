@@ -1,0 +1,183 @@
+"""Writing adapters: they read back as they were, and mlx-lm's own code agrees with ours."""
+
+import json
+import math
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from adapter_folders import DOWN0, LAYERS, LAYOUT, Q0, Q1, V0, V1, make_layout, random_weights, read
+from mlx.utils import tree_flatten
+from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
+from safetensors import safe_open
+from tiny import tiny_model
+
+from mlx_parallm.adapters.files import read_adapter, write_mlx_lm, write_peft
+from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair
+from mlx_parallm.errors import AdapterFileError
+from mlx_parallm.model.adapted import adapter_layout
+from mlx_parallm.model.families import classify, relative_error
+
+TOKENS = mx.array([[1, 5, 9, 33, 77, 2, 250, 100, 30, 4, 66, 7]])
+FILES = {"adapters.safetensors": "mlx", "adapter_model.safetensors": "pt"}
+
+
+def assert_equal(got, want):
+    assert got.keys() == want.keys()
+    for path, pair in want.items():
+        assert np.array_equal(got[path].a, pair.a)
+        assert np.array_equal(got[path].b, pair.b)
+        assert got[path].scale == pytest.approx(pair.scale, rel=1e-15)
+
+
+def delta(pair):
+    return pair.scale * (pair.a.astype(np.float64) @ pair.b.astype(np.float64))
+
+
+def config_of(folder):
+    return json.loads((folder / "adapter_config.json").read_text())
+
+
+def test_mlx_lm_round_trip_is_bit_exact(tmp_path):
+    weights = random_weights({Q0: 4, DOWN0: 4, V1: 4}, 1.7)
+    write_mlx_lm(tmp_path, weights, LAYOUT)
+    assert_equal(read(tmp_path).weights.pairs, weights.pairs)
+
+
+@pytest.mark.parametrize("prefix", ["model.", "language_model.model."])
+def test_peft_round_trip_is_bit_exact_with_any_ranks_and_scales(prefix, tmp_path):
+    layout = make_layout(prefix)
+    paths = list(layout.linears)
+    ranks = dict(zip(paths, (4, 4, 3, 4, 7, 1), strict=True))
+    scales = dict(zip(paths, (2.0, 2.0, 0.3, -1.5, 2.0, 64.0), strict=True))
+    weights = random_weights(ranks, scales, layout=layout)
+    write_peft(tmp_path, weights, layout, "org/model")
+    assert_equal(read(tmp_path, layout).weights.pairs, weights.pairs)
+
+
+@pytest.mark.parametrize("write", [write_mlx_lm, lambda *arguments: write_peft(*arguments, None)])
+def test_half_precision_is_stored_as_it_is(write, tmp_path):
+    pairs = random_weights({Q0: 4}).pairs
+    half = {path: LoRAPair(np.float16(p.a), np.float16(p.b), p.scale) for path, p in pairs.items()}
+    write(tmp_path, AdapterWeights(half), LAYOUT)
+    assert_equal(read(tmp_path).weights.pairs, half)
+    assert read(tmp_path).nbytes == AdapterWeights(half).nbytes
+
+
+def test_mlx_lm_pads_ranks_and_folds_scales(tmp_path):
+    weights = random_weights({Q0: 2, V0: 5, Q1: 3}, {Q0: 0.25, V0: 3.0, Q1: -6.0})
+    write_mlx_lm(tmp_path, weights, LAYOUT)
+    got = read(tmp_path).weights.pairs
+    assert {(pair.rank, pair.scale) for pair in got.values()} == {(5, -6.0)}
+    for path, pair in weights.pairs.items():
+        assert np.allclose(delta(got[path]), delta(pair), rtol=1e-6, atol=1e-6)
+    assert np.array_equal(got[Q1].b[:3], weights.pairs[Q1].b)  # its scale is the file's: nothing was folded
+
+
+def test_what_the_configs_say(tmp_path):
+    weights = random_weights({Q1: 4, V1: 8, V0: 8}, {Q1: 2.0, V1: 2.0, V0: 0.3})
+    write_mlx_lm(tmp_path / "m", weights, LAYOUT, {"step": 7, "num_layers": 99})
+    assert config_of(tmp_path / "m") == {
+        "step": 7,
+        "fine_tune_type": "lora",
+        "num_layers": LAYERS,
+        "lora_parameters": {
+            "rank": 8,
+            "scale": 2.0,
+            "dropout": 0.0,
+            "keys": ["self_attn.q_proj", "self_attn.v_proj"],
+        },
+    }
+    write_mlx_lm(tmp_path / "last", random_weights({Q1: 4}), LAYOUT)
+    assert config_of(tmp_path / "last")["num_layers"] == 1  # mlx-lm counts from the end
+    write_peft(tmp_path / "p", weights, LAYOUT, "org/model")
+    config = config_of(tmp_path / "p")
+    assert (config["peft_type"], config["task_type"], config["base_model_name_or_path"]) == (
+        "LORA",
+        "CAUSAL_LM",
+        "org/model",
+    )
+    assert (config["r"], config["rank_pattern"]) == (8, {Q1: 4})
+    assert config["lora_alpha"] / config["r"] == pytest.approx(1.0)
+    assert config["alpha_pattern"] == {V1: 16, V0: pytest.approx(2.4)}
+    assert config["target_modules"] == [Q1, "v_proj"]  # not layer 0's q_proj
+
+
+def test_metadata_says_whose_format_it_is(tmp_path):
+    write_mlx_lm(tmp_path, random_weights({Q0: 4}), LAYOUT)
+    write_peft(tmp_path, random_weights({Q0: 4}), LAYOUT, None)
+    for name, framework in FILES.items():
+        with safe_open(tmp_path / name, "np") as file:
+            assert file.metadata() == {"format": framework}
+
+
+# ---- with mlx-lm -------------------------------------------------------------------------------
+
+
+def some_weights(layout, targets, seed=0):
+    """Of every second linear of these names, with ranks and scales of their own; b small enough to keep logits sane."""
+    rng = np.random.default_rng(seed)
+    chosen = [spec for spec in layout.linears.values() if spec.target in targets][::2]
+    pairs = {}
+    for i, spec in enumerate(chosen):
+        a = rng.normal(size=(spec.in_features, 2 + i % 3)) / math.sqrt(spec.in_features)
+        b = 0.3 * rng.normal(size=(2 + i % 3, spec.out_features))
+        pairs[spec.path] = LoRAPair(a.astype(np.float32), b.astype(np.float32), 1.0 + i % 2)
+    return AdapterWeights(pairs)
+
+
+def merge_by_hand(model, weights):
+    modules = dict(model.named_modules())
+    for path, pair in weights.pairs.items():
+        modules[path].weight = modules[path].weight + mx.array(delta(pair).T.astype(np.float32))
+    return model
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "phi3", "qwen3_moe"])
+def test_mlx_lm_loads_what_we_write_and_computes_the_same(family, tmp_path):
+    model = tiny_model(family)
+    layout = adapter_layout(model, classify(model))
+    weights = some_weights(layout, {"q_proj", "v_proj", "qkv_proj", "gate_up_proj", "down_proj", "o_proj"})
+    write_mlx_lm(tmp_path, weights, layout)
+    want = merge_by_hand(tiny_model(family), weights)(TOKENS)
+    got = load_adapters(model, str(tmp_path))
+    got.eval()
+    assert relative_error(got(TOKENS), want) < 1e-5
+    assert relative_error(tiny_model(family)(TOKENS), want) > 1e-2
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_what_mlx_lm_writes_reads_back_equal(family, dtype, tmp_path):
+    model = tiny_model(family)
+    layout = adapter_layout(model, classify(model))
+    parameters = {"rank": 8, "scale": 20.0, "dropout": 0.1, "keys": ["self_attn.q_proj", "self_attn.v_proj"]}
+    model.freeze()
+    linear_to_lora_layers(model, 1, parameters)
+    trained = [(n, mx.random.normal(p.shape).astype(dtype)) for n, p in tree_flatten(model.trainable_parameters())]
+    assert trained
+    mx.save_safetensors(str(tmp_path / "adapters.safetensors"), dict(trained))
+    config = {"fine_tune_type": "lora", "num_layers": 1, "lora_parameters": parameters, "iters": 1000, "seed": 0}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+
+    pairs = read_adapter(tmp_path, layout, max_rank=8).weights.pairs
+
+    assert len(pairs) == 2
+    assert {path.rpartition(".")[2] for path in pairs} == {"q_proj", "v_proj"}
+    for name, array in trained:
+        path, _, factor = name.rpartition(".")
+        got = pairs[path].a if factor == "lora_a" else pairs[path].b
+        assert mx.array_equal(mx.array(got), array.astype(mx.float32))
+        assert pairs[path].scale == 20.0
+
+
+def test_a_dora_of_mlx_lm_is_refused_by_name(tmp_path):
+    model = tiny_model("llama")
+    linear_to_lora_layers(model, 1, {"rank": 4, "scale": 1.0, "dropout": 0.0}, use_dora=True)
+    names = {name: p for name, p in tree_flatten(model.parameters()) if name.rpartition(".")[2] in ("lora_a", "m")}
+    mx.save_safetensors(str(tmp_path / "adapters.safetensors"), names)
+    for kind in ("dora", "lora"):  # the config may lie
+        config = {"fine_tune_type": kind, "lora_parameters": {"rank": 4, "scale": 1.0}}
+        (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+        with pytest.raises(AdapterFileError, match="DoRA is not supported"):
+            read_adapter(tmp_path, adapter_layout(model, classify(model)), max_rank=8)

@@ -1,0 +1,139 @@
+import os
+
+import pytest
+
+from mlx_parallm.adapters.names import AdapterRoots, check_name, check_tag
+from mlx_parallm.errors import InvalidRequestError
+
+
+@pytest.mark.parametrize("name", ["a", "sql-v2", "A.b_c-9", "_x", "-x", "x" * 64, "checkpoint", "checkpoint-", "base2"])
+def test_plain_names_pass(name):
+    assert check_name(name) == name
+    assert check_tag(name) == name
+
+
+BAD = [
+    "",
+    ".",
+    "..",
+    ".x",
+    "a/b",
+    "../x",
+    "/etc",
+    "a\\b",
+    "%2e%2e",
+    "a\0",
+    "a\n",
+    "é",
+    "a b",
+    "a@1",
+    "x" * 65,
+    "~",
+    "x" * 10**6,
+]
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_other_names_are_refused_and_shown_in_short_ascii(name):
+    for check, param in ((lambda text: check_name(text, "model"), "model"), (check_tag, "tags")):
+        with pytest.raises(InvalidRequestError) as caught:
+            check(name)
+        assert caught.value.param == param
+        assert str(caught.value).isascii()
+        assert str(caught.value).isprintable()
+        assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("name", ["base", "latest", "checkpoint-0", "checkpoint-120"])
+def test_selectors_are_reserved(name):
+    for check in (check_name, check_tag):
+        with pytest.raises(InvalidRequestError, match="reserved"):
+            check(name)
+
+
+def test_best_is_a_tag_and_no_adapter():
+    assert check_tag("best") == "best"
+    with pytest.raises(InvalidRequestError, match="reserved"):
+        check_name("best")
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """root/good is allowed; outside/ has a directory and a secret."""
+    (tmp_path / "root" / "good").mkdir(parents=True)
+    (tmp_path / "root" / "file").write_text("x")
+    (tmp_path / "root2" / "other").mkdir(parents=True)
+    (tmp_path / "outside" / "adapter").mkdir(parents=True)
+    (tmp_path / "rootless").mkdir()
+    (tmp_path / "root" / "out").symlink_to(tmp_path / "outside" / "adapter")
+    (tmp_path / "root" / "gone").symlink_to(tmp_path / "outside" / "nothing")
+    (tmp_path / "root" / "loop").symlink_to("loop")
+    (tmp_path / "root" / "in").symlink_to("good")
+    return tmp_path
+
+
+def test_relative_and_absolute_paths_inside_a_root(tree):
+    roots = AdapterRoots([tree / "root", tree / "root2"])
+    good = tree.resolve() / "root" / "good"
+    for path in (
+        "good",
+        "./good",
+        "good/",
+        "in",
+        "good/../good",
+        str(tree / "root" / "good"),
+        str(tree / "root" / "in"),
+    ):
+        assert roots.resolve(path) == good
+    assert roots.resolve("other") == tree.resolve() / "root2" / "other"
+    assert roots.resolve(".") == tree.resolve() / "root"
+
+
+def test_a_root_may_be_a_symlink(tree):
+    (tree / "alias").symlink_to(tree / "root")
+    assert AdapterRoots([tree / "alias"]).resolve("good") == (tree / "root" / "good").resolve()
+
+
+ESCAPES = ["../x", "../outside/adapter", "/", "/etc", "%2e%2e/outside/adapter", "out", "gone", "loop", "file", "a\0b"]
+ESCAPES += ["", "~", "~/x", "../rootless", "good/../../outside", "x" * 5000, "a/" * 5000, "\ud800", "nowhere", "good\n"]
+
+
+@pytest.mark.parametrize("path", ESCAPES)
+def test_nothing_outside_a_root_is_given(path, tree):
+    with pytest.raises(InvalidRequestError) as caught:
+        AdapterRoots([tree / "root"]).resolve(path)
+    assert caught.value.param == "lora_path"
+    assert str(caught.value).isascii()
+
+
+def test_the_error_does_not_say_what_exists_outside(tree):
+    roots = AdapterRoots([tree / "root"])
+    messages = set()
+    for there in ("adapter", "absent!"):
+        path = str(tree / "outside" / there)
+        with pytest.raises(InvalidRequestError) as caught:
+            roots.resolve(path)
+        messages.add(str(caught.value).replace(path, "PATH"))
+    assert len(messages) == 1
+
+
+def test_without_roots_the_flag_is_named(tree):
+    with pytest.raises(InvalidRequestError, match="--allowed-adapter-roots"):
+        AdapterRoots([]).resolve(str(tree / "root" / "good"))
+
+
+def test_inside_follows_symlinks(tree):
+    roots = AdapterRoots([tree / "root"])
+    assert roots.inside(tree / "root" / "in")
+    assert roots.inside(tree / "root" / "file")
+    assert not roots.inside(tree / "root" / "out")
+    assert not roots.inside(tree / "rootless")
+    assert not roots.inside(tree / "root" / ".." / "outside")
+    assert not roots.inside(tree / "a\0b")
+
+
+def test_a_relative_root_is_fixed_when_it_is_given(tree, monkeypatch):
+    monkeypatch.chdir(tree)
+    roots = AdapterRoots([type(tree)("root")])
+    os.chdir(tree / "outside")
+    assert roots.resolve("good") == (tree / "root" / "good").resolve()

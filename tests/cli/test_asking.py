@@ -1,0 +1,184 @@
+"""The commands that talk to a running server: ps, and adapters list, load, unload."""
+
+import json
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from mlx_parallm.cli import client
+from mlx_parallm.cli.main import main
+
+STATE = {"engine": {"running": 3, "waiting": 1, "kv_bytes_held": 2**20, "kv_bytes_budget": 2**30}}
+NO_ADAPTERS = {"data": [], "route": {"base": 1.0}, "slots": {"total": 8, "used": 0, "pinned": 0}, "bank_bytes": 2**21}
+
+
+def card(name: str, version: int, **fields: object) -> dict[str, object]:
+    """One adapter version, as /v1/adapters has it."""
+    shape = {"residence": "slot", "root": "", "rank": 8, "targets": ["q_proj", "v_proj"], "bytes": 2**20}
+    return {"id": f"{name}@{version}", "name": name, "version": version, "live": True, **shape, **fields}
+
+
+def adapters(*cards: dict[str, object], **fields: object) -> bytes:
+    slots = {"total": 8, "used": len(cards), "pinned": 1}
+    return json.dumps({**NO_ADAPTERS, "data": cards, "slots": slots, **fields}).encode()
+
+
+@pytest.fixture(autouse=True)
+def answers(server, monkeypatch):
+    """A server without adapters; the commands have its key."""
+    monkeypatch.setenv("MLX_PARALLM_API_KEY", "k")
+    server.answers["/v1/models"] = b'{"data": [{"id": "m"}]}'
+    server.answers["/debug/state"] = json.dumps(STATE).encode()
+    server.answers["/v1/adapters"] = json.dumps(NO_ADAPTERS).encode()
+    return server.answers
+
+
+# ---- ps ----------------------------------------------------------------------------------------
+
+
+def test_ps_shows_a_running_server(server, capsys):
+    assert main(["ps", "--url", f"{server.url}/v1/"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        server.url,
+        "  models    m",
+        "  adapters  none (0 of 8 slots used)",
+        "  running   3",
+        "  waiting   1",
+        "  KV cache  1.0 MiB of 1.0 GiB",
+    ]
+
+
+def test_ps_shows_live_adapters(server, answers, capsys):
+    answers["/v1/adapters"] = adapters(card("math", 1, live=False), card("math", 2), card("tone", 1))
+    assert main(["ps", "--url", server.url]) == 0
+    assert "  adapters  math@2, tone@1 (3 of 8 slots used)" in capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/adapters", "/debug/state"])
+@pytest.mark.parametrize("answer", [b"<html>", b"{}", b"[]", b"\xff", b"", (500, b""), (404, b'{"error": "no"}')])
+def test_ps_refuses_another_server(server, answers, capsys, path, answer):
+    answers[path] = answer
+    assert main(["ps", "--url", server.url]) == 1
+    assert capsys.readouterr().err.startswith(f"error: {server.url}")
+
+
+# ---- adapters ----------------------------------------------------------------------------------
+
+
+def test_list_is_a_table_then_route_and_slots(server, answers, capsys):
+    old = card("math", 1, live=False, residence="file", root="/a/math", rank=16, targets=["q_proj"])
+    route = {"math@2": 2 / 3, "base": 1 / 3}
+    answers["/v1/adapters"] = adapters(old, card("math", 2), route=route)
+    assert main(["adapters", "list", "--url", server.url]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "id      live  residence  rank  targets        bytes    root",
+        "math@1  no    file       16    q_proj         1.0 MiB  /a/math",
+        "math@2  yes   slot       8     q_proj,v_proj  1.0 MiB  -",
+        "",
+        "route  math@2 66.7 %, base 33.3 %",
+        "slots  2 of 8 used, 1 pinned, bank 2.0 MiB",
+    ]
+
+
+def test_list_of_a_server_without_adapters(server, capsys):
+    assert main(["adapters", "list", "--url", server.url, "--api-key", "k"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed == ["no adapters", "", "route  base 100 %", "slots  0 of 8 used, 0 pinned, bank 2.0 MiB"]
+
+
+LOADED = b'{"status": "success", "lora_name": "math", "version": 2, "lora_adapter": "math@2"}'
+
+
+def test_load_sends_a_folder_of_this_machine_as_an_absolute_path(server, answers, capsys, tmp_path, monkeypatch):
+    answers["/v1/load_lora_adapter"] = LOADED
+    (tmp_path / "loras" / "math").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "loras")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for path in ("math", "../loras/math", "~/loras/math"):
+        assert main(["adapters", "load", "math", path, "--url", server.url]) == 0
+    assert capsys.readouterr().out == "math@2 is live\n" * 3
+    body = {"lora_name": "math", "lora_path": str(Path.cwd() / "math"), "load_inplace": False}
+    assert server.posted == [("/v1/load_lora_adapter", "application/json", body)] * 3
+
+
+def test_load_leaves_a_path_that_is_not_here_to_the_server(server, answers):
+    answers["/v1/load_lora_adapter"] = LOADED
+    assert main(["adapters", "load", "math", "not-here/math", "--replace", "--url", server.url]) == 0
+    ((_, _, body),) = server.posted
+    assert body == {"lora_name": "math", "lora_path": "not-here/math", "load_inplace": True}
+
+
+def test_unload_says_what_is_gone(server, answers, capsys):
+    answers["/v1/unload_lora_adapter"] = b'{"status": "success", "unloaded": ["math@1", "math@2"]}'
+    assert main(["adapters", "unload", "math", "--url", server.url]) == 0
+    assert capsys.readouterr().out == "unloaded math@1, math@2\n"
+    assert server.posted == [("/v1/unload_lora_adapter", "application/json", {"lora_name": "math"})]
+
+
+COMMANDS = (["list"], ["load", "math", "x"], ["unload", "math"])
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_user_sees_the_servers_own_error(server, answers, capsys, command):
+    body = json.dumps({"error": {"message": "rank 32 is over --max-lora-rank 16", "code": "invalid_adapter"}})
+    for path in ("adapters", "load_lora_adapter", "unload_lora_adapter"):
+        answers[f"/v1/{path}"] = (400, body.encode())
+    assert main(["adapters", *command, "--url", server.url]) == 1
+    assert capsys.readouterr().err == "error: rank 32 is over --max-lora-rank 16\n"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("answer", [b"{}", b"[]", b"null", b"<html>", (502, b"<html>")])
+def test_adapter_commands_refuse_another_server(server, answers, capsys, command, answer):
+    for path in ("adapters", "load_lora_adapter", "unload_lora_adapter"):
+        answers[f"/v1/{path}"] = answer
+    assert main(["adapters", *command, "--url", server.url]) == 1
+    output = capsys.readouterr()
+    assert output.err.startswith(f"error: {server.url}")
+    assert output.out == ""
+
+
+# ---- all of them -------------------------------------------------------------------------------
+
+EVERY = (["ps"], *(["adapters", *command] for command in COMMANDS))
+
+
+@pytest.mark.parametrize("command", EVERY)
+def test_wrong_key_exits_2_and_does_not_show_it(server, capsys, command):
+    assert main([*command, "--url", server.url, "--api-key", "0ther"]) == 2
+    assert main([*command, "--url", server.url, "--api-key", "0ther\n"]) == 2
+    errors = capsys.readouterr().err
+    assert "pass --api-key" in errors
+    assert "0ther" not in errors
+
+
+@pytest.mark.parametrize("command", EVERY)
+def test_refused_host_exits_2_with_the_servers_words(server, answers, capsys, command):
+    body = (403, b'{"error": {"message": "not that Host (allowed_hosts)"}}')
+    answers |= dict.fromkeys([*answers, "/v1/load_lora_adapter", "/v1/unload_lora_adapter"], body)
+    assert main([*command, "--url", server.url]) == 2
+    assert capsys.readouterr().err == "error: not that Host (allowed_hosts)\n"
+
+
+@pytest.mark.parametrize("command", EVERY)
+def test_says_when_nothing_runs(capsys, command):
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as http:
+        free = http.server_port
+    assert main([*command, "--url", f"http://127.0.0.1:{free}"]) == 1
+    assert capsys.readouterr().err.startswith(f"error: no server answers at http://127.0.0.1:{free}")
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://localhost", "http://[::1", ""])
+def test_url_must_be_an_http_address(capsys, url):
+    assert main(["ps", "--url", url]) == 2
+    assert capsys.readouterr().err.startswith("error: --url")
+
+
+def test_a_server_that_does_not_answer_in_time_is_not_called_absent(server, monkeypatch, capsys):
+    def silent(request, timeout):
+        raise TimeoutError
+
+    monkeypatch.setattr(client, "urlopen", silent)
+    assert main(["adapters", "list", "--url", server.url]) == 1
+    assert capsys.readouterr().err == f"error: {server.url} did not answer within 5 s\n"

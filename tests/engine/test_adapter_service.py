@@ -1,0 +1,251 @@
+"""The asyncio face of the adapters over a real device thread: load, unload, route, roll back, save."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from harness import Inline, make_harness, solo
+from lora import layout_of, merged, random_adapter
+from tiny import tiny_model
+
+from mlx_parallm.adapters.books import AdapterBooks
+from mlx_parallm.adapters.checkpoints import CheckpointManager
+from mlx_parallm.adapters.files import write_mlx_lm
+from mlx_parallm.adapters.library import AdapterLibrary
+from mlx_parallm.adapters.store import AdapterStore
+from mlx_parallm.adapters.versions import VersionInfo
+from mlx_parallm.adapters.weights import AdapterWeights
+from mlx_parallm.core import AdapterRef, GenerationRequest, Residence, SamplingParams, SequenceOutput, StopParams
+from mlx_parallm.engine.adapters import AdapterService
+from mlx_parallm.engine.live import Vocabulary
+from mlx_parallm.engine.loop import EngineParts
+from mlx_parallm.engine.processor import ContinuousBatchProcessor
+from mlx_parallm.errors import (
+    AdapterFileError,
+    ConflictError,
+    EngineDeadError,
+    InvalidRequestError,
+    UnknownModelError,
+)
+from mlx_parallm.scheduler.cost import CostModel
+from mlx_parallm.scheduler.rl_aware import SchedulerConfig
+
+LAYOUT = layout_of(tiny_model("llama"))
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+class Text:
+    def add(self, token_id: int) -> str:
+        return f"<{token_id}>"
+
+    def finish(self) -> str:
+        return ""
+
+
+@dataclass
+class World:
+    """A running engine and its adapters; `root` is the folder that adapters may be loaded from."""
+
+    processor: ContinuousBatchProcessor
+    service: AdapterService
+    store: AdapterStore
+    books: AdapterBooks
+    root: Path
+    requests: int = 0
+
+    def write(self, folder: str, seed: int) -> AdapterWeights:
+        weights = random_adapter(LAYOUT, seed)
+        (self.root / folder).mkdir(exist_ok=True)
+        write_mlx_lm(self.root / folder, weights, LAYOUT)
+        return weights
+
+    async def generate(self, selector: str | None, max_tokens: int = 12) -> tuple[AdapterRef, list[int]]:
+        self.requests += 1
+        with self.service.lease(selector) as ref:
+            sampling, stopping = SamplingParams(temperature=0.0), StopParams(max_tokens)
+            request = GenerationRequest(str(self.requests), (tuple(PROMPT),), sampling, stopping, adapter=ref)
+            events = [event async for event in self.processor.generate(request)]
+        return ref, [token for e in events if isinstance(e, SequenceOutput) for token in e.token_ids]
+
+
+def expected(weights: AdapterWeights, max_tokens: int = 12) -> list[int]:
+    return solo(merged(tiny_model("llama"), weights), PROMPT, max_tokens).tokens
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    root = tmp_path / "adapters"
+    root.mkdir()
+    checkpoints = CheckpointManager(tmp_path / "checkpoints", LAYOUT, "the base", max_rank=8, keep=3)
+    library = AdapterLibrary(LAYOUT, 8, root, (), checkpoints)
+    books = AdapterBooks("policy", library.find_checkpoint, library.first_version)
+    made: list[AdapterStore] = []
+
+    def build() -> EngineParts:
+        harness = make_harness(slots=2)
+        wake = lambda: processor.run_on_device(lambda: None)  # noqa: E731
+        made.append(AdapterStore(harness.adapters.bank, books, library.read_again, Inline(), 4, wake))
+        vocabulary = Vocabulary(263, frozenset(), lambda prompt: Text())
+        return EngineParts(harness.runner, made[0], vocabulary, SchedulerConfig(), CostModel(0.01, 1e-4, 1e-8))
+
+    processor = ContinuousBatchProcessor(build, debug=True)
+    await asyncio.to_thread(processor.start)
+    service = AdapterService(processor, made[0], library, reserved=frozenset({"tiny"}))
+    yield World(processor, service, made[0], books, root)
+    await asyncio.to_thread(processor.stop)
+
+
+async def test_a_loaded_adapter_is_staged_live_and_serves(world: World) -> None:
+    weights = world.write("m", 1)
+    card = await world.service.load("math", "m", replace=False)
+    assert (str(card.ref), card.live, card.residence, card.rank, card.alpha) == ("math@1", True, Residence.SLOT, 4, 8.0)
+    assert card.root == str((world.root / "m").resolve())
+    assert await world.generate("math") == (card.ref, expected(weights))
+    assert world.service.stats().staged_total == 1
+
+
+async def test_the_same_name_again_needs_leave_and_other_content(world: World) -> None:
+    world.write("m", 1)
+    await world.service.load("math", "m", replace=False)
+    with pytest.raises(InvalidRequestError, match="load_inplace"):
+        await world.service.load("math", "m", replace=False)
+    assert str((await world.service.load("math", "m", replace=True)).ref) == "math@1", "nothing changed"
+    weights = world.write("m", 2)
+    card = await world.service.load("math", "m", replace=True)
+    assert str(card.ref) == "math@2"
+    assert await world.generate("math") == (card.ref, expected(weights))
+
+
+@pytest.mark.parametrize("name", ["tiny", "base", "a/b", "a@1", "latest", "../m", "", "route"])
+async def test_names_that_mean_something_else_are_refused(world: World, name: str) -> None:
+    world.write("m", 1)
+    with pytest.raises(InvalidRequestError):
+        await world.service.load(name, "m", replace=True)
+    assert world.service.cards() == ()
+
+
+async def test_bad_files_change_nothing(world: World) -> None:
+    world.write("m", 1)
+    await world.service.load("math", "m", replace=False)
+    before = world.service.cards()
+    (world.root / "m" / "adapters.safetensors").write_bytes(b"no")
+    with pytest.raises(AdapterFileError):
+        await world.service.load("math", "m", replace=True)
+    with pytest.raises(InvalidRequestError):
+        await world.service.load("tone", "../elsewhere", replace=True)
+    assert world.service.cards() == before
+
+
+async def test_a_rollback_serves_the_earlier_version_even_from_memory(world: World) -> None:
+    """Its files hold the newer weights by now."""
+    first = world.write("m", 1)
+    await world.service.load("math", "m", replace=False)
+    world.write("m", 2)
+    await world.service.load("math", "m", replace=True)
+    ref, _ = await world.service.rollback("math")
+    assert str(ref) == "math@1"
+    assert await world.generate("math") == (ref, expected(first))
+    with pytest.raises(ConflictError):
+        await world.service.rollback("math")
+
+
+async def test_routes_are_staged_before_they_lead_anywhere(world: World) -> None:
+    world.write("m", 1)
+    weights = world.write("t", 2)
+    for name in "mt":
+        await world.service.load(name, name, replace=False)
+    assert (await world.generate(None))[0].name == "base"
+    assert await world.service.set_route({"t": 2.0}) == {"t": 1.0}
+    assert await world.generate(None) == (AdapterRef("t", 1), expected(weights))
+    with pytest.raises(ConflictError):
+        await world.service.unload("t")
+    with pytest.raises(UnknownModelError):
+        await world.service.set_route({"nobody": 1.0})
+    assert await world.service.rollback(None) == (AdapterRef("base", 0), {"base": 1.0})
+    assert await world.service.unload("t") == (AdapterRef("t", 1),)
+
+
+async def test_saved_versions_come_back_by_step_tag_and_latest(world: World) -> None:
+    first, second = world.write("p", 1), world.write("p2", 2)
+    await world.service.load("policy", "p", replace=False)
+    card = await world.service.save_checkpoint(None, 100, ["best"], {"reward": 0.5})
+    assert (card.name, str(card.adapter), card.tags, card.rank) == ("checkpoint-100", "policy@1", ("best", "latest"), 4)
+    await world.service.load("policy", "p2", replace=True)
+    await world.service.save_checkpoint("policy", None, [], {})
+    assert [card.name for card in world.service.checkpoints()] == ["checkpoint-100", "checkpoint-101"]
+    for selector, weights in (("checkpoint-100", first), ("best", first), ("latest", second), ("policy", second)):
+        assert (await world.generate(selector))[1] == expected(weights)
+    assert world.service.stats().checkpoint_saves_total == 2
+
+
+async def test_what_was_published_in_this_process_is_saved_as_it_was(world: World) -> None:
+    """Out of the bank, its scale and rank as published; from then on it can be read again."""
+    weights = random_adapter(LAYOUT, 5, rank=3, scale=4.0)
+    info = VersionInfo(weights.rank, weights.alpha, weights.targets, weights.nbytes)
+    version = await world.service.publish("policy", info, weights)
+    assert not version.readable
+    await world.service.save_checkpoint(None, 7, [], {})
+    assert version.readable
+    again = CheckpointManager(world.root.parent / "checkpoints", LAYOUT, "the base", 8).load_checkpoint("policy")
+    for path, pair in weights.pairs.items():
+        assert np.array_equal(again.weights.pairs[path].a, pair.a)
+        assert np.array_equal(again.weights.pairs[path].b, pair.b)
+        assert again.weights.pairs[path].scale == 4.0
+
+
+async def test_saving_what_is_not_there_is_an_error(world: World) -> None:
+    with pytest.raises(UnknownModelError):
+        await world.service.save_checkpoint(None, None, [], {})
+    with pytest.raises(InvalidRequestError):
+        await world.service.save_checkpoint("base", None, [], {})
+
+
+async def test_publishes_beside_traffic_disturb_nobody(world: World) -> None:
+    """Each request reports the version that it was given, and its tokens are that version's."""
+    kinds = [random_adapter(LAYOUT, seed) for seed in (1, 2)]
+    texts = [expected(weights, 30) for weights in kinds]
+    info = VersionInfo(4, 8.0, (), 0)
+    await world.service.publish("policy", info, kinds[1])
+    done = asyncio.Event()
+
+    async def client() -> int:
+        served = 0
+        while not done.is_set():
+            ref, tokens = await world.generate("policy", 30)
+            assert tokens == texts[ref.version % 2], ref
+            served += 1
+        return served
+
+    async with asyncio.TaskGroup() as group:
+        clients = [group.create_task(client()) for _ in range(6)]
+        for number in range(2, 41):
+            version = await world.service.publish("policy", info, kinds[number % 2])
+            assert version.ref.version == number
+        done.set()
+    assert sum(task.result() for task in clients) >= 6
+    assert len(world.service.cards()) <= 5
+    assert world.processor.stats().alive
+
+
+async def test_a_publisher_that_leaves_leaves_nothing_behind(world: World) -> None:
+    weights = random_adapter(LAYOUT, 1)
+    task = asyncio.create_task(world.service.publish("policy", VersionInfo(4, 8.0, (), 0), weights))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await world.generate("base")
+    cards = world.service.cards()
+    assert cards == () or cards[0].live, "either it went live, or there is no trace of it"
+
+
+async def test_a_dead_device_thread_is_an_error_not_a_wait(world: World) -> None:
+    world.write("m", 1)
+    await asyncio.to_thread(world.processor.stop)
+    with pytest.raises(EngineDeadError):
+        await world.service.load("math", "m", replace=False)

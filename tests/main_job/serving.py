@@ -1,0 +1,96 @@
+"""`mlx_parallm_serve` as a process of its own: `from main_job.serving import start, stop`."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import openai
+
+START_S = 100
+STOP_S = 20
+SERVED = "SmolLM2-135M-Instruct"
+COMMAND = (sys.executable, "-c", "import sys; from mlx_parallm.cli.main import serve; sys.exit(serve())")
+PROMPT, TOKENS = "Once upon a time", 6
+
+
+@dataclass(frozen=True)
+class Said:
+    """A greedy continuation of `PROMPT`, and the adapter version that it came from; None: the base."""
+
+    text: str
+    adapter: str | None
+
+
+@dataclass(frozen=True)
+class Server:
+    """`http` keeps its connections and may be used by many threads."""
+
+    process: subprocess.Popen[str]
+    url: str
+    http: httpx.Client = field(repr=False)
+
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+    def get(self, path: str) -> Any:
+        answer = self.http.get(path)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def post(self, path: str, **body: Any) -> Any:
+        answer = self.http.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def ask(self, model: str | None = None, max_tokens: int = TOKENS, **fields: Any) -> Said:
+        named = fields if model is None else {"model": model, **fields}
+        body = {"prompt": PROMPT, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, **named}
+        answer = self.post("/v1/completions", **body)
+        return Said(answer["choices"][0]["text"], answer.get("lora_adapter"))
+
+    def stream(self, model: str, max_tokens: int) -> openai.Stream[openai.types.Completion]:
+        return self.client().completions.create(
+            model=model,
+            prompt=PROMPT,
+            max_tokens=max_tokens,
+            temperature=0,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def start(*flags: str) -> Server:
+    """`mlx_parallm_serve` as a user starts it; returns when its banner says that it is ready."""
+    port = free_port()
+    process = subprocess.Popen([*COMMAND, "--port", str(port), *flags], stderr=subprocess.PIPE, text=True)
+    killer = threading.Timer(START_S, process.kill)
+    killer.start()
+    assert process.stderr is not None
+    ready = any("base URL" in line for line in process.stderr)
+    killer.cancel()
+    assert ready, f"the server ended with {process.wait()}"
+    threading.Thread(target=process.stderr.read, daemon=True).start()
+    url = f"http://127.0.0.1:{port}"
+    return Server(process, url, httpx.Client(base_url=url, timeout=60))
+
+
+def stop(server: Server) -> None:
+    """SIGTERM, which must end it with 0."""
+    server.http.close()
+    server.process.send_signal(signal.SIGTERM)
+    try:
+        assert server.process.wait(timeout=STOP_S) == 0
+    finally:
+        server.process.kill()

@@ -1,0 +1,293 @@
+"""Loading, listing, routing and saving adapters over HTTP: successes, and every fault's answer."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from mlx_parallm.core import AdapterStats
+from mlx_parallm.errors import (
+    AdapterFileError,
+    AdapterUnavailableError,
+    ConflictError,
+    EngineDeadError,
+    InvalidRequestError,
+)
+
+LOAD, UNLOAD, ROUTE = "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/adapters/route"
+ROLLBACK, SWITCH, SAVE = "/v1/adapters/rollback", "/v1/model/switch-lora", "/v1/training/checkpoint"
+POSTS = {
+    LOAD: {"lora_name": "new", "lora_path": "/adapters/new"},
+    UNLOAD: {"lora_name": "math"},
+    ROUTE: {"weights": {"math": 1}},
+    ROLLBACK: {"lora_name": "math"},
+    SWITCH: {"version": "math"},
+    "/model/switch-lora": {"version": "math"},
+    SAVE: {"lora_name": "math"},
+    "/training/checkpoint": {"lora_name": "math"},
+}
+"""Every route that takes a body, and a body that works."""
+MATH_2 = {
+    "id": "math@2",
+    "name": "math",
+    "version": 2,
+    "live": True,
+    "residence": "slot",
+    "root": "",
+    "rank": 8,
+    "alpha": 16.0,
+    "targets": ["q_proj"],
+    "bytes": 64,
+    "created": 1_800_000_000,
+    "leases": 0,
+    "checkpoint": None,
+}
+
+
+@pytest.fixture(autouse=True)
+def versions(adapters):
+    adapters.publish("math")
+    adapters.publish("math")
+
+
+async def post(client, path, **body):
+    response = await client.post(path, json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def refused(client, fault, path, status=400, **body):
+    response = await client.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
+    assert response.status_code == status, response.text
+    return fault(response)
+
+
+async def test_load(client, adapters):
+    got = await post(client, LOAD, lora_name="code", lora_path="/adapters/code", is_3d_lora_weight=False)
+    told = {"status": "success", "lora_name": "code", "lora_adapter": "code@1"}
+    assert got == {**MATH_2, "id": "code@1", "name": "code", "version": 1, **told}
+    assert got["id"] in [adapter["id"] for adapter in (await client.get("/v1/adapters")).json()["data"]]
+
+
+async def test_load_in_place(client, fault):
+    body = {"lora_name": "math", "lora_path": "/adapters/math"}
+    assert "load_inplace" in (await refused(client, fault, LOAD, **body))["message"]
+    assert (await post(client, LOAD, **body, load_inplace=True))["lora_adapter"] == "math@3"
+
+
+async def test_unload(client, adapters):
+    assert await post(client, UNLOAD, lora_name="math@1", lora_int_id=7) == {
+        "status": "success",
+        "unloaded": ["math@1"],
+    }
+    assert (await post(client, UNLOAD, lora_name="math"))["unloaded"] == ["math@2"]
+    assert adapters.cards() == ()
+
+
+async def test_delete_is_unload(client, adapters):
+    response = await client.delete("/v1/adapters/math@1")
+    assert response.json() == {"status": "success", "unloaded": ["math@1"]}
+    assert (await client.delete("/v1/adapters/math%402")).json()["unloaded"] == ["math@2"]
+    assert (await client.delete("/v1/adapters/math")).status_code == 404
+
+
+async def test_the_list_tells_the_route_and_the_bank(client, adapters):
+    adapters.state = AdapterStats(slots=8, slots_used=2, slots_pinned=1, bank_bytes=4096)
+    got = (await client.get("/v1/adapters")).json()
+    older = {**MATH_2, "id": "math@1", "version": 1, "live": False}
+    assert got == {
+        "object": "list",
+        "data": [older, MATH_2],
+        "route": {"base": 1.0},
+        "slots": {"total": 8, "used": 2, "pinned": 1},
+        "bank_bytes": 4096,
+    }
+    assert (await client.get("/v1/adapters/math")).json() == MATH_2
+    assert (await client.get("/v1/adapters/math@1")).json() == older
+
+
+async def test_route_set_read_reset(client):
+    weights = {"math@1": 9, "math@2": 1, "base": 0}
+    got = await post(client, ROUTE, weights=weights)
+    assert got == {"route": {"math@1": 0.9, "math@2": 0.1, "base": 0.0}}
+    assert (await client.get(ROUTE)).json() == got
+    assert (await client.delete(ROUTE)).json() == {"route": {"base": 1.0}}
+
+
+async def test_rollback_of_a_name_and_of_the_route(client, fault):
+    await post(client, ROUTE, weights={"math@2": 1})
+    named = {"status": "success", "lora_adapter": "math@1", "route": {"math@2": 1.0}}
+    assert await post(client, ROLLBACK, lora_name="math") == named
+    assert await post(client, ROLLBACK) == {"status": "success", "lora_adapter": "base@0", "route": {"base": 1.0}}
+    assert (await refused(client, fault, ROLLBACK, status=409))["code"] == "conflict"
+
+
+@pytest.mark.parametrize("path", [SWITCH, "/model/switch-lora"])
+async def test_switch(client, adapters, path):
+    got = await post(client, path, version="math")
+    assert got == {"status": "success", "current_lora": "math@2", "route": {"math": 1.0}}
+    assert (await client.post("/v1/completions", json={"prompt": "x"})).json()["lora_adapter"] == "math@2"
+    assert (await post(client, path, version="base"))["current_lora"] == "base@0"
+    assert adapters.leased == 0
+
+
+@pytest.mark.parametrize("path", [SAVE, "/training/checkpoint"])
+async def test_checkpoints(client, path):
+    got = await post(client, path, checkpoint_name="good", lora_name="math@1", step=7, metrics={"loss": 0.5, "n": 2})
+    told = {"lora_adapter": "math@1", "step": 7, "created": 1_800_000_000, "tags": ["latest", "good"]}
+    assert got == {"name": "checkpoint-7", **told, "metrics": {"loss": 0.5, "n": 2.0}}
+    second = await post(client, path)
+    assert (second["name"], second["tags"], second["metrics"]) == ("checkpoint-2", ["latest"], {})
+    listed = await client.get("/v1/checkpoints")
+    assert listed.json() == {"object": "list", "data": [got, second]}
+    assert "/secret" not in listed.text
+
+
+async def test_a_trainers_odd_metrics_are_null(client, adapters):
+    await post(client, SAVE)
+    adapters.saved[0] = replace(adapters.saved[0], metrics={"loss": math.nan, "norm": math.inf, "kl": 0.0})
+    (listed,) = (await client.get("/v1/checkpoints")).json()["data"]
+    assert listed["metrics"] == {"loss": None, "norm": None, "kl": 0.0}
+
+
+@pytest.mark.parametrize("path", POSTS)
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (AdapterFileError("lora_B of layer 3 is not finite", param="lora_path"), 400, "invalid_adapter"),
+        (InvalidRequestError("not a plain name"), 400, None),
+        (ConflictError("a route leads to it"), 409, "conflict"),
+        (AdapterUnavailableError("/home/me"), 503, "adapter_unavailable"),
+        (EngineDeadError("/home/me"), 503, "engine_dead"),
+        (OSError(28, "No space left on device", "/home/me"), 500, "internal_error"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else str(value),
+)
+async def test_18_a_refusal_of_the_adapters_is_worded_and_hurts_nobody(
+    client, adapters, fault, path, error, status, code
+):
+    adapters.error = error
+    response = await client.post(path, json=POSTS[path])
+    told = fault(response)
+    assert (response.status_code, told["code"], told["param"]) == (status, code, getattr(error, "param", None))
+    assert (told["message"] == str(error)) == (status < 500)
+    assert "/home" not in response.text
+    assert response.headers.get("x-should-retry") == ("false" if status == 409 else None)
+    assert (await client.post("/v1/completions", json={"prompt": "x", "model": "math"})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (UNLOAD, {"lora_name": "nope"}, "lora_name"),
+        (UNLOAD, {"lora_name": "../../x"}, "lora_name"),
+        (UNLOAD, {"lora_name": "x" * 5000}, "lora_name"),
+        (ROUTE, {"weights": {"math": 1, "nope": 1}}, "weights"),
+        (ROUTE, {"weights": {"x" * 5000: 1}}, "weights"),
+        (ROLLBACK, {"lora_name": "nope"}, "lora_name"),
+        (ROLLBACK, {"lora_name": "x" * 5000}, "lora_name"),
+        (SWITCH, {"version": "math@9"}, "version"),
+        (SWITCH, {"version": "x" * 5000}, "version"),
+        (SAVE, {"lora_name": "nope"}, "lora_name"),
+        (SAVE, {"lora_name": "x" * 5000}, "lora_name"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+async def test_16_unknown_names_name_their_field(client, adapters, fault, path, body, param):
+    error = await refused(client, fault, path, status=404, **body)
+    assert (error["code"], error["param"]) == ("model_not_found", param)
+    assert adapters.shares == {"base": 1.0}
+
+
+@pytest.mark.parametrize(
+    "name", ["nope", "math@9", "base", "a%2Fb", "%2e%2e", "nul%00", "%C3%A4", "%ED%A0%80", "x" * 5000]
+)
+@pytest.mark.parametrize("method", ["GET", "DELETE"])
+async def test_16_17_unknown_names_in_a_path(client, fault, method, name):
+    response = await client.request(method, f"/v1/adapters/{name}")
+    assert (response.status_code, fault(response)["code"]) == (404, "model_not_found")
+    if name != "base":
+        assert (await client.get(f"/v1/models/{name}")).status_code == 404
+
+
+async def test_17_names_in_a_path_reach_the_adapters_as_text(client, adapters):
+    for sent, name in (("a/b", "a/b"), ("a%2Fb", "a/b"), ("%252e", "%2e"), ("nul%00", "nul\0"), ("math%409", "math@9")):
+        await client.get(f"/v1/adapters/{sent}")
+        assert adapters.asked[-1] == name
+
+
+async def test_17_names_to_load_reach_the_adapters_as_text(client, adapters):
+    for name in ("../x", "/abs", "%2e%2e", "nul\0", "a@b", "a/b"):
+        assert (await post(client, LOAD, lora_name=name, lora_path="../y\0"))["name"] == name
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (LOAD, {"lora_path": "/x"}, "lora_name"),
+        (LOAD, {"lora_name": "x"}, "lora_path"),
+        (LOAD, {"lora_name": "", "lora_path": "/x"}, "lora_name"),
+        (LOAD, {"lora_name": "x" * 161, "lora_path": "/x"}, "lora_name"),
+        (LOAD, {"lora_name": "x", "lora_path": "y" * 5000}, "lora_path"),
+        (LOAD, {"lora_name": "x", "lora_path": ["/x"]}, "lora_path"),
+        (LOAD, {"lora_name": "x", "lora_path": "/x", "load_inplace": 1}, "load_inplace"),
+        (LOAD, {"lora_name": "x", "lora_path": "/x", "is_3d_lora_weight": True}, "is_3d_lora_weight"),
+        (LOAD, {"lora_name": "\ud800", "lora_path": "/x"}, "lora_name"),
+        (LOAD, {"lora_name": "x", "lora_path": "\ud800"}, "lora_path"),
+        (LOAD, {"lora_name": "x", "lora_path": "/x", "lora_rank": 8}, "lora_rank"),
+        (UNLOAD, {}, "lora_name"),
+        (UNLOAD, {"lora_name": 5}, "lora_name"),
+        (ROUTE, {}, "weights"),
+        (ROUTE, {"weights": {}}, "weights"),
+        (ROUTE, {"weights": []}, "weights"),
+        (ROUTE, {"weights": {"math": 0}}, "weights"),
+        (ROUTE, {"weights": {"math": -1, "base": 2}}, "weights"),
+        (ROUTE, {"weights": {"math": math.nan}}, "weights"),
+        (ROUTE, {"weights": {"math": math.inf}}, "weights"),
+        (ROUTE, {"weights": {"math": 10**400}}, "weights"),
+        (ROUTE, {"weights": {"math": True}}, "weights"),
+        (ROUTE, {"weights": {"math": "1"}}, "weights"),
+        (ROUTE, {"weights": {"\ud800": 1}}, "weights"),
+        (ROUTE, {"weights": {f"math@{k}": 1 for k in range(17)}}, "weights"),
+        (ROLLBACK, {"lora_name": 1}, "lora_name"),
+        (ROLLBACK, {"version": 1}, "version"),
+        (SWITCH, {}, "version"),
+        (SWITCH, {"version": 2}, "version"),
+        (SWITCH, {"version": None}, "version"),
+        (SAVE, {"checkpoint_name": ""}, "checkpoint_name"),
+        (SAVE, {"checkpoint_name": "x" * 161}, "checkpoint_name"),
+        (SAVE, {"step": -1}, "step"),
+        (SAVE, {"step": 1.5}, "step"),
+        (SAVE, {"step": 2**31}, "step"),
+        (SAVE, {"metrics": {"loss": "low"}}, "metrics"),
+        (SAVE, {"metrics": {"loss": math.nan}}, "metrics"),
+        (SAVE, {"metrics": {"loss": 10**400}}, "metrics"),
+        (SAVE, {"metrics": {"x" * 129: 1}}, "metrics"),
+        (SAVE, {"metrics": {str(k): 1 for k in range(65)}}, "metrics"),
+        (SAVE, {"folder": "/etc"}, "folder"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+async def test_bodies_are_refused_by_name(client, adapters, fault, path, body, param):
+    assert (await refused(client, fault, path, **body))["param"] == param
+    assert (len(adapters.known), adapters.shares, adapters.saved) == (2, {"base": 1.0}, [])
+
+
+async def test_a_taken_step_is_a_conflict(client, fault):
+    await post(client, SAVE, step=3)
+    assert (await refused(client, fault, SAVE, status=409, step=3))["type"] == "invalid_request_error"
+
+
+async def test_nothing_new_is_begun_while_draining(client, adapters, fault):
+    client.app.state.services.lifecycle.begin_drain()
+    for path, body in POSTS.items():
+        assert (await refused(client, fault, path, status=503, **body))["code"] == "draining"
+    assert (await client.delete(ROUTE)).status_code == 503
+    assert (await client.get("/v1/adapters")).status_code == 200
+    assert not adapters.held.is_set()
+
+
+@pytest.mark.parametrize("path", POSTS)
+async def test_post_routes_take_no_get(client, path):
+    assert (await client.get(path)).status_code == {ROUTE: 200, ROLLBACK: 404}.get(path, 405)

@@ -1,0 +1,238 @@
+"""Which adapter a request gets, how its answer says so, and that it is let go of (cases 3, 16, 17, 24)."""
+
+import asyncio
+import json
+
+import pytest
+
+from mlx_parallm.core import BASE_ADAPTER, AdapterRef
+from mlx_parallm.errors import AdapterUnavailableError, StepFailedError
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+BODIES = {COMPLETIONS: {"prompt": "x"}, CHAT: {"messages": [{"role": "user", "content": "x"}]}}
+BASE = "tiny/byte-model"
+both_endpoints = pytest.mark.parametrize("path", BODIES)
+both_ways = pytest.mark.parametrize("stream", [False, True])
+
+
+@pytest.fixture
+def math(adapters):
+    """math@2 is live, math@1 is still known."""
+    adapters.publish("math")
+    return adapters.publish("math")
+
+
+def said(response):
+    """What an answer says of itself: (model, lora_adapter) of the body, or of every chunk."""
+    if response.headers["content-type"].startswith("application/json"):
+        parts = [response.json()]
+    else:
+        lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+        parts = [json.loads(line) for line in lines[:-1]]
+    return [(part["model"], part.get("lora_adapter")) for part in parts]
+
+
+@both_endpoints
+@both_ways
+@pytest.mark.parametrize("field", ["model", "lora_adapter", "adapters"])
+@pytest.mark.parametrize(("selector", "ref"), [("math", AdapterRef("math", 2)), ("math@1", AdapterRef("math", 1))])
+async def test_each_field_names_an_adapter(client, engine, adapters, math, path, stream, field, selector, ref):
+    options = {"stream": stream, "stream_options": {"include_usage": True}, "n": 2}
+    response = await client.post(path, json={**BODIES[path], field: selector, **options})
+    assert response.status_code == 200, response.text
+    assert engine.requests[0].adapter == ref
+    assert set(said(response)) == {("math", str(ref))}
+    assert response.headers["x-lora-adapter"] == str(ref)
+    assert adapters.leased == 0
+
+
+@both_endpoints
+@both_ways
+@pytest.mark.parametrize("fields", [{}, {"model": BASE}, {"model": "base"}, {"lora_adapter": "base"}, {"model": None}])
+async def test_the_base_says_nothing_of_adapters(client, engine, math, path, stream, fields):
+    response = await client.post(path, json={**BODIES[path], **fields, "stream": stream})
+    assert engine.requests[0].adapter == BASE_ADAPTER
+    assert set(said(response)) == {(BASE, None)}
+    assert "lora_adapter" not in response.text
+    assert "x-lora-adapter" not in response.headers
+
+
+@pytest.mark.parametrize("fields", [{}, {"model": BASE}])
+async def test_unnamed_requests_follow_the_route_and_base_does_not(client, adapters, math, fields):
+    adapters.shares = {"math@1": 1.0}
+    assert said(await client.post(COMPLETIONS, json={"prompt": "x", **fields})) == [("math", "math@1")]
+    assert said(await client.post(COMPLETIONS, json={"prompt": "x", "model": "base"})) == [(BASE, None)]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model": "math", "lora_adapter": "math", "adapters": "math"},
+        {"model": BASE, "lora_adapter": "math"},
+        {"model": BASE, "adapters": "math"},
+    ],
+    ids=str,
+)
+async def test_fields_that_agree(client, math, fields):
+    assert said(await client.post(COMPLETIONS, json={"prompt": "x", **fields})) == [("math", "math@2")]
+
+
+@both_endpoints
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model": "math", "lora_adapter": "math@1"},
+        {"model": "base", "lora_adapter": "math"},
+        {"lora_adapter": "math", "adapters": "other"},
+        {"model": "math", "adapters": "base"},
+    ],
+    ids=str,
+)
+async def test_fields_that_disagree_are_both_named(client, engine, adapters, math, fault, path, fields):
+    response = await client.post(path, json={**BODIES[path], **fields})
+    assert response.status_code == 400
+    assert all(field in fault(response)["message"] for field in fields)
+    assert fault(response)["param"] in fields
+    assert not engine.requests
+
+
+STRANGE = ["../x", "/etc/passwd", "a/b", "@", "math@", "math@99", "@1", "%2e%2e", "nul\0", "ä", "", " math", "x" * 160]
+
+
+@both_endpoints
+@both_ways
+@pytest.mark.parametrize("field", ["model", "lora_adapter", "adapters"])
+async def test_16_17_unknown_names_reach_the_adapters_as_text_and_never_mean_the_base(
+    client, engine, adapters, math, fault, path, stream, field
+):
+    for name in STRANGE:
+        response = await client.post(path, json={**BODIES[path], field: name, "stream": stream})
+        error = fault(response)
+        assert (response.status_code, error["code"], error["param"]) == (404, "model_not_found", field), name
+        assert adapters.asked[-1] == name
+    assert not engine.requests
+    assert (adapters.leased, client.app.state.services.gate.held) == (0, 0)
+
+
+@pytest.mark.parametrize("field", ["model", "lora_adapter", "adapters"])
+async def test_16_endless_names_are_unknown_without_asking(client, adapters, fault, field):
+    response = await client.post(COMPLETIONS, json={"prompt": "x", field: "x" * 100_000})
+    assert (response.status_code, fault(response)["param"]) == (404, field)
+    assert len(response.content) < 500
+    assert not adapters.asked
+
+
+@pytest.mark.parametrize(("field", "status"), [("model", 404), ("lora_adapter", 400), ("adapters", 400)])
+async def test_3_lone_surrogates(client, adapters, fault, field, status):
+    content = json.dumps({"prompt": "x", field: "\ud800"})
+    response = await client.post(COMPLETIONS, content=content, headers={"content-type": "application/json"})
+    assert (response.status_code, fault(response)["param"]) == (status, field)
+    assert not adapters.asked
+
+
+@pytest.mark.parametrize("field", ["lora_adapter", "adapters"])
+@pytest.mark.parametrize("value", [1, True, ["math"], {"name": "math"}])
+async def test_adapters_are_named_by_text(client, fault, field, value):
+    response = await client.post(COMPLETIONS, json={"prompt": "x", field: value})
+    assert (response.status_code, fault(response)["param"]) == (400, field)
+
+
+async def test_24_a_version_published_in_mid_stream_changes_only_later_requests(client, engine, adapters, math):
+    engine.pause_before = 3
+    old = asyncio.create_task(client.post(COMPLETIONS, json={"prompt": "x", "model": "math", "stream": True}))
+    await engine.paused.wait()
+    adapters.publish("math")
+    engine.pause_before = None
+    new = await client.post(COMPLETIONS, json={"prompt": "x", "model": "math"})
+    engine.resume.set()
+    assert set(said(await old)) == {("math", "math@2")}
+    assert len(said(await old)) > 3
+    assert said(new) == [("math", "math@3")]
+
+
+# ---- leases: one a request, from admission to its end, whichever that is ----------------------------
+
+
+@both_ways
+async def test_the_lease_lasts_as_long_as_the_request(client, engine, adapters, math, stream):
+    engine.pause_before = 3
+    request = asyncio.create_task(client.post(COMPLETIONS, json={"prompt": "x", "model": "math", "stream": stream}))
+    await engine.paused.wait()
+    assert adapters.leased == 1
+    engine.resume.set()
+    assert (await request).status_code == 200
+    assert adapters.leased == 0
+
+
+@both_ways
+@pytest.mark.parametrize("error", [StepFailedError("x"), RuntimeError("x")])
+async def test_a_failed_request_lets_its_version_go(client, engine, adapters, math, stream, error):
+    engine.fail_before, engine.error = 2, error
+    await client.post(COMPLETIONS, json={"prompt": "x", "model": "math", "stream": stream})
+    assert len(engine.requests) == 1
+    assert adapters.leased == 0
+
+
+@both_ways
+@pytest.mark.parametrize("fields", [{"prompt": [258]}, {"prompt": [1] * 64}, {"n": 129}])
+async def test_a_refused_request_holds_no_version(client, adapters, math, stream, fields):
+    response = await client.post(COMPLETIONS, json={"prompt": "x", "model": "math", "stream": stream, **fields})
+    assert response.status_code == 400
+    assert adapters.leased == 0
+
+
+async def test_no_version_is_asked_for_where_the_queue_is_full(make_client, adapters, math):
+    client = make_client(max_batch_size=1, max_queued=0)
+    response = await client.post(COMPLETIONS, json={"prompt": "x", "model": "math", "n": 2})
+    assert response.status_code == 429
+    assert not adapters.asked
+
+
+@both_ways
+async def test_the_end_of_the_drain_lets_versions_go(client, engine, adapters, math, stream):
+    engine.pause_before = 1
+    request = asyncio.create_task(client.post(COMPLETIONS, json={"prompt": "x", "model": "math", "stream": stream}))
+    await engine.paused.wait()
+    client.app.state.services.lifecycle.expire()
+    await request
+    assert (adapters.leased, engine.live) == (0, set())
+
+
+async def test_weights_that_are_gone_are_a_503_without_a_path(client, engine, adapters, math, fault):
+    engine.fail_before, engine.error = 0, AdapterUnavailableError("/home/me/math/adapters.safetensors changed")
+    response = await client.post(COMPLETIONS, json={"prompt": "x", "model": "math"})
+    assert (response.status_code, fault(response)["code"]) == (503, "adapter_unavailable")
+    assert "/home" not in response.text
+    assert adapters.leased == 0
+
+
+# ---- model names elsewhere ---------------------------------------------------------------------------
+
+
+async def test_models_are_the_base_and_every_live_adapter(client, adapters, math):
+    adapters.publish("code")
+    base, code, listed = (await client.get("/v1/models")).json()["data"]
+    assert (base["id"], base["parent"], code["id"]) == (BASE, None, "code")
+    assert "version" not in base
+    assert listed == {
+        "id": "math",
+        "object": "model",
+        "created": 1_800_000_000,
+        "owned_by": "mlx_parallm",
+        "root": "math",
+        "parent": BASE,
+        "max_model_len": 64,
+        "version": 2,
+    }
+    assert (await client.get("/v1/models/math")).json() == listed
+    assert (await client.get("/v1/models/math@2")).json() == listed
+    older = (await client.get("/v1/models/math@1")).json()
+    assert (older["id"], older["version"]) == ("math@1", 1)
+
+
+@pytest.mark.parametrize(("path", "body"), [("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [120]})])
+async def test_the_tokenizer_is_the_same_for_all(client, math, fault, path, body):
+    for model in ("math", "math@1", "base", BASE):
+        assert (await client.post(path, json={**body, "model": model})).status_code == 200
+    response = await client.post(path, json={**body, "model": "nope"})
+    assert (response.status_code, fault(response)["param"]) == (404, "model")
