@@ -44,8 +44,8 @@ def of_throughput(points: list[Point]) -> Iterator[Figure]:
         name = f"median first token against mlx_lm.server, {point.concurrency} clients"
         yield Figure(name, "x", ratio, ratio.median, limit)
     shares = [share for point in points for side in (point.ours, point.theirs) for share in side.client_cpu]
-    yield Figure("the benchmark's own share of a core, throughput", "", *_reported(shares))
-    yield _errors("our errors and short answers, throughput", sum(len(p.ours.errors) + p.ours.short for p in points))
+    yield Figure("the benchmark's own share of a core, throughput", "", *reported(shares))
+    yield errors("our errors and short answers, throughput", sum(len(p.ours.errors) + p.ours.short for p in points))
 
 
 def of_decode(decode: Decode) -> Iterator[Figure]:
@@ -55,8 +55,8 @@ def of_decode(decode: Decode) -> Iterator[Figure]:
     yield Figure("decode at 16 rows against the bare loop", "x", against_bare, against_bare.median, BARE_LIMIT, True)
     yield Figure("half the rows at temperature 1 against greedy", "x", half, half.median, HALF_SAMPLED_LIMIT, True)
     yield Figure("all rows top-p 0.9 against greedy", "x", top_p, top_p.median)
-    yield Figure("the benchmark's own share of a core, decode", "", *_reported(decode.client_cpu))
-    yield _errors("our errors, decode", len(decode.errors))
+    yield Figure("the benchmark's own share of a core, decode", "", *reported(decode.client_cpu))
+    yield errors("our errors, decode", len(decode.errors))
 
 
 def of_fairness(fairness: Fairness) -> Iterator[Figure]:
@@ -69,20 +69,22 @@ def of_fairness(fairness: Fairness) -> Iterator[Figure]:
     steps = ratios(fairness.longest_gap_s, fairness.quiet_step_s)
     yield Figure("the same, in undisturbed median steps", "steps", steps, steps.high)
     yield Figure("first token of a short request meanwhile", "s", short, short.high, SHORT_LIMIT_S)
-    yield Figure("first token of the long prompt", "s", *_reported(fairness.long_first_token_s))
-    yield _errors("our errors, fairness", len(fairness.errors))
+    yield Figure("first token of the long prompt", "s", *reported(fairness.long_first_token_s))
+    yield errors("our errors, fairness", len(fairness.errors))
 
 
 def of_memory(name: str, memory: Memory, bytes_per_token: int) -> Iterator[Figure]:
     limit = (KV_FACTOR * memory.kv_tokens_at_peak * bytes_per_token + MEMORY_ALLOWANCE) / 1e6
-    yield Figure(f"MLX peak above weights, {name}", "MB", *_reported([memory.above_weights_bytes / 1e6]), limit)
-    yield Figure(f"process resident, {name}", "MB", *_reported([memory.resident_bytes_most / 1e6]))
+    yield Figure(f"MLX peak above weights, {name}", "MB", *reported([memory.above_weights_bytes / 1e6]), limit)
+    yield Figure(f"process resident, {name}", "MB", *reported([memory.resident_bytes_most / 1e6]))
 
 
-def _errors(name: str, count: int) -> Figure:
-    return Figure(name, "", *_reported([count]), limit=0)
+def errors(name: str, count: int) -> Figure:
+    """A count that must be 0."""
+    return Figure(name, "", *reported([count]), limit=0)
 
 
-def _reported(values: list[float]) -> tuple[Spread, float]:
+def reported(values: list[float]) -> tuple[Spread, float]:
+    """A figure's value and what is judged of it: the median."""
     taken = spread(values)
     return taken, taken.median

@@ -3,6 +3,7 @@
 import os
 import platform
 import subprocess
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import mlx_parallm
 
 PACKAGES = ("mlx-parallm", "mlx", "mlx-lm", "fastapi", "uvicorn")
 CPUINFO = Path("/proc/cpuinfo")
+BUSY_LOAD = 1.0
+"""What a benchmark prepares just before makes a little of it."""
 
 
 def describe() -> dict[str, object]:
@@ -33,6 +36,12 @@ def resident_bytes(pid: int) -> int:
         return int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     kib = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True, check=True).stdout
     return int(kib) * 1024
+
+
+def warn_if_busy() -> None:
+    """Two processes that share the cores spin on each other's BLAS threads: rates fall tenfold and more."""
+    if (load := os.getloadavg()[0]) > BUSY_LOAD:
+        print(f"the machine is busy (load average {load:.1f}): these figures will mean little", file=sys.stderr)
 
 
 def _processor() -> str:

@@ -45,9 +45,9 @@ class Peer:
 
 
 @asynccontextmanager
-async def our_server(model: Path, logs: Path) -> AsyncIterator[Peer]:
+async def our_server(model: Path, logs: Path, flags: Sequence[str] = ()) -> AsyncIterator[Peer]:
     """`mlx_parallm_serve`, ready."""
-    command = [str(Path(sys.executable).with_name("mlx_parallm_serve")), "--log-level", "warning"]
+    command = [str(Path(sys.executable).with_name("mlx_parallm_serve")), "--log-level", "warning", *flags]
     async with _server("mlx_parallm_serve", [*command, "--model-path", str(model)], "/ready", logs) as peer:
         yield peer
 

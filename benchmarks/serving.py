@@ -10,7 +10,6 @@ Leave the machine alone meanwhile.
 
 import argparse
 import asyncio
-import os
 import shlex
 import signal
 import subprocess
@@ -41,8 +40,6 @@ HERE = Path(__file__).parent
 SCENARIOS = ("throughput", "decode", "fairness", "memory")
 PEER_FLAGS = "--decode-concurrency 32 --prompt-concurrency 8"
 MEMORY_CLIENTS = 16
-BUSY_LOAD = 1.0
-"""The export of the model, just before, makes a little of it."""
 
 
 @dataclass(slots=True)
@@ -140,7 +137,7 @@ def main() -> int:
         bench = Bench(arguments, Path(folder) / "model", Path(folder))
         subprocess.run([sys.executable, str(HERE / "model_dir.py"), str(bench.model)], check=True)
         before = machine.describe()
-        _warn_if_busy()
+        machine.warn_if_busy()
         results = asyncio.run(_cancelled_by_sigterm(bench))
     judged = list(results.judged())
     report.show(results.points, results.decode.rates if results.decode else {}, judged)
@@ -148,12 +145,6 @@ def main() -> int:
     report.write(arguments.out, {"machine": before, "setting": setting, **results.record()}, judged)
     print(f"written to {arguments.out}")
     return int(any(figure.met is False for figure in judged))
-
-
-def _warn_if_busy() -> None:
-    """Two processes that share the cores spin on each other's BLAS threads: rates fall tenfold and more."""
-    if (load := os.getloadavg()[0]) > BUSY_LOAD:
-        print(f"the machine is busy (load average {load:.1f}): these figures will mean little", file=sys.stderr)
 
 
 async def _cancelled_by_sigterm(bench: Bench) -> Results:

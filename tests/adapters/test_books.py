@@ -17,8 +17,8 @@ def info(root: str = "", digest: str = "") -> VersionInfo:
     return VersionInfo(4, 8.0, ("q_proj",), 100, digest, root)
 
 
-def publish(books: AdapterBooks, name: str, root: str = "") -> Version:
-    version = books.add(name, info(root))
+def publish(books: AdapterBooks, name: str, root: str = "", digest: str = "") -> Version:
+    version = books.add(name, info(root, digest))
     books.flip(version.ref)
     return version
 
@@ -153,11 +153,12 @@ def test_a_version_that_is_unloaded_while_it_is_staged_never_goes_live() -> None
 
 def test_files_that_get_new_content_supersede_what_was_read_from_them() -> None:
     books = AdapterBooks()
-    first = publish(books, "math", "/a")
-    other = publish(books, "tone", "/b")
+    first = publish(books, "math", "/a", "1")
+    other = publish(books, "tone", "/b", "2")
+    publish(books, "the same under another name", "/a", "1")
     published = publish(books, "policy")
     assert (first.readable, other.readable, published.readable) == (True, True, False)
-    publish(books, "math", "/a")
+    publish(books, "math", "/a", "3")
     assert (first.readable, other.readable) == (False, True)
     books.saved(first, "/ckpt/math/checkpoint-1", "checkpoint-1")
     assert first.readable

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 from adapter_folders import mlx_lm_folder, mlx_lm_tensors, peft_folder, peft_tensors, safetensors
-
 from main_job.serving import SERVED
 
 HIDDEN, KV = 576, 192

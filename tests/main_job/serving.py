@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +21,7 @@ START_S = 100
 STOP_S = 20
 SERVED = "SmolLM2-135M-Instruct"
 COMMAND = (sys.executable, "-c", "import sys; from mlx_parallm.cli.main import serve; sys.exit(serve())")
-PROMPT, TOKENS = "Once upon a time", 6
+PROMPT, TOKENS = "Once upon a time", 5
 
 
 @dataclass(frozen=True)
@@ -94,3 +98,37 @@ def stop(server: Server) -> None:
         assert server.process.wait(timeout=STOP_S) == 0
     finally:
         server.process.kill()
+
+
+@contextmanager
+def asking(server: Server, model: str) -> Iterator[list[Said]]:
+    """Two clients that ask without a pause while the block runs, and once more after it; the list is what they hear."""
+    told: list[Said] = []
+    over = threading.Event()
+
+    def keep_asking(_: int) -> None:
+        while not over.is_set():
+            told.append(server.ask(model))
+        told.append(server.ask(model))
+
+    with ThreadPoolExecutor(2) as pool:
+        heard = pool.map(keep_asking, range(2))
+        try:
+            yield told
+        finally:
+            over.set()
+        list(heard)
+
+
+def text_of(chunks: Iterable[openai.types.Completion]) -> str:
+    return "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
+
+
+def assert_refused(server: Server, requests: Iterable[tuple[str, dict[str, str]]]) -> None:
+    for path, body in requests:
+        answer = server.http.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
+        assert answer.status_code == 400, (body, answer.text)
+        error = answer.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["type"] == "invalid_request_error"
+        assert error["message"], body

@@ -6,16 +6,13 @@ alone it says in any batch.
 
 from __future__ import annotations
 
-import json
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice, product
@@ -26,17 +23,18 @@ import openai
 import pytest
 from lora import QV, layout_of, random_adapter
 from main_job.bad_adapters import BAD_TAGS, bad_loads, good_folder
-from main_job.serving import PROMPT, SERVED, Said, Server, start, stop
+from main_job.serving import PROMPT, SERVED, TOKENS, Said, Server, asking, assert_refused, start, stop, text_of
 
 from mlx_parallm.adapters.files import read_adapter, write_mlx_lm
 from mlx_parallm.adapters.layout import AdapterLayout
 from mlx_parallm.model.bundled import load_bundled
 
 ADAPTERS = tuple(f"a{i}" for i in range(10))
-LONG = 16
+LONG = 12
 """Tokens of a stream that things happen beside."""
 LOAD, UNLOAD, ROUTE = "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/adapters/route"
 SAVE, ROLLBACK = "/training/checkpoint", "/v1/adapters/rollback"
+Alone = Callable[[str], str]
 MAIN = (sys.executable, "-c", "import sys; from mlx_parallm.cli.main import main; sys.exit(main())")
 
 
@@ -92,7 +90,9 @@ def before(folders: Folders) -> dict[str, str]:
         running.post(LOAD, lora_name="kept", lora_path="a4")
         running.post(SAVE, lora_name="kept")
         said = {selector: running.ask(selector).text for selector in ("default@1", "default@2", "kept")}
-        next(running.stream("kept", LONG))
+        with running.stream("kept", LONG) as live:
+            next(live)
+            running.process.kill()
     finally:
         running.process.kill()
     assert running.process.wait() == -signal.SIGKILL
@@ -112,7 +112,7 @@ def server(folders: Folders, before: dict[str, str]) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def alone(server: Server) -> Callable[[str], str]:
+def alone(server: Server) -> Alone:
     """A selector's text with no other request beside it."""
     return cache(lambda selector: server.ask(selector).text)
 
@@ -120,7 +120,8 @@ def alone(server: Server) -> Callable[[str], str]:
 def test_a_killed_servers_checkpoints_are_served_again(server: Server, before: dict[str, str]) -> None:
     holds = {"default": "default@2", "latest": "default@2", "checkpoint-2": "default@2", "kept": "kept@1"}
     holds |= dict.fromkeys(("checkpoint-1", "good"), "default@1")
-    said = {selector: server.ask(selector) for selector in holds}
+    with ThreadPoolExecutor(len(holds)) as pool:
+        said = dict(zip(holds, pool.map(server.ask, holds), strict=True))
     text = {"default@1": before["default@1"], "default@2": before["default@2"], "kept@1": before["kept"]}
     assert said == {selector: Said(text[version], version) for selector, version in holds.items()}
     assert server.post(LOAD, lora_name="default", lora_path="a4", load_inplace=True)["lora_adapter"] == "default@3"
@@ -129,17 +130,165 @@ def test_a_killed_servers_checkpoints_are_served_again(server: Server, before: d
     assert server.ask("latest") == Said(before["kept"], "default@3")
 
 
-def test_every_way_to_name_an_adapter(server: Server, alone: Callable[[str], str]) -> None:
+def test_every_way_to_name_an_adapter(server: Server, alone: Alone) -> None:
     client = server.client()
 
-    def ask(model: str, **extra: str) -> Said:
+    def ask(way: tuple[str, dict[str, Any]]) -> tuple[str, str | None, str]:
+        model, fields = way[0], {"ignore_eos": True, **way[1]}
         done = client.completions.create(
-            model=model, prompt=PROMPT, max_tokens=6, temperature=0, extra_body={"ignore_eos": True, **extra}
+            model=model, prompt=PROMPT, max_tokens=TOKENS, temperature=0, extra_body=fields
         )
-        assert done.model == (model if model == "a0" else model.partition("@")[0] if not extra else "a0")
-        return Said(done.choices[0].text, done.model_extra.get("lora_adapter"))
+        assert done.model_extra is not None
+        return done.choices[0].text, done.model_extra.get("lora_adapter"), done.model
 
-    ways = [ask("a0"), ask("a0@1"), ask(SERVED, lora_adapter="a0"), ask(SERVED, adapters="a0@1")]
-    assert ways == [Said(alone("a0"), "a0@1")] * 4
-    assert [server.ask(), server.ask(SERVED), server.ask("base")] == [Said(alone("base"), None)] * 3
-    assert alone("a0") != alone("base")
+    said, base = (alone("a0"), "a0@1", "a0"), (alone("base"), None, SERVED)
+    assert said[0] != base[0]
+    ways: list[tuple[str, dict[str, Any]]] = [("a0", {}), ("a0@1", {}), ("a0", {"lora_adapter": "a0"})]
+    ways += [(SERVED, {"lora_adapter": "a0"}), (SERVED, {"adapters": "a0@1"}), (SERVED, {}), ("base", {})]
+    with ThreadPoolExecutor(len(ways)) as pool:
+        assert list(pool.map(ask, ways)) == [said] * 5 + [base] * 2
+    assert server.ask() == Said(alone("base"), None), "no model"
+
+
+def test_a_stream_names_its_adapter_in_header_and_chunks(server: Server) -> None:
+    completions, chat = server.client().completions, server.client().chat.completions
+    message = {"role": "user", "content": "Hello"}
+    for raw, named in (
+        (completions.with_raw_response.create(model="a0", prompt=PROMPT, max_tokens=2, stream=True), "a0@1"),
+        (chat.with_raw_response.create(model="a1", messages=[message], max_tokens=2, stream=True), "a1@1"),
+        (chat.with_raw_response.create(model=SERVED, messages=[message], max_tokens=2, stream=True), None),
+    ):
+        assert raw.headers.get("x-lora-adapter") == named
+        assert {chunk.model_extra.get("lora_adapter") for chunk in raw.parse()} == {named}
+
+
+def test_ten_adapters_in_two_slots_say_what_each_says_alone(server: Server, alone: Alone) -> None:
+    expected = [Said(alone("base"), None), *(Said(alone(name), f"{name}@1") for name in ADAPTERS)]
+    assert len({said.text for said in expected}) == len(expected)
+    server.post(LOAD, lora_name="twin", lora_path="a7")  # the same files under two names
+    with ThreadPoolExecutor(2 * len(expected)) as pool:
+        said = list(pool.map(server.ask, ("base", *ADAPTERS) * 2))
+    assert said == expected * 2
+    listed = server.get("/v1/adapters")
+    assert listed["slots"] == {"total": 2, "used": 2, "pinned": 0}
+    assert Counter(card["residence"] for card in listed["data"])["slot"] == 2
+    assert "file" in {card["residence"] for card in listed["data"] if card["name"] in ADAPTERS}
+
+
+def test_a_load_in_place_reaches_new_requests_only(server: Server, folders: Folders, alone: Alone) -> None:
+    """The files are replaced where they lie, while requests for the old ones run and come."""
+    one, two = Said(alone("a0"), "changing@1"), Said(alone("a1"), "changing@2")
+    load = {"lora_name": "changing", "lora_path": "changing", "load_inplace": True}
+    shutil.copytree(folders.adapters / "a0", folders.loose / "changing")
+    assert server.post(LOAD, **load)["lora_adapter"] == "changing@1"
+    undisturbed = server.ask("changing", LONG)
+    with asking(server, "changing") as told:
+        stream = server.stream("changing", LONG)
+        chunks = [next(stream)]
+        shutil.copytree(folders.adapters / "a1", folders.loose / "changing", dirs_exist_ok=True)
+        assert server.post(LOAD, **load)["lora_adapter"] == "changing@2"
+        assert server.ask("changing") == two
+        chunks += stream
+    assert text_of(chunks) == undisturbed.text
+    assert {chunk.model_extra.get("lora_adapter") for chunk in chunks} == {"changing@1"}
+    assert {two} <= set(told) <= {one, two}
+
+    assert server.post(LOAD, **load)["lora_adapter"] == "changing@2", "the same content"
+    assert 'adapter_requests_total{adapter="changing",version="2"}' in server.http.get("/metrics").text
+    assert server.post(ROLLBACK, lora_name="changing")["lora_adapter"] == "changing@1"
+    assert server.ask("changing") == one
+    assert server.ask("changing@2") == two
+    assert server.http.post(ROLLBACK, json={"lora_name": "changing"}).status_code == 409
+
+
+def test_bad_loads_hurt_nobody(server: Server, folders: Folders) -> None:
+    assert read_adapter(folders.outside, folders.layout, max_rank=16).weights.rank == 4, "could be served"
+    bodies = [
+        (LOAD, {"lora_name": name, "lora_path": path}) for name, path in bad_loads(folders.loose, folders.outside)
+    ]
+    bodies += [(SAVE, {"lora_name": "kept", "checkpoint_name": tag}) for tag in BAD_TAGS]
+    undisturbed = {model: server.ask(model, LONG).text for model in ("a0", "base")}
+    listed, files = state(server), tree(folders.root)
+    waiting = iter(bodies)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(lambda: text_of(server.stream("base", LONG)))
+        chunks = []
+        for chunk in server.stream("a0", LONG):
+            chunks.append(chunk)
+            assert_refused(server, islice(waiting, 8))
+        assert_refused(server, waiting)
+    assert {"a0": text_of(chunks), "base": other.result()} == undisturbed
+    assert (state(server), tree(folders.root)) == (listed, files)
+    assert server.post(LOAD, lora_name="good", lora_path="good")["lora_adapter"] == "good@1"
+    assert server.post(UNLOAD, lora_name="good")["unloaded"] == ["good@1"]
+
+
+def test_names_of_nothing_are_404(server: Server) -> None:
+    """Also where a stream was asked for."""
+    chat = {"messages": [{"role": "user", "content": "x"}]}
+    asked = (("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", chat))
+    names = ("nope", "a0@2", "a0@", "nope@1", "checkpoint-99", "no-tag", "../a0", "a0\0", "x" * 5000)
+    for (path, body), name, field, stream in product(asked, names, ("model", "lora_adapter"), (False, True)):
+        answer = server.http.post(path, json={**body, field: name, "stream": stream})
+        assert (answer.status_code, answer.headers["content-type"]) == (404, "application/json"), (path, name)
+        assert (answer.json()["error"]["code"], answer.json()["error"]["param"]) == ("model_not_found", field)
+    with pytest.raises(openai.NotFoundError):
+        server.stream("a0@2", LONG)
+
+
+def test_a_route_splits_requests_that_name_nothing(server: Server, alone: Alone) -> None:
+    halves = {Said(alone(name), f"{name}@1") for name in ("a0", "a1")}
+    try:
+        assert server.post(ROUTE, weights={"a0": 1, "a1": 1}) == {"route": {"a0": 0.5, "a1": 0.5}}
+        with ThreadPoolExecutor(16) as pool:
+            said = list(pool.map(server.ask, [None, SERVED] * 8))
+        assert set(said) == halves
+        assert server.ask("base") == Said(alone("base"), None)
+        assert server.http.post(UNLOAD, json={"lora_name": "a0"}).status_code == 409
+        switched = server.post("/model/switch-lora", version="checkpoint-1")
+        assert (switched["current_lora"], switched["route"]) == ("default@1", {"checkpoint-1": 1.0})
+        assert server.ask() == Said(alone("a2"), "default@1")
+    finally:
+        reset = server.http.delete(ROUTE)
+    assert reset.json() == {"route": {"base": 1.0}}
+    assert server.ask() == Said(alone("base"), None)
+
+
+def test_the_command_line_loads_lists_and_unloads(server: Server, folders: Folders, alone: Alone) -> None:
+    def command(*words: str) -> tuple[int, str]:
+        line = [*MAIN, "adapters", *words, "--url", server.url]
+        done = subprocess.run(line, cwd=folders.adapters, capture_output=True, text=True, timeout=60)
+        return done.returncode, done.stdout or done.stderr
+
+    assert command("load", "mine", "./a5") == (0, "mine@1 is live\n")
+    assert server.ask("mine") == Said(alone("a5"), "mine@1")
+    status, refusal = command("load", "mine", "a6")
+    assert (status, "loaded already" in refusal) == (1, True)
+    assert command("load", "mine", "a6", "--replace") == (0, "mine@2 is live\n")
+    _, listing = command("list")
+    rows = {row[0]: row for row in map(str.split, listing.splitlines()) if row}
+    assert (rows["mine@1"][1], rows["mine@2"][1], rows["route"][1]) == ("no", "yes", "base")
+    stream = server.stream("mine", LONG)
+    chunks = [next(stream)]
+    assert command("unload", "mine") == (0, "unloaded mine@1, mine@2\n")
+    chunks += stream
+    assert text_of(chunks).startswith(alone("a6"))
+    assert command("unload", "mine")[0] == 1
+    assert server.http.post("/v1/completions", json={"model": "mine", "prompt": "x"}).status_code == 404
+
+
+def test_books_are_clean_afterwards(server: Server) -> None:
+    engine = server.get("/debug/state")["engine"]
+    assert (engine["alive"], engine["running"], engine["waiting"], engine["kv_bytes_held"]) == (True, 0, 0, 0)
+    listed = server.get("/v1/adapters")
+    assert (listed["slots"]["pinned"], {card["leases"] for card in listed["data"]}) == (0, {0})
+
+
+def state(server: Server) -> Any:
+    """What can be asked for, and where unnamed requests go."""
+    listed = server.get("/v1/adapters")
+    return [(card["id"], card["live"]) for card in listed["data"]], listed["route"], server.get("/v1/checkpoints")
+
+
+def tree(root: Path) -> set[str]:
+    return {str(path) for path in root.rglob("*")}

@@ -5,59 +5,20 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import socket
 import subprocess
-import sys
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import httpx
-import openai
 import pytest
-
-START_S = 100
-COMMAND = (sys.executable, "-c", "import sys; from mlx_parallm.cli.main import serve; sys.exit(serve())")
-
-
-@dataclass(frozen=True)
-class Server:
-    process: subprocess.Popen[str]
-    url: str
-
-    def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
-
-
-def start(*flags: str) -> Server:
-    """`mlx_parallm_serve` as a user starts it; returns when its banner says that it is ready."""
-    port = free_port()
-    process = subprocess.Popen([*COMMAND, "--port", str(port), *flags], stderr=subprocess.PIPE, text=True)
-    killer = threading.Timer(START_S, process.kill)
-    killer.start()
-    assert process.stderr is not None
-    ready = any("base URL" in line for line in process.stderr)
-    killer.cancel()
-    assert ready, f"the server ended with {process.wait()}"
-    threading.Thread(target=process.stderr.read, daemon=True).start()
-    return Server(process, f"http://127.0.0.1:{port}")
+from main_job.serving import COMMAND, Server, start, stop
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     running = start("--debug")
     yield running
-    running.process.send_signal(signal.SIGTERM)
-    try:
-        assert running.process.wait(timeout=20) == 0
-    finally:
-        running.process.kill()
+    stop(running)
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")

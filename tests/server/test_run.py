@@ -3,6 +3,7 @@
 import asyncio
 import json
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -64,6 +65,13 @@ async def test_sigterm_drains(process):
         assert '"finish_reason":"stop"' in rest[-4]
     assert server.wait(5) == 0
     assert server.stderr.read() == ""
+
+
+def test_small_answers_are_not_held_back():
+    with bind("127.0.0.1", 0) as listening, socket.create_connection(listening.getsockname()):
+        accepted, _ = listening.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 async def test_requests_that_outlast_the_drain_end_with_an_error(process):

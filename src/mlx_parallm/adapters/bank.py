@@ -23,15 +23,15 @@ _FIRST_SLOTS = 4
 
 
 class LinearGroup:
-    """The factors of linears that share an input. Slot `s` of a linear: a[s][:, column : column + rank], b[s].
+    """The factors of linears that share an input. Slot s of the linear at place p: a[s, :, p·rank : (p+1)·rank], b[s].
 
-    `written`: slots that may hold something other than zeros.
+    `places`: of the linears that have factors, by path. `written`: slots that may hold something other than zeros.
     """
 
     def __init__(self, specs: Sequence[LinearSpec], rank: int, dtype: mx.Dtype) -> None:
         self.specs = {spec.path: spec for spec in specs}
         self.rank = rank
-        self.columns: dict[str, int] = {}
+        self.places: dict[str, int] = {}
         self.b: dict[str, mx.array] = {}
         self.written: set[int] = set()
         self._dtype = dtype
@@ -51,7 +51,7 @@ class LinearGroup:
         self.a = mx.pad(self.a, [(0, more), (0, 0), (0, len(new) * self.rank)])
         self.b = {path: mx.pad(b, [(0, more), (0, 0), (0, 0)]) for path, b in self.b.items()}
         for path in new:
-            self.columns[path] = self.rank * len(self.columns)
+            self.places[path] = len(self.places)
             self.b[path] = mx.zeros((held + more, self.rank, self.specs[path].out_features), self._dtype)
         mx.eval(self.a, self.b)
         return True
@@ -61,7 +61,7 @@ class LinearGroup:
 
         In place holds while nobody else has the arrays: no forward that reads them may be in flight.
         """
-        self.a[slot] = mx.concatenate([self._padded_a(path, pairs.get(path)) for path in self.columns], axis=1)
+        self.a[slot] = mx.concatenate([self._padded_a(path, pairs.get(path)) for path in self.places], axis=1)
         for path, b in self.b.items():
             b[slot] = self._padded_b(path, pairs.get(path))
         mx.eval(self.a, self.b)
@@ -77,7 +77,7 @@ class LinearGroup:
 
     def clear(self) -> None:
         """Gives the arrays back."""
-        self.columns, self.b, self.written = {}, {}, set()
+        self.places, self.b, self.written = {}, {}, set()
         self.a = self._empty()
 
     def _empty(self) -> mx.array:
@@ -85,7 +85,7 @@ class LinearGroup:
         return mx.zeros((0, inputs, 0), self._dtype)
 
     def _unpadded(self, slot: int, path: str, rank: int) -> LoRAPair:
-        column = self.columns[path]
+        column = self.rank * self.places[path]
         a = mx.contiguous(self.a[slot, :, column : column + rank])
         return LoRAPair(a, mx.contiguous(self.b[path][slot, :rank]), 1.0)
 

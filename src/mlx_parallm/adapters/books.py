@@ -127,11 +127,12 @@ class AdapterBooks:
     # -- versions --------------------------------------------------------------------------------
 
     def add(self, adapter: str, info: VersionInfo) -> Version:
-        """A new version of `adapter`, not live yet. Older ones read from the same files are superseded."""
+        """A new version of `adapter`, not live yet. What was read from the same files with other content is superseded."""
         with self._lock:
             name = self._name(adapter)
             for older in self._all():
-                older.superseded |= bool(info.root) and older.info.root == info.root
+                same_place = bool(info.root) and older.info.root == info.root
+                older.superseded |= same_place and older.info.digest != info.digest
             version = Version(AdapterRef(adapter, name.next_version), info)
             name.versions[version.ref.version] = version
             name.next_version += 1

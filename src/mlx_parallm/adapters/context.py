@@ -35,24 +35,23 @@ class ForwardContext:
 
     def __init__(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
         self._runs = _runs(slots, lengths)
-        self._last: tuple[LinearGroup, mx.array, mx.array] | None = None
+        self._last: tuple[LinearGroup, mx.array, list[mx.array]] | None = None
 
     def adapt(self, group: LinearGroup, path: str, x: mx.array, y: mx.array) -> mx.array:
         """y + scale · (x A[slot]) B[slot], x [B, T, in] and y [B, T, out] of the linear at `path`."""
-        b = group.b.get(path)
-        if b is None:  # no adapter in the bank changes this linear
+        place = group.places.get(path)
+        if place is None:  # no adapter in the bank changes this linear
             return y
-        h = self._down(group, x)
-        if len(group.b) > 1:
-            column = group.columns[path]
-            h = h[..., column : column + group.rank]
-        return y + self._product(h, b)
+        return y + self._product(self._down(group, x)[place], group.b[path])
 
-    def _down(self, group: LinearGroup, x: mx.array) -> mx.array:
-        """x A[slot], [B, T, columns], once for the linears of a group that are given the same array."""
-        if self._last is None or self._last[0] is not group or self._last[1] is not x:
-            self._last = (group, x, self._product(x, group.a))
-        return self._last[2]
+    def _down(self, group: LinearGroup, x: mx.array) -> list[mx.array]:
+        """x A[slot] of each linear, [B, T, rank], once for the linears of a group that are given the same array."""
+        last = self._last
+        if last is None or last[0] is not group or last[1] is not x:
+            h = self._product(x, group.a)
+            places = len(group.places)
+            last = self._last = (group, x, list(mx.split(h, places, axis=-1)) if places > 1 else [h])
+        return last[2]
 
     def _product(self, x: mx.array, factors: mx.array) -> mx.array:
         """[B, T, k] by [slots, k, m] → [B, T, m]."""

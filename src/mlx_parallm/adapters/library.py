@@ -88,5 +88,6 @@ def info_of_file(file: AdapterFile) -> VersionInfo:
     return VersionInfo(weights.rank, weights.alpha, weights.targets, file.nbytes, file.digest, str(file.path))
 
 
-def info_of_checkpoint(card: CheckpointCard) -> VersionInfo:
-    return VersionInfo(card.rank, card.alpha, card.targets, card.bytes, root=card.path, checkpoint=card.name)
+def info_of_checkpoint(card: CheckpointCard, digest: str = "") -> VersionInfo:
+    """`digest`: `AdapterFile`'s, where the files have been read."""
+    return VersionInfo(card.rank, card.alpha, card.targets, card.bytes, digest, card.path, card.name)

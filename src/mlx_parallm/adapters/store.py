@@ -66,7 +66,7 @@ class AdapterStore:
     ) -> None:
         self.bank = bank
         self.books = books
-        self.staged = self.evicted = 0
+        self.staged = self.evicted = self.bank_bytes = 0
         self.stage_seconds = 0.0
         self.slots = Slots(bank.slots)
         self.copies = Copies(copies, self._may_drop)
@@ -163,6 +163,7 @@ class AdapterStore:
         self._job = None
         self.slots.clear()
         self.bank.clear()
+        self.bank_bytes = 0
 
     def _next_job(self) -> Iterator[None] | None:
         """The oldest want whose weights are in memory, if a slot can be had for it. Starts reading the others."""
@@ -202,6 +203,7 @@ class AdapterStore:
         self.slots.move_in(version, slot)
         del self._wants[version.ref]
         self.staged += 1
+        self.bank_bytes = self.bank.nbytes
         self.stage_seconds = time.monotonic() - started
         _settle(want, None)
 

@@ -74,7 +74,7 @@ def _restore(checkpoints: CheckpointManager, books: AdapterBooks) -> None:
 
 
 def _publish(books: AdapterBooks, checkpoint: LoadedCheckpoint) -> None:
-    books.restore(checkpoint.card.adapter, info_of_checkpoint(checkpoint.card))
+    books.restore(checkpoint.card.adapter, info_of_checkpoint(checkpoint.card, checkpoint.digest))
 
 
 def _serve(books: AdapterBooks, selector: str | None) -> None:

@@ -239,7 +239,7 @@ class AdapterService:
             slots=store.bank.slots,
             slots_used=len(store.slots),
             slots_pinned=store.slots.pinned,
-            bank_bytes=store.bank.nbytes,
+            bank_bytes=store.bank_bytes,
             copies=len(store.copies),
             running=running,
             waiting=waiting,

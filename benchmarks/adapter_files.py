@@ -1,0 +1,42 @@
+"""Random adapters of the bundled model: in memory, and as folders that a server serves."""
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
+
+import numpy as np  # isort: skip
+from mlx_parallm.adapters.files import write_mlx_lm
+from mlx_parallm.adapters.layout import AdapterLayout
+from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair
+from mlx_parallm.model.adapted import adapter_layout
+from mlx_parallm.model.manager import SharedModelManager
+
+RANK = 16
+QV = ("q_proj", "v_proj")
+_SIZE, _SCALE = 1.0, 2.0
+"""An adapter changes what a linear gives by about as much as the linear gives: no two make the same text."""
+
+
+def random_adapter(layout: AdapterLayout, seed: int, rank: int = RANK, targets: Collection[str] = ()) -> AdapterWeights:
+    """Float32 factors on the linears with these last names, all by default."""
+    rng = np.random.default_rng(seed)
+    pairs = {}
+    for path, spec in layout.linears.items():
+        if not targets or spec.target in targets:
+            a = rng.standard_normal((spec.in_features, rank), np.float32) / np.float32(spec.in_features**0.5)
+            b = rng.standard_normal((rank, spec.out_features), np.float32) * np.float32(_SIZE / _SCALE / rank**0.5)
+            pairs[path] = LoRAPair(a, b, _SCALE)
+    return AdapterWeights(pairs)
+
+
+def write_adapters(folder: Path, names: Sequence[str]) -> None:
+    """A folder of each name, all linears. Loads the bundled model for its shapes: for a process of its own."""
+    layout = layout_of(SharedModelManager.load(None, progress=False))
+    for seed, name in enumerate(names):
+        write_mlx_lm(folder / name, random_adapter(layout, seed), layout)
+
+
+def layout_of(manager: SharedModelManager) -> AdapterLayout:
+    """Of a model without adapted linears."""
+    return adapter_layout(manager.model, manager.family)

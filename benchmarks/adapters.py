@@ -1,0 +1,126 @@
+"""What many adapters in one batch cost, and what publishing one costs those who are served.
+
+    python benchmarks/adapters.py [--quick] [--repeats 3] [--only decode served publish memory] [--out FILE]
+
+`decode`, `publish` and `memory` each drive the bundled model in a process of their own, without HTTP; `served` asks a
+real server. About 20 minutes on two cores, 6 with --quick. Ends with a table and writes JSON beside it.
+Leave the machine alone meanwhile.
+"""
+
+import argparse
+import asyncio
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import adapter_decode
+import adapter_figures
+import adapter_memory
+import adapter_publish
+import adapter_served
+import machine
+import report
+from adapter_decode import DecodeCost
+from adapter_memory import AdapterMemory
+from adapter_publish import Churn
+from adapter_served import ServedPoint
+from alone import alone
+from figures import Figure
+
+HERE = Path(__file__).parent
+PARTS = ("decode", "served", "publish", "memory")
+PUBLISHES, QUICK_PUBLISHES = 200, 12
+
+
+@dataclass(slots=True)
+class Results:
+    """What the parts that ran have measured."""
+
+    decode: DecodeCost | None = None
+    served: list[ServedPoint] = field(default_factory=list)
+    publish: Churn | None = None
+    memory: list[AdapterMemory] = field(default_factory=list)
+
+    def judged(self) -> Iterator[Figure]:
+        if self.decode:
+            yield from adapter_figures.of_decode(self.decode)
+        if self.served:
+            yield from adapter_figures.of_served(self.served)
+        if self.publish:
+            yield from adapter_figures.of_publish(self.publish)
+        yield from adapter_figures.of_memory(self.memory)
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """One run's setting."""
+
+    arguments: argparse.Namespace
+
+    def run(self) -> Results:
+        results = Results()
+        parts = {
+            "decode": self._decode,
+            "served": self._served,
+            "publish": self._publish,
+            "memory": self._memory,
+        }
+        for name in self.arguments.only:
+            print(name, flush=True)
+            parts[name](results)
+        return results
+
+    def _decode(self, results: Results) -> None:
+        results.decode = alone(adapter_decode.measure, adapter_decode.ROUNDS_A_REPEAT * self._repeats)
+
+    def _served(self, results: Results) -> None:
+        with tempfile.TemporaryDirectory(prefix="adapters_benchmark_") as folder:
+            model, adapters = Path(folder) / "model", Path(folder) / "adapters"
+            subprocess.run([sys.executable, str(HERE / "model_dir.py"), str(model)], check=True)
+            results.served = asyncio.run(adapter_served.measure(model, adapters, self._repeats, self.arguments.quick))
+
+    def _publish(self, results: Results) -> None:
+        results.publish = alone(adapter_publish.measure, QUICK_PUBLISHES if self.arguments.quick else PUBLISHES)
+
+    def _memory(self, results: Results) -> None:
+        results.memory = alone(adapter_memory.measure)
+
+    @property
+    def _repeats(self) -> int:
+        return 1 if self.arguments.quick else self.arguments.repeats
+
+
+def main() -> int:
+    """Exit code 0 when every figure that was judged is met, 1 when one is not."""
+    arguments = _arguments()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: every child is killed on the way out
+    before = machine.describe()
+    machine.warn_if_busy()
+    results = Bench(arguments).run()
+    judged = list(results.judged())
+    report.show([], {}, judged)
+    report.write(arguments.out, {"machine": before, "setting": _setting(arguments), **asdict(results)}, judged)
+    print(f"written to {arguments.out}")
+    return int(any(figure.met is False for figure in judged))
+
+
+def _setting(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {name: value for name, value in vars(arguments).items() if name != "out"}
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one repeat, fewer and shorter requests, 12 publishes")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "adapters.json")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

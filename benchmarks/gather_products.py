@@ -1,0 +1,32 @@
+"""The low-rank products of a decode step by themselves: what no form of a mixed batch can do without.
+
+Per group of linears that share an input, one product by their joint `a`; per linear, one by its `b`.
+"""
+
+from collections.abc import Sequence
+
+import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
+
+import mlx.core as mx  # isort: skip
+from mlx_parallm.adapters.bank import AdapterBank
+
+
+class GatherProducts:
+    """The same `gather_mm` calls, of the same shapes, as a step of `rows` rows over this bank. Inputs are ones."""
+
+    def __init__(self, bank: AdapterBank, rows: int) -> None:
+        self._groups = [group for group in bank.groups.values() if group.b]
+        widths = {bank.max_rank, *(int(group.a.shape[1]) for group in self._groups)}
+        self._inputs = {width: mx.ones((rows, 1, width)) for width in widths}
+        mx.eval(list(self._inputs.values()))
+
+    def step(self, slots: Sequence[int]) -> None:
+        """All products of one step, evaluated together; one slot a row, a dense product where all are alike."""
+        batch = len(slots) if len(set(slots)) > 1 else 1
+        indices = mx.array(list(slots[:batch]), mx.uint32)
+        factors = [factor for group in self._groups for factor in (group.a, *group.b.values())]
+        mx.eval([mx.gather_mm(self._input(factor, batch), factor, rhs_indices=indices) for factor in factors])
+
+    def _input(self, factor: mx.array, batch: int) -> mx.array:
+        width = factor.shape[1]
+        return self._inputs[width].reshape(batch, -1, width)

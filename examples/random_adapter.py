@@ -1,0 +1,44 @@
+"""Writes a random LoRA adapter for the bundled model, in mlx-lm's format, to try things with.
+
+python examples/random_adapter.py DIR [--rank 8] [--seed 0] [--size 0.5]
+"""
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+
+from mlx_parallm.adapters.files import write_mlx_lm
+from mlx_parallm.adapters.layout import LinearSpec
+from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair
+from mlx_parallm.model.adapted import adapter_layout
+from mlx_parallm.model.bundled import load_bundled
+from mlx_parallm.model.families import classify
+
+SCALE = 2.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--rank", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--size", type=float, default=0.5, help="of the change, next to what the linears give")
+    options = parser.parse_args()
+    model, _, _ = load_bundled(dequantize=False)
+    layout = adapter_layout(model, classify(model))
+    random = np.random.default_rng(options.seed)
+    pairs = {path: random_pair(random, spec, options.rank, options.size) for path, spec in layout.linears.items()}
+    options.folder.mkdir(parents=True, exist_ok=True)
+    write_mlx_lm(options.folder, AdapterWeights(pairs), layout)
+
+
+def random_pair(random: np.random.Generator, spec: LinearSpec, rank: int, size: float) -> LoRAPair:
+    """Factors whose product changes what the linear gives by about `size`."""
+    a = random.normal(size=(spec.in_features, rank)) / np.sqrt(spec.in_features)
+    b = random.normal(size=(rank, spec.out_features)) * size / np.sqrt(rank) / SCALE
+    return LoRAPair(a.astype(np.float32), b.astype(np.float32), SCALE)
+
+
+if __name__ == "__main__":
+    main()
