@@ -8,7 +8,7 @@ from adapter_memory import AdapterMemory
 from adapter_publish import Churn
 from adapter_served import KINDS, NONE, ServedPoint
 from figures import Figure, errors, reported
-from spread import ratios, spread
+from spread import percentile, ratios, spread
 
 ONE_PERCENT, QV_PERCENT, ALL_PERCENT = 12, 7, 18
 ALL_OVER_PRODUCTS = 1.3
@@ -24,7 +24,9 @@ def of_decode(cost: DecodeCost) -> Iterator[Figure]:
         one, eight, many = (Variant(linears, adapters) for adapters in (ONE, EIGHT, MANY))
         for variant, percent in ((one, ONE_PERCENT), (eight, limit), (many, None)):
             yield Figure(f"decode step, {variant.name}", "% more", *reported(cost.percent(variant)), percent)
-            yield Figure("the same over its products alone", "x", *reported(_over_products(cost, variant)))
+            yield Figure(
+                f"what it adds over its products alone, {variant.name}", "x", *reported(_over_products(cost, variant))
+            )
         points = [more - less for more, less in zip(cost.percent(many), cost.percent(eight), strict=True)]
         yield Figure(f"{many.name}, over 8 mixed", "points", *reported(points), MANY_POINTS)
 
@@ -59,10 +61,10 @@ def of_publish(churn: Churn) -> Iterator[Figure]:
     yield errors("publish: versions that found no slot", sum(not publish.in_slot for publish in churn.publishes))
     before, after = churn.before, churn.after
     for name, then, now in (
-        ("active bytes", before.active_bytes, after.active_bytes),
-        ("arrays", before.arrays, after.arrays),
+        ("MLX's active bytes", before.active_bytes, after.active_bytes),
+        ("live arrays", before.arrays, after.arrays),
     ):
-        yield Figure(f"publish: growth of MLX's {name}", "%", *reported([100 * (now / then - 1)]), GROWTH_PERCENT)
+        yield Figure(f"publish: growth of {name}", "%", *reported([100 * (now / then - 1)]), GROWTH_PERCENT)
 
 
 def of_memory(kinds: Sequence[AdapterMemory]) -> Iterator[Figure]:
@@ -90,14 +92,8 @@ def _steps(churn: Churn) -> Iterator[Figure]:
     yield Figure("publish: step without staging", "ms", *reported([1e3 * step for step in churn.quiet_step_s]))
     relative = spread(step / quiet.median for step in churn.staging_step_s)
     yield Figure("publish: step while staging, worst", "x", relative, staging.high / quiet.median, WORST_STEP)
-    late = _percentile(churn.staging_step_s, 99) / quiet.median
+    late = percentile(churn.staging_step_s, 99) / quiet.median
     yield Figure("publish: step while staging, 99th percentile", "x", *reported([late]))
     yield Figure("publish: step without staging, worst", "x", *reported([quiet.high / quiet.median]))
-    late = _percentile(churn.quiet_step_s, 99) / quiet.median
+    late = percentile(churn.quiet_step_s, 99) / quiet.median
     yield Figure("publish: step without staging, 99th percentile", "x", *reported([late]))
-
-
-def _percentile(values: Sequence[float], percent: int) -> float:
-    """The least value that so many percent of them do not pass."""
-    ordered = sorted(values) or [float("nan")]
-    return ordered[max(0, -(-len(ordered) * percent // 100) - 1)]

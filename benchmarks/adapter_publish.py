@@ -15,8 +15,9 @@ import gc
 import random
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import count
+from typing import Any
 
 import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
 
@@ -24,8 +25,9 @@ import mlx.core as mx  # isort: skip
 from adapter_files import random_adapter
 from adapter_traffic import Answer, Stopwatch, TimedRunner, TimedStore, Traffic
 from prompts import short_prompts
+from spread import percentile
 
-from mlx_parallm.adapters.books import VersionInfo
+from mlx_parallm.adapters.versions import VersionInfo
 from mlx_parallm.app import build_runner
 from mlx_parallm.app.adapters import build_bank, build_store
 from mlx_parallm.config import AdaptersConfig, Config
@@ -73,7 +75,8 @@ class Footprint:
 class Churn:
     """What happened. Step seconds go from launch to launch, without prefill.
 
-    `admitted_s`: from `stage` until the first row of that version. `compared`: tokens that agree with the control,
+    `admitted_s`: from `stage` until the first row of that version, where one came before the next version.
+    `compared`: tokens that agree with the control,
     up to a row's end, or to the first that differs. `failed`: errors of requests, and answers cut short.
     """
 
@@ -89,6 +92,19 @@ class Churn:
     ties: int = 0
     wrong: int = 0
     failed: list[str] = field(default_factory=list)
+
+    def record(self) -> dict[str, Any]:
+        """JSON; of what is there for every publish or step, how it is spread."""
+        taken: dict[str, Sequence[float]] = {
+            "stage_s": [publish.stage_s for publish in self.publishes],
+            "flip_s": [publish.flip_s for publish in self.publishes],
+            "units": [publish.units for publish in self.publishes],
+            "admitted_s": self.admitted_s,
+            "quiet_step_s": self.quiet_step_s,
+            "staging_step_s": self.staging_step_s,
+        }
+        rest = {name: value for name, value in asdict(self).items() if name not in {*taken, "publishes"}}
+        return {**{name: _summary(values) for name, values in taken.items()}, **rest}
 
 
 Controls = Mapping[tuple[int, int], Answer]
@@ -205,6 +221,11 @@ class _Bench:
         self._traffic.step()
 
 
+def _summary(values: Sequence[float]) -> dict[str, float]:
+    percentiles = {f"percentile_{percent}": percentile(values, percent) for percent in (1, 50, 90, 99, 100)}
+    return {"count": len(values), **percentiles}
+
+
 def _set_of(ref: AdapterRef) -> int:
     """Which weights a version has."""
     return ref.version % 2
@@ -240,5 +261,5 @@ def _parts(manager: SharedModelManager, watch: Stopwatch) -> EngineParts:
     vocabulary = Vocabulary(
         manager.card.vocab_size, tokenizer.eos_token_ids, lambda prompt: Detokenizer(tokenizer, prompt)
     )
-    timed = TimedRunner(runner, watch), TimedStore(store, watch)
+    timed: tuple[Any, Any] = TimedRunner(runner, watch), TimedStore(store, watch)
     return EngineParts(*timed, vocabulary, SchedulerConfig(), calibrate(runner))

@@ -55,6 +55,15 @@ class Results:
             yield from adapter_figures.of_publish(self.publish)
         yield from adapter_figures.of_memory(self.memory)
 
+    def record(self) -> dict[str, Any]:
+        """JSON, repeat by repeat where there are any."""
+        return {
+            "decode": asdict(self.decode) if self.decode else None,
+            "served": [asdict(point) for point in self.served],
+            "publish": self.publish.record() if self.publish else None,
+            "memory": [asdict(kind) for kind in self.memory],
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class Bench:
@@ -104,7 +113,7 @@ def main() -> int:
     results = Bench(arguments).run()
     judged = list(results.judged())
     report.show([], {}, judged)
-    report.write(arguments.out, {"machine": before, "setting": _setting(arguments), **asdict(results)}, judged)
+    report.write(arguments.out, {"machine": before, "setting": _setting(arguments), **results.record()}, judged)
     print(f"written to {arguments.out}")
     return int(any(figure.met is False for figure in judged))
 

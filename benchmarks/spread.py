@@ -26,6 +26,12 @@ def spread(values: Iterable[float]) -> Spread:
     return Spread(statistics.median(ordered), ordered[0], ordered[-1])
 
 
+def percentile(values: Iterable[float], percent: int) -> float:
+    """The least value that so many percent of them do not pass; not-a-number of none."""
+    ordered = sorted(values) or [math.nan]
+    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
+
+
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
     """Of repeats taken in pairs, one beside the other, so that a drift of the machine cancels."""
     return spread(mine / other if other else math.nan for mine, other in zip(ours, theirs, strict=True))

@@ -259,6 +259,29 @@ def test_a_version_that_waits_gets_a_slot_though_another_never_runs_dry(monkeypa
     harness.run()
 
 
+def test_a_version_that_made_way_for_nothing_is_served_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was to give its slot up, and another slot came free first."""
+    monkeypatch.setattr("mlx_parallm.adapters.store._PATIENCE_S", 0.0)
+    model = tiny_model("llama")
+    layout = layout_of(model)
+    harness = make_harness(model, slots=2, max_rows=4)
+    old, short, late = (harness.publish(name, random_adapter(layout, i)) for i, name in enumerate(("a", "b", "c")))
+    harness.submit("again", [5, 6, 7], 2, adapter=old)
+    harness.run()
+    harness.submit("long", [1, 2, 3], 60, adapter=old)
+    harness.submit("short", [1, 2, 3], 12, adapter=short)
+    for _ in range(8):
+        harness.loop.step()
+    harness.submit("late", [1, 2, 3], 3, adapter=late)
+    while not harness.tokens("late"):
+        harness.loop.step()
+    assert len(harness.tokens("long")) < 60, "the slot that came free was the other one"
+    harness.submit("after", [4, 5, 6], 3, adapter=old)
+    harness.run()
+    for name in ("long", "short", "late", "after"):
+        assert isinstance(harness.terminal(name), RequestFinished)
+
+
 def test_a_request_whose_adapter_cannot_be_read_again_fails_alone() -> None:
     model = tiny_model("llama")
     layout = layout_of(model)

@@ -27,6 +27,7 @@ class Tenant:
     def pin(self, rows: int) -> None:
         """One row more (1) or less (-1)."""
         self.pins += rows
+        self.yielding = self.yielding and rows < 0
         self.used = time.monotonic()
 
 

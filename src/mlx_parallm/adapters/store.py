@@ -98,10 +98,10 @@ class AdapterStore:
         tenant = self.slots.get(ref)
         if tenant is None and ref not in self._wants and ref not in self._failed:
             self._want(ref)
-        return tenant is not None and not tenant.yielding
+        return tenant is not None and not (tenant.yielding and self._wants)
 
     def pin(self, ref: AdapterRef) -> int:
-        """The slot of a version that is ready; it stays there until `unpin`."""
+        """The slot of a version that is ready; it stays there until `unpin`. It yields to nobody any more."""
         tenant = self.slots.get(ref)
         if tenant is None:
             assert ref == BASE_ADAPTER
