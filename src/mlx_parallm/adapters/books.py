@@ -127,7 +127,7 @@ class AdapterBooks:
     # -- versions --------------------------------------------------------------------------------
 
     def add(self, adapter: str, info: VersionInfo) -> Version:
-        """A new version of `adapter`, not live yet. What was read from the same files with other content is superseded."""
+        """A new version, not live yet. What was read from the same files with other content is superseded."""
         with self._lock:
             name = self._name(adapter)
             for older in self._all():
