@@ -71,16 +71,17 @@ class DecodeCost:
     products: dict[str, list[float]] = field(default_factory=lambda: {variant.name: [] for variant in VARIANTS})
 
     def percent(self, variant: Variant) -> list[float]:
-        """What the adapters add to the base's step of the same round."""
-        return [100 * (step / base - 1) for step, base in zip(self.steps[variant.name], self.base, strict=True)]
+        """How much less throughput there is with the adapters than with the base, in the same round."""
+        return [100 * (1 - base / step) for step, base in zip(self.steps[variant.name], self.base, strict=True)]
 
     def added(self, variant: Variant) -> list[float]:
-        """The same in seconds."""
+        """What the adapters add to a step, in seconds."""
         return [step - base for step, base in zip(self.steps[variant.name], self.base, strict=True)]
 
-    def least_percent(self, variant: Variant) -> list[float]:
-        """What the products alone would add."""
-        return [100 * alone / base for alone, base in zip(self.products[variant.name], self.base, strict=True)]
+    def least_percent(self, variant: Variant, times: float = 1.0) -> list[float]:
+        """How much less throughput there would be if the adapters added `times` what their products take alone."""
+        alone = [times * seconds for seconds in self.products[variant.name]]
+        return [100 * more / (base + more) for more, base in zip(alone, self.base, strict=True)]
 
 
 def measure(rounds: int) -> DecodeCost:
@@ -92,7 +93,7 @@ def measure(rounds: int) -> DecodeCost:
     for number in range(rounds):
         _round(rigs, number, result)
         costs = "  ".join(f"{variant.name} {result.percent(variant)[-1]:+.1f}" for variant in VARIANTS)
-        print(f"  base {1e3 * result.base[-1]:.1f} ms, %: {costs}", flush=True)
+        print(f"  base {1e3 * result.base[-1]:.1f} ms, % less: {costs}", flush=True)
     return result
 
 

@@ -65,7 +65,9 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What is held while no request is: MLX's active bytes, and the arrays that Python's collector knows."""
+    """What is held while no request is: MLX's active bytes without the KV pool's, which keeps an empty slab or two,
+    and the arrays that Python's collector knows.
+    """
 
     active_bytes: int
     arrays: int
@@ -143,6 +145,7 @@ class _Bench:
         self.watch = Stopwatch()
         parts = _parts(manager, self.watch)
         self._store = parts.adapters
+        self._pool = parts.runner.cache
         self._books = self._store.books
         self._weights = [random_adapter(self._store.bank.layout, seed) for seed in range(2)]
         first = self._weights[0]
@@ -202,7 +205,7 @@ class _Bench:
         gc.collect()
         mx.clear_cache()
         arrays = sum(isinstance(thing, mx.array) for thing in gc.get_objects())
-        return Footprint(mx.get_active_memory(), arrays)
+        return Footprint(mx.get_active_memory() - self._pool.bytes_held, arrays)
 
     def answers(self) -> Sequence[Answer]:
         """All that have ended since the controls."""

@@ -25,7 +25,7 @@ _LEAST_CHUNK = 16
 _SCORED_CHUNK = 256
 """Tokens of a scored prompt in one unit, at most: their logits are [tokens, vocabulary] in fp32."""
 
-_WORK_SHARE = 0.25
+_WORK_SHARE = 0.12
 """Of a decode step's own time, for work beside requests between two of them."""
 
 _FOLLOW = 0.2
