@@ -10,7 +10,9 @@
     │   │   └── AdapterFileError    an adapter's or checkpoint's files cannot be used
     │   ├── ContextLengthError      prompt + max_tokens do not fit the context
     │   ├── UnknownModelError       `model` names nothing that is served
+    │   ├── UnknownTrajectoryError  no such trajectory, or not any more
     │   ├── ConflictError           the state of what is named forbids it
+    │   │   └── TrainingDisabledError  this server does not train
     │   └── OverloadedError         the queue is full; try again later
     └── EngineError                 the server failed the request (HTTP 5xx)
         ├── StepFailedError         the forward that carried this row raised
@@ -70,6 +72,14 @@ class UnknownModelError(RequestError):
 
 class ConflictError(RequestError):
     """The state of what is named forbids it; trying again unchanged will not help."""
+
+
+class TrainingDisabledError(ConflictError):
+    """This server does not train; it was started without --enable-rl-training."""
+
+
+class UnknownTrajectoryError(RequestError):
+    """No trajectory has that id, or it is forgotten by now."""
 
 
 class OverloadedError(RequestError):

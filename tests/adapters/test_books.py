@@ -232,7 +232,7 @@ def test_checkpoints_of_the_default_adapter_are_selectors() -> None:
 
 def test_a_restored_version_is_live_under_its_own_number() -> None:
     books = AdapterBooks()
-    books.restore(AdapterRef("math", 5), info("/ckpt/math"))
+    books.flip(books.know(AdapterRef("math", 5), info("/ckpt/math")).ref)
     assert meaning(books, "math") == "math@5"
     assert publish(books, "math").ref.version == 6
 

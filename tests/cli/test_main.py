@@ -8,8 +8,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 import mlx_parallm
-from mlx_parallm.cli.flags import FLAGS
-from mlx_parallm.cli.main import main, serve, train
+from mlx_parallm.cli.flags import FLAGS, TRAIN_ONLY
+from mlx_parallm.cli.main import main, serve
+from mlx_parallm.config import Mode
 from mlx_parallm.errors import ModelNotFoundError
 
 
@@ -38,14 +39,34 @@ def test_flags_reach_the_server(app, tmp_path, monkeypatch):
 def test_every_flag_sets_its_own_key(app):
     values = {"--port": "1", "--mode": "inference", "--log-level": "error", "--kv-cache-memory": "1GB"}
     values |= {"--cors-origins": "http://a", "--max-model-len": "5", "--shutdown-timeout": "1"}
+    values |= {"--rl-algorithm": "dapo", "--update-frequency": "7", "--trajectory-buffer-size": "700"}
     numbers = ("--max-batch-size", "--max-batched-tokens", "--max-queued", "--max-loras", "--max-cpu-loras")
-    values |= dict.fromkeys((*numbers, "--max-lora-rank"), "7")
-    for flag in FLAGS:
+    numbers += ("--max-lora-rank", "--checkpoint-interval", "--keep-n-checkpoints", "--lora-rank", "--lora-alpha")
+    numbers += ("--max-staleness", "--micro-batch-tokens", "--seed")
+    values |= dict.fromkeys(numbers, "7")
+    values |= dict.fromkeys(("--learning-rate", "--kl-coef", "--training-time-share"), "5e-4")
+    flags = [flag for flag in FLAGS if flag.path not in TRAIN_ONLY]
+    for flag in flags:
         value = [] if flag.key.field.annotation is bool else [values.get(flag.name, "text")]
         assert serve([flag.name, *value]) == 0
-    changed = [config.model_dump(exclude_defaults=True) for config in app.started]
-    expected = [flag.path for flag in FLAGS if flag.name != "--mode"]
-    assert [f"{section}.{key}" for dump in changed for section, keys in dump.items() for key in keys] == expected
+    changed = [list(leaves(config.model_dump(exclude_defaults=True))) for config in app.started]
+    followers = {"--mode": [], "--enable-rl-training": ["server.mode", "rl_training.enabled"]}
+    assert changed == [followers.get(flag.name, [flag.path]) for flag in flags]
+
+
+def leaves(tree, prefix=""):
+    for name, node in tree.items():
+        yield from leaves(node, f"{prefix}{name}.") if isinstance(node, dict) else [prefix + name]
+
+
+@pytest.mark.parametrize("argv", [["--enable-rl-training"], ["--mode", "rl"], ["--mode", "inference_and_training"]])
+def test_training_beside_requests_is_turned_on_by_either_flag(app, argv):
+    argv = [*argv, "--lora-rank", "8", "--learning-rate", "1e-4", "--trajectory-log", "log.jsonl"]
+    assert serve(argv) == 0
+    (config,) = app.started
+    assert (config.server.mode, config.rl_training.enabled) == (Mode.INFERENCE_AND_TRAINING, True)
+    assert (config.model.lora_rank, config.rl_training.optimizer.learning_rate) == (8, 1e-4)
+    assert config.rl_training.trajectory_log == Path("log.jsonl")
 
 
 def test_print_config_shows_sources_and_no_secret(app, capsys):
@@ -66,7 +87,10 @@ def test_print_config_shows_sources_and_no_secret(app, capsys):
         (["8000"], "error: unexpected argument '8000'"),
         (["--port"], "error: argument --port: expected one argument"),
         (["--port", "x"], "error: server.port: must be a valid integer"),
-        (["--mode", "rl"], "error: server.mode: not available in this version: training"),
+        (["--environment", "gsm8k"], "error: --environment: unknown flag"),
+        (["--rl-algorithm", "ppo"], "error: rl_training.algorithm: must be 'grpo', 'bnpo'"),
+        (["--mode", "rl", "--lora-rank", "32"], "error: model.lora_rank: 32 is above adapters.max_lora_rank 16"),
+        (["--mode", "inference", "--enable-rl-training"], "error: server.mode: inference_only contradicts"),
         (["--config", "/nonexistent/x.yaml"], "error: /nonexistent/x.yaml: the configuration file cannot be read"),
     ],
 )
@@ -82,14 +106,6 @@ def test_wrong_configuration_exits_2_and_says_what_to_change(app, capsys, argv, 
 def test_each_problem_is_an_error_line(app, capsys):
     assert serve(["--port", "-1", "--max-queued", "0"]) == 2
     assert [line[:13] for line in capsys.readouterr().err.splitlines()] == ["error: server"] * 2
-
-
-def test_training_is_refused(app, capsys):
-    assert train([]) == 2
-    assert "error: server.mode: not available in this version" in capsys.readouterr().err
-    assert train(["--mode", "inference"]) == 2
-    assert "error: --mode: unknown flag" in capsys.readouterr().err
-    assert app.started == []
 
 
 def test_failures_exit_1_and_interrupts_130_quietly(app, capsys):
@@ -110,8 +126,9 @@ def test_failures_exit_1_and_interrupts_130_quietly(app, capsys):
 def test_help_names_every_flag_and_loads_no_model_library():
     code = "import sys; from mlx_parallm.cli.main import main\ntry: main(['serve', '-h'])\nfinally: print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert [flag.name for flag in FLAGS if flag.name not in done.stdout] == []
-    assert not {"mlx", "mlx.core", "transformers", "fastapi", "huggingface_hub"} & set(done.stdout.split())
+    assert [flag.name for flag in FLAGS if (flag.name in done.stdout) is (flag.path in TRAIN_ONLY)] == []
+    heavy = {"mlx", "mlx.core", "transformers", "fastapi", "huggingface_hub", "matplotlib", "rich"}
+    assert not heavy & set(done.stdout.split())
 
 
 def test_no_command_prints_help(capsys):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from mlx_parallm.config import Config, Mode, ServerConfig, Setting, resolve
+from mlx_parallm.config import Config, ServerConfig, Setting, resolve
 from mlx_parallm.errors import ConfigError
 
 
@@ -152,6 +152,15 @@ def test_every_problem_gets_its_own_line(yaml_file):
         "model: {lora_target_modules: []}",
         "model: {max_model_len: 0}",
         "rl_training: {update_frequency: 0}",
+        "rl_training: {algorithm: ppo}",
+        "rl_training: {group_timeout_s: 0}",
+        "rl_training: {max_staleness: -1}",
+        "rl_training: {training_time_share: 0}",
+        "rl_training: {training_time_share: 1.1}",
+        "rl_training: {micro_batch_tokens: 0}",
+        "rl_training: {trajectory_log: ''}",
+        "rl_training: {environment: ''}",
+        "rl_training: {seed: -1}",
         "checkpointing: {keep_n_checkpoints: 0}",
         "checkpointing: {checkpoint_dir: ' '}",
         "adapters: {adapter_dir: 3}",
@@ -237,45 +246,6 @@ def test_what_is_served_may_be_a_version_or_a_checkpoint(selector):
 def test_what_is_served_is_never_a_path(selector):
     (line,) = problems({"adapters.serve": Setting(selector, "--serve-adapter")})
     assert line.startswith("adapters.serve: must be a name, name@version, ")
-
-
-# ---- modes, and what is not there yet ----------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("written", "mode"),
-    [
-        ("inference", Mode.INFERENCE_ONLY),
-        ("inference_only", Mode.INFERENCE_ONLY),
-        ("rl", Mode.INFERENCE_AND_TRAINING),
-        ("training_only", Mode.TRAINING_ONLY),
-    ],
-)
-def test_modes_have_short_forms(written, mode):
-    assert ServerConfig.model_validate({"mode": written}).mode is mode
-
-
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        ("server.mode", "rl"),
-        ("server.mode", "training_only"),
-        ("rl_training.enabled", "true"),
-        ("rl_training.atropos_url", "http://127.0.0.1:8001"),
-        ("rl_training.environment", "gsm8k"),
-    ],
-)
-def test_what_is_not_built_is_refused_when_turned_on(path, value):
-    (line,) = problems({path: Setting(value, "--flag")})
-    assert line.startswith(f"{path}: not available in this version: ")
-    assert line.endswith("(from --flag)")
-
-
-def test_keys_that_describe_training_are_checked_and_kept(yaml_file):
-    file = yaml_file("model: {lora_rank: 8, lora_target_modules: [q_proj]}\ncheckpointing: {interval: 7}")
-    config = resolve({}, {}, file).config
-    assert (config.model.lora_rank, config.model.lora_target_modules) == (8, ("q_proj",))
-    assert config.checkpointing.interval == 7
 
 
 # ---- the secret --------------------------------------------------------------------------------

@@ -3,107 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from driver import STEP, Driver
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from mlx_parallm.core import WorkClass
 from mlx_parallm.scheduler.cost import Chunk, CostModel
-from mlx_parallm.scheduler.rl_aware import RLAwareScheduler, SchedulerConfig
 from mlx_parallm.scheduler.sequence import Group, Sequence, Status
-from mlx_parallm.scheduler.units import DecodeUnit, PrefillUnit, Unit, WorkUnit
-
-
-class TokenBudget:
-    """Rows of exactly their length, within a budget of tokens."""
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self.held: dict[int, int] = {}
-        self.not_ready: set[Sequence] = set()
-
-    def ready(self, sequence: Sequence) -> bool:
-        return sequence not in self.not_ready
-
-    def allocate(self, sequence: Sequence, source: Sequence | None) -> int | None:
-        if sum(self.held.values()) + sequence.length > self.budget:
-            return None
-        assert sequence.sequence_id not in self.held
-        self.held[sequence.sequence_id] = sequence.length
-        return min(sequence.prompt_length - 1, source.computed) if source else 0
-
-    def grow(self, sequence: Sequence, tokens: int) -> bool:
-        more = max(0, tokens - self.held[sequence.sequence_id])
-        if sum(self.held.values()) + more > self.budget:
-            return False
-        self.held[sequence.sequence_id] += more
-        return True
-
-    def free(self, sequence: Sequence) -> None:
-        del self.held[sequence.sequence_id]
-
-
-class Driver:
-    """Plays the engine: runs units, reads draws back one step late, finishes what has its tokens."""
-
-    def __init__(self, budget: int = 10**9, cost: CostModel | None = None, **config: object) -> None:
-        self.memory = TokenBudget(budget)
-        self.scheduler = RLAwareScheduler(SchedulerConfig(**config), self.memory, cost or CostModel(0.01, 0.001, 1e-7))
-        self.now = 0.0
-        self.unread: tuple[Sequence, ...] = ()
-        self.finished: list[Sequence] = []
-        self.count = 0
-        self.work = 0
-
-    def add(self, tokens: int, max_tokens: int = 4, group: Group | None = None, **fields: object) -> Sequence:
-        self.count += 1
-        sequence = Sequence(self.count, [0] * tokens, max_tokens, self.now, group or Group(), **fields)
-        self.scheduler.add(sequence)
-        return sequence
-
-    def read(self) -> None:
-        drawn, self.unread = self.unread, ()
-        for sequence in drawn:
-            if sequence.status is Status.FINISHED:
-                continue
-            sequence.tokens.append(0)
-            if len(sequence.tokens) - sequence.prompt_length == sequence.max_tokens:
-                self.scheduler.finish(sequence)
-                self.finished.append(sequence)
-
-    def step(self) -> Unit | None:
-        self.scheduler.admit(self.now)
-        unit = self.scheduler.next_unit(self.now, work_waits=self.work > 0)
-        if isinstance(unit, WorkUnit):
-            self.read()
-            seconds = max(unit.seconds, 0.002)
-            self.now += seconds
-            self.work -= 1
-            self.scheduler.worked(seconds)
-        elif isinstance(unit, DecodeUnit):
-            self.scheduler.launched(unit, self.now)
-            self.now += 0.05
-            self.read()
-            self.unread = unit.sequences
-        elif self.unread:
-            self.read()
-        elif isinstance(unit, PrefillUnit):
-            seconds = self.scheduler.cost.seconds([part.chunk for part in unit.parts])
-            self.now += seconds
-            self.scheduler.prefilled(unit, seconds, self.now)
-        self.scheduler.check_integrity()
-        return unit
-
-    def run(self, limit: int = 10_000) -> list[Unit]:
-        units = []
-        for _ in range(limit):
-            had_unread = bool(self.unread)
-            unit = self.step()
-            if unit is None and not had_unread:
-                return units
-            if unit is not None:
-                units.append(unit)
-        raise AssertionError("never idle")
+from mlx_parallm.scheduler.units import DecodeUnit, PrefillUnit, StagingUnit
 
 
 def test_a_sequence_waits_for_its_adapter_and_holds_up_nobody() -> None:
@@ -118,29 +26,29 @@ def test_a_sequence_waits_for_its_adapter_and_holds_up_nobody() -> None:
     assert driver.finished == [second, first]
 
 
-def test_work_beside_requests_gets_a_share_between_two_steps_and_all_that_is_idle() -> None:
+def test_staging_gets_a_share_between_two_steps_and_all_that_is_idle() -> None:
     driver = Driver()
     driver.add(2, max_tokens=40)
     for _ in range(20):
         driver.step()
-    driver.work = 10**6
+    driver.staging = 10**6
     gaps, since = [], driver.now
     while driver.scheduler.live:
         if isinstance(driver.step(), DecodeUnit):
             gaps.append(driver.now - since)
             since = driver.now
-    assert max(gaps) <= 1.2 * 0.05
-    assert min(gaps[1:]) > 0.05, "work is done between any two steps"
-    assert all(isinstance(driver.step(), WorkUnit) for _ in range(5))
+    assert max(gaps) <= 1.2 * STEP
+    assert min(gaps[1:]) > STEP, "some is staged between any two steps"
+    assert all(isinstance(driver.step(), StagingUnit) for _ in range(5))
 
 
-def test_work_beside_requests_counts_as_waiting_for_prefill() -> None:
+def test_staging_counts_as_waiting_for_prefill() -> None:
     """It stands in the same gap between two decode steps."""
     driver = Driver(stall_seconds=0.2)
     driver.add(2, max_tokens=50)
     driver.step()
     driver.step()
-    driver.scheduler.worked(0.19)
+    driver.scheduler.staged(0.19)
     driver.add(3000)
     driver.scheduler.admit(driver.now)
     assert isinstance(driver.scheduler.next_unit(driver.now), DecodeUnit)
@@ -316,6 +224,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.driver.scheduler.finish(sequence)
         self.alive.remove(sequence)
 
+    @rule(staging=st.integers(0, 3), micro_steps=st.integers(0, 3))
+    def beside(self, staging: int, micro_steps: int) -> None:
+        self.driver.staging += staging
+        self.driver.micro_steps += micro_steps
+
     @rule(steps=st.integers(1, 8))
     def step(self, steps: int) -> None:
         for _ in range(steps):
@@ -333,6 +246,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.driver.run()
         assert all(s.status is Status.FINISHED for s in self.alive)
         assert not self.driver.memory.held
+        assert self.driver.staging == self.driver.micro_steps == 0
 
 
 TestScheduler = SchedulerMachine.TestCase

@@ -1,8 +1,9 @@
-"""A fake engine, fake adapters and a byte-level tokenizer: HTTP tests need no model, and know every byte beforehand."""
+"""Fake engine, adapters and training, a byte-level tokenizer: HTTP tests need no model, and know every byte."""
 
 import asyncio
 import codecs
 import contextlib
+import threading
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -25,8 +26,16 @@ from mlx_parallm.core import (
     Residence,
     SequenceOutput,
     TokenLogprob,
+    TrainingStatus,
+    UpdateReport,
 )
-from mlx_parallm.errors import ConflictError, EngineDeadError, InvalidRequestError, UnknownModelError
+from mlx_parallm.errors import (
+    ConflictError,
+    EngineDeadError,
+    InvalidRequestError,
+    UnknownModelError,
+    UnknownTrajectoryError,
+)
 from mlx_parallm.server import ServerSettings, create_app
 from mlx_parallm.server.run import DrainingServer, bind
 
@@ -142,8 +151,10 @@ class FakeEngine:
     def _finished(self, request, completion_tokens):
         now = time.monotonic()
         prompt_tokens = sum(map(len, request.prompts))
+        collected = range(request.sequences) if request.collection else ()
+        ids = tuple(f"traj-{index}" for index in collected)
         return RequestFinished(
-            prompt_tokens, completion_tokens, now - 0.4, now - 0.3, now - 0.2, now, self.cached_tokens
+            prompt_tokens, completion_tokens, now - 0.4, now - 0.3, now - 0.2, now, self.cached_tokens, ids
         )
 
 
@@ -272,6 +283,98 @@ class FakeAdapters:
             raise self.error
 
 
+class FakeTraining:
+    """Trains the adapters of `state`, `policy` by default; has the scorer `exact`, which reads `metadata.answer`.
+
+    `checked`: (collection, adapter) of each check, `check_threads` the threads they came on. `calls`: what else was
+    asked. `error`, `hold`, `held`, `resume_work`: as the adapters'. `told`: the events, the last one None;
+    `listening`: listeners now.
+    """
+
+    def __init__(self):
+        self.state = {"policy": TrainingStatus(enabled=True, state="running", adapter="policy", trained=("policy",))}
+        self.report = UpdateReport(AdapterRef("policy", 2), 1, "published")
+        self.known = {"traj-0"}
+        self.cards = ()
+        self.checked = []
+        self.check_threads = []
+        self.calls = []
+        self.error = None
+        self.hold = False
+        self.held = asyncio.Event()
+        self.resume_work = asyncio.Event()
+        self.told = asyncio.Queue()
+        self.listening = 0
+
+    def check(self, collection, adapter):
+        self.check_threads.append(threading.current_thread())
+        self.checked.append((collection, adapter))
+        if self.error:
+            raise self.error
+        if collection.scorer not in (None, "exact"):
+            raise InvalidRequestError(f"unknown scorer {collection.scorer!r}", param="scoring_function")
+        if collection.scorer and "answer" not in collection.metadata:
+            raise InvalidRequestError("exact reads metadata.answer", param="metadata")
+
+    def feedback(self, trajectory_id, score):
+        if self.error:
+            raise self.error
+        if trajectory_id not in self.known:
+            raise UnknownTrajectoryError(f"no trajectory {trajectory_id!r}", param="trajectory_id")
+        self.calls.append(("feedback", trajectory_id, score))
+
+    async def update(self, adapter=None, given=None, publish=True, checkpoint_name=None):
+        await self._work("update", adapter, given, publish, checkpoint_name)
+        return self.report
+
+    def status(self, adapter=None):
+        name = "policy" if adapter is None else adapter
+        if name not in self.state:
+            raise UnknownModelError(f"no adapter {name!r} is trained here")
+        return self.state[name]
+
+    async def start(self, adapter=None):
+        name = adapter or "policy"
+        trained = (*self.state, name) if name not in self.state else tuple(self.state)
+        self.state = {known: replace(status, trained=trained) for known, status in self.state.items()}
+        self.state.setdefault(name, TrainingStatus(enabled=True, state="idle", adapter=name, trained=trained))
+        return await self._work("start", adapter)
+
+    async def pause(self, adapter=None):
+        return await self._work("pause", adapter)
+
+    async def resume(self, adapter=None):
+        return await self._work("resume", adapter)
+
+    async def rollback(self, adapter=None, to=None):
+        if to == "nope":
+            raise UnknownModelError("no checkpoint 'nope'")
+        return await self._work("rollback", adapter, to)
+
+    async def events(self):
+        self.listening += 1
+        try:
+            while (event := await self.told.get()) is not None:
+                if isinstance(event, Exception):
+                    raise event
+                yield event
+        finally:
+            self.listening -= 1
+
+    def trajectories(self, limit):
+        return self.cards[:limit]
+
+    async def _work(self, name, adapter, *arguments):
+        status = self.status(adapter)
+        self.held.set()
+        if self.hold:
+            await self.resume_work.wait()
+        if self.error:
+            raise self.error
+        self.calls.append((name, adapter, *arguments))
+        return status
+
+
 @pytest.fixture
 def engine():
     return FakeEngine()
@@ -283,11 +386,16 @@ def adapters():
 
 
 @pytest.fixture
-def make_client(engine, adapters):
+def training():
+    return FakeTraining()
+
+
+@pytest.fixture
+def make_client(engine, adapters, training):
     """`make_client(**settings)` → an httpx client on an in-process app; `client.app` is the app."""
 
     def make(**settings):
-        app = create_app(engine, adapters, ByteTokenizer(), CARD, ServerSettings(**settings))
+        app = create_app(engine, adapters, training, ByteTokenizer(), CARD, ServerSettings(**settings))
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         client = httpx.AsyncClient(transport=transport, base_url="http://localhost:8000")
         client.app = app
@@ -302,12 +410,12 @@ def client(make_client):
 
 
 @pytest.fixture
-def serving(engine, adapters):
+def serving(engine, adapters, training):
     """`async with serving(**settings) as server`: a real uvicorn on a free port (`server.port`, `.app`, `.url`)."""
 
     @contextlib.asynccontextmanager
     async def serve(shutdown_timeout_s=5.0, **settings):
-        app = create_app(engine, adapters, ByteTokenizer(), CARD, ServerSettings(**settings))
+        app = create_app(engine, adapters, training, ByteTokenizer(), CARD, ServerSettings(**settings))
         listening = bind("127.0.0.1", 0)
         port = listening.getsockname()[1]
         started = asyncio.Event()

@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlx_parallm.server.wire import adapters as wire
+from mlx_parallm.server.wire import training as training_wire
 from mlx_parallm.server.wire.chat import ChatBody, ChatCompletion
 from mlx_parallm.server.wire.completions import Completion, CompletionBody
 
@@ -120,6 +121,43 @@ def test_switch(make_client, adapters, body):
 )
 def test_save(make_client, adapters, body):
     check_change(make_client, adapters, "/v1/training/checkpoint", wire.Checkpoint, body)
+
+
+@fuzzed
+@given(
+    body=bodies(training_wire.UpdateBody, {})
+    | bodies(training_wire.GivenTrajectoryBody, {"prompt_token_ids": [1], "completion_token_ids": [2]}).map(
+        lambda given: {"trajectories": [given]}
+    )
+)
+def test_update(make_client, adapters, body):
+    check_change(make_client, adapters, "/v1/training/update", training_wire.Update, body)
+
+
+@fuzzed
+@given(body=bodies(training_wire.TrainingRollbackBody, {}))
+def test_training_rollback(make_client, adapters, body):
+    check_change(make_client, adapters, "/v1/training/rollback", training_wire.Training, body)
+
+
+@fuzzed
+@given(body=bodies(training_wire.FeedbackBody, {"trajectory_id": "traj-0", "score": 1}))
+def test_feedback(make_client, adapters, body):
+    check_change(make_client, adapters, "/v1/training/feedback", training_wire.Scored, body)
+
+
+collected = {"prompt": "x", "collect_trajectory": True, "scoring_function": "exact"}
+
+
+@fuzzed
+@given(
+    body=bodies(CompletionBody, collected)
+    | st.dictionaries(st.text(max_size=5), values, max_size=3).map(
+        lambda given: {**collected, "metadata": {**given, "answer": 1}}
+    )
+)
+def test_collected_completions(make_client, engine, body):
+    check(make_client, engine, "/v1/completions", Completion, body)
 
 
 @fuzzed

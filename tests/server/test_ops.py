@@ -7,6 +7,7 @@ from pydantic import BaseModel
 
 from mlx_parallm import __version__
 from mlx_parallm.server.wire import adapters as wire
+from mlx_parallm.server.wire import training as training_wire
 from mlx_parallm.server.wire.chat import ChatBody, ChatCompletion
 from mlx_parallm.server.wire.completions import Completion, CompletionBody
 
@@ -149,13 +150,50 @@ async def test_the_document_describes_bodies_answers_and_errors(client):
         ("/v1/model/switch-lora", wire.SwitchLoraBody, wire.SwitchedLora),
         ("/training/checkpoint", wire.SaveCheckpointBody, wire.Checkpoint),
         ("/v1/training/checkpoint", wire.SaveCheckpointBody, wire.Checkpoint),
+        ("/v1/training/update", training_wire.UpdateBody, training_wire.Update),
+        ("/v1/training/start", training_wire.ControlBody, training_wire.Training),
+        ("/v1/training/pause", training_wire.ControlBody, training_wire.Training),
+        ("/v1/training/resume", training_wire.ControlBody, training_wire.Training),
+        ("/v1/training/rollback", training_wire.TrainingRollbackBody, training_wire.Training),
+        ("/v1/training/feedback", training_wire.FeedbackBody, training_wire.Scored),
     ],
 )
-async def test_the_document_describes_the_adapter_routes(client, path, body, answer):
+async def test_the_document_describes_adapter_and_training_routes(client, path, body, answer):
     operation = (await client.get("/openapi.json")).json()["paths"][path]["post"]
     assert_describes(operation["requestBody"]["content"]["application/json"]["schema"], body)
     answered = operation["responses"]["200"]["content"]["application/json"]["schema"]
     assert answered == {"$ref": f"#/components/schemas/{answer.__name__}"}
+
+
+@pytest.mark.parametrize(
+    ("path", "answer"),
+    [
+        ("/v1/training/status", training_wire.Training),
+        ("/debug/training", training_wire.DebugTraining),
+        ("/debug/trajectories", training_wire.DebugTrajectories),
+    ],
+)
+async def test_the_document_describes_what_is_asked_of_training(client, path, answer):
+    operation = (await client.get("/openapi.json")).json()["paths"][path]["get"]
+    answered = operation["responses"]["200"]["content"]["application/json"]["schema"]
+    assert answered == {"$ref": f"#/components/schemas/{answer.__name__}"}
+
+
+async def test_the_document_knows_the_stream_of_events(client):
+    operation = (await client.get("/openapi.json")).json()["paths"]["/v1/training/events"]["get"]
+    assert set(operation["responses"]["200"]["content"]) == {"text/event-stream"}
+
+
+async def test_the_document_says_which_bodies_may_be_left_out(client):
+    paths = (await client.get("/openapi.json")).json()["paths"]
+    required = {
+        path: paths[path]["post"]["requestBody"]["required"]
+        for path in paths
+        if "training/" in path and "post" in paths[path]
+    }
+    optional = {"update", "start", "pause", "resume", "rollback"}
+    assert required == {path: path.rpartition("/")[2] not in optional for path in required}
+    assert len(required) == 8
 
 
 def assert_describes(schema: dict, model: type[BaseModel]):

@@ -22,13 +22,19 @@ engine.pause_before = int(sys.argv[2])
 if sys.argv[3] == "dies":
     engine.state["alive"] = False
 app = fakes["create_app"](
-    engine, fakes["FakeAdapters"](), fakes["ByteTokenizer"](), fakes["CARD"], fakes["ServerSettings"]()
+    engine,
+    fakes["FakeAdapters"](),
+    fakes["FakeTraining"](),
+    fakes["ByteTokenizer"](),
+    fakes["CARD"],
+    fakes["ServerSettings"](),
 )
 if sys.argv[3] == "resumes":  # once draining, the work that was under way goes on to its end
     begin = app.state.services.lifecycle.begin_drain
     app.state.services.lifecycle.begin_drain = lambda: (begin(), engine.resume.set())
 from mlx_parallm.server import serve
-sys.exit(serve(app, "127.0.0.1", 0, 1.0, lambda port: print(port, flush=True)))
+import asyncio
+sys.exit(asyncio.run(serve(app, "127.0.0.1", 0, 1.0, lambda port: print(port, flush=True))))
 """
 
 

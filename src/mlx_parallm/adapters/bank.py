@@ -10,11 +10,12 @@ the first adapter needs them and grow by doubling, so a server without adapters 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
 
 import mlx.core as mx
 
-from mlx_parallm.adapters.context import ForwardContext, forward_context
+from mlx_parallm.adapters.context import forward_context
 from mlx_parallm.adapters.layout import AdapterLayout, LinearSpec
 from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair
 
@@ -102,6 +103,14 @@ class LinearGroup:
         return mx.pad(scaled.astype(self._dtype), [(0, self.rank - pair.rank), (0, 0)])
 
 
+class Adapting(Protocol):
+    """What an adapted linear asks for in one forward: `ForwardContext` while serving."""
+
+    def adapt(self, group: LinearGroup, path: str, x: mx.array, y: mx.array) -> mx.array:
+        """y of the base and what the adapter adds, x [B, T, in] and y [B, T, out] of the linear at `path`."""
+        ...
+
+
 class AdapterBank:
     """All groups of a model. Device thread only.
 
@@ -116,7 +125,7 @@ class AdapterBank:
         self.layout = layout
         self.slots = slots
         self.max_rank = max_rank
-        self.context: ForwardContext | None = None
+        self.context: Adapting | None = None
         by_group: dict[str, list[LinearSpec]] = {}
         for spec in layout.linears.values():
             by_group.setdefault(spec.group, []).append(spec)
@@ -126,14 +135,18 @@ class AdapterBank:
     def nbytes(self) -> int:
         return sum(group.nbytes for group in self.groups.values())
 
-    @contextmanager
-    def forward(self, slots: Sequence[int], lengths: Sequence[int]) -> Iterator[None]:
+    def forward(self, slots: Sequence[int], lengths: Sequence[int]) -> AbstractContextManager[None]:
         """While the block runs, the model's adapted linears use these slots: one for each row of `lengths` tokens."""
-        self.context = forward_context(slots, lengths)
+        return self.using(forward_context(slots, lengths))
+
+    @contextmanager
+    def using(self, context: Adapting | None) -> Iterator[None]:
+        """While the block runs, the model's adapted linears ask `context` what to add; None: nothing."""
+        before, self.context = self.context, context
         try:
             yield
         finally:
-            self.context = None
+            self.context = before
 
     def write(self, slot: int, weights: AdapterWeights) -> Iterator[None]:
         """Writes one slot, a group of linears at a time: each `next` is one short unit of device work."""

@@ -138,11 +138,10 @@ class AdapterBooks:
             name.next_version += 1
             return version
 
-    def restore(self, ref: AdapterRef, info: VersionInfo) -> None:
-        """Adds a version with its number of old, and makes the name mean it."""
+    def know(self, ref: AdapterRef, info: VersionInfo) -> Version:
+        """Adds a version with its number of old, unless it is there."""
         with self._lock:
-            self._restored(ref, info)
-            self.flip(ref)
+            return self._restored(ref, info)
 
     def _restored(self, ref: AdapterRef, info: VersionInfo) -> Version:
         name = self._name(ref.name)

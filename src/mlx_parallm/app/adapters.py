@@ -74,7 +74,8 @@ def _restore(checkpoints: CheckpointManager, books: AdapterBooks) -> None:
 
 
 def _publish(books: AdapterBooks, checkpoint: LoadedCheckpoint) -> None:
-    books.restore(checkpoint.card.adapter, info_of_checkpoint(checkpoint.card, checkpoint.digest))
+    version = books.know(checkpoint.card.adapter, info_of_checkpoint(checkpoint.card, checkpoint.digest))
+    books.flip(version.ref)
 
 
 def _serve(books: AdapterBooks, selector: str | None) -> None:

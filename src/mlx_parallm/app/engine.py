@@ -7,11 +7,15 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 
 from mlx_parallm.adapters.bank import AdapterBank
+from mlx_parallm.adapters.library import AdapterLibrary
+from mlx_parallm.adapters.store import AdapterStore
 from mlx_parallm.app.adapters import build_bank, build_store
+from mlx_parallm.app.publisher import AdapterPublisher
+from mlx_parallm.app.training import Training, build_trainer, build_training
 from mlx_parallm.batch.kv_cache import LoRABatchedKVCache
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.config import Config
-from mlx_parallm.core import ModelCard, WorkClass
+from mlx_parallm.core import EngineClient, ModelCard, WorkClass
 from mlx_parallm.engine.adapters import AdapterService
 from mlx_parallm.engine.calibrate import calibrate
 from mlx_parallm.engine.live import Vocabulary
@@ -25,6 +29,8 @@ from mlx_parallm.model.device import device_name, on_cpu, ram_bytes, recommended
 from mlx_parallm.model.layout import KVLayout
 from mlx_parallm.model.manager import SharedModelManager
 from mlx_parallm.model.tokenizer import Tokenizer
+from mlx_parallm.rl.learner import DeviceLearner
+from mlx_parallm.rl.trainer import GRPOTrainer
 from mlx_parallm.scheduler.rl_aware import SchedulerConfig
 
 _CPU_SHARE = 0.25
@@ -35,12 +41,17 @@ _DEVICE_SHARE = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What the HTTP face needs of a loaded model. `card.context_length` is what the server can hold."""
+    """What the HTTP face needs of a loaded model. `card.context_length` is what the server can hold.
+
+    `engine`: what requests are given to. `training` None: this server does not train.
+    """
 
     card: ModelCard
     tokenizer: Tokenizer
     device: str
     adapters: AdapterService
+    engine: EngineClient
+    training: Training | None
 
 
 class Engine:
@@ -67,10 +78,25 @@ class Engine:
         card = _served_card(manager.card, runner, config)
         store, library = build_store(bank, manager, config, wake=lambda: self.processor.run_on_device(lambda: None))
         service = AdapterService(self.processor, store, library, reserved=frozenset({card.name}))
-        self._served = Served(card, manager.tokenizer, device_name(), service)
-        parts = EngineParts(runner, store, _vocabulary(manager), _scheduler_config(config), calibrate(runner))
+        trainer = build_trainer(manager, bank, config)
+        training = self._training(trainer, service, store, library, manager.tokenizer) if trainer else None
+        engine = training.engine if training else self.processor
+        self._served = Served(card, manager.tokenizer, device_name(), service, engine, training)
+        parts = EngineParts(runner, store, _vocabulary(manager), _scheduler_config(config), calibrate(runner), trainer)
         mx.reset_peak_memory()
         return parts
+
+    def _training(
+        self,
+        trainer: GRPOTrainer,
+        service: AdapterService,
+        store: AdapterStore,
+        library: AdapterLibrary,
+        tokenizer: Tokenizer,
+    ) -> Training:
+        learner = DeviceLearner(self.processor, trainer)
+        publisher = AdapterPublisher(service, store.books, learner, library.checkpoints)
+        return build_training(self.processor, trainer, learner, publisher, tokenizer, self._config)
 
 
 def build_runner(manager: SharedModelManager, bank: AdapterBank, config: Config) -> BatchRunner:
@@ -125,5 +151,6 @@ def _scheduler_config(config: Config) -> SchedulerConfig:
     return SchedulerConfig(
         max_rows=config.server.max_batch_size,
         max_batched_tokens=config.server.max_batched_tokens,
+        training_time_share=config.rl_training.training_time_share,
         priority_ratios={WorkClass.INFERENCE: ratios.inference, WorkClass.TRAINING: ratios.training},
     )

@@ -50,10 +50,11 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One row's token, read back. `logprob` is None unless the row asked for logprobs."""
+    """One row's token, read back. `logprob` and `sampling_logprob` are None unless the row asked for them."""
 
     token: int
     logprob: TokenLogprob | None
+    sampling_logprob: float | None
 
 
 class BatchRunner:
@@ -145,18 +146,8 @@ class BatchRunner:
 
     def read(self, step: Step) -> list[Draw]:
         """Waits for a step and returns its rows' draws, in the step's order."""
-        sampled = step.sampled
-        tokens = cast(list[int], sampled.tokens.tolist())
-        if sampled.logprobs is None:
-            return [Draw(token, None) for token in tokens]
-        values = _floats(sampled.logprobs)
-        tops: list[tuple[tuple[int, float], ...]] = [()] * len(tokens)
-        if sampled.top_ids is not None and sampled.top_logprobs is not None:
-            tops = _pairs(sampled.top_ids, sampled.top_logprobs)
-        return [
-            Draw(token, _logprob(row, token, value, top))
-            for row, token, value, top in zip(step.rows, tokens, values, tops, strict=True)
-        ]
+        tokens = cast(list[int], step.sampled.tokens.tolist())
+        return [Draw(*each) for each in zip(tokens, _logprobs(step, tokens), _sampling_logprobs(step), strict=True)]
 
     def _run(self, inputs: mx.array, forward: Forward, rows: Sequence[KVRow], lengths: Sequence[int]) -> mx.array:
         """One forward of the model: `lengths` more tokens of each row. Logits [B, T, vocab], lazy."""
@@ -188,6 +179,25 @@ def _inputs(batch: tuple[Row, ...], previous: Step | None) -> mx.array:
     drawn_at = {id(row): i for i, row in enumerate(previous.rows)}
     source = [drawn_at[id(row)] if row.input_token is None else len(previous.rows) + i for i, row in enumerate(batch)]
     return mx.concatenate([previous.sampled.tokens, known])[mx.array(source)]
+
+
+def _logprobs(step: Step, tokens: Sequence[int]) -> Sequence[TokenLogprob | None]:
+    """Of each row's token under the raw model; None in rows that did not ask."""
+    sampled = step.sampled
+    if sampled.logprobs is None:
+        return [None] * len(tokens)
+    tops: list[tuple[tuple[int, float], ...]] = [()] * len(tokens)
+    if sampled.top_ids is not None and sampled.top_logprobs is not None:
+        tops = _pairs(sampled.top_ids, sampled.top_logprobs)
+    return [_logprob(*each) for each in zip(step.rows, tokens, _floats(sampled.logprobs), tops, strict=True)]
+
+
+def _sampling_logprobs(step: Step) -> Sequence[float | None]:
+    """Of each row's token under the distribution that drew it; None in rows that did not ask."""
+    if step.sampled.sampling_logprobs is None:
+        return [None] * len(step.rows)
+    values = _floats(step.sampled.sampling_logprobs)
+    return [value if row.sampling.sampling_logprobs else None for row, value in zip(step.rows, values, strict=True)]
 
 
 def _logprob(row: Row, token: int, value: float, top: tuple[tuple[int, float], ...]) -> TokenLogprob | None:

@@ -1,4 +1,4 @@
-"""The flags of a server: each names the configuration key that it sets, and takes its help from there."""
+"""The flags of the settings: each names the configuration key that it sets, and takes its help from there."""
 
 from __future__ import annotations
 
@@ -24,6 +24,9 @@ class Flag:
         return KEYS[self.path]
 
 
+TRAIN_ONLY = frozenset({"rl_training.environment", "rl_training.max_completion_tokens"})
+"""Keys whose flags a server has no use for."""
+
 FLAGS = (
     Flag("--model-path", "model.base_model_path", "DIR_OR_HUB_ID"),
     Flag("--served-model-name", "server.served_model_name", "NAME"),
@@ -43,6 +46,24 @@ FLAGS = (
     Flag("--default-adapter", "adapters.default_adapter", "NAME"),
     Flag("--serve-adapter", "adapters.serve", "NAME_OR_CHECKPOINT"),
     Flag("--checkpoint-dir", "checkpointing.checkpoint_dir", "DIR"),
+    Flag("--checkpoint-interval", "checkpointing.interval", "UPDATES"),
+    Flag("--keep-n-checkpoints", "checkpointing.keep_n_checkpoints", "CHECKPOINTS"),
+    Flag("--enable-rl-training", "rl_training.enabled"),
+    Flag("--rl-algorithm", "rl_training.algorithm", "NAME"),
+    Flag("--lora-rank", "model.lora_rank", "RANK"),
+    Flag("--lora-alpha", "model.lora_alpha", "NUMBER"),
+    Flag("--lora-target-modules", "model.lora_target_modules", "NAME,NAME"),
+    Flag("--learning-rate", "rl_training.optimizer.learning_rate", "NUMBER"),
+    Flag("--kl-coef", "rl_training.loss.kl_coef", "NUMBER"),
+    Flag("--update-frequency", "rl_training.update_frequency", "TRAJECTORIES"),
+    Flag("--max-staleness", "rl_training.max_staleness", "VERSIONS"),
+    Flag("--training-time-share", "rl_training.training_time_share", "SHARE"),
+    Flag("--micro-batch-tokens", "rl_training.micro_batch_tokens", "TOKENS"),
+    Flag("--trajectory-buffer-size", "rl_training.trajectory_buffer_size", "TRAJECTORIES"),
+    Flag("--trajectory-log", "rl_training.trajectory_log", "FILE"),
+    Flag("--environment", "rl_training.environment", "NAME"),
+    Flag("--max-tokens", "rl_training.max_completion_tokens", "TOKENS"),
+    Flag("--seed", "rl_training.seed", "SEED"),
     Flag("--api-key", "server.api_key", "KEY"),
     Flag("--allowed-hosts", "server.allowed_hosts", "NAME,NAME"),
     Flag("--cors-origins", "server.cors_origins", "ORIGIN,ORIGIN"),

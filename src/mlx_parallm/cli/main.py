@@ -5,33 +5,31 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from mlx_parallm.cli import adapters, commands
+from mlx_parallm.cli import train as training
 from mlx_parallm.cli.client import Client
-from mlx_parallm.cli.flags import add_flags, settings
+from mlx_parallm.cli.flags import TRAIN_ONLY, add_flags, settings
 from mlx_parallm.cli.parser import Parser
-from mlx_parallm.config import API_KEY_VARIABLE, Mode, Setting, render, resolve
+from mlx_parallm.config import API_KEY_VARIABLE, render, resolve
 from mlx_parallm.errors import ConfigError, ParaLLMError
 
 _SERVE_HELP = "Serve a model to OpenAI clients, many at once."
-_TRAINING = {"server.mode": Setting(Mode.TRAINING_ONLY.value, "mlx_parallm_train")}
 
 
 def serve(argv: Sequence[str] | None = None) -> int:
     """`mlx_parallm_serve`."""
     parser = Parser(prog="mlx_parallm_serve", description=_SERVE_HELP)
-    add_flags(parser)
-    parser.set_defaults(run=_serve)
+    _add_serving(parser)
     return _run(parser, argv)
 
 
 def train(argv: Sequence[str] | None = None) -> int:
-    """`mlx_parallm_train`: the same server with `server.mode` training_only."""
-    parser = Parser(prog="mlx_parallm_train", description="Train adapters. Not available in this version.")
-    add_flags(parser, without=_TRAINING)
-    parser.set_defaults(run=lambda args: _serve(args, _TRAINING))
+    """`mlx_parallm_train`."""
+    parser = Parser(prog="mlx_parallm_train", description=training.HELP)
+    training.add_arguments(parser)
     return _run(parser, argv)
 
 
@@ -40,9 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="mlx_parallm", description="One resident model, served to many clients in one batch on MLX.")
     parser.set_defaults(run=lambda args: _print_help(parser))
     add = parser.add_subparsers(title="commands", metavar="COMMAND").add_parser
-    serving = add("serve", help=_SERVE_HELP, description=_SERVE_HELP)
-    add_flags(serving)
-    serving.set_defaults(run=_serve)
+    _add_serving(add("serve", help=_SERVE_HELP, description=_SERVE_HELP))
+    training.add_arguments(add("train", help=training.HELP, description=training.HELP))
     add("doctor", help="Check device, BLAS and speed.").set_defaults(run=lambda args: commands.doctor())
     add("list", help="List the models on this machine.").set_defaults(run=lambda args: commands.list_models())
     asking = add("ps", help="Show what a running server is doing.")
@@ -90,8 +87,13 @@ def _client(args: argparse.Namespace) -> Client:
     return Client(args.url, args.api_key or os.environ.get(API_KEY_VARIABLE))
 
 
-def _serve(args: argparse.Namespace, fixed: Mapping[str, Setting] | None = None) -> int:
-    resolved = resolve(settings(args) | dict(fixed or {}), os.environ, args.config)
+def _add_serving(parser: argparse.ArgumentParser) -> None:
+    add_flags(parser, without=TRAIN_ONLY)
+    parser.set_defaults(run=_serve)
+
+
+def _serve(args: argparse.Namespace) -> int:
+    resolved = resolve(settings(args), os.environ, args.config)
     if args.print_config:
         print(render(resolved), end="")
         return 0

@@ -9,10 +9,8 @@ from pydantic import Field
 
 from mlx_parallm.config.base import Section
 from mlx_parallm.config.server import ServerConfig
+from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.config.types import AdapterName, Folder, Folders, Integer, Names, Number, Selector, Text
-
-LATER = "Takes effect with training, which this version does not have."
-REFUSED = "Not in this version: refused when set."
 
 
 class ModelConfig(Section):
@@ -25,14 +23,14 @@ class ModelConfig(Section):
     max_model_len: Integer | None = Field(
         default=None, ge=1, description="Longest prompt plus completion, in tokens; null: the model's own limit."
     )
-    lora_rank: Integer = Field(default=16, ge=1, description=f"Rank of new adapters. {LATER}")
+    lora_rank: Integer = Field(default=16, ge=1, description="Rank of the adapters that training makes.")
     lora_alpha: Number = Field(
-        default=32.0, gt=0, description=f"Adapters are scaled by lora_alpha / lora_rank. {LATER}"
+        default=32.0, gt=0, description="Adapters that training makes are scaled by lora_alpha / lora_rank."
     )
     lora_target_modules: Names = Field(
         default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
         min_length=1,
-        description=f"Linear layers that new adapters change. {LATER}",
+        description="Linear layers that adapters of training change.",
     )
 
 
@@ -58,7 +56,9 @@ class AdaptersConfig(Section):
     max_lora_rank: Integer = Field(
         default=16, ge=1, le=512, description="Largest rank of an adapter; every slot has room for it."
     )
-    default_adapter: AdapterName = Field(default="default", description="Adapter that checkpoints belong to.")
+    default_adapter: AdapterName = Field(
+        default="default", description="Adapter that is trained from the start, and that checkpoint names belong to."
+    )
     serve: Selector | None = Field(
         default=None,
         description="What requests that name no adapter get from the start: name, name@version, or a checkpoint of "
@@ -66,27 +66,10 @@ class AdaptersConfig(Section):
     )
 
 
-class RLTrainingConfig(Section):
-    """Training while serving."""
-
-    enabled: bool = Field(default=False, description=f"Train on collected trajectories. {REFUSED}")
-    trajectory_buffer_size: Integer = Field(
-        default=1000, ge=1, description=f"Most trajectories kept for training. {LATER}"
-    )
-    update_frequency: Integer = Field(default=100, ge=1, description=f"New trajectories between two updates. {LATER}")
-    scoring_batch_size: Integer = Field(default=32, ge=1, description=f"Trajectories scored at a time. {LATER}")
-    atropos_url: Text | None = Field(
-        default=None, description=f"Base URL of an Atropos trajectory API that gives rewards. {REFUSED}"
-    )
-    environment: Text | None = Field(
-        default=None, description=f"Name of a built-in environment that gives prompts and rewards. {REFUSED}"
-    )
-
-
 class CheckpointingConfig(Section):
     """Adapter versions saved to disk."""
 
-    interval: Integer = Field(default=500, ge=1, description=f"Updates between two checkpoints. {LATER}")
+    interval: Integer = Field(default=500, ge=1, description="Updates between two checkpoints of a trained adapter.")
     keep_n_checkpoints: Integer = Field(
         default=10,
         ge=1,

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from mlx_parallm.config.base import Section
-from mlx_parallm.config.types import ApiKey, AutoByteSize, ByteSize, Host, Hosts, Integer, Number, Origins, Text
+from mlx_parallm.config.types import ApiKey, AutoByteSize, ByteSize, Host, Hosts, Integer, Number, Origins, Text, lower
 
 
 class Mode(StrEnum):
@@ -26,15 +26,11 @@ def _long_mode(value: object) -> object:
     return SHORT_MODES.get(value, value) if isinstance(value, str) else value
 
 
-def _lower(value: object) -> object:
-    return value.lower() if isinstance(value, str) else value
-
-
 class PriorityRatios(Section):
     """Shares of the batch's rows while both classes wait; a class alone may use them all. They add up to 1."""
 
     inference: Number = Field(default=0.7, ge=0, le=1, description="Share of live requests.")
-    training: Number = Field(default=0.3, ge=0, le=1, description="Share of training rollouts.")
+    training: Number = Field(default=0.3, ge=0, le=1, description="Share of rollouts of a training driver.")
 
     @model_validator(mode="after")
     def _sums_to_one(self) -> Self:
@@ -48,8 +44,9 @@ class ServerConfig(Section):
 
     mode: Annotated[Mode, BeforeValidator(_long_mode)] = Field(
         default=Mode.INFERENCE_ONLY,
-        description="inference_only (short: inference), inference_and_training (short: rl) or training_only. "
-        "Only inference_only is available in this version.",
+        description="inference_only (short: inference), inference_and_training (short: rl: collected trajectories "
+        "train adapters beside requests) or training_only (requests for completions get 503). The last two and "
+        "rl_training.enabled turn each other on.",
     )
     host: Host = Field(
         default="127.0.0.1",
@@ -88,7 +85,7 @@ class ServerConfig(Section):
         description="Web origins whose pages may call this server, such as https://example.org; none by default.",
     )
     priority_ratios: PriorityRatios = PriorityRatios()
-    log_level: Annotated[Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(_lower)] = Field(
+    log_level: Annotated[Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(lower)] = Field(
         default="info", description="debug, info, warning, error or critical."
     )
     served_model_name: Text | None = Field(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
@@ -23,6 +24,11 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host.lower() == "localhost"
+
+
+def lower(value: object) -> object:
+    """For BeforeValidator: words in any case."""
+    return value.lower() if isinstance(value, str) else value
 
 
 def _refuse_bool(value: object) -> object:
@@ -57,10 +63,10 @@ def _check_origin(origin: str) -> str:
     return origin
 
 
-def _parse_folder(value: object) -> Path:
+def _parse_path(value: object, kind: str) -> Path:
     text = str(value) if isinstance(value, Path) else value
     if not isinstance(text, str) or not text.strip() or "\0" in text:
-        raise ValueError("must be the path of a folder")
+        raise ValueError(f"must be the path of a {kind}")
     try:
         return Path(text).expanduser()
     except RuntimeError:
@@ -97,7 +103,8 @@ Host = Annotated[Text, AfterValidator(_check_host)]
 Names = Annotated[tuple[Text, ...], BeforeValidator(_split_commas)]
 Hosts = Annotated[tuple[Host, ...], BeforeValidator(_split_commas)]
 Origins = Annotated[tuple[Annotated[str, AfterValidator(_check_origin)], ...], BeforeValidator(_split_commas)]
-Folder = Annotated[Path, BeforeValidator(_parse_folder)]
+Folder = Annotated[Path, BeforeValidator(partial(_parse_path, kind="folder"))]
+File = Annotated[Path, BeforeValidator(partial(_parse_path, kind="file"))]
 Folders = Annotated[tuple[Folder, ...], BeforeValidator(_split_commas)]
 AdapterName = Annotated[str, AfterValidator(_check_adapter_name)]
 Selector = Annotated[str, AfterValidator(_check_selector)]

@@ -14,6 +14,7 @@ from mlx_parallm.core.adapters import (
 )
 from mlx_parallm.core.clients import (
     AdapterClient,
+    DeviceThread,
     DeviceWork,
     EngineClient,
     EngineStats,
@@ -21,6 +22,7 @@ from mlx_parallm.core.clients import (
     TextTokenizer,
 )
 from mlx_parallm.core.requests import (
+    Collection,
     Event,
     FinishReason,
     GenerationRequest,
@@ -33,6 +35,15 @@ from mlx_parallm.core.requests import (
     TokenLogprob,
     WorkClass,
 )
+from mlx_parallm.core.training import (
+    GivenTrajectory,
+    TrainingClient,
+    TrainingEvent,
+    TrainingStatus,
+    Trajectory,
+    TrajectoryCard,
+    UpdateReport,
+)
 
 __all__ = [
     "BASE_ADAPTER",
@@ -41,12 +52,15 @@ __all__ = [
     "AdapterRef",
     "AdapterStats",
     "CheckpointCard",
+    "Collection",
+    "DeviceThread",
     "DeviceWork",
     "EngineClient",
     "EngineStats",
     "Event",
     "FinishReason",
     "GenerationRequest",
+    "GivenTrajectory",
     "ModelCard",
     "PromptScored",
     "RequestFailed",
@@ -57,5 +71,11 @@ __all__ = [
     "StopParams",
     "TextTokenizer",
     "TokenLogprob",
+    "TrainingClient",
+    "TrainingEvent",
+    "TrainingStatus",
+    "Trajectory",
+    "TrajectoryCard",
+    "UpdateReport",
     "WorkClass",
 ]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from mlx_parallm.core.adapters import AdapterCard, AdapterRef, AdapterStats, CheckpointCard
 from mlx_parallm.core.requests import Event, GenerationRequest
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,18 @@ class DeviceWork(Protocol):
 
     def reset(self) -> None:
         """Forgets what is on the device after a failed unit; no row is there."""
+        ...
+
+
+class DeviceThread(Protocol):
+    """The one thread that owns MLX, seen from the event loop."""
+
+    async def on_device(self, start: Callable[[Callable[[T], None]], None]) -> T:
+        """Runs `start(tell)` on the device thread between two units, and waits for what it tells, then or later.
+
+        Raises:
+            EngineDeadError: the device thread has stopped.
+        """
         ...
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
 
@@ -55,12 +57,23 @@ class StopParams:
 
 
 @dataclass(frozen=True, slots=True)
+class Collection:
+    """Marks a request: the `n` sequences of each of its prompts become one group of trajectories.
+
+    `scorer` names who gives the rewards; None: they come by feedback. `metadata` is what the scorer reads.
+    """
+
+    scorer: str | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """`n` sequences for each prompt; choice index = prompt index * n + sample index.
 
     `prompt_logprobs` None: not wanted; k >= 0: each prompt token's logprob and the k best.
     `priority`: lower runs earlier (vLLM's meaning), 0 by default.
-    Sample j of a prompt draws with seed `sampling.seed + j`.
+    Sample j of a prompt draws with seed `sampling.seed + j`. `collection` None: nothing of it is kept for training.
     """
 
     request_id: str
@@ -72,6 +85,7 @@ class GenerationRequest:
     adapter: AdapterRef = BASE_ADAPTER
     work_class: WorkClass = WorkClass.INFERENCE
     priority: int = 0
+    collection: Collection | None = None
 
     @property
     def sequences(self) -> int:
@@ -105,7 +119,8 @@ class SequenceOutput:
 
     `text` may be empty while a UTF-8 character or a possible stop string is incomplete; the texts
     of a sequence, joined, are its final text. `logprobs` aligns with `token_ids` when asked for,
-    else it is empty. `finish_reason` is set on the sequence's last output and only there.
+    else it is empty; so does `sampling_logprobs` (fp32 nats, of the distribution that drew the token) when the
+    request is collected. `finish_reason` is set on the sequence's last output and only there.
     `stop_reason` is the matched stop string, when there was one.
     """
 
@@ -115,11 +130,15 @@ class SequenceOutput:
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
     stop_reason: str | None = None
+    sampling_logprobs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class RequestFinished:
-    """Terminal: every sequence has ended. Times are seconds on `time.monotonic`'s clock."""
+    """Terminal: every sequence has ended. Times are seconds on `time.monotonic`'s clock.
+
+    `trajectory_ids`: of a collected request's sequences, in order of choice.
+    """
 
     prompt_tokens: int
     completion_tokens: int
@@ -128,6 +147,7 @@ class RequestFinished:
     first_token_at: float
     finished_at: float
     cached_tokens: int = 0
+    trajectory_ids: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TypeVar
 
 from mlx_parallm.adapters.books import AdapterBooks
 from mlx_parallm.adapters.checkpoints import CheckpointManager
@@ -28,11 +27,7 @@ from mlx_parallm.core import (
     Residence,
 )
 from mlx_parallm.engine.processor import ContinuousBatchProcessor
-from mlx_parallm.errors import ConflictError, EngineDeadError, InvalidRequestError, UnknownModelError
-
-_T = TypeVar("_T")
-
-_ALIVE_CHECK_S = 1.0
+from mlx_parallm.errors import ConflictError, InvalidRequestError, UnknownModelError
 
 
 class AdapterService:
@@ -96,9 +91,24 @@ class AdapterService:
 
     async def publish(self, name: str, info: VersionInfo, weights: AdapterWeights) -> Version:
         """A new version of `name`: staged beside traffic, then flipped to on the device thread."""
+        return await self._add(name, info, weights, live=True)
+
+    async def stage(self, name: str, info: VersionInfo, weights: AdapterWeights) -> Version:
+        """The same, but for the flip: it can be asked for by `name@version`."""
+        return await self._add(name, info, weights, live=False)
+
+    async def flip(self, version: Version) -> None:
+        """Makes the name mean a version that is staged, or is staged first.
+
+        Raises:
+            UnknownModelError: it was unloaded meanwhile.
+        """
+        await self._staged(version, None, then=lambda: self._books.flip(version.ref))
+
+    async def _add(self, name: str, info: VersionInfo, weights: AdapterWeights, live: bool) -> Version:
         version = self._books.add(name, info)
         try:
-            await self._staged(version, weights, then=lambda: self._books.flip(version.ref))
+            await self._staged(version, weights, then=lambda: self._books.flip(version.ref) if live else None)
         except BaseException:  # cancelled or failed: it never went live
             if self._books.live(name) is not version:
                 self._books.discard(version.ref)
@@ -146,7 +156,7 @@ class AdapterService:
         with self._books.lease(selector or self._books.default_adapter) as version:
             if version.ref == BASE_ADAPTER:
                 raise InvalidRequestError("The base model is no adapter; name one to save.", param="lora_name")
-            weights = await self._weights(version)
+            weights = await self.weights(version)
             save = partial(manager.save_checkpoint, version.ref, weights, step, tags, metrics)
             card = await asyncio.to_thread(save)
             self._books.saved(version, card.path, card.name)
@@ -157,11 +167,11 @@ class AdapterService:
             raise InvalidRequestError("This server keeps no checkpoints; start it with --checkpoint-dir.")
         return self._library.checkpoints
 
-    async def _weights(self, version: Version) -> AdapterWeights:
+    async def weights(self, version: Version) -> AdapterWeights:
         """As they were published: from the files where they are unchanged, else from memory."""
         if version.readable:
             return await asyncio.to_thread(self._library.read_again, version)
-        weights: AdapterWeights | None = await self._on_device(partial(self._store.extract, version))
+        weights: AdapterWeights | None = await self._processor.on_device(partial(self._store.extract, version))
         if weights is None:
             raise ConflictError(f"the weights of {version.ref} are in no file and not in memory any more")
         return weights
@@ -176,7 +186,7 @@ class AdapterService:
         def start(tell: Callable[[Exception | None], None]) -> None:
             self._store.stage(version, weights, lambda error: tell(error or self._flip(then)))
 
-        error: Exception | None = await self._on_device(start)
+        error: Exception | None = await self._processor.on_device(start)
         if error is not None:
             raise error
 
@@ -189,30 +199,6 @@ class AdapterService:
         self._flip_s_last = time.perf_counter() - started
         self._flip_s_max = max(self._flip_s_max, self._flip_s_last)
         return None
-
-    async def _on_device(self, start: Callable[[Callable[[_T], None]], None]) -> _T:
-        """Runs `start(tell)` on the device thread between two units, and waits for what it tells.
-
-        Raises:
-            EngineDeadError: the device thread has stopped.
-        """
-        loop = asyncio.get_running_loop()
-        told: asyncio.Future[_T] = loop.create_future()
-
-        def settle(result: _T) -> None:
-            if not told.done():  # else nobody waits any more
-                told.set_result(result)
-
-        def tell(result: _T) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(settle, result)
-
-        self._processor.run_on_device(lambda: start(tell))
-        while not told.done():
-            if not self._processor.stats().alive:
-                raise EngineDeadError("the device thread has stopped; restart the server")
-            await asyncio.wait([told], timeout=_ALIVE_CHECK_S)
-        return told.result()
 
     # -- figures ---------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from mlx_parallm.core import (
 )
 from mlx_parallm.engine.live import LiveRequest, LiveSequence, Vocabulary, expand
 from mlx_parallm.engine.snapshot import Counters
+from mlx_parallm.engine.text import TextDelta
 from mlx_parallm.scheduler.rl_aware import RLAwareScheduler
 from mlx_parallm.scheduler.sequence import Sequence
 
@@ -101,9 +102,7 @@ class Ledger:
         request.completion_tokens += 1
         self.counters.generation_tokens += 1
         delta = live.text.accept(draw.token)
-        logprobs = () if draw.logprob is None else (draw.logprob,)
-        output = SequenceOutput(live.index, (draw.token,), delta.text, logprobs, delta.finish_reason, delta.stop_reason)
-        self._emit(request, output)
+        self._emit(request, _output(live.index, draw, delta))
         if delta.finish_reason is not None:
             self._end(live)
 
@@ -159,3 +158,15 @@ class Ledger:
         assert sum(len(request.unfinished) for request in self._requests.values()) == len(self._lives)
         for live in self._lives.values():
             assert live.row is None or live.row.kv.length == live.sequence.computed
+
+
+def _output(index: int, draw: Draw, delta: TextDelta) -> SequenceOutput:
+    return SequenceOutput(
+        index=index,
+        token_ids=(draw.token,),
+        text=delta.text,
+        logprobs=() if draw.logprob is None else (draw.logprob,),
+        finish_reason=delta.finish_reason,
+        stop_reason=delta.stop_reason,
+        sampling_logprobs=() if draw.sampling_logprob is None else (draw.sampling_logprob,),
+    )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from mlx_parallm.batch.penalties import TokenCounts, has_penalties
 from mlx_parallm.batch.runner import Row
 from mlx_parallm.batch.sampler import RowSampling
-from mlx_parallm.core import GenerationRequest, RequestFinished, TokenLogprob, WorkClass
+from mlx_parallm.core import GenerationRequest, RequestFinished, TokenLogprob
 from mlx_parallm.engine.text import Detokenizes, TextStream
 from mlx_parallm.scheduler.sequence import Group, Sequence
 
@@ -123,6 +123,6 @@ def _row_sampling(
         params=params,
         min_tokens=request.stopping.min_tokens,
         end_ids=tuple(sorted(vocabulary.eos_ids)),
-        sampling_logprobs=request.work_class is WorkClass.TRAINING,
+        sampling_logprobs=request.collection is not None,
         counts=TokenCounts(prompt, (), vocabulary.size) if has_penalties(params) else None,
     )

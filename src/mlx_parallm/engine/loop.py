@@ -2,7 +2,7 @@
 
 Decode is pipelined: step k+1 is launched before step k's tokens are read, so a row that ends at step
 k may have one more token in flight; it is thrown away. Anything else (a prefill chunk, staging an adapter,
-idling) first commits the step in flight.
+a micro-step of training, idling) first commits the step in flight.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from mlx_parallm.adapters.store import AdapterStore
 from mlx_parallm.batch.runner import BatchRunner, Step
 from mlx_parallm.batch.slab import KVRow
-from mlx_parallm.core import EngineStats, GenerationRequest
+from mlx_parallm.core import DeviceWork, EngineStats, GenerationRequest
 from mlx_parallm.engine.ledger import Ledger, Publish
 from mlx_parallm.engine.live import LiveRequest, LiveSequence, Vocabulary
 from mlx_parallm.engine.memory import PoolMemory
@@ -24,20 +24,21 @@ from mlx_parallm.errors import ContextLengthError, StepFailedError
 from mlx_parallm.scheduler.cost import CostModel
 from mlx_parallm.scheduler.rl_aware import RLAwareScheduler, SchedulerConfig
 from mlx_parallm.scheduler.sequence import Status
-from mlx_parallm.scheduler.units import DecodeUnit, PrefillPart, PrefillUnit, WorkUnit
+from mlx_parallm.scheduler.units import DecodeUnit, PrefillPart, PrefillUnit, StagingUnit, TrainingUnit
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """What the device thread builds before it serves."""
+    """What the device thread builds before it serves. `training` None: this server does not train."""
 
     runner: BatchRunner
     adapters: AdapterStore
     vocabulary: Vocabulary
     scheduler: SchedulerConfig
     cost: CostModel
+    training: DeviceWork | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ class DeviceLoop:
         memory = PoolMemory(parts.runner.cache, parts.adapters, lives)
         self._runner = parts.runner
         self._adapters = parts.adapters
+        self._training = parts.training
         self._vocab_size = parts.vocabulary.size
         self._scheduler = RLAwareScheduler(parts.scheduler, memory, parts.cost)
         self._ledger = Ledger(lives, parts.vocabulary, self._scheduler, parts.adapters, publish)
@@ -95,15 +97,17 @@ class DeviceLoop:
         self._scheduler.admit(started)
         admitted = time.monotonic()
         self._scheduler.spent(admitted - started)
-        unit = self._scheduler.next_unit(admitted, self._adapters.waits())
+        unit = self._scheduler.next_unit(admitted, self._adapters.waits(), self._training_waits())
         if isinstance(unit, DecodeUnit):
             self._decode(unit)
         elif self._in_flight is not None:
             self._commit()  # the scheduler decides again, knowing what was drawn
         elif isinstance(unit, PrefillUnit):
             self._prefill(unit)
-        elif isinstance(unit, WorkUnit):
-            self._work(unit)
+        elif isinstance(unit, StagingUnit):
+            self._stage(unit)
+        elif isinstance(unit, TrainingUnit):
+            self._train()
         else:
             return False
         self._ledger.flush()
@@ -180,7 +184,7 @@ class DeviceLoop:
 
     # -- work beside requests --------------------------------------------------------------------
 
-    def _work(self, unit: WorkUnit) -> None:
+    def _stage(self, unit: StagingUnit) -> None:
         started = time.monotonic()
         try:
             self._adapters.advance()
@@ -189,7 +193,26 @@ class DeviceLoop:
         except Exception as error:  # noqa: BLE001 - a failed write costs what is on the device, not the thread
             self._recover((), error)
             self._adapters.reset()
-        self._scheduler.worked(time.monotonic() - started)
+        self._scheduler.staged(time.monotonic() - started)
+
+    def _training_waits(self) -> bool:
+        return self._training is not None and self._training.waits()
+
+    def _train(self) -> None:
+        """One micro-step. A failed one costs its update and no row: it writes arrays of its own, reads the model's,
+        and evaluates none of the pool's, so those are as they were and nothing is recomputed."""
+        assert self._training is not None
+        started = time.monotonic()
+        try:
+            self._training.advance()
+        except Exception as error:  # noqa: BLE001 - a failed micro-step costs its update, not the thread
+            _log.error("a micro-step of training failed", exc_info=error)
+            self.counters.failed_micro_steps += 1
+            self._training.reset()
+        now = time.monotonic()
+        self.counters.micro_steps += 1
+        self.counters.training_seconds += now - started
+        self._scheduler.trained(now - started, now)
 
     # -- faults ----------------------------------------------------------------------------------
 

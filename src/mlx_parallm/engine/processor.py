@@ -30,6 +30,7 @@ _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 _IDLE_WAIT_S = 1.0
+_ALIVE_CHECK_S = 1.0
 _SNAPSHOT_S = 0.1
 """Age at which a busy loop renews the snapshot that `stats` returns."""
 
@@ -52,7 +53,7 @@ _Message = GenerationRequest | _Abort | _Call | _Stop
 
 
 class ContinuousBatchProcessor:
-    """Implements `core.EngineClient`.
+    """Implements `core.EngineClient` and `core.DeviceThread`.
 
     Args:
         build: makes the parts, model included. Runs on the device thread, because MLX arrays belong to
@@ -116,6 +117,32 @@ class ContinuousBatchProcessor:
             del self._queues[request.request_id]
             if not ended:
                 self._inbox.put(_Abort(request.request_id))
+
+    async def on_device(self, start: Callable[[Callable[[_T], None]], None]) -> _T:
+        """Runs `start(tell)` on the device thread between two units, and waits for what it tells, then or later.
+
+        `start` must not raise: that would end the thread; see `run_on_device`.
+
+        Raises:
+            EngineDeadError: the device thread has stopped.
+        """
+        loop = asyncio.get_running_loop()
+        told: asyncio.Future[_T] = loop.create_future()
+
+        def settle(result: _T) -> None:
+            if not told.done():  # else nobody waits any more
+                told.set_result(result)
+
+        def tell(result: _T) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(settle, result)
+
+        self.run_on_device(lambda: start(tell))
+        while not told.done():
+            if not self._stats.alive:
+                raise EngineDeadError("the device thread has stopped; restart the server")
+            await asyncio.wait([told], timeout=_ALIVE_CHECK_S)
+        return told.result()
 
     def _deliver(self, events: list[tuple[str, Event]]) -> None:
         for request_id, event in events:

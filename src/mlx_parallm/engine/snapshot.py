@@ -15,7 +15,10 @@ from mlx_parallm.scheduler.rl_aware import RLAwareScheduler
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since start. `prefilled_tokens` counts what was computed: once a group, again after a preemption."""
+    """Totals since start. `prefilled_tokens` counts what was computed: once a group, again after a preemption.
+
+    `micro_steps` and `training_seconds` are of training, failed micro-steps among them.
+    """
 
     steps: int = 0
     prompt_tokens: int = 0
@@ -23,6 +26,9 @@ class Counters:
     generation_tokens: int = 0
     aborted: int = 0
     failed_steps: int = 0
+    micro_steps: int = 0
+    failed_micro_steps: int = 0
+    training_seconds: float = 0.0
 
 
 def snapshot(
@@ -46,6 +52,9 @@ def snapshot(
         detail={
             "mlx_memory_bytes": _mlx_memory(),
             "prefilled_tokens_total": counters.prefilled_tokens,
+            "micro_steps_total": counters.micro_steps,
+            "failed_micro_steps_total": counters.failed_micro_steps,
+            "training_seconds_total": counters.training_seconds,
             "slabs": [
                 {"capacity": slab.capacity, "rows": len(slab.places), "used": slab.used} for slab in cache.slabs()
             ],

@@ -24,13 +24,13 @@ class AdaptedLinear(nn.Module):  # type: ignore[misc]
         self.base = base
         self._bank = bank
         self._group = bank.groups[spec.group]
-        self._path = spec.path
+        self.path = spec.path
 
     def __call__(self, x: mx.array) -> mx.array:
         """[B, T, in] → [B, T, out]."""
         y: mx.array = self.base(x)
         context = self._bank.context
-        return y if context is None else context.adapt(self._group, self._path, x, y)
+        return y if context is None else context.adapt(self._group, self.path, x, y)
 
 
 def adapter_layout(model: nn.Module, family: Family) -> AdapterLayout:

@@ -5,7 +5,9 @@
        └──── preempted (youngest first, recomputed later) ◀┘
 
 The rule, in one breath: decode whenever it is due, and between two decode steps spend at most
-`stall_seconds` on prefill, the prompt with the least left first (age counts in its favour).
+`stall_seconds` on prefill, the prompt with the least left first (age counts in its favour). Staging takes a part of
+each gap between two steps; a micro-step of training stands in one where its share of time is due. Both take all the
+time that no row can use.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from mlx_parallm.core import WorkClass
 from mlx_parallm.scheduler.cost import Chunk, CostModel
 from mlx_parallm.scheduler.memory import RowMemory
 from mlx_parallm.scheduler.sequence import Sequence, Status
-from mlx_parallm.scheduler.units import DecodeUnit, PrefillPart, PrefillUnit, Unit, WorkUnit
+from mlx_parallm.scheduler.share import TimeShare
+from mlx_parallm.scheduler.units import DecodeUnit, PrefillPart, PrefillUnit, StagingUnit, TrainingUnit, Unit
 
 _LEAST_CHUNK = 16
 """Prefill tokens in one unit, at least: below that the fixed cost of a unit dominates."""
@@ -25,8 +28,8 @@ _LEAST_CHUNK = 16
 _SCORED_CHUNK = 256
 """Tokens of a scored prompt in one unit, at most: their logits are [tokens, vocabulary] in fp32."""
 
-_WORK_SHARE = 0.12
-"""Of a decode step's own time, for work beside requests between two of them."""
+_STAGING_SHARE = 0.12
+"""Of a decode step's own time, for staging between two of them."""
 
 _FOLLOW = 0.2
 """Weight of the newest step in the running time of a decode step."""
@@ -38,11 +41,15 @@ wait again: a long prompt under a stream of short ones gets a chunk now and then
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """`stall_seconds`: prefill time allowed between two decode steps. Ratios sum to 1."""
+    """`stall_seconds`: prefill time allowed between two decode steps. Ratios sum to 1.
+
+    `training_time_share`: of device time, in (0, 1], for micro-steps while there are rows.
+    """
 
     max_rows: int = 128
     max_batched_tokens: int = 2048
     stall_seconds: float = 0.3
+    training_time_share: float = 0.12
     priority_ratios: Mapping[WorkClass, float] = field(
         default_factory=lambda: {WorkClass.INFERENCE: 0.7, WorkClass.TRAINING: 0.3}
     )
@@ -64,7 +71,9 @@ class RLAwareScheduler:
         self._waiting: list[Sequence] = []
         self._live: list[Sequence] = []  # in order of admission: the last is the youngest
         self._prefill_debt = 0.0  # seconds that decode has waited since its last step
-        self._worked = 0.0  # seconds of it that went to work beside requests
+        self._staged = 0.0  # seconds of it that went to staging
+        self._training = TimeShare(config.training_time_share)
+        self._stepped = True  # no prefill and no training since the last step
         self._launched_at: float | None = None  # of the last step, while there has been something to do since
         self._step_seconds = 0.0  # running time of a decode step
         self._memory_is_short = False  # since a preemption, until a row ends
@@ -104,39 +113,43 @@ class RLAwareScheduler:
 
     # -- the next unit ---------------------------------------------------------------------------
 
-    def next_unit(self, now: float, work_waits: bool = False) -> Unit | None:
-        """The next unit of device work, or None when there is nothing to do but wait. Call `admit` before.
-
-        Args:
-            work_waits: there is work beside requests. It gets a share of the time between two decode steps, and
-                any time that no row can use.
-        """
+    def next_unit(self, now: float, staging_waits: bool = False, training_waits: bool = False) -> Unit | None:
+        """The next unit of device work, or None when there is nothing to do but wait. Call `admit` before."""
         due = self._decodable()
-        share = _WORK_SHARE * self._step_seconds
-        if work_waits and (not due or self._worked == 0.0 or self._worked < share):
-            return WorkUnit(max(share - self._worked, 0.0))
+        training_is_due = self._training.is_due(now, training_waits)
+        if staging_waits and self._may_stage(due):
+            return StagingUnit(max(self._staging_allowance - self._staged, 0.0))
+        if training_is_due and (self._stepped or not due):
+            return TrainingUnit()  # where rows decode, right after a step: no gap holds prefill before it, or two
         prefill = self._next_prefill(now, protect=bool(due))
         if prefill is not None:
             return prefill
         rows = self._make_room(due)
-        if not rows:
-            self._launched_at = None
-            return None
-        return DecodeUnit(rows)
+        if rows:
+            return DecodeUnit(rows)
+        self._launched_at = None
+        return TrainingUnit() if training_waits else None
 
     def spent(self, seconds: float) -> None:
         """Books time that running rows had to wait for beside prefill units: making room for new rows."""
         self._prefill_debt += seconds
 
-    def worked(self, seconds: float) -> None:
-        """Books a finished work unit."""
-        self._worked += seconds
+    def staged(self, seconds: float) -> None:
+        """Books a finished staging unit."""
+        self._staged += seconds
         self._prefill_debt += seconds
+
+    def trained(self, seconds: float, now: float) -> None:
+        """Books a finished micro-step."""
+        self._training.ran(seconds, now)
+        self._prefill_debt += seconds
+        self._stepped = False
 
     def prefilled(self, unit: PrefillUnit, seconds: float, now: float) -> None:
         """Books a finished prefill unit that took `seconds`."""
         self.cost.observe([part.chunk for part in unit.parts], seconds)
         self._prefill_debt += seconds
+        self._stepped = False
         for part in unit.parts:
             part.sequence.served_at = now
             part.sequence.computed += part.tokens
@@ -148,7 +161,8 @@ class RLAwareScheduler:
             seconds = max(now - self._launched_at - self._prefill_debt, 0.0)
             self._step_seconds += _FOLLOW * (seconds - self._step_seconds)
         self._launched_at = now
-        self._prefill_debt = self._worked = 0.0
+        self._prefill_debt = self._staged = 0.0
+        self._stepped = True
         for sequence in unit.sequences:
             sequence.drawn += 1
             sequence.computed += 1
@@ -204,6 +218,15 @@ class RLAwareScheduler:
         """Shares are of rows, and work-conserving: they only decide who is served first."""
         rows = sum(s.work_class is work_class for s in self._live)
         return rows >= self.config.priority_ratios[work_class] * self.config.max_rows
+
+    # -- staging ---------------------------------------------------------------------------------
+
+    @property
+    def _staging_allowance(self) -> float:
+        return _STAGING_SHARE * self._step_seconds
+
+    def _may_stage(self, due: list[Sequence]) -> bool:
+        return not due or self._staged == 0.0 or self._staged < self._staging_allowance
 
     # -- prefill ---------------------------------------------------------------------------------
 

@@ -39,10 +39,15 @@ class DecodeUnit:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkUnit:
-    """Work beside requests (`core.DeviceWork`) for about so many seconds, one unit of it at least."""
+class StagingUnit:
+    """Staging of adapters for about so many seconds, one unit of it at least."""
 
     seconds: float
 
 
-Unit = PrefillUnit | DecodeUnit | WorkUnit
+@dataclass(frozen=True, slots=True)
+class TrainingUnit:
+    """One micro-step of training. It cannot be cut."""
+
+
+Unit = PrefillUnit | DecodeUnit | StagingUnit | TrainingUnit

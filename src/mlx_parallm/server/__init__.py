@@ -8,7 +8,8 @@ Knows nothing of MLX. `app` builds the parts, calls `create_app`, and runs it wi
 
 from mlx_parallm.server.app import create_app
 from mlx_parallm.server.lifecycle import Lifecycle
+from mlx_parallm.server.no_training import NoTraining
 from mlx_parallm.server.run import serve
 from mlx_parallm.server.settings import ServerSettings
 
-__all__ = ["Lifecycle", "ServerSettings", "create_app", "serve"]
+__all__ = ["Lifecycle", "NoTraining", "ServerSettings", "create_app", "serve"]

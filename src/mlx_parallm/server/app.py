@@ -9,25 +9,47 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from mlx_parallm import __version__
-from mlx_parallm.core import AdapterClient, EngineClient, ModelCard, TextTokenizer
+from mlx_parallm.core import AdapterClient, EngineClient, ModelCard, TextTokenizer, TrainingClient
 from mlx_parallm.server.errors import install_handlers
 from mlx_parallm.server.lifecycle import Lifecycle
 from mlx_parallm.server.limits import SequenceGate
 from mlx_parallm.server.metrics import CountResponsesMiddleware, ServerMetrics
 from mlx_parallm.server.openapi import ERRORS, describe
 from mlx_parallm.server.routes import adapters as adapter_routes
-from mlx_parallm.server.routes import chat, checkpoints, completions, lora, models, ops, tokenize
+from mlx_parallm.server.routes import chat, checkpoints, completions, lora, models, ops, tokenize, training_debug
+from mlx_parallm.server.routes import training as training_routes
 from mlx_parallm.server.security import ApiKeyMiddleware, HostOriginMiddleware
 from mlx_parallm.server.services import Services
 from mlx_parallm.server.settings import ServerSettings
 
+ROUTES = (
+    completions,
+    chat,
+    models,
+    lora,
+    adapter_routes,
+    checkpoints,
+    training_routes,
+    training_debug,
+    tokenize,
+    ops,
+)
+
 
 def create_app(
-    engine: EngineClient, adapters: AdapterClient, tokenizer: TextTokenizer, card: ModelCard, settings: ServerSettings
+    engine: EngineClient,
+    adapters: AdapterClient,
+    training: TrainingClient,
+    tokenizer: TextTokenizer,
+    card: ModelCard,
+    settings: ServerSettings,
 ) -> FastAPI:
-    """The HTTP face of `engine` and `adapters`; its parts are on `app.state.services` (a `Services`)."""
+    """The HTTP face of `engine`, `adapters` and `training` (`NoTraining` where there is none).
+
+    Its parts are on `app.state.services` (a `Services`).
+    """
     gate = SequenceGate(settings.max_batch_size + settings.max_queued)
-    metrics = ServerMetrics(engine, adapters, gate)
+    metrics = ServerMetrics(engine, adapters, training, gate)
     # No /docs: FastAPI's pages load scripts from a CDN.
     app = FastAPI(
         title="MLX ParaLLM",
@@ -38,9 +60,9 @@ def create_app(
         responses=ERRORS,
     )
     app.state.services = Services(
-        engine, adapters, tokenizer, card, settings, Lifecycle(), gate, metrics, started_at=int(time.time())
+        engine, adapters, training, tokenizer, card, settings, Lifecycle(), gate, metrics, started_at=int(time.time())
     )
-    for routes in (completions, chat, models, lora, adapter_routes, checkpoints, tokenize, ops):
+    for routes in ROUTES:
         app.include_router(routes.router)
     install_handlers(app)
     _add_middlewares(app, settings, metrics)

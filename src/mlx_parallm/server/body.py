@@ -26,10 +26,12 @@ JSON_TYPES = frozenset({"application/json", "application/x-www-form-urlencoded"}
 SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-def json_body(model: type[M]) -> Callable[..., Awaitable[M]]:
-    """A FastAPI dependency: the request's body as `model`."""
+def json_body(model: type[M], required: bool = True) -> Callable[..., Awaitable[M]]:
+    """A FastAPI dependency: the request's body as `model`; where it is not `required`, none is the same as `{}`."""
 
     async def parsed(request: Request, services: ServicesDep) -> M:
+        if not required and _has_no_body(request):
+            return model()
         check_media_type(request)
         raw = await read_body(request, services.settings.max_body_bytes)
         return parse_body(model, raw)
@@ -37,10 +39,14 @@ def json_body(model: type[M]) -> Callable[..., Awaitable[M]]:
     return parsed
 
 
-def request_body(model: type[BaseModel]) -> dict[str, Any]:
-    """The OpenAPI `requestBody` of a route that uses `json_body(model)`; its `$defs` are lifted by `openapi.py`."""
+def request_body(model: type[BaseModel], required: bool = True) -> dict[str, Any]:
+    """The OpenAPI `requestBody` of a route that uses `json_body`; its `$defs` are lifted by `openapi.py`."""
     schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    return {"requestBody": {"required": required, "content": {"application/json": {"schema": schema}}}}
+
+
+def _has_no_body(request: Request) -> bool:
+    return request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers
 
 
 def check_media_type(request: Request) -> None:

@@ -10,29 +10,28 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
 from mlx_parallm.server.errors import DrainingError
-from mlx_parallm.server.lifecycle import Lifecycle
 
 T = TypeVar("T")
 
 
-async def while_connected(work: Coroutine[Any, Any, T], receive: Receive, lifecycle: Lifecycle) -> T:
-    """The result of `work`, unless the client leaves or the time to drain is over first.
+async def while_connected(work: Coroutine[Any, Any, T], receive: Receive, over: asyncio.Event) -> T:
+    """The result of `work`, unless the client leaves or `over` (a stage of the server's shutdown) is set first.
 
     `work` has ended, its cleanup included, when this returns. The request's body must have been read.
 
     Raises:
         ClientDisconnect: the client closed the connection; `work` was cancelled.
-        DrainingError: the server's shutdown time is over; `work` was cancelled.
+        DrainingError: `over` is set; `work` was cancelled.
     """
     task = asyncio.create_task(work)
     gone = asyncio.create_task(_disconnected(receive))
-    expired = asyncio.create_task(lifecycle.expired.wait())
+    expired = asyncio.create_task(over.wait())
     everything = (task, gone, expired)
     try:
         await asyncio.wait(everything, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise ClientDisconnect if gone.done() else DrainingError("the shutdown time limit is over")
+        raise ClientDisconnect if gone.done() else DrainingError("draining")
     finally:
         for waiting in everything:
             waiting.cancel()

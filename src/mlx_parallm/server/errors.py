@@ -27,7 +27,9 @@ from mlx_parallm.errors import (
     RequestError,
     StepFailedError,
     StorageError,
+    TrainingDisabledError,
     UnknownModelError,
+    UnknownTrajectoryError,
 )
 
 RETRY_AFTER_S = 1
@@ -53,6 +55,10 @@ class DrainingError(EngineError):
     """The server is shutting down and takes no new generation requests."""
 
 
+class InferenceDisabledError(EngineError):
+    """The server only trains: it takes no generation requests."""
+
+
 class NotReadyError(EngineError):
     """The server is alive but not to be sent traffic now."""
 
@@ -74,7 +80,9 @@ RULES: Mapping[type[Exception], Rule] = {
     ApiKeyError: Rule(401, "invalid_request_error", "invalid_api_key"),
     ForbiddenOriginError: Rule(403, "invalid_request_error", "forbidden_origin"),
     UnknownModelError: Rule(404, "invalid_request_error", "model_not_found"),
+    UnknownTrajectoryError: Rule(404, "invalid_request_error", "trajectory_not_found"),
     ConflictError: Rule(409, "invalid_request_error", "conflict"),
+    TrainingDisabledError: Rule(409, "invalid_request_error", "training_disabled"),
     BodyTooLargeError: Rule(413, "invalid_request_error", "body_too_large"),
     MediaTypeError: Rule(415, "invalid_request_error", "unsupported_media_type"),
     OverloadedError: Rule(429, "rate_limit_error", "rate_limit_exceeded"),
@@ -89,6 +97,12 @@ RULES: Mapping[type[Exception], Rule] = {
     ),
     EngineDeadError: Rule(503, "server_error", "engine_dead", "The engine is not running; restart the server."),
     DrainingError: Rule(503, "server_error", "draining", "The server is shutting down."),
+    InferenceDisabledError: Rule(
+        503,
+        "server_error",
+        "inference_disabled",
+        "This server only trains; ask one that is not in training_only mode.",
+    ),
     NotReadyError: Rule(503, "server_error", "not_ready", "The server is not ready for requests."),
     Exception: Rule(500, "server_error", "internal_error", "The server failed; its log says why."),
 }
@@ -136,8 +150,10 @@ async def _answer_http(_: Request, error: Exception) -> Response:
     return Response(content, error.status_code, error.headers, media_type="application/json")
 
 
-async def _answer_path(_: Request, __: Exception) -> Response:
-    return error_response(RequestError("A path or query parameter is malformed."))
+async def _answer_path(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    fault = error.errors()[0]
+    return error_response(RequestError(f"{fault['loc'][-1]}: {fault['msg']}", param=str(fault["loc"][-1])))
 
 
 async def _nobody_listens(_: Request, __: Exception) -> Response:
@@ -155,8 +171,8 @@ def _body(message: str, kind: str, param: str | None, code: str | None) -> str:
 def _headers(status: int, error: Exception) -> dict[str, str]:
     if status == 401:
         return {"www-authenticate": "Bearer"}
-    if status == 409:
-        return {"x-should-retry": "false"}  # the openai clients retry a 409 otherwise
+    if status == 409 or isinstance(error, InferenceDisabledError):
+        return {"x-should-retry": "false"}  # the openai clients retry a 409 and a 503 otherwise
     if status in (429, 503):
         return {"retry-after": str(getattr(error, "retry_after_s", RETRY_AFTER_S))}
     return {}

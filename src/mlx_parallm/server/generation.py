@@ -56,7 +56,7 @@ class GenerationResponse(Response):
                 self._services.metrics.client_disconnects.inc()
 
     async def _send_whole(self, answer: Answer, scope: Scope, receive: Receive, send: Send) -> None:
-        events = await while_connected(self._collect(answer), receive, self._services.lifecycle)
+        events = await while_connected(self._collect(answer), receive, self._services.lifecycle.expired)
         body = answer.whole(events).json_text()
         await Response(body, headers=_headers(answer.request), media_type="application/json")(scope, receive, send)
 
@@ -68,7 +68,7 @@ class GenerationResponse(Response):
         stream = EventStream(send, _headers(answer.request))
         async with stream.opened(self._services.settings.ping_interval_s):
             try:
-                await while_connected(self._relay(answer, stream), receive, self._services.lifecycle)
+                await while_connected(self._relay(answer, stream), receive, self._services.lifecycle.expired)
             except ClientDisconnect:
                 raise
             except Exception as error:  # the status line is sent: whatever went wrong, the client must hear of it

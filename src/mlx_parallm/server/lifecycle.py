@@ -14,14 +14,19 @@ T = TypeVar("T")
 class Lifecycle:
     """Where the server is on its way out. Used on the event loop's thread, or from a signal handler.
 
-    `begin_drain`: requests under way go on, new generation requests get 503 and so does `/ready`.
+    `begin_drain`: requests under way go on, new generation requests get 503 and so does `/ready`; listeners
+    to events, who would never leave, are sent home.
     `expire`: the time limit is over, requests under way are ended with an error.
     """
 
     def __init__(self) -> None:
-        self.draining = False
+        self.drain_begun = asyncio.Event()
         self.expired = asyncio.Event()
         self._work: set[asyncio.Task[Any]] = set()
+
+    @property
+    def draining(self) -> bool:
+        return self.drain_begun.is_set()
 
     @property
     def working(self) -> bool:
@@ -43,8 +48,8 @@ class Lifecycle:
         return await asyncio.shield(task)
 
     def begin_drain(self) -> None:
-        self.draining = True
+        self.drain_begun.set()
 
     def expire(self) -> None:
-        self.draining = True
+        self.drain_begun.set()
         self.expired.set()

@@ -1,8 +1,8 @@
 """Prometheus metrics, `mlx_parallm_*`: vLLM's names and meanings where vLLM has them.
 
 Counts and latencies are observed here, from events; the engine's gauges and counters are read from
-`EngineClient.stats()` when somebody scrapes, and so are the adapters' (`adapter_metrics`). The registry is
-the app's own, not the process's.
+`EngineClient.stats()` when somebody scrapes, and so are the adapters' (`adapter_metrics`) and training's
+(`training_metrics`). The registry is the app's own, not the process's.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ from mlx_parallm.core import (
     GenerationRequest,
     RequestFinished,
     SequenceOutput,
+    TrainingClient,
 )
 from mlx_parallm.server.adapter_metrics import PREFIX, AdapterMetrics, Tally
 from mlx_parallm.server.limits import SequenceGate
+from mlx_parallm.server.training_metrics import TrainingMetrics
 
 REQUEST_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0, 300.0)
 TOKEN_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.75, 1.5, 3.0, 10.0)
@@ -63,11 +65,14 @@ COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
 class ServerMetrics:
     """Every metric of one app."""
 
-    def __init__(self, engine: EngineClient, adapters: AdapterClient, gate: SequenceGate) -> None:
+    def __init__(
+        self, engine: EngineClient, adapters: AdapterClient, training: TrainingClient, gate: SequenceGate
+    ) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(_EngineCollector(engine))
         self.adapters = AdapterMetrics(adapters)
         self.registry.register(self.adapters)
+        self.registry.register(TrainingMetrics(training))
         self.ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", REQUEST_BUCKETS_S)
         self.e2e = self._histogram("e2e_request_latency_seconds", "Arrival to last token.", REQUEST_BUCKETS_S)
         self.queued = self._histogram("request_queue_time_seconds", "Arrival to first row.", REQUEST_BUCKETS_S)

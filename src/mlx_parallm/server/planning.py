@@ -7,7 +7,15 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mlx_parallm.core import AdapterRef, GenerationRequest, ModelCard, SamplingParams, StopParams
+from mlx_parallm.core import (
+    AdapterRef,
+    Collection,
+    GenerationRequest,
+    ModelCard,
+    SamplingParams,
+    StopParams,
+    TrainingClient,
+)
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError
 from mlx_parallm.server.wire.common import GenerationBody
 
@@ -49,6 +57,7 @@ def plan(
     budget: Budget,
     top_logprobs: int | None,
     prompt_logprobs: int | None,
+    collection: Collection | None,
 ) -> GenerationRequest:
     """The engine's request. `top_logprobs` and `prompt_logprobs` are what the engine has to report, None for nothing.
 
@@ -72,7 +81,21 @@ def plan(
         prompt_logprobs=prompt_logprobs,
         adapter=adapter,
         priority=body.priority,
+        collection=collection,
     )
+
+
+def collection_of(body: GenerationBody, training: TrainingClient, adapter: AdapterRef) -> Collection | None:
+    """What the body marks for training, None where it does not; any thread.
+
+    Raises:
+        InvalidRequestError, ConflictError, TrainingDisabledError: it cannot be collected; see `TrainingClient.check`.
+    """
+    if not body.collect_trajectory:
+        return None
+    collection = Collection(body.scoring_function, body.metadata or {})
+    training.check(collection, adapter)
+    return collection
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, param: str = "prompt") -> None:

@@ -23,8 +23,11 @@ ALIVE_CHECK_TICKS = 10  # of 0.1 s each
 EXIT_OK, EXIT_ENGINE_DEAD = 0, 1
 
 
-def serve(app: FastAPI, host: str, port: int, shutdown_timeout_s: float, on_started: Callable[[int], None]) -> int:
-    """Serves until a signal or the engine's death; returns the process's exit code.
+async def serve(
+    app: FastAPI, host: str, port: int, shutdown_timeout_s: float, on_started: Callable[[int], None]
+) -> int:
+    """Serves until a signal or the engine's death; returns the process's exit code. Signals are taken on the main
+    thread only.
 
     SIGTERM or SIGINT drains: requests under way may finish within `shutdown_timeout_s`, then they are
     ended with an error. A second signal ends them at once. `on_started` gets the bound port (`port` 0
@@ -35,7 +38,7 @@ def serve(app: FastAPI, host: str, port: int, shutdown_timeout_s: float, on_star
     """
     listening = bind(host, port)
     server = DrainingServer(app, shutdown_timeout_s, lambda: on_started(listening.getsockname()[1]))
-    server.run(sockets=[listening])
+    await server.serve(sockets=[listening])
     return server.exit_code
 
 

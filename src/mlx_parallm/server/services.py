@@ -18,9 +18,10 @@ from mlx_parallm.core import (
     EngineClient,
     ModelCard,
     TextTokenizer,
+    TrainingClient,
 )
 from mlx_parallm.errors import EngineDeadError, InvalidRequestError
-from mlx_parallm.server.errors import DrainingError
+from mlx_parallm.server.errors import DrainingError, InferenceDisabledError
 from mlx_parallm.server.lifecycle import Lifecycle
 from mlx_parallm.server.limits import SequenceGate
 from mlx_parallm.server.metrics import ServerMetrics
@@ -34,6 +35,7 @@ class Services:
 
     engine: EngineClient
     adapters: AdapterClient
+    training: TrainingClient
     tokenizer: TextTokenizer
     card: ModelCard
     settings: ServerSettings
@@ -48,12 +50,15 @@ class Services:
 
         Raises:
             DrainingError, EngineDeadError: nothing is admitted any more.
+            InferenceDisabledError: nothing ever is.
             OverloadedError: the queue is full.
         """
         if self.lifecycle.draining:
             raise DrainingError("draining")
         if not self.engine.stats().alive:
             raise EngineDeadError("the device thread is not running")
+        if not self.settings.inference:
+            raise InferenceDisabledError("training only")
         with self.gate.reserve(sequences):
             yield
 

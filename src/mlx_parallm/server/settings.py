@@ -16,6 +16,7 @@ class ServerSettings:
     `allowed_hosts` are names without a port, compared with the Host header; `*` takes any name.
     `cors_origins` are whole origins (`https://ui.example`); none means that no CORS header is ever sent.
     The bounded queue holds `max_batch_size + max_queued` sequences, running ones included.
+    `inference` false: the server only trains, and refuses generation requests.
     """
 
     api_key: str | None = field(default=None, repr=False)
@@ -26,3 +27,4 @@ class ServerSettings:
     max_sequences_per_request: int = MAX_SEQUENCES
     max_body_bytes: int = 16 * 2**20
     ping_interval_s: float = 15.0
+    inference: bool = True

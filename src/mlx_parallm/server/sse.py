@@ -37,8 +37,10 @@ class EventStream:
         finally:
             pings.cancel()
 
-    async def event(self, json: str) -> None:
-        await self._write(f"data: {json}\n\n")
+    async def event(self, json: str, kind: str = "") -> None:
+        """`kind`, where there are several, goes out as the event's name."""
+        name = f"event: {kind}\n" if kind else ""
+        await self._write(f"{name}data: {json}\n\n")
 
     async def fail(self, error: Exception) -> None:
         """The error as an event, then the end: the status line is long gone."""
@@ -47,6 +49,10 @@ class EventStream:
 
     async def done(self) -> None:
         await self._write("data: [DONE]\n\n", last=True)
+
+    async def end(self) -> None:
+        """The end of a stream that is not a generation's: nothing more is said."""
+        await self._write("", last=True)
 
     async def _write(self, text: str, last: bool = False) -> None:
         self._last_sent = time.monotonic()

@@ -35,7 +35,11 @@ class Answer(ABC):
         self._head: dict[str, Any] = {"id": request.request_id, "created": int(time.time()), "model": model}
         if adapter := adapter_of(request):
             self._head |= {"model": request.adapter.name, "lora_adapter": adapter}
-        self._tail: dict[str, Any] = {} if body.metadata is None else {"metadata": body.metadata}
+        # A collected request's metadata is its scorer's, and long perhaps: it is not said again.
+        said = body.metadata is not None and not body.collect_trajectory
+        self._tail: dict[str, Any] = {"metadata": body.metadata} if said else {}
+        self._unended = request.sequences
+        self._held: Piece | None = None
         self._seen: set[int] = set()
         self._prompt_tokens = sum(len(prompt) for prompt in request.prompts)
         self._completion_tokens = 0
@@ -48,10 +52,12 @@ class Answer(ABC):
         """The stream's chunks for one event: none when it adds nothing a client could see."""
         for piece in self._pieces(event):
             self._completion_tokens += len(piece.token_ids)
-            if self._tells(piece):
+            if self._waits_for_ids(piece):
+                self._held = piece
+            elif self._tells(piece):
                 yield self._chunk([piece])
-        if isinstance(event, RequestFinished) and self._body.stream_options.include_usage:
-            yield self._chunk([], usage_of(event))
+        if isinstance(event, RequestFinished):
+            yield from self._closing_chunks(event)
 
     def whole(self, events: Sequence[Event]) -> WireOutput:
         """The one JSON body for a finished request's events, the last of which is its RequestFinished."""
@@ -60,7 +66,22 @@ class Answer(ABC):
         pieces = [*self._opening(), *(piece for event in events for piece in self._pieces(event))]
         choices = [joined(index, pieces) for index in range(self.request.sequences)]
         scored = {event.prompt_index: event for event in events if isinstance(event, PromptScored)}
+        self._tail |= self._collected(finished)
         return self._whole(choices, usage_of(finished), scored)
+
+    def _waits_for_ids(self, piece: Piece) -> bool:
+        """Whether this is the end of the last choice of a collected request: its chunk has the trajectories' ids."""
+        self._unended -= piece.finish_reason is not None
+        return self.request.collection is not None and self._unended == 0
+
+    def _closing_chunks(self, finished: RequestFinished) -> Iterator[WireOutput]:
+        if self._held is not None:
+            yield self._chunk([self._held], **self._collected(finished))
+        if self._body.stream_options.include_usage:
+            yield self._chunk([], usage=usage_of(finished))
+
+    def _collected(self, finished: RequestFinished) -> dict[str, Any]:
+        return {} if self.request.collection is None else {"trajectory_ids": list(finished.trajectory_ids)}
 
     def _opening(self) -> Iterator[Piece]:
         return iter(())
@@ -90,8 +111,8 @@ class Answer(ABC):
         return {"usage": usage(self._prompt_tokens, self._completion_tokens)}
 
     @abstractmethod
-    def _chunk(self, pieces: Sequence[Piece], final_usage: Usage | None = None) -> WireOutput:
-        """One event of the stream: a piece's, or the last one, which has the usage and no choice."""
+    def _chunk(self, pieces: Sequence[Piece], **more: Any) -> WireOutput:
+        """One event of the stream: a piece's, or the last one, which has the usage and no choice; `more` fields win."""
 
     @abstractmethod
     def _whole(self, choices: Sequence[Piece], usage: Usage, scored: dict[int, PromptScored]) -> WireOutput:

@@ -28,13 +28,11 @@ class ChatAnswer(Answer):
         super().__init__(body, request, model, tokenizer)
         self._wanted = body
 
-    def _chunk(self, pieces: Sequence[Piece], final_usage: Usage | None = None) -> ChatCompletionChunk:
-        usage = {"usage": final_usage} if final_usage else self._usage_so_far()
+    def _chunk(self, pieces: Sequence[Piece], **more: Any) -> ChatCompletionChunk:
         ids = {} if self._seen else self._prompt_ids()
         choices = [self._delta(piece) for piece in pieces]
-        return ChatCompletionChunk(
-            **self._head, object="chat.completion.chunk", choices=choices, **usage, **self._tail, **ids
-        )
+        more = {**self._usage_so_far(), **self._tail, **ids, **more}
+        return ChatCompletionChunk(**self._head, object="chat.completion.chunk", choices=choices, **more)
 
     def _whole(self, choices: Sequence[Piece], usage: Usage, scored: dict[int, PromptScored]) -> ChatCompletion:
         more = self._prompt_ids()

@@ -57,10 +57,10 @@ class CompletionAnswer(Answer):
             yield Piece(index, self._echoes[event.prompt_index], scored=scored)
             yield from (piece for piece in self._waiting if piece.index == index)
 
-    def _chunk(self, pieces: Sequence[Piece], final_usage: Usage | None = None) -> Completion:
-        usage = {"usage": final_usage} if final_usage else self._usage_so_far()
+    def _chunk(self, pieces: Sequence[Piece], **more: Any) -> Completion:
         choices = [self._choice(piece) for piece in pieces]
-        return Completion(**self._head, object="text_completion", choices=choices, **usage, **self._tail)
+        more = {**self._usage_so_far(), **self._tail, **more}
+        return Completion(**self._head, object="text_completion", choices=choices, **more)
 
     def _whole(self, choices: Sequence[Piece], usage: Usage, scored: dict[int, PromptScored]) -> Completion:
         worded = [self._choice(piece, **self._scores(piece, scored)) for piece in choices]

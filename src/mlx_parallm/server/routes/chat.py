@@ -12,7 +12,7 @@ from mlx_parallm.core import AdapterRef
 from mlx_parallm.server.body import json_body, request_body
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.openapi import streamable
-from mlx_parallm.server.planning import Budget, new_request_id, plan
+from mlx_parallm.server.planning import Budget, collection_of, new_request_id, plan
 from mlx_parallm.server.respond.chat import ChatAnswer
 from mlx_parallm.server.selectors import choose
 from mlx_parallm.server.services import Services, ServicesDep
@@ -47,5 +47,6 @@ def prepare(body: ChatBody, services: Services, adapter: AdapterRef) -> ChatAnsw
         budget=Budget(body.max_completion_tokens or body.max_tokens, default=None),
         top_logprobs=body.top_logprobs if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
+        collection=collection_of(body, services.training, adapter),
     )
     return ChatAnswer(body, request, services.card.name, services.tokenizer)

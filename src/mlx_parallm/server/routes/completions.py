@@ -12,7 +12,7 @@ from mlx_parallm.core import AdapterRef, GenerationRequest
 from mlx_parallm.server.body import json_body, request_body
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.openapi import streamable
-from mlx_parallm.server.planning import Budget, new_request_id, plan
+from mlx_parallm.server.planning import Budget, collection_of, new_request_id, plan
 from mlx_parallm.server.respond.completions import CompletionAnswer
 from mlx_parallm.server.selectors import choose
 from mlx_parallm.server.services import Services, ServicesDep
@@ -45,6 +45,7 @@ def prepare(body: CompletionBody, services: Services, adapter: AdapterRef) -> Co
         budget=Budget(body.max_tokens, DEFAULT_MAX_TOKENS),
         top_logprobs=body.logprobs,
         prompt_logprobs=_prompt_logprobs(body),
+        collection=collection_of(body, services.training, adapter),
     )
     return CompletionAnswer(body, request, services.card.name, services.tokenizer, _echoes(body, request, services))
 

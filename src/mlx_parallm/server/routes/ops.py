@@ -12,7 +12,7 @@ from starlette.responses import Response
 from mlx_parallm import __version__
 from mlx_parallm.core import EngineStats
 from mlx_parallm.errors import EngineDeadError
-from mlx_parallm.server.errors import DrainingError, NotReadyError
+from mlx_parallm.server.errors import DrainingError, InferenceDisabledError, NotReadyError
 from mlx_parallm.server.services import ServicesDep
 from mlx_parallm.server.wire.misc import DebugState, Status, Version
 
@@ -29,9 +29,11 @@ async def health(services: ServicesDep) -> Status:
 
 @router.get("/ready")
 async def ready(services: ServicesDep) -> Status:
-    """503 unless new generation requests are taken now."""
+    """503 unless new generation requests are taken now: never where the server only trains."""
     if services.lifecycle.draining:
         raise DrainingError("draining")
+    if not services.settings.inference:
+        raise InferenceDisabledError("training only")
     stats = services.engine.stats()
     if not (stats.alive and stats.ready):
         raise NotReadyError("the engine is not ready")

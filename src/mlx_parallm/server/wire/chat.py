@@ -158,7 +158,10 @@ class ChatChunkChoice(WireOutput):
 
 
 class ChatCompletion(WireOutput):
-    """The whole answer. `prompt_token_ids` and `prompt_logprobs` are of the rendered template, one for all choices."""
+    """The whole answer. `prompt_token_ids` and `prompt_logprobs` are of the rendered template, one for all choices.
+
+    `trajectory_ids`, in order of choice, when collected.
+    """
 
     id: str
     object: Literal["chat.completion"]
@@ -168,12 +171,14 @@ class ChatCompletion(WireOutput):
     usage: Usage
     metadata: dict[str, str] | None = None
     lora_adapter: str | None = None
+    trajectory_ids: list[str] | None = None
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = None
 
 
 class ChatCompletionChunk(WireOutput):
-    """One event of a stream; the first one carries `prompt_token_ids` when asked for."""
+    """One event of a stream; the first one carries `prompt_token_ids` when asked for, the one with the last
+    `finish_reason` `trajectory_ids` when collected."""
 
     id: str
     object: Literal["chat.completion.chunk"]
@@ -183,4 +188,5 @@ class ChatCompletionChunk(WireOutput):
     usage: Usage | None = None
     metadata: dict[str, str] | None = None
     lora_adapter: str | None = None
+    trajectory_ids: list[str] | None = None
     prompt_token_ids: list[int] | None = None

@@ -3,19 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from mlx_parallm.server.settings import MAX_SEQUENCES
-from mlx_parallm.server.wire.base import WireInput, WireOutput
-from mlx_parallm.server.wire.fields import LogitBias, Metadata, Stops
+from mlx_parallm.server.wire.base import WireInput, WireOutput, refused
+from mlx_parallm.server.wire.fields import LogitBias, Stops, check_collected_metadata, check_metadata
 
 MAX_LOGPROBS = 20
 INT32_MAX = 2**31 - 1
+MAX_SCORER = 512
+"""Characters of a scorer's name, or of a composite of several."""
+MIN_COLLECTED_TEMPERATURE = 0.01
+"""Near 0 a distribution is all on one token: its logprobs tell nothing."""
 
 TopLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
+
+
+UNBIASED: Mapping[str, tuple[object, ...]] = {
+    "top_p": (1.0,),
+    "top_k": (0, -1),
+    "min_p": (0.0,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "repetition_penalty": (1.0,),
+    "logit_bias": ({},),
+    "min_tokens": (0,),
+    "ignore_eos": (False,),
+}
+"""What a collected request may say of options that bias the distribution."""
+COLLECTION_RULE = "a trajectory is drawn from the model's own distribution at its temperature"
 
 
 class StreamOptions(WireInput):
@@ -31,6 +50,8 @@ class GenerationBody(WireInput):
     """What may be asked of any generation. Ranges are OpenAI's, or vLLM's for the fields OpenAI lacks.
 
     `model`, `lora_adapter` and mlx-lm's `adapters` may each name an adapter; more than one must agree.
+    `collect_trajectory` keeps what is drawn for training; `scoring_function` names who rewards it (left out: feedback
+    does), and `metadata` is what that scorer reads: any JSON up to 64 KiB then, OpenAI's short strings otherwise.
     """
 
     IGNORED: ClassVar[frozenset[str]] = frozenset(
@@ -76,7 +97,28 @@ class GenerationBody(WireInput):
     priority: Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)] = 0
     return_token_ids: bool = False
     prompt_logprobs: TopLogprobs | None = None
-    metadata: Metadata | None = None
+    metadata: dict[str, Any] | None = None
+    collect_trajectory: bool = False
+    scoring_function: Annotated[str, Field(min_length=1, max_length=MAX_SCORER)] | None = None
+
+    @model_validator(mode="after")
+    def _collects(self) -> Self:
+        if self.collect_trajectory:
+            self._check_collected()
+        elif self.scoring_function is not None:
+            raise refused("needs collect_trajectory: true", "scoring_function")
+        else:
+            check_metadata(self.metadata or {})
+        return self
+
+    def _check_collected(self) -> None:
+        check_collected_metadata(self.metadata or {})
+        for name, neutral in UNBIASED.items():
+            if getattr(self, name) not in neutral:
+                raise refused(f"not with collect_trajectory: {COLLECTION_RULE}; leave it out", name)
+        if self.temperature < MIN_COLLECTED_TEMPERATURE:
+            least = f"at least {MIN_COLLECTED_TEMPERATURE} with collect_trajectory"
+            raise refused(f"{least}: {COLLECTION_RULE}", "temperature")
 
 
 class PromptTokensDetails(WireOutput):

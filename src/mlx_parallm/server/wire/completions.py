@@ -38,6 +38,8 @@ class CompletionBody(GenerationBody):
     def _fits_together(self) -> CompletionBody:
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
             raise refused("0 scores a prompt: it needs echo or prompt_logprobs", "max_tokens")
+        if self.max_tokens == 0 and self.collect_trajectory:
+            raise refused("0 draws nothing that could be collected", "max_tokens")
         if self.stream and self.prompt_logprobs is not None:
             raise refused("not available with stream; use echo and logprobs", "prompt_logprobs")
         return self
@@ -66,7 +68,10 @@ class CompletionChoice(WireOutput):
 
 
 class Completion(WireOutput):
-    """The whole answer, and also each chunk of a stream."""
+    """The whole answer, and also each chunk of a stream.
+
+    `trajectory_ids`, in order of choice, when collected; in a stream they come with the last `finish_reason`.
+    """
 
     id: str
     object: Literal["text_completion"]
@@ -76,3 +81,4 @@ class Completion(WireOutput):
     usage: Usage | None = None
     metadata: dict[str, str] | None = None
     lora_adapter: str | None = None
+    trajectory_ids: list[str] | None = None

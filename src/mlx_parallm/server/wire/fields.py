@@ -5,15 +5,18 @@ Checked by hand rather than by union, so that a fault names the field and a host
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, PlainValidator
+from pydantic import Field, PlainValidator
 
 from mlx_parallm.server.wire.base import refused
 
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 1024
 MAX_BIASES, MAX_BIAS = 1024, 100.0
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
+MAX_COLLECTED_METADATA, MAX_COLLECTED_DEPTH = 64 * 1024, 32
 MAX_TOKEN_ID = 2**31 - 1
 NO_OTHER_KEYS: dict[str, Any] = {"additionalProperties": False}
 
@@ -69,13 +72,37 @@ def _bias(value: object) -> float:
     raise refused(f"each value must be a number from {-MAX_BIAS:g} to {MAX_BIAS:g}")
 
 
-def _metadata(value: object) -> dict[str, str]:
-    if not isinstance(value, dict) or len(value) > MAX_METADATA:
-        raise refused(f"must map at most {MAX_METADATA} strings to strings")
-    for key, text in value.items():
+def check_metadata(metadata: Mapping[str, Any]) -> None:
+    """Raises what `refused` makes: it is not OpenAI's, a few short strings."""
+    if len(metadata) > MAX_METADATA:
+        raise refused(f"must map at most {MAX_METADATA} strings to strings", "metadata")
+    for key, text in metadata.items():
         if len(key) > MAX_METADATA_KEY or not isinstance(text, str) or len(text) > MAX_METADATA_VALUE:
-            raise refused(f"keys have at most {MAX_METADATA_KEY} characters, values are text of {MAX_METADATA_VALUE}")
-    return value
+            reason = f"keys have at most {MAX_METADATA_KEY} characters, values are text of {MAX_METADATA_VALUE}"
+            raise refused(f"{reason}; with collect_trajectory any JSON is taken", "metadata")
+
+
+def check_collected_metadata(metadata: Mapping[str, Any]) -> None:
+    """Raises what `refused` makes: a scorer's data is too long, too deep, or no JSON."""
+    if not _shallow(metadata, MAX_COLLECTED_DEPTH):
+        raise refused(f"is nested deeper than {MAX_COLLECTED_DEPTH} levels", "metadata")
+    try:
+        size = len(json.dumps(metadata, ensure_ascii=False, allow_nan=False).encode("utf-8"))
+    except ValueError:
+        raise refused("numbers must be finite", "metadata") from None
+    if size > MAX_COLLECTED_METADATA:
+        raise refused(f"has {size} bytes as JSON; at most {MAX_COLLECTED_METADATA} are kept", "metadata")
+
+
+def _shallow(value: object, levels: int) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels > 0 and all(_shallow(part, levels - 1) for part in inner)
+
+
+def _some_token_ids(value: object) -> list[int]:
+    if is_token_ids(value):
+        return list(value)  # type: ignore[call-overload,no-any-return]
+    raise refused("must be a list of token ids, and not empty")
 
 
 _Id = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
@@ -84,14 +111,13 @@ _Texts = Annotated[list[str], Field(min_length=1)]
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 _Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
 _BiasKey = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,9})$")]
-_MetaKey = Annotated[str, Field(max_length=MAX_METADATA_KEY)]
-_MetaValue = Annotated[str, Field(max_length=MAX_METADATA_VALUE)]
 
 Prompts = Annotated[
     list[Prompt],
     PlainValidator(_prompts, json_schema_input_type=str | _Texts | _Ids | Annotated[list[_Ids], Field(min_length=1)]),
 ]
 TokenIds = Annotated[list[int], PlainValidator(_token_ids, json_schema_input_type=list[_Id])]
+SomeTokenIds = Annotated[list[int], PlainValidator(_some_token_ids, json_schema_input_type=_Ids)]
 Stops = Annotated[
     list[str],
     PlainValidator(_stops, json_schema_input_type=_Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS)]),
@@ -103,11 +129,5 @@ LogitBias = Annotated[
         json_schema_input_type=Annotated[
             dict[_BiasKey, _Bias], Field(max_length=MAX_BIASES, json_schema_extra=NO_OTHER_KEYS)
         ],
-    ),
-]
-Metadata = Annotated[
-    dict[str, str],
-    BeforeValidator(
-        _metadata, json_schema_input_type=Annotated[dict[_MetaKey, _MetaValue], Field(max_length=MAX_METADATA)]
     ),
 ]

@@ -1,0 +1,182 @@
+"""One learning run: a real server, a client that drives rollouts, and held-out prompts before and after."""
+
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import httpx
+import peers
+from learning_tasks import Prompt, RandomRewards, Task
+
+GROUP, PROMPTS = 8, 4
+LIMIT_S = 480
+"""Of one run, start of the server and evaluations included."""
+
+FLAGS = (
+    *("--enable-rl-training", "--lora-rank", "16", "--lora-alpha", "32", "--rl-algorithm", "dapo"),
+    *("--learning-rate", "1e-3", "--update-frequency", str(GROUP * PROMPTS), "--max-staleness", "1"),
+)
+SHOWN = 4
+"""Held-out prompts whose answers are kept, before and after."""
+
+PLATEAU, SOLVED = 3, 0.95
+"""A run stops early after so many updates in a row with a mean reward this high."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Rewards of held-out prompts at temperature 1, and some of the answers."""
+
+    rewards: list[float]
+    answers: list[tuple[str, str]]
+
+    @property
+    def mean(self) -> float:
+        return mean(self.rewards)
+
+    @property
+    def error(self) -> float:
+        """Standard error of the mean."""
+        return stdev(self.rewards) / len(self.rewards) ** 0.5
+
+
+@dataclass(slots=True)
+class Run:
+    """`updates`: what came of each, and its metrics."""
+
+    task: str
+    seed: int
+    before: Evaluation
+    after: Evaluation | None = None
+    updates: list[dict[str, Any]] = field(default_factory=list)
+    seconds: float = 0.0
+    served_by: str = ""
+
+    @property
+    def gain(self) -> float:
+        assert self.after is not None
+        return self.after.mean - self.before.mean
+
+    @property
+    def gain_error(self) -> float:
+        assert self.after is not None
+        return float((self.before.error**2 + self.after.error**2) ** 0.5)
+
+
+async def run(task: Task, seed: int, model: Path, logs: Path, limit_s: float = LIMIT_S) -> Run:
+    """Learns one task with one seed.
+
+    Raises:
+        RuntimeError: a request failed.
+    """
+    began = time.monotonic()
+    async with peers.our_server(model, logs, [*FLAGS, "--seed", str(seed)]) as server:
+        with server.awake():
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=120) as http:
+                client = _Client(http, task)
+                result = Run(task.name, seed, await client.evaluate())
+                await _learn(client, task, seed, result, began + limit_s)
+                result.after = await client.evaluate()
+                result.served_by = client.served_by
+    result.seconds = time.monotonic() - began
+    return result
+
+
+async def _learn(client: "_Client", task: Task, seed: int, result: Run, until: float) -> None:
+    """Updates until the task is solved, their number is made, or the time is nearly over."""
+    prompts, solved, slowest = task.training(seed), 0, 0.0
+    reserve = 2.0 * client.evaluation_s
+    while len(result.updates) < task.updates and time.monotonic() + slowest + reserve < until:
+        started = time.monotonic()
+        report = await client.update(list(islice(prompts, PROMPTS)))
+        slowest = max(slowest, time.monotonic() - started)
+        result.updates.append(report)
+        reward = report["metrics"].get("reward_mean", 0.0)
+        print(
+            f"  {task.name} seed {seed}: update {len(result.updates)}, reward {reward:.2f}, "
+            f"{time.monotonic() - started:.1f} s, {report['outcome']}",
+            flush=True,
+        )
+        solved = solved + 1 if reward >= SOLVED else 0
+        if solved >= PLATEAU:
+            return
+
+
+class _Client:
+    """What an RL program does over HTTP."""
+
+    def __init__(self, http: httpx.AsyncClient, task: Task) -> None:
+        self._http = http
+        self._task = task
+        self.evaluation_s = 0.0
+        self.served_by = ""
+
+    async def evaluate(self) -> Evaluation:
+        """Held-out prompts, not collected."""
+        started = time.monotonic()
+        prompts = self._task.held_out()
+        choices = await asyncio.gather(*(self._complete(prompt, n=1, seed=at) for at, prompt in enumerate(prompts)))
+        texts = [answer["choices"][0] for answer in choices]
+        rewards = [
+            self._task.rewarded(prompt, choice["text"], choice["finish_reason"] == "stop")
+            for prompt, choice in zip(prompts, texts, strict=True)
+        ]
+        shown = [(p.text, choice["text"]) for p, choice in zip(prompts[:SHOWN], texts[:SHOWN], strict=True)]
+        self.evaluation_s = time.monotonic() - started
+        self.served_by = choices[0].get("lora_adapter", "base")
+        return Evaluation(rewards, shown)
+
+    async def update(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
+        """Groups of these prompts, and the update that the server makes of them by itself."""
+        before = await self._status()
+        await asyncio.gather(*(self._rollout(prompt) for prompt in prompts))
+        while _made(status := await self._status()) == _made(before):
+            await asyncio.sleep(0.05)
+        skipped = status["updates_total"] == before["updates_total"]
+        outcome = "skipped" if skipped else f"{status['current_lora']} is live"
+        return {"outcome": outcome, "metrics": {} if skipped else status["metrics"]}
+
+    async def _rollout(self, prompt: Prompt) -> None:
+        marks: dict[str, Any] = {"collect_trajectory": True, "metadata": prompt.metadata}
+        if prompt.scorer:
+            marks["scoring_function"] = prompt.scorer
+        answer = await self._complete(prompt, n=GROUP, **marks)
+        if prompt.scorer:
+            return
+        for choice, trajectory in zip(answer["choices"], answer["trajectory_ids"], strict=True):
+            score = self._score(prompt, choice)
+            await self._post("/v1/training/feedback", trajectory_id=trajectory, score=score)
+
+    def _score(self, prompt: Prompt, choice: dict[str, Any]) -> float:
+        if isinstance(self._task, RandomRewards):
+            return self._task.feedback()
+        return self._task.rewarded(prompt, choice["text"], choice["finish_reason"] == "stop")
+
+    async def _status(self) -> dict[str, Any]:
+        answer = await self._http.get("/v1/training/status")
+        return dict(_checked(answer))
+
+    async def _complete(self, prompt: Prompt, n: int, **fields: Any) -> dict[str, Any]:
+        fields = {"seed": random.getrandbits(32), **fields}
+        body = {"prompt": prompt.text, "max_tokens": self._task.max_tokens, "temperature": 1.0, "n": n, **fields}
+        return dict(_checked(await self._http.post("/v1/completions", json=body)))
+
+    async def _post(self, path: str, **body: Any) -> None:
+        _checked(await self._http.post(path, json=body))
+
+
+def _checked(answer: httpx.Response) -> Any:
+    if answer.status_code != 200:
+        raise RuntimeError(f"{answer.request.url.path}: {answer.status_code} {answer.text[:300]}")
+    return answer.json()
+
+
+def _made(status: dict[str, Any]) -> int:
+    """Updates, those that were skipped included."""
+    return int(status["updates_total"]) + sum(status["skips"].values())

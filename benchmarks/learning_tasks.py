@@ -1,0 +1,172 @@
+"""What the bundled model is to learn: prompts to learn from, held-out prompts, and who gives the reward."""
+
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import cycle
+from typing import Any, Protocol
+
+HELD_OUT = 64
+
+_POSITIVE = """
+wonderful excellent delightful superb amazing brilliant charming fantastic pleasant lovely marvelous great
+perfect joyful gorgeous impressive magnificent enjoyable remarkable splendid glorious terrific fabulous
+outstanding
+"""
+_NEGATIVE = """
+terrible awful horrible dreadful disgusting boring miserable nasty disappointing unpleasant ugly pathetic
+atrocious lousy rotten appalling annoying ghastly hideous repulsive abysmal gloomy tedious vile
+"""
+_WORDS = """
+river garden window mountain letter winter bridge candle forest ocean market teacher kitchen summer village
+shadow station flower blanket island morning pencil castle harbor thunder meadow basket silver journey lantern
+mirror valley engine orange painter rabbit guitar church dragon cotton finger hammer jacket ladder magnet needle
+pepper pillow ribbon saddle temple turtle velvet wagon yellow anchor barrel copper donkey feather hunter insect
+jungle kettle lemon marble nature oyster parrot rocket spider tunnel violin walnut zipper apple bottle cloud
+desert eagle farmer glass honey kitten market number people queen school tower uncle voice water author bread
+coffee doctor
+"""
+POSITIVE, NEGATIVE, WORDS = (sorted(set(text.split())) for text in (_POSITIVE, _NEGATIVE, _WORDS))
+THINGS = ("movie", "meal", "hotel", "book", "concert", "game", "trip", "show")
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """`scorer` "": the client gives the reward, by `rewarded`; else the server does, from `metadata`."""
+
+    text: str
+    metadata: dict[str, Any] = field(default_factory=dict)
+    scorer: str = ""
+
+
+class Task(Protocol):
+    """`rewarded` is what an answer earns; `ended`: by its own end-of-sequence token."""
+
+    name: str
+    max_tokens: int
+    updates: int
+
+    def training(self, seed: int) -> Iterator[Prompt]: ...
+
+    def held_out(self) -> list[Prompt]: ...
+
+    def rewarded(self, prompt: Prompt, text: str, ended: bool) -> float: ...
+
+
+def chat(question: str) -> str:
+    """ChatML, without the default system message."""
+    return f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+
+
+class Sentiment:
+    """One word, of adjectives that training never shows. The server scores: exact, and a part for the right word."""
+
+    name, max_tokens, updates = "sentiment", 12, 30
+    scorer = "0.8*exact + 0.2*regex"
+
+    def training(self, seed: int) -> Iterator[Prompt]:
+        return _shuffled(self._prompts(slice(0, 16)), seed)
+
+    def held_out(self) -> list[Prompt]:
+        return random.Random(0).sample(self._prompts(slice(16, None)), HELD_OUT)
+
+    def rewarded(self, prompt: Prompt, text: str, ended: bool) -> float:
+        """What the server's scorer gives."""
+        exact = ended and text.strip() == prompt.metadata["answer"]
+        return 0.8 * exact + 0.2 * bool(re.search(prompt.metadata["pattern"], text))
+
+    def _prompts(self, part: slice) -> list[Prompt]:
+        sides = (("positive", "negative", POSITIVE[part]), ("negative", "positive", NEGATIVE[part]))
+        return [
+            self._prompt(thing, adjective, right, wrong)
+            for right, wrong, adjectives in sides
+            for adjective in adjectives
+            for thing in THINGS
+        ]
+
+    def _prompt(self, thing: str, adjective: str, right: str, wrong: str) -> Prompt:
+        question = f"The {thing} was {adjective}. Positive or negative? Answer with one word."
+        pattern = rf"(?is)^(?!.*{wrong}).*{right}"
+        return Prompt(chat(question), {"answer": right.capitalize(), "pattern": pattern}, self.scorer)
+
+
+class Ending:
+    """A short sentence that ends with a given word. The client scores, as a person would: feedback."""
+
+    name, max_tokens, updates = "ending", 20, 40
+
+    def training(self, seed: int) -> Iterator[Prompt]:
+        return _shuffled([self._prompt(word) for word in WORDS[:-HELD_OUT]], seed)
+
+    def held_out(self) -> list[Prompt]:
+        return [self._prompt(word) for word in WORDS[-HELD_OUT:]]
+
+    def rewarded(self, prompt: Prompt, text: str, ended: bool) -> float:
+        """1 for a sentence that ends with the word, a part where it is in it, nothing where it is cut off."""
+        words, wanted = re.findall(r"[a-z]+", text.lower()), prompt.metadata["word"]
+        if not ended or len(words) < 3:
+            return 0.0
+        return 1.0 if words[-1] == wanted else 0.2 * (wanted in words)
+
+    def _prompt(self, word: str) -> Prompt:
+        return Prompt(chat(f"Write a short sentence ending with the word {word}."), {"word": word})
+
+
+class RandomRewards(Sentiment):
+    """The control: the same prompts, and rewards that know nothing of the answers."""
+
+    name = "random rewards"
+
+    def __init__(self) -> None:
+        self._dice = random.Random(1)
+
+    def training(self, seed: int) -> Iterator[Prompt]:
+        self._dice = random.Random(seed)
+        return (Prompt(prompt.text, prompt.metadata) for prompt in super().training(seed))
+
+    def feedback(self) -> float:
+        return self._dice.random()
+
+
+class ReasoningGym:
+    """A task of reasoning-gym with its own scorer; held-out entries are of another seed."""
+
+    updates = 40
+
+    def __init__(self, task: str, max_tokens: int = 16, **options: Any) -> None:
+        self.name, self.max_tokens = f"reasoning_gym:{task}", max_tokens
+        self._task, self._options = task, options
+
+    def training(self, seed: int) -> Iterator[Prompt]:
+        return cycle(self._prompts(1000 + seed, 400))
+
+    def held_out(self) -> list[Prompt]:
+        return self._prompts(7, HELD_OUT)
+
+    def rewarded(self, prompt: Prompt, text: str, ended: bool) -> float:
+        return float(self._dataset(0, 1).score_answer(text, prompt.metadata["entry"]))
+
+    def _prompts(self, seed: int, size: int) -> list[Prompt]:
+        entries = self._dataset(seed, size)
+        return [Prompt(chat(entry["question"]), {"entry": entry}, self.name) for entry in entries]
+
+    def _dataset(self, seed: int, size: int) -> Any:
+        import reasoning_gym
+
+        return reasoning_gym.create_dataset(self._task, seed=seed, size=size, **self._options)
+
+
+def _shuffled(prompts: list[Prompt], seed: int) -> Iterator[Prompt]:
+    order = random.Random(seed)
+    while True:
+        yield from order.sample(prompts, len(prompts))
+
+
+TASKS = {
+    "sentiment": Sentiment,
+    "ending": Ending,
+    "gym": partial(ReasoningGym, "syllogism"),
+    "control": RandomRewards,
+}

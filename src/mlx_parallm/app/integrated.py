@@ -1,0 +1,135 @@
+"""RLIntegratedServer: one model in one process, served and trained at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from mlx_parallm import BLAS
+from mlx_parallm.app.engine import Engine, Served
+from mlx_parallm.cli import banner
+from mlx_parallm.config import Config, LoRAConfig, Mode, RLConfig, configure
+from mlx_parallm.server.app import create_app
+from mlx_parallm.server.no_training import NoTraining
+from mlx_parallm.server.run import serve
+from mlx_parallm.server.settings import LOOPBACK_HOSTS, ServerSettings
+
+
+class RLIntegratedServer:
+    """Its two coroutines share the model, and are meant for one `asyncio.gather`, in any order:
+
+        server = RLIntegratedServer(lora_config=LoRAConfig(rank=16), rl_config=RLConfig(batch_size=32))
+        await asyncio.gather(server.run_inference(port=8000), server.run_training_loop())
+
+    Args:
+        base_model: a model directory or a hub id; None: the bundled model.
+        keys: any other key of server_config.yaml, its path joined by two underscores: `adapters__max_loras=4`.
+
+    Raises:
+        ConfigError: one line per problem.
+    """
+
+    def __init__(
+        self,
+        base_model: str | Path | None = None,
+        lora_config: LoRAConfig | None = None,
+        rl_config: RLConfig | None = None,
+        **keys: object,
+    ) -> None:
+        self._open(configure(base_model, lora_config, rl_config, **keys))
+
+    @classmethod
+    def of(cls, config: Config) -> RLIntegratedServer:
+        """By a whole configuration, whether it trains or not."""
+        server = cls.__new__(cls)
+        server._open(config)
+        return server
+
+    def _open(self, config: Config) -> None:
+        self._config = config
+        self._engine = Engine(config)
+        self._served: Served | None = None
+        self._loading = asyncio.Lock()
+        self._ended = asyncio.Event()
+
+    async def run_inference(self, host: str | None = None, port: int | None = None) -> int:
+        """Serves until SIGTERM or SIGINT, and returns the process's exit code; `run_training_loop` ends with it.
+
+        Args:
+            host, port: in place of those configured.
+
+        Raises:
+            ConfigError, ModelError: before anything is served.
+        """
+        settings = self._config.server
+        host, port = host or settings.host, settings.port if port is None else port
+        try:
+            served = await self._load()
+            app = create_app(
+                served.engine,
+                served.adapters,
+                served.training.service if served.training else NoTraining(),
+                served.tokenizer,
+                served.card,
+                _server_settings(self._config, host),
+            )
+
+            def announce(bound: int) -> None:
+                banner.show(self._banner(served, host, bound))
+
+            return await serve(app, host, port, settings.shutdown_timeout, announce)
+        finally:
+            self._ended.set()
+            await asyncio.to_thread(self._engine.processor.stop)
+
+    async def run_training_loop(self) -> None:
+        """Trains on what is collected until `run_inference` has ended, or for ever where it was not begun. Returns at
+        once where training is off.
+
+        Raises:
+            InvalidRequestError, ConflictError: the adapter that is live cannot be trained with this configuration.
+            ConfigError, ModelError: the model cannot be loaded.
+        """
+        served = await self._load()
+        if served.training is None:
+            return
+        try:
+            await served.training.start()
+            await self._ended.wait()
+        finally:
+            await served.training.close()
+
+    async def _load(self) -> Served:
+        async with self._loading:
+            if self._served is None:
+                self._served = await asyncio.to_thread(self._engine.start)
+            return self._served
+
+    def _banner(self, served: Served, host: str, port: int) -> banner.BannerInfo:
+        config = self._config
+        return banner.BannerInfo(
+            model=served.card,
+            adapters=tuple(card.ref.name for card in served.adapters.cards() if card.live),
+            adapter_slots=config.adapters.max_loras,
+            adapter_rank=config.adapters.max_lora_rank,
+            kv_bytes=self._engine.processor.stats().kv_bytes_budget,
+            device=served.device,
+            blas=BLAS.name,
+            host=host,
+            port=port,
+            authenticated=config.server.api_key is not None,
+            warnings=() if BLAS.fast else (BLAS.problem,),
+        )
+
+
+def _server_settings(config: Config, host: str) -> ServerSettings:
+    server = config.server
+    return ServerSettings(
+        api_key=server.api_key.get_secret_value() if server.api_key else None,
+        allowed_hosts=(*LOOPBACK_HOSTS, host, *server.allowed_hosts),
+        cors_origins=server.cors_origins,
+        max_batch_size=server.max_batch_size,
+        max_queued=server.max_queued,
+        max_body_bytes=server.max_body_bytes,
+        inference=server.mode is not Mode.TRAINING_ONLY,
+    )

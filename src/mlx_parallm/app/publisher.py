@@ -1,0 +1,114 @@
+"""What the training loop asks of the running server's adapters: new versions out, checkpoints in and out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from mlx_parallm.adapters.books import AdapterBooks
+from mlx_parallm.adapters.checkpoints import CheckpointManager
+from mlx_parallm.adapters.library import info_of_checkpoint
+from mlx_parallm.adapters.versions import Version, VersionInfo
+from mlx_parallm.adapters.weights import AdapterWeights
+from mlx_parallm.core import BASE_ADAPTER, AdapterRef, CheckpointCard
+from mlx_parallm.engine.adapters import AdapterService
+from mlx_parallm.errors import ConflictError, UnknownModelError
+from mlx_parallm.rl.learner import DeviceLearner
+from mlx_parallm.rl.snapshot import PolicySnapshot
+
+_TO_BASE = {BASE_ADAPTER.name: 1.0}
+
+
+class AdapterPublisher:
+    """Implements `rl.parts.Publisher`. Event loop's thread only.
+
+    Args:
+        books: of `service`.
+        checkpoints: None without a checkpoint folder.
+    """
+
+    def __init__(
+        self,
+        service: AdapterService,
+        books: AdapterBooks,
+        learner: DeviceLearner,
+        checkpoints: CheckpointManager | None,
+    ) -> None:
+        self._service = service
+        self._books = books
+        self._learner = learner
+        self._checkpoints = checkpoints
+
+    def live(self, name: str) -> AdapterRef | None:
+        version = self._books.live(name)
+        return version.ref if version else None
+
+    async def stage(self, name: str, policy: PolicySnapshot | None = None) -> AdapterRef:
+        """See `rl.parts.Publisher.stage`. Without `policy` the weights never leave the device."""
+        weights = policy.weights if policy else await self._learner.weights(name)
+        info = VersionInfo(weights.rank, weights.alpha, weights.targets, weights.nbytes)
+        return (await self._service.stage(name, info, weights)).ref
+
+    async def flip(self, ref: AdapterRef) -> None:
+        """See `rl.parts.Publisher.flip`. Only the default adapter's first version takes over the base's requests."""
+        first = self._books.live(ref.name) is None and ref.name == self._books.default_adapter
+        await self._service.flip(self._version(ref))
+        if first:
+            self.serve_default()
+
+    def serve_default(self) -> None:
+        """Sends requests that name no adapter to the default one, if it is live and they go to the base."""
+        name = self._books.default_adapter
+        if self._books.live(name) is not None and dict(self._books.route()) == _TO_BASE:
+            self._books.set_route({name: 1.0})
+
+    def discard(self, ref: AdapterRef) -> None:
+        self._books.discard(ref)
+
+    @contextmanager
+    def keep(self, ref: AdapterRef) -> Iterator[None]:
+        with self._books.lease(str(ref)):
+            yield
+
+    async def weights(self, name: str) -> tuple[AdapterRef, AdapterWeights]:
+        """What the name means now, as it was published, numpy's. Raises UnknownModelError: nothing has that name."""
+        with self._books.lease(name) as version:
+            return version.ref, await self._service.weights(version)
+
+    # -- checkpoints -----------------------------------------------------------------------------
+
+    async def save(
+        self, ref: AdapterRef, policy: PolicySnapshot, tags: Sequence[str], metrics: Mapping[str, float]
+    ) -> CheckpointCard | None:
+        """See `rl.parts.Publisher.save`. After a rollback the policy's step may be taken: then the next free one is."""
+        manager = self._checkpoints
+        if manager is None:
+            return None
+        save = partial(manager.save_checkpoint, ref, policy.weights, tags=tags, metrics=metrics, extra=policy.save)
+        try:
+            card = await asyncio.to_thread(save, step=policy.step)
+        except ConflictError:
+            card = await asyncio.to_thread(save, step=None)
+        if version := self._books.version(ref):
+            self._books.saved(version, card.path, card.name)
+        return card
+
+    def checkpoints(self, name: str) -> tuple[CheckpointCard, ...]:
+        return self._checkpoints.cards(name) if self._checkpoints else ()
+
+    async def load(self, name: str, which: str) -> tuple[AdapterRef, PolicySnapshot]:
+        """See `rl.parts.Publisher.load`."""
+        if self._checkpoints is None:
+            raise UnknownModelError("This server keeps no checkpoints; start it with --checkpoint-dir.")
+        loaded = await asyncio.to_thread(self._checkpoints.load_checkpoint, name, which)
+        policy = await asyncio.to_thread(PolicySnapshot.load, Path(loaded.card.path), loaded.weights)
+        return self._books.know(loaded.card.adapter, info_of_checkpoint(loaded.card, loaded.digest)).ref, policy
+
+    def _version(self, ref: AdapterRef) -> Version:
+        version = self._books.version(ref)
+        if version is None:
+            raise UnknownModelError(f"{ref} was unloaded; it cannot go live any more.")
+        return version

@@ -1,0 +1,45 @@
+"""Which versions a policy went through, and how far back each of them is."""
+
+from __future__ import annotations
+
+from mlx_parallm.core import AdapterRef
+
+
+class Lineage:
+    """Versions in the order of their publication; the policy is trained on from the last one.
+
+    `lag` and `knew` may be asked from any thread.
+    """
+
+    def __init__(self, start: AdapterRef) -> None:
+        self._places = {start: 0}  # replaced, never written to
+        self._known = {start}
+
+    @property
+    def tip(self) -> AdapterRef:
+        """The last one."""
+        return next(reversed(self._places))
+
+    def lag(self, ref: AdapterRef) -> int | None:
+        """Versions published since this one; None: it is not in the lineage, or not any more."""
+        places = self._places
+        return len(places) - 1 - places[ref] if ref in places else None
+
+    def knew(self, ref: AdapterRef) -> bool:
+        """Whether it was ever in the lineage: a request may have leased it just before a rollback."""
+        return ref in self._known
+
+    def append(self, ref: AdapterRef) -> None:
+        self._known.add(ref)
+        self._places = {**self._places, ref: len(self._places)}
+
+    def back_to(self, ref: AdapterRef) -> None:
+        """Forgets what came after `ref`; one that is not in the lineage begins it anew."""
+        place = self._places.get(ref, 0)
+        kept = {older: at for older, at in self._places.items() if at < place}
+        self._known.add(ref)
+        self._places = {**kept, ref: place}
+
+    def newest(self, count: int) -> tuple[str, ...]:
+        """The last ones, oldest first, for people to read."""
+        return tuple(map(str, list(self._places)[-count:]))

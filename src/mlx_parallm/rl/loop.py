@@ -1,0 +1,253 @@
+"""TrainingLoop: when one adapter is updated, and from which trajectories."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from mlx_parallm.core import AdapterRef, GivenTrajectory, TrainingStatus, UpdateReport
+from mlx_parallm.rl import candidates
+from mlx_parallm.rl.batches import Prepared, prepare, prepare_imitation
+from mlx_parallm.rl.buffer import TrajectoryBuffer
+from mlx_parallm.rl.candidates import Candidate
+from mlx_parallm.rl.groups import Drop, Group
+from mlx_parallm.rl.reports import Emit
+from mlx_parallm.rl.settings import LoopSettings
+from mlx_parallm.rl.trainee import Trainee
+
+_FATES = {"published": None, "trained": None, "held": Drop.HELD, "skipped": Drop.SKIPPED}
+"""Of the trajectories of an update, by its report's status: None: trained on."""
+
+_MINUTE = 60.0
+_LINEAGE_SHOWN = 8
+
+_log = logging.getLogger(__name__)
+
+
+class TrainingLoop:
+    """Updates by itself, on request and rollbacks take turns: one lock.
+
+    Every group that is taken from the buffer is ended, whatever becomes of its update. A group that teaches nothing
+    is dropped; one whose update was skipped, held or failed is too, since it would do no better again.
+
+    Args:
+        imitation: the loss is cross_entropy: rewards are not looked at, and no group is dropped for them.
+    """
+
+    def __init__(
+        self, trainee: Trainee, buffer: TrajectoryBuffer, settings: LoopSettings, emit: Emit, imitation: bool = False
+    ) -> None:
+        self.trainee = trainee
+        self._buffer = buffer
+        self._settings = settings
+        self._emit = emit
+        self._imitation = imitation
+        self._lock = asyncio.Lock()
+        self._wake = asyncio.Event()
+        self._pause_reason: str | None = None
+        self._failures_in_a_row = 0
+        self._times: deque[float] = deque()  # of updates in the last minute, monotonic
+        self._last_update: float | None = None
+
+    @property
+    def name(self) -> str:
+        return self.trainee.name
+
+    # -- by itself -------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Never returns; an update that fails is counted."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._due():
+                await self._automatic_update()
+
+    def wake(self) -> None:
+        """Trajectories may have become ready."""
+        self._wake.set()
+
+    def _due(self) -> bool:
+        ready = sum(len(group.scored) for group in self._buffer.ready(self.name))
+        return self._pause_reason is None and ready >= self._settings.update_frequency
+
+    async def _automatic_update(self) -> None:
+        async with self._lock:
+            if not self._due():
+                return
+            try:
+                await self._update(self._buffer.take(self.name, self._settings.update_frequency))
+            except Exception:  # noqa: BLE001 - costs this update; after a few of them training pauses
+                _log.exception("an update of %s failed", self.name)
+
+    # -- on request ------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """See `Trainee.open`."""
+        async with self._lock:
+            await self.trainee.open()
+            self._sweep()
+
+    async def update(
+        self, given: Sequence[GivenTrajectory] | None, publish: bool = True, tag: str | None = None
+    ) -> UpdateReport:
+        """One update of `given`, or of all complete groups that wait; begins though training is paused.
+
+        Raises:
+            InvalidRequestError: one of `given` cannot be learnt from.
+            Exception: learner's or publisher's; policy and versions are as before.
+        """
+        brought = None if given is None else candidates.given(given)
+        async with self._lock:
+            if brought is None:
+                return await self._update(self._buffer.take(self.name), publish, tag)
+            return await self._learn(brought, self._prepare(brought), publish, tag)
+
+    async def roll_back(self, to: str | None) -> None:
+        """See `Trainee.roll_back`."""
+        async with self._lock:
+            try:
+                await self.trainee.roll_back(to)
+            finally:
+                self._sweep()
+
+    def pause(self, reason: str = "asked") -> None:
+        """An update that is under way is finished."""
+        if self._pause_reason is None:
+            self._pause_reason = reason
+            self._emit("paused", adapter=self.name, reason=reason)
+
+    def resume(self) -> None:
+        if self._pause_reason is not None:
+            self._pause_reason = None
+            self._failures_in_a_row = 0
+            self._emit("resumed", adapter=self.name)
+            self.wake()
+
+    # -- one update ------------------------------------------------------------------------------
+
+    async def _update(self, groups: Sequence[Group], publish: bool = True, tag: str | None = None) -> UpdateReport:
+        """Learns from groups that were taken, and ends each of them."""
+        ends: Sequence[Drop | None] = [Drop.SKIPPED] * len(groups)
+        try:
+            taken = [self._candidate(group) for group in groups]
+            prepared = self._prepare(taken)
+            report = await self._learn(taken, prepared, publish, tag)
+            ends = [verdict or _FATES[report.status] for verdict in prepared.verdicts]
+            return report
+        finally:
+            for group, reason in zip(groups, ends, strict=True):
+                if reason is None:
+                    self._buffer.finish(group)
+                else:
+                    self._buffer.drop(group, reason)
+
+    def _candidate(self, group: Group) -> Candidate:
+        lag = self.trainee.lineage.lag(group.adapter)
+        assert lag is not None  # else it was swept
+        return candidates.collected(group, lag, on_policy=lag == 0 and not self.trainee.drifted)
+
+    def _prepare(self, taken: Sequence[Candidate]) -> Prepared:
+        if self._imitation:
+            return prepare_imitation(taken)
+        return prepare(taken, self._settings.scale_rewards, self.trainee.memory)
+
+    async def _learn(
+        self, taken: Sequence[Candidate], prepared: Prepared, publish: bool, tag: str | None
+    ) -> UpdateReport:
+        trainee = self.trainee
+        if not taken:
+            return trainee.reports.skipped(trainee.live, "no_trajectories")
+        try:
+            if await trainee.rewards_fell(prepared.batch):
+                ref = await trainee.roll_back(None)
+                return trainee.reports.skipped(ref, "rolled_back", f"the running mean reward fell: {ref} is live again")
+            if not prepared.batch.samples:
+                return trainee.reports.skipped(trainee.live, "no_signal")
+            report = await trainee.learn(prepared.batch, publish, tag)
+        except Exception as error:
+            trainee.reports.skipped(trainee.live, "failed", str(error) or type(error).__name__)
+            self._count_failure("failed")
+            raise
+        finally:
+            self._sweep()
+        self._count(report)
+        return report
+
+    def _count(self, report: UpdateReport) -> None:
+        if report.status == "skipped":
+            self._count_failure(report.reason)
+            return
+        self._failures_in_a_row = 0
+        if report.status != "held":
+            self._times.append(time.monotonic())
+            self._last_update = time.time()
+
+    def _count_failure(self, reason: str) -> None:
+        self._failures_in_a_row += 1
+        if self._failures_in_a_row >= self._settings.max_skips:
+            self.pause(f"{self._failures_in_a_row} updates in a row were skipped, the last one: {reason}")
+
+    # -- what may be trained on ------------------------------------------------------------------
+
+    def judge(self, ref: AdapterRef) -> Drop | None:
+        """Why what this version drew cannot be trained on."""
+        lag = self.trainee.lineage.lag(ref)
+        if lag is None:
+            return Drop.FOREIGN
+        return Drop.STALE if lag > self._settings.max_staleness else None
+
+    def _sweep(self) -> None:
+        self._buffer.sweep(self.name, self.judge)
+
+    # -- figures ---------------------------------------------------------------------------------
+
+    def status(self) -> TrainingStatus:
+        """What this loop knows; the service adds `checkpoints` and `trained`."""
+        trainee, buffer, name = self.trainee, self._buffer, self.name
+        best = trainee.archive.best
+        return TrainingStatus(
+            enabled=True,
+            state=self._state(),
+            adapter=name,
+            current=trainee.live,
+            step=trainee.reports.step,
+            trajectories_collected=buffer.collected[name],
+            trajectories_waiting=buffer.waiting(name),
+            groups_ready=len(buffer.ready(name)),
+            updates_total=trainee.reports.updates,
+            updates_per_second=self._updates_per_second(),
+            last_update=self._last_update,
+            metrics=trainee.reports.metrics,
+            drops={reason.value: count for reason, count in buffer.drops[name].items()},
+            skips=dict(trainee.reports.skips),
+            reward_running_mean=trainee.memory.mean,
+            best=best.ref if best else None,
+            detail=self._detail(),
+        )
+
+    def _state(self) -> str:
+        if self._lock.locked():
+            return "updating"
+        if self._pause_reason is not None:
+            return "paused"
+        return "running" if self._buffer.waiting(self.name) else "idle"
+
+    def _updates_per_second(self) -> float:
+        """Over the last minute."""
+        while self._times and self._times[0] < time.monotonic() - _MINUTE:
+            self._times.popleft()
+        return len(self._times) / _MINUTE
+
+    def _detail(self) -> dict[str, object]:
+        return {
+            "pause_reason": self._pause_reason,
+            "failures_in_a_row": self._failures_in_a_row,
+            "lineage": list(self.trainee.lineage.newest(_LINEAGE_SHOWN)),
+            "unpublished": self.trainee.drifted,
+            "checkpoint_failures": self.trainee.archive.failures,
+            "trajectories_trained": self._buffer.trained[self.name],
+        }

@@ -1,0 +1,94 @@
+"""What the training loop asks of others. The loop is asyncio's; every coroutine here returns on the event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from mlx_parallm.core import AdapterRef, CheckpointCard, Collection, Trajectory
+from mlx_parallm.rl.samples import UpdateBatch, UpdateOutcome
+from mlx_parallm.rl.snapshot import PolicySnapshot
+
+
+class Learner(Protocol):
+    """The policies being trained, by adapter name: float32 factors and an optimizer's state each, on the device.
+
+    A name that is not open raises KeyError. One update at a time runs on the device; others wait for it.
+    """
+
+    async def open(self, name: str, start: PolicySnapshot | None) -> None:
+        """Begins with this state, or anew, equal to the base. Raises InvalidRequestError: `start` has other
+        ranks, alpha or targets than those configured."""
+        ...
+
+    async def learn(self, name: str, batch: UpdateBatch) -> UpdateOutcome:
+        """One optimizer step, in micro-steps beside requests. What fails on the device raises StepFailedError;
+        the policy is then as before."""
+        ...
+
+    async def snapshot(self, name: str) -> PolicySnapshot: ...
+
+    async def restore(self, name: str, snapshot: PolicySnapshot) -> None: ...
+
+
+class Publisher(Protocol):
+    """Versions of adapters, in the running server."""
+
+    def live(self, name: str) -> AdapterRef | None:
+        """What the name means now; None: nothing has that name."""
+        ...
+
+    async def stage(self, name: str, policy: PolicySnapshot | None = None) -> AdapterRef:
+        """A new version of `name`, in a slot and not live: the learner's policy of that name as it is now."""
+        ...
+
+    async def flip(self, ref: AdapterRef) -> None:
+        """Makes the name mean this version, and sends requests that name no adapter to it if they go to the base."""
+        ...
+
+    def discard(self, ref: AdapterRef) -> None:
+        """Forgets a version that was staged and is not to go live."""
+        ...
+
+    def keep(self, ref: AdapterRef) -> AbstractContextManager[None]:
+        """While the block runs the version cannot be forgotten."""
+        ...
+
+    async def save(
+        self, ref: AdapterRef, policy: PolicySnapshot, tags: Sequence[str], metrics: Mapping[str, float]
+    ) -> CheckpointCard | None:
+        """Writes version and optimizer state as checkpoint `policy.step`; None where no folder is configured."""
+        ...
+
+    def checkpoints(self, name: str) -> tuple[CheckpointCard, ...]:
+        """Oldest first."""
+        ...
+
+    async def load(self, name: str, which: str) -> tuple[AdapterRef, PolicySnapshot]:
+        """A checkpoint's version, known to the server but not live, and the trainer's state in it.
+
+        Raises:
+            UnknownModelError, AdapterFileError: there is none; it cannot be used.
+        """
+        ...
+
+
+class Scorers(Protocol):
+    """Who gives rewards."""
+
+    def check(self, collection: Collection) -> None:
+        """Any thread; may take a while the first time.
+
+        Raises:
+            InvalidRequestError: unknown scorer (`scoring_function`), or `metadata` lacks what it reads.
+        """
+        ...
+
+    async def score(self, group: Sequence[Trajectory]) -> tuple[float, ...]:
+        """Rewards of trajectories that have one scorer, in order. Raises ScoringError: it failed, or hung."""
+        ...
+
+
+class ScoringError(Exception):
+    """A scorer threw, hung, or gave something that is no finite number; costs its group only."""

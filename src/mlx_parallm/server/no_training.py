@@ -1,0 +1,62 @@
+"""The `TrainingClient` of a server that does not train."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import NoReturn
+
+from mlx_parallm.core import (
+    AdapterRef,
+    Collection,
+    GivenTrajectory,
+    TrainingClient,
+    TrainingEvent,
+    TrainingStatus,
+    TrajectoryCard,
+    UpdateReport,
+)
+from mlx_parallm.errors import TrainingDisabledError
+
+
+class NoTraining(TrainingClient):
+    """Says that training is off, and refuses the rest."""
+
+    def status(self, adapter: str | None = None) -> TrainingStatus:
+        return TrainingStatus(enabled=False)
+
+    def check(self, collection: Collection, adapter: AdapterRef) -> None:
+        _refuse("collect_trajectory")
+
+    def feedback(self, trajectory_id: str, score: float) -> None:
+        _refuse()
+
+    async def update(
+        self,
+        adapter: str | None = None,
+        given: Sequence[GivenTrajectory] | None = None,
+        publish: bool = True,
+        checkpoint_name: str | None = None,
+    ) -> UpdateReport:
+        _refuse()
+
+    async def start(self, adapter: str | None = None) -> TrainingStatus:
+        _refuse()
+
+    async def pause(self, adapter: str | None = None) -> TrainingStatus:
+        _refuse()
+
+    async def resume(self, adapter: str | None = None) -> TrainingStatus:
+        _refuse()
+
+    async def rollback(self, adapter: str | None = None, to: str | None = None) -> TrainingStatus:
+        _refuse()
+
+    def events(self) -> AsyncIterator[TrainingEvent]:
+        _refuse()
+
+    def trajectories(self, limit: int) -> tuple[TrajectoryCard, ...]:
+        _refuse()
+
+
+def _refuse(param: str | None = None) -> NoReturn:
+    raise TrainingDisabledError("This server does not train; start it with --enable-rl-training.", param=param)

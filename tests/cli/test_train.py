@@ -1,0 +1,190 @@
+"""mlx_parallm_train as its operator meets it, with a stand-in for the training itself."""
+
+import json
+import math
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from mlx_parallm.cli.flags import FLAGS
+from mlx_parallm.cli.main import main, train
+from mlx_parallm.config import Mode
+from mlx_parallm.core import AdapterRef, UpdateReport
+from mlx_parallm.errors import ModelNotFoundError
+
+TASK = "reasoning_gym:leg_counting"
+RUN = ["--environment", TASK, "--steps", "2"]
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def published(version: int, **metrics: float) -> UpdateReport:
+    values = {"reward_mean": 0.25 * version, "reward_std": 0.5, "loss": -0.01, **metrics}
+    return UpdateReport(AdapterRef("default", version), version, "published", metrics=values)
+
+
+@dataclass
+class Training:
+    """What a run was asked for, and what it tells its view; `error` is raised after that."""
+
+    reports: list[UpdateReport] = field(default_factory=lambda: [published(1), published(2)])
+    error: BaseException | None = None
+    asked: list[object] = field(default_factory=list)
+
+    def run(self, config, options, view):
+        self.asked.append((config, options))
+        view.started({"model": "m"})
+        for report in self.reports:
+            view.rollout(1, 32)
+            view.updated(report)
+        if self.error:
+            raise self.error
+        return 0
+
+
+@pytest.fixture
+def training(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    stand_in = Training()
+    module = ModuleType("mlx_parallm.app.train")
+    module.run = stand_in.run
+    monkeypatch.setitem(sys.modules, "mlx_parallm.app", ModuleType("mlx_parallm.app"))
+    monkeypatch.setitem(sys.modules, "mlx_parallm.app.train", module)
+    return stand_in
+
+
+def lines(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+# ---- what it asks for --------------------------------------------------------------------------
+
+
+def test_arguments_reach_the_run(training):
+    argv = [*RUN, "--group-size", "4", "--prompts-per-step", "6", "--max-tokens", "64", "--seed", "5"]
+    assert train([*argv, "--learning-rate", "1e-3"]) == main(["train", *argv, "--learning-rate", "1e-3"]) == 0
+    (config, options), again = training.asked
+    assert again == (config, options)
+    assert (options.environment, options.steps, options.group_size, options.prompts_per_step) == (TASK, 2, 4, 6)
+    assert (config.server.mode, config.rl_training.enabled) == (Mode.TRAINING_ONLY, True)
+    assert (config.rl_training.max_completion_tokens, config.rl_training.seed) == (64, 5)
+    assert config.rl_training.optimizer.learning_rate == 1e-3
+
+
+def test_one_update_is_one_step_whatever_the_file_says(training, tmp_path):
+    file = tmp_path / "settings.yaml"
+    file.write_text(f"server: {{mode: inference}}\nrl_training: {{environment: '{TASK}', update_frequency: 7}}")
+    assert train(["--steps", "3", "--config", str(file)]) == 0
+    ((config, options),) = training.asked
+    assert (config.rl_training.update_frequency, config.server.mode) == (32, Mode.TRAINING_ONLY)
+    assert (options.environment, options.steps) == (TASK, 3)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--steps", "2"], "error: --environment: name what to train on, such as reasoning_gym:"),
+        (["--environment", TASK], "error: --steps: say how many updates to make"),
+        ([*RUN, "--steps", "0"], "error: argument --steps: must be a whole number, 1 at least, got '0'"),
+        ([*RUN, "--group-size", "1"], "error: argument --group-size: must be a whole number, 2 at least"),
+        ([*RUN, "--prompts-per-step", "x"], "error: argument --prompts-per-step: must be a whole number"),
+        ([*RUN, "--group-size", "1000"], "error: rl_training: trajectory_buffer_size 1000 is below update_frequency"),
+        ([*RUN, "--lora-rank", "32"], "error: model.lora_rank: 32 is above adapters.max_lora_rank 16"),
+        ([*RUN, "--log", "none/x.jsonl"], "error: --log: none/x.jsonl cannot be written: No such file or directory"),
+        ([*RUN, "--plot", "none/x.png"], "error: --plot: none/x.png cannot be written: name a file in a folder"),
+        ([*RUN, "--plot", "."], "error: --plot: . cannot be written"),
+        ([*RUN, "--port", "1"], "error: --port: unknown flag"),
+        ([*RUN, "--mode", "rl"], "error: --mode: unknown flag"),
+    ],
+)
+def test_wrong_arguments_exit_2_before_anything_is_loaded(training, capsys, argv, message):
+    assert train(argv) == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith(message)
+    assert errors.count("\n") == 1
+    assert training.asked == []
+
+
+def test_print_config_needs_no_run(training, capsys):
+    assert train(["--print-config"]) == 0
+    printed = capsys.readouterr().out
+    assert "  mode: training_only  # from mlx_parallm_train" in printed
+    assert "  update_frequency: 32  # from --group-size and --prompts-per-step" in printed
+    assert training.asked == []
+
+
+def test_help_offers_what_a_run_uses(capsys):
+    with pytest.raises(SystemExit):
+        train(["-h"])
+    shown = capsys.readouterr().out
+    assert [name for name in ("--steps", "--environment", "--learning-rate", "--plot") if name not in shown] == []
+    assert [name for name in ("--host", "--api-key", "--update-frequency") if f"  {name} " in shown] == []
+    assert len(FLAGS) > shown.count("[MLX_PARALLM_")
+
+
+# ---- what it leaves ----------------------------------------------------------------------------
+
+
+def test_record_of_a_run(training, tmp_path, capsys):
+    assert train(RUN) == 0
+    first, second = lines(tmp_path / "training.jsonl")
+    assert (first["step"], first["adapter"], first["version"], first["reward_mean"]) == (1, "default", 1, 0.25)
+    assert (second["step"], second["version"], second["loss"]) == (2, 2, -0.01)
+    assert (tmp_path / "training.png").read_bytes().startswith(PNG)
+    shown = capsys.readouterr()
+    assert shown.out.splitlines()[-3:] == [
+        "2 published; mean reward 0.250 in the first, 0.500 in the last; default@2 is live",
+        "updates in training.jsonl",
+        "curves in training.png",
+    ]
+    assert "WARNING: the adapter is lost when the run ends" in shown.err
+
+
+def test_files_are_where_they_are_asked_for_and_lines_are_added(training, tmp_path, capsys):
+    argv = [*RUN, "--log", "log.jsonl", "--plot", str(tmp_path / "curves.png"), "--checkpoint-dir", "kept"]
+    assert train(argv) == train(argv) == 0
+    assert [line["step"] for line in lines(tmp_path / "log.jsonl")] == [1, 2, 1, 2]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["curves.png", "log.jsonl"]
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("error", "status"), [(KeyboardInterrupt(), 130), (ModelNotFoundError("no model"), 1)])
+def test_run_that_ends_early_leaves_its_record(training, tmp_path, capsys, error, status):
+    training.reports, training.error = [published(1)], error
+    assert train(RUN) == status
+    assert len(lines(tmp_path / "training.jsonl")) == 1
+    assert (tmp_path / "training.png").read_bytes().startswith(PNG)
+    assert "1 published" in capsys.readouterr().out
+
+
+def test_run_that_never_begins_draws_nothing(training, tmp_path, capsys):
+    training.reports, training.error = [], ModelNotFoundError("no model 'm'; name another with --model-path")
+    assert train(RUN) == 1
+    assert not (tmp_path / "training.png").exists()
+    assert capsys.readouterr().err.endswith("error: no model 'm'; name another with --model-path\n")
+
+
+def test_numbers_that_are_not_finite_are_null_in_the_log(training, tmp_path):
+    training.reports = [UpdateReport(None, 0, "skipped", "not finite", {"loss": math.nan, "grad_norm": math.inf})]
+    assert train(RUN) == 0
+    (line,) = lines(tmp_path / "training.jsonl")
+    assert (line["loss"], line["grad_norm"], line["version"], line["reason"]) == (None, None, None, "not finite")
+
+
+def test_curves_that_cannot_be_written_cost_only_themselves(training, tmp_path, capsys, monkeypatch):
+    def refuse(path, data):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("mlx_parallm.adapters.atomic.replace_file", refuse)
+    assert train(RUN) == 0
+    assert "WARNING: training.png could not be written: No space left on device" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_log_that_cannot_be_written_any_more_does_not_end_the_run(training, capsys, caplog):
+    assert train([*RUN, "--log", "/dev/full"]) == 0
+    (warning,) = caplog.messages
+    assert warning == "/dev/full takes no more lines: No space left on device"
+    assert "2 published" in capsys.readouterr().out

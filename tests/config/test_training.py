@@ -1,0 +1,255 @@
+"""The keys of training: their bounds, the rules between them, and when a server trains at all."""
+
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from mlx_parallm.config import Config, LossConfig, Mode, ServerConfig, Setting, render, resolve, training
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.rl import settings as rl
+
+
+def flags(**values):
+    """Flags by their keys, `__` for the dot."""
+    paths = {name.replace("__", "."): value for name, value in values.items()}
+    return {path: Setting(value, f"--{path}") for path, value in paths.items()}
+
+
+def problems(given, environ=None, file=None) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        resolve(given, environ or {}, file)
+    return str(caught.value).splitlines()
+
+
+@pytest.fixture
+def yaml_file(tmp_path):
+    def write(text: str) -> Path:
+        file = tmp_path / "settings.yaml"
+        file.write_text(text)
+        return file
+
+    return write
+
+
+# ---- whether the server trains -----------------------------------------------------------------
+
+OFF, ON = (Mode.INFERENCE_ONLY, False), (Mode.INFERENCE_AND_TRAINING, True)
+
+
+def trains(given=None, environ=None, file=None):
+    config = resolve(given or {}, environ or {}, file).config
+    return config.server.mode, config.rl_training.enabled
+
+
+@pytest.mark.parametrize(
+    ("written", "mode"),
+    [
+        ("inference", Mode.INFERENCE_ONLY),
+        ("inference_only", Mode.INFERENCE_ONLY),
+        ("rl", Mode.INFERENCE_AND_TRAINING),
+        ("training_only", Mode.TRAINING_ONLY),
+    ],
+)
+def test_modes_have_short_forms_and_decide_about_training(written, mode):
+    assert ServerConfig.model_validate({"mode": written}).mode is mode
+    assert trains(flags(server__mode=written)) == (mode, mode is not Mode.INFERENCE_ONLY)
+
+
+def test_the_switch_decides_about_the_mode():
+    assert trains() == OFF
+    assert trains(flags(rl_training__enabled=True)) == ON
+    assert trains({}, {"MLX_PARALLM_RL_TRAINING__ENABLED": "true"}) == ON
+    assert trains(flags(rl_training__enabled=True, server__mode="training_only")) == (Mode.TRAINING_ONLY, True)
+
+
+@pytest.mark.parametrize(
+    ("given", "text", "expected"),
+    [
+        ({"rl_training__enabled": True}, "server: {mode: inference_only}\nrl_training: {enabled: false}", ON),
+        ({"rl_training__enabled": False}, "server: {mode: rl}\nrl_training: {enabled: true}", OFF),
+        ({"server__mode": "inference"}, "server: {mode: rl}\nrl_training: {enabled: true}", OFF),
+        ({"server__mode": "rl"}, "rl_training: {enabled: false}", ON),
+        ({}, "server: {mode: inference_only}\nrl_training: {enabled: true}", ON),
+        ({}, "server: {mode: rl}\nrl_training: {enabled: false}", ON),
+    ],
+)
+def test_a_flag_beats_the_file_and_in_a_file_that_lists_every_key_training_wins(yaml_file, given, text, expected):
+    assert trains(flags(**given), {}, yaml_file(text)) == expected
+
+
+def test_the_environment_beats_the_file(yaml_file):
+    file = yaml_file("rl_training: {enabled: true}")
+    assert trains({}, {"MLX_PARALLM_SERVER__MODE": "inference"}, file) == OFF
+
+
+def test_contradiction_in_one_breath_is_refused():
+    (line,) = problems(flags(server__mode="inference", rl_training__enabled=True))
+    assert line.startswith("server.mode: inference_only contradicts rl_training.enabled true; keep one of them")
+    environ = {"MLX_PARALLM_SERVER__MODE": "rl", "MLX_PARALLM_RL_TRAINING__ENABLED": "false"}
+    (line,) = problems({}, environ)
+    assert line.endswith("(from MLX_PARALLM_SERVER__MODE and MLX_PARALLM_RL_TRAINING__ENABLED)")
+
+
+def test_what_turned_the_other_on_is_shown_and_reads_back(yaml_file):
+    resolved = resolve(flags(rl_training__enabled=True))
+    printed = render(resolved)
+    assert "  mode: inference_and_training  # from --rl_training.enabled" in printed.splitlines()
+    assert resolve({}, {}, yaml_file(printed)).config == resolved.config
+
+
+# ---- rules between keys ------------------------------------------------------------------------
+
+
+def test_rank_must_fit_the_bank_when_the_server_trains():
+    wide = flags(model__lora_rank=32)
+    assert resolve(wide).config.model.lora_rank == 32
+    (line,) = problems(wide | flags(rl_training__enabled=True))
+    assert line == (
+        "model.lora_rank: 32 is above adapters.max_lora_rank 16; raise --max-lora-rank or lower --lora-rank "
+        "(from --model.lora_rank)"
+    )
+    assert resolve(wide | flags(rl_training__enabled=True, adapters__max_lora_rank=32)).config.rl_training.enabled
+
+
+def test_bank_must_hold_the_live_version_and_the_next():
+    (line,) = problems(flags(rl_training__enabled=True, adapters__max_loras=1))
+    assert line.startswith("adapters.max_loras: training needs 2")
+    assert resolve(flags(adapters__max_loras=1)).config.adapters.max_loras == 1
+
+
+def test_buffer_must_hold_an_update():
+    (line,) = problems(flags(rl_training__trajectory_buffer_size=99))
+    assert line.startswith("rl_training: trajectory_buffer_size 99 is below update_frequency 100")
+    assert resolve(flags(rl_training__trajectory_buffer_size=100)).config.rl_training.update_frequency == 100
+
+
+@pytest.mark.parametrize("key", ["eval_prompts", "eval_floor"])
+def test_prompts_of_the_gate_and_their_floor_need_each_other(key):
+    values = {"rl_training__gate__eval_prompts": "held_out.jsonl", "rl_training__gate__eval_floor": "-0.5"}
+    gate = resolve(flags(**values)).config.rl_training.gate
+    assert (gate.eval_prompts, gate.eval_floor) == (Path("held_out.jsonl"), -0.5)
+    name = f"rl_training__gate__{key}"
+    (line,) = problems(flags(**{name: values[name]}))
+    assert line == "rl_training.gate: eval_prompts and eval_floor need each other; set both or neither"
+
+
+def test_atropos_is_refused():
+    (line,) = problems(flags(rl_training__atropos_url="http://127.0.0.1:8001"))
+    assert line == (
+        "rl_training.atropos_url: not available in this version: rewards from Atropos; leave it at null "
+        "(from --rl_training.atropos_url)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("loss.clip_low", [-0.1, 1.1]),
+        ("loss.clip_high", [-0.1]),
+        ("loss.scale_rewards", ["std"]),
+        ("loss.kl_coef", [-1e-9, float("inf")]),
+        ("loss.entropy_coef", [-1e-9]),
+        ("loss.old_logprobs", ["policy"]),
+        ("loss.mismatch_cap", [0.9]),
+        ("optimizer.learning_rate", [0, -1e-5, 1.1, "fast"]),
+        ("optimizer.schedule", ["step"]),
+        ("optimizer.warmup_updates", [-1, 0.5]),
+        ("optimizer.decay_updates", [0]),
+        ("optimizer.beta1", [-0.1, 1]),
+        ("optimizer.beta2", [-0.1, 1]),
+        ("optimizer.eps", [0]),
+        ("optimizer.weight_decay", [-0.1]),
+        ("optimizer.max_grad_norm", [0]),
+        ("gate.kl_bound", [0]),
+        ("gate.rollback_drop", [0]),
+    ],
+)
+def test_bad_value_of_an_inner_section_names_its_key(key, values):
+    for value in values:
+        (line,) = problems({f"rl_training.{key}": Setting(value, "FILE")})
+        assert line.startswith(f"rl_training.{key}: must be ")
+        assert line.endswith(f"got {value!r} (from FILE)")
+
+
+def test_texts_are_read_by_type(yaml_file):
+    environ = {
+        "MLX_PARALLM_RL_TRAINING__ALGORITHM": "DR_GRPO",
+        "MLX_PARALLM_RL_TRAINING__LOSS__SCALE_REWARDS": "none",
+        "MLX_PARALLM_RL_TRAINING__LOSS__CLIP_HIGH": "0.28",
+        "MLX_PARALLM_RL_TRAINING__GRADIENT_CHECKPOINTING": "false",
+    }
+    # yaml reads 5e-4 as text: it wants a dot there
+    config = resolve({}, environ, yaml_file("rl_training: {optimizer: {learning_rate: 5e-4}}")).config.rl_training
+    assert (config.algorithm, config.loss.scale_rewards, config.loss.clip_high) == ("dr_grpo", "none", 0.28)
+    assert (config.gradient_checkpointing, config.optimizer.learning_rate) == (False, 5e-4)
+
+
+def test_a_key_of_an_inner_section_is_found_by_its_name(yaml_file):
+    file = yaml_file("rl_training: {learning_rate: 1.0e-4}")
+    (line,) = problems({}, {}, file)
+    assert line.startswith("rl_training.learning_rate: unknown key; did you mean rl_training.optimizer.learning_rate?")
+
+
+# ---- the same words and defaults as the trainer's ------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("literal", "enum"),
+    [
+        (training.Algorithm, rl.Algorithm),
+        (training.RewardScale, rl.RewardScale),
+        (training.Schedule, rl.Schedule),
+    ],
+)
+def test_choices_are_the_trainers(literal, enum):
+    assert set(get_args(get_args(literal)[0])) == set(enum)
+
+
+def test_old_logprobs_are_the_trainers_or_auto():
+    assert set(get_args(get_args(training.OldLogprobs)[0])) == {"auto", *rl.OldLogprobs}
+
+
+def test_defaults_are_the_trainers():
+    config = Config()
+    ours, loss, optimizer, gate = (
+        config.rl_training,
+        config.rl_training.loss,
+        config.rl_training.optimizer,
+        config.rl_training.gate,
+    )
+    assert loss == LossConfig()
+    assert rl.LossSettings() == rl.LossSettings(
+        algorithm=rl.Algorithm(ours.algorithm),
+        kl_coef=loss.kl_coef,
+        entropy_coef=loss.entropy_coef,
+        mismatch_cap=loss.mismatch_cap,
+        max_length=ours.max_completion_tokens,
+    )
+    assert rl.OptimizerSettings() == rl.OptimizerSettings(
+        learning_rate=optimizer.learning_rate,
+        schedule=rl.Schedule(optimizer.schedule),
+        warmup_steps=optimizer.warmup_updates,
+        decay_steps=optimizer.decay_updates,
+        betas=(optimizer.beta1, optimizer.beta2),
+        eps=optimizer.eps,
+        weight_decay=optimizer.weight_decay,
+        max_grad_norm=optimizer.max_grad_norm,
+    )
+    assert rl.LoRASettings() == rl.LoRASettings(
+        config.model.lora_rank, config.model.lora_alpha, config.model.lora_target_modules, ours.seed
+    )
+    assert rl.LoopSettings() == rl.LoopSettings(
+        update_frequency=ours.update_frequency,
+        buffer_size=ours.trajectory_buffer_size,
+        max_staleness=ours.max_staleness,
+        group_timeout_s=ours.group_timeout_s,
+        kl_bound=gate.kl_bound,
+        checkpoint_interval=config.checkpointing.interval,
+        rollback_drop=gate.rollback_drop,
+        max_skips=ours.max_skips,
+    )
+    assert (ours.micro_batch_tokens, ours.gradient_checkpointing) == (
+        rl.TrainerSettings().micro_batch_tokens,
+        rl.TrainerSettings().checkpoint_layers,
+    )

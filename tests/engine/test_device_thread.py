@@ -1,0 +1,122 @@
+"""`on_device`: what the event loop has done on the thread that owns MLX, between two units."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+from harness import PlainText, make_harness, solo
+from tiny import tiny_model
+
+from mlx_parallm.core import GenerationRequest, SamplingParams, SequenceOutput, StopParams
+from mlx_parallm.engine.live import Vocabulary
+from mlx_parallm.engine.loop import EngineParts
+from mlx_parallm.engine.processor import ContinuousBatchProcessor
+from mlx_parallm.errors import EngineDeadError
+from mlx_parallm.scheduler.cost import CostModel
+from mlx_parallm.scheduler.rl_aware import SchedulerConfig
+
+PROMPT = [3, 1, 4, 1, 5]
+
+
+class Countdown:
+    """Training of so many micro-steps, then `tell(their number)`."""
+
+    def __init__(self) -> None:
+        self.left = self.done = 0
+        self.tell: Callable[[int], None] = lambda done: None
+
+    def begin(self, micro_steps: int, tell: Callable[[int], None]) -> None:
+        self.left, self.tell = micro_steps, tell
+
+    def waits(self) -> bool:
+        return self.left > 0
+
+    def advance(self) -> None:
+        self.left -= 1
+        self.done += 1
+        if self.left == 0:
+            self.tell(self.done)
+
+    def reset(self) -> None:
+        raise AssertionError("nothing fails here")
+
+
+@pytest.fixture
+def training() -> Countdown:
+    return Countdown()
+
+
+@pytest.fixture
+async def engine(training: Countdown) -> AsyncIterator[ContinuousBatchProcessor]:
+    def build() -> EngineParts:
+        harness = make_harness()
+        vocabulary = Vocabulary(263, frozenset(), lambda prompt: PlainText())
+        cost = CostModel(0.01, 1e-4, 1e-8)
+        return EngineParts(harness.runner, harness.adapters, vocabulary, SchedulerConfig(), cost, training)
+
+    processor = ContinuousBatchProcessor(build, debug=True)
+    await asyncio.to_thread(processor.start)
+    yield processor
+    await asyncio.to_thread(processor.stop)
+
+
+async def generate(engine: ContinuousBatchProcessor, request_id: str, max_tokens: int = 30) -> list[int]:
+    asked = GenerationRequest(request_id, (tuple(PROMPT),), SamplingParams(temperature=0.0), StopParams(max_tokens))
+    outputs = [event async for event in engine.generate(asked) if isinstance(event, SequenceOutput)]
+    return [token for output in outputs for token in output.token_ids]
+
+
+async def test_it_runs_on_the_device_thread_and_gives_what_is_told(engine: ContinuousBatchProcessor) -> None:
+    assert await engine.on_device(lambda tell: tell(threading.current_thread().name)) == "device"
+
+
+async def test_what_is_told_later_is_waited_for_beside_requests(
+    engine: ContinuousBatchProcessor, training: Countdown
+) -> None:
+    """Training that is begun so wakes an idle loop, and runs to its end."""
+    expected = solo(tiny_model("llama"), PROMPT, 30).tokens
+    assert await engine.on_device(lambda tell: training.begin(5, tell)) == 5
+    learnt, *said = await asyncio.gather(
+        engine.on_device(lambda tell: training.begin(5, tell)), *(generate(engine, str(i)) for i in range(4))
+    )
+    assert learnt == 10
+    assert said == [expected] * 4
+
+
+async def test_many_at_once_each_get_their_own(engine: ContinuousBatchProcessor) -> None:
+    answers = await asyncio.gather(*(engine.on_device(lambda tell, i=i: tell(i)) for i in range(20)))
+    assert answers == list(range(20))
+
+
+async def test_who_stops_waiting_harms_nobody(engine: ContinuousBatchProcessor) -> None:
+    kept: list[Callable[[int], None]] = []
+    task = asyncio.create_task(engine.on_device(kept.append))
+    while not kept:
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    kept[0](1)
+    assert await engine.on_device(lambda tell: tell("alive")) == "alive"
+
+
+async def test_a_stopped_thread_is_an_error_not_a_wait(engine: ContinuousBatchProcessor) -> None:
+    waiting = asyncio.create_task(engine.on_device(lambda tell: None))
+    await engine.on_device(lambda tell: tell(None))
+    await asyncio.to_thread(engine.stop)
+    with pytest.raises(EngineDeadError):
+        await waiting
+    with pytest.raises(EngineDeadError):
+        await engine.on_device(lambda tell: tell(None))
+
+
+async def test_what_raises_ends_the_thread_and_says_so(engine: ContinuousBatchProcessor) -> None:
+    def broken(tell: Callable[[None], None]) -> None:
+        raise ValueError("injected")
+
+    with pytest.raises(EngineDeadError):
+        await engine.on_device(broken)
+    assert not engine.stats().alive

@@ -1,0 +1,121 @@
+"""What a collected request's tokens were drawn with: each one's logprob under the distribution that drew it."""
+
+from __future__ import annotations
+
+import random
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from harness import Harness, make_harness
+from lora import layout_of, merged, random_adapter
+from tiny import tiny_model
+
+from mlx_parallm.core import Collection, RequestFinished, SamplingParams, SequenceOutput, WorkClass
+
+TINY = 1e-5
+"""Invariant 8's bound on logprobs across shapes, for tiny float32 models."""
+
+COLLECTED = Collection()
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(256) for _ in range(length)]
+
+
+def outputs(harness: Harness, request_id: str, index: int = 0) -> list[SequenceOutput]:
+    assert isinstance(harness.terminal(request_id), RequestFinished)
+    return [e for e in harness.of(request_id) if isinstance(e, SequenceOutput) and e.index == index]
+
+
+def assert_drawn_by(
+    model: nn.Module, harness: Harness, request_id: str, row: list[int], temperature: float, index: int = 0
+) -> None:
+    """Every token has the logprob that one plain forward over the whole sequence gives it, at `temperature`."""
+    got = outputs(harness, request_id, index)
+    tokens = harness.tokens(request_id, index)
+    logits = model(mx.array([row + tokens[:-1]]))[0, len(row) - 1 :] / temperature
+    expected = logits - mx.logsumexp(logits, -1, keepdims=True)
+    assert [len(output.sampling_logprobs) for output in got] == [len(output.token_ids) for output in got]
+    for at, value in enumerate(value for output in got for value in output.sampling_logprobs):
+        assert value == pytest.approx(expected[at, tokens[at]].item(), abs=TINY / temperature)
+
+
+@pytest.mark.parametrize("budget_tokens", [1 << 20, 5 * 64])
+def test_they_equal_a_plain_forward_whoever_is_beside_them(budget_tokens: int) -> None:
+    """A group of four and a single row, collected; greedy and sampled rows, one with logprobs, that are not. In a
+    small pool rows are preempted and computed again."""
+    group, single = prompt(50, 1), prompt(40, 2)
+    harness = make_harness(budget_tokens=budget_tokens)
+    sampled = SamplingParams(temperature=0.7, seed=5)
+    harness.submit("greedy", prompt(25, 3), 30)
+    harness.submit("group", group, 24, n=4, sampling=sampled, collection=COLLECTED)
+    harness.submit("sampled", prompt(10, 4), 30, sampling=SamplingParams(temperature=1.4, top_p=0.8, seed=9))
+    harness.submit("raw", prompt(12, 5), 20, sampling=SamplingParams(temperature=0.7, seed=2, top_logprobs=2))
+    harness.submit("single", single, 40, sampling=sampled, collection=COLLECTED)
+    harness.run()
+    assert (harness.loop.stats().preemptions_total > 0) == (budget_tokens < 1000)
+    model = tiny_model("llama")
+    for index in range(4):
+        assert_drawn_by(model, harness, "group", group, 0.7, index)
+    assert_drawn_by(model, harness, "single", single, 0.7)
+    for other in ("greedy", "sampled", "raw"):
+        assert all(output.sampling_logprobs == () for output in outputs(harness, other))
+
+
+def test_they_are_of_the_adapter_that_drew() -> None:
+    row = prompt(20, 6)
+    weights = random_adapter(layout_of(tiny_model("llama")), 1)
+    harness = make_harness()
+    ref = harness.publish("policy", weights)
+    sampling = SamplingParams(temperature=1.0, seed=3)
+    harness.submit("base", row, 16, sampling=sampling, collection=COLLECTED)
+    harness.submit("policy", row, 16, sampling=sampling, collection=COLLECTED, adapter=ref)
+    harness.run()
+    assert_drawn_by(tiny_model("llama"), harness, "base", row, 1.0)
+    assert_drawn_by(merged(tiny_model("llama"), weights), harness, "policy", row, 1.0)
+
+
+def test_raw_and_sampling_logprobs_are_not_mixed_up() -> None:
+    row = prompt(20, 7)
+    harness = make_harness()
+    sampling = SamplingParams(temperature=0.7, seed=3, top_logprobs=0)
+    harness.submit("both", row, 16, sampling=sampling, collection=COLLECTED)
+    harness.run()
+    model, tokens = tiny_model("llama"), harness.tokens("both")
+    logits = model(mx.array([row + tokens[:-1]]))[0, len(row) - 1 :]
+    raw = logits - mx.logsumexp(logits, -1, keepdims=True)
+    for at, output in enumerate(outputs(harness, "both")):
+        assert output.logprobs[0].logprob == pytest.approx(raw[at, tokens[at]].item(), abs=TINY)
+    assert_drawn_by(model, harness, "both", row, 0.7)
+
+
+@pytest.mark.parametrize("work_class", WorkClass)
+def test_collection_asks_for_them_and_the_work_class_does_not(work_class: WorkClass) -> None:
+    """And asking changes no token."""
+    harness = make_harness()
+    sampling = SamplingParams(temperature=1.0, seed=8)
+    for request_id, collection in (("kept", COLLECTED), ("not kept", None)):
+        harness.submit(request_id, [1, 2, 3], 8, sampling=sampling, collection=collection, work_class=work_class)
+    harness.run()
+    assert [len(output.sampling_logprobs) for output in outputs(harness, "kept")] == [1] * 8
+    assert [len(output.sampling_logprobs) for output in outputs(harness, "not kept")] == [0] * 8
+    assert harness.tokens("kept") == harness.tokens("not kept")
+
+
+@pytest.mark.parametrize("others_ask", [False, True])
+def test_a_batch_where_nobody_asks_computes_none(others_ask: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = make_harness()
+    computed: list[bool] = []
+    read = harness.runner.read
+
+    def watched(step):
+        computed.append(step.sampled.sampling_logprobs is not None)
+        return read(step)
+
+    monkeypatch.setattr(harness.runner, "read", watched)
+    for request_id, asks in (("plain", False), ("other", others_ask)):
+        harness.submit(request_id, [4, 5, 6], 6, sampling=SamplingParams(), collection=COLLECTED if asks else None)
+    harness.run()
+    assert set(computed) == {others_ask}

@@ -1,0 +1,166 @@
+"""Micro-steps of training on the device thread beside live rows: nobody's tokens change, whatever they raise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from harness import Harness, make_harness
+from tiny import tiny_model
+
+from mlx_parallm.core import RequestFinished, SamplingParams
+
+PROMPTS = [[i, 3, 5, 7, 11, 13] * 4 for i in range(4)]
+
+
+class Training:
+    """`core.DeviceWork`: micro-steps that run the shared model forwards and backwards.
+
+    `faults`: raised in place of the gradient, in these micro-steps, counted from 0. A reset gives the rest up.
+    """
+
+    def __init__(self, model: nn.Module, faults: dict[int, Callable[[mx.array], object]] | None = None) -> None:
+        self.model = model
+        self.faults = faults or {}
+        self.left = self.begun = self.done = self.resets = 0
+        self.watch: Callable[[], None] = lambda: None
+
+    def waits(self) -> bool:
+        return self.left > 0
+
+    def advance(self) -> None:
+        self.watch()
+        number, self.begun = self.begun, self.begun + 1
+        shift = mx.zeros((263,))
+        if fault := self.faults.get(number):
+            fault(self.model(mx.array([PROMPTS[0]])))
+        mx.eval(mx.grad(self._loss)(shift))
+        self.left -= 1
+        self.done += 1
+
+    def reset(self) -> None:
+        self.left = 0
+        self.resets += 1
+
+    def _loss(self, shift: mx.array) -> mx.array:
+        logits = self.model(mx.array([PROMPTS[0]])) + shift
+        return nn.losses.cross_entropy(logits[0, :-1], mx.array(PROMPTS[0][1:])).mean()
+
+
+def wrong_shapes(logits: mx.array) -> object:
+    return logits @ logits
+
+
+def no_memory(logits: mx.array) -> object:
+    mx.eval(logits)
+    raise MemoryError("injected")
+
+
+def learning(faults: dict[int, Callable[[mx.array], object]] | None = None) -> tuple[Harness, Training]:
+    """A micro-step after every decode step, as long as some wait."""
+    model = tiny_model("llama")
+    training = Training(model, faults)
+    return make_harness(model, training=training, training_time_share=1.0), training
+
+
+def submit_all(harness: Harness) -> None:
+    """Greedy, sampled with penalties, a group, one that joins late."""
+    harness.submit("greedy", PROMPTS[0], 30)
+    harness.submit("sampled", PROMPTS[1], 30, sampling=SamplingParams(seed=4, presence_penalty=0.5))
+    for _ in range(5):
+        harness.loop.step()
+    harness.submit("group", PROMPTS[2] * 4, 20, n=3, sampling=SamplingParams(temperature=0.7, seed=9))
+
+
+def spoken(harness: Harness) -> dict[str, list[int]]:
+    keys = [("greedy", 0), ("sampled", 0), ("group", 0), ("group", 1), ("group", 2)]
+    for request_id, _ in keys:
+        assert isinstance(harness.terminal(request_id), RequestFinished)
+    return {f"{request_id} {index}": harness.tokens(request_id, index) for request_id, index in keys}
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[str, list[int]]:
+    harness = make_harness()
+    submit_all(harness)
+    harness.run()
+    return spoken(harness)
+
+
+def test_rows_say_the_same_beside_training(undisturbed: dict[str, list[int]]) -> None:
+    harness, training = learning()
+    beside: list[int] = []
+    training.watch = lambda: beside.append(harness.loop.stats().running)
+    training.left = 6
+    submit_all(harness)
+    harness.run()
+    assert spoken(harness) == undisturbed
+    assert (training.done, training.resets) == (6, 0)
+    assert min(beside) > 0
+    detail = harness.loop.stats().detail
+    assert (detail["micro_steps_total"], detail["failed_micro_steps_total"]) == (6, 0)
+    assert detail["training_seconds_total"] > 0.0
+
+
+@pytest.mark.parametrize("fault", [wrong_shapes, no_memory])
+def test_a_failed_micro_step_costs_its_update_and_no_row(
+    fault: Callable[[mx.array], object], undisturbed: dict[str, list[int]]
+) -> None:
+    harness, training = learning({0: fault, 2: fault})
+    training.left = 1
+    submit_all(harness)
+    assert (training.begun, training.resets, training.waits()) == (1, 1, False)
+    training.left = 3
+    harness.run()
+    assert spoken(harness) == undisturbed
+    assert (training.begun, training.done, training.resets) == (3, 1, 2)
+    stats = harness.loop.stats()
+    assert stats.detail["failed_micro_steps_total"] == 2
+    assert (stats.failed_steps_total, stats.preemptions_total) == (0, 0), "no row was recomputed"
+
+
+def test_a_row_that_fails_leaves_training_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness, training = learning()
+    training.left = 4
+    submit_all(harness)
+    launch = harness.runner.launch
+
+    def failing(*args: object) -> object:
+        monkeypatch.setattr(harness.runner, "launch", launch)
+        raise MemoryError("injected")
+
+    monkeypatch.setattr(harness.runner, "launch", failing)
+    harness.run()
+    assert harness.loop.stats().failed_steps_total == 1
+    assert (training.done, training.resets) == (4, 0)
+
+
+def test_no_step_is_in_flight_in_a_micro_step() -> None:
+    """Every token that was drawn has been told."""
+    harness, training = learning()
+    told: list[tuple[int, int]] = []
+    training.watch = lambda: told.append((len(harness.tokens("row")), harness.loop.counters.steps))
+    harness.submit("row", PROMPTS[0], 20)
+    while not harness.tokens("row"):
+        harness.loop.step()
+    training.left = 3
+    harness.run()
+    assert len(told) == 3
+    assert all(tokens == steps > 0 for tokens, steps in told)
+
+
+def test_training_is_something_to_do() -> None:
+    harness, training = learning()
+    assert harness.loop.step() is False
+    training.left = 3
+    assert [harness.loop.step() for _ in range(4)] == [True, True, True, False]
+    assert training.done == 3
+
+
+def test_a_server_that_does_not_train_has_nothing_of_it() -> None:
+    harness = make_harness()
+    harness.submit("row", PROMPTS[0], 5)
+    harness.run()
+    assert harness.loop.stats().detail["micro_steps_total"] == 0

@@ -1,0 +1,211 @@
+"""Stand-ins for what the training loop asks of others. A policy is one number; learning adds to it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+
+from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair
+from mlx_parallm.core import (
+    AdapterRef,
+    CheckpointCard,
+    Collection,
+    EngineStats,
+    Event,
+    FinishReason,
+    GenerationRequest,
+    Trajectory,
+)
+from mlx_parallm.errors import AdapterFileError, ConflictError, InvalidRequestError, UnknownModelError
+from mlx_parallm.rl.parts import ScoringError
+from mlx_parallm.rl.samples import UpdateBatch, UpdateOutcome
+from mlx_parallm.rl.snapshot import PolicySnapshot
+
+
+def policy(value: float, step: int) -> PolicySnapshot:
+    pair = LoRAPair(np.array([[value]]), np.zeros((1, 1)), 1.0)
+    return PolicySnapshot(AdapterWeights({"w": pair}), {"moment": np.array(value)}, step)
+
+
+def value_of(snapshot: PolicySnapshot) -> float:
+    return float(snapshot.weights.pairs["w"].a[0, 0])
+
+
+class FakeLearner:
+    """Each update adds 1. `outcomes`: called with the batch, may raise, or say what comes of it instead."""
+
+    def __init__(self) -> None:
+        self.policies: dict[str, tuple[float, int]] = {}
+        self.batches: list[UpdateBatch] = []
+        self.metrics: dict[str, float] = {"loss": 0.5}
+        self.skip = ""
+        self.error: Exception | None = None
+        self.hold: asyncio.Event | None = None
+        self.busy = 0
+
+    async def open(self, name: str, start: PolicySnapshot | None) -> None:
+        self.policies[name] = (value_of(start), start.step) if start else (0.0, 0)
+
+    async def learn(self, name: str, batch: UpdateBatch) -> UpdateOutcome:
+        self.busy += 1
+        assert self.busy == 1, "two updates at a time"
+        try:
+            self.batches.append(batch)
+            value, step = self.policies[name]
+            if self.hold is not None:
+                await self.hold.wait()
+            if self.error is not None:
+                raise self.error
+            if self.skip:
+                return UpdateOutcome(step, self.skip, {"loss": float("nan")})
+            self.policies[name] = (value + 1, step + 1)
+            return UpdateOutcome(step + 1, "", {**batch.metrics, **self.metrics})
+        finally:
+            self.busy -= 1
+
+    async def snapshot(self, name: str) -> PolicySnapshot:
+        return policy(*self.policies[name])
+
+    async def restore(self, name: str, snapshot: PolicySnapshot) -> None:
+        self.policies[name] = (value_of(snapshot), snapshot.step)
+
+
+class FakePublisher:
+    """`versions`: the policy's number by version; `saved`: checkpoints in order, with what is in them."""
+
+    def __init__(self, learner: FakeLearner) -> None:
+        self.learner = learner
+        self.versions: dict[AdapterRef, float] = {}
+        self.names: dict[str, AdapterRef] = {}
+        self.flips: list[AdapterRef] = []
+        self.discarded: list[AdapterRef] = []
+        self.kept: Counter[AdapterRef] = Counter()
+        self.saved: list[tuple[CheckpointCard, PolicySnapshot]] = []
+        self.damaged: set[str] = set()
+        self.flip_error: Exception | None = None
+        self.save_error: Exception | None = None
+        self._next: Counter[str] = Counter()
+
+    def live(self, name: str) -> AdapterRef | None:
+        return self.names.get(name)
+
+    async def stage(self, name: str, policy: PolicySnapshot | None = None) -> AdapterRef:
+        self._next[name] += 1
+        ref = AdapterRef(name, self._next[name])
+        self.versions[ref] = value_of(policy) if policy else self.learner.policies[name][0]
+        await asyncio.sleep(0)
+        return ref
+
+    async def flip(self, ref: AdapterRef) -> None:
+        await asyncio.sleep(0)
+        if self.flip_error is not None:
+            raise self.flip_error
+        assert np.isfinite(self.versions[ref])
+        self.names[ref.name] = ref
+        self.flips.append(ref)
+
+    def discard(self, ref: AdapterRef) -> None:
+        assert self.names.get(ref.name) != ref, "a live version was discarded"
+        del self.versions[ref]
+        self.discarded.append(ref)
+
+    @contextmanager
+    def keep(self, ref: AdapterRef) -> Iterator[None]:
+        if ref not in self.versions:
+            raise UnknownModelError(str(ref))
+        self.kept[ref] += 1
+        yield
+        self.kept[ref] -= 1
+
+    async def save(
+        self, ref: AdapterRef, policy: PolicySnapshot, tags: Sequence[str], metrics: Mapping[str, float]
+    ) -> CheckpointCard | None:
+        await asyncio.sleep(0)
+        if self.save_error is not None:
+            raise self.save_error
+        assert self.versions[ref] == value_of(policy), "another version's policy"
+        card = CheckpointCard(f"checkpoint-{policy.step}", ref, policy.step, "", 0, tuple(tags), dict(metrics))
+        if any(other.name == card.name and value_of(held) != value_of(policy) for other, held in self.saved):
+            raise ConflictError(card.name)
+        self.saved.append((card, policy))
+        return card
+
+    def checkpoints(self, name: str) -> tuple[CheckpointCard, ...]:
+        return tuple(card for card, _ in self.saved if card.adapter.name == name)
+
+    async def load(self, name: str, which: str) -> tuple[AdapterRef, PolicySnapshot]:
+        for card, held in reversed(self.saved):
+            if card.adapter.name == name and (card.name == which or which in card.tags):
+                if card.name in self.damaged:
+                    raise AdapterFileError("no trainer state")
+                self.versions.setdefault(card.adapter, value_of(held))
+                return card.adapter, held
+        raise UnknownModelError(which)
+
+
+class FakeScorers:
+    """`rewards`: by text; a text that is missing there fails its group. `gate`: scores nothing until it is set."""
+
+    def __init__(self, rewards: Callable[[Trajectory], float] | None = None) -> None:
+        self.rewards = rewards
+        self.gate: asyncio.Event | None = None
+
+    def check(self, collection: Collection) -> None:
+        if collection.scorer == "unknown":
+            raise InvalidRequestError("unknown scorer", param="scoring_function")
+
+    async def score(self, group: Sequence[Trajectory]) -> tuple[float, ...]:
+        if self.gate is not None:
+            await self.gate.wait()
+        if self.rewards is None:
+            raise ScoringError("it threw")
+        return tuple(map(self.rewards, group))
+
+
+class FakeEngine:
+    """Plays these events for every request; `closed` counts iterators that were closed early."""
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self.events = events
+        self.closed = 0
+
+    def stats(self) -> EngineStats:
+        return EngineStats(alive=True, ready=True)
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Event]:
+        for number, event in enumerate(self.events):
+            try:
+                yield event
+            except GeneratorExit:
+                self.closed += number + 1 < len(self.events)
+                raise
+
+
+def trajectories(
+    group: str,
+    adapter: AdapterRef,
+    n: int = 2,
+    scorer: str | None = "exact",
+    metadata: Mapping[str, object] | None = None,
+) -> list[Trajectory]:
+    return [
+        Trajectory(
+            trajectory_id=f"{group}-{index}",
+            group_id=group,
+            group_size=n,
+            adapter=adapter,
+            prompt_ids=(1, 2),
+            completion_ids=(3, index + 4),
+            sampling_logprobs=(-0.5, -1.0),
+            temperature=1.0,
+            text=f"{group} {index}",
+            finish_reason=FinishReason.STOP,
+            collection=Collection(scorer, metadata or {}),
+            created=0.0,
+        )
+        for index in range(n)
+    ]

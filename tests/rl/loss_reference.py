@@ -1,0 +1,184 @@
+"""Every objective again, in float64, token by token, over ragged rows: no padding, no masks, no autodiff."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_parallm.rl.losses import TokenBatch, loss
+from mlx_parallm.rl.reductions import UpdateTotals
+from mlx_parallm.rl.samples import Sample
+from mlx_parallm.rl.settings import Algorithm, LossSettings
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sequence; arrays [T], of values that float32 holds exactly."""
+
+    logp: np.ndarray
+    old: np.ndarray
+    mu: np.ndarray
+    ref: np.ndarray
+    entropy: np.ndarray
+    advantage: float
+    group: int
+
+
+def row(rng: np.random.Generator, tokens: int, log_ratio: tuple[float, float], advantage: float, group: int = 0) -> Row:
+    """Log ratios π/π_old drawn from the range; π_old/μ on both sides of 2, base and policy a little apart."""
+    old = rng.uniform(-3, -0.5, tokens)
+    arrays = {
+        "logp": old + rng.uniform(*log_ratio, tokens),
+        "old": old,
+        "mu": old + rng.uniform(-1.2, 0.6, tokens),
+        "ref": old + rng.uniform(-0.8, 0.8, tokens),
+        "entropy": rng.uniform(0.1, 2, tokens),
+    }
+    exact = {name: values.astype(np.float32).astype(np.float64) for name, values in arrays.items()}
+    return Row(**exact, advantage=advantage, group=group)
+
+
+def mixed_rows(seed: int = 0) -> list[Row]:
+    """Seven rows of three groups, lengths 1 to 9, both signs, ratios in and out of every clip range."""
+    rng = np.random.default_rng(seed)
+    lengths, groups = (3, 1, 9, 4, 6, 2, 5), (0, 0, 1, 1, 1, 2, 2)
+    signs = (1.0, -0.5, 0.75, -1.5, 0.25, -1.0, 1.0)
+    return [row(rng, n, (-1.0, 1.0), a, g) for n, g, a in zip(lengths, groups, signs, strict=True)]
+
+
+def reference_loss(rows: Sequence[Row], settings: LossSettings, frozen: Sequence[Row] | None = None) -> float:
+    """`frozen`: where factors without a gradient are taken; the rows themselves if not given."""
+    total = 0.0
+    for each, still in zip(rows, frozen or rows, strict=True):
+        values = [
+            _policy(each, still, t, settings)
+            + settings.kl_coef * _k3(each.ref[t] - each.logp[t])
+            - settings.entropy_coef * each.entropy[t]
+            for t in range(len(each.logp))
+        ]
+        total += sum(values) * _weight(rows, each, settings)
+    return float(total)
+
+
+def reference_gradient(rows: Sequence[Row], settings: LossSettings) -> list[np.ndarray]:
+    """d loss / d logp of each row, in closed form."""
+    return [
+        _weight(rows, each, settings) * np.array([_slope(each, t, settings) for t in range(len(each.logp))], np.float64)
+        for each in rows
+    ]
+
+
+def finite_differences(rows: Sequence[Row], settings: LossSettings, step: float = 1e-6) -> list[np.ndarray]:
+    """Central ones of `reference_loss`."""
+    slopes = [np.zeros(len(each.logp)) for each in rows]
+    for i, each in enumerate(rows):
+        for t in range(len(each.logp)):
+            around = []
+            for sign in (1, -1):
+                moved = each.logp.copy()
+                moved[t] += sign * step
+                there = [*rows[:i], replace(each, logp=moved), *rows[i + 1 :]]
+                around.append(reference_loss(there, settings, frozen=rows))
+            slopes[i][t] = (around[0] - around[1]) / (2 * step)
+    return slopes
+
+
+def _weight(rows: Sequence[Row], each: Row, settings: LossSettings) -> float:
+    lengths = {id(r): len(r.logp) for r in rows}
+    if settings.algorithm in (Algorithm.GRPO, Algorithm.GSPO):
+        return 1 / len(rows) / lengths[id(each)]
+    if settings.algorithm is Algorithm.BNPO:
+        groups = {r.group for r in rows}
+        return 1 / len(groups) / sum(lengths[id(r)] for r in rows if r.group == each.group)
+    if settings.algorithm is Algorithm.DR_GRPO:
+        return 1 / len(rows) / settings.max_length
+    return 1 / sum(lengths.values())
+
+
+def _policy(each: Row, frozen: Row, t: int, settings: LossSettings) -> float:
+    if settings.algorithm is Algorithm.CROSS_ENTROPY:
+        return -each.logp[t]
+    w = min(np.exp(each.old[t] - each.mu[t]), settings.mismatch_cap)
+    if settings.algorithm is Algorithm.CISPO:
+        r = np.exp(frozen.logp[t] - frozen.old[t])
+        return -w * min(r, 1 + settings.clip_high) * each.advantage * each.logp[t]
+    r = _clip_ratio(each, t, settings)
+    clipped = min(max(r, 1 - settings.clip_low), 1 + settings.clip_high)
+    return -w * min(r * each.advantage, clipped * each.advantage)
+
+
+def _slope(each: Row, t: int, settings: LossSettings) -> float:
+    """d / d logp[t] of the row's summed token losses."""
+    kl = settings.kl_coef * (1 - np.exp(each.ref[t] - each.logp[t]))
+    if settings.algorithm is Algorithm.CROSS_ENTROPY:
+        return kl - 1
+    w = np.minimum(np.exp(each.old - each.mu), settings.mismatch_cap)
+    if settings.algorithm is Algorithm.CISPO:
+        r = np.exp(each.logp[t] - each.old[t])
+        return kl - w[t] * min(r, 1 + settings.clip_high) * each.advantage
+    r = _clip_ratio(each, t, settings)
+    beyond = r > 1 + settings.clip_high if each.advantage > 0 else r < 1 - settings.clip_low
+    if beyond:
+        return kl
+    reach = w.mean() if settings.algorithm is Algorithm.GSPO else w[t]
+    return kl - reach * r * each.advantage
+
+
+def _clip_ratio(each: Row, t: int, settings: LossSettings) -> float:
+    if settings.algorithm is Algorithm.GSPO:
+        return float(np.exp(np.mean(each.logp - each.old)))
+    return float(np.exp(each.logp[t] - each.old[t]))
+
+
+def _k3(delta: float) -> float:
+    return float(np.expm1(delta) - delta)
+
+
+@dataclass(frozen=True)
+class Padding:
+    """`extra` places beyond the longest row, on one side, holding `fill`."""
+
+    extra: int = 0
+    left: bool = False
+    fill: float = float("nan")
+
+
+def samples(rows: Sequence[Row]) -> list[Sample]:
+    return [Sample((1,), (2,) * len(r.logp), tuple(r.mu), 1.0, r.advantage, r.group) for r in rows]
+
+
+def token_batch(
+    rows: Sequence[Row], padding: Padding = Padding(), advantages: Sequence[float] | None = None
+) -> TokenBatch:
+    width = max(len(r.logp) for r in rows) + padding.extra
+
+    def padded(arrays: Sequence[np.ndarray], fill: float) -> mx.array:
+        blanks = [np.full(width - len(a), fill) for a in arrays]
+        pairs = zip(arrays, blanks, strict=True)
+        whole = [np.concatenate([blank, a] if padding.left else [a, blank]) for a, blank in pairs]
+        return mx.array(np.stack(whole).astype(np.float32))
+
+    return TokenBatch(
+        logp=padded([r.logp for r in rows], padding.fill),
+        old_logp=padded([r.old for r in rows], padding.fill),
+        sampling_logp=padded([r.mu for r in rows], padding.fill),
+        mask=padded([np.ones(len(r.logp)) for r in rows], 0.0),
+        advantages=mx.array([r.advantage for r in rows] if advantages is None else list(advantages), mx.float32),
+        ref_logp=padded([r.ref for r in rows], padding.fill),
+        entropy=padded([r.entropy for r in rows], padding.fill),
+    )
+
+
+def computed(
+    rows: Sequence[Row], settings: LossSettings, whole: Sequence[Row] | None = None, padding: Padding = Padding()
+) -> tuple[float, list[np.ndarray]]:
+    """Ours: the loss of these rows as a micro-batch of `whole`, and d loss / d logp of each row."""
+    batch = token_batch(rows, padding)
+    denominators = UpdateTotals.of(samples(whole or rows)).for_rows(samples(rows))
+    value, gradient = mx.value_and_grad(lambda x: loss(replace(batch, logp=x), denominators, settings)[0])(batch.logp)
+    slopes, trained = np.array(gradient), np.array(batch.mask) > 0
+    assert not slopes[~trained].any(), "padding has a gradient, or it is not finite"
+    return value.item(), [line[mask] for line, mask in zip(slopes, trained, strict=True)]

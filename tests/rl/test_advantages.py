@@ -1,0 +1,89 @@
+"""Rewards to advantages: what is compared with what, and which groups teach nothing."""
+
+import json
+
+import numpy as np
+import pytest
+
+from mlx_parallm.rl.advantages import RunningBaseline, Unusable, group_advantages
+from mlx_parallm.rl.settings import RewardScale
+
+
+def values(rewards, scale=RewardScale.GROUP):
+    (group,) = group_advantages([rewards], scale)
+    return group.values
+
+
+def test_by_hand():
+    # mean 1/2, population deviation 1/2: 0.5 / 0.5001
+    assert values([0, 0, 1, 1]) == pytest.approx([-0.9998, -0.9998, 0.9998, 0.9998], abs=1e-7)
+    assert values([0, 0, 1, 1], RewardScale.NONE) == (-0.5, -0.5, 0.5, 0.5)
+    # all rewards 0, 1, 10, 14: mean 6.25, variance (39.0625 + 27.5625 + 14.0625 + 60.0625) / 4 = 35.1875
+    low, high = group_advantages([[0, 1], [10, 14]], RewardScale.BATCH)
+    assert low.values == pytest.approx((-0.5 / 5.9320, 0.5 / 5.9320), rel=1e-4)
+    assert high.values == pytest.approx((-2 / 5.9320, 2 / 5.9320), rel=1e-4)
+
+
+@pytest.mark.parametrize("scale", RewardScale)
+def test_every_group_adds_up_to_zero_and_keeps_its_order(scale):
+    rng = np.random.default_rng(0)
+    groups = [rng.normal(rng.uniform(-100, 100), rng.uniform(0.01, 10), n).tolist() for n in (2, 3, 8, 31)]
+    for rewards, group in zip(groups, group_advantages(groups, scale), strict=True):
+        assert group.dropped is None
+        assert sum(group.values) == pytest.approx(0, abs=1e-9)
+        assert np.argsort(group.values).tolist() == np.argsort(rewards).tolist()
+
+
+@pytest.mark.parametrize("scale", RewardScale)
+@pytest.mark.parametrize(
+    ("rewards", "reason"),
+    [
+        ([0.7], Unusable.SINGLE_MEMBER),
+        ([], Unusable.SINGLE_MEMBER),
+        ([0, 0, 0], Unusable.ZERO_VARIANCE),
+        ([0.1 + 0.2, 0.3, 0.3], Unusable.ZERO_VARIANCE),
+        ([1e6, 1e6 + 0.01], Unusable.ZERO_VARIANCE),
+        ([-5.0, -5.0 - 1e-7], Unusable.ZERO_VARIANCE),
+        ([1.0, float("nan")], Unusable.NOT_FINITE),
+        ([float("inf")], Unusable.NOT_FINITE),
+    ],
+)
+def test_groups_that_teach_nothing_are_reported_and_zero(scale, rewards, reason):
+    good, bad = group_advantages([[0.0, 1.0], rewards], scale)
+    assert bad.dropped is reason
+    assert bad.values == (0.0,) * len(rewards)
+    assert good.dropped is None
+    assert np.isfinite(good.values).all()
+
+
+def test_a_small_true_difference_is_kept_and_not_blown_up():
+    assert values([0.5, 0.501]) == pytest.approx([-0.0005 / 0.0006, 0.0005 / 0.0006])
+    small = values([0.5, 0.5 + 2e-6])
+    assert small == pytest.approx([-1e-6 / 1.01e-4, 1e-6 / 1.01e-4], rel=1e-6)
+
+
+@pytest.mark.parametrize("dropped", [[9.0, 9.0], [9.0]])
+def test_batch_scale_counts_the_rewards_of_dropped_groups(dropped):
+    with_dropped = group_advantages([[0.0, 1.0], dropped], RewardScale.BATCH)[0]
+    alone = group_advantages([[0.0, 1.0]], RewardScale.BATCH)[0]
+    assert 0 < with_dropped.values[1] < alone.values[1]
+
+
+def test_no_groups_at_all():
+    assert group_advantages([], RewardScale.BATCH) == ()
+
+
+def test_a_running_baseline_compares_with_what_came_before():
+    baseline, seen = RunningBaseline(), []
+    for reward in (1.0, 0.0, 2.0, 2.0):
+        seen.append(baseline.advantage(reward))
+        baseline = baseline.including(reward)
+    assert seen == [None, -1.0, 1.5, 1.0]
+    assert baseline == RunningBaseline(4, 1.25)
+
+
+def test_a_running_baseline_survives_json_to_the_bit():
+    baseline = RunningBaseline()
+    for reward in np.random.default_rng(1).normal(0, 1, 99).tolist():
+        baseline = baseline.including(reward)
+    assert RunningBaseline.from_dict(json.loads(json.dumps(baseline.to_dict()))) == baseline

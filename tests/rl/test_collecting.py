@@ -1,0 +1,120 @@
+"""What of a request's events becomes trajectories, and what of a request that does not finish."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import aclosing
+
+import pytest
+from rl.fakes import FakeEngine
+
+from mlx_parallm.core import (
+    AdapterRef,
+    Collection,
+    Event,
+    FinishReason,
+    GenerationRequest,
+    RequestFailed,
+    RequestFinished,
+    SamplingParams,
+    SequenceOutput,
+    StopParams,
+    Trajectory,
+)
+from mlx_parallm.errors import EngineError, StepFailedError
+from mlx_parallm.rl.collecting import CollectingEngine
+
+REF = AdapterRef("math", 3)
+FINISHED = RequestFinished(4, 4, 0.0, 0.0, 0.0, 1.0)
+
+
+class Seen:
+    def __init__(self) -> None:
+        self.groups: list[list[Trajectory]] = []
+        self.lost_ones: list[tuple[AdapterRef, int]] = []
+
+    def collected(self, group: Sequence[Trajectory]) -> None:
+        self.groups.append(list(group))
+
+    def lost(self, adapter: AdapterRef, trajectories: int) -> None:
+        self.lost_ones.append((adapter, trajectories))
+
+
+def request(prompts: tuple[tuple[int, ...], ...] = ((1, 2),), n: int = 2, **fields: object) -> GenerationRequest:
+    values = {"adapter": REF, "collection": Collection("exact", {"answer": "4"}), **fields}
+    return GenerationRequest("cmpl-7", prompts, SamplingParams(temperature=0.7), StopParams(8), n=n, **values)
+
+
+def out(index: int, tokens: tuple[int, ...], text: str, end: FinishReason | None = None) -> SequenceOutput:
+    return SequenceOutput(index, tokens, text, finish_reason=end, sampling_logprobs=tuple(-0.1 * t for t in tokens))
+
+
+async def run(events: Sequence[Event], asked: GenerationRequest) -> tuple[list[Event], Seen]:
+    seen = Seen()
+    return [event async for event in CollectingEngine(FakeEngine(events), seen).generate(asked)], seen
+
+
+async def test_each_prompt_becomes_a_group_of_exactly_what_was_drawn() -> None:
+    events = [
+        out(1, (8,), "b"),
+        out(0, (5,), "a"),
+        out(2, (9,), "", FinishReason.STOP),
+        out(0, (6,), "", None),
+        out(3, (7,), "d", FinishReason.LENGTH),
+        out(0, (2,), "", FinishReason.STOP),  # the end-of-sequence token is kept; the text leaves it out
+        out(1, (8,), "!", FinishReason.LENGTH),
+        FINISHED,
+    ]
+    got, seen = await run(events, request(((1, 2), (3,))))
+    assert got[:-1] == events[:-1]
+    ids = tuple(f"traj-cmpl-7-{index}" for index in range(4))
+    assert got[-1] == RequestFinished(4, 4, 0.0, 0.0, 0.0, 1.0, trajectory_ids=ids)
+    assert [[t.trajectory_id for t in group] for group in seen.groups] == [list(ids[:2]), list(ids[2:])]
+    first, second, third, _ = (t for group in seen.groups for t in group)
+    assert first.completion_ids == (5, 6, 2)
+    assert first.sampling_logprobs == (-0.5, pytest.approx(-0.6), -0.2)
+    assert (first.text, first.finish_reason) == ("a", FinishReason.STOP)
+    assert (second.text, second.finish_reason) == ("b!", FinishReason.LENGTH)
+    assert (first.prompt_ids, third.prompt_ids) == ((1, 2), (3,))
+    assert first.group_id == second.group_id != third.group_id
+    assert (first.adapter, first.temperature, first.group_size) == (REF, 0.7, 2)
+    assert first.collection == Collection("exact", {"answer": "4"})
+    assert seen.lost_ones == []
+
+
+@pytest.mark.parametrize("asked", [request(collection=None), GenerationRequest(
+    "cmpl-8", ((1,),), SamplingParams(), StopParams(0), collection=Collection())])  # fmt: skip
+async def test_what_is_not_marked_or_draws_nothing_is_not_collected(asked: GenerationRequest) -> None:
+    events = [out(0, (), "", FinishReason.LENGTH), FINISHED]
+    got, seen = await run(events, asked)
+    assert got == events
+    assert (seen.groups, seen.lost_ones) == ([], [])
+
+
+async def test_a_request_that_fails_leaves_nothing_but_a_count() -> None:
+    failed = RequestFailed(StepFailedError("a fault"))
+    got, seen = await run([out(0, (5,), "a", FinishReason.LENGTH), failed], request(((1,), (2,))))
+    assert got[-1] is failed
+    assert (seen.groups, seen.lost_ones) == ([], [(REF, 4)])
+
+
+async def test_a_request_that_is_aborted_leaves_nothing_and_is_aborted_in_the_engine() -> None:
+    seen, engine = Seen(), FakeEngine([out(0, (5,), "a"), out(0, (6,), "b"), FINISHED])
+    async with aclosing(CollectingEngine(engine, seen).generate(request(n=1))) as events:
+        assert await anext(events) == engine.events[0]
+    assert engine.closed == 1
+    assert (seen.groups, seen.lost_ones) == ([], [(REF, 1)])
+
+
+async def test_a_client_that_leaves_after_the_last_event_loses_nothing() -> None:
+    seen, engine = Seen(), FakeEngine([out(0, (5,), "a", FinishReason.STOP), FINISHED])
+    async with aclosing(CollectingEngine(engine, seen).generate(request(n=1))) as events:
+        await anext(events)
+        assert isinstance(await anext(events), RequestFinished)
+    assert len(seen.groups) == 1
+    assert seen.lost_ones == []
+
+
+async def test_tokens_without_logprobs_are_never_handed_over() -> None:
+    with pytest.raises(EngineError, match="logprobs"):
+        await run([SequenceOutput(0, (5,), "a", finish_reason=FinishReason.STOP), FINISHED], request(n=1))

@@ -1,0 +1,107 @@
+"""Environments by name: endless tasks that depend on the seed alone."""
+
+from __future__ import annotations
+
+import json
+import sys
+from itertools import islice
+
+import pytest
+from rl.user_package import install
+
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.rl.environments import GROUP, environment
+from mlx_parallm.rl.scoring import Sample
+from mlx_parallm.rl.scoring.registry import load
+
+NAME = "reasoning_gym:chain_sum"
+
+
+def questions(name, seed, count):
+    return [task.messages[0]["content"] for task in islice(environment(name).tasks(seed), count)]
+
+
+def test_a_task_of_reasoning_gym_poses_questions_and_says_how_they_are_scored():
+    for task in islice(environment(NAME).tasks(0), 3):
+        (message,) = task.messages
+        entry = task.collection.metadata["entry"]
+        assert message == {"role": "user", "content": entry["question"]}
+        assert task.collection.scorer == NAME
+        scorer = load(NAME)
+        assert scorer(Sample(entry["answer"], 9, 3, "stop", task.collection.metadata)) == 1
+        assert scorer(Sample("no idea", 9, 3, "stop", task.collection.metadata)) < 0.5
+        assert json.loads(json.dumps(entry)) == entry
+
+
+def test_equal_seeds_give_equal_tasks_and_others_share_none():
+    assert questions(NAME, 5, 60) == questions(NAME, 5, 60)
+    seen = [set(questions(NAME, seed, 60)) for seed in range(4)]
+    assert len(set.union(*seen)) == sum(map(len, seen))
+
+
+def test_tasks_do_not_end():
+    """One data set of it has fewer questions than are asked for here."""
+    assert len(set(questions("reasoning_gym:simple_geometry", 0, 230))) > 150
+
+
+def test_what_a_generator_fails_to_make_is_left_out():
+    """survo's raises for some of its draws."""
+    assert len(questions("reasoning_gym:survo", 0, 120)) == 120
+
+
+SOURCE = """
+from mlx_parallm.core import Collection
+from mlx_parallm.rl.environments import Task
+
+class Capitals:
+    def tasks(self, seed):
+        while True:
+            yield Task(({"role": "user", "content": f"Capital {seed}?"},), Collection("exact", {"answer": "Paris"}))
+
+capitals = Capitals()
+nothing = 3
+class Fails:
+    def __init__(self):
+        raise RuntimeError("no data")
+"""
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    install(
+        tmp_path, "user_env", SOURCE, GROUP, "capitals", "capitals-class=Capitals", "nothing", "fails=Fails", "gone"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("user_env", None)
+
+
+@pytest.mark.parametrize("name", ["capitals", "capitals-class"])
+def test_a_users_package_adds_environments(package, name):
+    task = next(environment(name).tasks(7))
+    assert task.messages[0]["content"] == "Capital 7?"
+    assert task.collection.metadata["answer"] == "Paris"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nothing", "has no method tasks"),
+        ("fails", "cannot be loaded: no data"),
+        ("gone", "cannot be loaded"),
+        ("capitols", "did you mean capitals"),
+        ("reasoning_gym:chain_sun", "did you mean reasoning_gym:chain_sum"),
+        ("reasoning_gym:", "unknown"),
+        ("zzzzzz", "there are capitals, .*reasoning_gym:<task>"),
+    ],
+)
+def test_names_that_give_no_environment_are_refused(package, name, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        environment(name)
+    assert str(caught.value).startswith("environment: ")
+
+
+def test_without_reasoning_gym_the_error_says_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(ConfigError, match="uv sync --extra reasoning-gym"):
+        environment(NAME)

@@ -1,0 +1,338 @@
+"""Every objective against a reference in float64, finite differences, and arithmetic by hand."""
+
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from rl.loss_reference import (
+    Padding,
+    Row,
+    computed,
+    finite_differences,
+    mixed_rows,
+    reference_gradient,
+    reference_loss,
+    row,
+    samples,
+    token_batch,
+)
+
+from mlx_parallm.rl.advantages import group_advantages
+from mlx_parallm.rl.losses import ALGORITHMS, defaults, k3, loss, means
+from mlx_parallm.rl.reductions import UpdateTotals
+from mlx_parallm.rl.settings import Algorithm, LossSettings, RewardScale
+
+POLICY = [each for each in Algorithm if each is not Algorithm.CROSS_ENTROPY]
+ZONES = {"below": (-1.2, -0.6), "inside": (-0.15, 0.15), "above": (0.6, 1.2)}
+SETTINGS = LossSettings(clip_low=0.2, clip_high=0.28, kl_coef=0.07, entropy_coef=0.03, max_length=16)
+PLAIN = Padding()
+FLOAT32 = 1e-6
+"""Eight roundings of 2^-24 and a little: inputs are exact in float32, each token takes an exp and a few products.
+Where terms of both signs cancel, it is of the largest of them."""
+
+
+def close(ours, expected):
+    scale = max(np.abs(np.concatenate([np.atleast_1d(x) for x in expected])).max(), 1e-3)
+    for got, want in zip(ours, expected, strict=True):
+        np.testing.assert_allclose(got, want, rtol=FLOAT32, atol=FLOAT32 * scale)
+
+
+def single(ratios, advantage, *, logp=None, mu_factor=1.0, group=0):
+    """A row whose policy ratios, and π_old / μ, are these."""
+    logp = np.full(len(ratios), -1.0) if logp is None else np.array(logp)
+    old = logp - np.log(ratios)
+    return Row(logp, old, old - np.log(mu_factor), logp, np.ones(len(ratios)), advantage, group)
+
+
+def stats(rows, settings, padding=PLAIN):
+    whole = UpdateTotals.of(samples(rows))
+    return means([loss(token_batch(rows, padding), whole.for_rows(samples(rows)), settings)[1]])
+
+
+@pytest.mark.parametrize("zone", ZONES)
+@pytest.mark.parametrize("advantage", [0.8, -1.3])
+@pytest.mark.parametrize("algorithm", Algorithm)
+def test_loss_and_gradient_equal_the_reference_and_finite_differences(algorithm, advantage, zone):
+    rng = np.random.default_rng(len(zone))
+    rows = [row(rng, n, ZONES[zone], advantage, group) for n, group in ((4, 0), (1, 0), (6, 1))]
+    settings = replace(SETTINGS, algorithm=algorithm)
+    value, gradient = computed(rows, settings)
+    expected = reference_gradient(rows, settings)
+    close([value], [reference_loss(rows, settings)])
+    close(gradient, expected)
+    for analytic, measured in zip(expected, finite_differences(rows, settings), strict=True):
+        np.testing.assert_allclose(analytic, measured, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("algorithm", Algorithm)
+def test_mixed_lengths_signs_and_groups_equal_the_reference_with_its_own_clip_range(algorithm):
+    own = defaults(algorithm)
+    settings = replace(SETTINGS, algorithm=algorithm, clip_low=own.clip_low, clip_high=own.clip_high)
+    rows = mixed_rows()
+    value, gradient = computed(rows, settings)
+    close([value], [reference_loss(rows, settings)])
+    close(gradient, reference_gradient(rows, settings))
+
+
+@pytest.mark.parametrize("algorithm", Algorithm)
+def test_entropy_is_rewarded_with_the_weight_of_its_token(algorithm):
+    rows = mixed_rows()
+    settings = replace(SETTINGS, algorithm=algorithm)
+    batch = token_batch(rows)
+    whole = UpdateTotals.of(samples(rows)).for_rows(samples(rows))
+    slopes = np.array(mx.grad(lambda h: loss(replace(batch, entropy=h), whole, settings)[0])(batch.entropy))
+    for i, each in enumerate(rows):
+        raised = replace(each, entropy=each.entropy + 1.0)
+        change = reference_loss([*rows[:i], raised, *rows[i + 1 :]], settings) - reference_loss(rows, settings)
+        np.testing.assert_allclose(slopes[i].sum(), change, rtol=1e-5)
+
+
+def test_clipping_by_hand():
+    settings = LossSettings(clip_low=0.2, clip_high=0.2)
+    # A = 1: min(1.5, 1.2) = 1.2 and min(0.5, 0.8) = 0.5; half of each, two tokens; the first is held
+    value, (slopes,) = computed([single([1.5, 0.5], 1.0)], settings)
+    assert value == pytest.approx(-0.85, rel=1e-6)
+    np.testing.assert_allclose(slopes, [0.0, -0.25], rtol=1e-6)
+    # A = -1, the pessimistic bound: min(-1.5, -1.2) = -1.5 and min(-0.5, -0.8) = -0.8; the second is held
+    value, (slopes,) = computed([single([1.5, 0.5], -1.0)], settings)
+    assert value == pytest.approx(1.15, rel=1e-6)
+    np.testing.assert_allclose(slopes, [0.75, 0.0], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "groups", "expected"),
+    [
+        (Algorithm.GRPO, (0, 0), 0.0),  # (-1/1 + 3/3) / 2
+        (Algorithm.BNPO, (0, 0), 0.5),  # (-1 + 3) / (1 + 3), one group
+        (Algorithm.BNPO, (0, 1), 0.0),  # (-1/1 + 3/3) / 2, two groups
+        (Algorithm.DAPO, (0, 1), 0.5),  # (-1 + 3) / 4
+        (Algorithm.DR_GRPO, (0, 0), 0.1),  # (-1 + 3) / (2 · 10)
+        (Algorithm.GSPO, (0, 0), 0.0),
+        (Algorithm.CISPO, (0, 0), 0.5),  # logp = -1: (1 - 3) / 4 with the sign of -A logp
+    ],
+)
+def test_reductions_by_hand(algorithm, groups, expected):
+    rows = [single([1.0], 1.0, group=groups[0]), single([1.0, 1.0, 1.0], -1.0, group=groups[1])]
+    value, _ = computed(rows, LossSettings(algorithm, max_length=10))
+    assert value == pytest.approx(-expected if algorithm is Algorithm.CISPO else expected, abs=1e-7)
+
+
+def test_gspo_by_hand():
+    # ratios 4 and 1: the sequence's is √4 = 2; each token gets half of -2 A
+    value, (slopes,) = computed([single([4.0, 1.0], 0.5)], LossSettings(Algorithm.GSPO, clip_high=3.0))
+    assert value == pytest.approx(-1.0, rel=1e-6)
+    np.testing.assert_allclose(slopes, [-0.5, -0.5], rtol=1e-6)
+
+
+def test_cispo_keeps_the_gradient_of_a_token_beyond_its_cap():
+    # min(6, 1 + 4) · 2 · log π = 10 · -0.5, and its slope 10
+    settings = LossSettings(Algorithm.CISPO, clip_high=4.0)
+    value, (slopes,) = computed([single([6.0], 2.0, logp=[-0.5])], settings)
+    assert (value, slopes[0]) == (pytest.approx(5.0, rel=1e-6), pytest.approx(-10.0, rel=1e-6))
+
+
+@pytest.mark.parametrize("algorithm", POLICY)
+@pytest.mark.parametrize(("factor", "weight"), [(0.25, 0.25), (1.5, 1.5), (2.0, 2.0), (7.0, 2.0), (1e12, 2.0)])
+def test_the_mismatch_weight_is_truncated_at_its_cap(algorithm, factor, weight):
+    settings = LossSettings(algorithm, mismatch_cap=2.0)
+    plain, (slopes,) = computed([single([1.0, 1.1], 1.0)], settings)
+    value, (weighed,) = computed([single([1.0, 1.1], 1.0, mu_factor=factor)], settings)
+    assert value == pytest.approx(weight * plain, rel=1e-5)
+    np.testing.assert_allclose(weighed, weight * slopes, rtol=1e-5)
+
+
+@pytest.mark.parametrize("algorithm", POLICY)
+def test_where_sampler_and_trainer_agree_the_correction_is_exactly_one(algorithm):
+    rows = [replace(each, mu=each.old) for each in mixed_rows()]
+    low, high = (computed(rows, replace(SETTINGS, algorithm=algorithm, mismatch_cap=cap)) for cap in (1.0, 1e6))
+    assert low[0] == high[0]
+    assert all((a == b).all() for a, b in zip(low[1], high[1], strict=True))
+
+
+def test_cross_entropy_ignores_advantages_and_the_sampler():
+    settings = LossSettings(Algorithm.CROSS_ENTROPY)
+    rows = [single([1.0], 0.0, logp=[-2.0]), single([1.0, 1.0, 1.0], -5.0, logp=[-1.0, -4.0, -1.0], mu_factor=9.0)]
+    value, slopes = computed(rows, settings)
+    assert value == pytest.approx(2.0, rel=1e-6)
+    assert np.concatenate(slopes).tolist() == [-0.25] * 4
+
+
+@pytest.mark.parametrize("algorithm", Algorithm)
+@pytest.mark.parametrize("split", [[1] * 7, [2, 2, 2, 1], [5, 2], [3, 4]])
+def test_micro_batches_add_up_to_the_whole_however_it_is_split(algorithm, split):
+    rows, settings = mixed_rows(), replace(SETTINGS, algorithm=algorithm)
+    value, gradient = computed(rows, settings)
+    ends = np.cumsum(split)
+    parts = [computed(rows[end - n : end], settings, rows) for n, end in zip(split, ends, strict=True)]
+    close([sum(part[0] for part in parts)], [value])
+    close([line for part in parts for line in part[1]], gradient)
+
+
+@pytest.mark.parametrize("algorithm", Algorithm)
+@pytest.mark.parametrize("fill", [0.0, 3.0, float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize(("extra", "left"), [(0, True), (1, False), (20, True)])
+def test_what_lies_on_padding_how_much_and_on_which_side_changes_nothing(algorithm, fill, extra, left):
+    rows, settings = mixed_rows(), replace(SETTINGS, algorithm=algorithm)
+    value, gradient = computed(rows, settings, padding=Padding(fill=0.0))
+    padding = Padding(extra, left, fill)
+    other, slopes = computed(rows, settings, padding=padding)
+    close([other], [value])
+    close(slopes, gradient)
+    measured, plain = stats(rows, settings, padding), stats(rows, settings, Padding(fill=0.0))
+    assert measured == pytest.approx(plain, rel=1e-6)
+
+
+@pytest.mark.parametrize("algorithm", Algorithm)
+def test_a_row_without_trained_tokens_changes_nothing(algorithm):
+    rows, settings = mixed_rows()[:2], replace(SETTINGS, algorithm=algorithm)
+    nothing = np.zeros(0)
+    empty = Row(nothing, nothing, nothing, nothing, nothing, float("nan"), 0)
+    value, gradient = computed(rows, settings)
+    other, slopes = computed([*rows, empty], settings, whole=rows)
+    close([other], [value])
+    close(slopes[:2], gradient)
+
+
+@pytest.mark.parametrize("algorithm", Algorithm)
+def test_the_order_of_rows_changes_nothing(algorithm):
+    rows, settings = mixed_rows(), replace(SETTINGS, algorithm=algorithm)
+    value, gradient = computed(rows, settings)
+    order = [3, 6, 0, 2, 5, 1, 4]
+    other, slopes = computed([rows[i] for i in order], settings)
+    close([other], [value])
+    close(slopes, [gradient[i] for i in order])
+
+
+@pytest.mark.parametrize("algorithm", Algorithm)
+def test_before_the_first_step_ratio_is_one_and_nothing_is_clipped_or_diverges(algorithm):
+    rows = [replace(r, old=r.logp, mu=r.logp, ref=r.logp) for r in mixed_rows()]
+    own = defaults(algorithm)
+    settings = replace(SETTINGS, algorithm=algorithm, clip_low=own.clip_low, clip_high=own.clip_high)
+    measured = stats(rows, settings)
+    assert measured.pop("entropy") == pytest.approx(np.mean(np.concatenate([r.entropy for r in rows])), rel=1e-6)
+    assert measured == {"ratio_mean": 1.0, "clip_fraction": 0.0, "mismatch_kl": 0.0, "kl": 0.0}
+
+
+@pytest.mark.parametrize("algorithm", Algorithm)
+@pytest.mark.parametrize("other", ["old_logp", "sampling_logp", "ref_logp"])
+def test_the_other_policies_have_no_gradient_even_where_they_are_made_of_the_trained_one(algorithm, other):
+    batch, whole = token_batch(mixed_rows()), UpdateTotals.of(samples(mixed_rows())).for_rows(samples(mixed_rows()))
+    settings = replace(SETTINGS, algorithm=algorithm)
+    still = mx.grad(lambda x: loss(replace(batch, logp=x, **{other: batch.logp}), whole, settings)[0])
+    moving = mx.grad(lambda x: loss(replace(batch, logp=x, **{other: x}), whole, settings)[0])
+    assert mx.array_equal(still(batch.logp), moving(batch.logp))
+
+
+@pytest.mark.parametrize("algorithm", POLICY)
+def test_figures_equal_the_reference(algorithm):
+    rows = mixed_rows()
+    settings = replace(SETTINGS, algorithm=algorithm)
+    log_ratios = [r.logp - r.old for r in rows]
+    if algorithm is Algorithm.GSPO:
+        log_ratios = [np.full(x.size, x.mean()) for x in log_ratios]
+    ratio = np.exp(np.concatenate(log_ratios))
+    sign = np.concatenate([np.full(r.logp.size, r.advantage) for r in rows])
+    clipped = np.where(sign > 0, ratio > 1.28, ratio < 0.8) if algorithm is not Algorithm.CISPO else ratio > 1.28
+    mismatch = np.concatenate([r.old - r.mu for r in rows])
+    delta = np.concatenate([r.ref - r.logp for r in rows])
+    expected = {
+        "ratio_mean": ratio.mean(),
+        "clip_fraction": clipped.mean(),
+        "mismatch_kl": (np.exp(mismatch) - mismatch - 1).mean(),
+        "kl": (np.exp(delta) - delta - 1).mean(),
+        "entropy": np.concatenate([r.entropy for r in rows]).mean(),
+    }
+    assert 0 < expected["clip_fraction"] < 1
+    assert stats(rows, settings) == pytest.approx(expected, rel=1e-5)
+
+
+def test_figures_of_micro_batches_are_means_over_all_tokens():
+    rows = mixed_rows()
+    whole = UpdateTotals.of(samples(rows))
+    parts = [
+        loss(token_batch(part), whole.for_rows(samples(part)), SETTINGS)[1] for part in (rows[:1], rows[1:5], rows[5:])
+    ]
+    assert means(parts) == pytest.approx(stats(rows, SETTINGS), rel=1e-6)
+
+
+def test_figures_that_cannot_be_known_are_absent():
+    batch = replace(token_batch(mixed_rows()), ref_logp=None, entropy=None)
+    whole = UpdateTotals.of(samples(mixed_rows())).for_rows(samples(mixed_rows()))
+    assert set(means([loss(batch, whole, LossSettings())[1]])) == {"ratio_mean", "clip_fraction", "mismatch_kl"}
+
+
+@pytest.mark.parametrize("missing", ["ref_logp", "entropy"])
+def test_a_coefficient_without_what_it_weighs_is_refused(missing):
+    batch = replace(token_batch(mixed_rows()), **{missing: None})
+    whole = UpdateTotals.of(samples(mixed_rows())).for_rows(samples(mixed_rows()))
+    with pytest.raises(ValueError, match="kl_coef" if missing == "ref_logp" else "entropy_coef"):
+        loss(batch, whole, SETTINGS)
+
+
+@pytest.mark.parametrize("algorithm", POLICY)
+@pytest.mark.parametrize("scale", RewardScale)
+def test_groups_that_teach_nothing_give_zero_gradient_even_if_trained_on(algorithm, scale):
+    rows = mixed_rows()
+    groups = [[0.3, 0.3], [1.0, 1.0 + 1e-12, 1.0], [5.0], [2.0]]
+    advantages = [value for group in group_advantages(groups, scale) for value in group.values]
+    rows = [replace(r, advantage=a) for r, a in zip(rows, advantages, strict=True)]
+    value, gradient = computed(rows, LossSettings(algorithm))
+    assert value == 0.0
+    assert not np.concatenate(gradient).any()
+
+
+@pytest.mark.parametrize("algorithm", POLICY)
+@pytest.mark.parametrize("log_ratio", [-300.0, 300.0])
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_ratios_beyond_float32_leave_loss_and_gradient_finite(algorithm, log_ratio, advantage):
+    logp = np.array([-400.0, -1.0])
+    other = logp - np.array([log_ratio, 0])
+    far = Row(logp, other, logp, 2 * logp - other, logp * 0, advantage, 0)
+    value, gradient = computed([far], replace(SETTINGS, algorithm=algorithm))
+    assert np.isfinite(value)
+    assert np.isfinite(gradient[0]).all()
+
+
+@pytest.mark.parametrize("algorithm", Algorithm)
+def test_a_trained_token_that_is_not_a_number_is_not_hidden(algorithm):
+    rows = mixed_rows()
+    broken = replace(rows[2], logp=np.where(np.arange(9) == 4, np.nan, rows[2].logp))
+    value, _ = computed([*rows[:2], broken, *rows[3:]], LossSettings(algorithm))
+    assert np.isnan(value)
+
+
+def test_k3_is_never_negative_and_zero_where_the_two_agree():
+    rng = np.random.default_rng(3)
+    logp = rng.uniform(-10, 0, 40_000).astype(np.float32)
+    for size in 10.0 ** np.arange(-8, 2):
+        values = np.array(k3(mx.array(logp), mx.array(logp + rng.normal(0, size, logp.size).astype(np.float32))))
+        assert values.min() >= 0
+        assert np.isfinite(values).all()
+    assert not np.array(k3(mx.array(logp), mx.array(logp))).any()
+
+
+def test_the_mean_of_k3_is_the_kl_divergence():
+    rng = np.random.default_rng(4)
+    p, reference = rng.dirichlet(np.ones(6)), rng.dirichlet(np.ones(6) * 3)
+    exact = float((p * np.log(p / reference)).sum())
+    every = np.array(k3(mx.array(np.log(p), mx.float32), mx.array(np.log(reference), mx.float32)))
+    assert (p * every).sum() == pytest.approx(exact, rel=1e-5)
+    drawn = every[rng.choice(6, 50_000, p=p)]
+    assert drawn.mean() == pytest.approx(exact, abs=4 * drawn.std() / np.sqrt(drawn.size))
+
+
+def test_every_algorithm_has_the_clip_range_and_scale_of_its_paper():
+    assert set(ALGORITHMS) == set(Algorithm)
+    figures = {each: (defaults(each).clip_low, defaults(each).clip_high) for each in POLICY}
+    symmetric = (0.2, 0.2)
+    assert figures == {
+        Algorithm.GRPO: symmetric,
+        Algorithm.BNPO: symmetric,
+        Algorithm.DAPO: (0.2, 0.28),
+        Algorithm.DR_GRPO: symmetric,
+        Algorithm.GSPO: (3e-4, 4e-4),
+        Algorithm.CISPO: (1.0, 4.0),
+    }
+    unscaled = {each for each in POLICY if defaults(each).scale_rewards is RewardScale.NONE}
+    assert unscaled == {Algorithm.DR_GRPO}

@@ -1,0 +1,392 @@
+"""The trainer against plain forwards and full-vocabulary gradients, on tiny float32 models."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from trainers import LORA, SETTINGS, learn, make_policy, make_trainer, plain_logprobs, samples, with_logprobs
+
+from mlx_parallm.errors import ConfigError, InvalidRequestError
+from mlx_parallm.model.trainable import TrainingContext
+from mlx_parallm.rl.packing import micro_batches, pack
+from mlx_parallm.rl.policy import Policy
+from mlx_parallm.rl.samples import Sample, UpdateBatch
+from mlx_parallm.rl.settings import Algorithm, OldLogprobs, OptimizerSettings, Schedule
+from mlx_parallm.rl.snapshot import PolicySnapshot
+
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3", "gemma3_text")
+
+
+def leaves(policy: Policy) -> dict[str, np.ndarray]:
+    return {name: np.array(leaf) for name, leaf in tree_flatten(policy.params)}
+
+
+def gradients(trainer, policy, drawn) -> dict[str, np.ndarray]:
+    """Of one update over `drawn`, before clipping."""
+    update = _Recorder(policy)
+    trainer.begin(update, UpdateBatch(tuple(drawn)), lambda outcome: None)
+    while trainer.waits():
+        trainer.advance()
+    return update.seen
+
+
+class _Recorder:
+    """A policy that keeps the gradients instead of applying them."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.params, self.scale, self.step, self.learning_rate = policy.params, policy.scale, 0, 0.0
+        self.seen: dict[str, np.ndarray] = {}
+
+    def keep(self):
+        return lambda: None
+
+    def apply(self, gradients) -> None:
+        self.seen = {name: np.array(leaf) for name, leaf in tree_flatten(gradients)}
+
+
+def unclipped(settings=SETTINGS, **fields):
+    return replace(settings, optimizer=replace(settings.optimizer, max_grad_norm=1e9), **fields)
+
+
+def assert_close(got: dict[str, np.ndarray], want: dict[str, np.ndarray], relative: float) -> None:
+    """Each tensor differs by at most `relative` of the largest gradient there is."""
+    assert got.keys() == want.keys()
+    largest = max(np.abs(leaf).max() for leaf in want.values())
+    assert largest > 0
+    for name, leaf in want.items():
+        np.testing.assert_allclose(got[name], leaf, rtol=0, atol=relative * largest, err_msg=name)
+
+
+# ---- logprobs ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_logprobs_are_those_of_the_served_model(family: str, checkpointed: bool) -> None:
+    """Trunk, padding, position picking, head and fused cross-entropy, against one plain forward a row."""
+    trainer, model = make_trainer(replace(SETTINGS, checkpoint_layers=checkpointed), family)
+    policy = make_policy(trainer, moved=0.05)
+    drawn = [replace(sample, temperature=0.7) for sample in samples()]
+    batch = pack(drawn)
+    logp, _ = trainer._scores(batch, policy.params, policy.scale)
+    got = batch.padded(logp)
+    for row, sample in enumerate(drawn):
+        want = plain_logprobs(trainer, model, policy.params, sample)
+        assert got[row, : len(want)].tolist() == pytest.approx(want, rel=3e-6, abs=1e-5)
+
+
+def test_the_reference_is_the_model_without_an_adapter() -> None:
+    trainer, model = make_trainer()
+    drawn = samples(3)
+    got = trainer._reference(pack(drawn))
+    for row, sample in enumerate(drawn):
+        want = plain_logprobs(trainer, model, None, sample)
+        assert got[row, : len(want)].tolist() == pytest.approx(want, rel=3e-6, abs=1e-5)
+
+
+def test_serving_is_untouched_by_a_trainer() -> None:
+    """The served model has its own layers, and no adapter, before and after an update."""
+    trainer, model = make_trainer()
+    layers = [id(layer) for layer in model.model.layers]
+    before = np.array(model(mx.array([[1, 2, 3]])))
+    learn(trainer, make_policy(trainer, moved=0.1), samples())
+    assert [id(layer) for layer in model.model.layers] == layers
+    assert np.array_equal(np.array(model(mx.array([[1, 2, 3]]))), before)
+
+
+# ---- gradients -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_gradients_equal_those_of_a_full_log_softmax(family: str, checkpointed: bool) -> None:
+    """−Σ A logπ / ΣT of plain forwards, differentiated by MLX itself through every logit."""
+    settings = unclipped(checkpoint_layers=checkpointed)
+    settings = replace(settings, loss=replace(settings.loss, algorithm=Algorithm.CROSS_ENTROPY))
+    trainer, model = make_trainer(settings, family)
+    policy = make_policy(trainer, moved=0.05)
+    drawn = samples(4)
+    total = sum(len(sample.completion_ids) for sample in drawn)
+
+    def plain(params):
+        value = mx.array(0.0)
+        for sample in drawn:
+            with trainer.model.bank.using(TrainingContext(params, policy.scale)):
+                logits = model(mx.array([[*sample.prompt_ids, *sample.completion_ids]]))[0]
+            logprobs = logits - mx.logsumexp(logits, -1, keepdims=True)
+            first = len(sample.prompt_ids) - 1
+            at = mx.arange(first, first + len(sample.completion_ids))
+            value = value - logprobs[at, mx.array(sample.completion_ids)].sum() / total
+        return value
+
+    want = {name: np.array(leaf) for name, leaf in tree_flatten(mx.grad(plain)(policy.params))}
+    assert_close(gradients(trainer, policy, drawn), want, 1e-5)
+
+
+def test_entropy_gradients_equal_finite_differences() -> None:
+    """Of the fused entropy term, along the gradient itself."""
+    settings = unclipped()
+    settings = replace(settings, loss=replace(settings.loss, entropy_coef=1.0, algorithm=Algorithm.DAPO))
+    trainer, _ = make_trainer(settings)
+    policy = make_policy(trainer, moved=0.3)
+    drawn = [replace(sample, advantage=0.0) for sample in samples(3)]
+    slope = gradients(trainer, policy, drawn)
+    norm = np.sqrt(sum((leaf**2).sum() for leaf in slope.values()))
+
+    def entropy(step: float) -> float:
+        params = {
+            path: {key: pair[key] + step * mx.array(slope[f"{path}.{key}"]) / norm for key in pair}
+            for path, pair in policy.params.items()
+        }
+        batch = pack(drawn)
+        _, entropies = trainer._scores(batch, params, policy.scale)
+        return float(entropies.mean().item())
+
+    measured = -(entropy(0.002) - entropy(-0.002)) / 0.004
+    assert measured == pytest.approx(norm, rel=2e-2)
+
+
+def test_only_completion_tokens_are_trained_and_the_last_one_is() -> None:
+    """The gradient of an update changes with each completion token, the last included, and padding plays no part."""
+    trainer, _ = make_trainer(unclipped())
+    policy = make_policy(trainer, moved=0.05)
+    (sample,) = with_last(samples(1), 7)
+    (other,) = with_last([sample], 8)
+    assert not np.allclose(
+        next(iter(gradients(trainer, policy, [sample]).values())),
+        next(iter(gradients(trainer, policy, [other]).values())),
+    )
+    batch = pack([sample])
+    assert batch.targets.tolist() == list(sample.completion_ids)
+    assert batch.positions.tolist() == list(range(len(sample.prompt_ids) - 1, sample.tokens - 1))
+
+
+def with_last(drawn: list[Sample], token: int) -> list[Sample]:
+    return [replace(sample, completion_ids=(*sample.completion_ids[:-1], token)) for sample in drawn]
+
+
+@pytest.mark.parametrize("algorithm", list(Algorithm))
+def test_gradients_do_not_depend_on_how_the_update_is_split(algorithm: Algorithm) -> None:
+    settings = unclipped()
+    settings = replace(settings, loss=replace(settings.loss, algorithm=algorithm, clip_low=0.5, clip_high=0.5))
+    whole, model = make_trainer(replace(settings, micro_batch_tokens=10_000))
+    policy = make_policy(whole, moved=0.05)
+    drawn = with_logprobs(whole, model, policy, samples(7, groups=3))
+    want = gradients(whole, policy, drawn)
+    for most in (1, 30):
+        split, _ = make_trainer(replace(settings, micro_batch_tokens=most))
+        assert len(list(micro_batches(drawn, most))) > 1
+        assert_close(gradients(split, policy, drawn), want, 1e-5)
+    assert_close(gradients(whole, policy, drawn[::-1]), want, 1e-5)
+
+
+def test_micro_batches_hold_every_sample_once_and_keep_to_the_limit() -> None:
+    drawn = samples(20)
+    parts = list(micro_batches(drawn, 40))
+    assert sorted(map(id, (s for part in parts for s in part))) == sorted(map(id, drawn))
+    for part in parts:
+        assert len(part) == 1 or max(s.tokens for s in part) * len(part) <= 40
+    assert [len(part) for part in micro_batches(drawn, 1)] == [1] * 20
+    assert list(micro_batches(drawn[::-1], 40)) == parts
+
+
+# ---- an update -----------------------------------------------------------------------------------
+
+
+def test_at_the_first_step_the_ratio_is_one_and_nothing_is_clipped_and_kl_is_zero() -> None:
+    trainer, model = make_trainer()
+    policy = make_policy(trainer)
+    metrics = learn(trainer, policy, with_logprobs(trainer, model, policy, samples())).metrics
+    assert metrics["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["clip_fraction"] == 0.0
+    assert metrics["kl"] == pytest.approx(0.0, abs=1e-9)
+    assert metrics["mismatch_kl"] == pytest.approx(0.0, abs=1e-9)
+    assert metrics["entropy"] > 0
+
+
+def test_after_an_update_the_stored_logprobs_no_longer_match_and_with_the_old_version_they_do() -> None:
+    trainer, model = make_trainer()
+    policy = make_policy(trainer, moved=0.05)
+    drawn = with_logprobs(trainer, model, policy, samples())
+    old = policy.params
+    learn(trainer, policy, drawn)
+    for sample in drawn:
+        assert plain_logprobs(trainer, model, old, sample) == pytest.approx(list(sample.sampling_logprobs), abs=1e-6)
+        now = plain_logprobs(trainer, model, policy.params, sample)
+        assert now != pytest.approx(list(sample.sampling_logprobs), abs=1e-3)
+
+
+def test_an_update_makes_good_samples_likelier_and_bad_ones_less_likely() -> None:
+    trainer, model = make_trainer()
+    policy = make_policy(trainer)
+    drawn = with_logprobs(trainer, model, policy, samples())
+    for _ in range(5):
+        learn(trainer, policy, drawn)
+    for sample in drawn:
+        gain = sum(plain_logprobs(trainer, model, policy.params, sample)) - sum(sample.sampling_logprobs)
+        assert gain * sample.advantage > 0
+
+
+def test_every_factor_moves_by_the_second_update_and_the_base_never() -> None:
+    """b has a gradient at once; a only once b is no longer zero."""
+    trainer, model = make_trainer()
+    policy = make_policy(trainer)
+    base = {name: np.array(leaf) for name, leaf in tree_flatten(model.parameters())}
+    arrays = {name: id(leaf) for name, leaf in tree_flatten(model.parameters())}
+    start = leaves(policy)
+    drawn = with_logprobs(trainer, model, policy, samples())
+    learn(trainer, policy, drawn)
+    learn(trainer, policy, drawn)
+    assert all((leaf != start[name]).any() for name, leaf in leaves(policy).items())
+    after = dict(tree_flatten(model.parameters()))
+    assert {name: id(leaf) for name, leaf in after.items()} == arrays
+    assert all(np.array_equal(np.array(leaf), base[name]) for name, leaf in after.items())
+
+
+def test_only_the_targets_are_trained() -> None:
+    trainer, _ = make_trainer()
+    policy = make_policy(trainer)
+    assert {path.rpartition(".")[2] for path in policy.params} == set(LORA.targets)
+    assert all(pair["a"].dtype == pair["b"].dtype == mx.float32 for pair in policy.params.values())
+    assert policy.weights().rank == LORA.rank
+    assert policy.weights().alpha == LORA.alpha
+
+
+def test_a_half_precision_base_has_float32_masters_and_gradients() -> None:
+    trainer, model = make_trainer(unclipped())
+    model.set_dtype(mx.bfloat16)
+    policy = make_policy(trainer, moved=0.05)
+    outcome = learn(trainer, policy, samples())
+    assert not outcome.skipped
+    assert all(pair["a"].dtype == pair["b"].dtype == mx.float32 for pair in policy.params.values())
+    assert all(leaf.dtype == np.float32 for leaf in gradients(trainer, policy, samples()).values())
+
+
+def test_gradients_are_clipped_by_their_global_norm() -> None:
+    settings = replace(SETTINGS, optimizer=replace(SETTINGS.optimizer, max_grad_norm=1e-3))
+    trainer, _ = make_trainer(settings)
+    policy = make_policy(trainer, moved=0.05)
+    full = learn(trainer, policy, samples()).metrics["grad_norm"]
+    clipped = gradients(trainer, make_policy(trainer, moved=0.05), samples())
+    assert full > 1e-3
+    assert np.sqrt(sum((leaf**2).sum() for leaf in clipped.values())) == pytest.approx(1e-3, rel=1e-4)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_an_update_that_is_not_finite_is_skipped_and_leaves_no_trace(bad: float) -> None:
+    trainer, _ = make_trainer()
+    policy = make_policy(trainer, moved=0.05)
+    learn(trainer, policy, samples())
+    before, state = leaves(policy), policy.snapshot()
+    drawn = samples()
+    outcome = learn(trainer, policy, [replace(drawn[0], advantage=bad), *drawn[1:]])
+    assert outcome.skipped in ("loss_not_finite", "gradient_not_finite")
+    assert outcome.step == policy.step == state.step
+    assert all(np.array_equal(leaf, before[name]) for name, leaf in leaves(policy).items())
+    after = policy.snapshot()
+    assert all(np.array_equal(leaf, state.optimizer[name]) for name, leaf in after.optimizer.items())
+    assert not learn(trainer, policy, drawn).skipped
+
+
+def test_trainers_own_logprobs_as_old_ones_correct_for_the_sampler_up_to_the_cap() -> None:
+    """π_old is the trainer's: ratio 1; μ is e^-1 of it at each token: weight min(e, 2) = 2."""
+    loss = replace(SETTINGS.loss, old_logprobs=OldLogprobs.TRAINER)
+    trainer, model = make_trainer(unclipped(loss=loss))
+    policy = make_policy(trainer, moved=0.05)
+    exact = with_logprobs(trainer, model, policy, samples())
+    off = [replace(s, sampling_logprobs=tuple(p - 1.0 for p in s.sampling_logprobs)) for s in exact]
+    want = gradients(trainer, policy, exact)
+    assert_close(gradients(trainer, policy, off), {name: 2.0 * leaf for name, leaf in want.items()}, 1e-4)
+    assert learn(trainer, policy, off).metrics["ratio_mean"] == pytest.approx(1.0, abs=1e-6)
+
+
+def test_how_far_the_step_moved_is_measured_against_the_sampler() -> None:
+    trainer, model = make_trainer(replace(SETTINGS, measure_step_kl=True))
+    policy = make_policy(trainer)
+    drawn = with_logprobs(trainer, model, policy, samples())
+    moved = learn(trainer, policy, drawn).metrics["kl_step"]
+    deltas = [
+        now - then
+        for sample in drawn
+        for now, then in zip(
+            plain_logprobs(trainer, model, policy.params, sample), sample.sampling_logprobs, strict=True
+        )
+    ]
+    assert moved == pytest.approx(float(np.mean(np.expm1(deltas) - deltas)), rel=1e-3)
+    assert moved > 0
+
+
+def test_a_device_fault_costs_the_update_and_leaves_the_policy() -> None:
+    trainer, _ = make_trainer(replace(SETTINGS, micro_batch_tokens=1))
+    policy = make_policy(trainer, moved=0.05)
+    before = leaves(policy)
+    told: list[object] = []
+    trainer.begin(policy, UpdateBatch(tuple(samples())), told.append)
+    trainer.advance()
+    trainer.reset()
+    assert len(told) == 1
+    assert isinstance(told[0], Exception)
+    assert not trainer.waits()
+    assert all(np.array_equal(leaf, before[name]) for name, leaf in leaves(policy).items())
+
+
+# ---- saving and going on -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", list(Schedule))
+def test_a_restored_policy_makes_the_same_next_update_to_the_bit(tmp_path, schedule: Schedule) -> None:
+    optimizer = OptimizerSettings(learning_rate=1e-2, schedule=schedule, warmup_steps=2, decay_steps=8)
+    settings = replace(SETTINGS, optimizer=optimizer)
+    trainer, _ = make_trainer(settings)
+    policy = make_policy(trainer)
+    for seed in range(3):
+        learn(trainer, policy, samples(seed=seed))
+    saved = policy.snapshot()
+    saved.save(tmp_path)
+    learn(trainer, policy, samples(seed=9))
+    again = Policy(trainer.model.layout, LORA, optimizer, PolicySnapshot.load(tmp_path, saved.weights))
+    assert again.step == 3
+    learn(trainer, again, samples(seed=9)[::-1])
+    assert all(np.array_equal(leaf, leaves(policy)[name]) for name, leaf in leaves(again).items())
+    assert all(
+        np.array_equal(leaf, policy.snapshot().optimizer[name]) for name, leaf in again.snapshot().optimizer.items()
+    )
+
+
+def test_a_policy_of_another_rank_is_refused() -> None:
+    trainer, _ = make_trainer()
+    saved = make_policy(trainer).snapshot()
+    with pytest.raises(InvalidRequestError, match="rank is 4.*trains rank 2"):
+        Policy(trainer.model.layout, replace(LORA, rank=2, alpha=4.0), SETTINGS.optimizer, saved)
+
+
+def test_a_target_that_the_model_lacks_is_refused() -> None:
+    trainer, _ = make_trainer()
+    with pytest.raises(ConfigError, match="nothing_proj"):
+        Policy(trainer.model.layout, replace(LORA, targets=("nothing_proj",)), SETTINGS.optimizer)
+
+
+def test_a_bandit_is_learnt_and_with_shuffled_rewards_it_is_not() -> None:
+    """One prompt, one token to draw; token 7 pays. It comes to be drawn; with rewards dealt at random it does not."""
+    assert _probability_after(shuffled=False) > 0.9
+    assert _probability_after(shuffled=True) < 0.2
+
+
+def _probability_after(shuffled: bool) -> float:
+    trainer, model = make_trainer(replace(SETTINGS, optimizer=OptimizerSettings(learning_rate=3e-2)))
+    policy, random = make_policy(trainer), np.random.default_rng(0)
+    prompt = (1, 2, 3)
+    for _ in range(30):
+        # half of each group are drawn uniformly, so that the paying token is found at all
+        tokens = [7, 7, *(int(t) for t in random.integers(0, 250, 6))]
+        rewards = np.array([float(token == 7) for token in tokens])
+        if shuffled:
+            random.shuffle(rewards)
+        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+        drawn = [Sample(prompt, (t,), (), 1.0, float(a), 0) for t, a in zip(tokens, advantages, strict=True)]
+        learn(trainer, policy, with_logprobs(trainer, model, policy, drawn))
+    return float(np.exp(plain_logprobs(trainer, model, policy.params, Sample(prompt, (7,), (), 1.0, 0.0, 0))[0]))

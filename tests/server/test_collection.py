@@ -1,0 +1,263 @@
+"""Requests marked `collect_trajectory`: what the engine is told, what the client is told, what is refused."""
+
+import asyncio
+import json
+import threading
+
+import pytest
+
+from mlx_parallm.core import BASE_ADAPTER, AdapterRef, Collection, PromptScored
+from mlx_parallm.errors import ConflictError, InvalidRequestError, StepFailedError, TrainingDisabledError
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+BODIES = {COMPLETIONS: {"prompt": "x"}, CHAT: {"messages": [{"role": "user", "content": "x"}]}}
+MARKED = {"collect_trajectory": True, "scoring_function": "exact", "metadata": {"answer": "4"}}
+DONE = "data: [DONE]\n\n"
+
+
+async def post(client, path, **fields):
+    raw = json.dumps(BODIES[path] | fields)
+    return await client.post(path, content=raw, headers={"content-type": "application/json"})
+
+
+async def refused(client, fault, path, status=400, **fields):
+    response = await post(client, path, **fields)
+    assert response.status_code == status, response.text
+    return fault(response)
+
+
+async def transcript(client, path, **fields):
+    """The raw stream, with this run's id and time written as ID and 0."""
+    text = (await post(client, path, stream=True, **fields)).text
+    first = json.loads(text.split("\n\n")[0].removeprefix("data: "))
+    return text.replace(first["id"], "ID").replace(f'"created":{first["created"]}', '"created":0')
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_the_engine_is_told_and_the_answer_names_the_trajectories(client, engine, training, path):
+    metadata = {"answer": 4, "entry": {"steps": [1, 2.5, None, True], "é": "ü"}}
+    response = await post(client, path, n=2, collect_trajectory=True, scoring_function="exact", metadata=metadata)
+    collection = Collection("exact", metadata)
+    assert [request.collection for request in engine.requests] == [collection]
+    assert training.checked == [(collection, BASE_ADAPTER)]
+    assert response.json()["trajectory_ids"] == ["traj-0", "traj-1"]
+    assert "metadata" not in response.json()
+
+
+async def test_each_prompt_has_its_trajectories_in_order_of_choice(client):
+    response = await post(client, COMPLETIONS, prompt=["x", "y"], n=2, collect_trajectory=True)
+    assert response.json()["trajectory_ids"] == ["traj-0", "traj-1", "traj-2", "traj-3"]
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("fields", [{}, {"collect_trajectory": False}, {"collect_trajectory": None}, {"metadata": {}}])
+async def test_an_unmarked_request_is_not_collected(client, engine, training, path, fields):
+    response = await post(client, path, **fields)
+    assert engine.requests[0].collection is None
+    assert not training.checked
+    assert "trajectory_ids" not in response.json()
+
+
+async def test_probes_are_not_collected(client, engine, training):
+    for path in ("/health", "/ready", "/metrics", "/v1/models"):
+        assert (await client.get(path)).status_code == 200
+    assert not engine.requests
+    assert not training.checked
+
+
+async def test_the_version_that_draws_it_is_checked(client, adapters, training):
+    adapters.publish("policy")
+    adapters.publish("policy")
+    await post(client, COMPLETIONS, model="policy", **MARKED)
+    assert training.checked == [(Collection("exact", {"answer": "4"}), AdapterRef("policy", 2))]
+    assert adapters.leased == 0
+
+
+async def test_a_check_that_takes_its_time_holds_up_nobody(client, training):
+    """The first one may import a scorer's library."""
+    await post(client, COMPLETIONS, **MARKED)
+    assert training.check_threads != [threading.main_thread()]
+
+
+def text_chunk(index, content, reason="null", more="", tail=""):
+    choice = f'{{"index":{index},"text":"{content}","logprobs":null,"finish_reason":{reason}{more}}}'
+    head = '{"id":"ID","object":"text_completion","created":0,"model":"tiny/byte-model"'
+    return f'data: {head},"choices":[{choice}]{tail}}}\n\n'
+
+
+async def test_a_streams_last_chunk_with_a_finish_reason_names_them(client):
+    got = await transcript(client, COMPLETIONS, n=2, max_tokens=2, **MARKED)
+    assert got == (
+        text_chunk(0, "H")
+        + text_chunk(1, "H")
+        + text_chunk(0, "i", '"length"')
+        + text_chunk(1, "i", '"length"', tail=',"trajectory_ids":["traj-0","traj-1"]')
+        + DONE
+    )
+
+
+async def test_a_stream_with_usage_has_it_last(client):
+    got = await transcript(
+        client, COMPLETIONS, max_tokens=1, return_token_ids=True, stream_options={"include_usage": True}, **MARKED
+    )
+    usage = '{"prompt_tokens":1,"completion_tokens":1,"total_tokens":2,"prompt_tokens_details":{"cached_tokens":0}}'
+    head = 'data: {"id":"ID","object":"text_completion","created":0,"model":"tiny/byte-model"'
+    ids = ',"token_ids":[72],"prompt_token_ids":[120]'
+    assert got == (
+        text_chunk(0, "H", '"length"', ids, ',"usage":null,"trajectory_ids":["traj-0"]')
+        + f'{head},"choices":[],"usage":{usage}}}\n\n'
+        + DONE
+    )
+
+
+async def test_a_chat_stream_names_them(client, engine):
+    engine.text = "Hi"
+    got = await transcript(client, CHAT, **MARKED)
+    head = 'data: {"id":"ID","object":"chat.completion.chunk","created":0,"model":"tiny/byte-model"'
+    first = '{"index":0,"delta":{"role":"assistant","content":"H"},"logprobs":null,"finish_reason":null}'
+    last = '{"index":0,"delta":{"content":"i"},"logprobs":null,"finish_reason":"stop"}'
+    ids = '"trajectory_ids":["traj-0"]'
+    assert got == f'{head},"choices":[{first}]}}\n\n{head},"choices":[{last}],{ids}}}\n\n{DONE}'
+
+
+async def test_an_echo_whose_scores_come_late_is_named_once(client, engine):
+    """Here the choices' ends come out with the scores, after the engine's own end of them."""
+    forward = engine._events
+
+    def scores_late(request):
+        scored = [event for event in forward(request) if isinstance(event, PromptScored)]
+        others = [event for event in forward(request) if not isinstance(event, PromptScored)]
+        return [*others[:-1], *scored, others[-1]]
+
+    engine._events = scores_late
+    got = await transcript(client, COMPLETIONS, n=2, echo=True, logprobs=0, max_tokens=1, **MARKED)
+    chunks = [json.loads(line.removeprefix("data: ")) for line in got.split("\n\n")[:-2]]
+    assert [(c["choices"][0]["text"], c.get("trajectory_ids")) for c in chunks] == [
+        ("x", None), ("H", None), ("x", None), ("H", ["traj-0", "traj-1"])
+    ]  # fmt: skip
+
+
+async def test_a_stream_that_fails_names_none(client, engine):
+    engine.fail_before, engine.error = 2, StepFailedError("x")
+    got = await transcript(client, COMPLETIONS, max_tokens=2, **MARKED)
+    assert "trajectory_ids" not in got
+    assert '"code":"step_failed"' in got
+    assert got.endswith(DONE)
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("top_p", 0.99),
+        ("top_k", 1),
+        ("top_k", 300),
+        ("min_p", 0.1),
+        ("presence_penalty", 0.1),
+        ("frequency_penalty", -0.1),
+        ("repetition_penalty", 1.1),
+        ("logit_bias", {"1": 0}),
+        ("min_tokens", 1),
+        ("ignore_eos", True),
+        ("temperature", 0),
+        ("temperature", 0.009),
+    ],
+)
+async def test_options_that_bias_the_distribution_are_refused_by_name(client, engine, fault, path, name, value):
+    error = await refused(client, fault, path, **MARKED, **{name: value})
+    assert error["param"] == name
+    assert "the model's own distribution at its temperature" in error["message"]
+    assert not engine.requests
+    assert (await post(client, path, **{name: value})).status_code == 200
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_options_that_leave_it_alone_are_taken(client, engine, path):
+    fields = {"top_p": 1, "top_k": -1, "min_p": 0, "logit_bias": {}, "temperature": 0.01, "ignore_eos": False}
+    more = {"stop": ["\n"], "seed": 3, "priority": 2, "repetition_penalty": 1}
+    assert (await post(client, path, **MARKED, **fields, **more)).status_code == 200
+    assert engine.requests[0].sampling.temperature == 0.01
+
+
+async def test_nothing_drawn_is_nothing_to_collect(client, fault):
+    error = await refused(client, fault, COMPLETIONS, max_tokens=0, echo=True, **MARKED)
+    assert error["param"] == "max_tokens"
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("collect_trajectory", [1, "true", []]),
+        ("scoring_function", [1, "", "x" * 513, ["exact"]]),
+        ("metadata", [[], "x", 1, {"a": "x" * 2**16}, {"a": "é" * 2**15}, {"x" * 2**16: 1}]),
+    ],
+)
+async def test_values_out_of_bounds_name_their_field(client, engine, fault, path, name, values):
+    for value in values:
+        marked = {"collect_trajectory": True, "scoring_function": None} | {name: value}
+        assert (await refused(client, fault, path, **marked))["param"] == name, value
+    assert not engine.requests
+
+
+async def test_metadata_may_be_long_and_deep_up_to_a_bound(client, engine, fault):
+    def nested(levels):
+        return {"a": [] if levels == 2 else nested(levels - 1)}
+
+    longest = {"a": "x" * (2**16 - len('{"a": ""}'))}
+    for metadata in (longest, nested(32)):
+        assert (await post(client, COMPLETIONS, collect_trajectory=True, metadata=metadata)).status_code == 200
+        assert engine.requests[-1].collection.metadata == metadata
+    too_long = {"a": longest["a"] + "x"}
+    for metadata in (too_long, nested(33), nested(400)):
+        assert (await refused(client, fault, COMPLETIONS, collect_trajectory=True, metadata=metadata))["param"] == (
+            "metadata"
+        )
+
+
+async def test_metadata_has_no_number_that_json_lacks(client, fault):
+    for number in ("1e999", "-1e999", "NaN"):
+        raw = f'{{"prompt":"x","collect_trajectory":true,"metadata":{{"a":[{number}]}}}}'
+        response = await client.post(COMPLETIONS, content=raw, headers={"content-type": "application/json"})
+        assert (response.status_code, fault(response)["param"]) == (400, "metadata")
+
+
+async def test_a_scorer_without_a_trajectory_is_refused(client, fault):
+    error = await refused(client, fault, COMPLETIONS, scoring_function="exact")
+    assert error["param"] == "scoring_function"
+    assert "collect_trajectory" in error["message"]
+
+
+async def test_metadata_of_an_unmarked_request_is_still_openais(client, fault):
+    error = await refused(client, fault, COMPLETIONS, metadata={"answer": 4})
+    assert error["param"] == "metadata"
+    assert "collect_trajectory" in error["message"]
+    assert (await post(client, COMPLETIONS, metadata={"answer": "4"})).json()["metadata"] == {"answer": "4"}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (InvalidRequestError("unknown scorer", param="scoring_function"), 400, None),
+        (ConflictError("math is not trained here", param="model"), 409, "conflict"),
+        (TrainingDisabledError("off"), 409, "training_disabled"),
+    ],
+    ids=["invalid", "conflict", "disabled"],
+)
+async def test_what_cannot_be_collected_is_not_generated(
+    client, engine, adapters, training, fault, path, stream, error, status, code
+):
+    training.error = error
+    told = await refused(client, fault, path, status, stream=stream, **MARKED)
+    assert (told["code"], told["param"], told["message"]) == (code, error.param, str(error))
+    assert not engine.requests
+    assert (adapters.leased, client.app.state.services.gate.held) == (0, 0)
+    assert (await post(client, path)).status_code == 200
+
+
+async def test_neighbours_of_a_collected_request_are_their_own(client, engine):
+    both = await asyncio.gather(post(client, COMPLETIONS, **MARKED), post(client, COMPLETIONS))
+    assert ["trajectory_ids" in response.json() for response in both] == [True, False]
+    assert sorted(request.collection is None for request in engine.requests) == [False, True]

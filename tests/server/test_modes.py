@@ -1,0 +1,80 @@
+"""Servers that do one of the two only: no training, or nothing else."""
+
+import pytest
+
+from mlx_parallm.server import NoTraining
+
+BODIES = {
+    "/v1/completions": {"prompt": "x"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+}
+CHANGES = {
+    "/v1/training/update": {},
+    "/v1/training/start": {},
+    "/v1/training/pause": {},
+    "/v1/training/resume": {},
+    "/v1/training/rollback": {},
+    "/v1/training/feedback": {"trajectory_id": "x", "score": 1},
+}
+
+
+without_training = pytest.mark.parametrize("training", [NoTraining()])
+
+
+@without_training
+@pytest.mark.parametrize("path", CHANGES)
+async def test_without_training_its_routes_say_so(client, fault, path):
+    response = await client.post(path, json=CHANGES[path])
+    error = fault(response)
+    assert (response.status_code, error["code"]) == (409, "training_disabled")
+    assert "--enable-rl-training" in error["message"]
+    assert response.headers["x-should-retry"] == "false"
+
+
+@without_training
+async def test_without_training_status_and_debug_answer(client):
+    status = (await client.get("/v1/training/status")).json()
+    assert (status["training_enabled"], status["state"], status["lora_adapter"]) == (False, "disabled", None)
+    assert (await client.get("/v1/training/status?lora_adapter=x")).json() == status
+    assert (await client.get("/debug/training")).json() == {"training_enabled": False, "adapters": []}
+    assert (await client.get("/debug/trajectories")).json() == {"object": "list", "data": []}
+
+
+@without_training
+@pytest.mark.parametrize("path", BODIES)
+async def test_without_training_nothing_is_collected(client, engine, fault, path):
+    response = await client.post(path, json={**BODIES[path], "collect_trajectory": True})
+    error = fault(response)
+    assert (response.status_code, error["code"]) == (409, "training_disabled")
+    assert error["param"] == "collect_trajectory"
+    assert not engine.requests
+    assert (await client.post(path, json=BODIES[path])).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_server_that_only_trains_refuses_generation(make_client, engine, adapters, fault, path, stream):
+    client = make_client(inference=False)
+    for fields in ({}, {"collect_trajectory": True}):
+        response = await client.post(path, json={**BODIES[path], **fields, "stream": stream})
+        assert (response.status_code, fault(response)["code"]) == (503, "inference_disabled")
+        assert response.headers["x-should-retry"] == "false"
+        assert "retry-after" not in response.headers
+    assert not engine.requests
+    assert not adapters.asked
+
+
+async def test_a_server_that_only_trains_is_healthy_and_not_ready(make_client, fault):
+    client = make_client(inference=False)
+    ready = await client.get("/ready")
+    assert (ready.status_code, fault(ready)["code"]) == (503, "inference_disabled")
+    assert (await client.get("/health")).status_code == 200
+    assert (await client.get("/v1/training/status")).json()["training_enabled"] is True
+    assert (await client.post("/v1/training/update")).status_code == 200
+
+
+async def test_a_server_that_only_trains_and_drains_says_that_it_drains(make_client, fault):
+    client = make_client(inference=False)
+    client.app.state.services.lifecycle.begin_drain()
+    assert fault(await client.post("/v1/completions", json={"prompt": "x"}))["code"] == "draining"
+    assert fault(await client.get("/ready"))["code"] == "draining"

@@ -1,0 +1,102 @@
+"""`GET /v1/training/events`, byte for byte, and every way it ends."""
+
+import asyncio
+import math
+
+import httpx
+import pytest
+
+from mlx_parallm.core import AdapterRef, TrainingEvent
+from mlx_parallm.server import NoTraining
+
+URL = "/v1/training/events"
+AT = 1_800_000_000.25
+TOLD = 'event: paused\ndata: {"kind":"paused","at":"2027-01-15T08:00:00.250Z","data":{}}\n\n'
+
+
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0)
+
+
+async def test_the_transcript(client, training):
+    for event in (
+        TrainingEvent("collected", AT, {"trajectory_ids": ("traj-0", "traj-1"), "adapter": AdapterRef("policy", 2)}),
+        TrainingEvent("update", AT + 0.5, {"loss": math.nan, "reward_mean": 0.5, "text": "a\nb\u2028ä"}),
+        TrainingEvent("paused", AT),
+        None,
+    ):
+        training.told.put_nowait(event)
+    response = await client.get(URL)
+    assert response.status_code == 200
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert response.headers["cache-control"] == "no-cache"
+    assert response.text == (
+        "event: collected\n"
+        'data: {"kind":"collected","at":"2027-01-15T08:00:00.250Z",'
+        '"data":{"trajectory_ids":["traj-0","traj-1"],"adapter":"policy@2"}}\n\n'
+        "event: update\n"
+        'data: {"kind":"update","at":"2027-01-15T08:00:00.750Z",'
+        '"data":{"loss":null,"reward_mean":0.5,"text":"a\\nb\u2028ä"}}\n\n' + TOLD
+    )
+    assert training.listening == 0
+
+
+async def test_pings_while_nothing_happens(serving):
+    async with (
+        serving(ping_interval_s=0.01) as server,
+        httpx.AsyncClient(base_url=server.url) as client,
+        client.stream("GET", URL) as stream,
+    ):
+        lines = aiter(stream.aiter_lines())
+        assert [await anext(lines) for _ in range(4)] == [": ping", ""] * 2
+
+
+async def test_a_drain_ends_it(client, training):
+    training.told.put_nowait(TrainingEvent("paused", AT))
+    request = asyncio.create_task(client.get(URL))
+    await until(lambda: training.listening and training.told.empty())
+    client.app.state.services.lifecycle.begin_drain()
+    assert (await request).text == TOLD
+    assert training.listening == 0
+
+
+async def test_nobody_listens_to_a_draining_server(client, training, fault):
+    client.app.state.services.lifecycle.begin_drain()
+    response = await client.get(URL)
+    assert (response.status_code, fault(response)["code"]) == (503, "draining")
+    assert training.listening == 0
+
+
+async def test_a_fault_is_told_and_ends_it(client, training, caplog):
+    training.told.put_nowait(TrainingEvent("paused", AT))
+    training.told.put_nowait(RuntimeError("/home/me"))
+    error = '{"error":{"message":"The server failed; its log says why.","type":"server_error","param":null,'
+    assert (await client.get(URL)).text == f'{TOLD}event: error\ndata: {error}"code":"internal_error"}}}}\n\n'
+    assert "a stream of training events failed" in caplog.text
+
+
+async def test_a_client_that_leaves_is_forgotten_and_others_are_not(serving, training):
+    async with serving() as server, httpx.AsyncClient(base_url=server.url) as client:
+        async with client.stream("GET", URL) as stays:
+            async with client.stream("GET", URL):
+                await asyncio.wait_for(until(lambda: training.listening == 2), 5)
+            await asyncio.wait_for(until(lambda: training.listening == 1), 5)
+            training.told.put_nowait(TrainingEvent("paused", AT))
+            assert await anext(stays.aiter_text()) == TOLD
+        await asyncio.wait_for(until(lambda: training.listening == 0), 5)
+
+
+async def test_listeners_do_not_hold_up_the_shutdown(serving, training):
+    async with serving(shutdown_timeout_s=60) as server, httpx.AsyncClient(base_url=server.url) as client:
+        async with client.stream("GET", URL) as stream:
+            await asyncio.wait_for(until(lambda: training.listening), 5)
+            server.uvicorn.begin_drain()
+            assert await asyncio.wait_for(stream.aread(), 5) == b""
+        await asyncio.wait_for(asyncio.shield(server.stopped), 5)
+
+
+@pytest.mark.parametrize("training", [NoTraining()])
+async def test_with_training_off_there_is_nothing_to_listen_to(client, fault):
+    response = await client.get(URL)
+    assert (response.status_code, fault(response)["code"]) == (409, "training_disabled")

@@ -1,0 +1,126 @@
+"""`POST /v1/training/update`: what training is given, what the client is told, what is refused."""
+
+import json
+import math
+
+import pytest
+
+from mlx_parallm.core import AdapterRef, GivenTrajectory, UpdateReport
+
+UPDATE = "/v1/training/update"
+GIVEN = {"prompt_token_ids": [1, 2], "completion_token_ids": [3, 257]}
+
+
+async def post(client, path, **body):
+    response = await client.post(path, json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def refused(client, fault, path, status=400, **body):
+    response = await client.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
+    assert response.status_code == status, response.text
+    return fault(response)
+
+
+async def test_update_of_the_groups_that_wait(client, training):
+    training.report = UpdateReport(AdapterRef("policy", 3), 2, "published", metrics={"loss": 0.5}, checkpoint=None)
+    expected = {
+        "status": "published",
+        "reason": "",
+        "lora_adapter": "policy@3",
+        "step": 2,
+        "metrics": {"loss": 0.5},
+        "checkpoint": None,
+    }
+    assert await post(client, UPDATE) == expected
+    assert (await client.post(UPDATE)).json() == expected
+    assert training.calls == [("update", None, None, True, None)] * 2
+
+
+async def test_update_of_given_trajectories(client, training):
+    given = [
+        {**GIVEN, "reward": 1, "group_id": "a", "sampling_logprobs": [-0.5, 0], "temperature": 0.7},
+        {**GIVEN, "reward": 0.25, "group_id": "a"},
+    ]
+    options = {"update_inference": False, "checkpoint_name": "good", "lora_adapter": "policy"}
+    await post(client, UPDATE, trajectories=given, **options)
+    trajectories = [
+        GivenTrajectory((1, 2), (3, 257), 1.0, "a", (-0.5, 0.0), 0.7),
+        GivenTrajectory((1, 2), (3, 257), 0.25, "a"),
+    ]
+    assert training.calls == [("update", "policy", trajectories, False, "good")]
+
+
+async def test_supervised_data_needs_no_reward(client, training):
+    await post(client, UPDATE, trajectories=[GIVEN, GIVEN])
+    assert training.calls[0][2] == [GivenTrajectory((1, 2), (3, 257))] * 2
+
+
+@pytest.mark.parametrize(
+    ("report", "expected"),
+    [
+        (UpdateReport(AdapterRef("policy", 3), 2, "trained"), ("trained", "", "policy@3")),
+        (
+            UpdateReport(AdapterRef("policy", 3), 2, "held", "kl over its bound"),
+            ("held", "kl over its bound", "policy@3"),
+        ),
+        (UpdateReport(None, 0, "skipped", "no group is complete"), ("skipped", "no group is complete", None)),
+    ],
+)
+async def test_updates_that_are_not_served_say_why(client, training, report, expected):
+    training.report = report
+    got = await post(client, UPDATE)
+    assert (got["status"], got["reason"], got["lora_adapter"]) == expected
+
+
+async def test_figures_that_json_lacks_are_null(client, training):
+    training.report = UpdateReport(None, 1, "skipped", "not finite", {"loss": math.nan, "grad_norm": math.inf, "kl": 0})
+    response = await client.post(UPDATE)
+    assert response.json()["metrics"] == {"loss": None, "grad_norm": None, "kl": 0}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"trajectories": []}, "trajectories"),
+        ({"trajectories": {}}, "trajectories"),
+        ({"trajectories": [GIVEN] * 4097}, "trajectories"),
+        ({"trajectories": [GIVEN, {**GIVEN, "reward": 1}]}, "trajectories"),
+        ({"trajectories": [{"completion_token_ids": [1]}]}, "trajectories[0].prompt_token_ids"),
+        ({"trajectories": [{"prompt_token_ids": [1]}]}, "trajectories[0].completion_token_ids"),
+        ({"trajectories": [GIVEN, {**GIVEN, "prompt_token_ids": []}]}, "trajectories[1].prompt_token_ids"),
+        ({"trajectories": [{**GIVEN, "prompt_token_ids": "hi"}]}, "trajectories[0].prompt_token_ids"),
+        ({"trajectories": [{**GIVEN, "prompt_token_ids": [258]}]}, "trajectories[0].prompt_token_ids"),
+        ({"trajectories": [{**GIVEN, "completion_token_ids": []}]}, "trajectories[0].completion_token_ids"),
+        ({"trajectories": [{**GIVEN, "completion_token_ids": [-1]}]}, "trajectories[0].completion_token_ids"),
+        ({"trajectories": [GIVEN, {**GIVEN, "completion_token_ids": [258]}]}, "trajectories[1].completion_token_ids"),
+        ({"trajectories": [{**GIVEN, "reward": math.nan}]}, "trajectories[0].reward"),
+        ({"trajectories": [{**GIVEN, "reward": 10**400}]}, "trajectories[0].reward"),
+        ({"trajectories": [{**GIVEN, "reward": "1"}]}, "trajectories[0].reward"),
+        ({"trajectories": [{**GIVEN, "reward": True}]}, "trajectories[0].reward"),
+        ({"trajectories": [{**GIVEN, "sampling_logprobs": [-1]}]}, "trajectories[0].sampling_logprobs"),
+        ({"trajectories": [{**GIVEN, "sampling_logprobs": [-1, 0.5]}]}, "trajectories[0].sampling_logprobs[1]"),
+        ({"trajectories": [{**GIVEN, "sampling_logprobs": [-1, -math.inf]}]}, "trajectories[0].sampling_logprobs[1]"),
+        ({"trajectories": [{**GIVEN, "temperature": 0}]}, "trajectories[0].temperature"),
+        ({"trajectories": [{**GIVEN, "group_id": "x" * 161}]}, "trajectories[0].group_id"),
+        ({"trajectories": [{**GIVEN, "rewards": 1}]}, "trajectories[0].rewards"),
+        ({"update_inference": 1}, "update_inference"),
+        ({"checkpoint_name": ""}, "checkpoint_name"),
+        ({"checkpoint_name": "x" * 161}, "checkpoint_name"),
+        ({"lora_adapter": 1}, "lora_adapter"),
+        ({"trajectory": []}, "trajectory"),
+    ],
+    ids=lambda value: str(value)[-60:],
+)
+async def test_bad_updates_are_refused_by_name(client, training, fault, fields, param):
+    assert (await refused(client, fault, UPDATE, **fields))["param"] == param
+    assert not training.calls
+
+
+async def test_a_trajectory_beyond_the_context_is_refused(client, training, fault):
+    fits = {"prompt_token_ids": [1] * 60, "completion_token_ids": [2] * 4}
+    await post(client, UPDATE, trajectories=[fits])
+    error = await refused(client, fault, UPDATE, trajectories=[fits, {**fits, "prompt_token_ids": [1] * 61}])
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "trajectories[1]")
+    assert len(training.calls) == 1
