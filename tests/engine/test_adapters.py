@@ -282,6 +282,23 @@ def test_a_version_that_made_way_for_nothing_is_served_again(monkeypatch: pytest
         assert isinstance(harness.terminal(name), RequestFinished)
 
 
+def test_rows_admitted_before_a_write_begins_keep_their_slot() -> None:
+    """What is to be staged was found while the slot was idle."""
+    model, row = tiny_model("llama"), [3, 1, 4, 1, 5]
+    layout = layout_of(model)
+    weights = random_adapter(layout, 1)
+    harness = make_harness(model, slots=1)
+    old = harness.publish("a", weights)
+    new = harness.publish("b", random_adapter(layout, 2), staged=False)
+    version, told = harness.adapters.books.version(new), list[Exception | None]()
+    harness.adapters.stage(version, random_adapter(layout, 2), told.append)
+    assert harness.adapters.waits()
+    harness.submit("row", row, 12, adapter=old)
+    harness.run()
+    assert told == [None]
+    assert_same_tokens(harness.tokens("row"), solo(merged(tiny_model("llama"), weights), row, 12), TINY)
+
+
 def test_a_request_whose_adapter_cannot_be_read_again_fails_alone() -> None:
     model = tiny_model("llama")
     layout = layout_of(model)

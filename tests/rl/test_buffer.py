@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from collections import Counter
@@ -387,7 +388,7 @@ async def test_a_failing_disk_costs_whole_groups_and_nothing_else(
     with monkeypatch.context() as patched:
         patched.setattr(os, "write", broken)
         buffer.drop(added(buffer, "a"), Drop.STALE)
-        await _written(file, buffer)
+        await _failed(file)
     buffer.drop(added(buffer, "c"), Drop.STALE)
     await file.close()
     assert [line["trajectory_id"] for line in spilled(path)] == ["c-0", "c-1"]
@@ -395,9 +396,7 @@ async def test_a_failing_disk_costs_whole_groups_and_nothing_else(
     buffer.check_integrity()
 
 
-async def _written(file: SpillFile, buffer: TrajectoryBuffer) -> None:
-    """Returns once the worker has done what it was given."""
-    import asyncio
-
+async def _failed(file: SpillFile) -> None:
+    """Returns once the worker has tried."""
     while not file.failures:
         await asyncio.sleep(0.001)

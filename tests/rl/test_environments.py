@@ -44,9 +44,30 @@ def test_tasks_do_not_end():
     assert len(set(questions("reasoning_gym:simple_geometry", 0, 230))) > 150
 
 
-def test_what_a_generator_fails_to_make_is_left_out():
-    """survo's raises for some of its draws."""
-    assert len(questions("reasoning_gym:survo", 0, 120)) == 120
+class Draws:
+    """A data set of four whose generator fails for some."""
+
+    def __init__(self, fails):
+        self._fails = fails
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        if index in self._fails:
+            raise RuntimeError("no path in 1000 tries")
+        return {"question": f"q{index}", "answer": "a", "metadata": {}}
+
+
+def test_what_a_generator_fails_to_make_is_left_out(monkeypatch):
+    monkeypatch.setattr("mlx_parallm.rl.scoring.gym.dataset", lambda task, seed: Draws({0, 2}))
+    assert questions("reasoning_gym:maze", 0, 5) == ["q1", "q3", "q1", "q3", "q1"]
+
+
+def test_a_generator_that_makes_nothing_is_a_fault(monkeypatch):
+    monkeypatch.setattr("mlx_parallm.rl.scoring.gym.dataset", lambda task, seed: Draws({0, 1, 2, 3}))
+    with pytest.raises(RuntimeError, match="no path"):
+        questions("reasoning_gym:maze", 0, 1)
 
 
 SOURCE = """

@@ -360,7 +360,7 @@ def test_a_restored_policy_makes_the_same_next_update_to_the_bit(tmp_path, sched
 def test_a_policy_of_another_rank_is_refused() -> None:
     trainer, _ = make_trainer()
     saved = make_policy(trainer).snapshot()
-    with pytest.raises(InvalidRequestError, match="rank is 4.*trains rank 2"):
+    with pytest.raises(InvalidRequestError, match=r"rank is 4.*trains rank 2"):
         Policy(trainer.model.layout, replace(LORA, rank=2, alpha=4.0), SETTINGS.optimizer, saved)
 
 

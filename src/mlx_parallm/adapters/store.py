@@ -172,9 +172,8 @@ class AdapterStore:
         for want in self._next_wants():
             self._fetch(want)
         for want in [want for want in self._in_order() if want.version in self.copies]:
-            slot = self.slots.find()
-            if slot is not None:
-                return self._stage(want, slot)
+            if self.slots.find() is not None:
+                return self._stage(want)
             _settle(want, None)
             if time.monotonic() - want.since > _PATIENCE_S:
                 self.slots.make_one_yield(most=sum(other.since <= want.since for other in self._wants.values()))
@@ -186,7 +185,11 @@ class AdapterStore:
     def _next_wants(self) -> list[_Want]:
         return self._in_order()[:READ_AHEAD]
 
-    def _stage(self, want: _Want, slot: int) -> Iterator[None]:
+    def _stage(self, want: _Want) -> Iterator[None]:
+        """Looks for the slot when it begins: rows may have been admitted to any since the job was found."""
+        slot = self.slots.find()
+        if slot is None or want.version not in self.copies:
+            return
         started = time.monotonic()
         tenant = self.slots.tenant_of(slot)
         self.slots.take(slot)
@@ -201,7 +204,7 @@ class AdapterStore:
             _settle(want, error)
             raise
         self.slots.move_in(version, slot)
-        del self._wants[version.ref]
+        self._wants.pop(version.ref, None)  # it may have lapsed meanwhile
         self.staged += 1
         self.bank_bytes = self.bank.nbytes
         self.stage_seconds = time.monotonic() - started

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from mlx_parallm.app.engine import Engine, Served
@@ -13,8 +14,8 @@ from mlx_parallm.app.training import Training
 from mlx_parallm.cli.train_view import TrainOptions, TrainView
 from mlx_parallm.config import Config
 from mlx_parallm.core import BASE_ADAPTER, UpdateReport
-from mlx_parallm.errors import EngineDeadError
-from mlx_parallm.rl.environments import Environment, environment
+from mlx_parallm.errors import ConfigError, EngineDeadError, InvalidRequestError
+from mlx_parallm.rl.environments import Task, environment
 from mlx_parallm.rl.rollouts import Rollouts, RolloutSettings
 
 FINAL = "final"
@@ -31,7 +32,7 @@ def run(config: Config, options: TrainOptions, view: TrainView) -> int:
         EngineError: the device thread ended, or could not draw.
     """
     logging.basicConfig(level=config.server.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
-    tasks = environment(options.environment)
+    tasks = _tasks(config, options)
     engine = Engine(config)
     served = engine.start()
     assert served.training is not None  # the command's configuration trains
@@ -42,6 +43,10 @@ def run(config: Config, options: TrainOptions, view: TrainView) -> int:
     return 0
 
 
+def _tasks(config: Config, options: TrainOptions) -> Iterator[Task]:
+    return environment(options.environment).tasks(config.rl_training.seed)
+
+
 async def _train(
     config: Config,
     options: TrainOptions,
@@ -49,9 +54,10 @@ async def _train(
     engine: Engine,
     served: Served,
     training: Training,
-    tasks: Environment,
+    tasks: Iterator[Task],
 ) -> None:
     try:
+        tasks = await asyncio.to_thread(_checked, tasks, training)
         await training.start()
         await training.service.pause()  # updates are made when a step's trajectories are all there
         view.started(_facts(config, options, served))
@@ -61,6 +67,16 @@ async def _train(
             view.updated(await driver.step(FINAL if last else None))
     finally:
         await training.close()
+
+
+def _checked(tasks: Iterator[Task], training: Training) -> Iterator[Task]:
+    """The same tasks. Raises ConfigError: they cannot be scored."""
+    first = next(tasks)
+    try:
+        training.scorers.check(first.collection)
+    except InvalidRequestError as error:
+        raise ConfigError(f"environment: {error}") from error
+    return itertools.chain([first], tasks)
 
 
 class _Driver:
@@ -74,7 +90,7 @@ class _Driver:
         engine: Engine,
         served: Served,
         training: Training,
-        tasks: Environment,
+        tasks: Iterator[Task],
     ) -> None:
         self._options = options
         self._view = view
@@ -85,8 +101,7 @@ class _Driver:
         settings = RolloutSettings(
             options.group_size, config.rl_training.max_completion_tokens, seed=config.rl_training.seed
         )
-        endless = tasks.tasks(config.rl_training.seed)
-        self._rollouts = Rollouts(training.engine, served.adapters, served.tokenizer, endless, settings, self._tell)
+        self._rollouts = Rollouts(training.engine, served.adapters, served.tokenizer, tasks, settings, self._tell)
 
     async def step(self, tag: str | None) -> UpdateReport:
         """One update; its report, with the speed of the whole step."""

@@ -84,7 +84,7 @@ class TrainingStatus:
     """A snapshot for one adapter. Times are Unix seconds. `drops`, `skips`: counts by reason, since start.
 
     `state`: disabled, idle, running, updating or paused. `current`: the live version, None before the first one.
-    `metrics`: of the last update.
+    `metrics`: of the last update. `trajectories_waiting`: for a reward.
     """
 
     enabled: bool

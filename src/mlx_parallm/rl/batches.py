@@ -69,6 +69,8 @@ def _reward_figures(candidates: Sequence[Candidate]) -> dict[str, float]:
 def _figures(candidates: Sequence[Candidate]) -> dict[str, float]:
     samples = [sample for candidate in candidates for sample in candidate.samples]
     lags = [candidate.lag for candidate in candidates for _ in candidate.samples]
+    if not samples:
+        return {}
     return {
         "groups": float(len(candidates)),
         "trajectories": float(len(samples)),

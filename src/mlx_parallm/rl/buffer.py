@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 
 from mlx_parallm.core import AdapterRef, TrajectoryCard
@@ -168,10 +168,16 @@ class TrajectoryBuffer:
         """Whether the group's fate is still open."""
         return self._groups.get(group.group_id) is group
 
+    def unrewarded(self, trainee: str) -> int:
+        """Trajectories that wait for a reward."""
+        return sum(len(group.waiting) for group in self._of(trainee))
+
     def waiting(self, trainee: str) -> int:
         """Trajectories that no update has taken yet."""
-        groups = (group for group in self._groups.values() if group.trainee == trainee)
-        return sum(len(group.waiting) + len(group.scored) for group in groups)
+        return sum(len(group.waiting) + len(group.scored) for group in self._of(trainee))
+
+    def _of(self, trainee: str) -> Iterator[Group]:
+        return (group for group in self._groups.values() if group.trainee == trainee)
 
     def cards(self, limit: int) -> tuple[TrajectoryCard, ...]:
         """Of the newest trajectories, newest first."""

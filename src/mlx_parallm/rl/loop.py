@@ -216,7 +216,7 @@ class TrainingLoop:
             current=trainee.live,
             step=trainee.reports.step,
             trajectories_collected=buffer.collected[name],
-            trajectories_waiting=buffer.waiting(name),
+            trajectories_waiting=buffer.unrewarded(name),
             groups_ready=len(buffer.ready(name)),
             updates_total=trainee.reports.updates,
             updates_per_second=self._updates_per_second(),

@@ -149,7 +149,6 @@ class Trainee:
     async def _attempt(self, batch: UpdateBatch, publish: bool, tag: str | None) -> UpdateReport:
         outcome = await self._learner.learn(self.name, batch)
         if outcome.skipped:
-            self._undo = None
             return self.reports.skipped(self.live, outcome.skipped, metrics=outcome.metrics)
         if refusal := self._parts.gate.judge(outcome.metrics):
             return self.reports.held(self.live, refusal, outcome)
@@ -230,7 +229,7 @@ class Trainee:
             return ref
 
     async def _save_best(self, best: SavedVersion) -> None:
-        """So that a restart begins with it, not with a checkpoint of what was left behind."""
+        """On disk too, where it was in memory only."""
         self.archive.set_best(best)
         await self.archive.save(best, self.memory.to_metrics())
 

@@ -15,7 +15,7 @@ COLLECTED = "trajectories_collected"
 GAUGES: dict[str, tuple[str, Callable[[TrainingStatus], float | None]]] = {
     # A counter by nature, and a gauge because its name is fixed: a counter's would end with _total.
     COLLECTED: ("Trajectories collected; only grows.", lambda status: status.trajectories_collected),
-    "trajectories_waiting": ("Trajectories that no update has taken yet.", lambda status: status.trajectories_waiting),
+    "trajectories_waiting": ("Trajectories that wait for a reward.", lambda status: status.trajectories_waiting),
     "groups_ready": ("Complete groups that wait for an update.", lambda status: status.groups_ready),
     "step": ("Optimizer steps of the policy.", lambda status: status.step),
     "updates_per_second": ("Updates per second, lately.", lambda status: status.updates_per_second),
