@@ -25,6 +25,9 @@ FLAGS = (
 SHOWN = 4
 """Held-out prompts whose answers are kept, before and after."""
 
+CONFIG = "rl_training:\n  gradient_checkpointing: false\n"
+"""A small model's activations fit in memory."""
+
 PLATEAU, SOLVED = 3, 0.95
 """A run stops early after so many updates in a row with a mean reward this high."""
 
@@ -76,7 +79,9 @@ async def run(task: Task, seed: int, model: Path, logs: Path, limit_s: float = L
         RuntimeError: a request failed.
     """
     began = time.monotonic()
-    async with peers.our_server(model, logs, [*FLAGS, "--seed", str(seed)]) as server:
+    config = logs / "config.yaml"
+    config.write_text(CONFIG)
+    async with peers.our_server(model, logs, [*FLAGS, "--seed", str(seed), "--config", str(config)]) as server:
         with server.awake():
             async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=120) as http:
                 client = _Client(http, task)

@@ -15,10 +15,10 @@ from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.model.adapted import AdaptedLinear, adapter_layout, install_adapters
 from mlx_parallm.model.attention import install_hook
 from mlx_parallm.model.families import classify
-from mlx_parallm.model.trainable import Params, TrainableModel, TrainingContext
 from mlx_parallm.rl.policy import Policy
 from mlx_parallm.rl.samples import Sample, UpdateBatch, UpdateOutcome
 from mlx_parallm.rl.settings import LoRASettings, OptimizerSettings, TrainerSettings
+from mlx_parallm.rl.trainable import Params, TrainableModel, TrainingContext
 from mlx_parallm.rl.trainer import GRPOTrainer
 
 LORA = LoRASettings(rank=4, alpha=8.0, targets=("q_proj", "v_proj", "o_proj", "down_proj"), seed=3)
@@ -35,10 +35,9 @@ def make_trainer(settings: TrainerSettings = SETTINGS, family: str = "llama") ->
     model = tiny_model(family)
     linears = [(path, part.base) for path, part in model.named_modules() if isinstance(part, AdaptedLinear)]
     model.update_modules(tree_unflatten(linears))
-    install_hook(model)
     bank = AdapterBank(adapter_layout(model, classify(model)), 4, 8, mx.float32)
     install_adapters(model, bank)
-    return GRPOTrainer(TrainableModel(model, bank, settings.checkpoint_layers), settings), model
+    return GRPOTrainer(TrainableModel(model, bank, install_hook(model), settings.checkpoint_layers), settings), model
 
 
 def make_policy(trainer: GRPOTrainer, moved: float = 0.0) -> Policy:
@@ -55,14 +54,15 @@ def make_policy(trainer: GRPOTrainer, moved: float = 0.0) -> Policy:
 
 
 def samples(count: int = 6, seed: int = 0, groups: int = 2) -> list[Sample]:
-    """Of unequal lengths, advantages of both signs that add up to zero in each group."""
+    """Groups of one prompt each; completions of unequal lengths, advantages of both signs."""
     random = np.random.default_rng(seed)
 
     def ids(length: int) -> tuple[int, ...]:
         return tuple(int(token) for token in random.integers(0, VOCABULARY, length))
 
+    prompts = [ids(random.integers(3, 9)) for _ in range(groups)]
     made = [
-        Sample(ids(random.integers(3, 9)), ids(random.integers(2, 7)), (), 1.0, 1.0 - 2.0 * (i % 2), i % groups)
+        Sample(prompts[i % groups], ids(random.integers(1, 7)), (), 1.0, 1.0 - 2.0 * (i // groups % 2), i % groups)
         for i in range(count)
     ]
     return [replace(s, sampling_logprobs=(-3.0,) * len(s.completion_ids)) for s in made]

@@ -10,15 +10,18 @@ import pytest
 from mlx.utils import tree_flatten
 from trainers import LORA, SETTINGS, learn, make_policy, make_trainer, plain_logprobs, samples, with_logprobs
 
-from mlx_parallm.errors import ConfigError, InvalidRequestError
-from mlx_parallm.model.trainable import TrainingContext
+from mlx_parallm.errors import ConfigError, InvalidRequestError, UnsupportedModelError
 from mlx_parallm.rl.packing import micro_batches, pack
 from mlx_parallm.rl.policy import Policy
 from mlx_parallm.rl.samples import Sample, UpdateBatch
 from mlx_parallm.rl.settings import Algorithm, OldLogprobs, OptimizerSettings, Schedule
 from mlx_parallm.rl.snapshot import PolicySnapshot
+from mlx_parallm.rl.trainable import TrainingContext
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3", "gemma3_text")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "gemma3", "gemma3_text")
+
+NEAR = 1e-4
+"""Of logprobs: these random models' logits reach ±70, where float32 is good for 4e-6 of them."""
 
 
 def leaves(policy: Policy) -> dict[str, np.ndarray]:
@@ -67,7 +70,7 @@ def assert_close(got: dict[str, np.ndarray], want: dict[str, np.ndarray], relati
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_logprobs_are_those_of_the_served_model(family: str, checkpointed: bool) -> None:
-    """Trunk, padding, position picking, head and fused cross-entropy, against one plain forward a row."""
+    """The prompt computed once, padding, position picking, head and fused cross-entropy, against plain forwards."""
     trainer, model = make_trainer(replace(SETTINGS, checkpoint_layers=checkpointed), family)
     policy = make_policy(trainer, moved=0.05)
     drawn = [replace(sample, temperature=0.7) for sample in samples()]
@@ -76,16 +79,16 @@ def test_logprobs_are_those_of_the_served_model(family: str, checkpointed: bool)
     got = batch.padded(logp)
     for row, sample in enumerate(drawn):
         want = plain_logprobs(trainer, model, policy.params, sample)
-        assert got[row, : len(want)].tolist() == pytest.approx(want, rel=3e-6, abs=1e-5)
+        assert got[row, : len(want)].tolist() == pytest.approx(want, abs=NEAR)
 
 
 def test_the_reference_is_the_model_without_an_adapter() -> None:
     trainer, model = make_trainer()
-    drawn = samples(3)
+    drawn = samples(4)
     got = trainer._reference(pack(drawn))
     for row, sample in enumerate(drawn):
         want = plain_logprobs(trainer, model, None, sample)
-        assert got[row, : len(want)].tolist() == pytest.approx(want, rel=3e-6, abs=1e-5)
+        assert got[row, : len(want)].tolist() == pytest.approx(want, abs=NEAR)
 
 
 def test_serving_is_untouched_by_a_trainer() -> None:
@@ -133,7 +136,7 @@ def test_entropy_gradients_equal_finite_differences() -> None:
     settings = replace(settings, loss=replace(settings.loss, entropy_coef=1.0, algorithm=Algorithm.DAPO))
     trainer, _ = make_trainer(settings)
     policy = make_policy(trainer, moved=0.3)
-    drawn = [replace(sample, advantage=0.0) for sample in samples(3)]
+    drawn = [replace(sample, advantage=0.0) for sample in samples(4)]
     slope = gradients(trainer, policy, drawn)
     norm = np.sqrt(sum((leaf**2).sum() for leaf in slope.values()))
 
@@ -185,11 +188,12 @@ def test_gradients_do_not_depend_on_how_the_update_is_split(algorithm: Algorithm
 
 
 def test_micro_batches_hold_every_sample_once_and_keep_to_the_limit() -> None:
-    drawn = samples(20)
+    drawn = samples(20, groups=3)
     parts = list(micro_batches(drawn, 40))
+    assert len(parts) > 2
     assert sorted(map(id, (s for part in parts for s in part))) == sorted(map(id, drawn))
     for part in parts:
-        assert len(part) == 1 or max(s.tokens for s in part) * len(part) <= 40
+        assert len(part) == 1 or pack(part).tokens.size <= 40
     assert [len(part) for part in micro_batches(drawn, 1)] == [1] * 20
     assert list(micro_batches(drawn[::-1], 40)) == parts
 
@@ -390,3 +394,8 @@ def _probability_after(shuffled: bool) -> float:
         drawn = [Sample(prompt, (t,), (), 1.0, float(a), 0) for t, a in zip(tokens, advantages, strict=True)]
         learn(trainer, policy, with_logprobs(trainer, model, policy, drawn))
     return float(np.exp(plain_logprobs(trainer, model, policy.params, Sample(prompt, (7,), (), 1.0, 0.0, 0))[0]))
+
+
+def test_a_model_that_attends_by_itself_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="gemma2 can be served and not trained"):
+        make_trainer(family="gemma2")

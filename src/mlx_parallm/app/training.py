@@ -13,8 +13,8 @@ from mlx_parallm.app.training_settings import loop_settings, trainer_settings
 from mlx_parallm.config import Config
 from mlx_parallm.core import AdapterRef, EngineClient, TextTokenizer
 from mlx_parallm.engine.processor import ContinuousBatchProcessor
+from mlx_parallm.model.attention import install_hook
 from mlx_parallm.model.manager import SharedModelManager
-from mlx_parallm.model.trainable import TrainableModel
 from mlx_parallm.rl.collecting import CollectingEngine
 from mlx_parallm.rl.evaluation import Evaluation, read_prompts
 from mlx_parallm.rl.learner import DeviceLearner
@@ -24,6 +24,7 @@ from mlx_parallm.rl.service import TrainingParts, TrainingService
 from mlx_parallm.rl.settings import Algorithm
 from mlx_parallm.rl.snapshot import PolicySnapshot
 from mlx_parallm.rl.spill import SpillFile
+from mlx_parallm.rl.trainable import TrainableModel
 from mlx_parallm.rl.trainer import GRPOTrainer
 
 
@@ -36,7 +37,8 @@ def build_trainer(manager: SharedModelManager, bank: AdapterBank, config: Config
     if not config.rl_training.enabled:
         return None
     settings = trainer_settings(config, float32=manager.kv_dtype == mx.float32)
-    return GRPOTrainer(TrainableModel(manager.model, bank, settings.checkpoint_layers), settings)
+    trainable = TrainableModel(manager.model, bank, install_hook(manager.model), settings.checkpoint_layers)
+    return GRPOTrainer(trainable, settings)
 
 
 @dataclass(frozen=True, slots=True)

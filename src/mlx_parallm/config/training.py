@@ -151,7 +151,7 @@ class RLTrainingConfig(Section):
         default=0.12, gt=0, le=1, description="Share of device time for updates beside requests; of idle time, all."
     )
     micro_batch_tokens: Integer = Field(
-        default=512,
+        default=256,
         ge=1,
         description="Prompt and completion tokens in one unit of training, one sample at least: more is faster, "
         "takes more memory and stalls requests longer.",

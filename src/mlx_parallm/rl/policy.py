@@ -14,9 +14,9 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_parallm.adapters.layout import AdapterLayout
 from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair
 from mlx_parallm.errors import ConfigError, InvalidRequestError
-from mlx_parallm.model.trainable import Params
 from mlx_parallm.rl.settings import LoRASettings, OptimizerSettings, Schedule
 from mlx_parallm.rl.snapshot import PolicySnapshot
+from mlx_parallm.rl.trainable import Params
 
 
 class Policy:

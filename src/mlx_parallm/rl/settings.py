@@ -91,6 +91,7 @@ class LoRASettings:
 @dataclass(frozen=True, slots=True)
 class TrainerSettings:
     """`micro_batch_tokens`: prompt and completion tokens of one micro-step, padding included; one sample at least.
+    A prompt counts once for all its samples in it.
 
     `checkpoint_layers`: recompute each layer in the backward pass instead of keeping its activations.
     `measure_kl`: report KL to the base even where it has no weight in the loss, for one more forward.
@@ -100,7 +101,7 @@ class TrainerSettings:
     loss: LossSettings = LossSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
     lora: LoRASettings = LoRASettings()
-    micro_batch_tokens: int = 512
+    micro_batch_tokens: int = 256
     checkpoint_layers: bool = True
     measure_kl: bool = True
     measure_step_kl: bool = False

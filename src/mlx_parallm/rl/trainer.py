@@ -20,7 +20,6 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 
 from mlx_parallm.errors import StepFailedError
-from mlx_parallm.model.trainable import Params, TrainableModel
 from mlx_parallm.rl.losses import Stats, TokenBatch, loss, means
 from mlx_parallm.rl.packing import MicroBatch, micro_batches, pack
 from mlx_parallm.rl.policy import Policy
@@ -28,6 +27,7 @@ from mlx_parallm.rl.reductions import UpdateTotals
 from mlx_parallm.rl.samples import Sample, UpdateBatch, UpdateOutcome
 from mlx_parallm.rl.scores import token_scores
 from mlx_parallm.rl.settings import OldLogprobs, TrainerSettings
+from mlx_parallm.rl.trainable import Params, TrainableModel
 
 _log = logging.getLogger(__name__)
 
@@ -124,15 +124,15 @@ class GRPOTrainer:
 
     def _scores(self, batch: MicroBatch, params: Params, scale: float) -> tuple[mx.array, mx.array]:
         """Logprobs and entropies of the completion tokens, fp32 [N]."""
-        return self._at_targets(batch, self.model.hidden(batch.tokens, params, scale))
+        return self._at_targets(batch, self.model.hidden(batch.tokens, batch.lies, params, scale))
 
     def _reference(self, batch: MicroBatch) -> mx.array:
         """Logprobs under the base, [B, C]: slot 0 is the same model without factors."""
-        logp, _ = self._at_targets(batch, self.model.base_hidden(batch.tokens))
+        logp, _ = self._at_targets(batch, self.model.hidden(batch.tokens, batch.lies, None, 0.0))
         return mx.stop_gradient(batch.padded(logp))
 
     def _at_targets(self, batch: MicroBatch, hidden: mx.array) -> tuple[mx.array, mx.array]:
-        trained = hidden.reshape(-1, hidden.shape[-1])[batch.positions]
+        trained = hidden[batch.positions]
         entropy_gradient = self.settings.loss.entropy_coef != 0.0
         return token_scores(self.model.logits, trained, batch.targets, batch.temperatures, entropy_gradient)
 
