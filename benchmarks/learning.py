@@ -10,7 +10,6 @@ gives random rewards. Up to 8 minutes a run on two cores. Writes JSON, and a PNG
 import argparse
 import asyncio
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -54,11 +53,9 @@ def main() -> int:
 async def _runs(arguments: argparse.Namespace) -> list[Run]:
     runs = []
     with tempfile.TemporaryDirectory(prefix="learning_benchmark_") as folder:
-        model = Path(folder) / "model"
-        subprocess.run([sys.executable, str(HERE / "model_dir.py"), str(model)], check=True)
         for name in arguments.only:
             for seed in SEEDS[name] if arguments.seeds is None else arguments.seeds:
-                done = await learning_run.run(TASKS[name](), seed, model, Path(folder))
+                done = await learning_run.run(TASKS[name](), seed, Path(folder))
                 assert done.after is not None
                 print(
                     f"{done.task}, seed {seed}: {done.before.mean:.2f} -> {done.after.mean:.2f} "

@@ -61,10 +61,9 @@ def chat(question: str) -> str:
 
 
 class Sentiment:
-    """One word, of adjectives that training never shows. The server scores: exact, and a part for the right word."""
+    """One word, of adjectives that training never shows. The client scores, as a person would: feedback."""
 
     name, max_tokens, updates = "sentiment", 12, 30
-    scorer = "0.8*exact + 0.2*regex"
 
     def training(self, seed: int) -> Iterator[Prompt]:
         return _shuffled(self._prompts(slice(0, 16)), seed)
@@ -73,27 +72,24 @@ class Sentiment:
         return random.Random(0).sample(self._prompts(slice(16, None)), HELD_OUT)
 
     def rewarded(self, prompt: Prompt, text: str, ended: bool) -> float:
-        """What the server's scorer gives."""
-        exact = ended and text.strip() == prompt.metadata["answer"]
-        return 0.8 * exact + 0.2 * bool(re.search(prompt.metadata["pattern"], text))
+        """1 for the right word and nothing else, a part where it is in the answer and its opposite is not."""
+        right, wrong = prompt.metadata["right"], prompt.metadata["wrong"]
+        if ended and text.strip().rstrip(".").lower() == right:
+            return 1.0
+        return 0.2 * (right in text.lower() and wrong not in text.lower())
 
     def _prompts(self, part: slice) -> list[Prompt]:
         sides = (("positive", "negative", POSITIVE[part]), ("negative", "positive", NEGATIVE[part]))
         return [
-            self._prompt(thing, adjective, right, wrong)
+            Prompt(chat(f"The {thing} was {adjective}. Positive or negative?"), {"right": right, "wrong": wrong})
             for right, wrong, adjectives in sides
             for adjective in adjectives
             for thing in THINGS
         ]
 
-    def _prompt(self, thing: str, adjective: str, right: str, wrong: str) -> Prompt:
-        question = f"The {thing} was {adjective}. Positive or negative? Answer with one word."
-        pattern = rf"(?is)^(?!.*{wrong}).*{right}"
-        return Prompt(chat(question), {"answer": right.capitalize(), "pattern": pattern}, self.scorer)
-
 
 class Ending:
-    """A short sentence that ends with a given word. The client scores, as a person would: feedback."""
+    """A short sentence that ends with a given word. Feedback too."""
 
     name, max_tokens, updates = "ending", 20, 40
 
@@ -124,7 +120,7 @@ class RandomRewards(Sentiment):
 
     def training(self, seed: int) -> Iterator[Prompt]:
         self._dice = random.Random(seed)
-        return (Prompt(prompt.text, prompt.metadata) for prompt in super().training(seed))
+        return super().training(seed)
 
     def feedback(self) -> float:
         return self._dice.random()

@@ -45,10 +45,11 @@ class Peer:
 
 
 @asynccontextmanager
-async def our_server(model: Path, logs: Path, flags: Sequence[str] = ()) -> AsyncIterator[Peer]:
-    """`mlx_parallm_serve`, ready."""
+async def our_server(model: Path | None, logs: Path, flags: Sequence[str] = ()) -> AsyncIterator[Peer]:
+    """`mlx_parallm_serve`, ready; with the bundled model for None."""
     command = [str(Path(sys.executable).with_name("mlx_parallm_serve")), "--log-level", "warning", *flags]
-    async with _server("mlx_parallm_serve", [*command, "--model-path", str(model)], "/ready", logs) as peer:
+    path = [] if model is None else ["--model-path", str(model)]
+    async with _server("mlx_parallm_serve", [*command, *path], "/ready", logs) as peer:
         yield peer
 
 

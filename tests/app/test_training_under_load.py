@@ -1,0 +1,219 @@
+"""A whole engine on a tiny model, trained by the requests that it serves: a hundred updates beside eight clients."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from tiny import save_tiny
+
+from mlx_parallm.app.engine import Engine, Served
+from mlx_parallm.app.training import Training
+from mlx_parallm.config import LoRAConfig, RLConfig, configure
+from mlx_parallm.core import (
+    BASE_ADAPTER,
+    AdapterRef,
+    Collection,
+    GenerationRequest,
+    GivenTrajectory,
+    RequestFailed,
+    RequestFinished,
+    SamplingParams,
+    StopParams,
+    Trajectory,
+    WorkClass,
+)
+from mlx_parallm.rl.packing import pack
+from mlx_parallm.rl.samples import Sample
+from mlx_parallm.rl.snapshot import PolicySnapshot
+from mlx_parallm.rl.trainable import Params
+from mlx_parallm.rl.trainer import GRPOTrainer
+
+CLIENTS, UPDATES = 8, 100
+LORA = LoRAConfig(rank=4, alpha=8.0)
+RL = RLConfig(algorithm="dapo", learning_rate=3e-3, batch_size=8, max_staleness=4)
+SAME = 2e-5
+"""Of logprobs: one version's, in decode beside other rows and in the trainer's packed forward."""
+
+
+@dataclass
+class Rig:
+    """`policies`: what every version was made of. `drawn`: every trajectory that was collected."""
+
+    engine: Engine
+    served: Served
+    training: Training
+    policies: dict[AdapterRef, PolicySnapshot | None] = field(default_factory=lambda: {BASE_ADAPTER: None})
+    drawn: list[Trajectory] = field(default_factory=list)
+    failed: list[Exception] = field(default_factory=list)
+
+    @property
+    def trainer(self) -> GRPOTrainer:
+        return self.training.publisher._learner._trainer
+
+    async def complete(self, number: int, group: int = 2) -> None:
+        """One collected request of whatever the route gives."""
+        with self.served.adapters.lease(None) as adapter:
+            request = GenerationRequest(
+                request_id=f"r{number}",
+                prompts=((5, 6, 7 + number % 5),),
+                sampling=SamplingParams(seed=number, temperature=0.9),
+                stopping=StopParams(6),
+                n=group,
+                adapter=adapter,
+                work_class=WorkClass.INFERENCE,
+                collection=Collection(),
+            )
+            async for event in self.served.engine.generate(request):
+                if isinstance(event, RequestFailed):
+                    self.failed.append(event.error)
+                if isinstance(event, RequestFinished):
+                    self._reward(event.trajectory_ids)
+
+    def _reward(self, ids: Sequence[str]) -> None:
+        for trajectory_id in ids:
+            self.training.service.feedback(trajectory_id, random.Random(trajectory_id).random())
+
+    async def on_device(self, call):
+        return await self.engine.processor.on_device(lambda tell: tell(call()))
+
+
+@asynccontextmanager
+async def rig(path: Path, **keys: object) -> AsyncIterator[Rig]:
+    save_tiny("llama", path / "model")
+    config = configure(path / "model", LORA, RL, server__kv_cache_memory="16MB", server__debug=True, **keys)
+    engine = Engine(config)
+    served = await asyncio.to_thread(engine.start)
+    assert served.training is not None
+    made = Rig(engine, served, served.training)
+    _watch(made)
+    await made.training.start()
+    try:
+        yield made
+    finally:
+        await made.training.close()
+        await asyncio.to_thread(engine.processor.stop)
+
+
+def _watch(made: Rig) -> None:
+    """Keeps each version's weights as they were when it was staged, and every trajectory."""
+    publisher, service = made.training.publisher, made.training.service
+    stage, collected = publisher.stage, service.collected
+
+    async def staged(name: str, policy: PolicySnapshot | None = None) -> AdapterRef:
+        taken = policy or await publisher._learner.snapshot(name)
+        ref = await stage(name, policy)
+        made.policies[ref] = taken
+        return ref
+
+    def kept(group: Sequence[Trajectory]) -> None:
+        made.drawn.extend(group)
+        collected(group)
+
+    publisher.stage, service.collected = staged, kept
+
+
+@pytest.mark.timeout(240)
+async def test_a_hundred_updates_beside_eight_clients(tmp_path: Path) -> None:
+    async with rig(tmp_path) as made:
+        base = await made.on_device(lambda: _base(made))
+        numbers = iter(range(10**6))
+
+        async def client() -> None:
+            while made.training.service.status().updates_total < UPDATES:
+                await made.complete(next(numbers))
+
+        await asyncio.gather(*(client() for _ in range(CLIENTS)))
+        status = made.training.service.status()
+        assert made.failed == []
+        assert status.updates_total >= UPDATES
+        assert not set(status.skips) - {"no_signal"}
+        assert status.trajectories_collected == len(made.drawn)
+        versions = {trajectory.adapter for trajectory in made.drawn}
+        assert versions <= made.policies.keys()
+        assert len(versions) > UPDATES / 2, "requests are served by each new version"
+        assert await made.on_device(lambda: _worst(made)) <= SAME
+        after = await made.on_device(lambda: _base(made))
+        assert after.keys() == base.keys()
+        for name, (identity, bits) in base.items():
+            assert after[name][0] == identity, f"{name} is another array"
+            assert np.array_equal(after[name][1], bits), f"{name} has changed"
+
+
+def _base(made: Rig) -> dict[str, tuple[int, np.ndarray]]:
+    """The base's arrays: who they are and what they hold."""
+    parameters = tree_flatten(made.trainer.model._head.parameters()) + tree_flatten(
+        made.trainer.model._trunk.embed_tokens.parameters()
+    )
+    layers = [layer._layer for layer in made.trainer.model._trunk.layers]
+    for at, layer in enumerate(layers):
+        parameters += [(f"{at}.{name}", leaf) for name, leaf in tree_flatten(layer.parameters())]
+    return {name: (id(leaf), np.array(leaf)) for name, leaf in parameters}
+
+
+def _worst(made: Rig) -> float:
+    """Largest difference of a stored logprob from one recomputed under the version that drew it."""
+    worst = 0.0
+    for ref in {trajectory.adapter for trajectory in made.drawn}:
+        mine = [trajectory for trajectory in made.drawn if trajectory.adapter == ref]
+        worst = max(worst, _difference(made.trainer, made.policies[ref], mine))
+    return worst
+
+
+def _difference(trainer: GRPOTrainer, policy: PolicySnapshot | None, drawn: Sequence[Trajectory]) -> float:
+    samples = [
+        Sample(t.prompt_ids, t.completion_ids, t.sampling_logprobs, t.temperature, 0.0, 0)
+        for t in sorted(drawn, key=lambda t: t.prompt_ids)
+    ]
+    batch = pack(samples)
+    params = None if policy is None else _params(policy)
+    logp, _ = trainer._scores(batch, params, LORA.alpha / LORA.rank)
+    return float((mx.abs(batch.padded(logp) - batch.sampling_logprobs) * batch.mask).max().item())
+
+
+def _params(policy: PolicySnapshot) -> Params:
+    return {path: {"a": mx.array(pair.a), "b": mx.array(pair.b)} for path, pair in policy.weights.pairs.items()}
+
+
+async def test_between_updates_training_holds_an_adapter_and_its_optimizer_state(tmp_path: Path) -> None:
+    """Three times the adapter's float32 factors: themselves and AdamW's two moments. Gradients come and go."""
+    async with rig(tmp_path) as made:
+        policy = made.training.publisher._learner._policies["default"]
+
+        def held() -> int:
+            return sum(leaf.nbytes for _, leaf in tree_flatten([policy.params, policy._optimizer.state]))
+
+        for number in range(8):
+            await made.complete(number)
+        while not made.training.service.status().updates_total:
+            await asyncio.sleep(0.01)
+        assert 3.0 <= await made.on_device(held) / (4 * policy.parameters) <= 3.01
+        assert not made.trainer.waits()
+        assert made.trainer._update is None
+
+
+async def test_an_adapter_beside_the_default_one_is_trained_with_a_state_of_its_own(tmp_path: Path) -> None:
+    async with rig(tmp_path) as made:
+        await made.training.service.start("tone")
+        given = [
+            GivenTrajectory((5, 6, 7), (8 + at, 9), reward, group_id="g") for at, reward in enumerate((0.0, 1.0, 0.5))
+        ]
+        first = await made.training.service.update(None, given)
+        assert (first.adapter, first.step) == (AdapterRef("default", 1), 1)
+        second = await made.training.service.update("tone", given)
+        assert (second.adapter, second.step) == (AdapterRef("tone", 2), 1)
+        learner = made.training.publisher._learner
+        default, tone = await learner.snapshot("default"), await learner.snapshot("tone")
+        for path, pair in default.weights.pairs.items():
+            assert np.array_equal(pair.b, tone.weights.pairs[path].b), "the same start and data give the same update"
+        await made.training.service.update("tone", given)
+        assert (await learner.snapshot("default")).step == 1
+        assert (await learner.snapshot("tone")).step == 2
