@@ -55,6 +55,15 @@ def merge(adapter: Path, output: Path, model_path: str | None, dequantize: bool)
     return 0
 
 
+def convert(adapter: Path, output: Path, model_path: str | None, form: str) -> int:
+    """Writes the adapter to `output` in another program's format."""
+    from mlx_parallm.model.convert import convert as write_converted
+
+    write_converted(model_path, adapter, output, form)
+    print(f"{output} is written, in the format of {form}")
+    return 0
+
+
 def _text(answer: Mapping[str, Any]) -> str:
     slots, bank = answer["slots"], human_bytes(answer["bank_bytes"])
     route = ", ".join(f"{selector} {100 * share:.3g} %" for selector, share in answer["route"].items())

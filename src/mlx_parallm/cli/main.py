@@ -77,6 +77,13 @@ def _add_adapter_commands(parser: argparse.ArgumentParser) -> None:
     merging.add_argument("--dequantize", action="store_true", help="Write the changed weights unquantized.")
     merging.set_defaults(run=lambda args: adapters.merge(args.adapter, args.output, args.model_path, args.dequantize))
 
+    converting = add("convert", help="Write an adapter in another program's format. Needs no server.")
+    converting.add_argument("adapter", type=Path, metavar="ADAPTER_DIR", help="The adapter's folder, of either format.")
+    converting.add_argument("output", type=Path, metavar="OUTPUT_DIR", help="The folder to write, not there yet.")
+    converting.add_argument("--format", choices=("mlx-lm", "peft"), default="peft", help="Default: %(default)s.")
+    converting.add_argument("--model-path", metavar="DIR_OR_HUB_ID", help="The base model. Default: the bundled one.")
+    converting.set_defaults(run=lambda args: adapters.convert(args.adapter, args.output, args.model_path, args.format))
+
 
 def _add_server(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="The server's address. Default: %(default)s.")
