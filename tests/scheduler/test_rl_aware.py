@@ -42,6 +42,16 @@ def test_staging_gets_a_share_between_two_steps_and_all_that_is_idle() -> None:
     assert all(isinstance(driver.step(), StagingUnit) for _ in range(5))
 
 
+def test_staging_without_end_keeps_no_prompt_from_being_computed() -> None:
+    """Versions that wait for each other's slots are staged in turns until a row ends; so rows have to get on."""
+    driver = Driver()
+    driver.staging = 10**6
+    prompt = driver.add(3000, max_tokens=1)
+    for _ in range(1000):
+        driver.step()
+    assert prompt in driver.finished
+
+
 def test_staging_counts_as_waiting_for_prefill() -> None:
     """It stands in the same gap between two decode steps."""
     driver = Driver(stall_seconds=0.2)

@@ -117,7 +117,7 @@ class RLAwareScheduler:
         """The next unit of device work, or None when there is nothing to do but wait. Call `admit` before."""
         due = self._decodable()
         training_is_due = self._training.is_due(now, training_waits)
-        if staging_waits and self._may_stage(due):
+        if staging_waits and self._may_stage():
             return StagingUnit(max(self._staging_allowance - self._staged, 0.0))
         if training_is_due and (self._stepped or not due):
             return TrainingUnit()  # where rows decode, right after a step: no gap holds prefill before it, or two
@@ -128,6 +128,8 @@ class RLAwareScheduler:
         if rows:
             return DecodeUnit(rows)
         self._launched_at = None
+        if staging_waits:
+            return StagingUnit(0.0)
         return TrainingUnit() if training_waits else None
 
     def spent(self, seconds: float) -> None:
@@ -154,6 +156,8 @@ class RLAwareScheduler:
             part.sequence.served_at = now
             part.sequence.computed += part.tokens
             self._update_status(part.sequence)
+        if not self._decodable():
+            self._staged = 0.0
 
     def launched(self, unit: DecodeUnit, now: float) -> None:
         """Books a launched decode step: one more draw and one more computed token per row."""
@@ -225,8 +229,10 @@ class RLAwareScheduler:
     def _staging_allowance(self) -> float:
         return _STAGING_SHARE * self._step_seconds
 
-    def _may_stage(self, due: list[Sequence]) -> bool:
-        return not due or self._staged == 0.0 or self._staged < self._staging_allowance
+    def _may_stage(self) -> bool:
+        """All the time while no row lives; else a share of each gap: rows that prefill must get on too, or versions
+        that wait for each other's slots could be staged in turns for ever."""
+        return not self._live or self._staged == 0.0 or self._staged < self._staging_allowance
 
     # -- prefill ---------------------------------------------------------------------------------
 
