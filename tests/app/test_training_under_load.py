@@ -39,7 +39,7 @@ from mlx_parallm.rl.trainer import GRPOTrainer
 
 CLIENTS, UPDATES = 8, 100
 LORA = LoRAConfig(rank=4, alpha=8.0)
-RL = RLConfig(algorithm="dapo", learning_rate=3e-3, batch_size=8, max_staleness=4)
+RL = RLConfig(algorithm="dapo", learning_rate=3e-3, batch_size=4, max_staleness=4)
 SAME = 2e-5
 """Of logprobs: one version's, in decode beside other rows and in the trainer's packed forward."""
 
@@ -66,7 +66,7 @@ class Rig:
                 request_id=f"r{number}",
                 prompts=((5, 6, 7 + number % 5),),
                 sampling=SamplingParams(seed=number, temperature=0.9),
-                stopping=StopParams(6),
+                stopping=StopParams(4),
                 n=group,
                 adapter=adapter,
                 work_class=WorkClass.INFERENCE,

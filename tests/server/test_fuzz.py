@@ -46,7 +46,7 @@ def check(make_client, engine, path, answer, body):
         response.text.encode()
 
 
-fuzzed = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+fuzzed = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @fuzzed
