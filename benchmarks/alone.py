@@ -13,7 +13,7 @@ def alone(measure: Callable[..., T], *arguments: Any) -> T:
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as executor:
         try:
             return executor.submit(measure, *arguments).result()
-        except BaseException:
+        except BaseException:  # an interrupt above all: the child must not outlive it
             for child in multiprocessing.active_children():
                 child.kill()
             raise

@@ -58,6 +58,19 @@ def folder_aside(parent: Path) -> Iterator[Path]:
         shutil.rmtree(aside, ignore_errors=True)
 
 
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder to fill with files, which is at `path` when the block ends well, all of it on the disk; else nowhere."""
+    parent = path.absolute().parent
+    make_folder(parent)
+    with folder_aside(parent) as aside:
+        yield aside
+        for entry in (*aside.iterdir(), aside):
+            sync(entry)
+        os.rename(aside, path)
+    sync(parent)
+
+
 def make_folder(path: Path) -> None:
     """`path` and its parents, each entry on the disk."""
     if not path.is_dir():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -63,9 +62,10 @@ class Training:
             self.publisher.serve_default()
 
     async def close(self) -> None:
-        async with AsyncExitStack() as stack:
-            stack.push_async_callback(self.scorers.close)
+        try:
             await self.service.close()
+        finally:
+            await self.scorers.close()
 
 
 def build_training(

@@ -60,13 +60,13 @@ class DeviceWork(Protocol):
         """Runs one unit. No step is in flight.
 
         Raises:
-            Exception: whatever the device raised. Arrays that the unit was to write cannot be trusted: the
-                engine takes all rows off the device, calls `reset`, and recomputes them.
+            Exception: whatever the device raised; `reset` is called then. After failed staging, whose arrays rows
+                read, all rows are taken off the device before it, and recomputed after.
         """
         ...
 
     def reset(self) -> None:
-        """Forgets what is on the device after a failed unit; no row is there."""
+        """Gives up the unit that failed, and whatever it may have left half done on the device."""
         ...
 
 

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from mlx_parallm.adapters.atomic import folder_aside, make_folder, sync
+from mlx_parallm.adapters.atomic import new_folder
 from mlx_parallm.adapters.files import read_adapter, write_mlx_lm, write_peft
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.model.adapted import adapter_layout
@@ -36,12 +36,8 @@ def convert(model_path: str | None, adapter: Path, output: Path, form: str) -> N
     model = load_bundled(dequantize=False)[0] if source is None else load_directory(source, False, False)[0]
     layout = adapter_layout(model, classify(model))
     weights = read_adapter(adapter, layout, max_rank=sys.maxsize).weights
-    parent = output.absolute().parent
-    make_folder(parent)
-    with folder_aside(parent) as aside:
+    with new_folder(output) as folder:
         if form == PEFT:
-            write_peft(aside, weights, layout, model_path)
+            write_peft(folder, weights, layout, model_path)
         else:
-            write_mlx_lm(aside, weights, layout)
-        os.rename(aside, output)
-    sync(parent)
+            write_mlx_lm(folder, weights, layout)

@@ -5,17 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import dequantize_model, save_config, save_model
 
+from mlx_parallm.adapters.atomic import new_folder
 from mlx_parallm.adapters.files import read_adapter
 from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair
 from mlx_parallm.errors import ConfigError, UnsupportedModelError
@@ -49,7 +47,7 @@ def merge(model_path: str | None, adapter: Path, output: Path, *, dequantize: bo
     if dequantize:
         model = dequantize_model(model)
         config = {key: value for key, value in config.items() if key not in ("quantization", "quantization_config")}
-    with _whole(output) as folder:
+    with new_folder(output) as folder:
         save_model(folder, model)
         save_config(config, folder / "config.json")
         tokenizer.save_pretrained(folder)
@@ -101,19 +99,3 @@ def _bundled() -> tuple[nn.Module, Any, dict[str, Any]]:
         if "scales" in module and module.bits != packing["bits"]:
             packing[path] = {"group_size": module.group_size, "bits": module.bits}
     return model, tokenizer, config
-
-
-@contextmanager
-def _whole(output: Path) -> Iterator[Path]:
-    """A folder that becomes `output` when the block ends well, and is removed when it does not."""
-    folder = output.parent / f".{output.name}.{uuid4().hex}.tmp"
-    folder.mkdir(parents=True)
-    try:
-        yield folder
-        for path in folder.iterdir():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        folder.rename(output)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise

@@ -28,7 +28,6 @@ class MicroBatch:
     advantages: fp32 [B].  on_policy: bool [B, 1].
     """
 
-    samples: tuple[Sample, ...]
     tokens: mx.array
     lies: tuple[Lie, ...]
     positions: mx.array
@@ -75,7 +74,6 @@ def pack(samples: Sequence[Sample]) -> MicroBatch:
     spans = [_padded(range(end - length, end), longest, 0) for end, length in zip(ends, lengths, strict=True)]
     positions = [_positions(group, lie, start) for group, lie, start in zip(groups, lies, starts, strict=False)]
     return MicroBatch(
-        samples=tuple(samples),
         tokens=mx.array([t for group, lie in zip(groups, lies, strict=True) for t in _tokens(group, lie)], mx.int32),
         lies=lies,
         positions=mx.array(list(chain(*positions)), mx.int32),
