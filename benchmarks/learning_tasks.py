@@ -129,10 +129,8 @@ class RandomRewards(Sentiment):
 class ReasoningGym:
     """A task of reasoning-gym with its own scorer; held-out entries are of another seed."""
 
-    updates = 40
-
-    def __init__(self, task: str, max_tokens: int = 16, **options: Any) -> None:
-        self.name, self.max_tokens = f"reasoning_gym:{task}", max_tokens
+    def __init__(self, task: str, max_tokens: int = 16, updates: int = 40, **options: Any) -> None:
+        self.name, self.max_tokens, self.updates = f"reasoning_gym:{task}", max_tokens, updates
         self._task, self._options = task, options
 
     def training(self, seed: int) -> Iterator[Prompt]:
@@ -165,4 +163,6 @@ TASKS = {
     "ending": Ending,
     "gym": partial(ReasoningGym, "syllogism"),
     "control": RandomRewards,
+    "sums": partial(ReasoningGym, "chain_sum", updates=15, min_terms=2, max_terms=2, min_digits=1, max_digits=1),
+    "letters": partial(ReasoningGym, "letter_counting", updates=15),
 }
