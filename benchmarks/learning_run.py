@@ -84,7 +84,7 @@ async def run(task: Task, seed: int, logs: Path, limit_s: float = LIMIT_S) -> Ru
     async with peers.our_server(None, logs, [*FLAGS, "--seed", str(seed), "--config", str(config)]) as server:
         with server.awake():
             async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=120) as http:
-                client = _Client(http, task)
+                client = _Client(http, task, seed)
                 result = Run(task.name, seed, await client.evaluate())
                 await _learn(client, task, seed, result, began + limit_s)
                 result.after = await client.evaluate()
@@ -116,8 +116,9 @@ async def _learn(client: "_Client", task: Task, seed: int, result: Run, until: f
 class _Client:
     """What an RL program does over HTTP."""
 
-    def __init__(self, http: httpx.AsyncClient, task: Task) -> None:
+    def __init__(self, http: httpx.AsyncClient, task: Task, seed: int) -> None:
         self._http = http
+        self._dice = random.Random(seed)
         self._task = task
         self.evaluation_s = 0.0
         self.served_by = ""
@@ -168,7 +169,7 @@ class _Client:
         return dict(_checked(answer))
 
     async def _complete(self, prompt: Prompt, n: int, **fields: Any) -> dict[str, Any]:
-        fields = {"seed": random.getrandbits(32), **fields}
+        fields = {"seed": self._dice.getrandbits(32), **fields}
         body = {"prompt": prompt.text, "max_tokens": self._task.max_tokens, "temperature": 1.0, "n": n, **fields}
         return dict(_checked(await self._http.post("/v1/completions", json=body)))
 

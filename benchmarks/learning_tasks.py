@@ -72,11 +72,14 @@ class Sentiment:
         return random.Random(0).sample(self._prompts(slice(16, None)), HELD_OUT)
 
     def rewarded(self, prompt: Prompt, text: str, ended: bool) -> float:
-        """1 for the right word and nothing else, a part where it is in the answer and its opposite is not."""
+        """1 for the right word and nothing else, a part where the answer begins with it.
+
+        A part for the word anywhere in a sentence is a plateau: every answer of a group gets it.
+        """
         right, wrong = prompt.metadata["right"], prompt.metadata["wrong"]
         if ended and text.strip().rstrip(".").lower() == right:
             return 1.0
-        return 0.2 * (right in text.lower() and wrong not in text.lower())
+        return 0.2 * (text.lower().lstrip().startswith(right) and wrong not in text.lower())
 
     def _prompts(self, part: slice) -> list[Prompt]:
         sides = (("positive", "negative", POSITIVE[part]), ("negative", "positive", NEGATIVE[part]))

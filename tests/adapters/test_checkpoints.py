@@ -125,6 +125,19 @@ def test_saving_an_old_step_again_does_not_make_it_the_latest(tmp_path: Path) ->
     assert manager(tmp_path).load_checkpoint(NAME).card.step == 2
 
 
+def test_latest_can_be_moved_back_and_moves_on_with_the_next_save(tmp_path: Path) -> None:
+    checkpoints = manager(tmp_path)
+    for seed in (1, 2, 3):
+        checkpoints.save_checkpoint(ref(seed), weights(seed))
+    assert checkpoints.set_latest(NAME, "checkpoint-2").tags == ("latest",)
+    assert_holds(manager(tmp_path).load_checkpoint(NAME), seed=2)
+    with pytest.raises(UnknownModelError):
+        checkpoints.set_latest(NAME, "checkpoint-9")
+    assert checkpoints.find(NAME, "latest").step == 2
+    assert checkpoints.save_checkpoint(ref(4), weights(4)).tags == ("latest",)
+    assert manager(tmp_path).load_checkpoint(NAME).card.step == 4
+
+
 def test_a_checkpoint_that_lost_its_tag_outlives_being_saved_again(tmp_path: Path) -> None:
     checkpoints = manager(tmp_path, keep=1)
     for seed in (1, 2):

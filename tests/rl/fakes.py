@@ -88,6 +88,8 @@ class FakePublisher:
         self.damaged: set[str] = set()
         self.flip_error: Exception | None = None
         self.save_error: Exception | None = None
+        self.no_folder = False
+        self.latest = ""
         self._next: Counter[str] = Counter()
 
     def live(self, name: str) -> AdapterRef | None:
@@ -122,17 +124,30 @@ class FakePublisher:
         self.kept[ref] -= 1
 
     async def save(
-        self, ref: AdapterRef, policy: PolicySnapshot, tags: Sequence[str], metrics: Mapping[str, float]
+        self,
+        ref: AdapterRef,
+        policy: PolicySnapshot,
+        tags: Sequence[str],
+        metrics: Mapping[str, float],
+        step: int | None = None,
     ) -> CheckpointCard | None:
         await asyncio.sleep(0)
+        if self.no_folder:
+            return None
         if self.save_error is not None:
             raise self.save_error
         assert self.versions[ref] == value_of(policy), "another version's policy"
-        card = CheckpointCard(f"checkpoint-{policy.step}", ref, policy.step, "", 0, tuple(tags), dict(metrics))
+        step = policy.step if step is None else step
+        card = CheckpointCard(f"checkpoint-{step}", ref, step, "", 0, tuple(tags), dict(metrics))
         if any(other.name == card.name and value_of(held) != value_of(policy) for other, held in self.saved):
             raise ConflictError(card.name)
         self.saved.append((card, policy))
+        self.latest = card.name
         return card
+
+    async def go_on_from(self, name: str, checkpoint: str) -> None:
+        assert checkpoint in [card.name for card in self.checkpoints(name)]
+        self.latest = checkpoint
 
     def checkpoints(self, name: str) -> tuple[CheckpointCard, ...]:
         return tuple(card for card, _ in self.saved if card.adapter.name == name)

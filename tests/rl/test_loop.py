@@ -486,6 +486,49 @@ async def test_a_named_checkpoint_is_saved_at_once_published_or_not() -> None:
     assert value_of(rig.publisher.saved[-1][1]) == 2.0
 
 
+async def test_a_checkpoint_on_request_holds_the_policy_and_its_optimizer() -> None:
+    rig = await opened()
+    with pytest.raises(ConflictError, match="equal to the base"):
+        await rig.loop.save(None, [], {})
+    await rig.updated(1.0, 0.0)
+    card = await rig.loop.save(None, ["good"], {"mine": 2.0})
+    assert (card.name, card.adapter, card.tags) == ("checkpoint-1", ref(1), ("good",))
+    assert card.metrics == {"mine": 2.0, **rig.trainee.memory.to_metrics()}
+    assert rig.publisher.saved[-1][1] == policy(1.0, 1)
+    assert (await rig.loop.save(70, [], {})).name == "checkpoint-70"
+    await rig.updated(1.0, 0.0)
+    with pytest.raises(ConflictError):
+        await rig.loop.save(70, [], {})
+    rig.publisher.no_folder = True
+    with pytest.raises(InvalidRequestError, match="--checkpoint-dir"):
+        await rig.loop.save(None, [], {})
+    rig.check()
+
+
+async def test_a_policy_that_is_not_published_is_saved_as_a_version_of_its_own() -> None:
+    rig = await opened()
+    await rig.updated(1.0, 0.0)
+    await rig.updated(1.0, 0.0, publish=False)
+    card = await rig.loop.save(None, [], {})
+    assert (card.adapter, rig.publisher.saved[-1][1]) == (ref(2), policy(2.0, 2))
+    assert rig.publisher.names[NAME] == ref(1) == rig.trainee.lineage.tip
+    rig.check()
+
+
+async def test_a_save_waits_for_the_update_that_is_under_way() -> None:
+    rig = await opened()
+    await rig.updated(1.0, 0.0)
+    rig.learner.hold = asyncio.Event()
+    updating = asyncio.create_task(rig.updated(1.0, 0.0))
+    await settle()
+    saving = asyncio.create_task(rig.loop.save(None, [], {}))
+    await settle()
+    assert not saving.done()
+    rig.learner.hold.set()
+    await updating
+    assert (await saving).adapter == ref(2)
+
+
 async def test_a_checkpoint_that_cannot_be_saved_costs_only_itself() -> None:
     rig = await opened(settings=replace(SETTINGS, checkpoint_interval=1))
     rig.publisher.save_error = StorageError("the disk is full")
@@ -521,7 +564,8 @@ async def test_training_goes_back_to_the_best_version_when_rewards_fall() -> Non
     assert rig.kinds.count("rollback") == 1
     rollback = rig.kinds.index("rollback")
     assert rig.events[rollback][1]["version"] == "math@2"
-    assert saves(rig)[-1][1:] == (ref(2), ("best",)), "a restart begins with it"
+    assert saves(rig)[-1][1:] == (ref(2), ("best",))
+    assert rig.publisher.latest == "checkpoint-2", "a restart begins with it"
     rig.check()
     report = await rig.updated(0.1, -0.1)
     assert (report.status, report.step) == ("published", 3), "low rewards are a new beginning, not another fall"
@@ -556,10 +600,13 @@ async def test_rollback_on_request_to_the_best_or_a_checkpoint() -> None:
     await rig.loop.roll_back("first")
     assert rig.publisher.names[NAME] == ref(1)
     assert rig.learner.policies[NAME] == (1.0, 1)
+    assert rig.publisher.latest == "checkpoint-1"
     rig.check()
-    await rig.updated(0.5, 0.0)
+    await rig.updated(0.5, 0.0, tag="second")
+    assert rig.publisher.latest == "checkpoint-2"
     await rig.loop.roll_back("checkpoint-1")
     assert rig.trainee.lineage.newest(9) == ("base@0", "math@1")
+    assert rig.publisher.latest == "checkpoint-1"
     rig.check()
 
 

@@ -287,8 +287,8 @@ class FakeTraining:
     """Trains the adapters of `state`, `policy` by default; has the scorer `exact`, which reads `metadata.answer`.
 
     `checked`: (collection, adapter) of each check, `check_threads` the threads they came on. `calls`: what else was
-    asked. `error`, `hold`, `held`, `resume_work`: as the adapters'. `told`: the events, the last one None;
-    `listening`: listeners now.
+    asked. `saves`: names that `trains` says yes to. `error`, `hold`, `held`, `resume_work`: as the adapters'. `told`:
+    the events, the last one None; `listening`: listeners now.
     """
 
     def __init__(self):
@@ -304,6 +304,7 @@ class FakeTraining:
         self.held = asyncio.Event()
         self.resume_work = asyncio.Event()
         self.told = asyncio.Queue()
+        self.saves = ()
         self.listening = 0
 
     def check(self, collection, adapter):
@@ -350,6 +351,13 @@ class FakeTraining:
         if to == "nope":
             raise UnknownModelError("no checkpoint 'nope'")
         return await self._work("rollback", adapter, to)
+
+    def trains(self, selector):
+        return (selector or "math") in self.saves
+
+    async def save(self, adapter, step, tags, metrics):
+        await self._work("save", None, adapter, step, tags, metrics)
+        return CheckpointCard("checkpoint-9", AdapterRef("math", 2), 9, "/secret", 1_800_000_000, tuple(tags), metrics)
 
     async def events(self):
         self.listening += 1

@@ -144,6 +144,16 @@ async def test_checkpoints(client, path):
     assert "/secret" not in listed.text
 
 
+async def test_an_adapter_in_training_is_saved_by_what_trains_it(client, adapters, training):
+    training.saves = ("math",)
+    got = await post(client, SAVE, checkpoint_name="good", lora_name="math", step=7, metrics={"loss": 0.5})
+    assert (got["name"], got["tags"]) == ("checkpoint-9", ["good"])
+    await post(client, SAVE)
+    assert training.calls == [("save", None, "math", 7, ["good"], {"loss": 0.5}), ("save", None, None, None, [], {})]
+    await post(client, SAVE, lora_name="math@1")
+    assert [card.name for card in adapters.saved] == ["checkpoint-1"]
+
+
 async def test_a_trainers_odd_metrics_are_null(client, adapters):
     await post(client, SAVE)
     adapters.saved[0] = replace(adapters.saved[0], metrics={"loss": math.nan, "norm": math.inf, "kl": 0.0})

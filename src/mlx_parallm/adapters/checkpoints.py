@@ -1,7 +1,7 @@
 """Adapter versions on disk: `<folder>/<adapter>/checkpoint-<step>/`, written whole or not at all.
 
     <adapter>/checkpoint-7/   adapters.safetensors, adapter_config.json, what `extra` wrote, manifest.json
-    <adapter>/latest          one line: the newest save's name
+    <adapter>/latest          one line: the name of the newest save, or of the one gone back to since
     <adapter>/tags.json       from tag to checkpoint name
 
 A save fills `.tmp-<random>/`, fsyncs it and renames it; a checkpoint that is pruned is renamed before it is removed.
@@ -171,6 +171,17 @@ class CheckpointManager:
             shelf, name = self._named(adapter_name, which)
             return self._write_tags(shelf, name, [tag]).card(name)
 
+    def set_latest(self, adapter_name: str, which: str) -> CheckpointCard:
+        """Makes `latest` mean an older checkpoint: the one that is gone on from.
+
+        Raises:
+            UnknownModelError: there is no such checkpoint.
+            StorageError: the disk failed; `latest` is where it was.
+        """
+        with self._lock, _disk(f"`latest` of {adapter_name} was not written"):
+            shelf, name = self._named(adapter_name, which)
+            return self._write_latest(shelf, name).card(name)
+
     def _fill(self, aside: Path, what: Subject, weights: AdapterWeights, extra: Extra | None) -> Manifest:
         """Writes everything into `aside`, the manifest last; nothing that could not be loaded back passes."""
         write_mlx_lm(aside, weights, self._layout)
@@ -199,6 +210,9 @@ class CheckpointManager:
         latest = shelf.manifests.get(shelf.latest or "")
         if not new and latest is not None and latest.order >= shelf.manifests[name].order:
             return shelf
+        return self._write_latest(shelf, name)
+
+    def _write_latest(self, shelf: Shelf, name: str) -> Shelf:
         atomic.replace_file(shelf.path / LATEST, f"{name}\n".encode())
         return self._keep_shelf(replace(shelf, latest=name))
 

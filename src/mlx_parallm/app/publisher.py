@@ -81,7 +81,12 @@ class AdapterPublisher:
     # -- checkpoints -----------------------------------------------------------------------------
 
     async def save(
-        self, ref: AdapterRef, policy: PolicySnapshot, tags: Sequence[str], metrics: Mapping[str, float]
+        self,
+        ref: AdapterRef,
+        policy: PolicySnapshot,
+        tags: Sequence[str],
+        metrics: Mapping[str, float],
+        step: int | None = None,
     ) -> CheckpointCard | None:
         """See `rl.parts.Publisher.save`. After a rollback the policy's step may be taken: then the next free one is."""
         manager = self._checkpoints
@@ -89,15 +94,22 @@ class AdapterPublisher:
             return None
         save = partial(manager.save_checkpoint, ref, policy.weights, tags=tags, metrics=metrics, extra=policy.save)
         try:
-            card = await asyncio.to_thread(save, step=policy.step)
+            card = await asyncio.to_thread(save, step=policy.step if step is None else step)
         except ConflictError:
-            card = await asyncio.to_thread(save, step=None)
+            if step is not None:
+                raise
+            card = await asyncio.to_thread(save)
         if version := self._books.version(ref):
             self._books.saved(version, card.path, card.name)
         return card
 
     def checkpoints(self, name: str) -> tuple[CheckpointCard, ...]:
         return self._checkpoints.cards(name) if self._checkpoints else ()
+
+    async def go_on_from(self, name: str, checkpoint: str) -> None:
+        """See `rl.parts.Publisher.go_on_from`."""
+        assert self._checkpoints is not None  # it was saved there
+        await asyncio.to_thread(self._checkpoints.set_latest, name, checkpoint)
 
     async def load(self, name: str, which: str) -> tuple[AdapterRef, PolicySnapshot]:
         """See `rl.parts.Publisher.load`."""

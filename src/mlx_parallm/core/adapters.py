@@ -57,7 +57,8 @@ class AdapterCard:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointCard:
-    """One checkpoint on disk: `name` is `checkpoint-<step>`; `latest` is always the tag of the newest save.
+    """One checkpoint on disk: `name` is `checkpoint-<step>`; `latest` is the tag of the newest save,
+    or of the one that was gone back to since.
 
     `rank`, `alpha`, `targets`, `bytes`: as an AdapterCard's.
     """

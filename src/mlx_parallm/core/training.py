@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.adapters import AdapterRef, CheckpointCard
 from mlx_parallm.core.requests import Collection, FinishReason
 
 
@@ -174,6 +174,22 @@ class TrainingClient(Protocol):
 
         Raises:
             ConflictError: there is none to go back to.
+        """
+        ...
+
+    def trains(self, selector: str | None) -> bool:
+        """Whether this names an adapter whose policy is in training here and live: `save` is how it is saved then."""
+        ...
+
+    async def save(
+        self, adapter: str | None, step: int | None, tags: Sequence[str], metrics: Mapping[str, float]
+    ) -> CheckpointCard:
+        """Writes the policy with its optimizer's state as checkpoint `step` (None: the step it has reached), once the
+        update that is under way has ended.
+
+        Raises:
+            InvalidRequestError: no checkpoint folder is configured, or a tag is not a plain name.
+            ConflictError: it is equal to the base as yet; there is a checkpoint of that step with other content.
         """
         ...
 

@@ -97,14 +97,28 @@ class Archive:
         self._best_is_saved = True
         return await self._save(version, metrics, tags)
 
+    async def go_on_from(self, checkpoint: str) -> None:
+        """A restart begins with this one."""
+        try:
+            await self._publisher.go_on_from(self._name, checkpoint)
+        except Exception as error:  # noqa: BLE001 - the version is live, whatever a restart begins with
+            _log.error("a restart would not begin with %s of %s: %s", checkpoint, self._name, error)
+            self.failures += 1
+
     async def _save(self, version: SavedVersion, metrics: Mapping[str, float], tags: Sequence[str]) -> str | None:
         try:
-            card = await self._publisher.save(version.ref, version.policy, tags, metrics)
+            card = await self.write(version, metrics, tags)
         except Exception as error:  # noqa: BLE001 - the version is live, whatever becomes of its copy
             _log.error("a checkpoint of %s was not saved: %s", version.ref, error)
             self.failures += 1
             return None
-        if card is None:
-            return None
-        self._emit("checkpoint", adapter=self._name, version=str(version.ref), checkpoint=card.name, tags=list(tags))
-        return card.name
+        return card.name if card else None
+
+    async def write(
+        self, version: SavedVersion, metrics: Mapping[str, float], tags: Sequence[str], step: int | None = None
+    ) -> CheckpointCard | None:
+        """See `rl.parts.Publisher.save`."""
+        card = await self._publisher.save(version.ref, version.policy, tags, metrics, step)
+        if card is not None:
+            self._emit("checkpoint", adapter=self._name, version=str(version.ref), checkpoint=card.name, tags=[*tags])
+        return card

@@ -6,9 +6,9 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from mlx_parallm.core import AdapterRef, GivenTrajectory, TrainingStatus, UpdateReport
+from mlx_parallm.core import AdapterRef, CheckpointCard, GivenTrajectory, TrainingStatus, UpdateReport
 from mlx_parallm.rl import candidates
 from mlx_parallm.rl.batches import Prepared, prepare, prepare_imitation
 from mlx_parallm.rl.buffer import TrajectoryBuffer
@@ -113,6 +113,11 @@ class TrainingLoop:
                 await self.trainee.roll_back(to)
             finally:
                 self._sweep()
+
+    async def save(self, step: int | None, tags: Sequence[str], metrics: Mapping[str, float]) -> CheckpointCard:
+        """See `Trainee.save`."""
+        async with self._lock:
+            return await self.trainee.save(step, tags, metrics)
 
     def pause(self, reason: str = "asked") -> None:
         """An update that is under way is finished."""

@@ -56,9 +56,19 @@ class Publisher(Protocol):
         ...
 
     async def save(
-        self, ref: AdapterRef, policy: PolicySnapshot, tags: Sequence[str], metrics: Mapping[str, float]
+        self,
+        ref: AdapterRef,
+        policy: PolicySnapshot,
+        tags: Sequence[str],
+        metrics: Mapping[str, float],
+        step: int | None = None,
     ) -> CheckpointCard | None:
-        """Writes version and optimizer state as checkpoint `policy.step`; None where no folder is configured."""
+        """Writes version and optimizer state as checkpoint `step` (None: `policy.step`, or the next one that is free);
+        None where no folder is configured. Raises ConflictError: `step` is taken."""
+        ...
+
+    async def go_on_from(self, name: str, checkpoint: str) -> None:
+        """A restart begins with this checkpoint, until there is a newer one."""
         ...
 
     def checkpoints(self, name: str) -> tuple[CheckpointCard, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -12,6 +12,7 @@ from mlx_parallm.adapters.names import check_name, check_tag
 from mlx_parallm.core import (
     BASE_ADAPTER,
     AdapterRef,
+    CheckpointCard,
     Collection,
     GivenTrajectory,
     TrainingStatus,
@@ -202,6 +203,18 @@ class TrainingService:
         """See `core.TrainingClient.rollback`."""
         await self._seen_through(self._loop(adapter).roll_back(to))
         return self.status(adapter)
+
+    def trains(self, selector: str | None) -> bool:
+        """See `core.TrainingClient.trains`."""
+        loop = self._loops.get(self._default if selector is None else selector)
+        return loop is not None and loop.trainee.live in (None, loop.trainee.lineage.tip)
+
+    async def save(
+        self, adapter: str | None, step: int | None, tags: Sequence[str], metrics: Mapping[str, float]
+    ) -> CheckpointCard:
+        """See `core.TrainingClient.save`."""
+        tags = [check_tag(tag) for tag in tags]
+        return await self._seen_through(self._loop(adapter).save(step, tags, metrics))
 
     def events(self) -> Listener:
         """See `core.TrainingClient.events`."""

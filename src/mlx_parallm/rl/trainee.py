@@ -8,12 +8,12 @@ batch ─▶ learn ─▶ gate ─▶ stage ─▶ gate ─▶ flip ─▶ check
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 from mlx_parallm.core import BASE_ADAPTER, AdapterRef, CheckpointCard, UpdateReport
-from mlx_parallm.errors import AdapterFileError, ConflictError
+from mlx_parallm.errors import AdapterFileError, ConflictError, InvalidRequestError
 from mlx_parallm.rl.archive import Archive, SavedVersion
 from mlx_parallm.rl.gate import Gate
 from mlx_parallm.rl.lineage import Lineage
@@ -189,6 +189,28 @@ class Trainee:
             if self.lineage.tip != ref:
                 self._publisher.discard(ref)
 
+    # -- on request ------------------------------------------------------------------------------
+
+    async def save(self, step: int | None, tags: Sequence[str], metrics: Mapping[str, float]) -> CheckpointCard:
+        """The policy as it is, and the optimizer's state; a policy that was not published gets a version for it.
+
+        Raises:
+            ConflictError: the policy is equal to the base; `step` is taken.
+            InvalidRequestError: no checkpoint folder is configured.
+            Exception: publisher's.
+        """
+        policy, metrics = await self._settled(), {**metrics, **self.memory.to_metrics()}
+        if self.drifted:
+            async with self._staged() as ref:
+                card = await self.archive.write(SavedVersion(ref, policy), metrics, tags, step)
+        elif self.lineage.tip == BASE_ADAPTER:
+            raise ConflictError(f"{self.name!r} is equal to the base model as yet: there is nothing to save.")
+        else:
+            card = await self.archive.write(SavedVersion(self.lineage.tip, policy), metrics, tags, step)
+        if card is None:
+            raise InvalidRequestError("This server keeps no checkpoints; start it with --checkpoint-dir.")
+        return card
+
     # -- back ------------------------------------------------------------------------------------
 
     async def roll_back(self, to: str | None) -> AdapterRef:
@@ -212,8 +234,7 @@ class Trainee:
             self.memory.restart()
             self.reports.step = goal.policy.step
             self._parts.emit("rollback", adapter=self.name, version=str(ref), step=goal.policy.step)
-            if goal is self.archive.best:
-                await self._save_best(SavedVersion(ref, goal.policy))
+            await self._go_on_from(goal, ref)
         return ref
 
     async def _go_live_again(self, goal: SavedVersion) -> AdapterRef:
@@ -228,10 +249,17 @@ class Trainee:
             self.lineage.append(ref)
             return ref
 
-    async def _save_best(self, best: SavedVersion) -> None:
-        """On disk too, where it was in memory only."""
-        self.archive.set_best(best)
-        await self.archive.save(best, self.memory.to_metrics())
+    async def _go_on_from(self, goal: SavedVersion, ref: AdapterRef) -> None:
+        """A restart does too: the best version is saved, where it was in memory only, and its checkpoint the latest."""
+        if goal is self.archive.best:
+            best = SavedVersion(ref, goal.policy)
+            self.archive.set_best(best)
+            checkpoint = await self.archive.save(best, self.memory.to_metrics())
+        else:
+            card = self.archive.checkpoint_of(ref)
+            checkpoint = card.name if card else None
+        if checkpoint is not None:
+            await self.archive.go_on_from(checkpoint)
 
     async def _settled(self) -> PolicySnapshot:
         """The policy as the books have it, with the learner."""

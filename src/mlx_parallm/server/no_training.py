@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import NoReturn
 
 from mlx_parallm.core import (
     AdapterRef,
+    CheckpointCard,
     Collection,
     GivenTrajectory,
     TrainingClient,
@@ -49,6 +50,14 @@ class NoTraining(TrainingClient):
         _refuse()
 
     async def rollback(self, adapter: str | None = None, to: str | None = None) -> TrainingStatus:
+        _refuse()
+
+    def trains(self, selector: str | None) -> bool:
+        return False
+
+    async def save(
+        self, adapter: str | None, step: int | None, tags: Sequence[str], metrics: Mapping[str, float]
+    ) -> CheckpointCard:
         _refuse()
 
     def events(self) -> AsyncIterator[TrainingEvent]:

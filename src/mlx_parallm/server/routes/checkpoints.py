@@ -25,8 +25,11 @@ async def list_checkpoints(services: ServicesDep) -> CheckpointList:
 @router.post("/training/checkpoint", openapi_extra=request_body(SaveCheckpointBody))
 @router.post("/v1/training/checkpoint", openapi_extra=request_body(SaveCheckpointBody))
 async def save_checkpoint(body: Body, services: ServicesDep) -> Checkpoint:
-    """Answers when the files are whole on disk; a client that leaves meanwhile stops nothing."""
+    """Answers when the files are whole on disk; a client that leaves meanwhile stops nothing. An adapter in training
+    is saved with its optimizer's state."""
     tags = [] if body.checkpoint_name is None else [body.checkpoint_name]
     with naming("lora_name", body.lora_name or ""):
-        saving = services.adapters.save_checkpoint(body.lora_name, body.step, tags, body.metrics)
+        trained = services.training.trains(body.lora_name)
+        save = services.training.save if trained else services.adapters.save_checkpoint
+        saving = save(body.lora_name, body.step, tags, body.metrics)
         return checkpoint_object(await services.lifecycle.see_through(saving))
