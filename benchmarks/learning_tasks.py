@@ -66,20 +66,25 @@ class Sentiment:
     name, max_tokens, updates = "sentiment", 12, 30
 
     def training(self, seed: int) -> Iterator[Prompt]:
-        return _shuffled(self._prompts(slice(0, 16)), seed)
+        """Positive and negative ones in turns: an update of one kind alone would teach one answer to everything."""
+        prompts = self._prompts(slice(0, 16))
+        half = len(prompts) // 2
+        for pair in zip(_shuffled(prompts[:half], seed), _shuffled(prompts[half:], seed + 1000), strict=False):
+            yield from pair
 
     def held_out(self) -> list[Prompt]:
         return random.Random(0).sample(self._prompts(slice(16, None)), HELD_OUT)
 
     def rewarded(self, prompt: Prompt, text: str, ended: bool) -> float:
-        """1 for the right word and nothing else, a part where the answer begins with it.
+        """How much of the answer the right word is: 1 for it and nothing else, a third among three words; half as
+        much where the answer is cut off, and nothing beside the opposite.
 
-        A part for the word anywhere in a sentence is a plateau: every answer of a group gets it.
+        A fixed part for the word in a sentence would be a plateau: soon every answer of a group gets it.
         """
-        right, wrong = prompt.metadata["right"], prompt.metadata["wrong"]
-        if ended and text.strip().rstrip(".").lower() == right:
-            return 1.0
-        return 0.2 * (text.lower().lstrip().startswith(right) and wrong not in text.lower())
+        words, right, wrong = re.findall(r"[a-z]+", text.lower()), prompt.metadata["right"], prompt.metadata["wrong"]
+        if right not in words or wrong in words:
+            return 0.0
+        return (1.0 if ended else 0.5) / len(words)
 
     def _prompts(self, part: slice) -> list[Prompt]:
         sides = (("positive", "negative", POSITIVE[part]), ("negative", "positive", NEGATIVE[part]))

@@ -6,10 +6,10 @@ import asyncio
 import logging
 
 from mlx_parallm.app.engine import Engine, Served, build_runner
-from mlx_parallm.app.integrated import RLIntegratedServer
+from mlx_parallm.app.integrated import IntegratedServer, RLIntegratedServer
 from mlx_parallm.config import Config
 
-__all__ = ["Engine", "RLIntegratedServer", "Served", "build_runner", "run"]
+__all__ = ["Engine", "IntegratedServer", "RLIntegratedServer", "Served", "build_runner", "run"]
 
 
 def run(config: Config) -> int:
@@ -24,6 +24,6 @@ def run(config: Config) -> int:
 
 async def _run(config: Config) -> int:
     """What ends one of the two with an error ends both."""
-    server = RLIntegratedServer.of(config)
+    server = IntegratedServer(config)
     exit_code, _ = await asyncio.gather(server.run_inference(), server.run_training_loop())
     return exit_code

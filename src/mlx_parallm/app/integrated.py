@@ -15,37 +15,11 @@ from mlx_parallm.server.run import serve
 from mlx_parallm.server.settings import LOOPBACK_HOSTS, ServerSettings
 
 
-class RLIntegratedServer:
-    """Its two coroutines share the model, and are meant for one `asyncio.gather`, in any order:
+class IntegratedServer:
+    """A model that is served and, if `config` says so, trained. Its two coroutines share the model, and are meant for
+    one `asyncio.gather`, in any order."""
 
-        server = RLIntegratedServer(lora_config=LoRAConfig(rank=16), rl_config=RLConfig(batch_size=32))
-        await asyncio.gather(server.run_inference(port=8000), server.run_training_loop())
-
-    Args:
-        base_model: a model directory or a hub id; None: the bundled model.
-        keys: any other key of server_config.yaml, its path joined by two underscores: `adapters__max_loras=4`.
-
-    Raises:
-        ConfigError: one line per problem.
-    """
-
-    def __init__(
-        self,
-        base_model: str | Path | None = None,
-        lora_config: LoRAConfig | None = None,
-        rl_config: RLConfig | None = None,
-        **keys: object,
-    ) -> None:
-        self._open(configure(base_model, lora_config, rl_config, **keys))
-
-    @classmethod
-    def of(cls, config: Config) -> RLIntegratedServer:
-        """By a whole configuration, whether it trains or not."""
-        server = cls.__new__(cls)
-        server._open(config)
-        return server
-
-    def _open(self, config: Config) -> None:
+    def __init__(self, config: Config) -> None:
         self._config = config
         self._engine = Engine(config)
         self._served: Served | None = None
@@ -120,6 +94,30 @@ class RLIntegratedServer:
             authenticated=config.server.api_key is not None,
             warnings=() if BLAS.fast else (BLAS.problem,),
         )
+
+
+class RLIntegratedServer(IntegratedServer):
+    """The same, by the keys that a Python program has in hand; it trains.
+
+        server = RLIntegratedServer(lora_config=LoRAConfig(rank=16), rl_config=RLConfig(batch_size=32))
+        await asyncio.gather(server.run_inference(port=8000), server.run_training_loop())
+
+    Args:
+        base_model: a model directory or a hub id; None: the bundled model.
+        keys: any other key of server_config.yaml, its path joined by two underscores: `adapters__max_loras=4`.
+
+    Raises:
+        ConfigError: one line per problem.
+    """
+
+    def __init__(
+        self,
+        base_model: str | Path | None = None,
+        lora_config: LoRAConfig | None = None,
+        rl_config: RLConfig | None = None,
+        **keys: object,
+    ) -> None:
+        super().__init__(configure(base_model, lora_config, rl_config, **keys))
 
 
 def _server_settings(config: Config, host: str) -> ServerSettings:

@@ -32,55 +32,19 @@ def run(config: Config, options: TrainOptions, view: TrainView) -> int:
         EngineError: the device thread ended, or could not draw.
     """
     logging.basicConfig(level=config.server.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
-    tasks = _tasks(config, options)
+    environment(options.environment)  # an unknown name is told before the model is loaded
     engine = Engine(config)
     served = engine.start()
     assert served.training is not None  # the command's configuration trains
     try:
-        asyncio.run(_train(config, options, view, engine, served, served.training, tasks))
+        asyncio.run(_TrainingRun(config, options, view, engine, served, served.training).run())
     finally:
         engine.processor.stop()
     return 0
 
 
-def _tasks(config: Config, options: TrainOptions) -> Iterator[Task]:
-    return environment(options.environment).tasks(config.rl_training.seed)
-
-
-async def _train(
-    config: Config,
-    options: TrainOptions,
-    view: TrainView,
-    engine: Engine,
-    served: Served,
-    training: Training,
-    tasks: Iterator[Task],
-) -> None:
-    try:
-        tasks = await asyncio.to_thread(_checked, tasks, training)
-        await training.start()
-        await training.service.pause()  # updates are made when a step's trajectories are all there
-        view.started(_facts(config, options, served))
-        driver = _Driver(config, options, view, engine, served, training, tasks)
-        for step in range(1, options.steps + 1):
-            last = step == options.steps and config.checkpointing.checkpoint_dir is not None
-            view.updated(await driver.step(FINAL if last else None))
-    finally:
-        await training.close()
-
-
-def _checked(tasks: Iterator[Task], training: Training) -> Iterator[Task]:
-    """The same tasks. Raises ConfigError: they cannot be scored."""
-    first = next(tasks)
-    try:
-        training.scorers.check(first.collection)
-    except InvalidRequestError as error:
-        raise ConfigError(f"environment: {error}") from error
-    return itertools.chain([first], tasks)
-
-
-class _Driver:
-    """Draws, waits for the rewards, updates."""
+class _TrainingRun:
+    """Draws, waits for the rewards, updates; over and over."""
 
     def __init__(
         self,
@@ -90,25 +54,52 @@ class _Driver:
         engine: Engine,
         served: Served,
         training: Training,
-        tasks: Iterator[Task],
     ) -> None:
+        self._config = config
         self._options = options
         self._view = view
         self._engine = engine
+        self._served = served
+        self._training = training
         self._service = training.service
-        self._name = config.adapters.default_adapter
         self._drawn = 0
-        settings = RolloutSettings(
-            options.group_size, config.rl_training.max_completion_tokens, seed=config.rl_training.seed
-        )
-        self._rollouts = Rollouts(training.engine, served.adapters, served.tokenizer, tasks, settings, self._tell)
 
-    async def step(self, tag: str | None) -> UpdateReport:
+    async def run(self) -> None:
+        """All steps; the last one is saved, where checkpoints are kept."""
+        options = self._options
+        try:
+            rollouts = self._rollouts(await asyncio.to_thread(self._tasks))
+            await self._training.start()
+            await self._service.pause()  # updates are made when a step's trajectories are all there
+            self._view.started(_facts(self._config, options, self._served))
+            for step in range(1, options.steps + 1):
+                last = step == options.steps and self._config.checkpointing.checkpoint_dir is not None
+                self._view.updated(await self._step(rollouts, FINAL if last else None))
+        finally:
+            await self._training.close()
+
+    def _tasks(self) -> Iterator[Task]:
+        """Endless. Raises ConfigError: they cannot be scored."""
+        tasks = environment(self._options.environment).tasks(self._config.rl_training.seed)
+        first = next(tasks)
+        try:
+            self._training.scorers.check(first.collection)
+        except InvalidRequestError as error:
+            raise ConfigError(f"environment: {error}") from error
+        return itertools.chain([first], tasks)
+
+    def _rollouts(self, tasks: Iterator[Task]) -> Rollouts:
+        training = self._config.rl_training
+        settings = RolloutSettings(self._options.group_size, training.max_completion_tokens, seed=training.seed)
+        served = self._served
+        return Rollouts(self._training.engine, served.adapters, served.tokenizer, tasks, settings, self._tell)
+
+    async def _step(self, rollouts: Rollouts, tag: str | None) -> UpdateReport:
         """One update; its report, with the speed of the whole step."""
         started, self._drawn = time.monotonic(), 0
         self._tell(0)
         live = self._service.status().current
-        tokens = await self._rollouts.draw(self._options.prompts_per_step, str(live or BASE_ADAPTER.name))
+        tokens = await rollouts.draw(self._options.prompts_per_step, str(live or BASE_ADAPTER.name))
         drawing = time.monotonic() - started
         await self._scored()
         report = await self._service.update(checkpoint_name=tag)

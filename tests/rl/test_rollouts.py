@@ -1,0 +1,114 @@
+"""Rollouts that no client asks for: what they ask of the engine, and what ends them."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import contextmanager
+from itertools import count
+
+import pytest
+from rl.fakes import FakeEngine
+
+from mlx_parallm.core import (
+    AdapterRef,
+    Collection,
+    GenerationRequest,
+    RequestFailed,
+    RequestFinished,
+    SamplingParams,
+    StopParams,
+    WorkClass,
+)
+from mlx_parallm.errors import EngineError, StepFailedError
+from mlx_parallm.rl.environments import Task
+from mlx_parallm.rl.rollouts import Rollouts, RolloutSettings, finished
+
+LIVE = AdapterRef("math", 3)
+
+
+class Engine(FakeEngine):
+    """Answers with a token a sequence; keeps the requests, and the leases that were held then."""
+
+    def __init__(self, leases: Leases) -> None:
+        super().__init__([])
+        self.requests: list[GenerationRequest] = []
+        self._leases = leases
+
+    async def generate(self, request: GenerationRequest):
+        assert self._leases.held[str(request.adapter)] > 0, "the version is leased while it draws"
+        self.requests.append(request)
+        await asyncio.sleep(0)
+        yield RequestFinished(1, request.n, 0, 0, 0, 1)
+
+
+class Leases:
+    def __init__(self) -> None:
+        self.held: dict[str, int] = {}
+
+    @contextmanager
+    def lease(self, selector: str | None):
+        assert selector == "math"
+        self.held[str(LIVE)] = self.held.get(str(LIVE), 0) + 1
+        try:
+            yield LIVE
+        finally:
+            self.held[str(LIVE)] -= 1
+
+
+class Tokenizer:
+    def apply_chat_template(self, messages):
+        return [len(message["content"]) for message in messages]
+
+
+def tasks():
+    for number in count(1):
+        yield Task(({"role": "user", "content": "x" * number},), Collection("exact", {"answer": str(number)}))
+
+
+def rollouts(seed: int = 0, **options: object) -> tuple[Rollouts, Engine, Leases, list[int]]:
+    leases, told = Leases(), []
+    engine = Engine(leases)
+    settings = RolloutSettings(group_size=4, max_tokens=9, seed=seed, **options)
+    return Rollouts(engine, leases, Tokenizer(), tasks(), settings, told.append), engine, leases, told
+
+
+async def test_each_task_becomes_one_collected_group_of_class_training() -> None:
+    drawing, engine, leases, told = rollouts(temperature=0.8)
+    assert await drawing.draw(3, "math") == 12
+    assert await drawing.draw(1, "math") == 4
+    assert [request.prompts for request in engine.requests] == [((1,),), ((2,),), ((3,),), ((4,),)]
+    assert [request.collection.metadata["answer"] for request in engine.requests] == ["1", "2", "3", "4"]
+    for request in engine.requests:
+        assert (request.n, request.adapter, request.work_class) == (4, LIVE, WorkClass.TRAINING)
+        assert (request.sampling.temperature, request.stopping.max_tokens) == (0.8, 9)
+    assert len({request.request_id for request in engine.requests}) == 4
+    assert sum(told) == 16
+    assert leases.held == {str(LIVE): 0}
+
+
+async def test_no_two_samples_of_any_runs_share_a_seed() -> None:
+    seeds = []
+    for seed in (0, 1, 2**20):
+        drawing, engine, _, _ = rollouts(seed)
+        await drawing.draw(50, "math")
+        seeds += [request.sampling.seed + at for request in engine.requests for at in range(request.n)]
+    assert len(set(seeds)) == len(seeds) == 3 * 50 * 4
+
+
+async def test_an_engine_that_fails_ends_the_draw_and_gives_the_lease_back() -> None:
+    drawing, engine, leases, told = rollouts()
+
+    async def fails(request: GenerationRequest):
+        yield RequestFailed(StepFailedError("out of memory"))
+
+    engine.generate = fails
+    with pytest.raises(StepFailedError, match="out of memory"):
+        await drawing.draw(1, "math")
+    assert leases.held == {str(LIVE): 0}
+    assert told == []
+
+
+async def test_a_request_without_an_end_is_an_error() -> None:
+    request = GenerationRequest("r", ((1,),), SamplingParams(), StopParams(1))
+    with pytest.raises(EngineError, match="terminal"):
+        await finished(FakeEngine([]), request)
