@@ -63,7 +63,7 @@ def chat(question: str) -> str:
 class Sentiment:
     """One word, of adjectives that training never shows. The client scores, as a person would: feedback."""
 
-    name, max_tokens, updates = "sentiment", 12, 30
+    name, max_tokens, updates = "sentiment", 12, 100
 
     def training(self, seed: int) -> Iterator[Prompt]:
         """Positive and negative ones in turns: an update of one kind alone would teach one answer to everything."""
@@ -99,7 +99,7 @@ class Sentiment:
 class Ending:
     """A short sentence that ends with a given word. Feedback too."""
 
-    name, max_tokens, updates = "ending", 20, 40
+    name, max_tokens, updates = "ending", 20, 100
 
     def training(self, seed: int) -> Iterator[Prompt]:
         return _shuffled([self._prompt(word) for word in WORDS[:-HELD_OUT]], seed)
@@ -121,7 +121,7 @@ class Ending:
 class RandomRewards(Sentiment):
     """The control: the same prompts, and rewards that know nothing of the answers."""
 
-    name = "random rewards"
+    name, updates = "random rewards", 40
 
     def __init__(self) -> None:
         self._dice = random.Random(1)
@@ -137,7 +137,7 @@ class RandomRewards(Sentiment):
 class ReasoningGym:
     """A task of reasoning-gym with its own scorer; held-out entries are of another seed."""
 
-    def __init__(self, task: str, max_tokens: int = 16, updates: int = 40, **options: Any) -> None:
+    def __init__(self, task: str, max_tokens: int = 16, updates: int = 100, **options: Any) -> None:
         self.name, self.max_tokens, self.updates = f"reasoning_gym:{task}", max_tokens, updates
         self._task, self._options = task, options
 

@@ -1,0 +1,231 @@
+"""What training holds, and that nothing goes wrong while it learns beside clients. On the bundled model.
+
+    python benchmarks/training.py [--updates 100] [--only memory load] [--out FILE]
+
+`memory`: what MLX holds more once training has begun, and its peak. `load`: updates while 8 clients are served, every
+answer of theirs learnt from; each stored logprob is then computed again under the version that drew it. Each in a
+process of its own, without HTTP; about 10 minutes on two cores. Ends with a table and writes JSON beside it.
+"""
+
+import argparse
+import asyncio
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import machine
+import report
+from alone import alone
+from figures import Figure, errors, reported
+from training_rig import Rig, rig
+
+import mlx.core as mx  # isort: skip  after training_rig, which chooses the BLAS
+from mlx_parallm.config import Config, LoRAConfig, RLConfig, configure
+from mlx_parallm.core import GivenTrajectory
+
+HERE = Path(__file__).parent
+PARTS = ("memory", "load")
+MEMORY_LIMIT, LOGPROB_LIMIT = 1.1, 1e-4
+CLIENTS, GROUP, TOKENS, BATCH = 8, 4, 8, 8
+SHARE = 0.5
+"""Of the device, for training beside requests: a hundred updates in some minutes."""
+LORA = LoRAConfig(rank=16, alpha=32.0)
+FACTS = {"rank": 16, "targets": "all seven linears", "clients": CLIENTS, "group": GROUP, "batch": BATCH}
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes that MLX holds. `started` and `updating` are rises over what serving alone holds, the KV pool apart.
+
+    `updating`: the most after any micro-step, gradients included. `bank`: the slots of the versions that are served.
+    `peak`: of everything, base model and activations of a micro-step included; `peak_serving`: before training.
+    """
+
+    adapter: int
+    base: int
+    started: int
+    updating: int
+    bank: int
+    peak_serving: int
+    peak: int
+
+    @property
+    def ratio(self) -> float:
+        """To adapter, gradients and AdamW's two moments."""
+        return self.updating / (4 * self.adapter)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """`worst_logprob`: difference of a stored one from one computed again. `changed`: base arrays that are not the
+    same objects with the same bits. `active` and `arrays`: MLX bytes and arrays held after 20 updates and at the end.
+    """
+
+    updates: int
+    seconds: float
+    requests: int
+    trajectories: int
+    versions: int
+    untagged: int
+    failed: list[str]
+    skips: dict[str, int]
+    worst_logprob: float
+    changed: list[str]
+    active: tuple[int, int]
+    arrays: tuple[int, int]
+
+
+def main() -> int:
+    """Exit code 0 when every figure is met."""
+    arguments = _arguments()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = machine.describe()
+    machine.warn_if_busy()
+    memory = alone(measure_memory) if "memory" in arguments.only else None
+    load = alone(measure_load, arguments.updates) if "load" in arguments.only else None
+    figures = [*(_of_memory(memory) if memory else ()), *(_of_load(load) if load else ())]
+    report.show([], {}, figures)
+    record: dict[str, Any] = {"machine": before, "facts": FACTS}
+    record |= {"memory": asdict(memory) if memory else None, "load": asdict(load) if load else None}
+    report.write(arguments.out, record, figures)
+    print(f"written to {arguments.out}")
+    return int(any(figure.met is False for figure in figures))
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+def measure_memory() -> Memory:
+    """In this process."""
+    return asyncio.run(_memory())
+
+
+async def _memory() -> Memory:
+    async with rig(_config(), GROUP, TOKENS) as made:
+        await asyncio.gather(*(made.complete(collect=False) for _ in range(CLIENTS)))
+        base, _ = await made.on_device(made.footprint)
+        peak_serving = await made.on_device(mx.get_peak_memory)
+        await made.training.start()
+        started = (await made.on_device(made.footprint))[0] - base
+        held = _watched(made)
+        given = [
+            GivenTrajectory(prompt[:50], tuple(range(1000 + at, 1012 + at)), float(at % 8), group_id=str(at // 8))
+            for at, prompt in enumerate([made.prompts[0]] * 32)
+        ]
+        await made.training.service.update(None, given)
+        bank = made.served.adapters.stats().bank_bytes
+        await made.load(CLIENTS, lambda: made.status().updates_total >= 4)
+        peak = await made.on_device(mx.get_peak_memory)
+        adapter = 4 * made.training.publisher._learner._policies["default"].parameters
+        return Memory(adapter, base, started, max(held) - base, bank, peak_serving, peak)
+
+
+def _watched(made: Rig) -> list[int]:
+    """What MLX holds after each unit of the first update: before its version is staged into the bank."""
+    held: list[int] = []
+    trainer, advance = made.trainer, made.trainer.advance
+
+    def watched() -> None:
+        advance()
+        if not made.served.adapters.stats().bank_bytes:
+            held.append(mx.get_active_memory() - made.engine.processor.stats().kv_bytes_held)
+
+    trainer.advance = watched  # type: ignore[method-assign]
+    return held
+
+
+def _of_memory(memory: Memory) -> Iterator[Figure]:
+    yield _megabytes("adapter, float32", memory.adapter)
+    yield _megabytes("held more when training has begun: adapter and optimizer", memory.started)
+    yield _megabytes("held more in an update, gradients too", memory.updating)
+    ratio = reported([memory.ratio])
+    yield Figure("in an update, to adapter + gradients + optimizer", "x", *ratio, MEMORY_LIMIT)
+    yield _megabytes("the bank's slots of served versions", memory.bank)
+    yield _megabytes("base model and what serving holds", memory.base)
+    yield _megabytes("peak before training", memory.peak_serving)
+    yield _megabytes("peak with training", memory.peak)
+
+
+def _megabytes(name: str, count: int) -> Figure:
+    return Figure(name, "MB", *reported([count / 1e6]))
+
+
+# ---- load ----------------------------------------------------------------------------------------
+
+
+def measure_load(updates: int) -> Load:
+    """In this process."""
+    return asyncio.run(_load(updates))
+
+
+async def _load(updates: int) -> Load:
+    async with rig(_config(), GROUP, TOKENS) as made:
+        base = await made.on_device(made.base_arrays)
+        await made.training.start()
+        began = time.monotonic()
+        footprints = []
+        for target in (min(20, updates), updates):
+            await made.load(CLIENTS, lambda target=target: _reached(made, target))  # type: ignore[misc]
+            while made.status().state == "updating":
+                await asyncio.sleep(0.05)
+            footprints.append(await made.on_device(made.footprint))
+        seconds, status = time.monotonic() - began, made.status()
+        after = await made.on_device(made.base_arrays)
+        return Load(
+            updates=status.updates_total,
+            seconds=seconds,
+            requests=next(made.requests),
+            trajectories=len(made.drawn),
+            versions=len({trajectory.adapter for trajectory in made.drawn}),
+            untagged=sum(trajectory.adapter not in made.weights for trajectory in made.drawn),
+            failed=made.failed,
+            skips=dict(status.skips),
+            worst_logprob=await made.on_device(made.worst_logprob),
+            changed=[name for name in base if after[name] != base[name]],
+            active=(footprints[0][0], footprints[1][0]),
+            arrays=(footprints[0][1], footprints[1][1]),
+        )
+
+
+def _reached(made: Rig, target: int) -> bool:
+    done = made.status().updates_total
+    if done and done % 10 == 0:
+        print(f"  update {done}\r", end="", flush=True)
+    return done >= target
+
+
+def _of_load(load: Load) -> Iterator[Figure]:
+    yield Figure(f"updates beside {CLIENTS} clients", "", *reported([load.updates]))
+    yield Figure("minutes", "", *reported([load.seconds / 60]))
+    yield Figure("requests", "", *reported([load.requests]))
+    yield Figure("trajectories", "", *reported([load.trajectories]))
+    yield Figure("versions that drew them", "", *reported([load.versions]))
+    yield errors("requests that failed", len(load.failed))
+    yield errors("trajectories of an unknown version", load.untagged)
+    yield errors("base arrays that are others or have changed", len(load.changed))
+    yield Figure("worst stored logprob, computed again", "nats", *reported([load.worst_logprob]), LOGPROB_LIMIT)
+    yield Figure(
+        "active bytes at the end, to those after 20 updates", "x", *reported([load.active[1] / load.active[0]])
+    )
+    yield Figure("arrays at the end, to those after 20 updates", "x", *reported([load.arrays[1] / load.arrays[0]]))
+
+
+def _config() -> Config:
+    rl = RLConfig(algorithm="dapo", learning_rate=1e-4, batch_size=BATCH, max_staleness=8)
+    return configure(None, LORA, rl, rl_training__training_time_share=SHARE)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--updates", type=int, default=100)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "training.json")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,178 @@
+"""A whole engine that trains, without HTTP: clients whose answers are learnt from, and what must hold meanwhile."""
+
+import asyncio
+import gc
+import random
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TypeVar
+
+import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
+
+import mlx.core as mx  # isort: skip
+import numpy as np
+from mlx.utils import tree_flatten
+from prompts import short_prompts
+
+from mlx_parallm.adapters.weights import AdapterWeights
+from mlx_parallm.app.engine import Engine, Served
+from mlx_parallm.app.training import Training
+from mlx_parallm.config import Config
+from mlx_parallm.core import (
+    BASE_ADAPTER,
+    AdapterRef,
+    Collection,
+    GenerationRequest,
+    RequestFailed,
+    RequestFinished,
+    SamplingParams,
+    StopParams,
+    TrainingStatus,
+    Trajectory,
+)
+from mlx_parallm.rl.packing import pack
+from mlx_parallm.rl.samples import Sample
+from mlx_parallm.rl.snapshot import PolicySnapshot
+from mlx_parallm.rl.trainable import Params
+from mlx_parallm.rl.trainer import GRPOTrainer
+
+T = TypeVar("T")
+PROMPTS = 16
+AT_ONCE = 16
+"""Trajectories of one version whose logprobs are computed again together."""
+
+
+@dataclass
+class Rig:
+    """`weights`: every version's as it was staged, None for the base. `drawn`: all that was collected."""
+
+    engine: Engine
+    served: Served
+    training: Training
+    group: int
+    max_tokens: int
+    prompts: Sequence[tuple[int, ...]]
+    weights: dict[AdapterRef, AdapterWeights | None] = field(default_factory=lambda: {BASE_ADAPTER: None})
+    drawn: list[Trajectory] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    requests: Iterator[int] = field(default_factory=count)
+
+    @property
+    def trainer(self) -> GRPOTrainer:
+        return self.training.publisher._learner._trainer
+
+    def status(self) -> TrainingStatus:
+        return self.training.service.status()
+
+    async def on_device(self, call: Callable[[], T]) -> T:
+        """Between two units of device work."""
+        answer: T = await self.engine.processor.on_device(lambda tell: tell(call()))
+        return answer
+
+    async def load(self, clients: int, until: Callable[[], bool]) -> None:
+        """So many clients, each with one collected request after the other, until `until`."""
+
+        async def client() -> None:
+            while not until():
+                await self.complete()
+
+        await asyncio.gather(*(client() for _ in range(clients)))
+
+    async def complete(self, collect: bool = True) -> None:
+        """One group, collected or not, from whatever requests without an adapter get; its rewards are random."""
+        number = next(self.requests)
+        with self.served.adapters.lease(None) as adapter:
+            request = GenerationRequest(
+                request_id=f"r{number}",
+                prompts=(self.prompts[number % len(self.prompts)],),
+                sampling=SamplingParams(seed=self.group * number),
+                stopping=StopParams(self.max_tokens),
+                n=self.group,
+                adapter=adapter,
+                collection=Collection() if collect else None,
+            )
+            async for event in self.served.engine.generate(request):
+                if isinstance(event, RequestFailed):
+                    self.failed.append(f"{type(event.error).__name__}: {event.error}")
+                if isinstance(event, RequestFinished):
+                    for trajectory_id in event.trajectory_ids:
+                        self.training.service.feedback(trajectory_id, random.Random(trajectory_id).random())
+
+    # -- what must hold --------------------------------------------------------------------------
+
+    def base_arrays(self) -> dict[str, tuple[int, int]]:
+        """The base's parameters as the trainer has them: which object each is, and a digest of its bits."""
+        model = self.trainer.model
+        parts = {"head": model._head, "embedding": model._trunk.embed_tokens}
+        parts |= {f"layers.{at}": layer._layer for at, layer in enumerate(model._trunk.layers)}
+        leaves = [
+            (f"{at}.{name}", leaf) for at, part in parts.items() for name, leaf in tree_flatten(part.parameters())
+        ]
+        return {name: (id(leaf), hash(np.array(leaf).tobytes())) for name, leaf in leaves}
+
+    def worst_logprob(self) -> float:
+        """Largest difference of a stored logprob from one computed again under the version that drew it."""
+        return max(self._difference(ref) for ref in {trajectory.adapter for trajectory in self.drawn})
+
+    def _difference(self, ref: AdapterRef) -> float:
+        mine = sorted((t for t in self.drawn if t.adapter == ref), key=lambda t: t.prompt_ids)
+        weights, worst = self.weights[ref], 0.0
+        params = None if weights is None else _params(weights)
+        scale = 0.0 if weights is None else weights.alpha / weights.rank
+        for start in range(0, len(mine), AT_ONCE):
+            batch = pack([_sample(t) for t in mine[start : start + AT_ONCE]])
+            logp, _ = self.trainer._scores(batch, params, scale)
+            apart = mx.abs(batch.padded(logp) - batch.sampling_logprobs) * batch.mask
+            worst = max(worst, float(apart.max().item()))
+        return worst
+
+    def footprint(self) -> tuple[int, int]:
+        """Bytes that MLX holds, the KV pool's apart, and arrays that Python's collector knows."""
+        gc.collect()
+        mx.clear_cache()
+        pool = self.engine.processor.stats().kv_bytes_held
+        return mx.get_active_memory() - pool, sum(isinstance(thing, mx.array) for thing in gc.get_objects())
+
+
+@asynccontextmanager
+async def rig(config: Config, group: int, max_tokens: int) -> AsyncIterator[Rig]:
+    """The bundled model, served; training is not begun."""
+    engine = Engine(config)
+    served = await asyncio.to_thread(engine.start)
+    assert served.training is not None
+    prompts = [tuple(served.tokenizer.encode(text)) for text in short_prompts(PROMPTS, "training")]
+    made = Rig(engine, served, served.training, group, max_tokens, prompts)
+    _watch(made)
+    try:
+        yield made
+    finally:
+        await made.training.close()
+        await asyncio.to_thread(engine.processor.stop)
+
+
+def _watch(made: Rig) -> None:
+    """Keeps each version's weights as they were when it was staged, and every trajectory."""
+    publisher, service = made.training.publisher, made.training.service
+    stage, collected = publisher.stage, service.collected
+
+    async def staged(name: str, policy: PolicySnapshot | None = None) -> AdapterRef:
+        taken = policy or await publisher._learner.snapshot(name)
+        ref = await stage(name, policy)
+        made.weights[ref] = taken.weights
+        return ref
+
+    def kept(group: Sequence[Trajectory]) -> None:
+        made.drawn.extend(group)
+        collected(group)
+
+    publisher.stage, service.collected = staged, kept  # type: ignore[method-assign]
+
+
+def _sample(drawn: Trajectory) -> Sample:
+    return Sample(drawn.prompt_ids, drawn.completion_ids, drawn.sampling_logprobs, drawn.temperature, 0.0, 0)
+
+
+def _params(weights: AdapterWeights) -> Params:
+    return {path: {"a": mx.array(pair.a), "b": mx.array(pair.b)} for path, pair in weights.pairs.items()}
