@@ -1,20 +1,22 @@
 """Does it learn? Real runs on the bundled model through the real server.
 
-    python benchmarks/learning.py [--only sentiment ending gym control sums letters] [--seeds 0 1 2] [--out FILE]
+    python benchmarks/learning.py [--only sentiment ending gym control sums letters] [--seeds 0 1 2] [--resume]
+                                  [--out FILE]
 
 Each run starts a server with --enable-rl-training, draws groups over HTTP, has them rewarded (by the server's scorers,
 or by feedback), and compares held-out prompts at temperature 1 before and after, 64 of them, seeds fixed. The control
 gives random rewards; sums and letters are tried and only reported. Up to 8 minutes a run on two cores. Writes JSON, and
-a PNG of the curves beside it.
+a PNG of the curves beside it, after each run; --resume keeps the runs that the file has, and makes the others.
 """
 
 import argparse
 import asyncio
+import json
 import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ GAINS = {"sentiment": 0.5, "ending": 0.3, "gym": 0.2}
 TRIED = ("sums", "letters")
 """Tasks of reasoning-gym that no gain is asked of."""
 CONTROL_GAIN = 0.1
+_RUN_FIELDS = {field.name for field in fields(Run)}
 ERRORS = 3
 """A gain on the reasoning-gym task is at least so many standard errors."""
 
@@ -41,32 +44,48 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     before = machine.describe()
     machine.warn_if_busy()
-    runs = asyncio.run(_runs(arguments))
+    runs = _earlier(arguments.out) if arguments.resume else []
+    for done in _runs(arguments, {(run.task, run.seed) for run in runs}):
+        runs.append(done)
+        _write(arguments.out, before, runs)
     judged = list(_figures(runs))
     for run in runs:
         _print_answers(run)
     report.show([], {}, judged)
-    record = {"machine": before, "flags": learning_run.FLAGS, "runs": [_record(run) for run in runs]}
-    report.write(arguments.out, record, judged)
-    _draw(runs, arguments.out.with_suffix(".png"))
     print(f"written to {arguments.out}")
     return int(any(figure.met is False for figure in judged))
 
 
-async def _runs(arguments: argparse.Namespace) -> list[Run]:
-    runs = []
-    with tempfile.TemporaryDirectory(prefix="learning_benchmark_") as folder:
-        for name in arguments.only:
-            for seed in SEEDS[name] if arguments.seeds is None else arguments.seeds:
-                done = await learning_run.run(TASKS[name](), seed, Path(folder))
-                assert done.after is not None
-                print(
-                    f"{done.task}, seed {seed}: {done.before.mean:.2f} -> {done.after.mean:.2f} "
-                    f"in {len(done.updates)} updates, {done.seconds / 60:.1f} min",
-                    flush=True,
-                )
-                runs.append(done)
-    return runs
+def _runs(arguments: argparse.Namespace, done: set[tuple[str, int]]) -> Iterator[Run]:
+    """Those that are not done."""
+    for name in arguments.only:
+        task = TASKS[name]()
+        for seed in SEEDS[name] if arguments.seeds is None else arguments.seeds:
+            if (task.name, seed) in done:
+                continue
+            with tempfile.TemporaryDirectory(prefix="learning_benchmark_") as folder:
+                run = asyncio.run(learning_run.run(TASKS[name](), seed, Path(folder)))
+            assert run.after is not None
+            print(
+                f"{run.task}, seed {run.seed}: {run.before.mean:.2f} -> {run.after.mean:.2f} "
+                f"in {len(run.updates)} updates, {run.seconds / 60:.1f} min",
+                flush=True,
+            )
+            yield run
+
+
+def _earlier(file: Path) -> list[Run]:
+    """Those that the file has, if it is of the same flags."""
+    record = json.loads(file.read_text()) if file.exists() else {"flags": None, "runs": []}
+    if record["flags"] != list(learning_run.FLAGS):
+        return []
+    return [Run.of({key: value for key, value in run.items() if key in _RUN_FIELDS}) for run in record["runs"]]
+
+
+def _write(file: Path, machine_before: dict[str, object], runs: Sequence[Run]) -> None:
+    record = {"machine": machine_before, "flags": learning_run.FLAGS, "runs": [_record(run) for run in runs]}
+    report.write(file, record, _figures(runs))
+    _draw(runs, file.with_suffix(".png"))
 
 
 def _figures(runs: Sequence[Run]) -> Iterator[Figure]:
@@ -125,6 +144,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=tuple(TASKS), default=tuple(TASKS))
     parser.add_argument("--seeds", nargs="+", type=int, help="in place of each task's own")
+    parser.add_argument("--resume", action="store_true", help="keep the runs that the file has")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "learning.json")
     return parser.parse_args()
 

@@ -20,6 +20,7 @@ LIMIT_S = 480
 
 FLAGS = (
     *("--enable-rl-training", "--lora-rank", "16", "--lora-alpha", "32", "--rl-algorithm", "dapo"),
+    *("--max-decode-stall-ms", "3000"),
     *("--learning-rate", "5e-4", "--update-frequency", str(GROUP * PROMPTS), "--max-staleness", "1"),
 )
 SHOWN = 4
@@ -65,6 +66,15 @@ class Run:
     updates: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0
     served_by: str = ""
+
+    @classmethod
+    def of(cls, record: dict[str, Any]) -> "Run":
+        """What JSON made of one."""
+        before, after = (
+            Evaluation(part["rewards"], [(q, a) for q, a in part["answers"]])
+            for part in (record["before"], record["after"])
+        )
+        return cls(**{**record, "before": before, "after": after})
 
     @property
     def gain(self) -> float:

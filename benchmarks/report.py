@@ -21,12 +21,16 @@ MARKS = {True: "[green]pass[/]", False: "[red]miss[/]", None: ""}
 
 
 def show(points: Sequence[Point], decode_rates: dict[str, list[float]], figures: Iterable[Figure]) -> None:
-    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    shown = console()
     if points:
-        console.print(_throughput(points))
+        shown.print(_throughput(points))
     if decode_rates:
-        console.print(_decode(decode_rates))
-    console.print(_figures(figures))
+        shown.print(_decode(decode_rates))
+    shown.print(_figures(figures))
+
+
+def console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else WIDTH)
 
 
 def write(file: Path, report: dict[str, Any], figures: Iterable[Figure]) -> None:

@@ -157,9 +157,11 @@ def _watch(made: Rig) -> None:
     publisher, service = made.training.publisher, made.training.service
     stage, collected = publisher.stage, service.collected
 
-    async def staged(name: str, policy: PolicySnapshot | None = None) -> AdapterRef:
+    async def staged(
+        name: str, told: Callable[[AdapterRef], None], policy: PolicySnapshot | None = None, live: bool = False
+    ) -> AdapterRef:
         taken = policy or await publisher._learner.snapshot(name)
-        ref = await stage(name, policy)
+        ref = await stage(name, told, policy, live)
         made.weights[ref] = taken.weights
         return ref
 

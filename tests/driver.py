@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
+from mlx_parallm.core import DeviceSchedule
 from mlx_parallm.scheduler.cost import CostModel
 from mlx_parallm.scheduler.rl_aware import RLAwareScheduler, SchedulerConfig
 from mlx_parallm.scheduler.sequence import Group, Sequence, Status
@@ -43,12 +46,15 @@ class TokenBudget:
 class Driver:
     """Runs units, reads draws back one step late, finishes what has its tokens.
 
-    `staging` and `micro_steps` are units that wait; a micro-step takes `micro_step` seconds.
+    `staging` and `micro_steps` are units that wait; a micro-step takes `micro_step` seconds. `config`: fields of
+    SchedulerConfig, or of its schedule.
     """
 
     def __init__(self, budget: int = 10**9, cost: CostModel | None = None, **config: object) -> None:
         self.memory = TokenBudget(budget)
-        self.scheduler = RLAwareScheduler(SchedulerConfig(**config), self.memory, cost or CostModel(0.01, 0.001, 1e-7))
+        shared = {field.name: config.pop(field.name) for field in fields(DeviceSchedule) if field.name in config}
+        settings = SchedulerConfig(**config, schedule=DeviceSchedule(**shared))
+        self.scheduler = RLAwareScheduler(settings, self.memory, cost or CostModel(0.01, 0.001, 1e-7))
         self.now = 0.0
         self.unread: tuple[Sequence, ...] = ()
         self.finished: list[Sequence] = []

@@ -21,7 +21,7 @@ from mlx_parallm.batch.kv_cache import LoRABatchedKVCache
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.core import (
     AdapterRef,
-    DeviceWork,
+    DeviceSchedule,
     Event,
     GenerationRequest,
     RequestFailed,
@@ -29,6 +29,7 @@ from mlx_parallm.core import (
     SamplingParams,
     SequenceOutput,
     StopParams,
+    TrainingWork,
 )
 from mlx_parallm.engine.live import Vocabulary
 from mlx_parallm.engine.loop import DeviceLoop, EngineParts
@@ -41,6 +42,7 @@ from mlx_parallm.scheduler.cost import CostModel
 from mlx_parallm.scheduler.rl_aware import SchedulerConfig
 
 GREEDY = SamplingParams(temperature=0.0)
+SCHEDULE = DeviceSchedule()
 
 
 class PlainText:
@@ -123,8 +125,8 @@ def make_harness(
     slots: int = 8,
     max_rank: int = 8,
     copies: int = 8,
-    training: DeviceWork | None = None,
-    training_time_share: float = 0.12,
+    training: TrainingWork | None = None,
+    schedule: DeviceSchedule = SCHEDULE,
 ) -> Harness:
     """A loop over `model` (tiny llama by default) with a pool of `budget_tokens`."""
     model = model or tiny_model("llama")
@@ -139,9 +141,7 @@ def make_harness(
         bank, AdapterBooks(), lambda v: files[v.info.root], Inline(), copies, lambda: wakes.append(None)
     )
     vocabulary = Vocabulary(shape.vocab_size, frozenset(eos_ids), lambda prompt: PlainText())
-    scheduler = SchedulerConfig(
-        max_rows=max_rows, max_batched_tokens=max_batched_tokens, training_time_share=training_time_share
-    )
+    scheduler = SchedulerConfig(max_rows=max_rows, max_batched_tokens=max_batched_tokens, schedule=schedule)
     parts = EngineParts(runner, store, vocabulary, scheduler, CostModel(0.01, 1e-4, 1e-8), training)
     events: list[tuple[str, Event]] = []
     return Harness(DeviceLoop(parts, events.extend), runner, store, files, wakes, events)

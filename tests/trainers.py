@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_unflatten
+from mlx.utils import tree_flatten, tree_unflatten
 from tiny import tiny_model
 
 from mlx_parallm.adapters.bank import AdapterBank
@@ -18,7 +19,7 @@ from mlx_parallm.model.families import classify
 from mlx_parallm.rl.policy import Policy
 from mlx_parallm.rl.samples import Sample, UpdateBatch, UpdateOutcome
 from mlx_parallm.rl.settings import LoRASettings, OptimizerSettings, TrainerSettings
-from mlx_parallm.rl.trainable import Params, TrainableModel, TrainingContext
+from mlx_parallm.rl.trainable import Params, Span, TrainableModel, TrainingContext
 from mlx_parallm.rl.trainer import GRPOTrainer
 
 LORA = LoRASettings(rank=4, alpha=8.0, targets=("q_proj", "v_proj", "o_proj", "down_proj"), seed=3)
@@ -28,11 +29,13 @@ SETTINGS = TrainerSettings(
 VOCABULARY = 250
 
 
-def make_trainer(settings: TrainerSettings = SETTINGS, family: str = "llama") -> tuple[GRPOTrainer, nn.Module]:
-    """A trainer over the tiny model, whose linears read a bank of no adapters."""
+def make_trainer(
+    settings: TrainerSettings = SETTINGS, family: str = "llama", **config: Any
+) -> tuple[GRPOTrainer, nn.Module]:
+    """A trainer over the tiny model, whose linears read a bank of no adapters; `config` as in `tiny_model`."""
     if family == "qwen3_moe":  # LoRA on experts is refused
         settings = replace(settings, lora=replace(settings.lora, targets=("q_proj", "v_proj", "o_proj")))
-    model = tiny_model(family)
+    model = tiny_model(family, **config)
     linears = [(path, part.base) for path, part in model.named_modules() if isinstance(part, AdaptedLinear)]
     model.update_modules(tree_unflatten(linears))
     bank = AdapterBank(adapter_layout(model, classify(model)), 4, 8, mx.float32)
@@ -40,12 +43,11 @@ def make_trainer(settings: TrainerSettings = SETTINGS, family: str = "llama") ->
     return GRPOTrainer(TrainableModel(model, bank, install_hook(model), settings.checkpoint_layers), settings), model
 
 
-def make_policy(trainer: GRPOTrainer, moved: float = 0.0) -> Policy:
+def make_policy(trainer: GRPOTrainer, moved: float = 0.0, name: str = "default", seed: int = 5) -> Policy:
     """A fresh policy; `moved`: the size of random numbers put in place of b's zeros."""
-    settings = trainer.settings
-    policy = Policy(trainer.model.layout, settings.lora, settings.optimizer)
+    policy = trainer.open(name)
     if moved:
-        random = np.random.default_rng(5)
+        random = np.random.default_rng(seed)
         policy.params = {
             path: {"a": pair["a"], "b": mx.array(random.normal(size=pair["b"].shape, scale=moved), mx.float32)}
             for path, pair in policy.params.items()
@@ -68,12 +70,16 @@ def samples(count: int = 6, seed: int = 0, groups: int = 2) -> list[Sample]:
     return [replace(s, sampling_logprobs=(-3.0,) * len(s.completion_ids)) for s in made]
 
 
+def everywhere(params: Params, scale: float) -> TrainingContext:
+    """Every token of any forward uses these factors."""
+    return TrainingContext((Span(0, params, scale),))
+
+
 def plain_logprobs(trainer: GRPOTrainer, model: nn.Module, params: Params | None, sample: Sample) -> list[float]:
     """Of the completion's tokens, from the served model's own forward over one unpadded row and a full log-softmax."""
     bank = trainer.model.bank
-    context = (
-        None if params is None else TrainingContext(params, trainer.settings.lora.alpha / trainer.settings.lora.rank)
-    )
+    lora = trainer.settings.lora
+    context = None if params is None else everywhere(params, lora.alpha / lora.rank)
     with bank.using(context):
         logits = model(mx.array([[*sample.prompt_ids, *sample.completion_ids]]))[0].astype(mx.float32)
     logits = logits / sample.temperature
@@ -96,3 +102,44 @@ def learn(trainer: GRPOTrainer, policy: Policy, drawn: Sequence[Sample]) -> Upda
     (outcome,) = told
     assert isinstance(outcome, UpdateOutcome), outcome
     return outcome
+
+
+def leaves(policy: Policy) -> dict[str, np.ndarray]:
+    return {name: np.array(leaf) for name, leaf in tree_flatten(policy.params)}
+
+
+def gradients(trainer: GRPOTrainer, policy: Policy, drawn: Sequence[Sample]) -> dict[str, np.ndarray]:
+    """Of one update over `drawn`, before clipping."""
+    update = Recorder(policy)
+    trainer.begin(update, UpdateBatch(tuple(drawn)), lambda outcome: None)
+    while trainer.waits():
+        trainer.advance()
+    return update.seen
+
+
+class Recorder:
+    """A policy that keeps the gradients instead of applying them."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.params, self.scale, self.step, self.learning_rate = policy.params, policy.scale, 0, 0.0
+        self.micro_batch_size, self.gradient_nbytes = policy.micro_batch_size, policy.gradient_nbytes
+        self.seen: dict[str, np.ndarray] = {}
+
+    def keep(self):
+        return lambda: None
+
+    def apply(self, gradients) -> None:
+        self.seen = {name: np.array(leaf) for name, leaf in tree_flatten(gradients)}
+
+
+def unclipped(settings=SETTINGS, **fields):
+    return replace(settings, optimizer=replace(settings.optimizer, max_grad_norm=1e9), **fields)
+
+
+def assert_close(got: dict[str, np.ndarray], want: dict[str, np.ndarray], relative: float) -> None:
+    """Each tensor differs by at most `relative` of the largest gradient there is."""
+    assert got.keys() == want.keys()
+    largest = max(np.abs(leaf).max() for leaf in want.values())
+    assert largest > 0
+    for name, leaf in want.items():
+        np.testing.assert_allclose(got[name], leaf, rtol=0, atol=relative * largest, err_msg=name)

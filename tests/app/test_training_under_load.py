@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -108,9 +108,11 @@ def _watch(made: Rig) -> None:
     publisher, service = made.training.publisher, made.training.service
     stage, collected = publisher.stage, service.collected
 
-    async def staged(name: str, policy: PolicySnapshot | None = None) -> AdapterRef:
+    async def staged(
+        name: str, told: Callable[[AdapterRef], None], policy: PolicySnapshot | None = None, live: bool = False
+    ) -> AdapterRef:
         taken = policy or await publisher._learner.snapshot(name)
-        ref = await stage(name, policy)
+        ref = await stage(name, told, policy, live)
         made.policies[ref] = taken
         return ref
 
@@ -198,7 +200,7 @@ async def test_between_updates_training_holds_an_adapter_and_its_optimizer_state
         assert 3.0 <= await made.on_device(held) / (4 * policy.parameters) <= 3.01
         while made.training.service.status().state == "updating" or made.trainer.waits():
             await asyncio.sleep(0.01)
-        assert made.trainer._update is None
+        assert made.trainer.bytes_held == policy.nbytes, "neither gradients nor activations"
 
 
 async def test_an_adapter_beside_the_default_one_is_trained_with_a_state_of_its_own(tmp_path: Path) -> None:

@@ -195,3 +195,38 @@ class PoolMachine(RuleBasedStateMachine):
 
 TestPool = PoolMachine.TestCase
 TestPool.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+
+
+# ---- memory that others hold ---------------------------------------------------------------------
+
+
+def test_what_is_reserved_is_not_there_for_rows_beside_others() -> None:
+    cache = pool(4096)
+    first = cache.allocate(200)
+    assert first is not None
+    cache.reserve((4096 - cache.tokens_held) * TOKEN_BYTES)
+    beside = cache.allocate(200)
+    assert beside is not None, "a place that is held already is free to take"
+    assert cache.allocate(600) is None
+    assert not cache.grow(first, 300)
+    cache.reserve(0)
+    assert cache.grow(first, 300)
+    cache.check_integrity()
+
+
+def test_a_row_that_is_alone_is_served_whatever_is_reserved() -> None:
+    cache = pool(1024)
+    cache.reserve(10**12)
+    row = cache.allocate(100)
+    assert row is not None
+    assert cache.grow(row, 1000)
+    assert cache.allocate(10) is None
+    cache.check_integrity()
+
+
+def test_rows_that_are_there_stay_when_more_is_reserved() -> None:
+    cache = pool(4096)
+    rows = [cache.allocate(64) for _ in range(40)]
+    cache.reserve(4096 * TOKEN_BYTES)
+    assert set(cache.rows()) == set(rows)
+    cache.check_integrity()

@@ -42,7 +42,7 @@ def test_every_flag_sets_its_own_key(app):
     values |= {"--rl-algorithm": "dapo", "--update-frequency": "7", "--trajectory-buffer-size": "700"}
     numbers = ("--max-batch-size", "--max-batched-tokens", "--max-queued", "--max-loras", "--max-cpu-loras")
     numbers += ("--max-lora-rank", "--checkpoint-interval", "--keep-n-checkpoints", "--lora-rank", "--lora-alpha")
-    numbers += ("--max-staleness", "--micro-batch-tokens", "--seed")
+    numbers += ("--max-staleness", "--micro-batch-tokens", "--seed", "--max-decode-stall-ms")
     values |= dict.fromkeys(numbers, "7")
     values |= dict.fromkeys(("--learning-rate", "--kl-coef", "--training-time-share"), "5e-4")
     flags = [flag for flag in FLAGS if flag.path not in TRAIN_ONLY]

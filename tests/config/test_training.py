@@ -48,6 +48,7 @@ def trains(given=None, environ=None, file=None):
         ("inference", Mode.INFERENCE_ONLY),
         ("inference_only", Mode.INFERENCE_ONLY),
         ("rl", Mode.INFERENCE_AND_TRAINING),
+        ("training_priority", Mode.TRAINING_PRIORITY),
         ("training_only", Mode.TRAINING_ONLY),
     ],
 )

@@ -6,11 +6,12 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
 
+import mlx.core as mx
 import pytest
 from harness import PlainText, make_harness, solo
 from tiny import tiny_model
 
-from mlx_parallm.core import GenerationRequest, SamplingParams, SequenceOutput, StopParams
+from mlx_parallm.core import DeviceSchedule, GenerationRequest, SamplingParams, SequenceOutput, StopParams
 from mlx_parallm.engine.live import Vocabulary
 from mlx_parallm.engine.loop import EngineParts
 from mlx_parallm.engine.processor import ContinuousBatchProcessor
@@ -42,6 +43,11 @@ class Countdown:
 
     def reset(self) -> None:
         raise AssertionError("nothing fails here")
+
+    bytes_held = 0
+
+    def pace(self, seconds: float) -> None:
+        """Its units take no time."""
 
 
 @pytest.fixture
@@ -120,3 +126,28 @@ async def test_what_raises_ends_the_thread_and_says_so(engine: ContinuousBatchPr
     with pytest.raises(EngineDeadError):
         await engine.on_device(broken)
     assert not engine.stats().alive
+
+
+async def test_a_new_schedule_is_in_force_when_it_returns(engine: ContinuousBatchProcessor) -> None:
+    schedule = DeviceSchedule(training_time_share=0.5, max_decode_stall_s=0.2)
+    await engine.reschedule(schedule)
+    assert engine.stats().schedule == schedule
+
+
+async def test_sleep_waits_for_requests_and_gives_the_pool_back(engine: ContinuousBatchProcessor) -> None:
+    running = asyncio.create_task(generate(engine, "r", 40))
+    while not engine.stats().kv_bytes_held:
+        await asyncio.sleep(0.001)
+    await engine.sleep()
+    assert running.done()
+    assert engine.stats().kv_bytes_held == 0
+    assert await engine.on_device(lambda tell: tell(mx.get_cache_memory())) == 0
+    assert len(await generate(engine, "s", 5)) == 5, "and the next request takes it again"
+
+
+async def test_a_stopped_thread_cannot_sleep_or_be_rescheduled(engine: ContinuousBatchProcessor) -> None:
+    await asyncio.to_thread(engine.stop)
+    with pytest.raises(EngineDeadError):
+        await engine.sleep()
+    with pytest.raises(EngineDeadError):
+        await engine.reschedule(DeviceSchedule())

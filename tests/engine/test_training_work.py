@@ -10,7 +10,7 @@ import pytest
 from harness import Harness, make_harness
 from tiny import tiny_model
 
-from mlx_parallm.core import RequestFinished, SamplingParams
+from mlx_parallm.core import DeviceSchedule, RequestFinished, SamplingParams, WorkClass
 
 PROMPTS = [[i, 3, 5, 7, 11, 13] * 4 for i in range(4)]
 
@@ -25,6 +25,8 @@ class Training:
         self.model = model
         self.faults = faults or {}
         self.left = self.begun = self.done = self.resets = 0
+        self.held = 0
+        self.paces: list[float] = []
         self.watch: Callable[[], None] = lambda: None
 
     def waits(self) -> bool:
@@ -39,6 +41,13 @@ class Training:
         mx.eval(mx.grad(self._loss)(shift))
         self.left -= 1
         self.done += 1
+
+    @property
+    def bytes_held(self) -> int:
+        return self.held
+
+    def pace(self, seconds: float) -> None:
+        self.paces.append(seconds)
 
     def reset(self) -> None:
         self.left = 0
@@ -62,7 +71,7 @@ def learning(faults: dict[int, Callable[[mx.array], object]] | None = None) -> t
     """A micro-step after every decode step, as long as some wait."""
     model = tiny_model("llama")
     training = Training(model, faults)
-    return make_harness(model, training=training, training_time_share=1.0), training
+    return make_harness(model, training=training, schedule=DeviceSchedule(training_time_share=1.0)), training
 
 
 def submit_all(harness: Harness) -> None:
@@ -164,3 +173,46 @@ def test_a_server_that_does_not_train_has_nothing_of_it() -> None:
     harness.submit("row", PROMPTS[0], 5)
     harness.run()
     assert harness.loop.stats().detail["micro_steps_total"] == 0
+
+
+# ---- what the loop tells training, and what it takes of memory -----------------------------------
+
+
+def test_training_is_paced_by_the_schedule_from_the_start_and_at_run_time() -> None:
+    harness, training = learning()
+    harness.loop.reschedule(DeviceSchedule(max_decode_stall_s=0.1))
+    assert training.paces == [0.5, 0.1]
+    assert harness.loop.stats().schedule.max_decode_stall_s == 0.1
+
+
+def test_rollouts_that_yield_say_what_they_would_have_said(undisturbed: dict[str, list[int]]) -> None:
+    harness, _ = learning()
+    paused = []
+    harness.submit("greedy", PROMPTS[0], 30)
+    harness.submit("sampled", PROMPTS[1], 30, sampling=SamplingParams(seed=4, presence_penalty=0.5))
+    for _ in range(5):
+        harness.loop.step()
+    fields = {"n": 3, "sampling": SamplingParams(temperature=0.7, seed=9), "work_class": WorkClass.TRAINING}
+    harness.submit("group", PROMPTS[2] * 4, 20, **fields)
+    harness.run(check=lambda: paused.append(len({len(harness.tokens("group", index)) for index in range(3)}) > 1))
+    assert any(paused), "they drew at different times"
+    assert spoken(harness) == undisturbed
+
+
+def test_what_training_holds_is_taken_from_the_pool_and_given_back(undisturbed: dict[str, list[int]]) -> None:
+    """The batch shrinks, nothing fails, and every row says the same."""
+    model = tiny_model("llama")
+    training = Training(model)
+    harness = make_harness(model, training=training, budget_tokens=1 << 13)
+    cache, running = harness.runner.cache, []
+    submit_all(harness)
+    before = harness.loop.stats().running
+    training.held = cache.budget_bytes  # all of it: only a row that is alone may go on
+    while len(harness.tokens("greedy")) < 30:
+        harness.loop.step()
+        harness.loop.check_integrity()
+        running.append(harness.loop.stats().running)
+    assert running[-1] < before
+    training.held = 0
+    harness.run()
+    assert spoken(harness) == undisturbed

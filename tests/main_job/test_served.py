@@ -8,10 +8,12 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import pytest
 from main_job.serving import COMMAND, Server, start, stop
+from tiny import save_tiny
 
 
 @pytest.fixture(scope="module")
@@ -90,12 +92,13 @@ def test_books_are_clean_afterwards(server: Server) -> None:
     assert (state["alive"], state["running"], state["waiting"], state["kv_bytes_held"]) == (True, 0, 0, 0)
 
 
-def test_sigterm_drains() -> None:
+def test_sigterm_drains(tmp_path: Path) -> None:
     """A stream under way finishes; then the process ends with 0."""
-    running = start()
+    save_tiny("llama", tmp_path)
+    running = start("--model-path", str(tmp_path))
     try:
         stream = running.client().completions.create(
-            model="base", prompt="Hello", max_tokens=30, temperature=0, stream=True, extra_body={"ignore_eos": True}
+            model="base", prompt="Hello", max_tokens=600, temperature=0, stream=True, extra_body={"ignore_eos": True}
         )
         first = next(iter(stream))
         running.process.send_signal(signal.SIGTERM)

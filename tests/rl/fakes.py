@@ -95,11 +95,20 @@ class FakePublisher:
     def live(self, name: str) -> AdapterRef | None:
         return self.names.get(name)
 
-    async def stage(self, name: str, policy: PolicySnapshot | None = None) -> AdapterRef:
+    async def stage(
+        self, name: str, told: Callable[[AdapterRef], None], policy: PolicySnapshot | None = None, live: bool = False
+    ) -> AdapterRef:
         self._next[name] += 1
         ref = AdapterRef(name, self._next[name])
         self.versions[ref] = value_of(policy) if policy else self.learner.policies[name][0]
+        told(ref)
         await asyncio.sleep(0)
+        if live:
+            try:
+                await self.flip(ref)
+            except Exception:
+                self.discard(ref)
+                raise
         return ref
 
     async def flip(self, ref: AdapterRef) -> None:

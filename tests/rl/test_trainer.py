@@ -8,60 +8,33 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from trainers import LORA, SETTINGS, learn, make_policy, make_trainer, plain_logprobs, samples, with_logprobs
+from trainers import (
+    LORA,
+    SETTINGS,
+    assert_close,
+    everywhere,
+    gradients,
+    learn,
+    leaves,
+    make_policy,
+    make_trainer,
+    plain_logprobs,
+    samples,
+    unclipped,
+    with_logprobs,
+)
 
 from mlx_parallm.errors import ConfigError, InvalidRequestError, UnsupportedModelError
-from mlx_parallm.rl.packing import micro_batches, pack
+from mlx_parallm.rl.packing import pack, portions
 from mlx_parallm.rl.policy import Policy
-from mlx_parallm.rl.samples import Sample, UpdateBatch
+from mlx_parallm.rl.samples import Sample
 from mlx_parallm.rl.settings import Algorithm, OldLogprobs, OptimizerSettings, Schedule
 from mlx_parallm.rl.snapshot import PolicySnapshot
-from mlx_parallm.rl.trainable import TrainingContext
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "gemma3", "gemma3_text")
 
 NEAR = 1e-4
 """Of logprobs: these random models' logits reach ±70, where float32 is good for 4e-6 of them."""
-
-
-def leaves(policy: Policy) -> dict[str, np.ndarray]:
-    return {name: np.array(leaf) for name, leaf in tree_flatten(policy.params)}
-
-
-def gradients(trainer, policy, drawn) -> dict[str, np.ndarray]:
-    """Of one update over `drawn`, before clipping."""
-    update = _Recorder(policy)
-    trainer.begin(update, UpdateBatch(tuple(drawn)), lambda outcome: None)
-    while trainer.waits():
-        trainer.advance()
-    return update.seen
-
-
-class _Recorder:
-    """A policy that keeps the gradients instead of applying them."""
-
-    def __init__(self, policy: Policy) -> None:
-        self.params, self.scale, self.step, self.learning_rate = policy.params, policy.scale, 0, 0.0
-        self.seen: dict[str, np.ndarray] = {}
-
-    def keep(self):
-        return lambda: None
-
-    def apply(self, gradients) -> None:
-        self.seen = {name: np.array(leaf) for name, leaf in tree_flatten(gradients)}
-
-
-def unclipped(settings=SETTINGS, **fields):
-    return replace(settings, optimizer=replace(settings.optimizer, max_grad_norm=1e9), **fields)
-
-
-def assert_close(got: dict[str, np.ndarray], want: dict[str, np.ndarray], relative: float) -> None:
-    """Each tensor differs by at most `relative` of the largest gradient there is."""
-    assert got.keys() == want.keys()
-    largest = max(np.abs(leaf).max() for leaf in want.values())
-    assert largest > 0
-    for name, leaf in want.items():
-        np.testing.assert_allclose(got[name], leaf, rtol=0, atol=relative * largest, err_msg=name)
 
 
 # ---- logprobs ------------------------------------------------------------------------------------
@@ -85,7 +58,7 @@ def test_logprobs_are_those_of_the_served_model(family: str, checkpointed: bool)
 def test_the_reference_is_the_model_without_an_adapter() -> None:
     trainer, model = make_trainer()
     drawn = samples(4)
-    got = trainer._reference(pack(drawn))
+    (got,) = trainer._forwards.reference([pack(drawn)])
     for row, sample in enumerate(drawn):
         want = plain_logprobs(trainer, model, None, sample)
         assert got[row, : len(want)].tolist() == pytest.approx(want, abs=NEAR)
@@ -118,7 +91,7 @@ def test_gradients_equal_those_of_a_full_log_softmax(family: str, checkpointed: 
     def plain(params):
         value = mx.array(0.0)
         for sample in drawn:
-            with trainer.model.bank.using(TrainingContext(params, policy.scale)):
+            with trainer.model.bank.using(everywhere(params, policy.scale)):
                 logits = model(mx.array([[*sample.prompt_ids, *sample.completion_ids]]))[0]
             logprobs = logits - mx.logsumexp(logits, -1, keepdims=True)
             first = len(sample.prompt_ids) - 1
@@ -182,20 +155,9 @@ def test_gradients_do_not_depend_on_how_the_update_is_split(algorithm: Algorithm
     want = gradients(whole, policy, drawn)
     for most in (1, 30):
         split, _ = make_trainer(replace(settings, micro_batch_tokens=most))
-        assert len(list(micro_batches(drawn, most))) > 1
+        assert len(list(portions(drawn, most, 0.0))) > 1
         assert_close(gradients(split, policy, drawn), want, 1e-5)
     assert_close(gradients(whole, policy, drawn[::-1]), want, 1e-5)
-
-
-def test_micro_batches_hold_every_sample_once_and_keep_to_the_limit() -> None:
-    drawn = samples(20, groups=3)
-    parts = list(micro_batches(drawn, 40))
-    assert len(parts) > 2
-    assert sorted(map(id, (s for part in parts for s in part))) == sorted(map(id, drawn))
-    for part in parts:
-        assert len(part) == 1 or pack(part).tokens.size <= 40
-    assert [len(part) for part in micro_batches(drawn, 1)] == [1] * 20
-    assert list(micro_batches(drawn[::-1], 40)) == parts
 
 
 # ---- an update -----------------------------------------------------------------------------------
@@ -322,20 +284,6 @@ def test_how_far_the_step_moved_is_measured_against_the_sampler() -> None:
     ]
     assert moved == pytest.approx(float(np.mean(np.expm1(deltas) - deltas)), rel=1e-3)
     assert moved > 0
-
-
-def test_a_device_fault_costs_the_update_and_leaves_the_policy() -> None:
-    trainer, _ = make_trainer(replace(SETTINGS, micro_batch_tokens=1))
-    policy = make_policy(trainer, moved=0.05)
-    before = leaves(policy)
-    told: list[object] = []
-    trainer.begin(policy, UpdateBatch(tuple(samples())), told.append)
-    trainer.advance()
-    trainer.reset()
-    assert len(told) == 1
-    assert isinstance(told[0], Exception)
-    assert not trainer.waits()
-    assert all(np.array_equal(leaf, before[name]) for name, leaf in leaves(policy).items())
 
 
 # ---- saving and going on -------------------------------------------------------------------------

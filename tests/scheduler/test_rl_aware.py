@@ -54,7 +54,7 @@ def test_staging_without_end_keeps_no_prompt_from_being_computed() -> None:
 
 def test_staging_counts_as_waiting_for_prefill() -> None:
     """It stands in the same gap between two decode steps."""
-    driver = Driver(stall_seconds=0.2)
+    driver = Driver(max_decode_stall_s=0.2)
     driver.add(2, max_tokens=50)
     driver.step()
     driver.step()
@@ -74,8 +74,8 @@ def test_the_last_prompt_token_is_left_to_decode() -> None:
 
 
 def test_decode_waits_no_longer_than_the_stall_allowance() -> None:
-    """Between two decode steps prefill gets `stall_seconds`, whatever is waiting."""
-    driver = Driver(stall_seconds=0.2, max_batched_tokens=10_000)
+    """Between two decode steps prefill gets `max_decode_stall_s`, whatever is waiting."""
+    driver = Driver(max_decode_stall_s=0.2, max_batched_tokens=10_000)
     driver.add(2, max_tokens=50)
     driver.step()
     driver.step()
@@ -92,7 +92,7 @@ def test_decode_waits_no_longer_than_the_stall_allowance() -> None:
 
 
 def test_time_spent_on_admission_comes_off_the_allowance() -> None:
-    driver = Driver(stall_seconds=0.2, max_batched_tokens=10_000)
+    driver = Driver(max_decode_stall_s=0.2, max_batched_tokens=10_000)
     driver.add(2, max_tokens=50)
     driver.step()
     driver.step()
@@ -104,7 +104,7 @@ def test_time_spent_on_admission_comes_off_the_allowance() -> None:
 
 
 def test_attention_makes_late_chunks_shorter() -> None:
-    driver = Driver(cost=CostModel(0.01, 1e-4, 1e-6), stall_seconds=0.1, max_batched_tokens=10_000)
+    driver = Driver(cost=CostModel(0.01, 1e-4, 1e-6), max_decode_stall_s=0.1, max_batched_tokens=10_000)
     driver.add(4000, max_tokens=1)
     chunks = [u.tokens for u in driver.run() if isinstance(u, PrefillUnit)]
     assert chunks[0] > 4 * chunks[-2]
@@ -165,7 +165,7 @@ def test_short_prompts_share_a_unit() -> None:
 
 
 def test_a_scored_prompt_has_units_of_its_own() -> None:
-    driver = Driver(max_batched_tokens=1000, stall_seconds=10)
+    driver = Driver(max_batched_tokens=1000, cost=CostModel(0.01, 1e-4, 1e-8))
     driver.add(21)
     driver.add(601, scored=True)
     driver.add(31)

@@ -81,6 +81,8 @@ class FakeEngine:
 
     `pause_before` k: stops before the k-th event of each request until `resume` is set, and sets `paused`.
     `fail_before` k: the k-th event is RequestFailed(`error`).
+    `hold_calls`: `reschedule` and `sleep` wait for `let_go`, having set `called`; `call_error`: what they raise then.
+    `schedules`: those put in force. `slept`: how often it gave its memory back.
     """
 
     def __init__(self):
@@ -96,10 +98,33 @@ class FakeEngine:
         self.requests = []
         self.live = set()
         self.aborted = 0
+        self.hold_calls = False
+        self.called = asyncio.Event()
+        self.let_go = asyncio.Event()
+        self.call_error = None
+        self.schedules = []
+        self.slept = 0
         self.state = {"alive": True, "ready": True, "kv_bytes_held": 10, "kv_bytes_budget": 40, "running": 3}
 
     def stats(self):
         return EngineStats(**self.state, waiting=0, aborted_total=self.aborted, detail={"rows": []})
+
+    async def reschedule(self, schedule):
+        await self._call()
+        self.schedules.append(schedule)
+        self.state["schedule"] = schedule
+
+    async def sleep(self):
+        assert not self.live
+        await self._call()
+        self.slept += 1
+
+    async def _call(self):
+        self.called.set()
+        if self.hold_calls:
+            await self.let_go.wait()
+        if self.call_error:
+            raise self.call_error
 
     async def generate(self, request):
         if not self.state["alive"]:

@@ -4,10 +4,12 @@ import asyncio
 import json
 
 import httpx
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlx_parallm.server.wire import adapters as wire
+from mlx_parallm.server.wire import schedule as schedule_wire
 from mlx_parallm.server.wire import training as training_wire
 from mlx_parallm.server.wire.chat import ChatBody, ChatCompletion
 from mlx_parallm.server.wire.completions import Completion, CompletionBody
@@ -144,6 +146,19 @@ def test_training_rollback(make_client, adapters, body):
 @given(body=bodies(training_wire.FeedbackBody, {"trajectory_id": "traj-0", "score": 1}))
 def test_feedback(make_client, adapters, body):
     check_change(make_client, adapters, "/v1/training/feedback", training_wire.Scored, body)
+
+
+@fuzzed
+@given(
+    body=bodies(schedule_wire.ScheduleBody, {})
+    | bodies(schedule_wire.PriorityRatiosBody, {}).map(lambda ratios: {"priority_ratios": ratios})
+)
+def test_schedule(make_client, adapters, engine, body):
+    check_change(make_client, adapters, "/v1/training/schedule", schedule_wire.Schedule, body)
+    for schedule in engine.schedules:
+        assert 0 < schedule.training_time_share <= 1
+        assert 0 < schedule.max_decode_stall_s <= 60
+        assert sum(schedule.row_shares.values()) == pytest.approx(1, abs=1e-5)
 
 
 collected = {"prompt": "x", "collect_trajectory": True, "scoring_function": "exact"}

@@ -15,6 +15,7 @@ CHANGES = {
     "/v1/training/resume": {},
     "/v1/training/rollback": {},
     "/v1/training/feedback": {"trajectory_id": "x", "score": 1},
+    "/v1/training/schedule": {"training_time_share": 0.5},
 }
 
 
@@ -29,6 +30,14 @@ async def test_without_training_its_routes_say_so(client, fault, path):
     assert (response.status_code, error["code"]) == (409, "training_disabled")
     assert "--enable-rl-training" in error["message"]
     assert response.headers["x-should-retry"] == "false"
+
+
+@without_training
+async def test_without_training_there_is_no_schedule(client, engine, fault):
+    response = await client.get("/v1/training/schedule")
+    assert (response.status_code, fault(response)["code"]) == (409, "training_disabled")
+    await client.post("/v1/training/schedule", json={"training_time_share": 0.5})
+    assert not engine.schedules
 
 
 @without_training
@@ -71,6 +80,14 @@ async def test_a_server_that_only_trains_is_healthy_and_not_ready(make_client, f
     assert (await client.get("/health")).status_code == 200
     assert (await client.get("/v1/training/status")).json()["training_enabled"] is True
     assert (await client.post("/v1/training/update")).status_code == 200
+
+
+async def test_a_server_that_only_trains_says_so_asleep_too(make_client, engine, fault):
+    client = make_client(inference=False)
+    assert (await client.post("/sleep")).json() == {"is_sleeping": True}
+    assert engine.slept == 1
+    assert fault(await client.post("/v1/completions", json={"prompt": "x"}))["code"] == "inference_disabled"
+    assert fault(await client.get("/ready"))["code"] == "inference_disabled"
 
 
 async def test_a_server_that_only_trains_and_drains_says_that_it_drains(make_client, fault):

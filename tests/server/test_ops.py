@@ -1,15 +1,19 @@
 """The routes around generation: models, tokenizer, probes, metrics, state, the OpenAPI document."""
 
 import json
+from types import MappingProxyType
 
 import pytest
 from pydantic import BaseModel
 
 from mlx_parallm import __version__
+from mlx_parallm.core import DeviceSchedule, WorkClass
 from mlx_parallm.server.wire import adapters as wire
+from mlx_parallm.server.wire import schedule as schedule_wire
 from mlx_parallm.server.wire import training as training_wire
 from mlx_parallm.server.wire.chat import ChatBody, ChatCompletion
 from mlx_parallm.server.wire.completions import Completion, CompletionBody
+from mlx_parallm.server.wire.misc import Sleeping
 
 
 async def test_models(client):
@@ -113,6 +117,17 @@ async def test_debug_state(client):
     assert state["model"]["vocab_size"] == 258
 
 
+async def test_debug_state_tells_the_schedule_though_its_mapping_cannot_be_written(client, engine):
+    engine.state["schedule"] = DeviceSchedule(
+        0.5, 0.25, MappingProxyType({WorkClass.INFERENCE: 0.75, WorkClass.TRAINING: 0.25})
+    )
+    state = (await client.get("/debug/state")).json()
+    assert state["engine"]["schedule"]["priority_ratios"] == {"inference": 0.75, "training": 0.25}
+    assert state["engine"]["schedule"]["max_decode_stall_ms"] == 250
+    assert state["engine"]["decode_gaps"]["largest"] == 0
+    assert state["server"]["asleep"] is False
+
+
 async def test_two_apps_in_one_process_have_their_own_metrics(make_client, metric):
     first, second = make_client(), make_client()
     await first.post("/v1/completions", json={"prompt": "x"})
@@ -156,6 +171,7 @@ async def test_the_document_describes_bodies_answers_and_errors(client):
         ("/v1/training/resume", training_wire.ControlBody, training_wire.Training),
         ("/v1/training/rollback", training_wire.TrainingRollbackBody, training_wire.Training),
         ("/v1/training/feedback", training_wire.FeedbackBody, training_wire.Scored),
+        ("/v1/training/schedule", schedule_wire.ScheduleBody, schedule_wire.Schedule),
     ],
 )
 async def test_the_document_describes_adapter_and_training_routes(client, path, body, answer):
@@ -169,6 +185,7 @@ async def test_the_document_describes_adapter_and_training_routes(client, path, 
     ("path", "answer"),
     [
         ("/v1/training/status", training_wire.Training),
+        ("/v1/training/schedule", schedule_wire.Schedule),
         ("/debug/training", training_wire.DebugTraining),
         ("/debug/trajectories", training_wire.DebugTrajectories),
     ],
@@ -177,6 +194,26 @@ async def test_the_document_describes_what_is_asked_of_training(client, path, an
     operation = (await client.get("/openapi.json")).json()["paths"][path]["get"]
     answered = operation["responses"]["200"]["content"]["application/json"]["schema"]
     assert answered == {"$ref": f"#/components/schemas/{answer.__name__}"}
+
+
+async def test_the_document_gives_the_schedules_bounds(client):
+    operation = (await client.get("/openapi.json")).json()["paths"]["/v1/training/schedule"]["post"]
+    fields = operation["requestBody"]["content"]["application/json"]["schema"]["properties"]
+    assert fields["mode"]["anyOf"][0]["enum"] == ["inference_and_training", "training_priority"]
+    assert fields["training_time_share"]["anyOf"][0] == {"exclusiveMinimum": 0, "maximum": 1, "type": "number"}
+    assert fields["max_decode_stall_ms"]["anyOf"][0] == {"minimum": 1, "maximum": 60_000, "type": "number"}
+
+
+async def test_the_document_describes_sleep(client):
+    paths = (await client.get("/openapi.json")).json()["paths"]
+    for method, path in (("post", "/sleep"), ("post", "/wake_up"), ("get", "/is_sleeping")):
+        answered = paths[path][method]["responses"]["200"]["content"]["application/json"]["schema"]
+        assert answered == {"$ref": f"#/components/schemas/{Sleeping.__name__}"}
+        assert paths[path][method]["description"]
+        assert "requestBody" not in paths[path][method]
+    (level,) = paths["/sleep"]["post"]["parameters"]
+    assert (level["name"], level["in"], level["required"]) == ("level", "query", False)
+    assert (level["schema"]["enum"], level["schema"]["default"]) == ([1], 1)
 
 
 async def test_the_document_knows_the_stream_of_events(client):
@@ -193,7 +230,7 @@ async def test_the_document_says_which_bodies_may_be_left_out(client):
     }
     optional = {"update", "start", "pause", "resume", "rollback"}
     assert required == {path: path.rpartition("/")[2] not in optional for path in required}
-    assert len(required) == 8
+    assert len(required) == 9
 
 
 def assert_describes(schema: dict, model: type[BaseModel]):

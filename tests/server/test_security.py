@@ -36,6 +36,9 @@ async def test_every_route_is_guarded_or_on_the_allow_list(make_client, fault):
         "/v1/model/switch-lora",
         "/training/checkpoint",
         "/v1/training/checkpoint",
+        "/v1/training/schedule",
+        "/sleep",
+        "/wake_up",
     }
     for method, path in routes:
         response = await client.request(method, path.replace("{name}", "x"))
@@ -113,13 +116,14 @@ async def test_foreign_origins_even_for_simple_requests(client, engine, fault, o
 
 
 async def test_20_foreign_origins_on_every_route(client, engine, adapters, fault):
-    """A page of another site can change no adapter, and read none."""
+    """A page of another site can change no adapter and no schedule, send nothing to sleep, and read none of it."""
     adapters.publish("math")
     for method, path in all_routes(client):
         headers = {"origin": "http://evil.example", "content-type": "application/x-www-form-urlencoded"}
         response = await client.request(method, path, content=b"{}", headers=headers)
         assert response.status_code == 403, (method, path)
     assert not adapters.held.is_set()
+    assert not engine.called.is_set()
     assert not adapters.asked
 
 

@@ -62,9 +62,10 @@ class LinearGroup:
 
         In place holds while nobody else has the arrays: no forward that reads them may be in flight.
         """
-        self.a[slot] = mx.concatenate([self._padded_a(path, pairs.get(path)) for path in self.places], axis=1)
-        for path, b in self.b.items():
-            b[slot] = self._padded_b(path, pairs.get(path))
+        for path, place in self.places.items():
+            column = place * self.rank
+            self.a[slot, :, column : column + self.rank] = self._padded_a(path, pairs.get(path))
+            self.b[path][slot] = self._padded_b(path, pairs.get(path))
         mx.eval(self.a, self.b)
         self.written.add(slot)
         if not pairs:
@@ -93,14 +94,16 @@ class LinearGroup:
     def _padded_a(self, path: str, pair: LoRAPair | None) -> mx.array:
         if pair is None:
             return mx.zeros((self.specs[path].in_features, self.rank), self._dtype)
-        return mx.pad(mx.array(pair.a).astype(self._dtype), [(0, 0), (0, self.rank - pair.rank)])
+        a = mx.array(pair.a).astype(self._dtype)
+        return a if pair.rank == self.rank else mx.pad(a, [(0, 0), (0, self.rank - pair.rank)])
 
     def _padded_b(self, path: str, pair: LoRAPair | None) -> mx.array:
         if pair is None:
             return mx.zeros((self.rank, self.specs[path].out_features), self._dtype)
         b = mx.array(pair.b)
         scaled = b if pair.scale == 1.0 else b.astype(mx.float32) * pair.scale
-        return mx.pad(scaled.astype(self._dtype), [(0, self.rank - pair.rank), (0, 0)])
+        scaled = scaled.astype(self._dtype)
+        return scaled if pair.rank == self.rank else mx.pad(scaled, [(0, self.rank - pair.rank), (0, 0)])
 
 
 class Adapting(Protocol):

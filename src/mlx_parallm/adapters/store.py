@@ -39,10 +39,11 @@ Extracted = Callable[[AdapterWeights | None], None]
 
 @dataclass(eq=False, slots=True)
 class _Want:
-    """A version that is to be in a slot. `staged` is told when it is, or that it cannot be."""
+    """A version that is to be in a slot. `staged` is told when it is, or that it cannot be. `urgent`: before others."""
 
     version: Version
     since: float
+    urgent: bool = False
     staged: list[Staged] = field(default_factory=list)
 
 
@@ -120,7 +121,7 @@ class AdapterStore:
 
     # -- publishing ------------------------------------------------------------------------------
 
-    def stage(self, version: Version, weights: AdapterWeights | None, staged: Staged) -> None:
+    def stage(self, version: Version, weights: AdapterWeights | None, staged: Staged, urgent: bool = False) -> None:
         """Brings a version into a slot beside traffic, then calls `staged(None)`, or `staged(error)`.
 
         Where every slot is pinned it is kept as a copy, to be staged when a row wants it, and `staged` is called
@@ -128,13 +129,14 @@ class AdapterStore:
 
         Args:
             weights: numpy's or MLX's; None when its files are to be read.
+            urgent: at once, as far as rows may be kept waiting.
         """
         if version.ref == BASE_ADAPTER or self.slots.get(version.ref):
             staged(None)
             return
         if weights is not None:
             self._keep(version, weights)
-        self._wants.setdefault(version.ref, _Want(version, time.monotonic())).staged.append(staged)
+        self._wants.setdefault(version.ref, _Want(version, time.monotonic(), urgent)).staged.append(staged)
 
     def extract(self, version: Version, extracted: Extracted) -> None:
         """Copies a version's weights out of memory, float32 numpy, beside traffic; None when they are not there."""
@@ -150,6 +152,11 @@ class AdapterStore:
             self._job = self._next_job()
         return self._job is not None
 
+    @property
+    def urgent(self) -> bool:
+        """Whether what waits is to be staged at once."""
+        return any(want.urgent for want in self._wants.values())
+
     def advance(self) -> None:
         """Runs one unit: one group of linears of one slot."""
         assert self._job is not None
@@ -157,6 +164,11 @@ class AdapterStore:
             next(self._job)
         except StopIteration:
             self._job = None
+
+    @property
+    def bytes_held(self) -> int:
+        """Of the bank. Any thread may ask."""
+        return self.bank_bytes
 
     def reset(self) -> None:
         """Forgets what is in the slots, none of them pinned; what has files or copies is staged again on demand."""
@@ -180,7 +192,7 @@ class AdapterStore:
         return None
 
     def _in_order(self) -> list[_Want]:
-        return sorted(self._wants.values(), key=lambda want: want.since)
+        return sorted(self._wants.values(), key=lambda want: (not want.urgent, want.since))
 
     def _next_wants(self) -> list[_Want]:
         return self._in_order()[:READ_AHEAD]

@@ -11,11 +11,12 @@ from mlx_parallm.adapters.library import AdapterLibrary
 from mlx_parallm.adapters.store import AdapterStore
 from mlx_parallm.app.adapters import build_bank, build_store
 from mlx_parallm.app.publisher import AdapterPublisher
+from mlx_parallm.app.schedule import device_schedule
 from mlx_parallm.app.training import Training, build_trainer, build_training
 from mlx_parallm.batch.kv_cache import LoRABatchedKVCache
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.config import Config
-from mlx_parallm.core import EngineClient, ModelCard, WorkClass
+from mlx_parallm.core import EngineClient, ModelCard
 from mlx_parallm.engine.adapters import AdapterService
 from mlx_parallm.engine.calibrate import calibrate
 from mlx_parallm.engine.live import Vocabulary
@@ -147,10 +148,8 @@ def _vocabulary(manager: SharedModelManager) -> Vocabulary:
 
 
 def _scheduler_config(config: Config) -> SchedulerConfig:
-    ratios = config.server.priority_ratios
     return SchedulerConfig(
         max_rows=config.server.max_batch_size,
         max_batched_tokens=config.server.max_batched_tokens,
-        training_time_share=config.rl_training.training_time_share,
-        priority_ratios={WorkClass.INFERENCE: ratios.inference, WorkClass.TRAINING: ratios.training},
+        schedule=device_schedule(config, on_cpu()),
     )

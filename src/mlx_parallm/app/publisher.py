@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -46,16 +46,25 @@ class AdapterPublisher:
         version = self._books.live(name)
         return version.ref if version else None
 
-    async def stage(self, name: str, policy: PolicySnapshot | None = None) -> AdapterRef:
+    async def stage(
+        self, name: str, told: Callable[[AdapterRef], None], policy: PolicySnapshot | None = None, live: bool = False
+    ) -> AdapterRef:
         """See `rl.parts.Publisher.stage`. Without `policy` the weights never leave the device."""
         weights = policy.weights if policy else await self._learner.weights(name)
         info = VersionInfo(weights.rank, weights.alpha, weights.targets, weights.nbytes)
-        return (await self._service.stage(name, info, weights)).ref
+        with self._first_of(name):
+            return (await self._service.bring(name, info, weights, live, told)).ref
 
     async def flip(self, ref: AdapterRef) -> None:
-        """See `rl.parts.Publisher.flip`. Only the default adapter's first version takes over the base's requests."""
-        first = self._books.live(ref.name) is None and ref.name == self._books.default_adapter
-        await self._service.flip(self._version(ref))
+        """See `rl.parts.Publisher.flip`."""
+        with self._first_of(ref.name):
+            await self._service.flip(self._version(ref))
+
+    @contextmanager
+    def _first_of(self, name: str) -> Iterator[None]:
+        """The default adapter's first live version takes over the base's requests; later ones leave routes alone."""
+        first = self._books.live(name) is None and name == self._books.default_adapter
+        yield
         if first:
             self.serve_default()
 

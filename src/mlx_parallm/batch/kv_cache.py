@@ -6,7 +6,7 @@
 
 Insert, finish and growth touch one row and never copy another. Capacity is at most twice a row's
 length (above the smallest class), and a class grows by at most as many places as it has live rows.
-The budget counts whole slabs, that is, what is really held.
+The budget counts whole slabs, that is, what is really held, and what adapters and training have of it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,15 @@ class LoRABatchedKVCache:
         self.layout = layout
         self.budget_tokens = budget_bytes // layout.bytes_per_token
         self.max_length = max_length
+        self._reserved_tokens = 0
         self._classes: dict[int, list[Slab]] = {}
+
+    def reserve(self, count: int) -> None:
+        """So many bytes of the budget are taken by others now: rows that grow find less, and the youngest make way.
+
+        A row that is alone may have them all the same: what can be held at all is served.
+        """
+        self._reserved_tokens = -(-count // self.layout.bytes_per_token)
 
     # -- rows ------------------------------------------------------------------------------------
 
@@ -109,6 +117,10 @@ class LoRABatchedKVCache:
         return self.tokens_held * self.layout.bytes_per_token
 
     @property
+    def bytes_reserved(self) -> int:
+        return self._reserved_tokens * self.layout.bytes_per_token
+
+    @property
     def budget_bytes(self) -> int:
         return self.budget_tokens * self.layout.bytes_per_token
 
@@ -135,7 +147,8 @@ class LoRABatchedKVCache:
         return next((s for s in self._classes.get(capacity, []) if s.free_index() is not None), None)
 
     def _add_slab(self, capacity: int, credit: int) -> Slab | None:
-        room = self.budget_tokens + credit - self.tokens_held
+        held = self.tokens_held - credit
+        room = self.budget_tokens - held - (self._reserved_tokens if held else 0)
         rows = min(self._slab_rows(capacity), room // capacity)
         if rows < 1:
             return None

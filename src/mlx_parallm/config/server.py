@@ -16,6 +16,7 @@ class Mode(StrEnum):
 
     INFERENCE_ONLY = "inference_only"
     INFERENCE_AND_TRAINING = "inference_and_training"
+    TRAINING_PRIORITY = "training_priority"
     TRAINING_ONLY = "training_only"
 
 
@@ -45,8 +46,8 @@ class ServerConfig(Section):
     mode: Annotated[Mode, BeforeValidator(_long_mode)] = Field(
         default=Mode.INFERENCE_ONLY,
         description="inference_only (short: inference), inference_and_training (short: rl: collected trajectories "
-        "train adapters beside requests) or training_only (requests for completions get 503). The last two and "
-        "rl_training.enabled turn each other on.",
+        "train adapters beside requests), training_priority (the same with half of the device's time) or training_only "
+        "(requests for completions get 503). The last three and rl_training.enabled turn each other on.",
     )
     host: Host = Field(
         default="127.0.0.1",
@@ -63,8 +64,15 @@ class ServerConfig(Section):
     )
     kv_cache_memory: AutoByteSize = Field(
         default=None,
-        description="Memory for the KV cache, such as 4GB or 512MiB; auto takes it from the device's "
-        "recommended working set, or a quarter of RAM on a CPU.",
+        description="Memory for the KV cache, such as 4GB or 512MiB, shared with the adapter bank and training, which "
+        "come first; auto takes it from the device's recommended working set, or a quarter of RAM on a CPU.",
+    )
+    max_decode_stall_ms: Integer | None = Field(
+        default=None,
+        ge=1,
+        le=60_000,
+        description="Milliseconds that running requests may wait between two tokens for prompts of others or for "
+        "training, as far as those can be cut; null: 500 on a CPU, 100 elsewhere.",
     )
     shutdown_timeout: Number = Field(
         default=30.0, ge=0, description="Seconds that running requests get to finish after SIGTERM or Ctrl-C."

@@ -140,21 +140,27 @@ class RLTrainingConfig(Section):
         ge=1,
         description="Most tokens of a completion that mlx_parallm_train draws; the loss dr_grpo divides by it.",
     )
-    scoring_batch_size: Integer = Field(default=32, ge=1, description="Trajectories given to the scorers at a time.")
+    scoring_batch_size: Integer = Field(
+        default=32, ge=1, description="Most trajectories given to the scorers at a time; slow ones get fewer."
+    )
     scoring_timeout_s: Number = Field(
         default=30.0, gt=0, description="Seconds that scoring a group may take; a scorer that hangs costs its group."
     )
     trajectory_log: File | None = Field(
         default=None, description="JSONL file to which each trajectory is added, with its reward and fate; null: none."
     )
-    training_time_share: Number = Field(
-        default=0.12, gt=0, le=1, description="Share of device time for updates beside requests; of idle time, all."
+    training_time_share: Number | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="Share of device time for updates beside requests; of idle time, all. null: 0.12, or 0.5 in the "
+        "mode training_priority.",
     )
-    micro_batch_tokens: Integer = Field(
-        default=256,
+    micro_batch_tokens: Integer | None = Field(
+        default=None,
         ge=1,
         description="Prompt and completion tokens in one unit of training, one sample at least: more is faster, "
-        "takes more memory and stalls requests longer.",
+        "takes more memory and stalls requests longer. null: as many as max_decode_stall_ms allows, as measured.",
     )
     gradient_checkpointing: bool = Field(
         default=True, description="Compute each layer again in the backward pass: less memory for a third more time."

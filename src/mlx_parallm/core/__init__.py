@@ -20,6 +20,7 @@ from mlx_parallm.core.clients import (
     EngineStats,
     ModelCard,
     TextTokenizer,
+    TrainingWork,
 )
 from mlx_parallm.core.requests import (
     Collection,
@@ -35,6 +36,7 @@ from mlx_parallm.core.requests import (
     TokenLogprob,
     WorkClass,
 )
+from mlx_parallm.core.schedule import MODE_SHARES, DeviceSchedule, Histogram
 from mlx_parallm.core.training import (
     GivenTrajectory,
     TrainingClient,
@@ -47,12 +49,14 @@ from mlx_parallm.core.training import (
 
 __all__ = [
     "BASE_ADAPTER",
+    "MODE_SHARES",
     "AdapterCard",
     "AdapterClient",
     "AdapterRef",
     "AdapterStats",
     "CheckpointCard",
     "Collection",
+    "DeviceSchedule",
     "DeviceThread",
     "DeviceWork",
     "EngineClient",
@@ -61,6 +65,7 @@ __all__ = [
     "FinishReason",
     "GenerationRequest",
     "GivenTrajectory",
+    "Histogram",
     "ModelCard",
     "PromptScored",
     "RequestFailed",
@@ -74,6 +79,7 @@ __all__ = [
     "TrainingClient",
     "TrainingEvent",
     "TrainingStatus",
+    "TrainingWork",
     "Trajectory",
     "TrajectoryCard",
     "UpdateReport",

@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 from mlx_parallm.core.adapters import AdapterCard, AdapterRef, AdapterStats, CheckpointCard
 from mlx_parallm.core.requests import Event, GenerationRequest
+from mlx_parallm.core.schedule import DECODE_GAPS, TRAINING_SHARES, DeviceSchedule, Histogram
 
 T = TypeVar("T")
 
@@ -30,7 +31,8 @@ class ModelCard:
 class EngineStats:
     """A snapshot, taken without stopping the engine. Counters only grow.
 
-    `kv_bytes_*` are of the pool's budget; `detail` is JSON for `/debug/state`.
+    `kv_bytes_*` are of the pool's budget; `detail` is JSON for `/debug/state`. `training_share`: of device time in the
+    last window, whatever else there was to do.
     """
 
     alive: bool
@@ -46,6 +48,10 @@ class EngineStats:
     generation_tokens_total: int = 0
     aborted_total: int = 0
     failed_steps_total: int = 0
+    schedule: DeviceSchedule = field(default_factory=DeviceSchedule)
+    decode_gaps: Histogram = DECODE_GAPS
+    training_shares: Histogram = TRAINING_SHARES
+    training_share: float = 0.0
     detail: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -67,6 +73,19 @@ class DeviceWork(Protocol):
 
     def reset(self) -> None:
         """Gives up the unit that failed, and whatever it may have left half done on the device."""
+        ...
+
+    @property
+    def bytes_held(self) -> int:
+        """What it has taken of the device's memory, and is about to take for its next unit; touches no device."""
+        ...
+
+
+class TrainingWork(DeviceWork, Protocol):
+    """Micro-steps."""
+
+    def pace(self, seconds: float) -> None:
+        """From the next update on, units take no longer than this, as far as samples can be parted."""
         ...
 
 
@@ -96,6 +115,24 @@ class EngineClient(Protocol):
 
     def stats(self) -> EngineStats:
         """Counters and gauges now; never waits for the device."""
+        ...
+
+    async def reschedule(self, schedule: DeviceSchedule) -> None:
+        """Shares the device like this from the next unit on; a micro-step's size follows with the next update. When it
+        returns, `stats` shows it.
+
+        Raises:
+            EngineDeadError: the device thread is not running.
+        """
+        ...
+
+    async def sleep(self) -> None:
+        """Gives back what only sampling holds: KV pool and cached buffers, once the requests under way have ended.
+        The next request takes them again; whoever wants sleep keeps requests away.
+
+        Raises:
+            EngineDeadError: the device thread is not running.
+        """
         ...
 
 

@@ -93,9 +93,12 @@ class AdapterService:
         """A new version of `name`: staged beside traffic, then flipped to on the device thread."""
         return await self._add(name, info, weights, live=True)
 
-    async def stage(self, name: str, info: VersionInfo, weights: AdapterWeights) -> Version:
-        """The same, but for the flip: it can be asked for by `name@version`."""
-        return await self._add(name, info, weights, live=False)
+    async def bring(
+        self, name: str, info: VersionInfo, weights: AdapterWeights, live: bool, told: Callable[[AdapterRef], None]
+    ) -> Version:
+        """The same for a version that was just trained: it is staged at once, and flipped to if it is to be `live`,
+        else it can be asked for by `name@version`. `told` is told its name before anybody can ask for it."""
+        return await self._add(name, info, weights, live, urgent=True, told=told)
 
     async def flip(self, version: Version) -> None:
         """Makes the name mean a version that is staged, or is staged first.
@@ -105,10 +108,19 @@ class AdapterService:
         """
         await self._staged(version, None, then=lambda: self._books.flip(version.ref))
 
-    async def _add(self, name: str, info: VersionInfo, weights: AdapterWeights, live: bool) -> Version:
+    async def _add(
+        self,
+        name: str,
+        info: VersionInfo,
+        weights: AdapterWeights,
+        live: bool,
+        urgent: bool = False,
+        told: Callable[[AdapterRef], None] = lambda _: None,
+    ) -> Version:
         version = self._books.add(name, info)
+        told(version.ref)
         try:
-            await self._staged(version, weights, then=lambda: self._books.flip(version.ref) if live else None)
+            await self._staged(version, weights, lambda: self._books.flip(version.ref) if live else None, urgent)
         except BaseException:  # cancelled or failed: it never went live
             if self._books.live(name) is not version:
                 self._books.discard(version.ref)
@@ -179,12 +191,16 @@ class AdapterService:
     # -- the device thread -----------------------------------------------------------------------
 
     async def _staged(
-        self, version: Version, weights: AdapterWeights | None, then: Callable[[], None] = lambda: None
+        self,
+        version: Version,
+        weights: AdapterWeights | None,
+        then: Callable[[], None] = lambda: None,
+        urgent: bool = False,
     ) -> None:
         """Waits until the version is staged, and `then` has run: right after the last unit, on the device thread."""
 
         def start(tell: Callable[[Exception | None], None]) -> None:
-            self._store.stage(version, weights, lambda error: tell(error or self._flip(then)))
+            self._store.stage(version, weights, lambda error: tell(error or self._flip(then)), urgent)
 
         error: Exception | None = await self._processor.on_device(start)
         if error is not None:

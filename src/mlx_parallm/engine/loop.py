@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from mlx_parallm.adapters.store import AdapterStore
 from mlx_parallm.batch.runner import BatchRunner, Step
 from mlx_parallm.batch.slab import KVRow
-from mlx_parallm.core import DeviceWork, EngineStats, GenerationRequest
+from mlx_parallm.core import DeviceSchedule, EngineStats, GenerationRequest, TrainingWork
 from mlx_parallm.engine.ledger import Ledger, Publish
 from mlx_parallm.engine.live import LiveRequest, LiveSequence, Vocabulary
 from mlx_parallm.engine.memory import PoolMemory
@@ -38,7 +38,7 @@ class EngineParts:
     vocabulary: Vocabulary
     scheduler: SchedulerConfig
     cost: CostModel
-    training: DeviceWork | None = None
+    training: TrainingWork | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,13 @@ class DeviceLoop:
         self._ledger = Ledger(lives, parts.vocabulary, self._scheduler, parts.adapters, publish)
         self.counters = self._ledger.counters
         self._in_flight: _InFlight | None = None
+        self.reschedule(parts.scheduler.schedule)
+
+    def reschedule(self, schedule: DeviceSchedule) -> None:
+        """Shares the device like this from the next unit on."""
+        self._scheduler.reschedule(schedule)
+        if self._training is not None:
+            self._training.pace(schedule.max_decode_stall_s)
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -94,10 +101,13 @@ class DeviceLoop:
         """Runs the next unit of device work; False when there was none."""
         started = time.monotonic()
         self._fail_without_adapter()
+        self._runner.cache.reserve(self._bytes_beside())
         self._scheduler.admit(started)
         admitted = time.monotonic()
         self._scheduler.spent(admitted - started)
-        unit = self._scheduler.next_unit(admitted, self._adapters.waits(), self._training_waits())
+        unit = self._scheduler.next_unit(
+            admitted, self._adapters.waits(), self._training_waits(), self._adapters.urgent
+        )
         if isinstance(unit, DecodeUnit):
             self._decode(unit)
         elif self._in_flight is not None:
@@ -194,6 +204,10 @@ class DeviceLoop:
             self._recover((), error)
             self._adapters.reset()
         self._scheduler.staged(time.monotonic() - started)
+
+    def _bytes_beside(self) -> int:
+        """What adapters and training hold of the memory that the KV pool shares with them."""
+        return self._adapters.bytes_held + (self._training.bytes_held if self._training is not None else 0)
 
     def _training_waits(self) -> bool:
         return self._training is not None and self._training.waits()

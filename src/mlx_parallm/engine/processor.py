@@ -21,7 +21,7 @@ from typing import TypeVar
 
 import mlx.core as mx
 
-from mlx_parallm.core import EngineStats, Event, GenerationRequest, RequestFailed, RequestFinished
+from mlx_parallm.core import DeviceSchedule, EngineStats, Event, GenerationRequest, RequestFailed, RequestFinished
 from mlx_parallm.engine.loop import DeviceLoop, EngineParts
 from mlx_parallm.errors import EngineDeadError
 
@@ -31,6 +31,7 @@ _log = logging.getLogger(__name__)
 
 _IDLE_WAIT_S = 1.0
 _ALIVE_CHECK_S = 1.0
+_DRAIN_CHECK_S = 0.05
 _SNAPSHOT_S = 0.1
 """Age at which a busy loop renews the snapshot that `stats` returns."""
 
@@ -42,7 +43,7 @@ class _Abort:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    run: Callable[[], None]
+    run: Callable[[DeviceLoop], None]
 
 
 class _Stop:
@@ -95,7 +96,7 @@ class ContinuousBatchProcessor:
 
         An idle loop looks for work again after it.
         """
-        self._inbox.put(_Call(call))
+        self._inbox.put(_Call(lambda _: call()))
 
     # -- the event loop's thread -----------------------------------------------------------------
 
@@ -118,6 +119,16 @@ class ContinuousBatchProcessor:
             if not ended:
                 self._inbox.put(_Abort(request.request_id))
 
+    async def reschedule(self, schedule: DeviceSchedule) -> None:
+        """See `core.EngineClient.reschedule`."""
+        await self._change(lambda loop: loop.reschedule(schedule))
+
+    async def sleep(self) -> None:
+        """See `core.EngineClient.sleep`."""
+        while self._queues:
+            await asyncio.sleep(_DRAIN_CHECK_S)
+        await self._change(lambda _: mx.clear_cache())
+
     async def on_device(self, start: Callable[[Callable[[_T], None]], None]) -> _T:
         """Runs `start(tell)` on the device thread between two units, and waits for what it tells, then or later.
 
@@ -126,6 +137,23 @@ class ContinuousBatchProcessor:
         Raises:
             EngineDeadError: the device thread has stopped.
         """
+        return await self._told(lambda tell: _Call(lambda _: start(tell)))
+
+    async def _change(self, change: Callable[[DeviceLoop], None]) -> None:
+        """Runs `change` on the device thread between two units, and returns when `stats` shows it."""
+
+        def call(tell: Callable[[None], None]) -> _Call:
+            def run(loop: DeviceLoop) -> None:
+                change(loop)
+                self._stats = loop.stats()
+                tell(None)
+
+            return _Call(run)
+
+        await self._told(call)
+
+    async def _told(self, call: Callable[[Callable[[_T], None]], _Call]) -> _T:
+        """Sends `call(tell)` to the device thread, and waits for what it tells."""
         loop = asyncio.get_running_loop()
         told: asyncio.Future[_T] = loop.create_future()
 
@@ -137,7 +165,7 @@ class ContinuousBatchProcessor:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(settle, result)
 
-        self.run_on_device(lambda: start(tell))
+        self._inbox.put(call(tell))
         while not told.done():
             if not self._stats.alive:
                 raise EngineDeadError("the device thread has stopped; restart the server")
@@ -197,7 +225,7 @@ class ContinuousBatchProcessor:
                 if isinstance(message, _Abort):
                     loop.abort(message.request_id)
                 elif isinstance(message, _Call):
-                    message.run()
+                    message.run(loop)
                 else:
                     loop.submit(message)
                 message = self._inbox.get_nowait()

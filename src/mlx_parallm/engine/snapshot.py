@@ -49,12 +49,17 @@ def snapshot(
         generation_tokens_total=counters.generation_tokens,
         aborted_total=counters.aborted,
         failed_steps_total=counters.failed_steps,
+        schedule=scheduler.schedule,
+        decode_gaps=scheduler.gaps.gaps,
+        training_shares=scheduler.shares.shares,
+        training_share=scheduler.shares.last,
         detail={
             "mlx_memory_bytes": _mlx_memory(),
             "prefilled_tokens_total": counters.prefilled_tokens,
             "micro_steps_total": counters.micro_steps,
             "failed_micro_steps_total": counters.failed_micro_steps,
             "training_seconds_total": counters.training_seconds,
+            "reserved_bytes": cache.bytes_reserved,
             "slabs": [
                 {"capacity": slab.capacity, "rows": len(slab.places), "used": slab.used} for slab in cache.slabs()
             ],

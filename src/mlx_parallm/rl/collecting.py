@@ -11,6 +11,7 @@ from typing import Protocol, cast
 from mlx_parallm.core import (
     AdapterRef,
     Collection,
+    DeviceSchedule,
     EngineClient,
     EngineStats,
     Event,
@@ -48,6 +49,12 @@ class CollectingEngine:
 
     def stats(self) -> EngineStats:
         return self._engine.stats()
+
+    async def reschedule(self, schedule: DeviceSchedule) -> None:
+        await self._engine.reschedule(schedule)
+
+    async def sleep(self) -> None:
+        await self._engine.sleep()
 
     def generate(self, request: GenerationRequest) -> AsyncIterator[Event]:
         """See `core.EngineClient.generate`."""

@@ -43,6 +43,11 @@ class Gate:
             return Refusal("kl_bound", f"kl_step {moved:.3g} is above kl_bound {self._kl_bound:g}")
         return None
 
+    @property
+    def evaluates(self) -> bool:
+        """Whether a version is asked something before it goes live."""
+        return self._evaluate is not None
+
     async def evaluated(self, ref: AdapterRef) -> Refusal | None:
         """By what the version does; an evaluation that fails refuses."""
         if self._evaluate is None:

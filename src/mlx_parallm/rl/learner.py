@@ -28,20 +28,16 @@ class DeviceLearner:
 
     async def open(self, name: str, start: PolicySnapshot | None) -> None:
         """See `rl.parts.Learner.open`. Raises ConfigError: the model has no linear of a target's name."""
-        settings = self._trainer.settings
-
-        def build() -> Policy:
-            return Policy(self._trainer.model.layout, settings.lora, settings.optimizer, start)
-
-        policy = self._policies[name] = await self._ask(build)
+        trainer, lora = self._trainer, self._trainer.settings.lora
+        policy = self._policies[name] = await self._ask(lambda: trainer.open(name, start))
         _log.info(
             "training %s: %d tensors, %d numbers, rank %d, alpha %g, on %s; nothing else has a gradient",
             name,
             policy.tensors,
             policy.parameters,
-            settings.lora.rank,
-            settings.lora.alpha,
-            ", ".join(settings.lora.targets),
+            lora.rank,
+            lora.alpha,
+            ", ".join(lora.targets),
         )
 
     async def learn(self, name: str, batch: UpdateBatch) -> UpdateOutcome:

@@ -29,8 +29,12 @@ class Lineage:
         """Whether it was ever in the lineage: a request may have leased it just before a rollback."""
         return ref in self._known
 
-    def append(self, ref: AdapterRef) -> None:
+    def expect(self, ref: AdapterRef) -> None:
+        """It may be live before it is appended: a request that is leased it then is no stranger's."""
         self._known.add(ref)
+
+    def append(self, ref: AdapterRef) -> None:
+        self.expect(ref)
         self._places = {**self._places, ref: len(self._places)}
 
     def back_to(self, ref: AdapterRef) -> None:

@@ -1,18 +1,31 @@
-"""Samples → micro-batches, and their arrays: made from samples in one function, never elsewhere."""
+"""Samples → the portions of an update, and the arrays of a micro-batch: made from samples here, never elsewhere."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, groupby
+from functools import reduce
+from itertools import accumulate, chain, groupby, islice
 from typing import TypeVar
 
 import mlx.core as mx
 
+from mlx_parallm.rl.packed_attention import Bucket, Lie
 from mlx_parallm.rl.samples import Sample
-from mlx_parallm.rl.trainable import Lie
 
 T = TypeVar("T")
+
+_PADDING = 8
+"""Tokens of padding, or an eighth of its tokens, that a bucket may hold: less than one more attention call costs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """What one micro-step takes of an update. `size`: in token equivalents, see `pacing`."""
+
+    samples: tuple[Sample, ...]
+    size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,30 +58,33 @@ class MicroBatch:
         return flat[self.places]
 
 
-def micro_batches(samples: Sequence[Sample], most_tokens: int) -> Iterator[tuple[Sample, ...]]:
-    """At most `most_tokens`, padding included, and one sample at least. Samples of a prompt stay together if they fit.
+def portions(samples: Sequence[Sample], most: int, target_size: float) -> Iterator[Portion]:
+    """Of a size of at most `most`, padding included, and one sample at least. Samples of a prompt, and of a length,
+    stay together if they fit; a completion token is trained, and counts `target_size` beside its place in the trunk.
 
     The same samples are always split alike, whatever their order, so that a replayed update is the same to the bit.
     """
-    waiting: list[Sample] = []
+    filling = empty = _Filling(target_size)
     for group in _by_prompt(sorted(samples, key=_order)):
-        if waiting and _size([*waiting, *group]) > most_tokens:
-            yield tuple(waiting)
-            waiting = []
+        if filling.samples and reduce(_Filling.with_sample, group, filling).size > most:
+            yield filling.portion()
+            filling = empty
         for sample in group:
-            if waiting and _size([*waiting, sample]) > most_tokens:
-                yield tuple(waiting)
-                waiting = []
-            waiting.append(sample)
-    if waiting:
-        yield tuple(waiting)
+            more = filling.with_sample(sample)
+            if filling.samples and more.size > most:
+                yield filling.portion()
+                more = empty.with_sample(sample)
+            filling = more
+    if filling.samples:
+        yield filling.portion()
 
 
 def pack(samples: Sequence[Sample]) -> MicroBatch:
     """The arrays of one micro-batch, in which samples of one prompt stand together."""
-    groups = _by_prompt(samples)
-    lies = tuple(map(_lie, groups))
+    lies = reduce(_Filling.with_sample, samples, _Filling(0.0)).lies
     starts = accumulate((lie.tokens for lie in lies), initial=0)
+    rows = iter(samples)
+    groups = [tuple(islice(rows, lie.rows)) for lie in lies]
     lengths = [len(sample.completion_ids) for sample in samples]
     longest, ends = max(lengths), list(accumulate(lengths))
     spans = [_padded(range(end - length, end), longest, 0) for end, length in zip(ends, lengths, strict=True)]
@@ -88,6 +104,40 @@ def pack(samples: Sequence[Sample]) -> MicroBatch:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Filling:
+    """A micro-batch as samples are added to it, and how its tokens come to lie."""
+
+    target_size: float
+    samples: tuple[Sample, ...] = ()
+    lies: tuple[Lie, ...] = ()
+    targets: int = 0
+
+    @property
+    def size(self) -> int:
+        return sum(lie.tokens for lie in self.lies) + math.ceil(self.target_size * self.targets)
+
+    def with_sample(self, sample: Sample) -> _Filling:
+        """The last token of a completion predicts nothing that is trained, and is not there."""
+        another = not self.samples or sample.prompt_ids != self.samples[-1].prompt_ids
+        before, last = (self.lies, Lie(len(sample.prompt_ids), ())) if another else (self.lies[:-1], self.lies[-1])
+        lies = (*before, _with_row(last, len(sample.completion_ids) - 1))
+        return _Filling(self.target_size, (*self.samples, sample), lies, self.targets + len(sample.completion_ids))
+
+    def portion(self) -> Portion:
+        return Portion(self.samples, self.size)
+
+
+def _with_row(lie: Lie, width: int) -> Lie:
+    """In the last bucket, unless that takes more padding than it is worth."""
+    if lie.buckets:
+        *before, last = lie.buckets
+        joined = last.with_row(width)
+        if joined.padding <= max(_PADDING, joined.tokens // 8):
+            return Lie(lie.prompt, (*before, joined))
+    return Lie(lie.prompt, (*lie.buckets, Bucket(1, width, 0)))
+
+
 def _order(sample: Sample) -> tuple[object, ...]:
     return (sample.prompt_ids, len(sample.completion_ids), sample.completion_ids, sample.advantage, sample.group)
 
@@ -97,27 +147,20 @@ def _by_prompt(samples: Sequence[Sample]) -> list[list[Sample]]:
     return [list(run) for _, run in groupby(samples, key=lambda sample: sample.prompt_ids)]
 
 
-def _size(samples: Sequence[Sample]) -> int:
-    return sum(_lie(group).tokens for group in _by_prompt(samples))
-
-
-def _lie(group: Sequence[Sample]) -> Lie:
-    width = max(len(sample.completion_ids) for sample in group) - 1
-    return Lie(len(group[0].prompt_ids), len(group), width)
-
-
 def _tokens(group: Sequence[Sample], lie: Lie) -> Iterator[int]:
     yield from group[0].prompt_ids
-    for sample in group:
-        yield from _padded(sample.completion_ids[:-1], lie.width, 0)
+    for sample, width in zip(group, lie.widths(), strict=True):
+        yield from _padded(sample.completion_ids[:-1], width, 0)
 
 
 def _positions(group: Sequence[Sample], lie: Lie, start: int) -> Iterator[int]:
     """The prompt's last token predicts a completion's first one, its first the second, and so on."""
-    for row, sample in enumerate(group):
-        yield start + lie.prompt - 1
-        first = start + lie.prompt + row * lie.width
+    last = start + lie.prompt - 1
+    first = last + 1
+    for sample, width in zip(group, lie.widths(), strict=True):
+        yield last
         yield from range(first, first + len(sample.completion_ids) - 1)
+        first += width
 
 
 def _padded(values: Sequence[T], width: int, fill: T) -> list[T]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -39,8 +39,13 @@ class Publisher(Protocol):
         """What the name means now; None: nothing has that name."""
         ...
 
-    async def stage(self, name: str, policy: PolicySnapshot | None = None) -> AdapterRef:
-        """A new version of `name`, in a slot and not live: the learner's policy of that name as it is now."""
+    async def stage(
+        self, name: str, told: Callable[[AdapterRef], None], policy: PolicySnapshot | None = None, live: bool = False
+    ) -> AdapterRef:
+        """A new version of `name`, in a slot: of `policy`, or else of what the learner has of that name now.
+
+        `live`: the name means it from then on, as `flip` makes it. `told`: its name, before anybody can ask for it.
+        """
         ...
 
     async def flip(self, ref: AdapterRef) -> None:

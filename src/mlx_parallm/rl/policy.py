@@ -22,6 +22,10 @@ from mlx_parallm.rl.trainable import Params
 class Policy:
     """Device thread only. `params` are replaced by an update, never written in place: who has them keeps them.
 
+    Attributes:
+        micro_batch_size: of the next update's micro-steps, in token equivalents; None: nothing was measured yet.
+        nbytes: of the factors and the optimizer's state.
+
     Args:
         start: where to go on from; None: fresh factors, equal to the base because b is zero.
 
@@ -42,11 +46,13 @@ class Policy:
         self.scale = lora.alpha / lora.rank
         self.params: Params = _fresh(layout, lora)
         self.step = 0
+        self.micro_batch_size: int | None = None
         self._optimizer = _adamw(optimizer)
         self._optimizer.init(self.params)
         if start is not None:
             self.restore(start)
         mx.eval(self.params, self._optimizer.state)
+        self.nbytes = sum(int(leaf.nbytes) for _, leaf in tree_flatten([self.params, self._optimizer.state]))
 
     @property
     def tensors(self) -> int:
@@ -57,6 +63,11 @@ class Policy:
     def parameters(self) -> int:
         """How many numbers."""
         return sum(pair["a"].size + pair["b"].size for pair in self.params.values())
+
+    @property
+    def gradient_nbytes(self) -> int:
+        """Of one set of gradients, float32."""
+        return 4 * self.parameters
 
     @property
     def learning_rate(self) -> float:
@@ -86,8 +97,8 @@ class Policy:
 
     def snapshot(self) -> PolicySnapshot:
         pairs = {path: LoRAPair(np.array(p["a"]), np.array(p["b"]), self.scale) for path, p in self.params.items()}
-        leaves = tree_flatten(self._optimizer.state)
-        return PolicySnapshot(AdapterWeights(pairs), {name: np.array(leaf) for name, leaf in leaves}, self.step)
+        state = {name: np.array(leaf) for name, leaf in tree_flatten(self._optimizer.state)}
+        return PolicySnapshot(AdapterWeights(pairs), state, self.step, self.micro_batch_size)
 
     def restore(self, snapshot: PolicySnapshot) -> None:
         """Raises InvalidRequestError: the snapshot is of another kind of adapter."""
@@ -95,6 +106,7 @@ class Policy:
         pairs = snapshot.weights.pairs
         self.params = {path: {"a": mx.array(pairs[path].a), "b": mx.array(pairs[path].b)} for path in self.params}
         self.step = snapshot.step
+        self.micro_batch_size = snapshot.micro_batch_size
         if snapshot.optimizer:
             self._optimizer.state = tree_map_with_path(
                 lambda name, _: mx.array(snapshot.optimizer[name]), self._optimizer.state

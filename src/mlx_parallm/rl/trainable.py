@@ -8,7 +8,8 @@ they share every submodule and every array with the model, and differ in one att
 The trunk's layers can be checkpointed; the head takes hidden states where the model would compute them.
 
 As in packed prefill, to the model the tokens are a batch of single ones, each at its own offset; only attention knows
-how they lie. So a prompt is computed once for all its continuations, whatever the model's file does elsewhere.
+how they lie. So a prompt is computed once for all its continuations, whatever the model's file does elsewhere, and
+tokens of several adapters in training pass the trunk together: each span of them has its own factors.
 """
 
 from __future__ import annotations
@@ -24,13 +25,23 @@ import mlx.nn as nn
 
 from mlx_parallm.adapters.bank import AdapterBank, LinearGroup
 from mlx_parallm.adapters.layout import AdapterLayout
-from mlx_parallm.batch.attention import additive, attention
 from mlx_parallm.errors import UnsupportedModelError
 from mlx_parallm.model.adapted import AdaptedLinear
 from mlx_parallm.model.attention import AttentionStyle
+from mlx_parallm.rl.matrices import matrix_numbers
+from mlx_parallm.rl.packed_attention import Lie, PackedCache, PackedStream
 
 Params = Mapping[str, Mapping[str, mx.array]]
 """LoRA factors by the path of their linear: {"a": [in, rank], "b": [rank, out]}, float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """So many tokens in a row, which use these factors."""
+
+    tokens: int
+    params: Params
+    scale: float
 
 
 class TrainableModel:
@@ -54,20 +65,29 @@ class TrainableModel:
             )
         assert isinstance(trunk, nn.Module)
         self.bank = bank
+        self.checkpoint_layers = checkpoint_layers
         self._trunk = copy.copy(trunk)
         self._trunk.layers = [_Layer(layer, bank, checkpoint_layers) for layer in trunk.layers]
         self._head = copy.copy(owner)
         self._head.model = _Given(trunk)
+        self.trunk_numbers = sum(map(matrix_numbers, trunk.layers))
+        """Of the matrices that multiply a token in the trunk."""
 
     @property
     def layout(self) -> AdapterLayout:
         """Of the linears that may be trained."""
         return self.bank.layout
 
-    def hidden(self, tokens: mx.array, lies: Sequence[Lie], params: Params | None, scale: float) -> mx.array:
-        """Hidden states [N, D] of tokens int [N], which lie as `lies` say, under these factors; None: the base's."""
-        stream = _Stream(tuple(lies), mx.array([at for lie in lies for at in lie.positions()], mx.int32))
-        with self.bank.using(None if params is None else TrainingContext(params, scale)):
+    @property
+    def head_numbers(self) -> int:
+        """Of the matrix that makes a hidden state's logits, D · V; computes nothing."""
+        hidden = self._trunk.embed_tokens(mx.array([0]))
+        return int(hidden.shape[-1] * self.logits(hidden).shape[-1])
+
+    def hidden(self, tokens: mx.array, lies: Sequence[Lie], spans: Sequence[Span] | None) -> mx.array:
+        """Hidden states [N, D] of tokens int [N], which lie as `lies` say; `spans` cover them all. None: the base's."""
+        stream = PackedStream.of(lies)
+        with self.bank.using(None if spans is None else TrainingContext(tuple(spans))):
             hidden: mx.array = self._trunk(tokens[:, None], cache=[stream] * len(self._trunk.layers))
         return hidden[:, 0]
 
@@ -79,55 +99,36 @@ class TrainableModel:
 
 @dataclass(frozen=True, slots=True)
 class TrainingContext:
-    """Stands where a `ForwardContext` stands in serving: every token uses `params`, in float32, with gradients."""
+    """Stands where a `ForwardContext` stands in serving: every token uses its span's factors, with gradients."""
 
-    params: Params
-    scale: float
+    spans: tuple[Span, ...]
 
     def adapt(self, _group: LinearGroup, path: str, x: mx.array, y: mx.array) -> mx.array:
-        """y + scale · (x a) b, x [B, T, in] and y [B, T, out] of the linear at `path`."""
-        pair = self.params.get(path)
-        if pair is None:
+        """y + scale · (x a) b, x [N, 1, in] and y [N, 1, out] of the linear at `path`; [B, T, in] of a single span."""
+        if len(self.spans) == 1:
+            return _adapted(self.spans[0], path, x, y)
+        if not any(path in span.params for span in self.spans):
             return y
-        change = (x.astype(mx.float32) @ pair["a"]) @ pair["b"]
-        return y + (self.scale * change).astype(y.dtype)
+        stops = list(accumulate(span.tokens for span in self.spans))
+        parts = zip(self.spans, [0, *stops], stops, strict=False)
+        return mx.concatenate([_adapted(span, path, x[start:stop], y[start:stop]) for span, start, stop in parts])
+
+    def of_paths(self, paths: Sequence[str]) -> list[Params]:
+        """The factors of these linears, of each span."""
+        return [{path: span.params[path] for path in paths if path in span.params} for span in self.spans]
+
+    def with_params(self, params: Sequence[Params]) -> TrainingContext:
+        return TrainingContext(
+            tuple(Span(span.tokens, each, span.scale) for span, each in zip(self.spans, params, strict=True))
+        )
 
 
-@dataclass(frozen=True, slots=True)
-class Lie:
-    """A prompt of `prompt` tokens, then `rows` continuations of it, `width` tokens each, one after the other."""
-
-    prompt: int
-    rows: int
-    width: int
-
-    @property
-    def tokens(self) -> int:
-        return self.prompt + self.rows * self.width
-
-    def positions(self) -> Iterator[int]:
-        """In its own sequence, of each token."""
-        yield from range(self.prompt)
-        for _ in range(self.rows):
-            yield from range(self.prompt, self.prompt + self.width)
-
-
-@dataclass(frozen=True, slots=True)
-class _Window:
-    """Stands for an attention mask: the model asked for a sliding window of so many keys, or for all."""
-
-    size: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Stream:
-    """Stands for every layer's cache while the trunk runs. `offset`: the tokens' positions, int32 [N]."""
-
-    lies: tuple[Lie, ...]
-    offset: mx.array
-
-    def make_mask(self, _tokens: int, return_array: bool = False, window_size: int | None = None) -> _Window:
-        return _Window(window_size)
+def _adapted(span: Span, path: str, x: mx.array, y: mx.array) -> mx.array:
+    pair = span.params.get(path)
+    if pair is None:
+        return y
+    change = (x.astype(mx.float32) @ pair["a"]) @ pair["b"]
+    return y + (span.scale * change).astype(y.dtype)
 
 
 class _Layer:
@@ -141,7 +142,7 @@ class _Layer:
         self._layer = layer
         self._bank = bank
         self._checkpointed = checkpointed
-        self._paths = frozenset(_paths(layer))
+        self._paths = tuple(_paths(layer))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
@@ -152,82 +153,20 @@ class _Layer:
         if not self._checkpointed or not isinstance(context, TrainingContext):
             return self._run(hidden, args, kwargs)
 
-        def run(params: Params, x: mx.array) -> mx.array:
-            with self._bank.using(TrainingContext(params, context.scale)):
+        def run(params: list[Params], x: mx.array) -> mx.array:
+            with self._bank.using(context.with_params(params)):
                 return self._run(x, args, kwargs)
 
-        checkpointed: Callable[[Params, mx.array], mx.array] = mx.checkpoint(run)
-        return checkpointed({path: context.params[path] for path in self._paths & context.params.keys()}, hidden)
+        checkpointed: Callable[[list[Params], mx.array], mx.array] = mx.checkpoint(run)
+        return checkpointed(context.of_paths(self._paths), hidden)
 
     def _run(self, hidden: mx.array, args: tuple[Any, ...], kwargs: dict[str, Any]) -> mx.array:
         """The layer itself. Its cache lives in this call only: the backward pass makes its own."""
 
         def real(value: Any) -> Any:
-            return _Cache(value) if isinstance(value, _Stream) else value
+            return PackedCache(value) if isinstance(value, PackedStream) else value
 
         return cast(mx.array, self._layer(hidden, *map(real, args), **{name: real(v) for name, v in kwargs.items()}))
-
-
-class _Cache:
-    """One layer's keys and values in one forward, and its attention over them."""
-
-    def __init__(self, stream: _Stream) -> None:
-        self.offset = stream.offset
-        self._lies = stream.lies
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """[N, kv_heads, 1, head_dim], handed back as they came: `attend` has them."""
-        self._keys, self._values = keys, values
-        return keys, values
-
-    def attend(self, queries: mx.array, scale: float, mask: _Window, sinks: mx.array | None) -> mx.array:
-        """[N, heads, 1, head_dim] → the same: a prompt looks at itself, a continuation at its prompt and itself."""
-        starts = accumulate((lie.tokens for lie in self._lies), initial=0)
-        parts = [
-            part
-            for lie, start in zip(self._lies, starts, strict=False)
-            for part in self._attend_one(lie, start, queries, scale, mask.size, sinks)
-        ]
-        return mx.concatenate(parts)
-
-    def _attend_one(
-        self, lie: Lie, start: int, queries: mx.array, scale: float, window: int | None, sinks: mx.array | None
-    ) -> Iterator[mx.array]:
-        middle, stop = start + lie.prompt, start + lie.tokens
-        keys, values = _rows(self._keys[start:middle], 1), _rows(self._values[start:middle], 1)
-        prompt = _rows(queries[start:middle], 1)
-        yield _tokens(attention(prompt, keys, values, scale, _mask(0, lie.prompt, window, prompt.dtype), sinks))
-        if not lie.width:
-            return
-        own_keys, own_values = (_rows(each[middle:stop], lie.rows) for each in (self._keys, self._values))
-        mask = _mask(lie.prompt, lie.width, window, queries.dtype)
-        rest = _rows(queries[middle:stop], lie.rows)
-        yield _tokens(attention(rest, _after(keys, own_keys), _after(values, own_values), scale, mask, sinks))
-
-
-def _rows(tokens: mx.array, rows: int) -> mx.array:
-    """[rows · T, heads, 1, head_dim], single tokens → [rows, heads, T, head_dim]."""
-    _, heads, _, width = tokens.shape
-    return tokens.reshape(rows, -1, heads, width).swapaxes(1, 2)
-
-
-def _tokens(rows: mx.array) -> mx.array:
-    """The way back."""
-    _, heads, _, width = rows.shape
-    return rows.swapaxes(1, 2).reshape(-1, heads, 1, width)
-
-
-def _after(prompt: mx.array, own: mx.array) -> mx.array:
-    """[1, heads, P, head_dim] before each row of [G, heads, T, head_dim]."""
-    return mx.concatenate([mx.broadcast_to(prompt, (own.shape[0], *prompt.shape[1:])), own], axis=2)
-
-
-def _mask(offset: int, tokens: int, window: int | None, dtype: mx.Dtype) -> mx.array:
-    """Additive [T, offset + T]: the token at offset + i looks at none after itself, and no farther than its window."""
-    queries = mx.arange(offset, offset + tokens)[:, None]
-    keys = mx.arange(offset + tokens)[None]
-    seen = keys <= queries
-    return additive(seen if window is None else seen & (keys > queries - window), dtype)
 
 
 class _Given:

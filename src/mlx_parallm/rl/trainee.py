@@ -3,6 +3,8 @@
 batch ─▶ learn ─▶ gate ─▶ stage ─▶ gate ─▶ flip ─▶ checkpoint
            │        │       │        │       │
            └────────┴───────┴────────┴───────┴──▶ put back: the policy as before, the version discarded
+
+Where no version is evaluated it is flipped to as it is staged, in one trip to the device.
 """
 
 from __future__ import annotations
@@ -118,8 +120,7 @@ class Trainee:
         self.archive.set_best(best or start, saved=True)
 
     async def _publish_first(self) -> None:
-        async with self._staged() as ref:
-            await self._publisher.flip(ref)
+        async with self._staged(live=True) as ref:
             self.lineage.append(ref)
 
     # -- an update -------------------------------------------------------------------------------
@@ -154,10 +155,11 @@ class Trainee:
             return self.reports.held(self.live, refusal, outcome)
         if not publish and tag is None:
             return self._learnt(outcome, None)
-        async with self._staged() as ref:
+        at_once = publish and not self._parts.gate.evaluates
+        async with self._staged(live=at_once) as ref:
             if refusal := await self._parts.gate.evaluated(ref):
                 return self.reports.held(self.live, refusal, outcome)
-            if publish:
+            if publish and not at_once:
                 await self._publisher.flip(ref)
             report = self._learnt(outcome, ref if publish else None)
             return await self._with_checkpoint(ref, report, tag)
@@ -180,9 +182,9 @@ class Trainee:
         return replace(report, checkpoint=name)
 
     @asynccontextmanager
-    async def _staged(self, policy: PolicySnapshot | None = None) -> AsyncIterator[AdapterRef]:
+    async def _staged(self, policy: PolicySnapshot | None = None, live: bool = False) -> AsyncIterator[AdapterRef]:
         """A new version of the learner's policy, or of `policy`; forgotten unless it is the lineage's last after."""
-        ref = await self._publisher.stage(self.name, policy)
+        ref = await self._publisher.stage(self.name, self.lineage.expect, policy, live)
         try:
             yield ref
         finally:
@@ -243,8 +245,7 @@ class Trainee:
             await self._publisher.flip(goal.ref)
             self.lineage.back_to(goal.ref)
             return goal.ref
-        async with self._staged(goal.policy) as ref:
-            await self._publisher.flip(ref)
+        async with self._staged(goal.policy, live=True) as ref:
             self.lineage.back_to(BASE_ADAPTER)
             self.lineage.append(ref)
             return ref

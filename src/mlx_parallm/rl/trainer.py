@@ -1,202 +1,210 @@
 """GRPOTrainer: updates of policies on the served base weights, as units of device work.
 
     begin(policy, batch) ─▶ micro-step ─▶ micro-step ─▶ … ─▶ clip, AdamW, check ─▶ done(outcome)
-                             forward, backward, gradients added up
+                            forward, backward, gradients added up
 
-The base's weights appear in the graph as constants: only the factors of the policy's linears have gradients.
+Updates of one policy follow each other. Those of different policies go on side by side: a micro-step takes a portion of
+the oldest, and of each other one whose portion still fits.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import cast
+from collections.abc import Sequence
 
 import mlx.core as mx
-from mlx.utils import tree_flatten, tree_map
 
-from mlx_parallm.errors import StepFailedError
-from mlx_parallm.rl.losses import Stats, TokenBatch, loss, means
-from mlx_parallm.rl.packing import MicroBatch, micro_batches, pack
+from mlx_parallm.model.device import on_cpu
+from mlx_parallm.rl.footprint import Footprint
+from mlx_parallm.rl.forwards import Forwards, Scores, Share
+from mlx_parallm.rl.pacing import Pacer, TokenCost
+from mlx_parallm.rl.packing import MicroBatch, Portion, pack
 from mlx_parallm.rl.policy import Policy
-from mlx_parallm.rl.reductions import UpdateTotals
-from mlx_parallm.rl.samples import Sample, UpdateBatch, UpdateOutcome
-from mlx_parallm.rl.scores import token_scores
-from mlx_parallm.rl.settings import OldLogprobs, TrainerSettings
-from mlx_parallm.rl.trainable import Params, TrainableModel
+from mlx_parallm.rl.samples import UpdateBatch, UpdateOutcome
+from mlx_parallm.rl.settings import TrainerSettings
+from mlx_parallm.rl.snapshot import PolicySnapshot
+from mlx_parallm.rl.trainable import Params, Span, TrainableModel
+from mlx_parallm.rl.update import Done, Update
 
-_log = logging.getLogger(__name__)
-
-Done = Callable[[UpdateOutcome | Exception], None]
-
-
-@dataclass(eq=False, slots=True)
-class _Update:
-    """One update on its way: what its micro-steps have added up so far. `moved`: sum of k3 over its tokens."""
-
-    policy: Policy
-    batch: UpdateBatch
-    done: Done
-    began: float = field(default_factory=time.monotonic)
-    device_seconds: float = 0.0
-    gradients: Params | None = None
-    loss: float = 0.0
-    stats: list[Stats] = field(default_factory=list)
-    grad_norm: float = 0.0
-    moved: float = 0.0
+_CPU_SPEED, _GPU_SPEED = 5e10, 5e11
+"""Multiplications a second that the first micro-steps are sized for; after them what was measured counts."""
 
 
 class GRPOTrainer:
-    """Implements `core.DeviceWork`. Device thread only. Holds nothing on the device between updates."""
+    """Implements `core.TrainingWork`. Device thread only, but for `bytes_held`.
+
+    The size of an update's micro-steps is fixed from its start: by the end of the update before, from all that was
+    measured until then. It is part of the policy's state, so a restored policy makes the same next update to the bit.
+
+    Attributes:
+        bytes_held: of open policies and optimizer states; of gradients and a micro-step's activations while updates
+            wait. Any thread may read it.
+    """
 
     def __init__(self, model: TrainableModel, settings: TrainerSettings) -> None:
         self.model = model
         self.settings = settings
-        self._queue: deque[_Update] = deque()
-        self._update: _Update | None = None
-        self._job: Iterator[None] | None = None
+        self.bytes_held = 0
+        self._forwards = Forwards(model, settings)
+        reference = bool(settings.loss.kl_coef) or settings.measure_kl
+        cost = TokenCost.of(model.trunk_numbers, model.head_numbers, model.checkpoint_layers, reference)
+        self._target_size = cost.target_size
+        self._pacer = Pacer(cost.trunk / (_CPU_SPEED if on_cpu() else _GPU_SPEED))
+        self._seconds = 0.5
+        self._footprint = Footprint()
+        self._policies: dict[str, Policy] = {}
+        self._queue: list[Update] = []
+        self._unit: dict[Update, int] = {}
+
+    # -- policies --------------------------------------------------------------------------------
+
+    def open(self, name: str, start: PolicySnapshot | None = None) -> Policy:
+        """A policy to be trained, in the place of the one that had this name. Raises what `Policy` raises."""
+        policy = Policy(self.model.layout, self.settings.lora, self.settings.optimizer, start)
+        self._policies[name] = policy
+        self._count_bytes()
+        return policy
 
     def begin(self, policy: Policy, batch: UpdateBatch, done: Done) -> None:
         """Queues one update; `done` is told what came of it, on the device thread."""
-        self._queue.append(_Update(policy, batch, done))
+        self._queue.append(Update(policy, batch, done))
+        self._count_bytes()
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that MLX has held. Its own counter is reset whenever a unit of training is measured."""
+        return self._footprint.peak
 
     # -- device work -----------------------------------------------------------------------------
 
     def waits(self) -> bool:
-        return self._update is not None or bool(self._queue)
+        return bool(self._queue)
+
+    def pace(self, seconds: float) -> None:
+        """See `core.TrainingWork.pace`. An update under way keeps the size it started with."""
+        if seconds == self._seconds or self.settings.micro_batch_tokens is not None:
+            return
+        self._seconds = seconds
+        for policy in self._policies.values():
+            if policy.micro_batch_size is not None:
+                policy.micro_batch_size = self._pacer.size_within(seconds)
 
     def advance(self) -> None:
-        """One micro-step, or the optimizer's step at the end."""
-        if self._update is None:
-            self._update = self._queue.popleft()
-            self._job = self._run(self._update)
-        assert self._job is not None
+        """One micro-step, or a unit of an update whose micro-steps are all made."""
         started = time.monotonic()
-        finished = next(self._job, self) is self
-        self._update.device_seconds += time.monotonic() - started
-        if finished:
-            self._update = self._job = None
+        updates = self._under_way()
+        made = next((update for update in updates if not update.portions), None)
+        with self._footprint.measured():
+            if made is None:
+                self._micro_step(updates, started)
+            else:
+                self._conclude(made)
+        self._share_out(time.monotonic() - started)
+        outcome = made.outcome() if made is not None and made.finished else None
+        self._unit = {}
+        if made is not None and outcome is not None:
+            self._finish(made, outcome)
+        else:
+            self._count_bytes()
 
     def reset(self) -> None:
-        """Gives up the update that failed; its policy is as before."""
-        update, self._update, self._job = self._update, None, None
-        if update is not None:
-            update.done(StepFailedError("the update failed on the device; the policy is as before"))
+        """Gives up the updates of the unit that failed; their policies are as before."""
+        failed, self._unit = tuple(self._unit), {}
+        for update in failed:
+            self._queue.remove(update)
+        self._count_bytes()
+        for update in failed:
+            update.fail()
 
-    # -- an update -------------------------------------------------------------------------------
+    def _under_way(self) -> list[Update]:
+        """The oldest update of each policy, in order of arrival; all started."""
+        oldest: dict[Policy, Update] = {}
+        for update in self._queue:
+            oldest.setdefault(update.policy, update)
+        for policy, update in oldest.items():
+            if not update.started:
+                self._unit = {update: 1}
+                fixed = self.settings.micro_batch_tokens
+                most = fixed or policy.micro_batch_size or self._pacer.first_size(self._seconds)
+                update.start(most, self._target_size)
+        return list(oldest.values())
 
-    def _run(self, update: _Update) -> Iterator[None]:
-        parts = list(micro_batches(update.batch.samples, self.settings.micro_batch_tokens))
-        totals = UpdateTotals.of(update.batch.samples)
-        for samples in parts:
-            self._micro_step(update, samples, totals)
-            yield
-        undo = update.policy.keep()
-        skipped = self._apply(update)
-        if not skipped and self.settings.measure_step_kl:
-            for samples in parts:
-                yield
-                self._measure_step(update, samples)
-        if skipped:
-            undo()
-        update.done(self._outcome(update, totals, skipped))
+    def _share_out(self, seconds: float) -> None:
+        """Of the unit that has ended well, among the updates that were in it."""
+        whole = sum(self._unit.values())
+        for update, part in self._unit.items():
+            update.device_seconds += seconds * part / whole
 
-    def _micro_step(self, update: _Update, samples: tuple[Sample, ...], totals: UpdateTotals) -> None:
-        batch = pack(samples)
-        denominators = totals.for_rows(samples)
-        reference = self._reference(batch) if self.settings.loss.kl_coef or self.settings.measure_kl else None
+    def _count_bytes(self) -> None:
+        held = sum(policy.nbytes for policy in self._policies.values())
+        if self._queue:
+            training = {update.policy for update in self._queue}
+            held += self._footprint.working + sum(policy.gradient_nbytes for policy in training)
+        self.bytes_held = held
 
-        def objective(params: Params) -> tuple[mx.array, Stats]:
-            logp, entropy = self._scores(batch, params, update.policy.scale)
-            tokens = self._token_batch(batch, batch.padded(logp), batch.padded(entropy), reference)
-            return loss(tokens, denominators, self.settings.loss)
+    # -- micro-steps -----------------------------------------------------------------------------
 
-        (value, stats), gradients = mx.value_and_grad(objective)(update.policy.params)
-        total = gradients if update.gradients is None else tree_map(mx.add, update.gradients, gradients)
-        mx.eval(total, value, stats.arrays())
-        update.gradients = total
-        update.loss += _number(value)
-        update.stats.append(stats)
+    def _micro_step(self, updates: Sequence[Update], started: float) -> None:
+        parts = self._take(updates)
+        self._unit = {update: portion.size for update, portion in parts}
+        self._add_up(parts)
+        mx.eval([update.lazy() for update in self._unit])
+        self._pacer.observe(sum(self._unit.values()), time.monotonic() - started)
 
-    def _scores(self, batch: MicroBatch, params: Params, scale: float) -> tuple[mx.array, mx.array]:
-        """Logprobs and entropies of the completion tokens, fp32 [N]."""
-        return self._at_targets(batch, self.model.hidden(batch.tokens, batch.lies, params, scale))
+    def _take(self, updates: Sequence[Update]) -> list[tuple[Update, Portion]]:
+        room: float = self.settings.micro_batch_tokens or self._pacer.size_within(self._seconds)
+        parts: list[tuple[Update, Portion]] = []
+        for update in updates:
+            portion = update.take(room if parts else math.inf)
+            if portion is not None:
+                parts.append((update, portion))
+                room -= portion.size
+        return parts
 
-    def _reference(self, batch: MicroBatch) -> mx.array:
-        """Logprobs under the base, [B, C]: slot 0 is the same model without factors."""
-        logp, _ = self._at_targets(batch, self.model.hidden(batch.tokens, batch.lies, None, 0.0))
-        return mx.stop_gradient(batch.padded(logp))
+    def _add_up(self, parts: Sequence[tuple[Update, Portion]]) -> None:
+        """Lazy. When it returns nobody else has the gradients, so that MLX adds them in place."""
+        shares = [
+            Share(
+                pack(portion.samples),
+                update.policy.params,
+                update.policy.scale,
+                update.totals.for_rows(portion.samples),
+            )
+            for update, portion in parts
+        ]
+        for (update, _), (loss, stats, gradients) in zip(parts, self._forwards.gradients(shares), strict=True):
+            update.include(loss, stats, gradients)
 
-    def _at_targets(self, batch: MicroBatch, hidden: mx.array) -> tuple[mx.array, mx.array]:
-        trained = hidden[batch.positions]
-        entropy_gradient = self.settings.loss.entropy_coef != 0.0
-        return token_scores(self.model.logits, trained, batch.targets, batch.temperatures, entropy_gradient)
+    def _scores(self, batch: MicroBatch, params: Params | None, scale: float) -> Scores:
+        """Of one micro-batch; None: under the base."""
+        spans = None if params is None else [Span(batch.tokens.size, params, scale)]
+        (scores,) = self._forwards.scores([batch], spans)
+        return scores
 
-    def _token_batch(
-        self, batch: MicroBatch, logp: mx.array, entropy: mx.array, reference: mx.array | None
-    ) -> TokenBatch:
-        """π_old and μ by the rule of `LossSettings.old_logprobs`; a row without μ has the trainer's own for both."""
-        now = mx.stop_gradient(logp)
-        sampler = mx.where(batch.known, batch.sampling_logprobs, now)
-        trainers = self.settings.loss.old_logprobs is OldLogprobs.TRAINER
-        old = mx.where(batch.on_policy, now, sampler) if trainers else sampler
-        return TokenBatch(
-            logp=logp,
-            old_logp=old,
-            sampling_logp=sampler,
-            ref_logp=reference,
-            entropy=entropy,
-            mask=batch.mask,
-            advantages=batch.advantages,
-        )
+    # -- the end of an update --------------------------------------------------------------------
 
-    # -- the optimizer's step --------------------------------------------------------------------
+    def _conclude(self, update: Update) -> None:
+        """The optimizer's step; then, where it is asked for, how far that moved the policy, portion by portion."""
+        self._unit = {update: 1}
+        if not update.stepped:
+            update.step(self.settings.optimizer.max_grad_norm, self.settings.measure_step_kl)
+        else:
+            self._measure(update, update.to_measure.popleft())
 
-    def _apply(self, update: _Update) -> str:
-        """Clips and applies the gradients. Why nothing is to be kept of it, or ""."""
-        assert update.gradients is not None
-        gradients, update.gradients = update.gradients, None
-        leaves = [leaf for _, leaf in tree_flatten(gradients)]
-        norm = _number(mx.sqrt(sum((leaf.square().sum() for leaf in leaves), mx.array(0.0))))
-        update.grad_norm = norm
-        if not math.isfinite(update.loss):
-            return "loss_not_finite"
-        if not math.isfinite(norm):
-            return "gradient_not_finite"
-        most = self.settings.optimizer.max_grad_norm
-        if norm > most:
-            gradients = tree_map(lambda leaf: leaf * (most / norm), gradients)
-        update.policy.apply(gradients)
-        finite = mx.all(mx.stack([mx.isfinite(leaf).all() for _, leaf in tree_flatten(update.policy.params)]))
-        return "" if finite.item() else "weights_not_finite"
-
-    def _measure_step(self, update: _Update, samples: tuple[Sample, ...]) -> None:
+    def _measure(self, update: Update, portion: Portion) -> None:
         """Adds up k3 of the policy before the step against the one after it, over the batch's tokens.
 
         Logprobs before the step are the sampler's: of the tokens' own distribution.
         """
-        batch = pack(samples)
+        batch = pack(portion.samples)
         logp, _ = self._scores(batch, update.policy.params, update.policy.scale)
         change = mx.where(batch.known, batch.padded(logp) - batch.sampling_logprobs, 0.0) * batch.mask
-        total = (mx.expm1(change) - change).sum()
-        update.moved += _number(total)
+        update.moved((mx.expm1(change) - change).sum())
 
-    def _outcome(self, update: _Update, totals: UpdateTotals, skipped: str) -> UpdateOutcome:
-        metrics = {**update.batch.metrics, **means(update.stats), "loss": update.loss, "grad_norm": update.grad_norm}
-        if self.settings.measure_step_kl and not skipped:
-            metrics["kl_step"] = update.moved / totals.tokens
-        metrics["learning_rate"] = update.policy.learning_rate
-        metrics["tokens"] = float(totals.tokens)
-        metrics["seconds"] = time.monotonic() - update.began
-        metrics["device_seconds"] = update.device_seconds
-        if skipped:
-            _log.warning("an update was skipped: %s", skipped)
-        return UpdateOutcome(update.policy.step, skipped, metrics)
-
-
-def _number(scalar: mx.array) -> float:
-    return cast(float, scalar.item())
+    def _finish(self, update: Update, outcome: UpdateOutcome) -> None:
+        if not outcome.skipped and self.settings.micro_batch_tokens is None:
+            update.policy.micro_batch_size = self._pacer.size_within(self._seconds)
+        self._queue.remove(update)
+        self._count_bytes()
+        update.done(outcome)

@@ -7,17 +7,21 @@
 The rule, in one breath: decode whenever it is due, and between two decode steps spend at most
 `stall_seconds` on prefill, the prompt with the least left first (age counts in its favour). Staging takes a part of
 each gap between two steps; a micro-step of training stands in one where its share of time is due. Both take all the
-time that no row can use.
+time that no row can use. Rollouts yield: beside live requests their share of a step's rows is all they get, their
+prompts come last, and their rows make way first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from mlx_parallm.core import WorkClass
+from mlx_parallm.core import DeviceSchedule, WorkClass
 from mlx_parallm.scheduler.cost import Chunk, CostModel
+from mlx_parallm.scheduler.gap import Gap
 from mlx_parallm.scheduler.memory import RowMemory
+from mlx_parallm.scheduler.meters import GapMeter, ShareMeter
+from mlx_parallm.scheduler.rows import drawing, victim
 from mlx_parallm.scheduler.sequence import Sequence, Status
 from mlx_parallm.scheduler.share import TimeShare
 from mlx_parallm.scheduler.units import DecodeUnit, PrefillPart, PrefillUnit, StagingUnit, TrainingUnit, Unit
@@ -28,11 +32,8 @@ _LEAST_CHUNK = 16
 _SCORED_CHUNK = 256
 """Tokens of a scored prompt in one unit, at most: their logits are [tokens, vocabulary] in fp32."""
 
-_STAGING_SHARE = 0.12
-"""Of a decode step's own time, for staging between two of them."""
-
-_FOLLOW = 0.2
-"""Weight of the newest step in the running time of a decode step."""
+_PREFILL_STALL_S = 0.3
+"""Of prefill between two decode steps, at most, however long rows may wait."""
 
 _AGEING = 10.0
 """Seconds of remaining prefill that one second of waiting makes up for. Being served starts the
@@ -41,18 +42,11 @@ wait again: a long prompt under a stream of short ones gets a chunk now and then
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """`stall_seconds`: prefill time allowed between two decode steps. Ratios sum to 1.
-
-    `training_time_share`: of device time, in (0, 1], for micro-steps while there are rows.
-    """
+    """`max_rows`: of the batch. `max_batched_tokens`: of one unit of prefill."""
 
     max_rows: int = 128
     max_batched_tokens: int = 2048
-    stall_seconds: float = 0.3
-    training_time_share: float = 0.12
-    priority_ratios: Mapping[WorkClass, float] = field(
-        default_factory=lambda: {WorkClass.INFERENCE: 0.7, WorkClass.TRAINING: 0.3}
-    )
+    schedule: DeviceSchedule = field(default_factory=DeviceSchedule)
 
 
 class RLAwareScheduler:
@@ -67,16 +61,25 @@ class RLAwareScheduler:
         self.config = config
         self.cost = cost
         self.preemptions = 0
+        self.schedule = config.schedule
+        self.gaps = GapMeter()
+        self.shares = ShareMeter()
         self._memory = memory
         self._waiting: list[Sequence] = []
         self._live: list[Sequence] = []  # in order of admission: the last is the youngest
-        self._prefill_debt = 0.0  # seconds that decode has waited since its last step
-        self._staged = 0.0  # seconds of it that went to staging
-        self._training = TimeShare(config.training_time_share)
-        self._stepped = True  # no prefill and no training since the last step
-        self._launched_at: float | None = None  # of the last step, while there has been something to do since
-        self._step_seconds = 0.0  # running time of a decode step
+        self._gap = Gap()
+        self._training = TimeShare(config.schedule.training_time_share)
         self._memory_is_short = False  # since a preemption, until a row ends
+
+    def reschedule(self, schedule: DeviceSchedule) -> None:
+        """Shares the device like this from now on."""
+        self.schedule = schedule
+        self._training.share = schedule.training_time_share
+
+    @property
+    def stall_seconds(self) -> float:
+        """Prefill time allowed between two decode steps."""
+        return min(_PREFILL_STALL_S, self.schedule.max_decode_stall_s)
 
     # -- the queue -------------------------------------------------------------------------------
 
@@ -113,13 +116,19 @@ class RLAwareScheduler:
 
     # -- the next unit ---------------------------------------------------------------------------
 
-    def next_unit(self, now: float, staging_waits: bool = False, training_waits: bool = False) -> Unit | None:
-        """The next unit of device work, or None when there is nothing to do but wait. Call `admit` before."""
+    def next_unit(
+        self, now: float, staging_waits: bool = False, training_waits: bool = False, urgent: bool = False
+    ) -> Unit | None:
+        """The next unit of device work, or None when there is nothing to do but wait. Call `admit` before.
+
+        `urgent`: what waits to be staged is to be there at once.
+        """
         due = self._decodable()
+        self.shares.see(now, contended=training_waits and bool(self._live))
         training_is_due = self._training.is_due(now, training_waits)
-        if staging_waits and self._may_stage():
-            return StagingUnit(max(self._staging_allowance - self._staged, 0.0))
-        if training_is_due and (self._stepped or not due):
+        if staging_waits and self._may_stage(urgent):
+            return StagingUnit(max(self._staging_allowance(urgent) - self._gap.staged, 0.0))
+        if training_is_due and (self._gap.clean or not due):
             return TrainingUnit()  # where rows decode, right after a step: no gap holds prefill before it, or two
         prefill = self._next_prefill(now, protect=bool(due))
         if prefill is not None:
@@ -127,46 +136,40 @@ class RLAwareScheduler:
         rows = self._make_room(due)
         if rows:
             return DecodeUnit(rows)
-        self._launched_at = None
+        self._gap.idle()
         if staging_waits:
             return StagingUnit(0.0)
         return TrainingUnit() if training_waits else None
 
     def spent(self, seconds: float) -> None:
         """Books time that running rows had to wait for beside prefill units: making room for new rows."""
-        self._prefill_debt += seconds
+        self._gap.spend(seconds)
 
     def staged(self, seconds: float) -> None:
         """Books a finished staging unit."""
-        self._staged += seconds
-        self._prefill_debt += seconds
+        self._gap.stage(seconds)
 
     def trained(self, seconds: float, now: float) -> None:
         """Books a finished micro-step."""
         self._training.ran(seconds, now)
-        self._prefill_debt += seconds
-        self._stepped = False
+        self.shares.ran(seconds)
+        self._gap.work(seconds)
 
     def prefilled(self, unit: PrefillUnit, seconds: float, now: float) -> None:
         """Books a finished prefill unit that took `seconds`."""
         self.cost.observe([part.chunk for part in unit.parts], seconds)
-        self._prefill_debt += seconds
-        self._stepped = False
+        self._gap.work(seconds)
         for part in unit.parts:
             part.sequence.served_at = now
             part.sequence.computed += part.tokens
             self._update_status(part.sequence)
         if not self._decodable():
-            self._staged = 0.0
+            self._gap.staged = 0.0  # no step closes this gap: staging and prefill take turns in it
 
     def launched(self, unit: DecodeUnit, now: float) -> None:
         """Books a launched decode step: one more draw and one more computed token per row."""
-        if self._launched_at is not None:
-            seconds = max(now - self._launched_at - self._prefill_debt, 0.0)
-            self._step_seconds += _FOLLOW * (seconds - self._step_seconds)
-        self._launched_at = now
-        self._prefill_debt = self._staged = 0.0
-        self._stepped = True
+        if (length := self._gap.close(now)) is not None:
+            self.gaps.stepped(length)
         for sequence in unit.sequences:
             sequence.drawn += 1
             sequence.computed += 1
@@ -221,26 +224,26 @@ class RLAwareScheduler:
     def _over_share(self, work_class: WorkClass) -> bool:
         """Shares are of rows, and work-conserving: they only decide who is served first."""
         rows = sum(s.work_class is work_class for s in self._live)
-        return rows >= self.config.priority_ratios[work_class] * self.config.max_rows
+        return rows >= self.schedule.row_shares[work_class] * self.config.max_rows
 
     # -- staging ---------------------------------------------------------------------------------
 
-    @property
-    def _staging_allowance(self) -> float:
-        return _STAGING_SHARE * self._step_seconds
+    def _staging_allowance(self, urgent: bool) -> float:
+        """Seconds of it between two decode steps."""
+        return self.schedule.max_decode_stall_s if urgent else self._gap.staging_share
 
-    def _may_stage(self) -> bool:
+    def _may_stage(self, urgent: bool) -> bool:
         """All the time while no row lives; else a share of each gap: rows that prefill must get on too, or versions
         that wait for each other's slots could be staged in turns for ever."""
-        return not self._live or self._staged == 0.0 or self._staged < self._staging_allowance
+        return not self._live or self._gap.may_stage(self._staging_allowance(urgent))
 
     # -- prefill ---------------------------------------------------------------------------------
 
     def _next_prefill(self, now: float, protect: bool) -> PrefillUnit | None:
         """The most urgent prompts' next chunks, packed while time and tokens allow."""
         pending = [s for s in self._live if s.status is Status.PREFILLING]
-        pending.sort(key=lambda s: self._urgency(s, now))
-        allowance = self.config.stall_seconds - (self._prefill_debt if protect else 0.0)
+        pending.sort(key=lambda s: (s.work_class is WorkClass.TRAINING, self._urgency(s, now)))
+        allowance = self.stall_seconds - (self._gap.debt if protect else 0.0)
         parts: list[PrefillPart] = []
         for sequence in pending:
             tokens = self._chunk_tokens(sequence, parts, allowance)
@@ -249,7 +252,7 @@ class RLAwareScheduler:
             parts.append(PrefillPart(sequence, tokens))
             if sequence.scored:
                 break
-        overdue = protect and self._prefill_debt > 0.0 and self._seconds(parts) > allowance
+        overdue = protect and self._gap.debt > 0.0 and self._seconds(parts) > allowance
         return PrefillUnit(tuple(parts)) if parts and not overdue else None
 
     def _chunk_tokens(self, sequence: Sequence, beside: list[PrefillPart], allowance: float) -> int:
@@ -272,13 +275,14 @@ class RLAwareScheduler:
     # -- decode ----------------------------------------------------------------------------------
 
     def _decodable(self) -> list[Sequence]:
-        return [s for s in self._live if s.status is Status.RUNNING and s.wants_draw]
+        rows = [s for s in self._live if s.status is Status.RUNNING and s.wants_draw]
+        return drawing(rows, self.schedule.row_shares)
 
     def _make_room(self, rows: list[Sequence]) -> tuple[Sequence, ...]:
-        """Grows every row by one token, oldest first; the youngest rows make way when memory is spent."""
+        """Grows every row by one token, oldest first; rollouts and the youngest make way when memory is spent."""
         for sequence in rows:
             while sequence in self._live and not self._memory.grow(sequence, sequence.computed + 1):
-                self.preempt(self._live[-1])
+                self.preempt(victim(self._live))
                 self._memory_is_short = True
         return tuple(s for s in rows if s.status is Status.RUNNING)
 

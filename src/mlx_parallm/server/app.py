@@ -16,11 +16,24 @@ from mlx_parallm.server.limits import SequenceGate
 from mlx_parallm.server.metrics import CountResponsesMiddleware, ServerMetrics
 from mlx_parallm.server.openapi import ERRORS, describe
 from mlx_parallm.server.routes import adapters as adapter_routes
-from mlx_parallm.server.routes import chat, checkpoints, completions, lora, models, ops, tokenize, training_debug
+from mlx_parallm.server.routes import (
+    chat,
+    checkpoints,
+    completions,
+    lora,
+    models,
+    ops,
+    schedule,
+    sleep,
+    tokenize,
+    training_debug,
+)
 from mlx_parallm.server.routes import training as training_routes
+from mlx_parallm.server.scheduling import Rescheduler
 from mlx_parallm.server.security import ApiKeyMiddleware, HostOriginMiddleware
 from mlx_parallm.server.services import Services
 from mlx_parallm.server.settings import ServerSettings
+from mlx_parallm.server.sleeping import SleepSwitch
 
 ROUTES = (
     completions,
@@ -30,7 +43,9 @@ ROUTES = (
     adapter_routes,
     checkpoints,
     training_routes,
+    schedule,
     training_debug,
+    sleep,
     tokenize,
     ops,
 )
@@ -60,7 +75,18 @@ def create_app(
         responses=ERRORS,
     )
     app.state.services = Services(
-        engine, adapters, training, tokenizer, card, settings, Lifecycle(), gate, metrics, started_at=int(time.time())
+        engine,
+        adapters,
+        training,
+        tokenizer,
+        card,
+        settings,
+        Lifecycle(),
+        gate,
+        SleepSwitch(engine, gate),
+        Rescheduler(engine),
+        metrics,
+        started_at=int(time.time()),
     )
     for routes in ROUTES:
         app.include_router(routes.router)

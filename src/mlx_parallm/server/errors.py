@@ -59,6 +59,10 @@ class InferenceDisabledError(EngineError):
     """The server only trains: it takes no generation requests."""
 
 
+class AsleepError(EngineError):
+    """The server takes no generation requests until somebody wakes it."""
+
+
 class NotReadyError(EngineError):
     """The server is alive but not to be sent traffic now."""
 
@@ -103,6 +107,7 @@ RULES: Mapping[type[Exception], Rule] = {
         "inference_disabled",
         "This server only trains; ask one that is not in training_only mode.",
     ),
+    AsleepError: Rule(503, "server_error", "asleep", "The server is asleep; POST /wake_up, then try again."),
     NotReadyError: Rule(503, "server_error", "not_ready", "The server is not ready for requests."),
     Exception: Rule(500, "server_error", "internal_error", "The server failed; its log says why."),
 }
@@ -171,7 +176,7 @@ def _body(message: str, kind: str, param: str | None, code: str | None) -> str:
 def _headers(status: int, error: Exception) -> dict[str, str]:
     if status == 401:
         return {"www-authenticate": "Bearer"}
-    if status == 409 or isinstance(error, InferenceDisabledError):
+    if status == 409 or isinstance(error, InferenceDisabledError | AsleepError):
         return {"x-should-retry": "false"}  # the openai clients retry a 409 and a 503 otherwise
     if status in (429, 503):
         return {"retry-after": str(getattr(error, "retry_after_s", RETRY_AFTER_S))}

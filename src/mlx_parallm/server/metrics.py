@@ -1,8 +1,8 @@
 """Prometheus metrics, `mlx_parallm_*`: vLLM's names and meanings where vLLM has them.
 
 Counts and latencies are observed here, from events; the engine's gauges and counters are read from
-`EngineClient.stats()` when somebody scrapes, and so are the adapters' (`adapter_metrics`) and training's
-(`training_metrics`). The registry is the app's own, not the process's.
+`EngineClient.stats()` when somebody scrapes (those of its schedule by `schedule_metrics`), and so are the adapters'
+(`adapter_metrics`) and training's (`training_metrics`). The registry is the app's own, not the process's.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from mlx_parallm.core import (
 )
 from mlx_parallm.server.adapter_metrics import PREFIX, AdapterMetrics, Tally
 from mlx_parallm.server.limits import SequenceGate
+from mlx_parallm.server.schedule_metrics import schedule_metrics
 from mlx_parallm.server.training_metrics import TrainingMetrics
 
 REQUEST_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0, 300.0)
@@ -114,6 +115,7 @@ class _EngineCollector(Collector):
             yield GaugeMetricFamily(PREFIX + name, about, value=float(read(stats)))
         for name, (about, read) in COUNTERS.items():
             yield CounterMetricFamily(PREFIX + name, about, value=float(read(stats)))
+        yield from schedule_metrics(stats)
 
 
 class RequestObserver:

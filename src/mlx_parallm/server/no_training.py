@@ -26,10 +26,10 @@ class NoTraining(TrainingClient):
         return TrainingStatus(enabled=False)
 
     def check(self, collection: Collection, adapter: AdapterRef) -> None:
-        _refuse("collect_trajectory")
+        refuse_training("collect_trajectory")
 
     def feedback(self, trajectory_id: str, score: float) -> None:
-        _refuse()
+        refuse_training()
 
     async def update(
         self,
@@ -38,19 +38,19 @@ class NoTraining(TrainingClient):
         publish: bool = True,
         checkpoint_name: str | None = None,
     ) -> UpdateReport:
-        _refuse()
+        refuse_training()
 
     async def start(self, adapter: str | None = None) -> TrainingStatus:
-        _refuse()
+        refuse_training()
 
     async def pause(self, adapter: str | None = None) -> TrainingStatus:
-        _refuse()
+        refuse_training()
 
     async def resume(self, adapter: str | None = None) -> TrainingStatus:
-        _refuse()
+        refuse_training()
 
     async def rollback(self, adapter: str | None = None, to: str | None = None) -> TrainingStatus:
-        _refuse()
+        refuse_training()
 
     def trains(self, selector: str | None) -> bool:
         return False
@@ -58,14 +58,15 @@ class NoTraining(TrainingClient):
     async def save(
         self, adapter: str | None, step: int | None, tags: Sequence[str], metrics: Mapping[str, float]
     ) -> CheckpointCard:
-        _refuse()
+        refuse_training()
 
     def events(self) -> AsyncIterator[TrainingEvent]:
-        _refuse()
+        refuse_training()
 
     def trajectories(self, limit: int) -> tuple[TrajectoryCard, ...]:
-        _refuse()
+        refuse_training()
 
 
-def _refuse(param: str | None = None) -> NoReturn:
+def refuse_training(param: str | None = None) -> NoReturn:
+    """Raises TrainingDisabledError."""
     raise TrainingDisabledError("This server does not train; start it with --enable-rl-training.", param=param)

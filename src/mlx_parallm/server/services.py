@@ -21,12 +21,15 @@ from mlx_parallm.core import (
     TrainingClient,
 )
 from mlx_parallm.errors import EngineDeadError, InvalidRequestError
-from mlx_parallm.server.errors import DrainingError, InferenceDisabledError
+from mlx_parallm.server.errors import AsleepError, DrainingError, InferenceDisabledError
 from mlx_parallm.server.lifecycle import Lifecycle
 from mlx_parallm.server.limits import SequenceGate
 from mlx_parallm.server.metrics import ServerMetrics
+from mlx_parallm.server.no_training import refuse_training
+from mlx_parallm.server.scheduling import Rescheduler
 from mlx_parallm.server.selectors import Choice, naming
 from mlx_parallm.server.settings import ServerSettings
+from mlx_parallm.server.sleeping import SleepSwitch
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,8 @@ class Services:
     settings: ServerSettings
     lifecycle: Lifecycle
     gate: SequenceGate
+    sleep: SleepSwitch
+    rescheduler: Rescheduler
     metrics: ServerMetrics
     started_at: int
 
@@ -51,16 +56,23 @@ class Services:
         Raises:
             DrainingError, EngineDeadError: nothing is admitted any more.
             InferenceDisabledError: nothing ever is.
+            AsleepError: nothing is until somebody wakes the server.
             OverloadedError: the queue is full.
         """
-        if self.lifecycle.draining:
-            raise DrainingError("draining")
+        self.check_open()
         if not self.engine.stats().alive:
             raise EngineDeadError("the device thread is not running")
-        if not self.settings.inference:
-            raise InferenceDisabledError("training only")
         with self.gate.reserve(sequences):
             yield
+
+    def check_open(self) -> None:
+        """Raises DrainingError, InferenceDisabledError, AsleepError: generation requests are not wanted now."""
+        if self.lifecycle.draining:
+            raise DrainingError("draining")
+        if not self.settings.inference:
+            raise InferenceDisabledError("training only")
+        if self.sleep.asleep:
+            raise AsleepError("asleep")
 
     @contextmanager
     def lease(self, choice: Choice) -> Iterator[AdapterRef]:
@@ -87,6 +99,11 @@ class Services:
         """Raises UnknownModelError unless `name` is left out, or names what is served."""
         if name is not None and not self.is_base(name):
             self.find(name, "model")
+
+    def check_trains(self) -> None:
+        """Raises TrainingDisabledError where the server does not train."""
+        if not self.training.status().enabled:
+            refuse_training()
 
     def check_sequences(self, prompts: int, n: int) -> int:
         """The sequences of a request. Raises InvalidRequestError when there are too many."""

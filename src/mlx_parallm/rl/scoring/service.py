@@ -11,12 +11,14 @@ import itertools
 import json
 import logging
 import math
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlx_parallm.core import Collection, Trajectory
 from mlx_parallm.rl.parts import ScoringError
+from mlx_parallm.rl.scoring.batching import BatchSize
 from mlx_parallm.rl.scoring.catalogue import Catalogue
 from mlx_parallm.rl.scoring.process import Worker, WorkerFault, WorkerHung
 from mlx_parallm.rl.scoring.sample import Sample
@@ -63,12 +65,12 @@ class ScoringService:
     """Implements `rl.parts.Scorers`. `check` may be called on any thread, the rest on one event loop.
 
     Args:
-        batch_size: trajectories sent to the child at a time; a larger group is sent alone, whole.
+        batch_size: trajectories sent to the child at a time, at most; a larger group is sent alone, whole.
         timeout_s: how long the child may work on one group, not counting the import of its scorer.
     """
 
     def __init__(self, batch_size: int, timeout_s: float) -> None:
-        self._batch_size, self._timeout_s = batch_size, timeout_s
+        self._batch_size, self._timeout_s = BatchSize(batch_size), timeout_s
         self._catalogue = Catalogue()
         self._numbers = itertools.count(1)
         self._waiting: deque[_Job] = deque()
@@ -118,11 +120,13 @@ class ScoringService:
         try:
             batch = self._batch()
             worker = await self._started()
+            sent = time.monotonic()
             for job in batch:
                 worker.send(job.line)
             for job in batch:
                 job.settle(await worker.answer(job.number))
                 self._waiting.popleft()
+            self._batch_size.took(sum(job.size for job in batch), time.monotonic() - sent)
         except WorkerFault as fault:
             await self._end_worker()
             self._blame(self._waiting[0], fault)
@@ -130,7 +134,7 @@ class ScoringService:
     def _batch(self) -> list[_Job]:
         """From the head of the queue, one at least."""
         sizes = itertools.accumulate(job.size for job in self._waiting)
-        fits = sum(1 for _ in itertools.takewhile(lambda size: size <= self._batch_size, sizes))
+        fits = sum(1 for _ in itertools.takewhile(lambda size: size <= self._batch_size.now, sizes))
         return list(itertools.islice(self._waiting, max(fits, 1)))
 
     def _blame(self, job: _Job, fault: WorkerFault) -> None:

@@ -12,7 +12,8 @@ from starlette.responses import Response
 from mlx_parallm import __version__
 from mlx_parallm.core import EngineStats
 from mlx_parallm.errors import EngineDeadError
-from mlx_parallm.server.errors import DrainingError, InferenceDisabledError, NotReadyError
+from mlx_parallm.server.errors import NotReadyError
+from mlx_parallm.server.respond.schedule import schedule_object
 from mlx_parallm.server.services import ServicesDep
 from mlx_parallm.server.wire.misc import DebugState, Status, Version
 
@@ -29,11 +30,8 @@ async def health(services: ServicesDep) -> Status:
 
 @router.get("/ready")
 async def ready(services: ServicesDep) -> Status:
-    """503 unless new generation requests are taken now: never where the server only trains."""
-    if services.lifecycle.draining:
-        raise DrainingError("draining")
-    if not services.settings.inference:
-        raise InferenceDisabledError("training only")
+    """503 unless new generation requests are taken now: not asleep, and never where the server only trains."""
+    services.check_open()
     stats = services.engine.stats()
     if not (stats.alive and stats.ready):
         raise NotReadyError("the engine is not ready")
@@ -62,6 +60,7 @@ async def debug_state(services: ServicesDep) -> DebugState:
             "sequences_held": services.gate.held,
             "sequences_limit": services.gate.limit,
             "draining": services.lifecycle.draining,
+            "asleep": services.sleep.asleep,
             "started_at": services.started_at,
         },
         model=asdict(services.card),
@@ -70,4 +69,5 @@ async def debug_state(services: ServicesDep) -> DebugState:
 
 def _snapshot(stats: EngineStats) -> dict[str, Any]:
     """Not `asdict`: it copies `detail` by deepcopy, which read-only mappings refuse."""
-    return {field.name: getattr(stats, field.name) for field in fields(stats)} | {"detail": dict(stats.detail)}
+    state = {field.name: getattr(stats, field.name) for field in fields(stats)}
+    return state | {"schedule": schedule_object(stats).model_dump(), "detail": dict(stats.detail)}

@@ -1,4 +1,4 @@
-"""The small routes: models, tokenizer, probes."""
+"""The small routes: models, tokenizer, probes, sleep."""
 
 from __future__ import annotations
 
@@ -73,6 +73,10 @@ class ModelList(WireOutput):
 
 class Status(WireOutput):
     status: str
+
+
+class Sleeping(WireOutput):
+    is_sleeping: bool
 
 
 class Version(WireOutput):

@@ -1,0 +1,65 @@
+"""Half an hour of serving and training: what it holds after a part of it, and at the end.
+
+8 clients are served by the adapter that is trained, and every answer of theirs is learnt from. Memory is taken when
+no request and no update is under way.
+"""
+
+import asyncio
+import os
+import time
+from dataclasses import dataclass
+
+from machine import resident_bytes
+from rl_rig import config, lean_rig
+from training_rig import Rig
+
+CLIENTS, GROUP, TOKENS, BATCH = 8, 4, 24, 16
+FIRST_PART = 1 / 6
+"""Of the time, before memory is taken first: every slot of the bank has been used by then."""
+TICK_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """`active`: MLX's bytes, the KV pool's apart; `arrays`: those that Python knows; `resident`: of the process."""
+
+    minutes: float
+    updates: int
+    active: int
+    arrays: int
+    resident: int
+
+
+@dataclass(frozen=True, slots=True)
+class Soak:
+    requests: int
+    failed: list[str]
+    skips: dict[str, int]
+    first: Point
+    last: Point
+
+
+def measure(minutes: float) -> Soak:
+    """In this process."""
+    return asyncio.run(_measure(minutes))
+
+
+async def _measure(minutes: float) -> Soak:
+    async with lean_rig(config(None, batch_size=BATCH), GROUP, TOKENS) as made:
+        await made.training.start()
+        began = time.monotonic()
+        points = []
+        for until in (FIRST_PART * minutes, minutes):
+            await made.load(CLIENTS, lambda until=until: time.monotonic() - began > 60 * until)  # type: ignore[misc]
+            points.append(await _quiet(made, began))
+        status = made.status()
+        return Soak(next(made.requests), made.failed, dict(status.skips), points[0], points[1])
+
+
+async def _quiet(made: Rig, began: float) -> Point:
+    while made.status().state == "updating":
+        await asyncio.sleep(TICK_S)
+    active, arrays = await made.on_device(made.footprint)
+    updates, minutes = made.status().updates_total, (time.monotonic() - began) / 60
+    print(f"  {minutes:4.1f} minutes, {updates} updates, {active / 1e6:.1f} MB in {arrays} arrays", flush=True)
+    return Point(minutes, updates, active, arrays, resident_bytes(os.getpid()))

@@ -1,0 +1,161 @@
+"""What training costs those who are served, and what it costs in memory: two tables, and the figures behind them.
+
+    python benchmarks/serve_and_train.py [--quick] [--repeats 3] [--only serving publish update memory soak]
+        [--minutes 30] [--out FILE]
+
+`serving`: a real server and 8 clients; inference only, inference + RL and training priority in turns. `publish`: from
+an optimizer step to the first request that has its version. `update`: the training part of an update beside a plain
+trainer. `memory`: what MLX holds, against a serving process and a separate trainer. `soak`, run when named only:
+half an hour of both. Each part in processes of its own; all but the soak take about half an hour on two cores, 10
+minutes with --quick. Ends with the tables and writes JSON beside them. Leave the machine alone meanwhile.
+"""
+
+import argparse
+import asyncio
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import machine
+import report
+import rl_batch
+import rl_figures
+import rl_memory
+import rl_publish
+import rl_served
+import rl_soak
+import rl_tables
+import rl_update
+from alone import alone
+from figures import Figure
+from rl_memory import ADAPTERS, SERVING, TRAINER, TRAINING, Load, Memory
+from rl_publish import Live
+from rl_served import Served
+from rl_soak import Soak
+from rl_update import Cost
+
+HERE = Path(__file__).parent
+PARTS = ("serving", "publish", "update", "memory")
+SOAK = "soak"
+PUBLISHES, QUICK_PUBLISHES = 20, 4
+BUNDLED, BUNDLED_LOAD = "bundled model", Load(rows=8, tokens=64, updates=2)
+WIDE, WIDE_LOAD = "random model, 2 GB", Load(rows=4, tokens=16, updates=1)
+
+
+@dataclass(slots=True)
+class Results:
+    """What the parts that ran have measured."""
+
+    served: Served | None = None
+    lives: list[Live] = field(default_factory=list)
+    costs: list[Cost] = field(default_factory=list)
+    memories: list[Memory] = field(default_factory=list)
+    soak: Soak | None = None
+
+    def judged(self) -> Iterator[Figure]:
+        if self.served:
+            yield from rl_figures.of_served(self.served)
+        if self.lives:
+            yield from rl_figures.of_publish(self.lives)
+        yield from rl_figures.of_update(self.costs)
+        yield from rl_figures.of_memory(self.memories)
+        if self.soak:
+            yield from rl_figures.of_soak(self.soak)
+
+    def record(self) -> dict[str, Any]:
+        """JSON, repeat by repeat."""
+        return {
+            "serving": asdict(self.served) if self.served else None,
+            "publish": [asdict(live) for live in self.lives],
+            "update": [asdict(cost) for cost in self.costs],
+            "memory": [asdict(memory) for memory in self.memories],
+            "soak": asdict(self.soak) if self.soak else None,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """One run's setting. `folder`: for logs and models."""
+
+    arguments: argparse.Namespace
+    folder: Path
+
+    def run(self) -> Results:
+        results = Results()
+        parts = {
+            "serving": self._serving,
+            "publish": self._publish,
+            "update": self._update,
+            "memory": self._memory,
+            SOAK: self._soak,
+        }
+        for name in self.arguments.only:
+            print(name, flush=True)
+            parts[name](results)
+        return results
+
+    def _serving(self, results: Results) -> None:
+        results.served = asyncio.run(rl_served.measure(self.folder, self._repeats, self.arguments.quick))
+
+    def _publish(self, results: Results) -> None:
+        results.lives = alone(rl_publish.measure, QUICK_PUBLISHES if self.arguments.quick else PUBLISHES)
+
+    def _update(self, results: Results) -> None:
+        results.costs = alone(rl_update.measure, self._repeats)
+
+    def _memory(self, results: Results) -> None:
+        model = self._model("model_dir.py")
+        kinds = (SERVING, ADAPTERS, TRAINING, TRAINER)
+        results.memories.append(rl_memory.measure(BUNDLED, model, BUNDLED_LOAD, kinds))
+        if not self.arguments.quick:
+            model = self._model("wide_model.py")
+            results.memories.append(rl_memory.measure(WIDE, model, WIDE_LOAD, (SERVING, TRAINING, TRAINER)))
+
+    def _soak(self, results: Results) -> None:
+        results.soak = alone(rl_soak.measure, self.arguments.minutes)
+
+    def _model(self, script: str) -> Path:
+        """A directory that the script has written."""
+        folder = self.folder / Path(script).stem
+        subprocess.run([sys.executable, str(HERE / script), str(folder)], check=True)
+        return folder
+
+    @property
+    def _repeats(self) -> int:
+        return 1 if self.arguments.quick else self.arguments.repeats
+
+
+def main() -> int:
+    """Exit code 0 when every figure that was judged is met, 1 when one is not."""
+    arguments = _arguments()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: every child is killed on the way out
+    before = machine.describe()
+    machine.warn_if_busy()
+    with tempfile.TemporaryDirectory(prefix="serve_and_train_benchmark_") as folder:
+        results = Bench(arguments, Path(folder)).run()
+    judged = list(results.judged())
+    report.show([], {}, judged)
+    rl_tables.show(results.served, results.memories)
+    setting = {name: value for name, value in vars(arguments).items() if name != "out"} | {"batch": rl_batch.FACTS}
+    report.write(arguments.out, {"machine": before, "setting": setting, **results.record()}, judged)
+    print(f"written to {arguments.out}")
+    return int(any(figure.met is False for figure in judged))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one repeat, shorter windows, 4 publishes, no wide model")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", nargs="+", choices=(*PARTS, SOAK), default=PARTS)
+    parser.add_argument("--minutes", type=float, default=30, help="of the soak")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "serve_and_train.json")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""Losses of micro-batches and their gradients, those of several policies in one pass over the trunk and the head.
+
+The base's weights appear in the graph as constants: only the factors of the policies' linears have gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain, pairwise
+
+import mlx.core as mx
+
+from mlx_parallm.rl.losses import Stats, TokenBatch, loss
+from mlx_parallm.rl.packing import MicroBatch
+from mlx_parallm.rl.reductions import Denominators
+from mlx_parallm.rl.scores import token_scores
+from mlx_parallm.rl.settings import OldLogprobs, TrainerSettings
+from mlx_parallm.rl.trainable import Params, Span, TrainableModel
+
+Scores = tuple[mx.array, mx.array]
+"""Logprobs and entropies of a micro-batch's completion tokens, fp32 [N]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One policy's part of a micro-step. `denominators`: of its own update."""
+
+    batch: MicroBatch
+    params: Params
+    scale: float
+    denominators: Denominators
+
+
+class Forwards:
+    """Device thread only. All is lazy: whoever reads it evaluates it."""
+
+    def __init__(self, model: TrainableModel, settings: TrainerSettings) -> None:
+        self._model = model
+        self._settings = settings
+
+    def gradients(self, shares: Sequence[Share]) -> list[tuple[mx.array, Stats, Params]]:
+        """Loss, statistics and gradients of each: what it would have alone."""
+        batches = [share.batch for share in shares]
+        references = self._references(batches)
+
+        def objective(params: list[Params]) -> tuple[mx.array, list[tuple[mx.array, Stats]]]:
+            spans = [Span(s.batch.tokens.size, each, s.scale) for s, each in zip(shares, params, strict=True)]
+            scored = self.scores(batches, spans)
+            losses = [
+                loss(self._tokens(share.batch, scores, reference), share.denominators, self._settings.loss)
+                for share, scores, reference in zip(shares, scored, references, strict=True)
+            ]
+            return mx.stack([value for value, _ in losses]).sum(), losses
+
+        (_, losses), gradients = mx.value_and_grad(objective)([share.params for share in shares])
+        return [(value, stats, each) for (value, stats), each in zip(losses, gradients, strict=True)]
+
+    def scores(self, batches: Sequence[MicroBatch], spans: Sequence[Span] | None) -> list[Scores]:
+        """Of each micro-batch, all in one pass, under the factors of `spans`; None: under the base."""
+        lies = tuple(chain(*(batch.lies for batch in batches)))
+        hidden = self._model.hidden(mx.concatenate([batch.tokens for batch in batches]), lies, spans)
+        starts = accumulate((batch.tokens.size for batch in batches), initial=0)
+        positions = [batch.positions + start for batch, start in zip(batches, starts, strict=False)]
+        logp, entropy = token_scores(
+            self._model.logits,
+            hidden[mx.concatenate(positions)],
+            mx.concatenate([batch.targets for batch in batches]),
+            mx.concatenate([batch.temperatures for batch in batches]),
+            self._settings.loss.entropy_coef != 0.0,
+        )
+        stops = accumulate((batch.targets.size for batch in batches), initial=0)
+        return [(logp[start:stop], entropy[start:stop]) for start, stop in pairwise(stops)]
+
+    def reference(self, batches: Sequence[MicroBatch]) -> list[mx.array]:
+        """Logprobs under the base, [B, C]: slot 0 is the same model without factors."""
+        scored = self.scores(batches, None)
+        return [mx.stop_gradient(batch.padded(logp)) for batch, (logp, _) in zip(batches, scored, strict=True)]
+
+    def _references(self, batches: Sequence[MicroBatch]) -> Sequence[mx.array | None]:
+        wanted = self._settings.loss.kl_coef or self._settings.measure_kl
+        return self.reference(batches) if wanted else [None] * len(batches)
+
+    def _tokens(self, batch: MicroBatch, scores: Scores, reference: mx.array | None) -> TokenBatch:
+        """π_old and μ by the rule of `LossSettings.old_logprobs`; a row without μ has the trainer's own for both."""
+        logp, entropy = map(batch.padded, scores)
+        now = mx.stop_gradient(logp)
+        sampler = mx.where(batch.known, batch.sampling_logprobs, now)
+        trainers = self._settings.loss.old_logprobs is OldLogprobs.TRAINER
+        old = mx.where(batch.on_policy, now, sampler) if trainers else sampler
+        return TokenBatch(
+            logp=logp,
+            old_logp=old,
+            sampling_logp=sampler,
+            ref_logp=reference,
+            entropy=entropy,
+            mask=batch.mask,
+            advantages=batch.advantages,
+        )

@@ -1,0 +1,158 @@
+"""One update on its way: what is left of its samples, and what its micro-steps have added up so far.
+
+portions ─▶ gradients, losses, statistics ─▶ clip, AdamW, check ─▶ (how far it moved) ─▶ outcome
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import cast
+
+import mlx.core as mx
+from mlx.utils import tree_flatten, tree_map
+
+from mlx_parallm.errors import StepFailedError
+from mlx_parallm.rl.losses import Stats, means
+from mlx_parallm.rl.packing import Portion, portions
+from mlx_parallm.rl.policy import Policy
+from mlx_parallm.rl.reductions import UpdateTotals
+from mlx_parallm.rl.samples import UpdateBatch, UpdateOutcome
+from mlx_parallm.rl.trainable import Params
+
+_log = logging.getLogger(__name__)
+
+Done = Callable[[UpdateOutcome | Exception], None]
+
+
+class Update:
+    """Hands out its portions, takes in their gradients, makes the optimizer's step, and tells `done` what came of it.
+
+    How it is split is its own affair, whatever else trains beside it, and fixed when it starts.
+
+    Attributes:
+        portions: those not yet handed out.
+        to_measure: once the step is made, those over which it is still to be measured.
+        device_seconds: its share of the units that worked for it.
+    """
+
+    def __init__(self, policy: Policy, batch: UpdateBatch, done: Done) -> None:
+        self.policy = policy
+        self.totals = UpdateTotals.of(batch.samples)
+        self.portions: deque[Portion] = deque()
+        self.to_measure: deque[Portion] = deque()
+        self.device_seconds = 0.0
+        self.started = self.stepped = False
+        self._portions: tuple[Portion, ...] = ()
+        self.skipped = ""
+        self.done = done
+        self._batch = batch
+        self._began = time.monotonic()
+        self._gradients: Params | None = None
+        self._losses: list[mx.array] = []
+        self._stats: list[Stats] = []
+        self._grad_norm = 0.0
+        self._moved: float | None = None
+        self._undo: Callable[[], None] = lambda: None
+
+    # -- micro-steps -----------------------------------------------------------------------------
+
+    def start(self, most: int, target_size: float) -> None:
+        """Splits its samples into portions of at most this size."""
+        self._portions = tuple(portions(self._batch.samples, most, target_size))
+        self.portions.extend(self._portions)
+        self.started = True
+
+    def take(self, room: float) -> Portion | None:
+        """The next portion that is no larger than `room`."""
+        for at, portion in enumerate(self.portions):
+            if portion.size <= room:
+                del self.portions[at]
+                return portion
+        return None
+
+    def include(self, loss: mx.array, stats: Stats, gradients: Params) -> None:
+        """Adds up what a portion gave; lazy. Where the caller keeps no gradients they are added in place."""
+        self._gradients = gradients if self._gradients is None else tree_map(mx.add, self._gradients, gradients)
+        self._losses.append(loss)
+        self._stats.append(stats)
+
+    def lazy(self) -> list[object]:
+        """What `include` left to be evaluated."""
+        return [self._gradients, self._losses[-1:], [stats.arrays() for stats in self._stats[-1:]]]
+
+    # -- the optimizer's step --------------------------------------------------------------------
+
+    def step(self, max_grad_norm: float, measure: bool) -> None:
+        """Applies the gradients, clipped. A step that cannot be kept is taken back, and `skipped` says why.
+
+        `measure`: how far it moved the policy is to be measured, over the same portions.
+        """
+        self._undo = self.policy.keep()
+        self.skipped = self._apply(max_grad_norm)
+        self.stepped = True
+        if self.skipped:
+            _log.warning("an update was skipped: %s", self.skipped)
+            self._undo()
+        elif measure:
+            self.to_measure.extend(self._portions)
+
+    def _apply(self, most: float) -> str:
+        assert self._gradients is not None
+        self._grad_norm = _norm(self._gradients)
+        if not math.isfinite(self._loss):
+            return "loss_not_finite"
+        if not math.isfinite(self._grad_norm):
+            return "gradient_not_finite"
+        self.policy.apply(self._clipped(most))
+        finite = mx.all(mx.stack([mx.isfinite(leaf).all() for _, leaf in tree_flatten(self.policy.params)]))
+        return "" if finite.item() else "weights_not_finite"
+
+    def _clipped(self, most: float) -> Params:
+        gradients, self._gradients = self._gradients, None
+        if self._grad_norm <= most:
+            return cast(Params, gradients)
+        scale = most / self._grad_norm
+        return cast(Params, tree_map(lambda leaf: leaf * scale, gradients))
+
+    def moved(self, change: mx.array) -> None:
+        """Adds to how far the step moved the policy, summed over tokens."""
+        self._moved = (self._moved or 0.0) + _number(change)
+
+    # -- its end ---------------------------------------------------------------------------------
+
+    @property
+    def finished(self) -> bool:
+        return self.stepped and not self.to_measure
+
+    @property
+    def _loss(self) -> float:
+        return sum(_number(loss) for loss in self._losses)
+
+    def outcome(self) -> UpdateOutcome:
+        """Of an update that is finished: made, or skipped."""
+        metrics = {**self._batch.metrics, **means(self._stats), "loss": self._loss, "grad_norm": self._grad_norm}
+        if self._moved is not None:
+            metrics["kl_step"] = self._moved / self.totals.tokens
+        metrics["learning_rate"] = self.policy.learning_rate
+        metrics["tokens"] = float(self.totals.tokens)
+        metrics["seconds"] = time.monotonic() - self._began
+        metrics["device_seconds"] = self.device_seconds
+        return UpdateOutcome(self.policy.step, self.skipped, metrics)
+
+    def fail(self) -> None:
+        """Tells that the device gave it up. The policy is as before."""
+        self._undo()
+        self.done(StepFailedError("the update failed on the device; the policy is as before"))
+
+
+def _norm(gradients: Params) -> float:
+    leaves = [leaf for _, leaf in tree_flatten(gradients)]
+    return _number(mx.sqrt(sum((leaf.square().sum() for leaf in leaves), mx.array(0.0))))
+
+
+def _number(scalar: mx.array) -> float:
+    return cast(float, scalar.item())

@@ -1,0 +1,164 @@
+"""What training holds of the device's memory: gradients added in place, and the trainer's own count of it all."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from trainers import SETTINGS, learn, make_policy, make_trainer, samples
+
+from mlx_parallm.errors import StepFailedError
+from mlx_parallm.rl.samples import UpdateBatch, UpdateOutcome
+from mlx_parallm.rl.settings import TrainerSettings
+from mlx_parallm.rl.trainer import GRPOTrainer
+
+WIDE = replace(
+    SETTINGS.lora,
+    rank=64,
+    targets=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+)
+LARGE = replace(SETTINGS, lora=WIDE, micro_batch_tokens=1, checkpoint_layers=True)
+"""Gradients of 4 MB, beside which the activations of a micro-step of one short sample are little."""
+SMALL_STEP = {"hidden_size": 128, "num_hidden_layers": 8, "intermediate_size": 256, "head_dim": 32}
+SET = 4 * 8 * 64 * (2 * (128 + 128) + 2 * (128 + 64) + 3 * (128 + 256))
+"""Bytes of one set of gradients."""
+
+
+def large(settings: TrainerSettings = LARGE) -> GRPOTrainer:
+    return make_trainer(settings, **SMALL_STEP)[0]
+
+
+def active() -> int:
+    gc.collect()
+    return mx.get_active_memory()
+
+
+@pytest.mark.parametrize("policies", [1, 2])
+def test_a_micro_step_adds_its_gradients_in_place(policies: int) -> None:
+    """The first makes one set of them; during the next no second one is there, whole."""
+    trainer = large(replace(LARGE, micro_batch_tokens=None))
+    told: list[object] = []
+    for at in range(policies):
+        policy = make_policy(trainer, moved=0.01, name=str(at))
+        policy.micro_batch_size = 1
+        assert policy.gradient_nbytes == SET
+        trainer.begin(policy, UpdateBatch(tuple(samples(4, groups=1))), told.append)
+    if policies == 2:  # both in every micro-step
+        trainer._pacer.observe(10_000, 1e-3)
+    mx.eval([policy.params for policy in trainer._policies.values()])
+    before = active()
+    trainer.advance()
+    first = active()
+    assert first - before == pytest.approx(policies * SET, rel=0.1)
+    for _ in range(2):
+        trainer.advance()
+        assert mx.get_peak_memory() - first < 0.6 * policies * SET
+        assert active() == pytest.approx(first, abs=0.1 * SET)
+    assert told == []
+
+
+def test_an_update_leaves_nothing_behind() -> None:
+    trainer = large()
+    policy = make_policy(trainer, moved=0.01)
+    learn(trainer, policy, samples(3))
+    before = active()
+    for seed in range(3):
+        learn(trainer, policy, samples(3, seed))
+    assert active() == pytest.approx(before, abs=0.1 * SET)
+
+
+# ---- its own count -------------------------------------------------------------------------------
+
+
+def test_open_policies_count_with_their_optimizer_state() -> None:
+    trainer = large()
+    assert trainer.bytes_held == 0
+    before = active()
+    one = trainer.open("one")
+    state = sum(leaf.nbytes for _, leaf in tree_flatten([one.params, one._optimizer.state]))
+    assert trainer.bytes_held == one.nbytes == state
+    assert 3 * SET <= state <= 3.01 * SET
+    assert active() - before == pytest.approx(state, rel=0.05)
+    trainer.open("two")
+    assert trainer.bytes_held == 2 * state
+    trainer.open("one")
+    assert trainer.bytes_held == 2 * state, "in the place of the first"
+
+
+def test_gradients_and_activations_count_while_updates_wait() -> None:
+    trainer = large()
+    policy, told = make_policy(trainer, moved=0.01), []
+    resting = trainer.bytes_held
+    trainer.begin(policy, UpdateBatch(tuple(samples(4, groups=1))), told.append)
+    assert trainer.bytes_held == resting + SET, "activations are not known yet"
+    trainer.advance()
+    working = trainer.bytes_held - resting - SET
+    assert working > 0
+    while trainer.waits():
+        held = active()
+        trainer.advance()
+        if trainer.waits():
+            assert mx.get_peak_memory() - held <= trainer.bytes_held - resting - SET + 1000  # the loss, and such
+    assert trainer.bytes_held == resting
+    trainer.begin(policy, UpdateBatch(tuple(samples(4, groups=1))), told.append)
+    assert trainer.bytes_held >= resting + SET + working, "as last measured"
+
+
+def test_activations_grow_with_the_micro_step() -> None:
+    """Measured, not guessed."""
+
+    def working(micro_batch_tokens: int) -> int:
+        trainer = large(replace(LARGE, lora=SETTINGS.lora, micro_batch_tokens=micro_batch_tokens))
+        learn(trainer, make_policy(trainer), samples(40))
+        return trainer._footprint.working
+
+    assert working(1000) > 3 * working(1)
+
+
+def test_an_update_that_failed_counts_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = large()
+    policy, told = make_policy(trainer), []
+    resting = trainer.bytes_held
+    trainer.begin(policy, UpdateBatch(tuple(samples())), told.append)
+    trainer.advance()
+    monkeypatch.setattr(trainer._forwards, "gradients", lambda shares: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.advance()
+    trainer.reset()
+    assert isinstance(told[0], StepFailedError)
+    assert trainer.bytes_held == resting
+
+
+def test_the_count_is_told_to_who_listens_when_an_update_ends() -> None:
+    """`done` may begin the next update: what it sees is as if this one had never been."""
+    trainer, seen = large(), []
+    policy = make_policy(trainer)
+    resting = trainer.bytes_held
+
+    def again(outcome: UpdateOutcome | Exception) -> None:
+        seen.append(trainer.bytes_held)
+        if len(seen) == 1:
+            trainer.begin(policy, UpdateBatch(tuple(samples())), again)
+
+    trainer.begin(policy, UpdateBatch(tuple(samples())), again)
+    while trainer.waits():
+        trainer.advance()
+    assert seen == [resting, resting]
+    assert trainer.bytes_held == resting
+
+
+def test_the_peak_of_the_process_is_kept_though_its_counter_starts_again() -> None:
+    trainer = large()
+    policy = make_policy(trainer)
+    burst = mx.array(np.zeros(16 * SET // 4, np.float32)) + 1.0
+    mx.eval(burst)
+    del burst
+    peak = trainer.peak_bytes
+    assert peak >= 16 * SET
+    learn(trainer, policy, samples())
+    assert trainer.peak_bytes == peak
+    assert mx.get_peak_memory() < peak

@@ -1,0 +1,287 @@
+"""Policies that learn at the same time: as if one after the other, in fewer passes over the base model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from trainers import (
+    SETTINGS,
+    Recorder,
+    assert_close,
+    gradients,
+    learn,
+    leaves,
+    make_policy,
+    make_trainer,
+    samples,
+    unclipped,
+    with_logprobs,
+)
+
+from mlx_parallm.errors import StepFailedError
+from mlx_parallm.rl.policy import Policy
+from mlx_parallm.rl.samples import Sample, UpdateBatch, UpdateOutcome
+from mlx_parallm.rl.settings import Algorithm
+from mlx_parallm.rl.trainer import GRPOTrainer
+
+ROOM = replace(SETTINGS, micro_batch_tokens=200)
+"""Two small updates in one micro-step."""
+
+
+@dataclass
+class Told:
+    """What became of updates, in the order in which they ended."""
+
+    ended: list[tuple[str, UpdateOutcome | Exception]] = field(default_factory=list)
+
+    def begin(self, trainer: GRPOTrainer, policy: Policy | Recorder, drawn: Sequence[Sample], name: str) -> None:
+        trainer.begin(policy, UpdateBatch(tuple(drawn)), lambda outcome: self.ended.append((name, outcome)))
+
+    def of(self, name: str) -> UpdateOutcome | Exception:
+        (outcome,) = [outcome for ended, outcome in self.ended if ended == name]
+        return outcome
+
+
+def finish(trainer: GRPOTrainer) -> None:
+    while trainer.waits():
+        trainer.advance()
+
+
+def passes(trainer: GRPOTrainer, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens of each pass over the trunk, as they come to be run."""
+    seen: list[int] = []
+    hidden = trainer.model.hidden
+
+    def counted(tokens: mx.array, *rest: object) -> mx.array:
+        seen.append(tokens.size)
+        return hidden(tokens, *rest)
+
+    monkeypatch.setattr(trainer.model, "hidden", counted)
+    return seen
+
+
+def trio(trainer: GRPOTrainer, model: nn.Module) -> list[tuple[str, Policy, list[Sample]]]:
+    """Three policies unlike each other; two of them learn from the same prompts and completions."""
+    policies = [make_policy(trainer, 0.05, name, seed) for seed, name in enumerate(("one", "two", "three"))]
+    drawn = [samples(6, 1), samples(6, 1), samples(11, 2, groups=3)]
+    pairs = zip(policies, drawn, strict=True)
+    return [(f"{at}", policy, with_logprobs(trainer, model, policy, each)) for at, (policy, each) in enumerate(pairs)]
+
+
+@pytest.mark.parametrize(
+    ("family", "algorithm", "kl_coef"),
+    [
+        ("llama", Algorithm.DAPO, 0.1),
+        ("qwen3_moe", Algorithm.GRPO, 0.1),
+        ("gemma3_text", Algorithm.CROSS_ENTROPY, 0.0),  # ratios and k3 take up the rounding of its large logits
+    ],
+)
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_gradients_and_figures_are_those_of_one_after_the_other(
+    family: str, algorithm: Algorithm, kl_coef: float, checkpointed: bool
+) -> None:
+    settings = unclipped(ROOM, checkpoint_layers=checkpointed)
+    settings = replace(settings, loss=replace(settings.loss, algorithm=algorithm, kl_coef=kl_coef))
+    trainer, model = make_trainer(settings, family)
+    jobs = trio(trainer, model)
+    want = [gradients(trainer, policy, drawn) for _, policy, drawn in jobs]
+    figures = [learn(trainer, Recorder(policy), drawn).metrics for _, policy, drawn in jobs]
+
+    told, recorders = Told(), [Recorder(policy) for _, policy, _ in jobs]
+    for recorder, (name, _, drawn) in zip(recorders, jobs, strict=True):
+        told.begin(trainer, recorder, drawn, name)
+    finish(trainer)
+    for recorder, alone, metrics, (name, _, _) in zip(recorders, want, figures, jobs, strict=True):
+        assert_close(recorder.seen, alone, 1e-5)
+        outcome = told.of(name)
+        assert isinstance(outcome, UpdateOutcome)
+        assert outcome.metrics.keys() == metrics.keys()
+        for figure in metrics.keys() - {"seconds", "device_seconds"}:
+            assert outcome.metrics[figure] == pytest.approx(metrics[figure], rel=1e-4, abs=1e-6), figure
+
+
+def test_updates_leave_policies_as_if_made_one_after_the_other() -> None:
+    """Two of one policy among them, the second from where the first ends."""
+    settings = replace(ROOM, optimizer=replace(ROOM.optimizer, eps=1e-2))
+    solo, model = make_trainer(settings)
+    order = [0, 1, 0, 2]
+    jobs = trio(solo, model)
+    for at in order:
+        learn(solo, jobs[at][1], jobs[at][2])
+    trainer, model = make_trainer(settings)
+    others, told = trio(trainer, model), Told()
+    for number, at in enumerate(order):
+        told.begin(trainer, others[at][1], others[at][2], f"{at} {number}")
+    finish(trainer)
+    names = [name for name, _ in told.ended]
+    assert names.index("0 0") < names.index("0 2")
+    for (_, policy, _), (_, other, _) in zip(jobs, others, strict=True):
+        assert policy.step == other.step
+        for name, leaf in leaves(policy).items():
+            np.testing.assert_allclose(leaves(other)[name], leaf, rtol=1e-5, atol=1e-6)
+
+
+def test_they_share_passes_over_the_trunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With and without factors; the tokens are as many."""
+    trainer, model = make_trainer(ROOM)
+    jobs = trio(trainer, model)[:2]
+    seen = passes(trainer, monkeypatch)
+    for _, policy, drawn in jobs:
+        learn(trainer, policy, drawn)
+    alone = seen.copy()
+    seen.clear()
+    told = Told()
+    for name, policy, drawn in jobs:
+        told.begin(trainer, policy, drawn, name)
+    finish(trainer)
+    assert (len(alone), len(seen)) == (4, 2)
+    assert sum(seen) == sum(alone)
+
+
+def test_a_micro_step_of_several_keeps_to_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And however they are combined, each is split as it would be alone."""
+    trainer, model = make_trainer(replace(SETTINGS, micro_batch_tokens=80, measure_kl=False))
+    seen, sizes = passes(trainer, monkeypatch), []
+    observe = trainer._pacer.observe
+    monkeypatch.setattr(trainer._pacer, "observe", lambda size, seconds: (sizes.append(size), observe(size, seconds)))
+    jobs = trio(trainer, model)
+    for _, policy, drawn in jobs:
+        learn(trainer, policy, drawn)
+    alone, alone_sizes = seen.copy(), sizes.copy()
+    seen.clear()
+    sizes.clear()
+    told = Told()
+    for name, policy, drawn in jobs:
+        told.begin(trainer, policy, drawn, name)
+    finish(trainer)
+    assert max(sizes) <= 80
+    assert len(seen) < len(alone)
+    assert (sum(seen), sum(sizes)) == (sum(alone), sum(alone_sizes))
+
+
+def test_they_go_on_side_by_side_though_none_fits_beside_another() -> None:
+    trainer, model = make_trainer(replace(SETTINGS, micro_batch_tokens=1))
+    told = Told()
+    for name, policy, drawn in trio(trainer, model):
+        told.begin(trainer, policy, drawn, name)
+    finish(trainer)
+    assert [name for name, _ in told.ended] == ["0", "1", "2"]
+    assert all(isinstance(outcome, UpdateOutcome) for _, outcome in told.ended)
+
+
+def test_device_time_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what each had of a micro-step: together it is the time that passed."""
+    trainer, model = make_trainer(ROOM)
+    now, told = [0.0], Told()
+    monkeypatch.setattr("mlx_parallm.rl.trainer.time.monotonic", lambda: now[0])
+    inner = trainer._add_up
+
+    def slow(parts) -> None:
+        now[0] += 1.0
+        inner(parts)
+
+    monkeypatch.setattr(trainer, "_add_up", slow)
+    for name, policy, drawn in trio(trainer, model)[:2]:
+        told.begin(trainer, policy, drawn, name)
+    finish(trainer)
+    shares = [outcome.metrics["device_seconds"] for _, outcome in told.ended]
+    assert sum(shares) == pytest.approx(1.0)
+    assert shares[0] == pytest.approx(0.5), "the same samples"
+
+
+# ---- faults --------------------------------------------------------------------------------------
+
+
+def failing(trainer: GRPOTrainer, monkeypatch: pytest.MonkeyPatch, owner: object, method: str) -> None:
+    """The next call raises what a device would."""
+    inner: Callable[..., object] = getattr(owner, method)
+
+    def once(*args: object, **kwargs: object) -> object:
+        monkeypatch.setattr(owner, method, inner)
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(owner, method, once)
+
+
+def fall(trainer: GRPOTrainer) -> None:
+    """A unit that fails, as the engine takes it."""
+    with pytest.raises(RuntimeError, match="injected"):
+        trainer.advance()
+    trainer.reset()
+
+
+def test_a_failed_micro_step_costs_the_updates_that_were_in_it_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, model = make_trainer(ROOM)
+    jobs, told = trio(trainer, model), Told()
+    before = [leaves(policy) for _, policy, _ in jobs]
+    for name, policy, drawn in [*jobs[:2], ("second", jobs[0][1], jobs[0][2])]:
+        told.begin(trainer, policy, drawn, name)
+    told.begin(trainer, jobs[2][1], samples(60, 4), "large")
+    failing(trainer, monkeypatch, trainer._forwards, "gradients")
+    fall(trainer)
+    assert sorted(name for name, _ in told.ended) == ["0", "1"]
+    assert all(isinstance(outcome, StepFailedError) for _, outcome in told.ended)
+    for kept, (_, policy, _) in zip(before, jobs, strict=True):
+        assert all(np.array_equal(leaf, kept[name]) for name, leaf in leaves(policy).items())
+    assert trainer.waits()
+    finish(trainer)
+    assert isinstance(told.of("second"), UpdateOutcome)
+    assert isinstance(told.of("large"), UpdateOutcome)
+    assert (jobs[0][1].step, jobs[1][1].step, jobs[2][1].step) == (1, 0, 1)
+
+
+def test_an_update_half_made_goes_on_after_anothers_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its gradients so far are kept."""
+    settings = replace(unclipped(), micro_batch_tokens=1)
+    trainer, model = make_trainer(settings)
+    (_, one, drawn), (_, two, _), _ = trio(trainer, model)
+    want = gradients(trainer, one, drawn)
+    told, recorder = Told(), Recorder(one)
+    told.begin(trainer, two, drawn[:1], "first")
+    told.begin(trainer, recorder, drawn, "half")
+    trainer.advance()
+    failing(trainer, monkeypatch, two, "apply")
+    fall(trainer)
+    assert [name for name, _ in told.ended] == ["first"]
+    finish(trainer)
+    assert_close(recorder.seen, want, 1e-6)
+
+
+@pytest.mark.parametrize("place", ["step", "measurement"])
+def test_a_fault_after_the_micro_steps_leaves_the_policy_as_it_was(monkeypatch, place: str) -> None:
+    trainer, _ = make_trainer(replace(ROOM, measure_step_kl=True))
+    policy, told = make_policy(trainer, moved=0.05), Told()
+    learn(trainer, policy, samples(seed=3))
+    before, state = leaves(policy), policy.snapshot()
+    told.begin(trainer, policy, samples(), "update")
+    trainer.advance()
+    if place == "step":
+        failing(trainer, monkeypatch, mx, "isfinite")
+    else:
+        trainer.advance()
+        assert not np.array_equal(leaves(policy)[next(iter(before))], before[next(iter(before))])
+        failing(trainer, monkeypatch, trainer._forwards, "scores")
+    fall(trainer)
+    assert isinstance(told.of("update"), StepFailedError)
+    assert not trainer.waits()
+    assert policy.step == state.step
+    assert all(np.array_equal(leaf, before[name]) for name, leaf in leaves(policy).items())
+    after = policy.snapshot().optimizer
+    assert all(np.array_equal(leaf, state.optimizer[name]) for name, leaf in after.items())
+    assert isinstance(learn(trainer, policy, samples()), UpdateOutcome)
+
+
+def test_samples_that_cannot_be_packed_cost_their_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a micro-step is made of them: the trainer does not try again for ever."""
+    trainer, _ = make_trainer(ROOM)
+    policy, told = make_policy(trainer), Told()
+    told.begin(trainer, policy, samples(), "bad")
+    failing(trainer, monkeypatch, trainer._queue[0], "start")
+    fall(trainer)
+    assert isinstance(told.of("bad"), StepFailedError)
+    assert not trainer.waits()

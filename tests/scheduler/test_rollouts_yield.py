@@ -1,0 +1,164 @@
+"""Rollouts beside live requests: what they get, and what they leave."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from driver import STEP, Driver
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_parallm.core import DeviceSchedule, WorkClass
+from mlx_parallm.scheduler.sequence import Status
+from mlx_parallm.scheduler.units import DecodeUnit, PrefillUnit
+
+LIVE, ROLLOUT = WorkClass.INFERENCE, WorkClass.TRAINING
+ENDLESS = 10**9
+
+
+def classes(unit: DecodeUnit) -> Counter[WorkClass]:
+    return Counter(sequence.work_class for sequence in unit.sequences)
+
+
+def decoding(driver: Driver) -> DecodeUnit:
+    """The next decode step; nothing is left to prefill."""
+    while True:
+        unit = driver.step()
+        if isinstance(unit, DecodeUnit) and all(s.status is Status.RUNNING for s in driver.scheduler.live):
+            return unit
+
+
+@pytest.mark.parametrize(("live", "drawing"), [(1, 1), (2, 1), (5, 2), (7, 3), (10, 4)])
+def test_beside_live_requests_rollouts_draw_by_their_share(live: int, drawing: int) -> None:
+    driver = Driver()
+    for _ in range(8):
+        driver.add(5, max_tokens=ENDLESS, work_class=ROLLOUT)
+    assert classes(decoding(driver)) == {ROLLOUT: 8}, "what is idle is all theirs"
+    for _ in range(live):
+        driver.add(5, max_tokens=ENDLESS)
+    assert classes(decoding(driver)) == {LIVE: live, ROLLOUT: drawing}
+
+
+def test_the_oldest_rollouts_draw_and_all_end_beside_endless_requests() -> None:
+    driver = Driver()
+    driver.add(5, max_tokens=ENDLESS)
+    rollouts = [driver.add(5, max_tokens=6, work_class=ROLLOUT) for _ in range(5)]
+    while len(driver.finished) < 5:
+        driver.step()
+    assert driver.finished == rollouts
+
+
+def test_paused_rollouts_go_on_when_the_requests_have_ended() -> None:
+    driver = Driver()
+    driver.add(5, max_tokens=4)
+    for _ in range(4):
+        driver.add(5, max_tokens=20, work_class=ROLLOUT)
+    sizes = [classes(unit)[ROLLOUT] for unit in driver.run() if isinstance(unit, DecodeUnit) and unit.sequences]
+    assert 1 in sizes
+    assert 4 in sizes
+    assert len(driver.finished) == 5
+
+
+def test_a_share_of_one_leaves_rollouts_one_row() -> None:
+    driver = Driver(row_shares={LIVE: 1.0, ROLLOUT: 0.0})
+    for _ in range(3):
+        driver.add(5, max_tokens=ENDLESS)
+        driver.add(5, max_tokens=ENDLESS, work_class=ROLLOUT)
+    assert classes(decoding(driver)) == {LIVE: 3, ROLLOUT: 1}
+
+
+def test_prompts_of_live_requests_are_computed_first() -> None:
+    driver = Driver(max_batched_tokens=64)
+    rollout = driver.add(30, work_class=ROLLOUT)
+    live = driver.add(60)
+    unit = driver.step()
+    assert isinstance(unit, PrefillUnit)
+    assert [part.sequence for part in unit.parts] == [live]
+    driver.run()
+    assert set(driver.finished) == {rollout, live}
+
+
+def test_rollouts_make_way_when_memory_is_spent() -> None:
+    driver = Driver(budget=60)
+    rollouts = [driver.add(10, max_tokens=30, work_class=ROLLOUT) for _ in range(2)]
+    live = [driver.add(10, max_tokens=20) for _ in range(2)]
+    while not all(sequence in driver.finished for sequence in live):
+        driver.step()
+        assert all(sequence.status is not Status.WAITING or not sequence.drawn for sequence in live)
+    assert driver.scheduler.preemptions > 0
+    driver.run()
+    assert set(driver.finished) == {*rollouts, *live}
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from([LIVE, ROLLOUT]), st.integers(1, 200), st.integers(1, 12)), max_size=12),
+    st.integers(220, 600),
+)
+def test_whatever_comes_everything_ends(work: list[tuple[WorkClass, int, int]], budget: int) -> None:
+    driver = Driver(budget=budget, max_rows=6)
+    for work_class, tokens, most in work:
+        driver.add(tokens, max_tokens=most, work_class=work_class)
+        driver.step()
+    driver.run()
+    assert len(driver.finished) == len(work)
+    assert driver.memory.held == {}
+
+
+# ---- the schedule at run time, and its meters ----------------------------------------------------
+
+
+def beside_rows(share: float, micro_step: float = 0.4) -> Driver:
+    driver = Driver(training_time_share=share)
+    driver.micro_steps, driver.micro_step = ENDLESS, micro_step
+    driver.add(5, max_tokens=ENDLESS)
+    return driver
+
+
+def run_for(driver: Driver, seconds: float) -> float:
+    """Training's share of that time."""
+    began, trained = driver.now, driver.training_seconds
+    while driver.now < began + seconds:
+        driver.step()
+    return (driver.training_seconds - trained) / (driver.now - began)
+
+
+def test_a_new_schedule_takes_effect_at_once() -> None:
+    driver = beside_rows(0.12)
+    assert run_for(driver, 100) == pytest.approx(0.12, rel=0.05)
+    driver.scheduler.reschedule(DeviceSchedule(training_time_share=0.5))
+    assert run_for(driver, 40) == pytest.approx(0.5, rel=0.05)
+    driver.scheduler.reschedule(DeviceSchedule(training_time_share=0.05))
+    assert run_for(driver, 200) == pytest.approx(0.05, rel=0.1)
+
+
+def test_gaps_and_shares_are_told_as_they_were() -> None:
+    driver = beside_rows(0.2)
+    run_for(driver, 100)
+    gaps, shares = driver.scheduler.gaps.gaps, driver.scheduler.shares
+    assert STEP < gaps.largest <= 0.4 + STEP + 1e-6
+    micro_steps = round(driver.training_seconds / driver.micro_step)
+    longer = sum(count for bound, count in zip(gaps.bounds, gaps.counts, strict=False) if bound > 0.3)
+    assert longer == pytest.approx(micro_steps, abs=1), "a gap with a micro-step in it for each of them"
+    assert shares.last == pytest.approx(0.2, abs=0.05)
+    assert sum(shares.shares.counts) == pytest.approx(100 / 10, abs=1)
+    assert shares.shares.total / sum(shares.shares.counts) == pytest.approx(0.2, rel=0.1)
+
+
+def test_a_window_in_which_training_had_nothing_to_do_says_nothing_of_its_share() -> None:
+    driver = Driver()
+    driver.add(5, max_tokens=ENDLESS)
+    run_for(driver, 50)
+    assert sum(driver.scheduler.shares.shares.counts) == 0
+    assert driver.scheduler.shares.last == 0.0
+
+
+def test_idle_time_between_requests_is_no_gap() -> None:
+    driver = Driver()
+    driver.add(5, max_tokens=3)
+    driver.run()
+    driver.now += 100.0
+    driver.add(5, max_tokens=3)
+    driver.run()
+    assert driver.scheduler.gaps.gaps.largest < 1.0

@@ -1,0 +1,186 @@
+"""`/v1/training/schedule`: how device time is shared, told and changed while the server runs."""
+
+import asyncio
+import json
+import math
+
+import httpx
+import pytest
+
+from mlx_parallm.core import MODE_SHARES, DeviceSchedule, EngineStats, WorkClass
+from mlx_parallm.errors import EngineDeadError
+
+SCHEDULE = "/v1/training/schedule"
+RATIOS = {WorkClass.INFERENCE: 0.75, WorkClass.TRAINING: 0.25}
+
+
+def told(mode="inference_and_training", share=0.12, stall=500.0, inference=0.7, training=0.3):
+    return {
+        "mode": mode,
+        "training_time_share": share,
+        "max_decode_stall_ms": stall,
+        "priority_ratios": {"inference": inference, "training": training},
+        "measured": {"training_share": 0.0, "largest_decode_gap_ms": 0.0},
+    }
+
+
+async def refused(client, fault, body, status=400):
+    response = await client.post(SCHEDULE, content=json.dumps(body), headers={"content-type": "application/json"})
+    assert response.status_code == status, response.text
+    return fault(response)
+
+
+async def test_the_schedule_in_force(client):
+    response = await client.get(SCHEDULE)
+    assert (response.status_code, response.json()) == (200, told())
+
+
+async def test_what_was_measured(client, engine):
+    gaps = EngineStats(alive=True, ready=True).decode_gaps.with_value(0.0625).with_value(0.03)
+    engine.state |= {"training_share": 0.11, "decode_gaps": gaps}
+    measured = (await client.get(SCHEDULE)).json()["measured"]
+    assert measured == {"training_share": 0.11, "largest_decode_gap_ms": 62.5}
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({"mode": "training_priority"}, DeviceSchedule(0.5, 0.25, RATIOS)),
+        ({"mode": "inference_and_training"}, DeviceSchedule(0.12, 0.25, RATIOS)),
+        ({"mode": "training_priority", "training_time_share": 0.9}, DeviceSchedule(0.9, 0.25, RATIOS)),
+        ({"training_time_share": 1}, DeviceSchedule(1.0, 0.25, RATIOS)),
+        ({"max_decode_stall_ms": 70}, DeviceSchedule(0.3, 0.07, RATIOS)),
+        ({"max_decode_stall_ms": 60_000, "mode": None}, DeviceSchedule(0.3, 60.0, RATIOS)),
+        (
+            {"priority_ratios": {"inference": 0.4, "training": 0.6}},
+            DeviceSchedule(0.3, 0.25, {WorkClass.INFERENCE: 0.4, WorkClass.TRAINING: 0.6}),
+        ),
+        (
+            {"priority_ratios": {"inference": 1, "training": 0}, "max_decode_stall_ms": 1, "training_time_share": 0.01},
+            DeviceSchedule(0.01, 0.001, {WorkClass.INFERENCE: 1.0, WorkClass.TRAINING: 0.0}),
+        ),
+    ],
+    ids=str,
+)
+async def test_what_is_given_changes_and_the_rest_stays(client, engine, body, expected):
+    engine.state["schedule"] = DeviceSchedule(0.3, 0.25, RATIOS)
+    response = await client.post(SCHEDULE, json=body)
+    assert response.status_code == 200, response.text
+    assert engine.schedules == [expected]
+    assert response.json() == (await client.get(SCHEDULE)).json()
+
+
+async def test_a_change_is_answered_with_what_is_in_force(client):
+    async def post(**body):
+        return (await client.post(SCHEDULE, json=body)).json()
+
+    assert await post(mode="training_priority") == told("training_priority", 0.5)
+    assert await post(max_decode_stall_ms=1001) == told("training_priority", 0.5, 1001.0)
+    assert await post(training_time_share=0.25) == told("custom", 0.25, 1001.0)
+    assert await post(training_time_share=MODE_SHARES["inference_and_training"]) == told(stall=1001.0)
+    assert await post(priority_ratios={"inference": 0.5, "training": 0.5}) == told(
+        stall=1001.0, inference=0.5, training=0.5
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, None),
+        ({"mode": None, "priority_ratios": None}, None),
+        ({"mode": "fast"}, "mode"),
+        ({"mode": 1}, "mode"),
+        ({"mode": "inference_only", "training_time_share": 0.5}, "mode"),
+        ({"mode": "training_only"}, "mode"),
+        ({"training_time_share": 0}, "training_time_share"),
+        ({"training_time_share": -0.1}, "training_time_share"),
+        ({"training_time_share": 1.01}, "training_time_share"),
+        ({"training_time_share": "0.5"}, "training_time_share"),
+        ({"training_time_share": True}, "training_time_share"),
+        ({"training_time_share": math.nan}, "training_time_share"),
+        ({"max_decode_stall_ms": 0}, "max_decode_stall_ms"),
+        ({"max_decode_stall_ms": 5e-324}, "max_decode_stall_ms"),
+        ({"max_decode_stall_ms": 60_001}, "max_decode_stall_ms"),
+        ({"max_decode_stall_ms": math.inf}, "max_decode_stall_ms"),
+        ({"priority_ratios": {}}, "priority_ratios.inference"),
+        ({"priority_ratios": {"inference": 1}}, "priority_ratios.training"),
+        ({"priority_ratios": {"inference": 0.5, "training": 0.4}}, "priority_ratios"),
+        ({"priority_ratios": {"inference": 0.5, "training": 0.50001}}, "priority_ratios"),
+        ({"priority_ratios": {"inference": 1.5, "training": -0.5}}, "priority_ratios.inference"),
+        ({"priority_ratios": {"inference": 0.5, "training": 0.5, "x": 0}}, "priority_ratios.x"),
+        ({"priority_ratios": [0.5, 0.5]}, "priority_ratios"),
+        ({"training_share": 0.5}, "training_share"),
+    ],
+    ids=str,
+)
+async def test_bad_schedules_are_refused_by_name(client, engine, fault, body, param):
+    assert (await refused(client, fault, body))["param"] == param
+    assert not engine.schedules
+
+
+async def test_ratios_may_be_off_by_rounding(client, engine):
+    body = {"priority_ratios": {"inference": 0.6, "training": 0.4 + 5e-7}}
+    assert (await client.post(SCHEDULE, json=body)).status_code == 200
+    assert engine.schedules
+
+
+@pytest.mark.parametrize(("mode", "route"), [("inference_only", "/v1/training/pause"), ("training_only", "/sleep")])
+async def test_modes_that_are_none_here_say_where_to_go(client, fault, mode, route):
+    assert route in (await refused(client, fault, {"mode": mode}))["message"]
+
+
+async def test_an_empty_change_says_what_may_be_sent(client, fault):
+    message = (await refused(client, fault, {}))["message"]
+    for name in ("mode", "training_time_share", "max_decode_stall_ms", "priority_ratios"):
+        assert name in message
+
+
+async def test_changes_that_meet_are_both_made(client, engine):
+    engine.hold_calls = True
+    changes = [
+        asyncio.create_task(client.post(SCHEDULE, json=body))
+        for body in ({"training_time_share": 0.25}, {"max_decode_stall_ms": 70})
+    ]
+    await engine.called.wait()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    engine.let_go.set()
+    assert [answer.status_code for answer in await asyncio.gather(*changes)] == [200, 200]
+    final = (await client.get(SCHEDULE)).json()
+    assert (final["training_time_share"], final["max_decode_stall_ms"]) == (0.25, 70)
+
+
+async def test_a_client_that_leaves_stops_no_change(client, engine):
+    engine.hold_calls = True
+    request = asyncio.create_task(client.post(SCHEDULE, json={"mode": "training_priority"}))
+    await engine.called.wait()
+    request.cancel()
+    await asyncio.wait([request])
+    engine.let_go.set()
+    while client.app.state.services.lifecycle.working:
+        await asyncio.sleep(0)
+    assert engine.schedules == [DeviceSchedule(training_time_share=0.5)]
+
+
+async def test_a_change_that_failed_does_not_block_the_next(client, engine, fault):
+    engine.call_error = EngineDeadError("/home/me")
+    assert (await refused(client, fault, {"mode": "training_priority"}, 503))["code"] == "engine_dead"
+    engine.call_error = None
+    assert (await client.post(SCHEDULE, json={"mode": "training_priority"})).status_code == 200
+
+
+async def test_nothing_changes_while_draining(client, engine, fault):
+    client.app.state.services.lifecycle.begin_drain()
+    assert (await refused(client, fault, {"mode": "training_priority"}, 503))["code"] == "draining"
+    assert not engine.schedules
+    assert (await client.get(SCHEDULE)).status_code == 200
+
+
+async def test_requests_go_on_while_the_schedule_changes(serving, engine):
+    engine.pause_before = 2
+    async with serving() as server, httpx.AsyncClient(base_url=server.url) as client:
+        request = asyncio.create_task(client.post("/v1/completions", json={"prompt": "x"}))
+        await engine.paused.wait()
+        assert (await client.post(SCHEDULE, json={"mode": "training_priority"})).json()["mode"] == "training_priority"
+        engine.resume.set()
+        assert (await request).status_code == 200

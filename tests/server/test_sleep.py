@@ -1,0 +1,198 @@
+"""`/sleep`, `/wake_up`, `/is_sleeping`: requests are kept away, and what only sampling holds is given back."""
+
+import asyncio
+
+import httpx
+import pytest
+
+from mlx_parallm.errors import EngineDeadError
+
+BODIES = {
+    "/v1/completions": {"prompt": "x"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+}
+ASLEEP, AWAKE = {"is_sleeping": True}, {"is_sleeping": False}
+
+
+async def is_sleeping(client):
+    response = await client.get("/is_sleeping")
+    assert response.status_code == 200
+    return response.json()
+
+
+async def settle():
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def running(client, engine):
+    """A request that stands still between two tokens."""
+    engine.pause_before = 2
+    request = asyncio.create_task(client.post("/v1/completions", json={"prompt": "x"}))
+    await engine.paused.wait()
+    return request
+
+
+async def falling(client):
+    """A call of `/sleep` that waits for what is under way."""
+    call = asyncio.create_task(client.post("/sleep"))
+    while (await is_sleeping(client)) == AWAKE:
+        await asyncio.sleep(0)
+    await settle()
+    assert not call.done()
+    return call
+
+
+async def test_sleep_and_wake(client, engine):
+    assert await is_sleeping(client) == AWAKE
+    slept = await client.post("/sleep")
+    assert (slept.status_code, slept.json()) == (200, ASLEEP)
+    assert (engine.slept, await is_sleeping(client)) == (1, ASLEEP)
+    woken = await client.post("/wake_up")
+    assert (woken.status_code, woken.json()) == (200, AWAKE)
+    assert await is_sleeping(client) == AWAKE
+    for path, body in BODIES.items():
+        assert (await client.post(path, json=body)).status_code == 200
+
+
+async def test_waking_what_is_awake_and_sleeping_twice(client, engine):
+    woken = await client.post("/wake_up")
+    assert (woken.status_code, woken.json()) == (200, AWAKE)
+    assert engine.slept == 0
+    for _ in range(2):
+        assert (await client.post("/sleep")).json() == ASLEEP
+    assert (await client.post("/wake_up")).json() == AWAKE
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("path", BODIES)
+async def test_asleep_nothing_samples(client, engine, adapters, fault, path, stream):
+    await client.post("/sleep")
+    for fields in ({}, {"collect_trajectory": True}):
+        response = await client.post(path, json={**BODIES[path], **fields, "stream": stream})
+        error = fault(response)
+        assert (response.status_code, error["code"], error["type"]) == (503, "asleep", "server_error")
+        assert "/wake_up" in error["message"]
+        assert response.headers["x-should-retry"] == "false"
+        assert "retry-after" not in response.headers
+    assert not engine.requests
+    assert not adapters.asked
+
+
+async def test_asleep_the_rest_goes_on(client, fault):
+    await client.post("/sleep")
+    assert (await client.get("/health")).status_code == 200
+    ready = await client.get("/ready")
+    assert (ready.status_code, fault(ready)["code"]) == (503, "asleep")
+    assert (await client.get("/debug/state")).json()["server"]["asleep"] is True
+    for path in ("/v1/models", "/v1/adapters", "/v1/training/status", "/v1/training/schedule", "/metrics"):
+        assert (await client.get(path)).status_code == 200, path
+    assert (await client.post("/tokenize", json={"prompt": "x"})).status_code == 200
+    load = {"lora_name": "math", "lora_path": "x"}
+    assert (await client.post("/v1/load_lora_adapter", json=load)).status_code == 200
+    assert (await client.post("/v1/training/update")).status_code == 200
+    await client.post("/wake_up")
+    assert (await client.get("/ready")).status_code == 200
+
+
+async def test_sleep_waits_for_requests_under_way_and_takes_no_more(client, engine, fault):
+    request = await running(client, engine)
+    sleep = await falling(client)
+    refused = await client.post("/v1/completions", json={"prompt": "x"})
+    assert fault(refused)["code"] == "asleep"
+    assert engine.slept == 0
+    engine.resume.set()
+    assert (await request).status_code == 200
+    assert (await sleep).json() == ASLEEP
+    assert (engine.slept, len(engine.requests)) == (1, 1)
+
+
+async def test_sleep_waits_for_a_request_that_the_engine_has_not_seen(client, engine):
+    with client.app.state.services.admit(1):
+        sleep = await falling(client)
+        assert engine.slept == 0
+    assert (await sleep).json() == ASLEEP
+    assert engine.slept == 1
+
+
+async def test_woken_before_it_slept_it_gives_nothing_back(client, engine):
+    request = await running(client, engine)
+    sleep = await falling(client)
+    assert (await client.post("/wake_up")).json() == AWAKE
+    assert (await asyncio.wait_for(sleep, 5)).json() == AWAKE
+    engine.resume.set()
+    assert (await request).status_code == 200
+    assert (engine.slept, await is_sleeping(client)) == (0, AWAKE)
+    assert (await client.post("/sleep")).json() == ASLEEP
+    assert engine.slept == 1
+
+
+async def test_a_client_that_leaves_stops_no_sleep(client, engine):
+    request = await running(client, engine)
+    sleep = await falling(client)
+    sleep.cancel()
+    await asyncio.wait([sleep])
+    assert client.app.state.services.lifecycle.working
+    engine.resume.set()
+    await request
+    while client.app.state.services.lifecycle.working:
+        await asyncio.sleep(0.01)
+    assert (engine.slept, await is_sleeping(client)) == (1, ASLEEP)
+
+
+@pytest.mark.parametrize("level", ["0", "2", "-1", "x", "1.5", ""])
+async def test_there_is_no_other_level(client, engine, fault, level):
+    response = await client.post("/sleep", params={"level": level})
+    error = fault(response)
+    assert (response.status_code, error["param"]) == (400, "level")
+    if level.lstrip("-").isdecimal():
+        assert "only level 1" in error["message"]
+    assert not engine.called.is_set()
+    assert await is_sleeping(client) == AWAKE
+    assert (await client.post("/sleep", params={"level": "1"})).json() == ASLEEP
+
+
+async def test_a_sleep_that_fails_is_told(client, engine, fault):
+    engine.call_error = EngineDeadError("/home/me")
+    response = await client.post("/sleep")
+    assert (response.status_code, fault(response)["code"]) == (503, "engine_dead")
+    assert "/home" not in response.text
+    engine.call_error = None
+    assert (await client.post("/sleep")).json() == ASLEEP
+
+
+async def test_draining_begins_no_sleep(client, engine, fault):
+    client.app.state.services.lifecycle.begin_drain()
+    response = await client.post("/sleep")
+    assert (response.status_code, fault(response)["code"]) == (503, "draining")
+    assert not engine.called.is_set()
+    assert await is_sleeping(client) == AWAKE
+
+
+async def test_the_drain_waits_for_a_sleep_and_says_that_it_drains(serving, engine, fault):
+    engine.hold_calls = True
+    async with serving(shutdown_timeout_s=60) as server, httpx.AsyncClient(base_url=server.url) as client:
+        sleep = asyncio.create_task(client.post("/sleep"))
+        await engine.called.wait()
+        server.uvicorn.begin_drain()
+        assert fault(await client.get("/ready"))["code"] == "draining"
+        engine.let_go.set()
+        assert (await asyncio.wait_for(sleep, 5)).json() == ASLEEP
+        await asyncio.wait_for(asyncio.shield(server.stopped), 5)
+
+
+async def test_an_openai_clients_user_is_told_at_once(serving, metric):
+    openai = pytest.importorskip("openai")
+    async with serving() as server, httpx.AsyncClient(base_url=server.url) as client:
+        await client.post("/sleep")
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="x") as user:
+            with pytest.raises(openai.InternalServerError, match="/wake_up"):
+                await user.completions.create(model="base", prompt="x")
+        assert await metric(client, 'mlx_parallm_http_responses_total{status="503"}') == 1
+
+
+async def test_a_key_guards_sleep(make_client, engine):
+    client = make_client(api_key="secret")
+    for method, path in (("POST", "/sleep"), ("POST", "/wake_up"), ("GET", "/is_sleeping")):
+        assert (await client.request(method, path)).status_code == 401
+    assert not engine.called.is_set()
