@@ -174,6 +174,23 @@ def test_at_the_first_step_the_ratio_is_one_and_nothing_is_clipped_and_kl_is_zer
     assert metrics["entropy"] > 0
 
 
+def test_kl_to_the_base_is_that_of_the_policy_before_the_step_over_the_first_micro_batch() -> None:
+    trainer, model = make_trainer(replace(SETTINGS, micro_batch_tokens=25))
+    policy = make_policy(trainer, moved=0.05)
+    drawn = with_logprobs(trainer, model, policy, samples(8))
+    first = next(portions(drawn, 25, trainer._target_size)).samples
+    assert 0 < len(first) < len(drawn)
+    deltas = [
+        base - ours
+        for sample in first
+        for base, ours in zip(plain_logprobs(trainer, model, None, sample), sample.sampling_logprobs, strict=True)
+    ]
+    expected = np.mean([np.expm1(delta) - delta for delta in deltas])
+    assert learn(trainer, policy, drawn).metrics["kl"] == pytest.approx(expected, rel=1e-3)
+    unknown = [replace(sample, sampling_logprobs=()) for sample in drawn]
+    assert "kl" not in learn(trainer, policy, unknown).metrics
+
+
 def test_after_an_update_the_stored_logprobs_no_longer_match_and_with_the_old_version_they_do() -> None:
     trainer, model = make_trainer()
     policy = make_policy(trainer, moved=0.05)

@@ -128,7 +128,7 @@ def test_updates_leave_policies_as_if_made_one_after_the_other() -> None:
 
 def test_they_share_passes_over_the_trunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """With and without factors; the tokens are as many."""
-    trainer, model = make_trainer(ROOM)
+    trainer, model = make_trainer(replace(ROOM, loss=replace(ROOM.loss, kl_coef=0.1)))
     jobs = trio(trainer, model)[:2]
     seen = passes(trainer, monkeypatch)
     for _, policy, drawn in jobs:

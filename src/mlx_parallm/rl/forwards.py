@@ -78,8 +78,7 @@ class Forwards:
         return [mx.stop_gradient(batch.padded(logp)) for batch, (logp, _) in zip(batches, scored, strict=True)]
 
     def _references(self, batches: Sequence[MicroBatch]) -> Sequence[mx.array | None]:
-        wanted = self._settings.loss.kl_coef or self._settings.measure_kl
-        return self.reference(batches) if wanted else [None] * len(batches)
+        return self.reference(batches) if self._settings.loss.kl_coef else [None] * len(batches)
 
     def _tokens(self, batch: MicroBatch, scores: Scores, reference: mx.array | None) -> TokenBatch:
         """π_old and μ by the rule of `LossSettings.old_logprobs`; a row without μ has the trainer's own for both."""

@@ -25,10 +25,12 @@ class DeviceLearner:
         self._device = device
         self._trainer = trainer
         self._policies: dict[str, Policy] = {}
+        self._learnt: dict[str, AdapterWeights] = {}
 
     async def open(self, name: str, start: PolicySnapshot | None) -> None:
         """See `rl.parts.Learner.open`. Raises ConfigError: the model has no linear of a target's name."""
         trainer, lora = self._trainer, self._trainer.settings.lora
+        self._learnt.pop(name, None)
         policy = self._policies[name] = await self._ask(lambda: trainer.open(name, start))
         _log.info(
             "training %s: %d tensors, %d numbers, rank %d, alpha %g, on %s; nothing else has a gradient",
@@ -42,11 +44,15 @@ class DeviceLearner:
 
     async def learn(self, name: str, batch: UpdateBatch) -> UpdateOutcome:
         policy = self._policies[name]
-        outcome: UpdateOutcome | Exception = await self._device.on_device(
-            lambda tell: self._trainer.begin(policy, batch, tell)
-        )
+        self._learnt.pop(name, None)
+
+        def start(tell: Callable[[tuple[UpdateOutcome | Exception, AdapterWeights]], None]) -> None:
+            self._trainer.begin(policy, batch, lambda outcome: tell((outcome, policy.weights())))
+
+        outcome, weights = await self._device.on_device(start)
         if isinstance(outcome, Exception):
             raise outcome
+        self._learnt[name] = weights
         return outcome
 
     async def snapshot(self, name: str) -> PolicySnapshot:
@@ -54,11 +60,13 @@ class DeviceLearner:
 
     async def restore(self, name: str, snapshot: PolicySnapshot) -> None:
         policy = self._policies[name]
+        self._learnt.pop(name, None)
         await self._ask(lambda: policy.restore(snapshot))
 
     async def weights(self, name: str) -> AdapterWeights:
-        """As they are now, MLX's: to be handed back to the device thread."""
-        return await self._ask(self._policies[name].weights)
+        """As they are now, MLX's: to be handed back to the device thread. Those of an update came with its outcome."""
+        learnt = self._learnt.get(name)
+        return await self._ask(self._policies[name].weights) if learnt is None else learnt
 
     async def _ask(self, call: Callable[[], T]) -> T:
         """What `call` returns on the device thread; what it raises is raised here, and costs the thread nothing."""

@@ -94,7 +94,8 @@ class TrainerSettings:
     its samples in it, and logits over the vocabulary as many tokens as they cost. None: by the time they take.
 
     `checkpoint_layers`: recompute each layer in the backward pass instead of keeping its activations.
-    `measure_kl`: report KL to the base even where it has no weight in the loss, for one more forward.
+    `measure_kl`: report KL to the base even where it has no weight in the loss, for one more forward of an update's
+    first micro-batch.
     `measure_step_kl`: report how far each update moved the policy (`kl_step`), for one more forward.
     """
 

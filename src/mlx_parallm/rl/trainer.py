@@ -18,6 +18,7 @@ import mlx.core as mx
 from mlx_parallm.model.device import on_cpu
 from mlx_parallm.rl.footprint import Footprint
 from mlx_parallm.rl.forwards import Forwards, Scores, Share
+from mlx_parallm.rl.losses import k3
 from mlx_parallm.rl.pacing import Pacer, TokenCost
 from mlx_parallm.rl.packing import MicroBatch, Portion, pack
 from mlx_parallm.rl.policy import Policy
@@ -47,7 +48,7 @@ class GRPOTrainer:
         self.settings = settings
         self.bytes_held = 0
         self._forwards = Forwards(model, settings)
-        reference = bool(settings.loss.kl_coef) or settings.measure_kl
+        reference = bool(settings.loss.kl_coef)
         cost = TokenCost.of(model.trunk_numbers, model.head_numbers, model.checkpoint_layers, reference)
         self._target_size = cost.target_size
         self._pacer = Pacer(cost.trunk / (_CPU_SPEED if on_cpu() else _GPU_SPEED))
@@ -141,6 +142,7 @@ class GRPOTrainer:
         if self._queue:
             training = {update.policy for update in self._queue}
             held += self._footprint.working + sum(policy.gradient_nbytes for policy in training)
+            held += sum(update.policy.nbytes for update in self._queue if update.stepped)  # what a fault brings back
         self.bytes_held = held
 
     # -- micro-steps -----------------------------------------------------------------------------
@@ -185,12 +187,17 @@ class GRPOTrainer:
     # -- the end of an update --------------------------------------------------------------------
 
     def _conclude(self, update: Update) -> None:
-        """The optimizer's step; then, where it is asked for, how far that moved the policy, portion by portion."""
+        """The optimizer's step; then, where it is asked for, how far that moved the policy, portion by portion, and how
+        far it was from the base before."""
+        settings = self.settings
         self._unit = {update: 1}
         if not update.stepped:
-            update.step(self.settings.optimizer.max_grad_norm, self.settings.measure_step_kl)
-        else:
+            compare = settings.measure_kl and not settings.loss.kl_coef
+            update.step(settings.optimizer.max_grad_norm, settings.measure_step_kl, compare)
+        elif update.to_measure:
             self._measure(update, update.to_measure.popleft())
+        else:
+            self._compare(update, update.to_compare.popleft())
 
     def _measure(self, update: Update, portion: Portion) -> None:
         """Adds up k3 of the policy before the step against the one after it, over the batch's tokens.
@@ -201,6 +208,13 @@ class GRPOTrainer:
         logp, _ = self._scores(batch, update.policy.params, update.policy.scale)
         change = mx.where(batch.known, batch.padded(logp) - batch.sampling_logprobs, 0.0) * batch.mask
         update.moved((mx.expm1(change) - change).sum())
+
+    def _compare(self, update: Update, portion: Portion) -> None:
+        """k3 of the base against the policy that drew the batch, by the sampler's logprobs."""
+        batch = pack(portion.samples)
+        (reference,) = self._forwards.reference([batch])
+        drawn = batch.mask * batch.known
+        update.apart((k3(batch.sampling_logprobs, reference) * drawn).sum(), drawn.sum())
 
     def _finish(self, update: Update, outcome: UpdateOutcome) -> None:
         if not outcome.skipped and self.settings.micro_batch_tokens is None:

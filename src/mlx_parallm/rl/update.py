@@ -36,6 +36,7 @@ class Update:
     Attributes:
         portions: those not yet handed out.
         to_measure: once the step is made, those over which it is still to be measured.
+        to_compare: once the step is made, that over which the policy before it is still to be compared with the base.
         device_seconds: its share of the units that worked for it.
     """
 
@@ -44,6 +45,7 @@ class Update:
         self.totals = UpdateTotals.of(batch.samples)
         self.portions: deque[Portion] = deque()
         self.to_measure: deque[Portion] = deque()
+        self.to_compare: deque[Portion] = deque()
         self.device_seconds = 0.0
         self.started = self.stepped = False
         self._portions: tuple[Portion, ...] = ()
@@ -56,6 +58,7 @@ class Update:
         self._stats: list[Stats] = []
         self._grad_norm = 0.0
         self._moved: float | None = None
+        self._kl: float | None = None
         self._undo: Callable[[], None] = lambda: None
 
     # -- micro-steps -----------------------------------------------------------------------------
@@ -86,10 +89,11 @@ class Update:
 
     # -- the optimizer's step --------------------------------------------------------------------
 
-    def step(self, max_grad_norm: float, measure: bool) -> None:
+    def step(self, max_grad_norm: float, measure: bool, compare: bool) -> None:
         """Applies the gradients, clipped. A step that cannot be kept is taken back, and `skipped` says why.
 
-        `measure`: how far it moved the policy is to be measured, over the same portions.
+        `measure`: how far it moved the policy is to be measured, over the same portions. `compare`: the policy before
+        it is to be compared with the base, over the first of them.
         """
         self._undo = self.policy.keep()
         self.skipped = self._apply(max_grad_norm)
@@ -97,8 +101,11 @@ class Update:
         if self.skipped:
             _log.warning("an update was skipped: %s", self.skipped)
             self._undo()
-        elif measure:
+            return
+        if measure:
             self.to_measure.extend(self._portions)
+        if compare:
+            self.to_compare.append(self._portions[0])
 
     def _apply(self, most: float) -> str:
         assert self._gradients is not None
@@ -122,11 +129,16 @@ class Update:
         """Adds to how far the step moved the policy, summed over tokens."""
         self._moved = (self._moved or 0.0) + _number(change)
 
+    def apart(self, kl: mx.array, tokens: mx.array) -> None:
+        """Takes in KL to the base, summed over so many tokens."""
+        if count := _number(tokens):
+            self._kl = _number(kl) / count
+
     # -- its end ---------------------------------------------------------------------------------
 
     @property
     def finished(self) -> bool:
-        return self.stepped and not self.to_measure
+        return self.stepped and not self.to_measure and not self.to_compare
 
     @property
     def _loss(self) -> float:
@@ -137,6 +149,8 @@ class Update:
         metrics = {**self._batch.metrics, **means(self._stats), "loss": self._loss, "grad_norm": self._grad_norm}
         if self._moved is not None:
             metrics["kl_step"] = self._moved / self.totals.tokens
+        if self._kl is not None:
+            metrics["kl"] = self._kl
         metrics["learning_rate"] = self.policy.learning_rate
         metrics["tokens"] = float(self.totals.tokens)
         metrics["seconds"] = time.monotonic() - self._began
