@@ -108,7 +108,7 @@ async def _memory() -> Memory:
     async with rig(_config(), GROUP, TOKENS) as made:
         await asyncio.gather(*(made.complete(collect=False) for _ in range(CLIENTS)))
         base, _ = await made.on_device(made.footprint)
-        peak_serving = await made.on_device(mx.get_peak_memory)
+        peak_serving = made.trainer.peak_bytes
         await made.training.start()
         started = (await made.on_device(made.footprint))[0] - base
         held = _watched(made)
@@ -119,7 +119,7 @@ async def _memory() -> Memory:
         await made.training.service.update(None, given)
         bank = made.served.adapters.stats().bank_bytes
         await made.load(CLIENTS, lambda: made.status().updates_total >= 4)
-        peak = await made.on_device(mx.get_peak_memory)
+        peak = made.trainer.peak_bytes
         adapter = 4 * made.training.publisher._learner._policies["default"].parameters
         return Memory(adapter, base, started, max(held) - base, bank, peak_serving, peak)
 

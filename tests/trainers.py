@@ -122,8 +122,7 @@ class Recorder:
 
     def __init__(self, policy: Policy) -> None:
         self.params, self.scale, self.step, self.learning_rate = policy.params, policy.scale, 0, 0.0
-        self.micro_batch_size, self.gradient_nbytes = policy.micro_batch_size, policy.gradient_nbytes
-        self.nbytes = policy.nbytes
+        self.nbytes, self.gradient_nbytes = policy.nbytes, policy.gradient_nbytes
         self.seen: dict[str, np.ndarray] = {}
 
     def keep(self):

@@ -62,7 +62,8 @@ async def test_both_coroutines_serve_and_train_one_model(tmp_path: Path) -> None
         assert status["current_lora"] == "default@1"
         after = (await client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 2})).json()
         assert after["lora_adapter"] == "default@1"
-    assert not server._engine.processor.stats().alive, "cancelled, it leaves no device thread behind"
+    while server._engine.processor.stats().alive:  # cancelled, it leaves no device thread behind
+        await asyncio.sleep(0.02)
 
 
 @pytest.mark.timeout(120)

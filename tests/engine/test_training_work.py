@@ -46,6 +46,8 @@ class Training:
     def bytes_held(self) -> int:
         return self.held
 
+    peak_bytes = 0
+
     def pace(self, seconds: float) -> None:
         self.paces.append(seconds)
 
@@ -109,7 +111,7 @@ def test_rows_say_the_same_beside_training(undisturbed: dict[str, list[int]]) ->
     assert (training.done, training.resets) == (6, 0)
     assert min(beside) > 0
     detail = harness.loop.stats().detail
-    assert (detail["micro_steps_total"], detail["failed_micro_steps_total"]) == (6, 0)
+    assert (detail["training_units_total"], detail["failed_training_units_total"]) == (6, 0)
     assert detail["training_seconds_total"] > 0.0
 
 
@@ -126,7 +128,7 @@ def test_a_failed_micro_step_costs_its_update_and_no_row(
     assert spoken(harness) == undisturbed
     assert (training.begun, training.done, training.resets) == (3, 1, 2)
     stats = harness.loop.stats()
-    assert stats.detail["failed_micro_steps_total"] == 2
+    assert stats.detail["failed_training_units_total"] == 2
     assert (stats.failed_steps_total, stats.preemptions_total) == (0, 0), "no row was recomputed"
 
 
@@ -172,7 +174,7 @@ def test_a_server_that_does_not_train_has_nothing_of_it() -> None:
     harness = make_harness()
     harness.submit("row", PROMPTS[0], 5)
     harness.run()
-    assert harness.loop.stats().detail["micro_steps_total"] == 0
+    assert harness.loop.stats().detail["training_units_total"] == 0
 
 
 # ---- what the loop tells training, and what it takes of memory -----------------------------------

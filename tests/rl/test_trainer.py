@@ -58,7 +58,7 @@ def test_logprobs_are_those_of_the_served_model(family: str, checkpointed: bool)
 def test_the_reference_is_the_model_without_an_adapter() -> None:
     trainer, model = make_trainer()
     drawn = samples(4)
-    (got,) = trainer._forwards.reference([pack(drawn)])
+    (got,), _ = trainer._forwards.reference([pack(drawn)])
     for row, sample in enumerate(drawn):
         want = plain_logprobs(trainer, model, None, sample)
         assert got[row, : len(want)].tolist() == pytest.approx(want, abs=NEAR)
@@ -155,7 +155,7 @@ def test_gradients_do_not_depend_on_how_the_update_is_split(algorithm: Algorithm
     want = gradients(whole, policy, drawn)
     for most in (1, 30):
         split, _ = make_trainer(replace(settings, micro_batch_tokens=most))
-        assert len(list(portions(drawn, most, 0.0))) > 1
+        assert len(list(portions(drawn, most))) > 1
         assert_close(gradients(split, policy, drawn), want, 1e-5)
     assert_close(gradients(whole, policy, drawn[::-1]), want, 1e-5)
 
@@ -178,7 +178,7 @@ def test_kl_to_the_base_is_that_of_the_policy_before_the_step_over_the_first_mic
     trainer, model = make_trainer(replace(SETTINGS, micro_batch_tokens=25))
     policy = make_policy(trainer, moved=0.05)
     drawn = with_logprobs(trainer, model, policy, samples(8))
-    first = next(portions(drawn, 25, trainer._target_size)).samples
+    first = next(portions(drawn, 25)).samples
     assert 0 < len(first) < len(drawn)
     deltas = [
         base - ours

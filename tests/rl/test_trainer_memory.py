@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from dataclasses import replace
 
 import mlx.core as mx
@@ -40,15 +41,13 @@ def active() -> int:
 @pytest.mark.parametrize("policies", [1, 2])
 def test_a_micro_step_adds_its_gradients_in_place(policies: int) -> None:
     """The first makes one set of them; during the next no second one is there, whole."""
-    trainer = large(replace(LARGE, micro_batch_tokens=None))
+    trainer = large()
+    trainer._take = lambda updates: [(update, update.take(math.inf)) for update in updates]  # all in every micro-step
     told: list[object] = []
     for at in range(policies):
         policy = make_policy(trainer, moved=0.01, name=str(at))
-        policy.micro_batch_size = 1
         assert policy.gradient_nbytes == SET
         trainer.begin(policy, UpdateBatch(tuple(samples(4, groups=1))), told.append)
-    if policies == 2:  # both in every micro-step
-        trainer._pacer.observe(10_000, 1e-3)
     mx.eval([policy.params for policy in trainer._policies.values()])
     before = active()
     trainer.advance()

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-import mlx.nn as nn
 import numpy as np
 import pytest
-from tiny import tiny_model
 from trainers import SETTINGS, assert_close, gradients, make_policy, make_trainer, plain_logprobs, samples, unclipped
 
-from mlx_parallm.rl.matrices import matrix_numbers
 from mlx_parallm.rl.packing import Portion, pack, portions
 from mlx_parallm.rl.samples import Sample
 
@@ -30,39 +26,38 @@ def group(lengths: Sequence[int], prompt: tuple[int, ...] = (1, 2, 3, 4, 5), num
     ]
 
 
-def size(drawn: Sequence[Sample], target_size: float) -> int:
+def size(drawn: Sequence[Sample]) -> int:
     batch = pack(drawn)
-    return batch.tokens.size + math.ceil(target_size * batch.targets.size)
+    return batch.tokens.size
 
 
 def identities(parts: Sequence[Portion]) -> list[int]:
     return sorted(id(sample) for part in parts for sample in part.samples)
 
 
-@pytest.mark.parametrize("target_size", [0.0, 0.4, 3.0])
-def test_portions_hold_every_sample_once_and_keep_to_the_limit(target_size: float) -> None:
+def test_portions_hold_every_sample_once_and_keep_to_the_limit() -> None:
     drawn = samples(20, groups=3)
-    parts = list(portions(drawn, 40, target_size))
+    parts = list(portions(drawn, 40))
     assert len(parts) > 2
     assert identities(parts) == sorted(map(id, drawn))
     for part in parts:
-        assert part.size == size(part.samples, target_size)
+        assert part.size == size(part.samples)
         assert len(part.samples) == 1 or part.size <= 40
-    assert list(portions(drawn[::-1], 40, target_size)) == parts
+    assert list(portions(drawn[::-1], 40)) == parts
 
 
 def test_a_portion_is_never_less_than_a_sample() -> None:
     drawn = samples(20, groups=3)
-    assert [len(part.samples) for part in portions(drawn, 1, 0.5)] == [1] * 20
+    assert [len(part.samples) for part in portions(drawn, 1)] == [1] * 20
 
 
 def test_a_prompt_is_not_parted_where_it_fits_and_small_ones_share() -> None:
     """10 + 6 tokens each: two fit in 35, and a third begins the next portion."""
     prompts = [tuple(range(10 * at, 10 * at + 10)) for at in range(3)]
     drawn = [sample for at, prompt in enumerate(prompts) for sample in group((3, 3, 3), prompt, at)]
-    parts = list(portions(drawn, 35, 0.0))
+    parts = list(portions(drawn, 35))
     assert [{sample.group for sample in part.samples} for part in parts] == [{0, 1}, {2}]
-    halves = list(portions(drawn, 15, 0.0))
+    halves = list(portions(drawn, 15))
     assert [len(part.samples) for part in halves] == [2, 1] * 3
 
 
@@ -80,7 +75,7 @@ def test_an_eighth_of_the_tokens_at_most_is_padding(most: int) -> None:
     """Where one width for the group would be padding for two fifths."""
     random = np.random.default_rng(1)
     lengths = [int(length) for length in random.integers(1, 120, 32)]
-    parts = list(portions(group(lengths), most, 0.0))
+    parts = list(portions(group(lengths), most))
     lies = [lie for part in parts for lie in pack(part.samples).lies]
     used = sum(lie.tokens for lie in lies)
     padding = sum(bucket.padding for lie in lies for bucket in lie.buckets)
@@ -119,38 +114,3 @@ def test_buckets_change_no_gradient(checkpointed: bool) -> None:
     policy = make_policy(together, moved=0.05)
     alone, _ = make_trainer(replace(settings, micro_batch_tokens=1, checkpoint_layers=False))
     assert_close(gradients(together, policy, drawn), gradients(alone, policy, drawn), 1e-5)
-
-
-# ---- what they cost ------------------------------------------------------------------------------
-
-
-def test_numbers_of_matrices_are_those_of_the_shapes() -> None:
-    """hidden 64, 4 heads and 2 key heads of 16, intermediate 96, 2 layers, 263 tokens."""
-    trainer, _ = make_trainer()
-    attention = 64 * 64 + 2 * 64 * 32 + 64 * 64
-    assert trainer.model.trunk_numbers == 2 * (attention + 3 * 64 * 96)
-    assert trainer.model.head_numbers == 64 * 263
-
-
-def test_quantized_matrices_count_as_many_numbers() -> None:
-    model = tiny_model("llama")
-    before = sum(map(matrix_numbers, model.model.layers))
-    nn.quantize(model, group_size=32, bits=4)
-    assert isinstance(model.model.layers[0].mlp.up_proj, nn.QuantizedLinear)
-    assert sum(map(matrix_numbers, model.model.layers)) == before
-
-
-def test_of_experts_those_count_that_a_token_is_sent_to() -> None:
-    """2 of 4, of 3 matrices of 64 x 32; and the router."""
-    model = tiny_model("qwen3_moe")
-    attention = 64 * 64 + 2 * 64 * 32 + 64 * 64
-    want = 2 * (attention + 64 * 4 + 2 * 3 * 64 * 32)
-    assert sum(map(matrix_numbers, model.model.layers)) == want
-    nn.quantize(model, group_size=32, bits=4)
-    assert sum(map(matrix_numbers, model.model.layers)) == want
-
-
-@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "gemma3"])
-def test_the_head_is_as_wide_as_the_vocabulary(family: str) -> None:
-    trainer, _ = make_trainer(family=family)
-    assert trainer.model.head_numbers == 64 * 263

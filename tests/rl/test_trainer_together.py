@@ -147,8 +147,10 @@ def test_a_micro_step_of_several_keeps_to_the_size(monkeypatch: pytest.MonkeyPat
     """And however they are combined, each is split as it would be alone."""
     trainer, model = make_trainer(replace(SETTINGS, micro_batch_tokens=80, measure_kl=False))
     seen, sizes = passes(trainer, monkeypatch), []
-    observe = trainer._pacer.observe
-    monkeypatch.setattr(trainer._pacer, "observe", lambda size, seconds: (sizes.append(size), observe(size, seconds)))
+    add_up = trainer._add_up
+    monkeypatch.setattr(
+        trainer, "_add_up", lambda parts: (sizes.append(sum(part.size for _, part in parts)), add_up(parts))[1]
+    )
     jobs = trio(trainer, model)
     for _, policy, drawn in jobs:
         learn(trainer, policy, drawn)
@@ -181,9 +183,9 @@ def test_device_time_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlx_parallm.rl.trainer.time.monotonic", lambda: now[0])
     inner = trainer._add_up
 
-    def slow(parts) -> None:
+    def slow(parts):
         now[0] += 1.0
-        inner(parts)
+        return inner(parts)
 
     monkeypatch.setattr(trainer, "_add_up", slow)
     for name, policy, drawn in trio(trainer, model)[:2]:

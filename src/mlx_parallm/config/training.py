@@ -156,11 +156,11 @@ class RLTrainingConfig(Section):
         description="Share of device time for updates beside requests; of idle time, all. null: 0.12, or 0.5 in the "
         "mode training_priority.",
     )
-    micro_batch_tokens: Integer | None = Field(
-        default=None,
+    micro_batch_tokens: Integer = Field(
+        default=256,
         ge=1,
-        description="Prompt and completion tokens in one unit of training, one sample at least: more is faster, "
-        "takes more memory and stalls requests longer. null: as many as max_decode_stall_ms allows, as measured.",
+        description="Prompt and completion tokens of one micro-step of training, one sample at least: more is faster "
+        "and takes more memory. Layer by layer it is cut to keep to max_decode_stall_ms.",
     )
     gradient_checkpointing: bool = Field(
         default=True, description="Compute each layer again in the backward pass: less memory for a third more time."

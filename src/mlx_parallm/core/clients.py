@@ -82,10 +82,15 @@ class DeviceWork(Protocol):
 
 
 class TrainingWork(DeviceWork, Protocol):
-    """Micro-steps."""
+    """Updates of adapters."""
 
     def pace(self, seconds: float) -> None:
-        """From the next update on, units take no longer than this, as far as samples can be parted."""
+        """From now on a unit takes no longer than this, as far as the work can be cut."""
+        ...
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that the device's memory has held since start, whatever for: measuring units resets MLX's own."""
         ...
 
 
@@ -118,8 +123,7 @@ class EngineClient(Protocol):
         ...
 
     async def reschedule(self, schedule: DeviceSchedule) -> None:
-        """Shares the device like this from the next unit on; a micro-step's size follows with the next update. When it
-        returns, `stats` shows it.
+        """Shares the device like this from the next unit on. When it returns, `stats` shows it.
 
         Raises:
             EngineDeadError: the device thread is not running.

@@ -2,7 +2,7 @@
 
 Decode is pipelined: step k+1 is launched before step k's tokens are read, so a row that ends at step
 k may have one more token in flight; it is thrown away. Anything else (a prefill chunk, staging an adapter,
-a micro-step of training, idling) first commits the step in flight.
+a unit of training, idling) first commits the step in flight.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import logging
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+
+import mlx.core as mx
 
 from mlx_parallm.adapters.store import AdapterStore
 from mlx_parallm.batch.runner import BatchRunner, Step
@@ -213,18 +215,18 @@ class DeviceLoop:
         return self._training is not None and self._training.waits()
 
     def _train(self) -> None:
-        """One micro-step. A failed one costs its update and no row: it writes arrays of its own, reads the model's,
-        and evaluates none of the pool's, so those are as they were and nothing is recomputed."""
+        """One unit of an update. A failed one costs its update and no row: it writes arrays of its own, reads the
+        model's, and evaluates none of the pool's, so those are as they were and nothing is recomputed."""
         assert self._training is not None
         started = time.monotonic()
         try:
             self._training.advance()
-        except Exception as error:  # noqa: BLE001 - a failed micro-step costs its update, not the thread
-            _log.error("a micro-step of training failed", exc_info=error)
-            self.counters.failed_micro_steps += 1
+        except Exception as error:  # noqa: BLE001 - a failed unit costs its update, not the thread
+            _log.error("a unit of training failed", exc_info=error)
+            self.counters.failed_training_units += 1
             self._training.reset()
         now = time.monotonic()
-        self.counters.micro_steps += 1
+        self.counters.training_units += 1
         self.counters.training_seconds += now - started
         self._scheduler.trained(now - started, now)
 
@@ -258,7 +260,8 @@ class DeviceLoop:
 
     def stats(self) -> EngineStats:
         """A snapshot of counters and gauges."""
-        return snapshot(self.counters, self._scheduler, self._runner.cache, self._ledger.lives())
+        peak = mx.get_peak_memory() if self._training is None else self._training.peak_bytes
+        return snapshot(self.counters, self._scheduler, self._runner.cache, self._ledger.lives(), peak)
 
     def check_integrity(self) -> None:
         """Raises AssertionError when scheduler, pool, slots and live requests do not agree."""

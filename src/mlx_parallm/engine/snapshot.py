@@ -17,7 +17,7 @@ from mlx_parallm.scheduler.rl_aware import RLAwareScheduler
 class Counters:
     """Totals since start. `prefilled_tokens` counts what was computed: once a group, again after a preemption.
 
-    `micro_steps` and `training_seconds` are of training, failed micro-steps among them.
+    `training_units` and `training_seconds` are of training, failed units among them.
     """
 
     steps: int = 0
@@ -26,15 +26,19 @@ class Counters:
     generation_tokens: int = 0
     aborted: int = 0
     failed_steps: int = 0
-    micro_steps: int = 0
-    failed_micro_steps: int = 0
+    training_units: int = 0
+    failed_training_units: int = 0
     training_seconds: float = 0.0
 
 
 def snapshot(
-    counters: Counters, scheduler: RLAwareScheduler, cache: LoRABatchedKVCache, lives: Iterable[LiveSequence]
+    counters: Counters,
+    scheduler: RLAwareScheduler,
+    cache: LoRABatchedKVCache,
+    lives: Iterable[LiveSequence],
+    peak: int,
 ) -> EngineStats:
-    """Of an engine that is alive and ready. On the device thread."""
+    """Of an engine that is alive and ready. On the device thread. `peak`: bytes that MLX has held, at most."""
     return EngineStats(
         alive=True,
         ready=True,
@@ -54,10 +58,10 @@ def snapshot(
         training_shares=scheduler.shares.shares,
         training_share=scheduler.shares.last,
         detail={
-            "mlx_memory_bytes": _mlx_memory(),
+            "mlx_memory_bytes": {"active": mx.get_active_memory(), "peak": peak, "cache": mx.get_cache_memory()},
             "prefilled_tokens_total": counters.prefilled_tokens,
-            "micro_steps_total": counters.micro_steps,
-            "failed_micro_steps_total": counters.failed_micro_steps,
+            "training_units_total": counters.training_units,
+            "failed_training_units_total": counters.failed_training_units,
             "training_seconds_total": counters.training_seconds,
             "reserved_bytes": cache.bytes_reserved,
             "slabs": [
@@ -66,10 +70,6 @@ def snapshot(
             "sequences": [_describe(live) for live in lives],
         },
     )
-
-
-def _mlx_memory() -> dict[str, int]:
-    return {"active": mx.get_active_memory(), "peak": mx.get_peak_memory(), "cache": mx.get_cache_memory()}
 
 
 def _describe(live: LiveSequence) -> dict[str, object]:

@@ -5,13 +5,14 @@ The base's weights appear in the graph as constants: only the factors of the pol
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 
 import mlx.core as mx
 
 from mlx_parallm.rl.losses import Stats, TokenBatch, loss
+from mlx_parallm.rl.pacing import Kind, Stage
 from mlx_parallm.rl.packing import MicroBatch
 from mlx_parallm.rl.reductions import Denominators
 from mlx_parallm.rl.scores import token_scores
@@ -32,6 +33,27 @@ class Share:
     denominators: Denominators
 
 
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One pass over trunk and head. `layers`: what each layer put out."""
+
+    scores: list[Scores]
+    layers: tuple[mx.array, ...]
+
+    def stages(self, result: object) -> Iterator[Stage]:
+        """In which `result`, made of the scores, is computed."""
+        yield from (Stage(Kind.FORWARD, output) for output in self.layers)
+        yield Stage(Kind.HEAD, result)
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """`parts`: loss, statistics and gradients of each share. `stages`: of all before the gradients."""
+
+    parts: list[tuple[mx.array, Stats, Params]]
+    stages: list[Stage]
+
+
 class Forwards:
     """Device thread only. All is lazy: whoever reads it evaluates it."""
 
@@ -39,27 +61,29 @@ class Forwards:
         self._model = model
         self._settings = settings
 
-    def gradients(self, shares: Sequence[Share]) -> list[tuple[mx.array, Stats, Params]]:
-        """Loss, statistics and gradients of each: what it would have alone."""
+    def gradients(self, shares: Sequence[Share]) -> Gradients:
+        """Of each share what it would have alone."""
         batches = [share.batch for share in shares]
-        references = self._references(batches)
+        references, before = self._references(batches)
 
-        def objective(params: list[Params]) -> tuple[mx.array, list[tuple[mx.array, Stats]]]:
-            spans = [Span(s.batch.tokens.size, each, s.scale) for s, each in zip(shares, params, strict=True)]
-            scored = self.scores(batches, spans)
+        def objective(params: list[Params]) -> tuple[mx.array, tuple[Pass, list[tuple[mx.array, Stats]]]]:
+            pairs = zip(shares, params, strict=True)
+            passed = self.scores(batches, [Span(share.batch.tokens.size, each, share.scale) for share, each in pairs])
             losses = [
                 loss(self._tokens(share.batch, scores, reference), share.denominators, self._settings.loss)
-                for share, scores, reference in zip(shares, scored, references, strict=True)
+                for share, scores, reference in zip(shares, passed.scores, references, strict=True)
             ]
-            return mx.stack([value for value, _ in losses]).sum(), losses
+            return mx.stack([value for value, _ in losses]).sum(), (passed, losses)
 
-        (_, losses), gradients = mx.value_and_grad(objective)([share.params for share in shares])
-        return [(value, stats, each) for (value, stats), each in zip(losses, gradients, strict=True)]
+        (_, (passed, losses)), gradients = mx.value_and_grad(objective)([share.params for share in shares])
+        results = [[value, stats.arrays()] for value, stats in losses]
+        parts = [(value, stats, each) for (value, stats), each in zip(losses, gradients, strict=True)]
+        return Gradients(parts, [*before, *passed.stages(results)])
 
-    def scores(self, batches: Sequence[MicroBatch], spans: Sequence[Span] | None) -> list[Scores]:
+    def scores(self, batches: Sequence[MicroBatch], spans: Sequence[Span] | None) -> Pass:
         """Of each micro-batch, all in one pass, under the factors of `spans`; None: under the base."""
         lies = tuple(chain(*(batch.lies for batch in batches)))
-        hidden = self._model.hidden(mx.concatenate([batch.tokens for batch in batches]), lies, spans)
+        hidden, layers = self._model.hidden(mx.concatenate([batch.tokens for batch in batches]), lies, spans)
         starts = accumulate((batch.tokens.size for batch in batches), initial=0)
         positions = [batch.positions + start for batch, start in zip(batches, starts, strict=False)]
         logp, entropy = token_scores(
@@ -70,15 +94,16 @@ class Forwards:
             self._settings.loss.entropy_coef != 0.0,
         )
         stops = accumulate((batch.targets.size for batch in batches), initial=0)
-        return [(logp[start:stop], entropy[start:stop]) for start, stop in pairwise(stops)]
+        return Pass([(logp[start:stop], entropy[start:stop]) for start, stop in pairwise(stops)], layers)
 
-    def reference(self, batches: Sequence[MicroBatch]) -> list[mx.array]:
-        """Logprobs under the base, [B, C]: slot 0 is the same model without factors."""
-        scored = self.scores(batches, None)
-        return [mx.stop_gradient(batch.padded(logp)) for batch, (logp, _) in zip(batches, scored, strict=True)]
+    def reference(self, batches: Sequence[MicroBatch]) -> tuple[list[mx.array], list[Stage]]:
+        """Logprobs under the base, [B, C]: slot 0 is the same model without factors. And their stages."""
+        passed = self.scores(batches, None)
+        found = [mx.stop_gradient(batch.padded(logp)) for batch, (logp, _) in zip(batches, passed.scores, strict=True)]
+        return found, list(passed.stages(found))
 
-    def _references(self, batches: Sequence[MicroBatch]) -> Sequence[mx.array | None]:
-        return self.reference(batches) if self._settings.loss.kl_coef else [None] * len(batches)
+    def _references(self, batches: Sequence[MicroBatch]) -> tuple[Sequence[mx.array | None], list[Stage]]:
+        return self.reference(batches) if self._settings.loss.kl_coef else ([None] * len(batches), [])
 
     def _tokens(self, batch: MicroBatch, scores: Scores, reference: mx.array | None) -> TokenBatch:
         """π_old and μ by the rule of `LossSettings.old_logprobs`; a row without μ has the trainer's own for both."""

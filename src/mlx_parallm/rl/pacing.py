@@ -1,118 +1,80 @@
-"""How large a micro-step may be: how long they take is learnt from those that were run.
+"""Cutting a micro-step into units of device work that keep to a latency budget.
 
-    seconds = fixed + per_size · size
+    forward, layer by layer ─▶ head: losses ─▶ turn: head and top layer backward ─▶ backward, layer by layer
+    └────── unit ──────┘└──────── unit ────────┘└────────── unit ──────────┘└──────── unit ────────┘
 
-A size is in token equivalents: a token that passes the trunk is 1, a trained position, whose logits are dear, as much
-as its share of the head costs beside a token.
+The whole of it is one lazy graph; what is in a unit is only when its parts are computed, never what is computed. So an
+update is the same to the bit however its units fell, and a group of any size, and a prompt of any length, can be
+trained beside requests: the least unit is one layer of one micro-batch.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from enum import Enum
 
-import numpy as np
-from numpy.typing import NDArray
+import mlx.core as mx
 
-Floats = NDArray[np.floating[Any]]
-
-_AIM = 0.85
+_AIM = 0.9
 """Of the budget: as much noise as the rest does not overrun it."""
-_WINDOW = 48
-_FORGET = 0.9
-"""Weight of a micro-step beside that of the next one."""
-_TRUST = 0.01
-"""Weight of the prior's proportions beside that of the newest micro-step."""
-_LEAST = 0.01
-"""Of what the prior makes of a term, whatever was observed: no term is ever nothing, or less."""
-_FIXED = 16.0
-"""Token equivalents that the prior takes a micro-step to cost before its first token."""
-_FIRST = 256
-_GROWTH = 2.0
-"""Times the largest micro-step seen: a line is not to be trusted far from where it was measured."""
+_FOLLOW = 0.5
+"""Weight of the newest stage in the running time of its kind."""
+
+
+class Kind(Enum):
+    """What a stage computes; the value: layers that it is taken to cost before one was measured."""
+
+    FORWARD = 1.0
+    HEAD = 8.0
+    TURN = 20.0
+    BACKWARD = 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class TokenCost:
-    """Multiplications of a micro-step for a token in the trunk, and for a trained position in the head."""
+class Stage:
+    """Lazy arrays that are evaluated together, once those of the stages before it are."""
 
-    trunk: float
-    head: float
-
-    @classmethod
-    def of(cls, trunk_numbers: int, head_numbers: int, checkpointed: bool, reference: bool) -> TokenCost:
-        """Of matrices that have no gradients themselves.
-
-        The trunk runs forward and backward, and forward once more where its layers are checkpointed; the head
-        forward and backward, where it computes the logits again. The reference is one forward more of both.
-        """
-        trunk_passes, head_passes = 2 + checkpointed + reference, 3 + reference
-        return cls(float(trunk_passes * max(trunk_numbers, 1)), float(head_passes * head_numbers))
-
-    @property
-    def target_size(self) -> float:
-        """Of a trained position, in token equivalents, beside its token in the trunk."""
-        return self.head / self.trunk
+    kind: Kind
+    arrays: object
 
 
 class Pacer:
-    """Predicts from the last few dozen micro-steps, the newest counting most. Pure arithmetic.
+    """Runs stages one after the other, as many in a unit as its budget is measured to hold; one at least.
 
-    Args:
-        per_size: seconds of one token equivalent, guessed. How the terms stand to each other counts for a little
-            once there are micro-steps to learn from, how large they are for nothing.
+    Times are kept by kind of stage, for each token of a micro-batch.
     """
 
-    def __init__(self, per_size: float) -> None:
-        self._prior = np.array([_FIXED * per_size, per_size])
-        self._seen: deque[tuple[float, float]] = deque(maxlen=_WINDOW)
+    def __init__(self, budget: float = 0.5) -> None:
+        self.budget = budget
+        self._each: dict[Kind, float] = {}
+        self._began = 0.0
+        self._empty = True
 
-    def observe(self, size: int, seconds: float) -> None:
-        """One micro-step."""
-        self._seen.append((float(size), max(seconds, 1e-9)))
+    def begin(self) -> None:
+        """A unit begins now."""
+        self._began, self._empty = time.monotonic(), True
 
-    def seconds(self, size: int) -> float:
-        """That a micro-step of this size takes."""
-        fixed, per_size = self._terms()
-        return float(fixed + per_size * size)
+    def run(self, stages: Iterable[Stage], tokens: int) -> Iterator[None]:
+        """Evaluates them, of a micro-batch of so many tokens; yields where another unit is to go on."""
+        for stage in stages:
+            if not self._fits(stage.kind, tokens):
+                yield
+            started = time.monotonic()
+            mx.eval(stage.arrays)
+            self._observe(stage.kind, (time.monotonic() - started) / tokens)
+            self._empty = False
 
-    def size_within(self, seconds: float) -> int:
-        """The largest that is to be tried within this time; 1 at least."""
-        if not self._seen:
-            return self.first_size(seconds)
-        largest = max(size for size, _ in self._seen)
-        return max(1, int(min(_size(self._terms(), seconds), _GROWTH * largest)))
+    def _fits(self, kind: Kind, tokens: int) -> bool:
+        spent = time.monotonic() - self._began
+        return self._empty or spent + self._expected(kind) * tokens <= _AIM * self.budget
 
-    def first_size(self, seconds: float) -> int:
-        """The same by the guess alone, and with care: it depends on nothing that was observed."""
-        return max(1, int(min(_size(self._prior, seconds), _FIRST)))
+    def _expected(self, kind: Kind) -> float:
+        """Seconds a token; 0 while no layer was ever measured."""
+        layer = self._each.get(Kind.FORWARD, 0.0)
+        return self._each.get(kind, kind.value * layer)
 
-    def _terms(self) -> Floats:
-        """fixed and per_size: least squares of relative errors, both positive."""
-        if not self._seen:
-            return self._prior
-        sizes, seconds = np.array(self._seen).T
-        weights = _FORGET ** np.arange(sizes.size)[::-1]
-        columns = np.stack([np.ones_like(sizes), sizes], axis=1) * self._prior
-        guessed = columns.sum(axis=1)
-        level = float(np.average(seconds / guessed, weights=weights))
-        columns /= guessed[:, None]
-        matrix = (weights * columns.T) @ columns + _TRUST * np.eye(2)
-        vector = (weights * columns.T) @ (seconds / (level * guessed)) + _TRUST
-        return level * self._prior * _solve(matrix, vector)
-
-
-def _solve(matrix: Floats, vector: Floats) -> Floats:
-    """Of two unknowns; one that would come out under `_LEAST` is held there, and the other follows."""
-    solution = np.linalg.solve(matrix, vector)
-    for low, other in ((0, 1), (1, 0)):
-        if solution[low] < _LEAST:
-            solution[low] = _LEAST
-            solution[other] = (vector[other] - matrix[other, low] * _LEAST) / matrix[other, other]
-    return solution
-
-
-def _size(terms: Floats, seconds: float) -> float:
-    fixed, per_size = terms
-    return float((_AIM * seconds - fixed) / per_size)
+    def _observe(self, kind: Kind, each: float) -> None:
+        known = self._each.get(kind)
+        self._each[kind] = each if known is None else known + _FOLLOW * (each - known)

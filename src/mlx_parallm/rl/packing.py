@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -22,7 +21,7 @@ _PADDING = 8
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """What one micro-step takes of an update. `size`: in token equivalents, see `pacing`."""
+    """What one micro-step takes of an update. `size`: its tokens, padding included."""
 
     samples: tuple[Sample, ...]
     size: int
@@ -58,13 +57,13 @@ class MicroBatch:
         return flat[self.places]
 
 
-def portions(samples: Sequence[Sample], most: int, target_size: float) -> Iterator[Portion]:
-    """Of a size of at most `most`, padding included, and one sample at least. Samples of a prompt, and of a length,
-    stay together if they fit; a completion token is trained, and counts `target_size` beside its place in the trunk.
+def portions(samples: Sequence[Sample], most: int) -> Iterator[Portion]:
+    """Of at most `most` tokens, padding included, and one sample at least. Samples of a prompt, and of a length, stay
+    together if they fit.
 
     The same samples are always split alike, whatever their order, so that a replayed update is the same to the bit.
     """
-    filling = empty = _Filling(target_size)
+    filling = empty = _Filling()
     for group in _by_prompt(sorted(samples, key=_order)):
         if filling.samples and reduce(_Filling.with_sample, group, filling).size > most:
             yield filling.portion()
@@ -81,7 +80,7 @@ def portions(samples: Sequence[Sample], most: int, target_size: float) -> Iterat
 
 def pack(samples: Sequence[Sample]) -> MicroBatch:
     """The arrays of one micro-batch, in which samples of one prompt stand together."""
-    lies = reduce(_Filling.with_sample, samples, _Filling(0.0)).lies
+    lies = reduce(_Filling.with_sample, samples, _Filling()).lies
     starts = accumulate((lie.tokens for lie in lies), initial=0)
     rows = iter(samples)
     groups = [tuple(islice(rows, lie.rows)) for lie in lies]
@@ -108,21 +107,19 @@ def pack(samples: Sequence[Sample]) -> MicroBatch:
 class _Filling:
     """A micro-batch as samples are added to it, and how its tokens come to lie."""
 
-    target_size: float
     samples: tuple[Sample, ...] = ()
     lies: tuple[Lie, ...] = ()
-    targets: int = 0
 
     @property
     def size(self) -> int:
-        return sum(lie.tokens for lie in self.lies) + math.ceil(self.target_size * self.targets)
+        return sum(lie.tokens for lie in self.lies)
 
     def with_sample(self, sample: Sample) -> _Filling:
         """The last token of a completion predicts nothing that is trained, and is not there."""
         another = not self.samples or sample.prompt_ids != self.samples[-1].prompt_ids
         before, last = (self.lies, Lie(len(sample.prompt_ids), ())) if another else (self.lies[:-1], self.lies[-1])
         lies = (*before, _with_row(last, len(sample.completion_ids) - 1))
-        return _Filling(self.target_size, (*self.samples, sample), lies, self.targets + len(sample.completion_ids))
+        return _Filling((*self.samples, sample), lies)
 
     def portion(self) -> Portion:
         return Portion(self.samples, self.size)

@@ -14,7 +14,7 @@ from mlx_parallm.rl.snapshot import PolicySnapshot
 class Learner(Protocol):
     """The policies being trained, by adapter name: float32 factors and an optimizer's state each, on the device.
 
-    A name that is not open raises KeyError. One update at a time runs on the device; others wait for it.
+    A name that is not open raises KeyError. Updates of one name follow each other; those of several go on together.
     """
 
     async def open(self, name: str, start: PolicySnapshot | None) -> None:

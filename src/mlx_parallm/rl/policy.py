@@ -23,7 +23,6 @@ class Policy:
     """Device thread only. `params` are replaced by an update, never written in place: who has them keeps them.
 
     Attributes:
-        micro_batch_size: of the next update's micro-steps, in token equivalents; None: nothing was measured yet.
         nbytes: of the factors and the optimizer's state.
 
     Args:
@@ -46,7 +45,6 @@ class Policy:
         self.scale = lora.alpha / lora.rank
         self.params: Params = _fresh(layout, lora)
         self.step = 0
-        self.micro_batch_size: int | None = None
         self._optimizer = _adamw(optimizer)
         self._optimizer.init(self.params)
         if start is not None:
@@ -98,7 +96,7 @@ class Policy:
     def snapshot(self) -> PolicySnapshot:
         pairs = {path: LoRAPair(np.array(p["a"]), np.array(p["b"]), self.scale) for path, p in self.params.items()}
         state = {name: np.array(leaf) for name, leaf in tree_flatten(self._optimizer.state)}
-        return PolicySnapshot(AdapterWeights(pairs), state, self.step, self.micro_batch_size)
+        return PolicySnapshot(AdapterWeights(pairs), state, self.step)
 
     def restore(self, snapshot: PolicySnapshot) -> None:
         """Raises InvalidRequestError: the snapshot is of another kind of adapter."""
@@ -106,7 +104,6 @@ class Policy:
         pairs = snapshot.weights.pairs
         self.params = {path: {"a": mx.array(pairs[path].a), "b": mx.array(pairs[path].b)} for path in self.params}
         self.step = snapshot.step
-        self.micro_batch_size = snapshot.micro_batch_size
         if snapshot.optimizer:
             self._optimizer.state = tree_map_with_path(
                 lambda name, _: mx.array(snapshot.optimizer[name]), self._optimizer.state

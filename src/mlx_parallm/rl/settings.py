@@ -90,8 +90,8 @@ class LoRASettings:
 
 @dataclass(frozen=True, slots=True)
 class TrainerSettings:
-    """`micro_batch_tokens`: of one micro-step, padding included, and one sample at least. A prompt counts once for all
-    its samples in it, and logits over the vocabulary as many tokens as they cost. None: by the time they take.
+    """`micro_batch_tokens`: prompt and completion tokens of one micro-step, padding included; one sample at least.
+    A prompt counts once for all its samples in it.
 
     `checkpoint_layers`: recompute each layer in the backward pass instead of keeping its activations.
     `measure_kl`: report KL to the base even where it has no weight in the loss, for one more forward of an update's
@@ -102,7 +102,7 @@ class TrainerSettings:
     loss: LossSettings = LossSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
     lora: LoRASettings = LoRASettings()
-    micro_batch_tokens: int | None = None
+    micro_batch_tokens: int = 256
     checkpoint_layers: bool = True
     measure_kl: bool = True
     measure_step_kl: bool = False

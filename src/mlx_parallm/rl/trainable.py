@@ -28,7 +28,6 @@ from mlx_parallm.adapters.layout import AdapterLayout
 from mlx_parallm.errors import UnsupportedModelError
 from mlx_parallm.model.adapted import AdaptedLinear
 from mlx_parallm.model.attention import AttentionStyle
-from mlx_parallm.rl.matrices import matrix_numbers
 from mlx_parallm.rl.packed_attention import Lie, PackedCache, PackedStream
 
 Params = Mapping[str, Mapping[str, mx.array]]
@@ -66,30 +65,33 @@ class TrainableModel:
         assert isinstance(trunk, nn.Module)
         self.bank = bank
         self.checkpoint_layers = checkpoint_layers
+        self._outputs: list[mx.array] = []
         self._trunk = copy.copy(trunk)
-        self._trunk.layers = [_Layer(layer, bank, checkpoint_layers) for layer in trunk.layers]
+        self._trunk.layers = [_Layer(layer, bank, checkpoint_layers, self._outputs) for layer in trunk.layers]
         self._head = copy.copy(owner)
         self._head.model = _Given(trunk)
-        self.trunk_numbers = sum(map(matrix_numbers, trunk.layers))
-        """Of the matrices that multiply a token in the trunk."""
+        self.layer_paths = [tuple(_paths(layer)) for layer in trunk.layers]
+        """Of each layer's linears, in the order of the forward."""
 
     @property
     def layout(self) -> AdapterLayout:
         """Of the linears that may be trained."""
         return self.bank.layout
 
-    @property
-    def head_numbers(self) -> int:
-        """Of the matrix that makes a hidden state's logits, D · V; computes nothing."""
-        hidden = self._trunk.embed_tokens(mx.array([0]))
-        return int(hidden.shape[-1] * self.logits(hidden).shape[-1])
+    def hidden(
+        self, tokens: mx.array, lies: Sequence[Lie], spans: Sequence[Span] | None
+    ) -> tuple[mx.array, tuple[mx.array, ...]]:
+        """Hidden states [N, D] of tokens int [N], which lie as `lies` say; `spans` cover them all. None: the base's.
 
-    def hidden(self, tokens: mx.array, lies: Sequence[Lie], spans: Sequence[Span] | None) -> mx.array:
-        """Hidden states [N, D] of tokens int [N], which lie as `lies` say; `spans` cover them all. None: the base's."""
+        With them what each layer put out on the way.
+        """
         stream = PackedStream.of(lies)
+        self._outputs.clear()
         with self.bank.using(None if spans is None else TrainingContext(tuple(spans))):
             hidden: mx.array = self._trunk(tokens[:, None], cache=[stream] * len(self._trunk.layers))
-        return hidden[:, 0]
+        outputs = tuple(self._outputs)
+        self._outputs.clear()
+        return hidden[:, 0], outputs
 
     def logits(self, hidden: mx.array) -> mx.array:
         """[n, D] → [n, V], in the model's dtype."""
@@ -138,8 +140,9 @@ class _Layer:
     the function again in the backward pass, when the forward that made the context is long over.
     """
 
-    def __init__(self, layer: nn.Module, bank: AdapterBank, checkpointed: bool) -> None:
+    def __init__(self, layer: nn.Module, bank: AdapterBank, checkpointed: bool, outputs: list[mx.array]) -> None:
         self._layer = layer
+        self._outputs = outputs
         self._bank = bank
         self._checkpointed = checkpointed
         self._paths = tuple(_paths(layer))
@@ -148,7 +151,12 @@ class _Layer:
         return getattr(self._layer, name)
 
     def __call__(self, hidden: mx.array, *args: Any, **kwargs: Any) -> mx.array:
-        """[N, 1, D] → [N, 1, D]."""
+        """[N, 1, D] → [N, 1, D], which is added to `outputs` too."""
+        output = self._output(hidden, args, kwargs)
+        self._outputs.append(output)
+        return output
+
+    def _output(self, hidden: mx.array, args: tuple[Any, ...], kwargs: dict[str, Any]) -> mx.array:
         context = self._bank.context
         if not self._checkpointed or not isinstance(context, TrainingContext):
             return self._run(hidden, args, kwargs)

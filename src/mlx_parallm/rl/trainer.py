@@ -3,40 +3,34 @@
     begin(policy, batch) ─▶ micro-step ─▶ micro-step ─▶ … ─▶ clip, AdamW, check ─▶ done(outcome)
                             forward, backward, gradients added up
 
-Updates of one policy follow each other. Those of different policies go on side by side: a micro-step takes a portion of
-the oldest, and of each other one whose portion still fits.
+A micro-step is cut into units that keep to a latency budget (`pacing`). Updates of one policy follow each other. Those
+of different policies go on side by side: a micro-step takes a portion of the oldest, and of each other one whose
+portion still fits.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import mlx.core as mx
 
-from mlx_parallm.model.device import on_cpu
 from mlx_parallm.rl.footprint import Footprint
 from mlx_parallm.rl.forwards import Forwards, Scores, Share
 from mlx_parallm.rl.losses import k3
-from mlx_parallm.rl.pacing import Pacer, TokenCost
+from mlx_parallm.rl.pacing import Kind, Pacer, Stage
 from mlx_parallm.rl.packing import MicroBatch, Portion, pack
 from mlx_parallm.rl.policy import Policy
-from mlx_parallm.rl.samples import UpdateBatch, UpdateOutcome
+from mlx_parallm.rl.samples import UpdateBatch
 from mlx_parallm.rl.settings import TrainerSettings
 from mlx_parallm.rl.snapshot import PolicySnapshot
 from mlx_parallm.rl.trainable import Params, Span, TrainableModel
 from mlx_parallm.rl.update import Done, Update
 
-_CPU_SPEED, _GPU_SPEED = 5e10, 5e11
-"""Multiplications a second that the first micro-steps are sized for; after them what was measured counts."""
-
 
 class GRPOTrainer:
-    """Implements `core.TrainingWork`. Device thread only, but for `bytes_held`.
-
-    The size of an update's micro-steps is fixed from its start: by the end of the update before, from all that was
-    measured until then. It is part of the policy's state, so a restored policy makes the same next update to the bit.
+    """Implements `core.TrainingWork`. Device thread only, but for `bytes_held` and `peak_bytes`.
 
     Attributes:
         bytes_held: of open policies and optimizer states; of gradients and a micro-step's activations while updates
@@ -48,15 +42,12 @@ class GRPOTrainer:
         self.settings = settings
         self.bytes_held = 0
         self._forwards = Forwards(model, settings)
-        reference = bool(settings.loss.kl_coef)
-        cost = TokenCost.of(model.trunk_numbers, model.head_numbers, model.checkpoint_layers, reference)
-        self._target_size = cost.target_size
-        self._pacer = Pacer(cost.trunk / (_CPU_SPEED if on_cpu() else _GPU_SPEED))
-        self._seconds = 0.5
+        self._pacer = Pacer()
         self._footprint = Footprint()
         self._policies: dict[str, Policy] = {}
         self._queue: list[Update] = []
-        self._unit: dict[Update, int] = {}
+        self._job: Iterator[None] | None = None
+        self._parties: dict[Update, int] = {}  # of the job, and how much of it is theirs
 
     # -- policies --------------------------------------------------------------------------------
 
@@ -83,58 +74,64 @@ class GRPOTrainer:
         return bool(self._queue)
 
     def pace(self, seconds: float) -> None:
-        """See `core.TrainingWork.pace`. An update under way keeps the size it started with."""
-        if seconds == self._seconds or self.settings.micro_batch_tokens is not None:
-            return
-        self._seconds = seconds
-        for policy in self._policies.values():
-            if policy.micro_batch_size is not None:
-                policy.micro_batch_size = self._pacer.size_within(seconds)
+        """See `core.TrainingWork.pace`."""
+        self._pacer.budget = seconds
 
     def advance(self) -> None:
-        """One micro-step, or a unit of an update whose micro-steps are all made."""
+        """One unit of a micro-step, or of what follows an update's last one."""
         started = time.monotonic()
-        updates = self._under_way()
-        made = next((update for update in updates if not update.portions), None)
+        self._pacer.begin()
+        if self._job is None:
+            self._footprint.begin()
+            self._job = self._next_job()
         with self._footprint.measured():
-            if made is None:
-                self._micro_step(updates, started)
-            else:
-                self._conclude(made)
+            ended = next(self._job, self) is self
         self._share_out(time.monotonic() - started)
-        outcome = made.outcome() if made is not None and made.finished else None
-        self._unit = {}
-        if made is not None and outcome is not None:
-            self._finish(made, outcome)
-        else:
-            self._count_bytes()
+        finished = [update for update in self._parties if ended and update.finished]
+        if ended:
+            self._end_job()
+        for update in finished:
+            self._queue.remove(update)
+        self._count_bytes()
+        for update in finished:
+            update.done(update.outcome())
 
     def reset(self) -> None:
         """Gives up the updates of the unit that failed; their policies are as before."""
-        failed, self._unit = tuple(self._unit), {}
+        failed = tuple(self._parties)
+        self._end_job()
         for update in failed:
-            self._queue.remove(update)
+            if update in self._queue:
+                self._queue.remove(update)
         self._count_bytes()
         for update in failed:
             update.fail()
+
+    def _next_job(self) -> Iterator[None]:
+        """The end of an update whose micro-steps are all made, or a micro-step."""
+        updates = self._under_way()
+        made = next((update for update in updates if not update.portions), None)
+        return self._micro_step(updates) if made is None else self._conclude(made)
 
     def _under_way(self) -> list[Update]:
         """The oldest update of each policy, in order of arrival; all started."""
         oldest: dict[Policy, Update] = {}
         for update in self._queue:
             oldest.setdefault(update.policy, update)
-        for policy, update in oldest.items():
+        for update in oldest.values():
             if not update.started:
-                self._unit = {update: 1}
-                fixed = self.settings.micro_batch_tokens
-                most = fixed or policy.micro_batch_size or self._pacer.first_size(self._seconds)
-                update.start(most, self._target_size)
+                self._parties = {update: 1}
+                update.start(self.settings.micro_batch_tokens)
         return list(oldest.values())
 
+    def _end_job(self) -> None:
+        self._job, self._parties = None, {}
+        self._footprint.end()
+
     def _share_out(self, seconds: float) -> None:
-        """Of the unit that has ended well, among the updates that were in it."""
-        whole = sum(self._unit.values())
-        for update, part in self._unit.items():
+        """Of a unit that has ended well, among the updates that were in it."""
+        whole = sum(self._parties.values())
+        for update, part in self._parties.items():
             update.device_seconds += seconds * part / whole
 
     def _count_bytes(self) -> None:
@@ -147,15 +144,13 @@ class GRPOTrainer:
 
     # -- micro-steps -----------------------------------------------------------------------------
 
-    def _micro_step(self, updates: Sequence[Update], started: float) -> None:
+    def _micro_step(self, updates: Sequence[Update]) -> Iterator[None]:
         parts = self._take(updates)
-        self._unit = {update: portion.size for update, portion in parts}
-        self._add_up(parts)
-        mx.eval([update.lazy() for update in self._unit])
-        self._pacer.observe(sum(self._unit.values()), time.monotonic() - started)
+        self._parties = {update: portion.size for update, portion in parts}
+        yield from self._pacer.run(self._add_up(parts), sum(self._parties.values()))
 
     def _take(self, updates: Sequence[Update]) -> list[tuple[Update, Portion]]:
-        room: float = self.settings.micro_batch_tokens or self._pacer.size_within(self._seconds)
+        room: float = self.settings.micro_batch_tokens
         parts: list[tuple[Update, Portion]] = []
         for update in updates:
             portion = update.take(room if parts else math.inf)
@@ -164,8 +159,8 @@ class GRPOTrainer:
                 room -= portion.size
         return parts
 
-    def _add_up(self, parts: Sequence[tuple[Update, Portion]]) -> None:
-        """Lazy. When it returns nobody else has the gradients, so that MLX adds them in place."""
+    def _add_up(self, parts: Sequence[tuple[Update, Portion]]) -> list[Stage]:
+        """The stages of it all. Nobody else has the gradients then, so that MLX adds them in place."""
         shares = [
             Share(
                 pack(portion.samples),
@@ -175,50 +170,59 @@ class GRPOTrainer:
             )
             for update, portion in parts
         ]
-        for (update, _), (loss, stats, gradients) in zip(parts, self._forwards.gradients(shares), strict=True):
+        made = self._forwards.gradients(shares)
+        for (update, _), (loss, stats, gradients) in zip(parts, made.parts, strict=True):
             update.include(loss, stats, gradients)
+        return [*made.stages, *self._backward([update for update, _ in parts])]
+
+    def _backward(self, updates: Sequence[Update]) -> Iterator[Stage]:
+        """From the top layer down, each with its gradients."""
+        kind = Kind.TURN
+        for paths in reversed(self.model.layer_paths):
+            if leaves := [leaf for update in updates for leaf in update.gradients(paths)]:
+                yield Stage(kind, leaves)
+                kind = Kind.BACKWARD
 
     def _scores(self, batch: MicroBatch, params: Params | None, scale: float) -> Scores:
-        """Of one micro-batch; None: under the base."""
+        """Of one micro-batch under these factors; None: under the base."""
         spans = None if params is None else [Span(batch.tokens.size, params, scale)]
-        (scores,) = self._forwards.scores([batch], spans)
+        (scores,) = self._forwards.scores([batch], spans).scores
         return scores
 
     # -- the end of an update --------------------------------------------------------------------
 
-    def _conclude(self, update: Update) -> None:
-        """The optimizer's step; then, where it is asked for, how far that moved the policy, portion by portion, and how
-        far it was from the base before."""
+    def _conclude(self, update: Update) -> Iterator[None]:
+        """The optimizer's step; then, where it is asked for, how far that moved the policy, and how far it was from the
+        base before."""
         settings = self.settings
-        self._unit = {update: 1}
-        if not update.stepped:
-            compare = settings.measure_kl and not settings.loss.kl_coef
-            update.step(settings.optimizer.max_grad_norm, settings.measure_step_kl, compare)
-        elif update.to_measure:
-            self._measure(update, update.to_measure.popleft())
-        else:
-            self._compare(update, update.to_compare.popleft())
+        self._parties = {update: 1}
+        update.step(settings.optimizer.max_grad_norm)
+        if settings.measure_step_kl and not update.skipped:
+            for portion in update.all_portions:
+                yield
+                yield from self._measure(update, portion)
+        if settings.measure_kl and not settings.loss.kl_coef and not update.skipped:
+            yield
+            yield from self._compare(update, update.all_portions[0])
+        update.finished = True
 
-    def _measure(self, update: Update, portion: Portion) -> None:
+    def _measure(self, update: Update, portion: Portion) -> Iterator[None]:
         """Adds up k3 of the policy before the step against the one after it, over the batch's tokens.
 
         Logprobs before the step are the sampler's: of the tokens' own distribution.
         """
         batch = pack(portion.samples)
-        logp, _ = self._scores(batch, update.policy.params, update.policy.scale)
-        change = mx.where(batch.known, batch.padded(logp) - batch.sampling_logprobs, 0.0) * batch.mask
-        update.moved((mx.expm1(change) - change).sum())
+        passed = self._forwards.scores([batch], [Span(batch.tokens.size, update.policy.params, update.policy.scale)])
+        change = mx.where(batch.known, batch.padded(passed.scores[0][0]) - batch.sampling_logprobs, 0.0) * batch.mask
+        moved = (mx.expm1(change) - change).sum()
+        yield from self._pacer.run(passed.stages(moved), portion.size)
+        update.moved(moved)
 
-    def _compare(self, update: Update, portion: Portion) -> None:
+    def _compare(self, update: Update, portion: Portion) -> Iterator[None]:
         """k3 of the base against the policy that drew the batch, by the sampler's logprobs."""
         batch = pack(portion.samples)
-        (reference,) = self._forwards.reference([batch])
+        (reference,), stages = self._forwards.reference([batch])
         drawn = batch.mask * batch.known
-        update.apart((k3(batch.sampling_logprobs, reference) * drawn).sum(), drawn.sum())
-
-    def _finish(self, update: Update, outcome: UpdateOutcome) -> None:
-        if not outcome.skipped and self.settings.micro_batch_tokens is None:
-            update.policy.micro_batch_size = self._pacer.size_within(self._seconds)
-        self._queue.remove(update)
-        self._count_bytes()
-        update.done(outcome)
+        apart, tokens = (k3(batch.sampling_logprobs, reference) * drawn).sum(), drawn.sum()
+        yield from self._pacer.run(stages, portion.size)
+        update.apart(apart, tokens)

@@ -9,7 +9,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import mlx.core as mx
@@ -34,9 +34,8 @@ class Update:
     How it is split is its own affair, whatever else trains beside it, and fixed when it starts.
 
     Attributes:
-        portions: those not yet handed out.
-        to_measure: once the step is made, those over which it is still to be measured.
-        to_compare: once the step is made, that over which the policy before it is still to be compared with the base.
+        portions: those not yet handed out. `all_portions`: those it had when it started.
+        stepped: the optimizer's step was made, or given up. `finished`: whoever conducts it has nothing left to do.
         device_seconds: its share of the units that worked for it.
     """
 
@@ -44,11 +43,9 @@ class Update:
         self.policy = policy
         self.totals = UpdateTotals.of(batch.samples)
         self.portions: deque[Portion] = deque()
-        self.to_measure: deque[Portion] = deque()
-        self.to_compare: deque[Portion] = deque()
+        self.all_portions: tuple[Portion, ...] = ()
         self.device_seconds = 0.0
-        self.started = self.stepped = False
-        self._portions: tuple[Portion, ...] = ()
+        self.started = self.stepped = self.finished = False
         self.skipped = ""
         self.done = done
         self._batch = batch
@@ -63,10 +60,10 @@ class Update:
 
     # -- micro-steps -----------------------------------------------------------------------------
 
-    def start(self, most: int, target_size: float) -> None:
+    def start(self, most: int) -> None:
         """Splits its samples into portions of at most this size."""
-        self._portions = tuple(portions(self._batch.samples, most, target_size))
-        self.portions.extend(self._portions)
+        self.all_portions = tuple(portions(self._batch.samples, most))
+        self.portions.extend(self.all_portions)
         self.started = True
 
     def take(self, room: float) -> Portion | None:
@@ -83,29 +80,21 @@ class Update:
         self._losses.append(loss)
         self._stats.append(stats)
 
-    def lazy(self) -> list[object]:
-        """What `include` left to be evaluated."""
-        return [self._gradients, self._losses[-1:], [stats.arrays() for stats in self._stats[-1:]]]
+    def gradients(self, paths: Sequence[str]) -> list[mx.array]:
+        """What has been added up for the linears of these paths; it may be lazy."""
+        assert self._gradients is not None
+        return [leaf for path in paths for leaf in self._gradients.get(path, {}).values()]
 
     # -- the optimizer's step --------------------------------------------------------------------
 
-    def step(self, max_grad_norm: float, measure: bool, compare: bool) -> None:
-        """Applies the gradients, clipped. A step that cannot be kept is taken back, and `skipped` says why.
-
-        `measure`: how far it moved the policy is to be measured, over the same portions. `compare`: the policy before
-        it is to be compared with the base, over the first of them.
-        """
+    def step(self, max_grad_norm: float) -> None:
+        """Applies the gradients, clipped. A step that cannot be kept is taken back, and `skipped` says why."""
         self._undo = self.policy.keep()
         self.skipped = self._apply(max_grad_norm)
         self.stepped = True
         if self.skipped:
             _log.warning("an update was skipped: %s", self.skipped)
             self._undo()
-            return
-        if measure:
-            self.to_measure.extend(self._portions)
-        if compare:
-            self.to_compare.append(self._portions[0])
 
     def _apply(self, most: float) -> str:
         assert self._gradients is not None
@@ -135,10 +124,6 @@ class Update:
             self._kl = _number(kl) / count
 
     # -- its end ---------------------------------------------------------------------------------
-
-    @property
-    def finished(self) -> bool:
-        return self.stepped and not self.to_measure and not self.to_compare
 
     @property
     def _loss(self) -> float:

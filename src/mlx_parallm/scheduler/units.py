@@ -47,7 +47,7 @@ class StagingUnit:
 
 @dataclass(frozen=True, slots=True)
 class TrainingUnit:
-    """One micro-step of training. It cannot be cut."""
+    """One unit of an update: of a micro-step, as much as keeps to the latency budget."""
 
 
 Unit = PrefillUnit | DecodeUnit | StagingUnit | TrainingUnit
