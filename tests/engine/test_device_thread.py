@@ -135,12 +135,15 @@ async def test_a_new_schedule_is_in_force_when_it_returns(engine: ContinuousBatc
 
 
 async def test_sleep_waits_for_requests_and_gives_the_pool_back(engine: ContinuousBatchProcessor) -> None:
+    before = await engine.on_device(lambda tell: tell(mx.get_active_memory()))
     running = asyncio.create_task(generate(engine, "r", 400))
     await asyncio.sleep(0.01)
     assert not running.done()
     await engine.sleep()
     assert running.done()
     assert engine.stats().kv_bytes_held == 0
+    after = await engine.on_device(lambda tell: tell(mx.get_active_memory()))
+    assert after - before < 20_000, "nothing keeps a slab"
     assert await engine.on_device(lambda tell: tell(mx.get_cache_memory())) == 0
     assert len(await generate(engine, "s", 5)) == 5, "and the next request takes it again"
 

@@ -81,7 +81,7 @@ class BatchRunner:
         self._model = model
         self._style = style
         self._vocab_size = vocab_size
-        self._planned: tuple[tuple[Row, ...], SamplingPlan] | None = None
+        self._planned: tuple[list[RowSampling], SamplingPlan] | None = None
 
     # -- prefill ---------------------------------------------------------------------------------
 
@@ -158,8 +158,10 @@ class BatchRunner:
         return logits
 
     def _plan(self, batch: tuple[Row, ...]) -> SamplingPlan:
-        if self._planned is None or self._planned[0] != batch:
-            self._planned = (batch, plan_sampling([row.sampling for row in batch], self._vocab_size))
+        """The last one while the batch is the same. Rows themselves are not kept: they would keep their slabs."""
+        wanted = [row.sampling for row in batch]
+        if self._planned is None or not _same(self._planned[0], wanted):
+            self._planned = (wanted, plan_sampling(wanted, self._vocab_size))
         return self._planned[1]
 
     def _layer_caches(self, forward: Forward) -> list[LayerCache | FetchingLayerCache]:
@@ -167,6 +169,10 @@ class BatchRunner:
         if self._style is AttentionStyle.HOOKED:
             return [LayerCache(forward, layer) for layer in layers]
         return [FetchingLayerCache(forward, layer, self._style is AttentionStyle.OWN_GROUPED) for layer in layers]
+
+
+def _same(before: Sequence[RowSampling], now: Sequence[RowSampling]) -> bool:
+    return len(before) == len(now) and all(one is other for one, other in zip(before, now, strict=True))
 
 
 def _inputs(batch: tuple[Row, ...], previous: Step | None) -> mx.array:
