@@ -4,18 +4,20 @@
 
 `memory`: what MLX holds more once training has begun, and its peak. `load`: updates while 8 clients are served, every
 answer of theirs learnt from; each stored logprob is then computed again under the version that drew it. Each in a
-process of its own, without HTTP; about 10 minutes on two cores. Ends with a table and writes JSON beside it.
+process of its own, without HTTP; about 10 minutes on two cores. Ends with a table and writes JSON beside it, in which
+what --only leaves out stays as it was.
 """
 
 import argparse
 import asyncio
+import json
 import signal
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import machine
 import report
@@ -31,9 +33,12 @@ HERE = Path(__file__).parent
 PARTS = ("memory", "load")
 MEMORY_LIMIT, LOGPROB_LIMIT = 1.1, 1e-4
 CLIENTS, GROUP, TOKENS, BATCH = 8, 4, 8, 8
+SETTLE_S = 1.5
+"""Until the engine's figures are of a server at rest."""
 SHARE = 0.5
 """Of the device, for training beside requests: a hundred updates in some minutes."""
 LORA = LoRAConfig(rank=16, alpha=32.0)
+T = TypeVar("T", "Memory", "Load")
 FACTS = {"rank": 16, "targets": "all seven linears", "clients": CLIENTS, "group": GROUP, "batch": BATCH}
 
 
@@ -41,8 +46,9 @@ FACTS = {"rank": 16, "targets": "all seven linears", "clients": CLIENTS, "group"
 class Memory:
     """Bytes that MLX holds. `started` and `updating` are rises over what serving alone holds, the KV pool apart.
 
-    `updating`: the most after any micro-step, gradients included. `bank`: the slots of the versions that are served.
-    `peak`: of everything, base model and activations of a micro-step included; `peak_serving`: before training.
+    `updating`: the most after any micro-step, gradients included, activations not: those are in the peak. `bank`: the
+    slots of the versions that are served. `peak`: of everything, base model and activations of a micro-step included;
+    `peak_serving`: before training.
     """
 
     adapter: int
@@ -85,8 +91,9 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     before = machine.describe()
     machine.warn_if_busy()
-    memory = alone(measure_memory) if "memory" in arguments.only else None
-    load = alone(measure_load, arguments.updates) if "load" in arguments.only else None
+    earlier = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
+    memory = alone(measure_memory) if "memory" in arguments.only else _known(Memory, earlier.get("memory"))
+    load = alone(measure_load, arguments.updates) if "load" in arguments.only else _known(Load, earlier.get("load"))
     figures = [*(_of_memory(memory) if memory else ()), *(_of_load(load) if load else ())]
     report.show([], {}, figures)
     record: dict[str, Any] = {"machine": before, "facts": FACTS}
@@ -94,6 +101,11 @@ def main() -> int:
     report.write(arguments.out, record, figures)
     print(f"written to {arguments.out}")
     return int(any(figure.met is False for figure in figures))
+
+
+def _known(kind: type[T], record: dict[str, Any] | None) -> T | None:
+    """What the file has of a part that is not measured now."""
+    return None if record is None else kind(**record)
 
 
 # ---- memory --------------------------------------------------------------------------------------
@@ -107,6 +119,7 @@ def measure_memory() -> Memory:
 async def _memory() -> Memory:
     async with rig(_config(), GROUP, TOKENS) as made:
         await asyncio.gather(*(made.complete(collect=False) for _ in range(CLIENTS)))
+        await asyncio.sleep(SETTLE_S)
         base, _ = await made.on_device(made.footprint)
         peak_serving = made.trainer.peak_bytes
         await made.training.start()
@@ -125,13 +138,13 @@ async def _memory() -> Memory:
 
 
 def _watched(made: Rig) -> list[int]:
-    """What MLX holds after each unit of the first update: before its version is staged into the bank."""
+    """What MLX holds after each micro-step of the first update, before its version is staged into the bank."""
     held: list[int] = []
     trainer, advance = made.trainer, made.trainer.advance
 
     def watched() -> None:
         advance()
-        if not made.served.adapters.stats().bank_bytes:
+        if trainer._job is None and trainer.waits() and not made.served.adapters.stats().bank_bytes:
             held.append(mx.get_active_memory() - made.engine.processor.stats().kv_bytes_held)
 
     trainer.advance = watched  # type: ignore[method-assign]
@@ -194,7 +207,7 @@ async def _load(updates: int) -> Load:
 def _reached(made: Rig, target: int) -> bool:
     done = made.status().updates_total
     if done and done % 10 == 0:
-        print(f"  update {done}\r", end="", flush=True)
+        print(f"  {done} updates\r", end="", flush=True)
     return done >= target
 
 
