@@ -180,11 +180,26 @@ def test_a_server_that_does_not_train_has_nothing_of_it() -> None:
 # ---- what the loop tells training, and what it takes of memory -----------------------------------
 
 
-def test_training_is_paced_by_the_schedule_from_the_start_and_at_run_time() -> None:
+def test_each_unit_is_paced_by_the_schedule_in_force() -> None:
     harness, training = learning()
+    training.left = 2
+    harness.loop.step()
     harness.loop.reschedule(DeviceSchedule(max_decode_stall_s=0.1))
+    harness.loop.step()
     assert training.paces == [0.5, 0.1]
     assert harness.loop.stats().schedule.max_decode_stall_s == 0.1
+
+
+def test_what_rows_have_waited_already_is_taken_from_the_next_unit() -> None:
+    harness, training = learning()
+    harness.submit("row", PROMPTS[0], 6)
+    while not harness.tokens("row"):
+        harness.loop.step()
+    harness.loop.step()
+    training.left = 1
+    harness.loop.spent(0.2)
+    harness.run()
+    assert training.paces[0] == pytest.approx(0.3, abs=0.02)
 
 
 def test_rollouts_that_yield_say_what_they_would_have_said(undisturbed: dict[str, list[int]]) -> None:

@@ -85,7 +85,7 @@ class TrainingWork(DeviceWork, Protocol):
     """Updates of adapters."""
 
     def pace(self, seconds: float) -> None:
-        """From now on a unit takes no longer than this, as far as the work can be cut."""
+        """The next unit takes no longer than this, as far as the work can be cut."""
         ...
 
     @property

@@ -65,13 +65,14 @@ class DeviceLoop:
         self._ledger = Ledger(lives, parts.vocabulary, self._scheduler, parts.adapters, publish)
         self.counters = self._ledger.counters
         self._in_flight: _InFlight | None = None
-        self.reschedule(parts.scheduler.schedule)
 
     def reschedule(self, schedule: DeviceSchedule) -> None:
         """Shares the device like this from the next unit on."""
         self._scheduler.reschedule(schedule)
-        if self._training is not None:
-            self._training.pace(schedule.max_decode_stall_s)
+
+    def spent(self, seconds: float) -> None:
+        """Rows have waited so long for what others had done on this thread between two units."""
+        self._scheduler.spent(seconds)
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -119,7 +120,7 @@ class DeviceLoop:
         elif isinstance(unit, StagingUnit):
             self._stage(unit)
         elif isinstance(unit, TrainingUnit):
-            self._train()
+            self._train(unit)
         else:
             return False
         self._ledger.flush()
@@ -214,11 +215,12 @@ class DeviceLoop:
     def _training_waits(self) -> bool:
         return self._training is not None and self._training.waits()
 
-    def _train(self) -> None:
+    def _train(self, unit: TrainingUnit) -> None:
         """One unit of an update. A failed one costs its update and no row: it writes arrays of its own, reads the
         model's, and evaluates none of the pool's, so those are as they were and nothing is recomputed."""
         assert self._training is not None
         started = time.monotonic()
+        self._training.pace(unit.seconds)
         try:
             self._training.advance()
         except Exception as error:  # noqa: BLE001 - a failed unit costs its update, not the thread

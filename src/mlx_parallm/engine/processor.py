@@ -225,7 +225,7 @@ class ContinuousBatchProcessor:
                 if isinstance(message, _Abort):
                     loop.abort(message.request_id)
                 elif isinstance(message, _Call):
-                    message.run(loop)
+                    _run(message, loop)
                 else:
                     loop.submit(message)
                 message = self._inbox.get_nowait()
@@ -240,3 +240,10 @@ class ContinuousBatchProcessor:
         if self._event_loop is None or self._event_loop.is_closed():
             return
         self._event_loop.call_soon_threadsafe(callback, argument)
+
+
+def _run(call: _Call, loop: DeviceLoop) -> None:
+    """Rows wait for it as for any unit."""
+    started = time.monotonic()
+    call.run(loop)
+    loop.spent(time.monotonic() - started)

@@ -17,7 +17,7 @@ from enum import Enum
 
 import mlx.core as mx
 
-_AIM = 0.9
+_AIM = 0.85
 """Of the budget: as much noise as the rest does not overrun it."""
 _FOLLOW = 0.5
 """Weight of the newest stage in the running time of its kind."""

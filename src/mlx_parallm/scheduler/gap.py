@@ -57,5 +57,5 @@ class Gap:
         return length
 
     def idle(self) -> None:
-        """No row waits for a step."""
-        self._launched_at = None
+        """No row waits for a step, so nothing is held up."""
+        self._launched_at, self.debt, self.clean = None, 0.0, True

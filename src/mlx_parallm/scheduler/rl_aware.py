@@ -126,10 +126,11 @@ class RLAwareScheduler:
         due = self._decodable()
         self.shares.see(now, contended=training_waits and bool(self._live))
         training_is_due = self._training.is_due(now, training_waits)
-        if staging_waits and self._may_stage(urgent):
+        if staging_waits and self._may_stage(urgent, bool(due)):
             return StagingUnit(max(self._staging_allowance(urgent) - self._gap.staged, 0.0))
-        if training_is_due and (self._gap.clean or not due):
-            return TrainingUnit()  # where rows decode, right after a step: no gap holds prefill before it, or two
+        if training_is_due and (not due or (self._gap.clean and self._has_room)):
+            # where rows decode, right after a step: no gap holds prefill before it, or two
+            return TrainingUnit(self._stall_left if due else self.schedule.max_decode_stall_s)
         prefill = self._next_prefill(now, protect=bool(due))
         if prefill is not None:
             return prefill
@@ -139,7 +140,7 @@ class RLAwareScheduler:
         self._gap.idle()
         if staging_waits:
             return StagingUnit(0.0)
-        return TrainingUnit() if training_waits else None
+        return TrainingUnit(self.schedule.max_decode_stall_s) if training_waits else None
 
     def spent(self, seconds: float) -> None:
         """Books time that running rows had to wait for beside prefill units: making room for new rows."""
@@ -232,9 +233,21 @@ class RLAwareScheduler:
         """Seconds of it between two decode steps."""
         return self.schedule.max_decode_stall_s if urgent else self._gap.staging_share
 
-    def _may_stage(self, urgent: bool) -> bool:
+    @property
+    def _stall_left(self) -> float:
+        """Seconds that rows may still wait for their next step."""
+        return max(self.schedule.max_decode_stall_s - self._gap.debt, 0.0)
+
+    @property
+    def _has_room(self) -> bool:
+        """Whether a gap has not been used up by half: what is long waits for the next one."""
+        return self._stall_left > 0.5 * self.schedule.max_decode_stall_s
+
+    def _may_stage(self, urgent: bool, rows_wait: bool) -> bool:
         """All the time while no row lives; else a share of each gap: rows that prefill must get on too, or versions
         that wait for each other's slots could be staged in turns for ever."""
+        if rows_wait and not self._gap.clean and not self._has_room:
+            return False
         return not self._live or self._gap.may_stage(self._staging_allowance(urgent))
 
     # -- prefill ---------------------------------------------------------------------------------

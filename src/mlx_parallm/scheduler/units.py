@@ -47,7 +47,9 @@ class StagingUnit:
 
 @dataclass(frozen=True, slots=True)
 class TrainingUnit:
-    """One unit of an update: of a micro-step, as much as keeps to the latency budget."""
+    """One unit of an update: of a micro-step, as much as is done within so many seconds."""
+
+    seconds: float
 
 
 Unit = PrefillUnit | DecodeUnit | StagingUnit | TrainingUnit
