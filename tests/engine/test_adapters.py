@@ -458,3 +458,31 @@ def test_any_interleaving_of_publishes_requests_aborts_and_unloads(world: World,
             assert isinstance(harness.terminal(rid), RequestFinished), (rid, ref)
     assert harness.adapters.slots.pinned == 0
     books.check_integrity()
+
+
+def test_a_version_that_is_urgent_finds_room_that_was_made_before_it_came() -> None:
+    """Growing the bank takes longer than writing a slot: nobody is to wait for it between an update and its version."""
+    model = tiny_model("llama")
+    layout = layout_of(model)
+    harness = make_harness(model, slots=6)
+    groups, units = harness.adapters.bank.groups.values(), []
+
+    def publish(seed: int) -> None:
+        weights = random_adapter(layout, seed)
+        info = VersionInfo(weights.rank, weights.alpha, weights.targets, weights.nbytes, root=f"/{seed}")
+        version, told = harness.adapters.books.add("a", info), []
+        harness.files[info.root] = weights
+        harness.adapters.stage(version, weights, told.append, urgent=True)
+        units.append(0)
+        while not told:
+            harness.loop.step()
+            units[-1] += 1
+        harness.run()
+
+    for seed in range(6):
+        publish(seed)
+        held = {group.a.shape[0] for group in groups}
+        assert min(held) > min(seed + 2, 6), "and the next slot is there"
+    assert held == {7}
+    assert len(set(units[1:])) == 1, "so each but the first is only written"
+    harness.loop.check_integrity()

@@ -162,6 +162,16 @@ class AdapterBank:
                 group.write(slot, pairs)
                 yield
 
+    def has_room(self, slot: int) -> bool:
+        """Whether what is held of the bank has this slot."""
+        return all(group.a.shape[0] > slot for group in self.groups.values() if group.places)
+
+    def make_room(self, slot: int) -> Iterator[None]:
+        """Grows what is held so that it has this slot, a group at a time."""
+        for group in self.groups.values():
+            if group.places and group.fit(self._capacity(slot), ()):
+                yield
+
     def read(self, slot: int, ranks: dict[str, int], into: dict[str, LoRAPair]) -> Iterator[None]:
         """Copies one slot's pairs, unpadded, a group at a time. `ranks` by path; `into` is filled."""
         for group in self.groups.values():

@@ -80,6 +80,7 @@ class AdapterStore:
         self._holders: Counter[AdapterRef] = Counter()
         self._failed: dict[AdapterRef, Exception] = {}
         self._job: Iterator[None] | None = None
+        self._ahead = False  # the last version was urgent: the next one is to find its slot there
 
     # -- sequences -------------------------------------------------------------------------------
 
@@ -189,7 +190,17 @@ class AdapterStore:
             _settle(want, None)
             if time.monotonic() - want.since > _PATIENCE_S:
                 self.slots.make_one_yield(most=sum(other.since <= want.since for other in self._wants.values()))
-        return None
+        return self._make_room() if self._ahead else None
+
+    def _make_room(self) -> Iterator[None] | None:
+        """For the next version that is urgent: growing the bank takes longer than writing a slot of it."""
+        self._ahead = False
+        slot = self.slots.find()
+        return None if slot is None or self.bank.has_room(slot) else self._grow(slot)
+
+    def _grow(self, slot: int) -> Iterator[None]:
+        yield from self.bank.make_room(slot)
+        self.bank_bytes = self.bank.nbytes
 
     def _in_order(self) -> list[_Want]:
         return sorted(self._wants.values(), key=lambda want: (not want.urgent, want.since))
@@ -218,6 +229,7 @@ class AdapterStore:
         self.slots.move_in(version, slot)
         self._wants.pop(version.ref, None)  # it may have lapsed meanwhile
         self.staged += 1
+        self._ahead = want.urgent
         self.bank_bytes = self.bank.nbytes
         self.stage_seconds = time.monotonic() - started
         _settle(want, None)
