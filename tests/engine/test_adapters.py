@@ -282,6 +282,25 @@ def test_a_version_that_made_way_for_nothing_is_served_again(monkeypatch: pytest
         assert isinstance(harness.terminal(name), RequestFinished)
 
 
+def test_versions_that_wait_for_the_only_free_slot_get_it_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though a unit of staging has time for both: the first is not written over before its row is admitted."""
+    monkeypatch.setattr("mlx_parallm.scheduler.gap._STAGING_SHARE", 1e6)
+    monkeypatch.setattr("mlx_parallm.adapters.store._PATIENCE_S", 0.0)
+    model = tiny_model("llama")
+    layout = layout_of(model)
+    harness = make_harness(model, slots=2, max_rows=4)
+    refs = [harness.publish(name, random_adapter(layout, i)) for i, name in enumerate(("a", "b", "c"))]
+    harness.submit("long", [1, 2, 3], 200, adapter=refs[0])
+    while not harness.tokens("long"):
+        harness.loop.step()
+    for name, ref in (("first", refs[1]), ("second", refs[2])):
+        harness.submit(name, [1, 2, 3], 3, adapter=ref)
+    while not (len(harness.tokens("first")) == len(harness.tokens("second")) == 3):
+        harness.loop.step()
+    assert len(harness.tokens("long")) < 100
+    harness.run()
+
+
 def test_rows_admitted_before_a_write_begins_keep_their_slot() -> None:
     """What is to be staged was found while the slot was idle."""
     model, row = tiny_model("llama"), [3, 1, 4, 1, 5]

@@ -198,10 +198,14 @@ class DeviceLoop:
     # -- work beside requests --------------------------------------------------------------------
 
     def _stage(self, unit: StagingUnit) -> None:
-        started = time.monotonic()
+        """Ends with the version that it brings: rows are admitted to it before the next one looks for a slot, or two
+        that wait for the only free slot would be staged over each other for ever."""
+        started, staged = time.monotonic(), self._adapters.staged
         try:
             self._adapters.advance()
-            while time.monotonic() - started < unit.seconds and self._adapters.waits():
+            while (
+                time.monotonic() - started < unit.seconds and self._adapters.staged == staged and self._adapters.waits()
+            ):
                 self._adapters.advance()
         except Exception as error:  # noqa: BLE001 - a failed write costs what is on the device, not the thread
             self._recover((), error)
