@@ -9,7 +9,6 @@ be cut, so the longest one in between is taken off.
 
 import asyncio
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rl_batch import trajectories
@@ -20,9 +19,7 @@ from mlx_parallm.adapters.books import AdapterBooks
 from mlx_parallm.adapters.store import AdapterStore
 from mlx_parallm.core import AdapterRef
 from mlx_parallm.engine.loop import DeviceLoop
-from mlx_parallm.rl.policy import Policy
-from mlx_parallm.rl.samples import UpdateBatch, UpdateOutcome
-from mlx_parallm.rl.trainer import GRPOTrainer
+from mlx_parallm.rl.update import Update
 
 ROWS, GROUPS = 8, 1
 SHARE = 0.5
@@ -70,7 +67,7 @@ async def _measure(updates: int) -> list[Live]:
     _watch_units(watch)
     async with lean_rig(config(None, SHARE)) as made:
         store = made.served.adapters._store
-        _watch_updates(made.trainer, watch)
+        _watch_updates(watch)
         _watch_pins(store, watch)
         await made.training.start()
         async with clients(made, [None] * ROWS), asyncio.TaskGroup() as requests:
@@ -107,17 +104,14 @@ def _watch_units(watch: _Watch) -> None:
     DeviceLoop.step = timed  # type: ignore[method-assign]
 
 
-def _watch_updates(trainer: GRPOTrainer, watch: _Watch) -> None:
-    begin = trainer.begin
+def _watch_updates(watch: _Watch) -> None:
+    step = Update.step
 
-    def watched(policy: Policy, batch: UpdateBatch, done: Callable[[UpdateOutcome | Exception], None]) -> None:
-        def told(outcome: UpdateOutcome | Exception) -> None:
-            watch.ended = time.perf_counter()
-            done(outcome)
+    def watched(self: Update, max_grad_norm: float) -> None:
+        step(self, max_grad_norm)
+        watch.ended = time.perf_counter()
 
-        begin(policy, batch, told)
-
-    trainer.begin = watched  # type: ignore[method-assign]
+    Update.step = watched  # type: ignore[method-assign]
 
 
 def _watch_pins(store: AdapterStore, watch: _Watch) -> None:

@@ -16,7 +16,9 @@ import numpy as np
 from mlx.utils import tree_flatten
 from prompts import short_prompts
 
-from mlx_parallm.adapters.weights import AdapterWeights
+from mlx_parallm.adapters.store import Staged
+from mlx_parallm.adapters.versions import Version
+from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair
 from mlx_parallm.app.engine import Engine, Served
 from mlx_parallm.app.training import Training
 from mlx_parallm.config import Config
@@ -34,7 +36,6 @@ from mlx_parallm.core import (
 )
 from mlx_parallm.rl.packing import pack
 from mlx_parallm.rl.samples import Sample
-from mlx_parallm.rl.snapshot import PolicySnapshot
 from mlx_parallm.rl.trainable import Params
 from mlx_parallm.rl.trainer import GRPOTrainer
 
@@ -154,22 +155,25 @@ async def rig(config: Config, group: int, max_tokens: int) -> AsyncIterator[Rig]
 
 def _watch(made: Rig) -> None:
     """Keeps each version's weights as they were when it was staged, and every trajectory."""
-    publisher, service = made.training.publisher, made.training.service
-    stage, collected = publisher.stage, service.collected
+    store, service = made.served.adapters._store, made.training.service
+    stage, collected = store.stage, service.collected
 
-    async def staged(
-        name: str, told: Callable[[AdapterRef], None], policy: PolicySnapshot | None = None, live: bool = False
-    ) -> AdapterRef:
-        taken = policy or await publisher._learner.snapshot(name)
-        ref = await stage(name, told, policy, live)
-        made.weights[ref] = taken.weights
-        return ref
+    def staged(version: Version, weights: AdapterWeights | None, told: Staged, urgent: bool = False) -> None:
+        if weights is not None:
+            made.weights[version.ref] = _copied(weights)
+        stage(version, weights, told, urgent)
 
     def kept(group: Sequence[Trajectory]) -> None:
         made.drawn.extend(group)
         collected(group)
 
-    publisher.stage, service.collected = staged, kept  # type: ignore[method-assign]
+    store.stage, service.collected = staged, kept  # type: ignore[method-assign]
+
+
+def _copied(weights: AdapterWeights) -> AdapterWeights:
+    """Numpy's."""
+    pairs = weights.pairs.items()
+    return AdapterWeights({path: LoRAPair(np.array(p.a), np.array(p.b), p.scale) for path, p in pairs})
 
 
 def _sample(drawn: Trajectory) -> Sample:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +15,9 @@ import pytest
 from mlx.utils import tree_flatten
 from tiny import save_tiny
 
+from mlx_parallm.adapters.store import Staged
+from mlx_parallm.adapters.versions import Version
+from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair
 from mlx_parallm.app.engine import Engine, Served
 from mlx_parallm.app.training import Training
 from mlx_parallm.config import LoRAConfig, RLConfig, configure
@@ -33,7 +36,6 @@ from mlx_parallm.core import (
 )
 from mlx_parallm.rl.packing import pack
 from mlx_parallm.rl.samples import Sample
-from mlx_parallm.rl.snapshot import PolicySnapshot
 from mlx_parallm.rl.trainable import Params
 from mlx_parallm.rl.trainer import GRPOTrainer
 
@@ -46,12 +48,12 @@ SAME = 2e-5
 
 @dataclass
 class Rig:
-    """`policies`: what every version was made of. `drawn`: every trajectory that was collected."""
+    """`weights`: what every version was made of. `drawn`: every trajectory that was collected."""
 
     engine: Engine
     served: Served
     training: Training
-    policies: dict[AdapterRef, PolicySnapshot | None] = field(default_factory=lambda: {BASE_ADAPTER: None})
+    weights: dict[AdapterRef, AdapterWeights | None] = field(default_factory=lambda: {BASE_ADAPTER: None})
     drawn: list[Trajectory] = field(default_factory=list)
     failed: list[Exception] = field(default_factory=list)
 
@@ -105,22 +107,19 @@ async def rig(path: Path, **keys: object) -> AsyncIterator[Rig]:
 
 def _watch(made: Rig) -> None:
     """Keeps each version's weights as they were when it was staged, and every trajectory."""
-    publisher, service = made.training.publisher, made.training.service
-    stage, collected = publisher.stage, service.collected
+    store, service = made.served.adapters._store, made.training.service
+    stage, collected = store.stage, service.collected
 
-    async def staged(
-        name: str, told: Callable[[AdapterRef], None], policy: PolicySnapshot | None = None, live: bool = False
-    ) -> AdapterRef:
-        taken = policy or await publisher._learner.snapshot(name)
-        ref = await stage(name, told, policy, live)
-        made.policies[ref] = taken
-        return ref
+    def staged(version: Version, weights: AdapterWeights | None, told: Staged, urgent: bool = False) -> None:
+        if weights is not None:
+            made.weights[version.ref] = _copied(weights)
+        stage(version, weights, told, urgent)
 
     def kept(group: Sequence[Trajectory]) -> None:
         made.drawn.extend(group)
         collected(group)
 
-    publisher.stage, service.collected = staged, kept
+    store.stage, service.collected = staged, kept
 
 
 @pytest.mark.timeout(240)
@@ -140,7 +139,7 @@ async def test_a_hundred_updates_beside_eight_clients(tmp_path: Path) -> None:
         assert not set(status.skips) - {"no_signal"}
         assert status.trajectories_collected == len(made.drawn)
         versions = {trajectory.adapter for trajectory in made.drawn}
-        assert versions <= made.policies.keys()
+        assert versions <= made.weights.keys()
         assert len(versions) > UPDATES / 2, "requests are served by each new version"
         assert await made.on_device(lambda: _worst(made)) <= SAME
         after = await made.on_device(lambda: _base(made))
@@ -166,23 +165,29 @@ def _worst(made: Rig) -> float:
     worst = 0.0
     for ref in {trajectory.adapter for trajectory in made.drawn}:
         mine = [trajectory for trajectory in made.drawn if trajectory.adapter == ref]
-        worst = max(worst, _difference(made.trainer, made.policies[ref], mine))
+        worst = max(worst, _difference(made.trainer, made.weights[ref], mine))
     return worst
 
 
-def _difference(trainer: GRPOTrainer, policy: PolicySnapshot | None, drawn: Sequence[Trajectory]) -> float:
+def _difference(trainer: GRPOTrainer, weights: AdapterWeights | None, drawn: Sequence[Trajectory]) -> float:
     samples = [
         Sample(t.prompt_ids, t.completion_ids, t.sampling_logprobs, t.temperature, 0.0, 0)
         for t in sorted(drawn, key=lambda t: t.prompt_ids)
     ]
     batch = pack(samples)
-    params = None if policy is None else _params(policy)
+    params = None if weights is None else _params(weights)
     logp, _ = trainer._scores(batch, params, LORA.alpha / LORA.rank)
     return float((mx.abs(batch.padded(logp) - batch.sampling_logprobs) * batch.mask).max().item())
 
 
-def _params(policy: PolicySnapshot) -> Params:
-    return {path: {"a": mx.array(pair.a), "b": mx.array(pair.b)} for path, pair in policy.weights.pairs.items()}
+def _copied(weights: AdapterWeights) -> AdapterWeights:
+    """Numpy's."""
+    pairs = weights.pairs.items()
+    return AdapterWeights({path: LoRAPair(np.array(p.a), np.array(p.b), p.scale) for path, p in pairs})
+
+
+def _params(weights: AdapterWeights) -> Params:
+    return {path: {"a": mx.array(pair.a), "b": mx.array(pair.b)} for path, pair in weights.pairs.items()}
 
 
 async def test_between_updates_training_holds_an_adapter_and_its_optimizer_state(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from mlx_parallm.core import (
     Trajectory,
 )
 from mlx_parallm.errors import AdapterFileError, ConflictError, InvalidRequestError, UnknownModelError
-from mlx_parallm.rl.parts import ScoringError
+from mlx_parallm.rl.parts import Publish, Published, ScoringError
 from mlx_parallm.rl.samples import UpdateBatch, UpdateOutcome
 from mlx_parallm.rl.snapshot import PolicySnapshot
 
@@ -50,7 +50,22 @@ class FakeLearner:
     async def open(self, name: str, start: PolicySnapshot | None) -> None:
         self.policies[name] = (value_of(start), start.step) if start else (0.0, 0)
 
-    async def learn(self, name: str, batch: UpdateBatch) -> UpdateOutcome:
+    async def learn(
+        self, name: str, batch: UpdateBatch, publish: Publish | None = None
+    ) -> tuple[UpdateOutcome, AdapterRef | None]:
+        outcome = await self._learnt(name, batch)
+        await asyncio.sleep(0)
+        if publish is None:
+            return outcome, None
+        loop = asyncio.get_running_loop()
+        told: asyncio.Future[Published] = loop.create_future()
+        publish(outcome, policy(*self.policies[name]).weights, lambda result: loop.call_soon(told.set_result, result))
+        published = await told  # on another turn of the event loop, as from another thread
+        if isinstance(published, Exception):
+            raise published
+        return outcome, published
+
+    async def _learnt(self, name: str, batch: UpdateBatch) -> UpdateOutcome:
         self.busy += 1
         assert self.busy == 1, "two updates at a time"
         try:
@@ -95,24 +110,43 @@ class FakePublisher:
     def live(self, name: str) -> AdapterRef | None:
         return self.names.get(name)
 
+    def at_once(
+        self, name: str, agreed: Callable[[UpdateOutcome], bool], told: Callable[[AdapterRef], None]
+    ) -> Publish:
+        def publish(outcome: UpdateOutcome, weights: AdapterWeights, tell: Callable[[Published], None]) -> None:
+            if not agreed(outcome):
+                tell(None)
+                return
+            ref = self._added(name, float(weights.pairs["w"].a[0, 0]), told)
+            try:
+                self._flip(ref)
+            except Exception as error:  # noqa: BLE001 - as the real one: whoever waits is told
+                self.discard(ref)
+                tell(error)
+            else:
+                tell(ref)
+
+        return publish
+
     async def stage(
-        self, name: str, told: Callable[[AdapterRef], None], policy: PolicySnapshot | None = None, live: bool = False
+        self, name: str, told: Callable[[AdapterRef], None], policy: PolicySnapshot | None = None
     ) -> AdapterRef:
+        ref = self._added(name, value_of(policy) if policy else self.learner.policies[name][0], told)
+        await asyncio.sleep(0)
+        return ref
+
+    def _added(self, name: str, value: float, told: Callable[[AdapterRef], None]) -> AdapterRef:
         self._next[name] += 1
         ref = AdapterRef(name, self._next[name])
-        self.versions[ref] = value_of(policy) if policy else self.learner.policies[name][0]
+        self.versions[ref] = value
         told(ref)
-        await asyncio.sleep(0)
-        if live:
-            try:
-                await self.flip(ref)
-            except Exception:
-                self.discard(ref)
-                raise
         return ref
 
     async def flip(self, ref: AdapterRef) -> None:
         await asyncio.sleep(0)
+        self._flip(ref)
+
+    def _flip(self, ref: AdapterRef) -> None:
         if self.flip_error is not None:
             raise self.flip_error
         assert np.isfinite(self.versions[ref])

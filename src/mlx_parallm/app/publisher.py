@@ -17,13 +17,15 @@ from mlx_parallm.core import BASE_ADAPTER, AdapterRef, CheckpointCard
 from mlx_parallm.engine.adapters import AdapterService
 from mlx_parallm.errors import ConflictError, UnknownModelError
 from mlx_parallm.rl.learner import DeviceLearner
+from mlx_parallm.rl.parts import Publish, Published
+from mlx_parallm.rl.samples import UpdateOutcome
 from mlx_parallm.rl.snapshot import PolicySnapshot
 
 _TO_BASE = {BASE_ADAPTER.name: 1.0}
 
 
 class AdapterPublisher:
-    """Implements `rl.parts.Publisher`. Event loop's thread only.
+    """Implements `rl.parts.Publisher`. Event loop's thread only, but for what `at_once` returns.
 
     Args:
         books: of `service`.
@@ -46,27 +48,41 @@ class AdapterPublisher:
         version = self._books.live(name)
         return version.ref if version else None
 
+    def at_once(
+        self, name: str, agreed: Callable[[UpdateOutcome], bool], told: Callable[[AdapterRef], None]
+    ) -> Publish:
+        """See `rl.parts.Publisher.at_once`."""
+        first = self._is_first(name)
+
+        def flipped() -> None:
+            if first:
+                self.serve_default()
+
+        def publish(outcome: UpdateOutcome, weights: AdapterWeights, tell: Callable[[Published], None]) -> None:
+            if agreed(outcome):
+                self._service.publish_here(name, _info(weights), weights, told, flipped, tell)
+            else:
+                tell(None)
+
+        return publish
+
     async def stage(
-        self, name: str, told: Callable[[AdapterRef], None], policy: PolicySnapshot | None = None, live: bool = False
+        self, name: str, told: Callable[[AdapterRef], None], policy: PolicySnapshot | None = None
     ) -> AdapterRef:
         """See `rl.parts.Publisher.stage`. Without `policy` the weights never leave the device."""
         weights = policy.weights if policy else await self._learner.weights(name)
-        info = VersionInfo(weights.rank, weights.alpha, weights.targets, weights.nbytes)
-        with self._first_of(name):
-            return (await self._service.bring(name, info, weights, live, told)).ref
+        return (await self._service.bring(name, _info(weights), weights, told)).ref
 
     async def flip(self, ref: AdapterRef) -> None:
         """See `rl.parts.Publisher.flip`."""
-        with self._first_of(ref.name):
-            await self._service.flip(self._version(ref))
-
-    @contextmanager
-    def _first_of(self, name: str) -> Iterator[None]:
-        """The default adapter's first live version takes over the base's requests; later ones leave routes alone."""
-        first = self._books.live(name) is None and name == self._books.default_adapter
-        yield
+        first = self._is_first(ref.name)
+        await self._service.flip(self._version(ref))
         if first:
             self.serve_default()
+
+    def _is_first(self, name: str) -> bool:
+        """The default adapter's first live version takes over the base's requests; later ones leave routes alone."""
+        return self._books.live(name) is None and name == self._books.default_adapter
 
     def serve_default(self) -> None:
         """Sends requests that name no adapter to the default one, if it is live and they go to the base."""
@@ -133,3 +149,7 @@ class AdapterPublisher:
         if version is None:
             raise UnknownModelError(f"{ref} was unloaded; it cannot go live any more.")
         return version
+
+
+def _info(weights: AdapterWeights) -> VersionInfo:
+    return VersionInfo(weights.rank, weights.alpha, weights.targets, weights.nbytes)

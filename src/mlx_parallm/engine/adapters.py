@@ -91,14 +91,45 @@ class AdapterService:
 
     async def publish(self, name: str, info: VersionInfo, weights: AdapterWeights) -> Version:
         """A new version of `name`: staged beside traffic, then flipped to on the device thread."""
-        return await self._add(name, info, weights, live=True)
+        version = self._books.add(name, info)
+        await self._brought(version, weights, lambda: self._books.flip(version.ref))
+        return version
 
     async def bring(
-        self, name: str, info: VersionInfo, weights: AdapterWeights, live: bool, told: Callable[[AdapterRef], None]
+        self, name: str, info: VersionInfo, weights: AdapterWeights, told: Callable[[AdapterRef], None]
     ) -> Version:
-        """The same for a version that was just trained: it is staged at once, and flipped to if it is to be `live`,
-        else it can be asked for by `name@version`. `told` is told its name before anybody can ask for it."""
-        return await self._add(name, info, weights, live, urgent=True, told=told)
+        """A version that was just trained, staged before any other: it can be asked for by `name@version`. `told` is
+        told its name before anybody can ask for it."""
+        version = self._books.add(name, info)
+        told(version.ref)
+        await self._brought(version, weights, urgent=True)
+        return version
+
+    def publish_here(
+        self,
+        name: str,
+        info: VersionInfo,
+        weights: AdapterWeights,
+        told: Callable[[AdapterRef], None],
+        then: Callable[[], None],
+        tell: Callable[[AdapterRef | Exception], None],
+    ) -> None:
+        """`bring` and `flip` for a caller on the device thread. `then` is run right after the flip; `tell` is told when
+        the version is live, or what went wrong."""
+        version = self._books.add(name, info)
+        told(version.ref)
+
+        def flip() -> None:
+            self._books.flip(version.ref)
+            then()
+
+        def staged(error: Exception | None) -> None:
+            error = error or self._flip(flip)
+            if error is not None:
+                self._books.discard(version.ref)
+            tell(error or version.ref)
+
+        self._store.stage(version, weights, staged, urgent=True)
 
     async def flip(self, version: Version) -> None:
         """Makes the name mean a version that is staged, or is staged first.
@@ -108,24 +139,15 @@ class AdapterService:
         """
         await self._staged(version, None, then=lambda: self._books.flip(version.ref))
 
-    async def _add(
-        self,
-        name: str,
-        info: VersionInfo,
-        weights: AdapterWeights,
-        live: bool,
-        urgent: bool = False,
-        told: Callable[[AdapterRef], None] = lambda _: None,
-    ) -> Version:
-        version = self._books.add(name, info)
-        told(version.ref)
+    async def _brought(
+        self, version: Version, weights: AdapterWeights, then: Callable[[], None] = lambda: None, urgent: bool = False
+    ) -> None:
         try:
-            await self._staged(version, weights, lambda: self._books.flip(version.ref) if live else None, urgent)
+            await self._staged(version, weights, then, urgent)
         except BaseException:  # cancelled or failed: it never went live
-            if self._books.live(name) is not version:
+            if self._books.live(version.ref.name) is not version:
                 self._books.discard(version.ref)
             raise
-        return version
 
     async def unload(self, selector: str) -> tuple[AdapterRef, ...]:
         gone = self._books.unload(selector)

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from mlx_parallm.adapters.weights import AdapterWeights
-from mlx_parallm.core import DeviceThread
+from mlx_parallm.core import AdapterRef, DeviceThread
+from mlx_parallm.rl.parts import Publish, Published
 from mlx_parallm.rl.policy import Policy
 from mlx_parallm.rl.samples import UpdateBatch, UpdateOutcome
 from mlx_parallm.rl.snapshot import PolicySnapshot
@@ -25,12 +26,10 @@ class DeviceLearner:
         self._device = device
         self._trainer = trainer
         self._policies: dict[str, Policy] = {}
-        self._learnt: dict[str, AdapterWeights] = {}
 
     async def open(self, name: str, start: PolicySnapshot | None) -> None:
         """See `rl.parts.Learner.open`. Raises ConfigError: the model has no linear of a target's name."""
         trainer, lora = self._trainer, self._trainer.settings.lora
-        self._learnt.pop(name, None)
         policy = self._policies[name] = await self._ask(lambda: trainer.open(name, start))
         _log.info(
             "training %s: %d tensors, %d numbers, rank %d, alpha %g, on %s; nothing else has a gradient",
@@ -42,31 +41,41 @@ class DeviceLearner:
             ", ".join(lora.targets),
         )
 
-    async def learn(self, name: str, batch: UpdateBatch) -> UpdateOutcome:
+    async def learn(
+        self, name: str, batch: UpdateBatch, publish: Publish | None = None
+    ) -> tuple[UpdateOutcome, AdapterRef | None]:
+        """See `rl.parts.Learner.learn`."""
         policy = self._policies[name]
-        self._learnt.pop(name, None)
 
-        def start(tell: Callable[[tuple[UpdateOutcome | Exception, AdapterWeights]], None]) -> None:
-            self._trainer.begin(policy, batch, lambda outcome: tell((outcome, policy.weights())))
+        def start(tell: Callable[[tuple[UpdateOutcome | Exception, Published]], None]) -> None:
+            def learnt(outcome: UpdateOutcome | Exception) -> None:
+                if publish is None or isinstance(outcome, Exception):
+                    tell((outcome, None))
+                    return
+                try:
+                    publish(outcome, policy.weights(), lambda published: tell((outcome, published)))
+                except Exception as error:  # noqa: BLE001 - it costs the update: raised where that is waited for
+                    tell((outcome, error))
 
-        outcome, weights = await self._device.on_device(start)
+            self._trainer.begin(policy, batch, learnt)
+
+        outcome, published = await self._device.on_device(start)
         if isinstance(outcome, Exception):
             raise outcome
-        self._learnt[name] = weights
-        return outcome
+        if isinstance(published, Exception):
+            raise published
+        return outcome, published
 
     async def snapshot(self, name: str) -> PolicySnapshot:
         return await self._ask(self._policies[name].snapshot)
 
     async def restore(self, name: str, snapshot: PolicySnapshot) -> None:
         policy = self._policies[name]
-        self._learnt.pop(name, None)
         await self._ask(lambda: policy.restore(snapshot))
 
     async def weights(self, name: str) -> AdapterWeights:
-        """As they are now, MLX's: to be handed back to the device thread. Those of an update came with its outcome."""
-        learnt = self._learnt.get(name)
-        return await self._ask(self._policies[name].weights) if learnt is None else learnt
+        """As they are now, MLX's: to be handed back to the device thread."""
+        return await self._ask(self._policies[name].weights)
 
     async def _ask(self, call: Callable[[], T]) -> T:
         """What `call` returns on the device thread; what it raises is raised here, and costs the thread nothing."""

@@ -8,7 +8,7 @@ from mlx_parallm.core import AdapterRef
 class Lineage:
     """Versions in the order of their publication; the policy is trained on from the last one.
 
-    `lag` and `knew` may be asked from any thread.
+    `lag`, `knew` and `expect` may be called on any thread.
     """
 
     def __init__(self, start: AdapterRef) -> None:

@@ -6,9 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.core import AdapterRef, CheckpointCard, Collection, Trajectory
 from mlx_parallm.rl.samples import UpdateBatch, UpdateOutcome
 from mlx_parallm.rl.snapshot import PolicySnapshot
+
+Published = AdapterRef | Exception | None
+"""The version that is live now; what went wrong; or None: it is not to go live."""
+
+Publish = Callable[[UpdateOutcome, AdapterWeights, Callable[[Published], None]], None]
+"""Makes a version of what an update has learnt, and tells what came of it, or raises. Called on the device thread."""
 
 
 class Learner(Protocol):
@@ -22,9 +29,15 @@ class Learner(Protocol):
         ranks, alpha or targets than those configured."""
         ...
 
-    async def learn(self, name: str, batch: UpdateBatch) -> UpdateOutcome:
-        """One optimizer step, in micro-steps beside requests. What fails on the device raises StepFailedError;
-        the policy is then as before."""
+    async def learn(
+        self, name: str, batch: UpdateBatch, publish: Publish | None = None
+    ) -> tuple[UpdateOutcome, AdapterRef | None]:
+        """One optimizer step, in micro-steps beside requests; and the version that `publish` made of it, if any.
+
+        Raises:
+            StepFailedError: it failed on the device; the policy is as before.
+            Exception: what went wrong with `publish`; the policy has learnt.
+        """
         ...
 
     async def snapshot(self, name: str) -> PolicySnapshot: ...
@@ -39,12 +52,20 @@ class Publisher(Protocol):
         """What the name means now; None: nothing has that name."""
         ...
 
+    def at_once(
+        self, name: str, agreed: Callable[[UpdateOutcome], bool], told: Callable[[AdapterRef], None]
+    ) -> Publish:
+        """Stages and flips what is learnt, if it is `agreed` to, right where it was learnt: each trip to the event loop
+        and back would take a decode step. `told`: the version's name, before anybody can ask for it. Both are asked on
+        the device thread."""
+        ...
+
     async def stage(
-        self, name: str, told: Callable[[AdapterRef], None], policy: PolicySnapshot | None = None, live: bool = False
+        self, name: str, told: Callable[[AdapterRef], None], policy: PolicySnapshot | None = None
     ) -> AdapterRef:
         """A new version of `name`, in a slot: of `policy`, or else of what the learner has of that name now.
 
-        `live`: the name means it from then on, as `flip` makes it. `told`: its name, before anybody can ask for it.
+        `told`: its name, before anybody can ask for it.
         """
         ...
 

@@ -4,7 +4,7 @@ batch ─▶ learn ─▶ gate ─▶ stage ─▶ gate ─▶ flip ─▶ check
            │        │       │        │       │
            └────────┴───────┴────────┴───────┴──▶ put back: the policy as before, the version discarded
 
-Where no version is evaluated it is flipped to as it is staged, in one trip to the device.
+Where no version is evaluated all of that up to the flip is one trip to the device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mlx_parallm.errors import AdapterFileError, ConflictError, InvalidRequestEr
 from mlx_parallm.rl.archive import Archive, SavedVersion
 from mlx_parallm.rl.gate import Gate
 from mlx_parallm.rl.lineage import Lineage
-from mlx_parallm.rl.parts import Learner, Publisher
+from mlx_parallm.rl.parts import Learner, Publish, Publisher
 from mlx_parallm.rl.reports import Emit, Reporter
 from mlx_parallm.rl.rewards import RewardMemory
 from mlx_parallm.rl.samples import UpdateBatch, UpdateOutcome
@@ -120,7 +120,8 @@ class Trainee:
         self.archive.set_best(best or start, saved=True)
 
     async def _publish_first(self) -> None:
-        async with self._staged(live=True) as ref:
+        async with self._staged() as ref:
+            await self._publisher.flip(ref)
             self.lineage.append(ref)
 
     # -- an update -------------------------------------------------------------------------------
@@ -148,21 +149,30 @@ class Trainee:
             await self._put_back()
 
     async def _attempt(self, batch: UpdateBatch, publish: bool, tag: str | None) -> UpdateReport:
-        outcome = await self._learner.learn(self.name, batch)
+        gate = self._parts.gate
+        at_once = self._at_once() if publish and not gate.evaluates else None
+        outcome, live = await self._learner.learn(self.name, batch, at_once)
         if outcome.skipped:
             return self.reports.skipped(self.live, outcome.skipped, metrics=outcome.metrics)
-        if refusal := self._parts.gate.judge(outcome.metrics):
+        if refusal := gate.judge(outcome.metrics):
             return self.reports.held(self.live, refusal, outcome)
+        if live is not None:
+            return await self._with_checkpoint(live, self._learnt(outcome, live), tag)
         if not publish and tag is None:
             return self._learnt(outcome, None)
-        at_once = publish and not self._parts.gate.evaluates
-        async with self._staged(live=at_once) as ref:
-            if refusal := await self._parts.gate.evaluated(ref):
+        async with self._staged() as ref:
+            if refusal := await gate.evaluated(ref):
                 return self.reports.held(self.live, refusal, outcome)
-            if publish and not at_once:
+            if publish:
                 await self._publisher.flip(ref)
             report = self._learnt(outcome, ref if publish else None)
             return await self._with_checkpoint(ref, report, tag)
+
+    def _at_once(self) -> Publish:
+        gate = self._parts.gate
+        return self._publisher.at_once(
+            self.name, lambda outcome: not outcome.skipped and gate.judge(outcome.metrics) is None, self.lineage.expect
+        )
 
     def _learnt(self, outcome: UpdateOutcome, published: AdapterRef | None) -> UpdateReport:
         """From here on the policy is what the books say."""
@@ -182,9 +192,9 @@ class Trainee:
         return replace(report, checkpoint=name)
 
     @asynccontextmanager
-    async def _staged(self, policy: PolicySnapshot | None = None, live: bool = False) -> AsyncIterator[AdapterRef]:
+    async def _staged(self, policy: PolicySnapshot | None = None) -> AsyncIterator[AdapterRef]:
         """A new version of the learner's policy, or of `policy`; forgotten unless it is the lineage's last after."""
-        ref = await self._publisher.stage(self.name, self.lineage.expect, policy, live)
+        ref = await self._publisher.stage(self.name, self.lineage.expect, policy)
         try:
             yield ref
         finally:
@@ -245,7 +255,8 @@ class Trainee:
             await self._publisher.flip(goal.ref)
             self.lineage.back_to(goal.ref)
             return goal.ref
-        async with self._staged(goal.policy, live=True) as ref:
+        async with self._staged(goal.policy) as ref:
+            await self._publisher.flip(ref)
             self.lineage.back_to(BASE_ADAPTER)
             self.lineage.append(ref)
             return ref

@@ -192,18 +192,19 @@ class GRPOTrainer:
     # -- the end of an update --------------------------------------------------------------------
 
     def _conclude(self, update: Update) -> Iterator[None]:
-        """The optimizer's step; then, where it is asked for, how far that moved the policy, and how far it was from the
-        base before."""
+        """Where it is asked for, how far the policy was from the base; the optimizer's step; and how far that moved it.
+
+        Nothing comes after the step that could come before: it is what a new version waits for."""
         settings = self.settings
         self._parties = {update: 1}
+        if settings.measure_kl and not settings.loss.kl_coef:
+            yield from self._compare(update, update.all_portions[0])
+            yield
         update.step(settings.optimizer.max_grad_norm)
         if settings.measure_step_kl and not update.skipped:
             for portion in update.all_portions:
                 yield
                 yield from self._measure(update, portion)
-        if settings.measure_kl and not settings.loss.kl_coef and not update.skipped:
-            yield
-            yield from self._compare(update, update.all_portions[0])
         update.finished = True
 
     def _measure(self, update: Update, portion: Portion) -> Iterator[None]:
