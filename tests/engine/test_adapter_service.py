@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +27,7 @@ from mlx_parallm.engine.loop import EngineParts
 from mlx_parallm.engine.processor import ContinuousBatchProcessor
 from mlx_parallm.errors import (
     AdapterFileError,
+    AdapterUnavailableError,
     ConflictError,
     EngineDeadError,
     InvalidRequestError,
@@ -57,6 +58,7 @@ class World:
     books: AdapterBooks
     root: Path
     requests: int = 0
+    known: list[AdapterRef] = field(default_factory=list)
 
     def write(self, folder: str, seed: int) -> AdapterWeights:
         weights = random_adapter(LAYOUT, seed)
@@ -249,3 +251,49 @@ async def test_a_dead_device_thread_is_an_error_not_a_wait(world: World) -> None
     await asyncio.to_thread(world.processor.stop)
     with pytest.raises(EngineDeadError):
         await world.service.load("math", "m", replace=False)
+
+
+async def learnt(world: World, weights: AdapterWeights, then: Callable[[], None] = lambda: None) -> object:
+    """What comes of weights that are published where they were made, on the device thread; told names, in `known`."""
+    info = VersionInfo(weights.rank, weights.alpha, weights.targets, weights.nbytes)
+    return await world.processor.on_device(
+        lambda tell: world.service.publish_here("policy", info, weights, world.known.append, then, tell)
+    )
+
+
+async def test_a_version_goes_live_from_the_device_thread(world: World) -> None:
+    weights, at_flip = random_adapter(LAYOUT, 5), []
+    ref = await learnt(world, weights, lambda: at_flip.append((world.books.live("policy").ref, list(world.known))))
+    assert ref == AdapterRef("policy", 1)
+    assert at_flip == [(ref, [ref])], "told its name before it was live"
+    assert world.service.find("policy").residence is Residence.SLOT
+    assert await world.generate("policy") == (ref, expected(weights))
+
+
+async def test_a_version_that_cannot_go_live_is_forgotten(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = random_adapter(LAYOUT, 5)
+    await learnt(world, first)
+    write = type(world.store.bank).write
+
+    def failing(self, slot, weights):
+        yield next(write(self, slot, weights))
+        raise MemoryError("injected")
+
+    monkeypatch.setattr(type(world.store.bank), "write", failing)
+    assert isinstance(await learnt(world, random_adapter(LAYOUT, 6)), MemoryError)
+    monkeypatch.undo()
+    assert [card.ref.version for card in world.service.cards()] == [1]
+
+    world.known = Unloading(world.service)
+    assert isinstance(await learnt(world, random_adapter(LAYOUT, 7)), AdapterUnavailableError)
+    assert world.service.cards() == ()
+
+
+class Unloading(list):
+    """The adapter is unloaded while its new version is staged."""
+
+    def __init__(self, service: AdapterService) -> None:
+        self.books = service._books
+
+    def append(self, ref: AdapterRef) -> None:
+        self.books.unload(ref.name)

@@ -15,20 +15,16 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.server.run import bind
 
 SERVE = """
-import runpy, sys
-fakes = runpy.run_path(sys.argv[1])
-engine = fakes["FakeEngine"]()
+import sys
+sys.path.insert(0, sys.argv[1])
+from server.fake_control import FakeAdapters, FakeTraining
+from server.fakes import CARD, ByteTokenizer, FakeEngine
+from mlx_parallm.server import ServerSettings, create_app
+engine = FakeEngine()
 engine.pause_before = int(sys.argv[2])
 if sys.argv[3] == "dies":
     engine.state["alive"] = False
-app = fakes["create_app"](
-    engine,
-    fakes["FakeAdapters"](),
-    fakes["FakeTraining"](),
-    fakes["ByteTokenizer"](),
-    fakes["CARD"],
-    fakes["ServerSettings"](),
-)
+app = create_app(engine, FakeAdapters(), FakeTraining(), ByteTokenizer(), CARD, ServerSettings())
 if sys.argv[3] == "resumes":  # once draining, the work that was under way goes on to its end
     begin = app.state.services.lifecycle.begin_drain
     app.state.services.lifecycle.begin_drain = lambda: (begin(), engine.resume.set())
@@ -44,8 +40,8 @@ def process():
     running = []
 
     def start(mode):
-        fakes = str(Path(__file__).with_name("conftest.py"))
-        command = [sys.executable, "-c", SERVE, fakes, "2", mode]
+        tests = str(Path(__file__).parents[1])
+        command = [sys.executable, "-c", SERVE, tests, "2", mode]
         running.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
         return running[-1], int(running[-1].stdout.readline())
 

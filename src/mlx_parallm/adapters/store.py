@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -21,6 +21,7 @@ import numpy as np
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.books import AdapterBooks
 from mlx_parallm.adapters.copies import Copies
+from mlx_parallm.adapters.reads import Reads
 from mlx_parallm.adapters.slots import Slots, Tenant
 from mlx_parallm.adapters.versions import Version
 from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair
@@ -51,9 +52,8 @@ class AdapterStore:
     """Implements `core.DeviceWork`. Device thread only, where nothing else is said.
 
     Args:
-        read: a version's weights from its files, as they were when it was added; runs on `reader`.
+        read, reader, wake: see `Reads`.
         copies: evicted versions kept unpadded in memory.
-        wake: called on `reader`'s thread when a read has ended.
     """
 
     def __init__(
@@ -71,11 +71,8 @@ class AdapterStore:
         self.stage_seconds = 0.0
         self.slots = Slots(bank.slots)
         self.copies = Copies(copies, self._may_drop)
-        self._read = read
-        self._reader = reader
-        self._wake = wake
+        self._reads = Reads(read, reader, wake)
         self._wants: dict[AdapterRef, _Want] = {}
-        self._reads: dict[AdapterRef, Future[AdapterWeights]] = {}
         self._extracts: deque[tuple[Version, Extracted]] = deque()
         self._holders: Counter[AdapterRef] = Counter()
         self._failed: dict[AdapterRef, Exception] = {}
@@ -266,28 +263,23 @@ class AdapterStore:
     def _fetch(self, want: _Want) -> None:
         """Starts reading a version that is not in memory; fails it when its files hold something else by now."""
         version = want.version
-        if version in self.copies or version.ref in self._reads:
+        if version in self.copies or version in self._reads:
             return
         if version.readable:
-            self._start_read(version)
+            self._reads.start(version)
         else:
-            self._fail(want, AdapterUnavailableError(f"the weights of {version.ref} were replaced where they lay"))
-
-    def _start_read(self, version: Version) -> None:
-        future = self._reader.submit(self._read, version)
-        self._reads[version.ref] = future
-        future.add_done_callback(lambda _: self._wake())
+            lost = "was unloaded meanwhile" if version.forgotten else "is lost: its files hold other weights by now"
+            self._fail(want, AdapterUnavailableError(f"{version.ref} {lost}"))
 
     def _take_reads(self) -> None:
-        for ref, future in [(ref, future) for ref, future in self._reads.items() if future.done()]:
-            del self._reads[ref]
-            want, error = self._wants.get(ref), future.exception()
+        for ref, read in self._reads.take():
+            want = self._wants.get(ref)
             if want is None:
                 continue
-            if error is None:
-                self._keep(want.version, future.result())
+            if isinstance(read, BaseException):
+                self._fail(want, AdapterUnavailableError(f"{ref} cannot be read again: {read}"))
             else:
-                self._fail(want, AdapterUnavailableError(f"{ref} cannot be read again: {error}"))
+                self._keep(want.version, read)
 
     def _keep(self, version: Version, weights: AdapterWeights) -> None:
         """Weights as they were published: their ranks and scales are what `_extract` gives back."""

@@ -1,0 +1,243 @@
+"""Versions that come and go in few slots: who waits, who makes way, what is left behind."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from harness import Harness, assert_same_tokens, make_harness, solo
+from lora import QV, layout_of, merged, random_adapter
+from tiny import tiny_model
+
+from mlx_parallm.adapters.store import READ_AHEAD
+from mlx_parallm.adapters.versions import VersionInfo
+from mlx_parallm.adapters.weights import AdapterWeights
+from mlx_parallm.core import (
+    RequestFailed,
+    RequestFinished,
+    Residence,
+)
+from mlx_parallm.errors import AdapterUnavailableError
+from mlx_parallm.scheduler.units import StagingUnit
+
+TINY = 1e-5
+"""Invariant 8's bound on logprobs across shapes, for tiny float32 models."""
+
+
+def prompts(count: int, longest: int, seed: int = 0) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(256) for _ in range(rng.randint(2, longest))] for _ in range(count)]
+
+
+@pytest.mark.parametrize("copies", [0, 3, 16])
+def test_ten_adapters_share_two_slots(copies: int) -> None:
+    model = tiny_model("llama")
+    layout = layout_of(model)
+    adapters = [random_adapter(layout, seed, rank=1 + seed % 8) for seed in range(10)]
+    harness = make_harness(model, slots=2, copies=copies)
+    refs = [harness.publish(f"a{i}", weights) for i, weights in enumerate(adapters)]
+    rows = prompts(30, 40, seed=10)
+    for i, row in enumerate(rows):
+        harness.submit(str(i), row, 6, adapter=refs[i % 10])
+        harness.loop.step()
+    harness.run(check=lambda: within(harness, copies))
+    for i, row in enumerate(rows):
+        reference = solo(merged(tiny_model("llama"), adapters[i % 10]), row, 6)
+        assert_same_tokens(harness.tokens(str(i)), reference, TINY)
+
+
+def within(harness: Harness, copies: int) -> None:
+    assert len(harness.adapters.slots) <= 2
+    assert len(harness.adapters.copies) <= max(copies, READ_AHEAD) + 1
+
+
+def test_a_version_that_waits_gets_a_slot_though_another_never_runs_dry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlx_parallm.adapters.store._PATIENCE_S", 0.0)
+    model = tiny_model("llama")
+    layout = layout_of(model)
+    harness = make_harness(model, slots=1, max_rows=4)
+    busy, rare = (harness.publish(name, random_adapter(layout, seed)) for seed, name in enumerate(("busy", "rare")))
+    for i in range(8):
+        harness.submit(f"busy {i}", [i, 1, 2], 6, adapter=busy)
+    harness.submit("rare", [1, 2, 3], 4, adapter=rare)
+    for i in range(400):
+        if harness.tokens("rare"):
+            break
+        if i % 2:
+            harness.submit(f"busy {i + 8}", [i % 200, 1, 2], 6, adapter=busy)
+        harness.loop.step()
+        harness.loop.check_integrity()
+    assert harness.tokens("rare"), "starved"
+    harness.run()
+
+
+def test_a_version_that_made_way_for_nothing_is_served_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was to give its slot up, and another slot came free first."""
+    monkeypatch.setattr("mlx_parallm.adapters.store._PATIENCE_S", 0.0)
+    model = tiny_model("llama")
+    layout = layout_of(model)
+    harness = make_harness(model, slots=2, max_rows=4)
+    old, short, late = (harness.publish(name, random_adapter(layout, i)) for i, name in enumerate(("a", "b", "c")))
+    harness.submit("again", [5, 6, 7], 2, adapter=old)
+    harness.run()
+    harness.submit("long", [1, 2, 3], 240, adapter=old)
+    harness.submit("short", [1, 2, 3], 12, adapter=short)
+    for _ in range(8):
+        harness.loop.step()
+    harness.submit("late", [1, 2, 3], 3, adapter=late)
+    while not harness.tokens("late"):
+        harness.loop.step()
+    assert len(harness.tokens("long")) < 240, "the slot that came free was the other one"
+    harness.submit("after", [4, 5, 6], 3, adapter=old)
+    harness.run()
+    for name in ("long", "short", "late", "after"):
+        assert isinstance(harness.terminal(name), RequestFinished)
+
+
+def test_a_unit_of_staging_brings_one_version_though_it_has_time_for_more() -> None:
+    """Two that wait for the only free slot would be staged over each other, no row being admitted in between."""
+    model = tiny_model("llama")
+    layout = layout_of(model)
+    harness = make_harness(model, slots=2, max_rows=4)
+    refs = [harness.publish(name, random_adapter(layout, i)) for i, name in enumerate("abcd")]
+    harness.submit("long", [1, 2, 3], 60, adapter=refs[0])
+    while not harness.tokens("long"):
+        harness.loop.step()
+    staged = harness.adapters.staged
+    for name, ref in (("first", refs[1]), ("second", refs[2])):
+        harness.submit(name, [1, 2, 3], 3, adapter=ref)
+    harness.loop._scheduler.admit(0.0)
+    assert harness.adapters.waits(), "for the other slot"
+    harness.loop._stage(StagingUnit(0.5))
+    assert harness.adapters.staged == staged + 1
+    harness.run()
+    assert harness.adapters.staged == staged + 2
+    assert len(harness.tokens("first")) == len(harness.tokens("second")) == 3
+
+
+def test_rows_admitted_before_a_write_begins_keep_their_slot() -> None:
+    """What is to be staged was found while the slot was idle."""
+    model, row = tiny_model("llama"), [3, 1, 4, 1, 5]
+    layout = layout_of(model)
+    weights = random_adapter(layout, 1)
+    harness = make_harness(model, slots=1)
+    old = harness.publish("a", weights)
+    new = harness.publish("b", random_adapter(layout, 2), staged=False)
+    version, told = harness.adapters.books.version(new), list[Exception | None]()
+    harness.adapters.stage(version, random_adapter(layout, 2), told.append)
+    assert harness.adapters.waits()
+    harness.submit("row", row, 12, adapter=old)
+    harness.run()
+    assert told == [None]
+    assert_same_tokens(harness.tokens("row"), solo(merged(tiny_model("llama"), weights), row, 12), TINY)
+
+
+def test_a_request_whose_adapter_cannot_be_read_again_fails_alone() -> None:
+    model = tiny_model("llama")
+    layout = layout_of(model)
+    harness = make_harness(model, slots=1, copies=0)
+    lost = harness.publish("lost", random_adapter(layout, 1))
+    kept = harness.publish("kept", random_adapter(layout, 2))
+    harness.files.pop(next(root for root in harness.files if root.startswith("/lost")))
+    harness.submit("needs lost", [1, 2, 3], 5, adapter=lost)
+    harness.submit("needs kept", [1, 2, 3], 5, adapter=kept)
+    harness.run()
+    failed = harness.terminal("needs lost")
+    assert isinstance(failed, RequestFailed)
+    assert isinstance(failed.error, AdapterUnavailableError)
+    assert not harness.tokens("needs lost")
+    assert isinstance(harness.terminal("needs kept"), RequestFinished)
+
+
+def test_a_failed_write_costs_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything on the device is made anew: rows are recomputed, adapters staged again."""
+    model, row = tiny_model("llama"), [3, 1, 4, 1, 5]
+    layout = layout_of(model)
+    weights = random_adapter(layout, 1)
+    harness = make_harness(model)
+    ref = harness.publish("a", weights)
+    harness.submit("running", row, 30, adapter=ref)
+    for _ in range(8):
+        harness.loop.step()
+    bank, told = harness.adapters.bank, list[Exception | None]()
+    original = type(bank).write
+
+    def failing(self, slot, weights):
+        units = original(self, slot, weights)
+        yield next(units)
+        raise MemoryError("injected")
+
+    other = harness.adapters.books.add("b", VersionInfo(4, 8.0, (), 0))
+    monkeypatch.setattr(type(bank), "write", failing)
+    harness.adapters.stage(other, random_adapter(layout, 2), told.append)
+    while not told:
+        harness.loop.step()
+    monkeypatch.undo()
+    assert isinstance(told[0], MemoryError)
+    harness.run()
+    assert_same_tokens(harness.tokens("running"), solo(merged(tiny_model("llama"), weights), row, 30), TINY)
+    assert isinstance(harness.terminal("running"), RequestFinished)
+
+
+def test_weights_come_out_as_they_were_published() -> None:
+    """From a slot, and from a copy: ranks unpadded, the scale as it was."""
+    model = tiny_model("llama")
+    weights = random_adapter(layout_of(model), 5, rank=3, scale=4.0)
+    harness = make_harness(model, slots=1)
+    ref = harness.publish("a", weights)
+    for place in (Residence.SLOT, Residence.COPY):
+        version = harness.adapters.books.version(ref)
+        assert harness.adapters.residence(version) is place
+        taken: list[AdapterWeights | None] = []
+        harness.adapters.extract(version, taken.append)
+        harness.run()
+        assert taken[0].pairs.keys() == weights.pairs.keys()
+        for path, pair in weights.pairs.items():
+            assert np.array_equal(taken[0].pairs[path].a, pair.a)
+            assert np.array_equal(taken[0].pairs[path].b, pair.b)
+            assert taken[0].pairs[path].scale == 4.0
+        harness.publish("b", random_adapter(layout_of(tiny_model("llama")), 6))
+
+
+def test_the_bank_is_made_when_an_adapter_needs_it_and_only_what_it_needs() -> None:
+    model = tiny_model("llama")
+    layout = layout_of(model)
+    harness = make_harness(model, max_rank=4, slots=64)
+    harness.submit("r", [1, 2, 3], 4)
+    harness.run()
+    assert harness.adapters.bank.nbytes == 0
+    qv = random_adapter(layout, 1, rank=4, targets=QV)
+    harness.publish("a", qv)
+    assert harness.adapters.bank.nbytes == 4 * qv.nbytes, "four slots at first, slot 0 among them; no padding"
+    for seed in range(2, 9):
+        harness.publish(f"a{seed}", random_adapter(layout, seed, rank=4, targets=QV))
+    assert harness.adapters.bank.nbytes == 16 * qv.nbytes
+
+
+def test_a_version_that_is_urgent_finds_room_that_was_made_before_it_came() -> None:
+    """Growing the bank takes longer than writing a slot: nobody is to wait for it between an update and its version."""
+    model = tiny_model("llama")
+    layout = layout_of(model)
+    harness = make_harness(model, slots=6)
+    groups, units = harness.adapters.bank.groups.values(), []
+
+    def publish(seed: int) -> None:
+        weights = random_adapter(layout, seed)
+        info = VersionInfo(weights.rank, weights.alpha, weights.targets, weights.nbytes, root=f"/{seed}")
+        version, told = harness.adapters.books.add("a", info), []
+        harness.files[info.root] = weights
+        harness.adapters.stage(version, weights, told.append, urgent=True)
+        units.append(0)
+        while not told:
+            harness.loop.step()
+            units[-1] += 1
+        harness.run()
+
+    for seed in range(6):
+        publish(seed)
+        held = {group.a.shape[0] for group in groups}
+        assert min(held) > min(seed + 2, 6), "and the next slot is there"
+    assert held == {7}
+    assert len(set(units[1:])) == 1, "so each but the first is only written"
+    harness.loop.check_integrity()

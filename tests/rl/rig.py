@@ -1,0 +1,113 @@
+"""One adapter's loop over stand-ins for what it asks of others."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from rl.fakes import FakeLearner, FakePublisher, trajectories
+
+from mlx_parallm.core import AdapterRef
+from mlx_parallm.rl.buffer import TrajectoryBuffer
+from mlx_parallm.rl.gate import Evaluate, Gate
+from mlx_parallm.rl.groups import Group
+from mlx_parallm.rl.loop import TrainingLoop
+from mlx_parallm.rl.settings import LoopSettings, RewardScale
+from mlx_parallm.rl.trainee import PolicyOf, Trainee, TraineeParts
+
+NAME = "math"
+SETTINGS = LoopSettings(update_frequency=4, scale_rewards=RewardScale.NONE, checkpoint_interval=1000)
+
+
+def ref(version: int) -> AdapterRef:
+    return AdapterRef(NAME, version)
+
+
+@dataclass
+class Rig:
+    """A loop over fakes, and every event it emitted."""
+
+    settings: LoopSettings = SETTINGS
+    evaluate: Evaluate | None = None
+    serves_base: bool = True
+    imitation: bool = False
+    policy_of: PolicyOf | None = None
+    learner: FakeLearner = field(default_factory=FakeLearner)
+    events: list[tuple[str, dict[str, object]]] = field(default_factory=list)
+    publisher: FakePublisher = field(init=False)
+    groups: int = 0
+
+    def __post_init__(self) -> None:
+        self.publisher = FakePublisher(self.learner)
+        self.restart()
+
+    def restart(self) -> None:
+        """The process ends, whenever; what is on disk and live stays."""
+        self.buffer = TrajectoryBuffer(self.settings.buffer_size)
+        gate = Gate(self.settings.kl_bound, self.evaluate)
+        parts = TraineeParts(self.learner, self.publisher, gate, self.settings, self.emit, self.policy_of)
+        self.trainee = Trainee(NAME, parts, self.serves_base)
+        self.loop = TrainingLoop(self.trainee, self.buffer, self.settings, self.emit, self.imitation)
+
+    def emit(self, kind: str, **data: object) -> None:
+        self.events.append((kind, data))
+
+    @property
+    def kinds(self) -> list[str]:
+        return [kind for kind, _ in self.events]
+
+    @property
+    def saves(self) -> list[tuple[str, AdapterRef, tuple[str, ...]]]:
+        return [(card.name, card.adapter, card.tags) for card, _ in self.publisher.saved]
+
+    def drawn(self, *rewards: float, by: AdapterRef | None = None, scorer: str | None = "exact") -> Group:
+        """A complete group, of the last version."""
+        self.groups += 1
+        drawn_by = by or self.trainee.lineage.tip
+        group = Group.of(NAME, trajectories(f"g{self.groups}", drawn_by, len(rewards), scorer))
+        self.buffer.add(group)
+        self.buffer.score(group, rewards)
+        self.loop.wake()
+        return group
+
+    def check(self) -> None:
+        """Nothing is taken, and learner, live version and books tell the same."""
+        self.buffer.check_integrity()
+        assert self.loop.status().state != "updating"
+        if (live := self.publisher.live(NAME)) is not None and not self.trainee.drifted:
+            assert self.publisher.versions[live] == self.learner.policies[NAME][0]
+        assert self.trainee.reports.step == self.learner.policies[NAME][1]
+
+    async def updated(self, *rewards: float, **options: object):
+        """One update of one group of these rewards."""
+        self.drawn(*rewards)
+        return await self.loop.update(None, **options)
+
+
+async def opened(**fields: object) -> Rig:
+    rig = Rig(**fields)
+    await rig.loop.open()
+    rig.events.clear()
+    return rig
+
+
+async def settle(turns: int = 50) -> None:
+    """Lets every task run until it waits for something that will not come."""
+    for _ in range(turns):
+        await asyncio.sleep(0)
+
+
+class running:  # noqa: N801 - reads as a statement
+    """The loop runs by itself while the block does."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.rig = rig
+
+    async def __aenter__(self) -> None:
+        self.task = asyncio.create_task(self.rig.loop.run())
+        await settle()
+
+    async def __aexit__(self, *_: object) -> None:
+        await settle()
+        assert not self.task.done()
+        self.task.cancel()

@@ -1,0 +1,186 @@
+"""Checkpoints of an adapter in training, and the way back to them."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from rl.fakes import policy, trajectories, value_of
+from rl.rig import NAME, SETTINGS, opened, ref, settle
+
+from mlx_parallm.core import BASE_ADAPTER
+from mlx_parallm.errors import (
+    AdapterUnavailableError,
+    ConflictError,
+    InvalidRequestError,
+    StorageError,
+    UnknownModelError,
+)
+from mlx_parallm.rl.groups import Drop, Group, State
+
+
+async def test_every_few_updates_are_saved_and_the_best_version_before_them() -> None:
+    rig = await opened(settings=replace(SETTINGS, checkpoint_interval=2))
+    for mean in (0.25, 0.5, 0.4, 0.3):
+        await rig.updated(mean + 0.25, mean - 0.25)
+    # the running mean is best at the second batch, which version 1 drew, and again at the third
+    assert rig.saves == [
+        ("checkpoint-1", ref(1), ("best",)),
+        ("checkpoint-2", ref(2), ()),
+        ("checkpoint-2", ref(2), ("best",)),
+        ("checkpoint-4", ref(4), ()),
+    ]
+    for _ in range(2):
+        await rig.updated(0.2, 0.0)
+    assert rig.saves[4:] == [("checkpoint-6", ref(6), ())], "the best one is saved once"
+    assert rig.publisher.saved[0][0].metrics["reward_running_mean"] == pytest.approx(0.3)
+    two_updates = ["update", "update", "checkpoint", "checkpoint"]
+    assert rig.kinds == [*two_updates, *two_updates, "update", "update", "checkpoint"]
+
+
+async def test_a_named_checkpoint_is_saved_at_once_published_or_not() -> None:
+    rig = await opened()
+    report = await rig.updated(1.0, 0.0, tag="good")
+    assert report.checkpoint == "checkpoint-1"
+    report = await rig.updated(1.0, 0.0, publish=False, tag="draft")
+    assert (report.status, report.adapter, report.checkpoint) == ("trained", ref(1), "checkpoint-2")
+    assert ("checkpoint-2", ref(2), ("draft",)) in rig.saves
+    assert rig.publisher.discarded == [ref(2)]
+    assert value_of(rig.publisher.saved[-1][1]) == 2.0
+
+
+async def test_a_checkpoint_on_request_holds_the_policy_and_its_optimizer() -> None:
+    rig = await opened()
+    with pytest.raises(ConflictError, match="equal to the base"):
+        await rig.loop.save(None, [], {})
+    await rig.updated(1.0, 0.0)
+    card = await rig.loop.save(None, ["good"], {"mine": 2.0})
+    assert (card.name, card.adapter, card.tags) == ("checkpoint-1", ref(1), ("good",))
+    assert card.metrics == {"mine": 2.0, **rig.trainee.memory.to_metrics()}
+    assert rig.publisher.saved[-1][1] == policy(1.0, 1)
+    assert (await rig.loop.save(70, [], {})).name == "checkpoint-70"
+    await rig.updated(1.0, 0.0)
+    with pytest.raises(ConflictError):
+        await rig.loop.save(70, [], {})
+    rig.publisher.no_folder = True
+    with pytest.raises(InvalidRequestError, match="--checkpoint-dir"):
+        await rig.loop.save(None, [], {})
+    rig.check()
+
+
+async def test_a_policy_that_is_not_published_is_saved_as_a_version_of_its_own() -> None:
+    rig = await opened()
+    await rig.updated(1.0, 0.0)
+    await rig.updated(1.0, 0.0, publish=False)
+    card = await rig.loop.save(None, [], {})
+    assert (card.adapter, rig.publisher.saved[-1][1]) == (ref(2), policy(2.0, 2))
+    assert rig.publisher.names[NAME] == ref(1) == rig.trainee.lineage.tip
+    rig.check()
+
+
+async def test_a_save_waits_for_the_update_that_is_under_way() -> None:
+    rig = await opened()
+    await rig.updated(1.0, 0.0)
+    rig.learner.hold = asyncio.Event()
+    updating = asyncio.create_task(rig.updated(1.0, 0.0))
+    await settle()
+    saving = asyncio.create_task(rig.loop.save(None, [], {}))
+    await settle()
+    assert not saving.done()
+    rig.learner.hold.set()
+    await updating
+    assert (await saving).adapter == ref(2)
+
+
+async def test_a_checkpoint_that_cannot_be_saved_costs_only_itself() -> None:
+    rig = await opened(settings=replace(SETTINGS, checkpoint_interval=1))
+    rig.publisher.save_error = StorageError("the disk is full")
+    report = await rig.updated(1.0, 0.0)
+    assert (report.status, report.checkpoint) == ("published", None)
+    assert rig.loop.status().detail["checkpoint_failures"] == 1
+    rig.check()
+
+
+# ---- rollback -----------------------------------------------------------------------------------
+
+
+async def test_training_goes_back_to_the_best_version_when_rewards_fall() -> None:
+    rig = await opened(settings=replace(SETTINGS, rollback_drop=0.3, checkpoint_interval=3, max_staleness=9))
+    for mean in (0.5, 0.6, 0.9):  # drawn by the base, versions 1 and 2
+        await rig.updated(mean + 0.1, mean - 0.1)
+    assert rig.loop.status().best == ref(2)
+    assert +rig.publisher.kept == {ref(2): 1}, "and no earlier one"
+    assert rig.publisher.names[NAME] == ref(3)
+    foreign, ours = (Group.of(NAME, trajectories(name, by)) for name, by in (("foreign", ref(3)), ("ours", ref(2))))
+    rig.buffer.add(foreign)
+    rig.buffer.add(ours)
+    # the running mean falls from 0.596 to 0.477, 0.381 and 0.305; and then below 0.296
+    reports = [await rig.updated(0.1, -0.1) for _ in range(4)]
+    assert [report.status for report in reports] == ["published"] * 3 + ["skipped"]
+    assert reports[-1].adapter == ref(2)
+    assert "rolled_back" in rig.loop.status().skips
+    assert rig.publisher.names[NAME] == ref(2) == rig.trainee.lineage.tip
+    assert rig.learner.policies[NAME] == (2.0, 2)
+    assert [member.reason for member in foreign.members] == [Drop.FOREIGN] * 2
+    assert [member.state for member in ours.members] == [State.WAITING] * 2
+    assert rig.trainee.memory.mean is None
+    assert rig.kinds.count("rollback") == 1
+    rollback = rig.kinds.index("rollback")
+    assert rig.events[rollback][1]["version"] == "math@2"
+    assert rig.saves[-1][1:] == (ref(2), ("best",))
+    assert rig.publisher.latest == "checkpoint-2", "a restart begins with it"
+    rig.check()
+    report = await rig.updated(0.1, -0.1)
+    assert (report.status, report.step) == ("published", 3), "low rewards are a new beginning, not another fall"
+    assert rig.publisher.versions[report.adapter] == 3.0
+    rig.check()
+
+
+async def test_rewards_that_never_rose_bring_back_the_base() -> None:
+    rig = await opened(settings=replace(SETTINGS, rollback_drop=0.05))
+    await rig.updated(0.6, 0.4)
+    assert rig.loop.status().best == BASE_ADAPTER
+    report = await rig.updated(0.1, -0.1)
+    assert report.status == "skipped"
+    assert rig.publisher.names[NAME] == report.adapter == ref(2)
+    assert rig.publisher.versions[ref(2)] == 0.0
+    assert rig.learner.policies[NAME] == (0.0, 0)
+    assert rig.trainee.lineage.lag(BASE_ADAPTER) == 1
+    assert rig.trainee.lineage.lag(ref(1)) is None
+    rig.check()
+
+
+async def test_rollback_on_request_to_the_best_or_a_checkpoint() -> None:
+    rig = await opened()
+    with pytest.raises(ConflictError, match="best"):
+        await rig.loop.roll_back(None)
+    await rig.updated(1.0, 0.0, tag="first")
+    await rig.updated(1.2, 0.8)
+    await rig.updated(0.5, 0.0)
+    with pytest.raises(UnknownModelError):
+        await rig.loop.roll_back("nothing")
+    assert rig.publisher.names[NAME] == ref(3)
+    await rig.loop.roll_back("first")
+    assert rig.publisher.names[NAME] == ref(1)
+    assert rig.learner.policies[NAME] == (1.0, 1)
+    assert rig.publisher.latest == "checkpoint-1"
+    rig.check()
+    await rig.updated(0.5, 0.0, tag="second")
+    assert rig.publisher.latest == "checkpoint-2"
+    await rig.loop.roll_back("checkpoint-1")
+    assert rig.trainee.lineage.newest(9) == ("base@0", "math@1")
+    assert rig.publisher.latest == "checkpoint-1"
+    rig.check()
+
+
+async def test_a_rollback_that_fails_leaves_everything_as_it_was() -> None:
+    rig = await opened()
+    await rig.updated(1.0, 0.0, tag="first")
+    await rig.updated(1.0, 0.0)
+    rig.publisher.flip_error = AdapterUnavailableError("gone")
+    with pytest.raises(AdapterUnavailableError):
+        await rig.loop.roll_back("first")
+    assert rig.publisher.names[NAME] == ref(2) == rig.trainee.lineage.tip
+    assert "rollback" not in rig.kinds
+    rig.check()

@@ -1,0 +1,248 @@
+"""Fake adapters and training: what they were asked, and answers that a test can change."""
+
+import asyncio
+import contextlib
+import threading
+from dataclasses import replace
+
+from mlx_parallm.core import (
+    BASE_ADAPTER,
+    AdapterCard,
+    AdapterRef,
+    AdapterStats,
+    CheckpointCard,
+    Residence,
+    TrainingStatus,
+    UpdateReport,
+)
+from mlx_parallm.errors import (
+    ConflictError,
+    InvalidRequestError,
+    UnknownModelError,
+    UnknownTrajectoryError,
+)
+
+
+class FakeAdapters:
+    """Versions without weights: every `load` and `publish` is a new one, which its name then means.
+
+    `error`: what the next awaited call raises. `hold`: awaited calls wait for `resume`, having set `held`.
+    `asked`: every selector that a lease or a lookup was asked for. `leased` counts the leases held now.
+    """
+
+    def __init__(self):
+        self.known = {}
+        self.shares = {"base": 1.0}
+        self.before = []
+        self.saved = []
+        self.asked = []
+        self.leased = 0
+        self.error = None
+        self.hold = False
+        self.held = asyncio.Event()
+        self.resume = asyncio.Event()
+        self.state = AdapterStats(slots=4)
+
+    def publish(self, name):
+        version = max((ref.version for ref in self.known if ref.name == name), default=0) + 1
+        ref = AdapterRef(name, version)
+        self.known[ref] = AdapterCard(ref, True, Residence.SLOT, "", 8, 16.0, ("q_proj",), 64, 1_800_000_000)
+        self._revive(ref)
+        return ref
+
+    def lease(self, selector):
+        return self._leased(self._ref(max(self.shares, key=self.shares.get) if selector is None else selector))
+
+    def find(self, selector):
+        ref = self._ref(selector)
+        if ref == BASE_ADAPTER:
+            raise UnknownModelError("base is no adapter")
+        return self.known[ref]
+
+    def cards(self):
+        return tuple(self.known[ref] for ref in sorted(self.known, key=str))
+
+    async def load(self, name, path, replace):
+        await self._work()
+        if not replace and any(ref.name == name for ref in self.known):
+            raise InvalidRequestError(f"the name {name!r} is taken; send load_inplace: true to replace it")
+        return self.known[self.publish(name)]
+
+    async def unload(self, selector):
+        await self._work()
+        gone = tuple(ref for ref in self.known if selector in (ref.name, str(ref)))
+        if not gone:
+            raise UnknownModelError(f"no adapter {selector!r}")
+        if selector in self.shares:
+            raise ConflictError("a route leads to it")
+        for ref in gone:
+            del self.known[ref]
+        return gone
+
+    def route(self):
+        return dict(self.shares)
+
+    async def set_route(self, weights):
+        await self._work()
+        for selector in weights:
+            self._ref(selector)
+        self.before.append(self.shares)
+        self.shares = {selector: weight / sum(weights.values()) for selector, weight in weights.items()}
+        return self.route()
+
+    async def rollback(self, name):
+        await self._work()
+        if name is None:
+            if not self.before:
+                raise ConflictError("the route was never changed")
+            self.shares = self.before.pop()
+            return self._ref(max(self.shares, key=self.shares.get)), self.route()
+        live = self._ref(name)
+        if live.version == 1:
+            raise ConflictError(f"{name} has only one version")
+        self._revive(AdapterRef(name, live.version - 1))
+        return self._ref(name), self.route()
+
+    def checkpoints(self):
+        return tuple(self.saved)
+
+    async def save_checkpoint(self, selector, step, tags, metrics):
+        await self._work()
+        step = len(self.saved) + 1 if step is None else step
+        if any(card.step == step for card in self.saved):
+            raise ConflictError(f"there is a checkpoint-{step} with other content")
+        tags = ("latest", *tags)
+        ref = self._ref(selector or "math")
+        self.saved.append(CheckpointCard(f"checkpoint-{step}", ref, step, "/secret", 1_800_000_000, tags, metrics))
+        return self.saved[-1]
+
+    def stats(self):
+        return self.state
+
+    @contextlib.contextmanager
+    def _leased(self, ref):
+        self.leased += 1
+        try:
+            yield ref
+        finally:
+            self.leased -= 1
+
+    def _ref(self, selector):
+        self.asked.append(selector)
+        live = {ref.name: ref for ref, card in self.known.items() if card.live}
+        named = {"base": BASE_ADAPTER, **live, **{str(ref): ref for ref in self.known}}
+        if selector not in named:
+            raise UnknownModelError(f"no adapter {selector!r}")
+        return named[selector]
+
+    def _revive(self, live):
+        for ref, card in self.known.items():
+            if ref.name == live.name:
+                self.known[ref] = replace(card, live=ref == live)
+
+    async def _work(self):
+        self.held.set()
+        if self.hold:
+            await self.resume.wait()
+        if self.error:
+            raise self.error
+
+
+class FakeTraining:
+    """Trains the adapters of `state`, `policy` by default; has the scorer `exact`, which reads `metadata.answer`.
+
+    `checked`: (collection, adapter) of each check, `check_threads` the threads they came on. `calls`: what else was
+    asked. `saves`: names that `trains` says yes to. `error`, `hold`, `held`, `resume_work`: as the adapters'. `told`:
+    the events, the last one None; `listening`: listeners now.
+    """
+
+    def __init__(self):
+        self.state = {"policy": TrainingStatus(enabled=True, state="running", adapter="policy", trained=("policy",))}
+        self.report = UpdateReport(AdapterRef("policy", 2), 1, "published")
+        self.known = {"traj-0"}
+        self.cards = ()
+        self.checked = []
+        self.check_threads = []
+        self.calls = []
+        self.error = None
+        self.hold = False
+        self.held = asyncio.Event()
+        self.resume_work = asyncio.Event()
+        self.told = asyncio.Queue()
+        self.saves = ()
+        self.listening = 0
+
+    def check(self, collection, adapter):
+        self.check_threads.append(threading.current_thread())
+        self.checked.append((collection, adapter))
+        if self.error:
+            raise self.error
+        if collection.scorer not in (None, "exact"):
+            raise InvalidRequestError(f"unknown scorer {collection.scorer!r}", param="scoring_function")
+        if collection.scorer and "answer" not in collection.metadata:
+            raise InvalidRequestError("exact reads metadata.answer", param="metadata")
+
+    def feedback(self, trajectory_id, score):
+        if self.error:
+            raise self.error
+        if trajectory_id not in self.known:
+            raise UnknownTrajectoryError(f"no trajectory {trajectory_id!r}", param="trajectory_id")
+        self.calls.append(("feedback", trajectory_id, score))
+
+    async def update(self, adapter=None, given=None, publish=True, checkpoint_name=None):
+        await self._work("update", adapter, given, publish, checkpoint_name)
+        return self.report
+
+    def status(self, adapter=None):
+        name = "policy" if adapter is None else adapter
+        if name not in self.state:
+            raise UnknownModelError(f"no adapter {name!r} is trained here")
+        return self.state[name]
+
+    async def start(self, adapter=None):
+        name = adapter or "policy"
+        trained = (*self.state, name) if name not in self.state else tuple(self.state)
+        self.state = {known: replace(status, trained=trained) for known, status in self.state.items()}
+        self.state.setdefault(name, TrainingStatus(enabled=True, state="idle", adapter=name, trained=trained))
+        return await self._work("start", adapter)
+
+    async def pause(self, adapter=None):
+        return await self._work("pause", adapter)
+
+    async def resume(self, adapter=None):
+        return await self._work("resume", adapter)
+
+    async def rollback(self, adapter=None, to=None):
+        if to == "nope":
+            raise UnknownModelError("no checkpoint 'nope'")
+        return await self._work("rollback", adapter, to)
+
+    def trains(self, selector):
+        return (selector or "math") in self.saves
+
+    async def save(self, adapter, step, tags, metrics):
+        await self._work("save", None, adapter, step, tags, metrics)
+        return CheckpointCard("checkpoint-9", AdapterRef("math", 2), 9, "/secret", 1_800_000_000, tuple(tags), metrics)
+
+    async def events(self):
+        self.listening += 1
+        try:
+            while (event := await self.told.get()) is not None:
+                if isinstance(event, Exception):
+                    raise event
+                yield event
+        finally:
+            self.listening -= 1
+
+    def trajectories(self, limit):
+        return self.cards[:limit]
+
+    async def _work(self, name, adapter, *arguments):
+        status = self.status(adapter)
+        self.held.set()
+        if self.hold:
+            await self.resume_work.wait()
+        if self.error:
+            raise self.error
+        self.calls.append((name, adapter, *arguments))
+        return status
