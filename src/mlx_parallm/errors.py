@@ -8,6 +8,7 @@
     ├── RequestError                the client must change the request (HTTP 4xx)
     │   ├── InvalidRequestError     a field is missing, malformed or out of bounds
     │   │   └── AdapterFileError    an adapter's or checkpoint's files cannot be used
+    │   ├── GrammarError            its grammar cannot be followed further within the limits
     │   ├── ContextLengthError      prompt + max_tokens do not fit the context
     │   ├── UnknownModelError       `model` names nothing that is served
     │   ├── UnknownTrajectoryError  no such trajectory, or not any more
@@ -60,6 +61,10 @@ class InvalidRequestError(RequestError):
 
 class AdapterFileError(InvalidRequestError):
     """An adapter's or a checkpoint's files are malformed, unsafe, or of another model."""
+
+
+class GrammarError(RequestError):
+    """A text came where its grammar cannot be followed any further within the limits: simplify the grammar."""
 
 
 class ContextLengthError(RequestError):

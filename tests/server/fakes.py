@@ -31,6 +31,7 @@ class ByteTokenizer:
     eos_token = "<eos>"
     bos_token = "<bos>"
     eos_token_ids = frozenset({EOS})
+    special_ids = frozenset({256, EOS})
     chat_template = "a template"
 
     def encode(self, text, add_special_tokens=True):
@@ -40,7 +41,7 @@ class ByteTokenizer:
         return b"".join(map(self.token_bytes, token_ids)).decode("utf-8", "replace")
 
     def token_bytes(self, token_id):
-        return bytes([token_id]) if token_id < 256 else {256: b"<bos>", EOS: b"<eos>"}[token_id]
+        return bytes([token_id]) if token_id < 256 else {256: b"<bos>", EOS: b"<eos>"}.get(token_id, b"")
 
     def apply_chat_template(self, messages, add_generation_prompt=True, **kwargs):
         if messages[-1]["content"] == "refuse":

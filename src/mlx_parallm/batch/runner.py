@@ -41,6 +41,22 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
+class Undrawn:
+    """A decode forward that nothing has been drawn from: its rows in batch order, logits [n, vocab] (lazy).
+
+    `waits`: a row's grammar has to know the tokens of the step before.
+    """
+
+    rows: tuple[Row, ...]
+    logits: mx.array
+    plan: SamplingPlan
+
+    @property
+    def waits(self) -> bool:
+        return self.plan.masks is not None
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """A launched decode step: its rows in batch order, and what they will have drawn (lazy)."""
 
@@ -121,8 +137,8 @@ class BatchRunner:
 
     # -- decode ----------------------------------------------------------------------------------
 
-    def launch(self, rows: Sequence[Row], previous: Step | None) -> Step:
-        """Starts one decode step and returns without waiting for it.
+    def begin(self, rows: Sequence[Row], previous: Step | None) -> Undrawn:
+        """The forward of one decode step; where drawing has to wait, it is started at once.
 
         Every row has room for one more token in the pool. A row whose input is the step in flight's
         draw must be a row of `previous`.
@@ -130,12 +146,24 @@ class BatchRunner:
         order = {id(kv): place for place, kv in enumerate(self.cache.rows())}
         batch = tuple(sorted(rows, key=lambda row: order[id(row.kv)]))
         logits = self._forward_rows([row.kv for row in batch], _inputs(batch, previous))
-        sampled = sample(logits, self._plan(batch), [row.drawn for row in batch])
-        for row in batch:
+        undrawn = Undrawn(batch, logits, self._plan(batch))
+        if undrawn.waits:
+            mx.async_eval(logits)  # type: ignore[no-untyped-call]
+        return undrawn
+
+    def draw(self, undrawn: Undrawn) -> Step:
+        """Starts the drawing of its tokens and returns without waiting for it. What it `waits` for was read back."""
+        rows = undrawn.rows
+        sampled = sample(undrawn.logits, undrawn.plan, [row.drawn for row in rows])
+        for row in rows:
             row.drawn += 1
             row.input_token = None
         mx.async_eval(sampled.arrays())  # type: ignore[no-untyped-call]
-        return Step(batch, sampled)
+        return Step(rows, sampled)
+
+    def launch(self, rows: Sequence[Row], previous: Step | None) -> Step:
+        """`begin` and `draw`: one decode step, where no row has a grammar."""
+        return self.draw(self.begin(rows, previous))
 
     def forward(self, rows: Sequence[KVRow], tokens: Sequence[int]) -> mx.array:
         """One token of each row (in pool order): logits [n, vocab], lazy. What a decode step computes, unsampled."""

@@ -1,12 +1,12 @@
 """Draws one token for every row of a batch in one vectorised pass, whatever each row's options.
 
-    raw logits ─ penalties ─ logit_bias, min_tokens ─┬─ argmax ──────────────────────────────┬─ tokens
-                                                     └─ temperature ─ filters ─ inverse CDF ─┘
+    raw logits ─ penalties ─ logit_bias, min_tokens ─ grammar ─┬─ argmax ──────────────────────────────┬─ tokens
+                                                               └─ temperature ─ filters ─ inverse CDF ─┘
     raw logits ─ logprobs, top logprobs
 
 `plan_sampling` looks at the options once per batch composition; a stage that no row asks for is not in
 the plan. `sample` only builds a lazy graph: it evaluates nothing and reads nothing back, so the next
-step can be launched before this step's tokens are known.
+step can be launched before this step's tokens are known. Grammars alone want to know them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from mlx_parallm.batch.logit_edits import Edit, LogitEdits
 from mlx_parallm.batch.logprobs import log_normaliser, token_logprobs, top_logprobs
 from mlx_parallm.batch.penalties import Penalties, TokenCounts, has_penalties
 from mlx_parallm.batch.rowwise import RowSubset, exp
+from mlx_parallm.batch.token_masks import TokenMasks
 from mlx_parallm.batch.uniforms import streams, uniforms
-from mlx_parallm.core import SamplingParams
+from mlx_parallm.core import GrammarState, SamplingParams
 
 COLDEST = 1e-5
 """Temperatures below this are greedy (vLLM's limit)."""
@@ -36,8 +37,8 @@ class RowSampling:
     """What the sampler needs of one row; kept by the row as long as it lives.
 
     `params.seed` is the row's own seed. `end_ids` cannot be drawn while the row has generated fewer
-    than `min_tokens`. `sampling_logprobs`: the row becomes training data. `counts` exists when
-    `has_penalties(params)`, and is the one part that changes: `sample` counts the tokens it draws.
+    than `min_tokens`. `sampling_logprobs`: the row becomes training data. Two parts change: `counts`, which exists
+    when `has_penalties(params)` (`sample` counts the tokens it draws), and `grammar`, which accepts what is read back.
     """
 
     params: SamplingParams
@@ -45,6 +46,7 @@ class RowSampling:
     end_ids: tuple[int, ...] = ()
     sampling_logprobs: bool = False
     counts: TokenCounts | None = None
+    grammar: GrammarState | None = None
 
     @property
     def is_greedy(self) -> bool:
@@ -65,11 +67,14 @@ class DrawnRows:
 
 @dataclass(frozen=True, slots=True)
 class SamplingPlan:
-    """One batch composition. None: no row asks for that stage. Valid until a row joins or leaves."""
+    """One batch composition. None: no row asks for that stage. Valid until a row joins or leaves.
+
+    With `masks` a step can be sampled only when the tokens before it were read back."""
 
     rows: int
     penalties: Penalties | None
     edits: LogitEdits | None
+    masks: TokenMasks | None
     drawn: DrawnRows | None
     sampling_logprobs: bool
     logprobs: RowSubset | None
@@ -107,6 +112,7 @@ def plan_sampling(rows: Sequence[RowSampling], vocab_size: int) -> SamplingPlan:
         rows=len(rows),
         penalties=_plan_penalties(rows),
         edits=_plan_edits(rows),
+        masks=_plan_masks(rows, vocab_size),
         drawn=_plan_drawn(rows, vocab_size),
         sampling_logprobs=any(row.sampling_logprobs for row in rows),
         logprobs=RowSubset.of(asked, len(rows)) if asked else None,
@@ -153,6 +159,11 @@ def _plan_edits(rows: Sequence[RowSampling]) -> LogitEdits | None:
     return LogitEdits(edits) if edits else None
 
 
+def _plan_masks(rows: Sequence[RowSampling], vocab_size: int) -> TokenMasks | None:
+    states = {i: row.grammar for i, row in enumerate(rows) if row.grammar is not None}
+    return TokenMasks(list(states.values()), list(states), len(rows), vocab_size) if states else None
+
+
 def _plan_drawn(rows: Sequence[RowSampling], vocab_size: int) -> DrawnRows | None:
     numbers = [i for i, row in enumerate(rows) if not row.is_greedy]
     if not numbers:
@@ -172,6 +183,8 @@ def _edited(logits: mx.array, plan: SamplingPlan, positions: NDArray[np.int64]) 
         logits = plan.penalties.apply(logits)
     if plan.edits is not None:
         logits = plan.edits.apply(logits, positions)
+    if plan.masks is not None:
+        logits = plan.masks.apply(logits)
     return logits
 
 

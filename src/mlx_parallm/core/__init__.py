@@ -22,6 +22,7 @@ from mlx_parallm.core.clients import (
     TextTokenizer,
     TrainingWork,
 )
+from mlx_parallm.core.grammar import Grammar, GrammarCompiler, GrammarKind, GrammarSpec, GrammarState
 from mlx_parallm.core.requests import (
     Collection,
     Event,
@@ -65,6 +66,11 @@ __all__ = [
     "FinishReason",
     "GenerationRequest",
     "GivenTrajectory",
+    "Grammar",
+    "GrammarCompiler",
+    "GrammarKind",
+    "GrammarSpec",
+    "GrammarState",
     "Histogram",
     "ModelCard",
     "PromptScored",

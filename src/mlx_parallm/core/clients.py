@@ -237,6 +237,8 @@ class TextTokenizer(Protocol):
     eos_token: str | None
     bos_token: str | None
     eos_token_ids: frozenset[int]
+    special_ids: frozenset[int]
+    """Tokens that are no text, those of the end among them."""
     chat_template: str | None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...

@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
+from mlx_parallm.core.grammar import Grammar
 
 
 class WorkClass(StrEnum):
@@ -74,6 +75,7 @@ class GenerationRequest:
     `prompt_logprobs` None: not wanted; k >= 0: each prompt token's logprob and the k best.
     `priority`: lower runs earlier (vLLM's meaning), 0 by default.
     Sample j of a prompt draws with seed `sampling.seed + j`. `collection` None: nothing of it is kept for training.
+    `grammar`: what each of its texts follows; they end where nothing can follow.
     """
 
     request_id: str
@@ -86,6 +88,7 @@ class GenerationRequest:
     work_class: WorkClass = WorkClass.INFERENCE
     priority: int = 0
     collection: Collection | None = None
+    grammar: Grammar | None = None
 
     @property
     def sequences(self) -> int:

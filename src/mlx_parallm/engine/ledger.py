@@ -19,6 +19,7 @@ from mlx_parallm.core import (
 from mlx_parallm.engine.live import LiveRequest, LiveSequence, Vocabulary, expand
 from mlx_parallm.engine.snapshot import Counters
 from mlx_parallm.engine.text import TextDelta
+from mlx_parallm.errors import GrammarError
 from mlx_parallm.scheduler.rl_aware import RLAwareScheduler
 from mlx_parallm.scheduler.sequence import Sequence
 
@@ -93,7 +94,7 @@ class Ledger:
     # -- what happens to a sequence --------------------------------------------------------------
 
     def accept(self, live: LiveSequence, draw: Draw, now: float) -> None:
-        """A token was drawn: text, events, and the end when it is one."""
+        """A token was drawn: text, events, and the end when it is one, or when its grammar gives up."""
         request = live.request
         live.sequence.tokens.append(draw.token)
         if live.row is not None and live.sequence.unread == 0:
@@ -101,7 +102,11 @@ class Ledger:
         request.first_token_at = request.first_token_at or now
         request.completion_tokens += 1
         self.counters.generation_tokens += 1
-        delta = live.text.accept(draw.token)
+        try:
+            delta = live.text.accept(draw.token)
+        except GrammarError as error:
+            self.fail(request, error)
+            return
         self._emit(request, _output(live.index, draw, delta))
         if delta.finish_reason is not None:
             self._end(live)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from mlx_parallm.batch.penalties import TokenCounts, has_penalties
 from mlx_parallm.batch.runner import Row
 from mlx_parallm.batch.sampler import RowSampling
-from mlx_parallm.core import GenerationRequest, RequestFinished, TokenLogprob
+from mlx_parallm.core import GenerationRequest, GrammarState, RequestFinished, TokenLogprob
 from mlx_parallm.engine.text import Detokenizes, TextStream
 from mlx_parallm.scheduler.sequence import Group, Sequence
 
@@ -103,20 +103,25 @@ def _live_sequence(
 ) -> LiveSequence:
     request = live.request
     prompt = request.prompts[index // request.n]
+    grammar = None if request.grammar is None else request.grammar.start()
     scored = request.prompt_logprobs is not None and sample == 0
     sequence.scored = scored
     return LiveSequence(
         sequence=sequence,
         index=index,
         request=live,
-        text=TextStream(vocabulary.detokenizer(prompt), request.stopping, vocabulary.eos_ids),
-        sampling=_row_sampling(request, prompt, sample, vocabulary),
+        text=TextStream(vocabulary.detokenizer(prompt), request.stopping, vocabulary.eos_ids, grammar),
+        sampling=_row_sampling(request, prompt, sample, vocabulary, grammar),
         scores=[None] if scored else None,
     )
 
 
 def _row_sampling(
-    request: GenerationRequest, prompt: tuple[int, ...], sample: int, vocabulary: Vocabulary
+    request: GenerationRequest,
+    prompt: tuple[int, ...],
+    sample: int,
+    vocabulary: Vocabulary,
+    grammar: GrammarState | None,
 ) -> RowSampling:
     params = replace(request.sampling, seed=request.sampling.seed + sample)
     return RowSampling(
@@ -125,4 +130,5 @@ def _row_sampling(
         end_ids=tuple(sorted(vocabulary.eos_ids)),
         sampling_logprobs=request.collection is not None,
         counts=TokenCounts(prompt, (), vocabulary.size) if has_penalties(params) else None,
+        grammar=grammar,
     )

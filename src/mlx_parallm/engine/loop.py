@@ -1,7 +1,8 @@
 """What the device thread does, one unit at a time: schedule → run → commit → publish.
 
 Decode is pipelined: step k+1 is launched before step k's tokens are read, so a row that ends at step
-k may have one more token in flight; it is thrown away. Anything else (a prefill chunk, staging an adapter,
+k may have one more token in flight; it is thrown away. Where a row has a grammar, step k's tokens are read while step
+k+1's forward runs, and masked before anything is drawn from it. Anything else (a prefill chunk, staging an adapter,
 a unit of training, idling) first commits the step in flight.
 """
 
@@ -9,13 +10,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 
 from mlx_parallm.adapters.store import AdapterStore
-from mlx_parallm.batch.runner import BatchRunner, Step
+from mlx_parallm.batch.runner import BatchRunner, Row, Step, Undrawn
 from mlx_parallm.batch.slab import KVRow
 from mlx_parallm.core import DeviceSchedule, EngineStats, GenerationRequest, TrainingWork
 from mlx_parallm.engine.ledger import Ledger, Publish
@@ -129,35 +130,54 @@ class DeviceLoop:
     def _decode(self, unit: DecodeUnit) -> None:
         lives = {id(live.row): live for live in map(self._ledger.live, unit.sequences)}
         rows = [live.row for live in lives.values() if live.row is not None]
-        previous = self._in_flight
-        try:
-            step = self._runner.launch(rows, previous.step if previous else None)
-        except Exception as error:  # noqa: BLE001 - whatever the forward raises costs the rows of this step, not the thread
-            self._commit()
-            self._recover(lives.values(), error)
+        undrawn = self._begin(rows, lives.values())
+        if undrawn is None:
+            return
+        self._scheduler.launched(unit, time.monotonic())
+        if undrawn.waits and not self._commit():
+            return
+        step = self._draw(undrawn, lives.values())
+        if step is None:
             return
         self.counters.steps += 1
-        self._scheduler.launched(unit, time.monotonic())
-        self._in_flight = _InFlight(step, tuple(lives[id(row)] for row in step.rows))
+        previous, self._in_flight = self._in_flight, _InFlight(step, tuple(lives[id(row)] for row in step.rows))
         if previous is not None:
             self._read(previous)
+        elif unit.awaited:
+            self._commit()  # at once: the step after it would make whoever waits wait for two
 
-    def _commit(self) -> None:
-        """Reads the step in flight, if there is one."""
+    def _begin(self, rows: Sequence[Row], lives: Iterable[LiveSequence]) -> Undrawn | None:
+        try:
+            return self._runner.begin(rows, self._in_flight.step if self._in_flight else None)
+        except Exception as error:  # noqa: BLE001 - whatever the forward raises costs the rows of this step, not the thread
+            self._commit()
+            self._recover(lives, error)
+            return None
+
+    def _draw(self, undrawn: Undrawn, lives: Iterable[LiveSequence]) -> Step | None:
+        try:
+            return self._runner.draw(undrawn)
+        except Exception as error:  # noqa: BLE001 - the same of what the sampler raises
+            self._commit()
+            self._recover(lives, error)
+            return None
+
+    def _commit(self) -> bool:
+        """Reads the step in flight, if there is one. False: it had failed, and every row was taken back."""
         step, self._in_flight = self._in_flight, None
-        if step is not None:
-            self._read(step)
+        return step is None or self._read(step)
 
-    def _read(self, in_flight: _InFlight) -> None:
+    def _read(self, in_flight: _InFlight) -> bool:
         try:
             draws = self._runner.read(in_flight.step)
         except Exception as error:  # noqa: BLE001 - a lazy step fails where it is read: it costs its own rows
             self._recover(in_flight.lives, error)
-            return
+            return False
         now = time.monotonic()
         for live, draw in zip(in_flight.lives, draws, strict=True):
             if live.sequence.status is not Status.FINISHED:
                 self._ledger.accept(live, draw, now)
+        return True
 
     # -- prefill ---------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from mlx_parallm.core import FinishReason, StopParams
+from mlx_parallm.core import FinishReason, GrammarState, StopParams
 
 
 class Detokenizes(Protocol):
@@ -62,18 +62,35 @@ class StopMatcher:
 
 
 class TextStream:
-    """One sequence's text. Feed every drawn token, in order, until a delta carries a finish reason."""
+    """One sequence's text. Feed every drawn token, in order, until a delta carries a finish reason.
 
-    def __init__(self, detokenizer: Detokenizes, stopping: StopParams, eos_ids: frozenset[int]) -> None:
+    Args:
+        grammar: what the text follows, at its beginning; the text ends where nothing can follow.
+    """
+
+    def __init__(
+        self,
+        detokenizer: Detokenizes,
+        stopping: StopParams,
+        eos_ids: frozenset[int],
+        grammar: GrammarState | None = None,
+    ) -> None:
         self.generated = 0
         self._detokenizer = detokenizer
         self._stopping = stopping
         self._eos_ids = frozenset() if stopping.ignore_eos else eos_ids
         self._matcher = StopMatcher(stopping.stop)
+        self._grammar = grammar
 
     def accept(self, token: int) -> TextDelta:
-        """Takes one drawn token. The end-of-sequence token ends the text and is not part of it."""
+        """Takes one drawn token. The end-of-sequence token ends the text and is not part of it.
+
+        Raises:
+            GrammarError: the grammar does not go on from here.
+        """
         self.generated += 1
+        if self._grammar is not None:
+            self._grammar.accept(token)
         if token in self._eos_ids:
             return TextDelta(self._rest(), FinishReason.STOP)
         text = self._detokenizer.add(token)
@@ -82,6 +99,8 @@ class TextStream:
         released, stop = self._matcher.feed(text)
         if stop is not None:
             return TextDelta(released, FinishReason.STOP, stop)
+        if self._grammar is not None and self._grammar.ended:
+            return TextDelta(released + self._rest(), FinishReason.STOP)
         if self.generated >= self._stopping.max_tokens:
             return TextDelta(released + self._rest(), FinishReason.LENGTH)
         return TextDelta(released)

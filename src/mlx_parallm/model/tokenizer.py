@@ -22,7 +22,7 @@ class Tokenizer:
     def __init__(self, wrapped: TokenizerWrapper) -> None:
         self._hf = wrapped
         self._lock = Lock()  # Hugging Face's fast tokenizers change their own settings while they encode
-        self._special_ids = frozenset(wrapped.all_special_ids) | _special_added_ids(wrapped)
+        self.special_ids = frozenset(wrapped.all_special_ids) | _special_added_ids(wrapped)
         self._pieces = pieces_of(wrapped)
         self.vocab_size: int = len(wrapped)
         self.eos_token: str | None = wrapped.eos_token
@@ -81,7 +81,7 @@ class Tokenizer:
     def _without_special(self, pieces: list[bytes] | None) -> list[bytes] | None:
         if pieces is None:
             return None
-        return [b"" if i in self._special_ids else piece for i, piece in enumerate(pieces)]
+        return [b"" if i in self.special_ids else piece for i, piece in enumerate(pieces)]
 
 
 def _special_added_ids(wrapped: TokenizerWrapper) -> frozenset[int]:

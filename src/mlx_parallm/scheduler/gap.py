@@ -41,6 +41,11 @@ class Gap:
         return self.staged == 0.0 or self.staged < most
 
     @property
+    def interrupted(self) -> bool:
+        """Whether there was more than decode in it."""
+        return not self.clean or self.staged > 0.0
+
+    @property
     def staging_share(self) -> float:
         """Seconds of each gap, for staging that is not urgent."""
         return _STAGING_SHARE * self._step_seconds

@@ -136,7 +136,7 @@ class RLAwareScheduler:
             return prefill
         rows = self._make_room(due)
         if rows:
-            return DecodeUnit(rows)
+            return DecodeUnit(rows, awaited=self._gap.interrupted)
         self._gap.idle()
         if staging_waits:
             return StagingUnit(0.0)

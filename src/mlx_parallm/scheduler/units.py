@@ -33,9 +33,10 @@ class PrefillUnit:
 
 @dataclass(frozen=True, slots=True)
 class DecodeUnit:
-    """Draw one token for each of these rows."""
+    """Draw one token for each of these rows. `awaited`: they have waited for more than a decode step."""
 
     sequences: tuple[Sequence, ...]
+    awaited: bool = False
 
 
 @dataclass(frozen=True, slots=True)

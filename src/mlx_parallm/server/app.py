@@ -10,6 +10,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from mlx_parallm import __version__
 from mlx_parallm.core import AdapterClient, EngineClient, ModelCard, TextTokenizer, TrainingClient
+from mlx_parallm.grammar.compiler import LLCompiler
 from mlx_parallm.server.errors import install_handlers
 from mlx_parallm.server.lifecycle import Lifecycle
 from mlx_parallm.server.limits import SequenceGate
@@ -79,6 +80,7 @@ def create_app(
         adapters,
         training,
         tokenizer,
+        LLCompiler(tokenizer, card.vocab_size),
         card,
         settings,
         Lifecycle(),

@@ -11,6 +11,7 @@ from mlx_parallm.core import (
     AdapterRef,
     Collection,
     GenerationRequest,
+    Grammar,
     ModelCard,
     SamplingParams,
     StopParams,
@@ -58,6 +59,7 @@ def plan(
     top_logprobs: int | None,
     prompt_logprobs: int | None,
     collection: Collection | None,
+    grammar: Grammar | None,
 ) -> GenerationRequest:
     """The engine's request. `top_logprobs` and `prompt_logprobs` are what the engine has to report, None for nothing.
 
@@ -82,6 +84,7 @@ def plan(
         adapter=adapter,
         priority=body.priority,
         collection=collection,
+        grammar=grammar,
     )
 
 

@@ -16,6 +16,7 @@ from mlx_parallm.core import (
     AdapterClient,
     AdapterRef,
     EngineClient,
+    GrammarCompiler,
     ModelCard,
     TextTokenizer,
     TrainingClient,
@@ -40,6 +41,7 @@ class Services:
     adapters: AdapterClient
     training: TrainingClient
     tokenizer: TextTokenizer
+    grammars: GrammarCompiler
     card: ModelCard
     settings: ServerSettings
     lifecycle: Lifecycle

@@ -13,10 +13,10 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from mlx_parallm.adapters.names import shown
+from mlx_parallm.children.start import command, environment
 from mlx_parallm.core import Collection
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.rl.scoring import fields, gym
-from mlx_parallm.rl.scoring.child import command, environment
 from mlx_parallm.rl.scoring.names import PARAM, terms
 from mlx_parallm.rl.scoring.registry import BUILTINS, GROUP
 from mlx_parallm.rl.scoring.sample import Metadata

@@ -10,8 +10,8 @@ import json
 import sys
 from typing import Any
 
+from mlx_parallm.children.pipes import private_pipes
 from mlx_parallm.rl.scoring import gym
-from mlx_parallm.rl.scoring.pipes import private_pipes
 from mlx_parallm.rl.scoring.registry import load_one
 
 

@@ -11,7 +11,7 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping
 from typing import Any
 
-from mlx_parallm.rl.scoring.child import command, environment
+from mlx_parallm.children.start import command, environment
 from mlx_parallm.rl.scoring.worker import LOAD_S
 
 _LONGEST_REPLY = 1 << 20

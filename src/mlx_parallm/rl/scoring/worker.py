@@ -14,7 +14,7 @@ import os
 import sys
 from typing import Any, BinaryIO
 
-from mlx_parallm.rl.scoring.pipes import private_pipes
+from mlx_parallm.children.pipes import private_pipes
 from mlx_parallm.rl.scoring.registry import load
 from mlx_parallm.rl.scoring.sample import Sample
 

@@ -16,6 +16,7 @@ from mlx_parallm.server.planning import Budget, collection_of, new_request_id, p
 from mlx_parallm.server.respond.chat import ChatAnswer
 from mlx_parallm.server.selectors import choose
 from mlx_parallm.server.services import Services, ServicesDep
+from mlx_parallm.server.structured import compiled
 from mlx_parallm.server.wire.chat import ChatBody, ChatCompletion
 
 router = APIRouter()
@@ -48,5 +49,6 @@ def prepare(body: ChatBody, services: Services, adapter: AdapterRef) -> ChatAnsw
         top_logprobs=body.top_logprobs if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
         collection=collection_of(body, services.training, adapter),
+        grammar=compiled(body, services.grammars),
     )
     return ChatAnswer(body, request, services.card.name, services.tokenizer)

@@ -16,6 +16,7 @@ from mlx_parallm.server.planning import Budget, collection_of, new_request_id, p
 from mlx_parallm.server.respond.completions import CompletionAnswer
 from mlx_parallm.server.selectors import choose
 from mlx_parallm.server.services import Services, ServicesDep
+from mlx_parallm.server.structured import compiled
 from mlx_parallm.server.wire.completions import Completion, CompletionBody
 from mlx_parallm.server.wire.fields import Prompt
 
@@ -46,6 +47,7 @@ def prepare(body: CompletionBody, services: Services, adapter: AdapterRef) -> Co
         top_logprobs=body.logprobs,
         prompt_logprobs=_prompt_logprobs(body),
         collection=collection_of(body, services.training, adapter),
+        grammar=compiled(body, services.grammars),
     )
     return CompletionAnswer(body, request, services.card.name, services.tokenizer, _echoes(body, request, services))
 

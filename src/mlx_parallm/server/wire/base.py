@@ -44,7 +44,7 @@ class WireInput(BaseModel):
 
     @classmethod
     def _counts(cls, name: str, value: object) -> bool:
-        if name in cls.model_fields:
+        if name in cls._names():
             return value is not None
         if name in cls.IGNORED:
             return False
@@ -55,16 +55,21 @@ class WireInput(BaseModel):
         raise refused("not supported by this server; leave it out", name)
 
     @classmethod
+    def _names(cls) -> dict[str, bool]:
+        """Of the fields as they are sent, and whether they must be."""
+        return {field.alias or name: field.is_required() for name, field in cls.model_fields.items()}
+
+    @classmethod
     def _unknown(cls, name: str) -> str:
-        close = difflib.get_close_matches(name[:100], cls.model_fields, n=1)
+        close = difflib.get_close_matches(name[:100], cls._names(), n=1)
         return f"unknown field; did you mean {close[0]!r}?" if close else "unknown field; leave it out"
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: Any, handler: Any) -> dict[str, Any]:
         schema: dict[str, Any] = handler(core_schema)
         fields: dict[str, Any] = handler.resolve_ref_schema(schema).setdefault("properties", {})
-        for name, field in cls.model_fields.items():
-            if not field.is_required() and NULL not in fields[name].get("anyOf", ()):
+        for name, required in cls._names().items():
+            if not required and NULL not in fields[name].get("anyOf", ()):
                 fields[name] = {"anyOf": [fields[name], NULL]}
         fields |= {name: {} for name in sorted(cls.IGNORED)}
         fields |= {name: {"enum": [*neutral, None]} for name, neutral in cls.UNSUPPORTED.items()}

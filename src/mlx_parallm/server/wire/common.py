@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from mlx_parallm.server.settings import MAX_SEQUENCES
 from mlx_parallm.server.wire.base import WireInput, WireOutput, refused
 from mlx_parallm.server.wire.fields import LogitBias, Stops, check_collected_metadata, check_metadata
+from mlx_parallm.server.wire.grammar import StructuredBody
 
 MAX_LOGPROBS = 20
 INT32_MAX = 2**31 - 1
@@ -46,7 +47,7 @@ class StreamOptions(WireInput):
     continuous_usage_stats: bool = False
 
 
-class GenerationBody(WireInput):
+class GenerationBody(StructuredBody):
     """What may be asked of any generation. Ranges are OpenAI's, or vLLM's for the fields OpenAI lacks.
 
     `model`, `lora_adapter` and mlx-lm's `adapters` may each name an adapter; more than one must agree.
@@ -54,7 +55,7 @@ class GenerationBody(WireInput):
     does), and `metadata` is what that scorer reads: any JSON up to 64 KiB then, OpenAI's short strings otherwise.
     """
 
-    IGNORED: ClassVar[frozenset[str]] = frozenset(
+    IGNORED: ClassVar[frozenset[str]] = StructuredBody.IGNORED | frozenset(
         {
             "user",
             "safety_identifier",
@@ -69,7 +70,7 @@ class GenerationBody(WireInput):
         }
     )
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "response_format": ({"type": "text"},),
+        **StructuredBody.UNSUPPORTED,
         "use_beam_search": (False,),
         "skip_special_tokens": (True,),
         "spaces_between_special_tokens": (True,),
@@ -100,6 +101,17 @@ class GenerationBody(WireInput):
     metadata: dict[str, Any] | None = None
     collect_trajectory: bool = False
     scoring_function: Annotated[str, Field(min_length=1, max_length=MAX_SCORER)] | None = None
+
+    @model_validator(mode="after")
+    def _follows_its_grammar(self) -> Self:
+        if self.grammar is None:
+            return self
+        if self.collect_trajectory:
+            raise refused(f"not with collect_trajectory: {COLLECTION_RULE}; leave it out", self.grammar[0])
+        for name in ("min_tokens", "ignore_eos"):
+            if getattr(self, name):
+                raise refused(f"not with {self.grammar[0]}: that says where the text ends; leave it out", name)
+        return self
 
     @model_validator(mode="after")
     def _collects(self) -> Self:

@@ -1,0 +1,67 @@
+"""Texts that must follow a grammar: what a client may ask for, and what a row asks before each token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+
+class GrammarKind(StrEnum):
+    """How a grammar is written.
+
+    json_schema: JSON text. regex: Rust's syntax, of the whole text. choice: a JSON list of strings. grammar: GBNF
+    (llama.cpp's), or Lark in llguidance's dialect.
+    """
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    CHOICE = "choice"
+    GRAMMAR = "grammar"
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSpec:
+    """A grammar as it was sent."""
+
+    kind: GrammarKind
+    source: str
+
+
+class GrammarState(Protocol):
+    """How far one text has come. One thread at a time."""
+
+    def fill(self, mask: memoryview) -> None:
+        """Writes which tokens may come next, a bit each: token t is bit t % 32 of the 32-bit word t // 32.
+
+        An end token is allowed where the text may end. Never raises: what goes wrong is told by `accept`.
+
+        Args:
+            mask: writable and contiguous; its words hold the vocabulary.
+        """
+        ...
+
+    def accept(self, token: int) -> None:
+        """Takes the token that was drawn. Raises GrammarError: it is not allowed there, or a limit was reached."""
+        ...
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing can follow."""
+        ...
+
+
+class Grammar(Protocol):
+    """A compiled grammar, which any number of texts may follow. Any thread."""
+
+    def start(self) -> GrammarState:
+        """Of a text that is empty as yet."""
+        ...
+
+
+class GrammarCompiler(Protocol):
+    """Any thread; takes a while, and no longer than its limits allow."""
+
+    def compile(self, spec: GrammarSpec) -> Grammar:
+        """Raises InvalidRequestError: it is malformed, asks for what cannot be enforced, or is too complex."""
+        ...

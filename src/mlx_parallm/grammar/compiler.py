@@ -1,0 +1,85 @@
+"""Grammars by llguidance: JSON schemas, regular expressions, choices, GBNF and Lark, as masks over the vocabulary."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from functools import partial
+from threading import Lock
+
+from llguidance import LLTokenizer, TokenizerWrapper
+
+from mlx_parallm.core import GrammarSpec, TextTokenizer
+from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.grammar.definitions import RefusedGrammar, matcher
+from mlx_parallm.grammar.matcher import LLGrammar
+from mlx_parallm.grammar.trial import Trial
+
+KEPT = 64
+"""Grammars that are kept for those who send them again, and as many refusals."""
+
+
+class LLCompiler:
+    """Implements `core.GrammarCompiler`."""
+
+    def __init__(self, tokenizer: TextTokenizer, vocab_size: int) -> None:
+        self._make_tokenizer = partial(_ll_tokenizer, tokenizer, vocab_size)
+        self._tokenizer: LLTokenizer | None = None
+        self._trial = Trial()
+        self._lock = Lock()
+        self._kept: OrderedDict[GrammarSpec, LLGrammar | RefusedGrammar] = OrderedDict()
+
+    def compile(self, spec: GrammarSpec) -> LLGrammar:
+        """See `core.GrammarCompiler.compile`."""
+        with self._lock:
+            found = self._kept.get(spec)
+        if found is None:
+            found = self._compile(spec)
+        with self._lock:
+            self._kept[spec] = found
+            self._kept.move_to_end(spec)
+            while len(self._kept) > KEPT:
+                self._kept.popitem(last=False)
+        if isinstance(found, RefusedGrammar):
+            raise InvalidRequestError(f"this {spec.kind.replace('_', ' ')} cannot be enforced: {found}")
+        return found
+
+    def close(self) -> None:
+        """No grammar is compiled any more."""
+        self._trial.close()
+
+    def _compile(self, spec: GrammarSpec) -> LLGrammar | RefusedGrammar:
+        try:
+            self._trial.check(spec)
+            return LLGrammar(matcher(self._ll_tokenizer(), spec))
+        except RefusedGrammar as refused:
+            return refused
+
+    def _ll_tokenizer(self) -> LLTokenizer:
+        with self._lock:
+            if self._tokenizer is None:
+                self._tokenizer = self._make_tokenizer()
+            return self._tokenizer
+
+
+def _ll_tokenizer(tokenizer: TextTokenizer, vocab_size: int) -> LLTokenizer:
+    ends = sorted(tokenizer.eos_token_ids)
+    vocabulary = TokenizerWrapper(_Vocabulary(tokenizer, vocab_size, ends[0]))
+    return LLTokenizer(vocabulary, n_vocab=vocab_size, eos_token=ends)
+
+
+class _Vocabulary:
+    """What `llguidance.TokenizerWrapper` asks of a tokenizer.
+
+    Ids of a padded vocabulary are special tokens of no text, so that they are never allowed.
+    """
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: TextTokenizer, vocab_size: int, eos_token_id: int) -> None:
+        self.eos_token_id = eos_token_id
+        self.tokens = [tokenizer.token_bytes(i) for i in range(vocab_size)]
+        self.special_token_ids = [i for i in range(vocab_size) if i in tokenizer.special_ids or not self.tokens[i]]
+        self._encode = tokenizer.encode
+
+    def __call__(self, text: str) -> list[int]:
+        return self._encode(text, add_special_tokens=False)

@@ -1,0 +1,53 @@
+"""Grammars as clients write them, in llguidance's own form, and the limits of following them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+
+from mlx_parallm.core import GrammarKind, GrammarSpec
+
+LIMITS = LLParserLimits(max_grammar_size=200_000, precompute_large_lexemes=False, verbose_errors=False)
+"""Others at llguidance's defaults: about 15 ms of work for a token, at the most."""
+
+COMPACT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""JSON on one line, spaced as models are used to: with free white space small models write nothing else for long."""
+
+_MOST_CHARACTERS_TOLD = 300
+
+
+class RefusedGrammar(Exception):  # noqa: N818 - it is the grammar that is at fault
+    """Why a grammar cannot be followed, for people."""
+
+
+def matcher(tokenizer: LLTokenizer, spec: GrammarSpec) -> LLMatcher:
+    """At the beginning of a text, its first mask computed. May take for ever: see `Trial`. Raises RefusedGrammar."""
+    try:
+        definition = _DEFINITIONS[spec.kind](spec.source)
+    except ValueError as error:
+        raise _refused(str(error)) from None
+    made = LLMatcher(tokenizer, definition, log_level=0, limits=LIMITS)
+    if not made.is_error():
+        made.compute_bitmask()
+    if made.is_error():
+        raise _refused(made.get_error())
+    return made
+
+
+def _refused(reason: str) -> RefusedGrammar:
+    return RefusedGrammar(" ".join(reason.split())[:_MOST_CHARACTERS_TOLD])
+
+
+_DEFINITIONS: dict[GrammarKind, Callable[[str], str]] = {
+    GrammarKind.JSON_SCHEMA: lambda text: LLMatcher.grammar_from_json_schema(text, overrides=COMPACT),
+    GrammarKind.REGEX: LLMatcher.grammar_from_regex,
+    GrammarKind.CHOICE: lambda text: LLMatcher.grammar_from_lark(_alternatives(json.loads(text))),
+    GrammarKind.GRAMMAR: lambda text: grammar_from("grammar", text),
+}
+
+
+def _alternatives(choices: list[str]) -> str:
+    return "start: " + " | ".join(json.dumps(choice) for choice in choices)

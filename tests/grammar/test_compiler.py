@@ -1,0 +1,215 @@
+"""What a compiled grammar allows, token by token, over a vocabulary of bytes."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+
+import jsonschema
+import pytest
+from server.fakes import EOS, VOCAB, ByteTokenizer
+
+from mlx_parallm.core import GrammarKind, GrammarSpec, GrammarState
+from mlx_parallm.errors import GrammarError, InvalidRequestError
+from mlx_parallm.grammar.compiler import KEPT, LLCompiler
+
+WIDTH = VOCAB + 40
+"""Of the logits: some models have more than their tokenizer."""
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[LLCompiler]:
+    made = LLCompiler(ByteTokenizer(), WIDTH)
+    yield made
+    made.close()
+
+
+def allowed(state: GrammarState) -> list[int]:
+    mask = bytearray(4 * -(-WIDTH // 32))
+    state.fill(memoryview(mask))
+    bits = int.from_bytes(mask, "little")
+    return [token for token in range(8 * len(mask)) if bits >> token & 1]
+
+
+def schema(value: object) -> GrammarSpec:
+    return GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(value))
+
+
+def drawn(compiler: LLCompiler, spec: GrammarSpec, seed: int, most: int = 3000) -> str:
+    """A text of random allowed tokens; where it may end it does."""
+    state, rng, text = compiler.compile(spec).start(), random.Random(seed), bytearray()
+    for _ in range(most):
+        tokens = allowed(state)
+        if state.ended or EOS in tokens:
+            return text.decode()
+        # letters of a string go on for ever: its end is as likely as all of them
+        token = rng.choice(tokens if rng.random() < 0.5 or ord('"') not in tokens else [ord('"')])
+        state.accept(token)
+        text.append(token)
+    raise AssertionError(f"no end after {most} bytes: {bytes(text[:200])!r}")
+
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "age": {"type": "integer", "minimum": 0, "maximum": 130},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 3},
+        "inner": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/pair"}]},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+    "$defs": {"pair": {"type": "array", "prefixItems": [{"type": "boolean"}, {"const": 5}], "items": False,
+                       "minItems": 2}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_is_drawn_is_what_the_schema_allows(compiler: LLCompiler, seed: int) -> None:
+    jsonschema.validate(json.loads(drawn(compiler, schema(PERSON), seed)), PERSON)
+
+
+def test_json_is_one_line(compiler: LLCompiler) -> None:
+    text = drawn(compiler, schema({"type": "array", "items": {"type": "boolean"}, "minItems": 3, "maxItems": 3}), 1)
+    assert re.fullmatch(r"\[(true|false), (true|false), (true|false)\]", text)
+
+
+def test_a_regex_is_of_the_whole_text(compiler: LLCompiler) -> None:
+    spec = GrammarSpec(GrammarKind.REGEX, r"[0-9]{3}-[a-f]+!")
+    for seed in range(5):
+        assert re.fullmatch(r"[0-9]{3}-[a-f]+!", drawn(compiler, spec, seed))
+
+
+def test_choices_may_be_parts_of_each_other_and_of_the_syntax(compiler: LLCompiler) -> None:
+    choices = ["yes", "yes, but", 'say "no"', "a\\b", "täglich", "%json"]
+    spec = GrammarSpec(GrammarKind.CHOICE, json.dumps(choices))
+    grammar = compiler.compile(spec)
+    for choice in choices:
+        state = grammar.start()
+        for token in choice.encode():
+            assert token in allowed(state)
+            state.accept(token)
+        assert EOS in allowed(state)
+    assert len({drawn(compiler, spec, seed) for seed in range(20)}) > 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    ['root ::= "a" item+ "."\nitem ::= [0-9] | "-"', 'start: "a" ITEM+ "."\nITEM: /[0-9]/ | "-"'],
+    ids=["gbnf", "lark"],
+)
+def test_both_ways_to_write_a_grammar(compiler: LLCompiler, source: str) -> None:
+    for seed in range(5):
+        assert re.fullmatch(r"a[0-9-]+\.", drawn(compiler, GrammarSpec(GrammarKind.GRAMMAR, source), seed))
+
+
+def test_texts_of_one_grammar_are_strangers(compiler: LLCompiler) -> None:
+    grammar = compiler.compile(GrammarSpec(GrammarKind.REGEX, "ab|cd"))
+    one, other = grammar.start(), grammar.start()
+    one.accept(ord("a"))
+    assert (allowed(one), allowed(other)) == ([ord("b")], [ord("a"), ord("c")])
+    one.accept(ord("b"))
+    assert (one.ended, other.ended) == (True, False)
+
+
+def test_no_token_without_a_text_is_allowed(compiler: LLCompiler) -> None:
+    """Special tokens, and ids beyond the tokenizer's."""
+    assert set(allowed(compiler.compile(GrammarSpec(GrammarKind.REGEX, "(.|\n)*")).start())) <= {*range(256), EOS}
+
+
+def test_a_token_that_is_not_allowed_is_an_error_from_then_on(compiler: LLCompiler) -> None:
+    state = compiler.compile(GrammarSpec(GrammarKind.REGEX, "ab")).start()
+    for _ in range(2):
+        with pytest.raises(GrammarError):
+            state.accept(ord("x"))
+    assert len(allowed(state)) >= VOCAB, "a batch is masked all the same; the row's error is told by accept"
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        schema({"type": "objekt"}),
+        schema({"$ref": "#/nowhere"}),
+        schema({"$ref": "http://example.com/schema.json"}),
+        schema({"type": "string", "pattern": "("}),
+        schema({"type": "string", "format": "no-such-format"}),
+        schema({"type": "integer", "minimum": 3, "maximum": 1}),
+        schema({"not": {"type": "string"}}),
+        schema(False),
+        GrammarSpec(GrammarKind.REGEX, "(unclosed"),
+        GrammarSpec(GrammarKind.REGEX, "a{1000}{1000}{1000}"),
+        GrammarSpec(GrammarKind.GRAMMAR, "start: nobody"),
+        GrammarSpec(GrammarKind.GRAMMAR, "start: start start"),
+    ],
+    ids=lambda spec: spec.source[:40],
+)
+def test_what_cannot_be_enforced_is_refused(compiler: LLCompiler, spec: GrammarSpec) -> None:
+    with pytest.raises(InvalidRequestError, match=r"cannot be enforced: .+"):
+        compiler.compile(spec)
+
+
+def pathological() -> dict[str, GrammarSpec]:
+    nested: object = {"type": "string"}
+    for _ in range(60):
+        nested = {"type": "object", "properties": {"a": nested, "b": {"anyOf": [nested, {"type": "null"}]}}}
+        if len(json.dumps(nested)) > 60_000:
+            break
+    words = [f"word {number} " * 3 for number in range(4000)]
+    keys = {f"key{i}": {"type": "string", "pattern": f"^(a|b)*{i}(c|d)*$"} for i in range(500)}
+    return {
+        "nested": schema(nested),
+        "many words": schema({"enum": words}),
+        "many patterns": schema({"type": "object", "properties": keys, "required": list(keys)}),
+        "one of many": schema({"anyOf": [{"type": "object", "properties": {f"k{i}": {"type": "integer"}}}
+                                         for i in range(1500)]}),
+        "long repeat": GrammarSpec(GrammarKind.REGEX, "(a|b|ab|ba){5000}"),
+        "repeats in repeats": GrammarSpec(GrammarKind.REGEX, "((a{1,100}){1,100}){1,100}"),
+        "hours": GrammarSpec(GrammarKind.REGEX, "a{1000}{1000}{1000}"),
+        "hours in a schema": schema({"type": "array", "items": {"type": "string", "pattern": "^a{1000}{1000}{1000}$"}}),
+        "backtracking": GrammarSpec(GrammarKind.REGEX, "(a|a)*(a|a)*(a|a)*b" * 20),
+        "exponential automaton": GrammarSpec(GrammarKind.REGEX, "(a|b)*a(a|b){200}"),
+        "ambiguous": GrammarSpec(GrammarKind.GRAMMAR, "start: a\na: a a a a | \"x\" |"),
+        "unions": GrammarSpec(GrammarKind.CHOICE, json.dumps(["x" * n for n in range(1, 1000)])),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", pathological())
+def test_a_hostile_grammar_is_bounded_in_time(compiler: LLCompiler, name: str) -> None:
+    """Refused, or followed: neither it nor any of its tokens takes long (seconds here are for a slow machine)."""
+    times = [time.monotonic()]
+    try:
+        state = compiler.compile(pathological()[name]).start()
+        times.append(time.monotonic())
+        rng = random.Random(0)
+        for _ in range(50):
+            tokens = allowed(state)
+            if state.ended:
+                break
+            state.accept(rng.choice(tokens))
+            times.append(time.monotonic())
+    except (InvalidRequestError, GrammarError):
+        times.append(time.monotonic())
+    assert max(after - before for before, after in pairwise(times)) < 20.0
+
+
+def test_a_grammar_that_comes_again_is_compiled_once(compiler: LLCompiler) -> None:
+    first = compiler.compile(GrammarSpec(GrammarKind.REGEX, "again"))
+    assert compiler.compile(GrammarSpec(GrammarKind.REGEX, "again")) is first
+    for number in range(KEPT):
+        compiler.compile(GrammarSpec(GrammarKind.REGEX, f"other{number}"))
+    assert compiler.compile(GrammarSpec(GrammarKind.REGEX, "again")) is not first, "only so many are kept"
+
+
+def test_one_that_takes_for_ever_is_refused_in_time_and_the_next_is_compiled(compiler: LLCompiler) -> None:
+    """And refused at once when it comes again."""
+    for number in range(2):
+        with pytest.raises(InvalidRequestError, match=r"takes more than 3 s to compile|takes more memory"):
+            compiler.compile(GrammarSpec(GrammarKind.REGEX, "b{1000}{1000}{1000}"))
+        if number == 0:
+            assert drawn(compiler, GrammarSpec(GrammarKind.REGEX, "next"), 0) == "next"
+            children = compiler._trial._child
+    assert compiler._trial._child is children, "nothing was tried again"
