@@ -133,7 +133,7 @@ class _Rig:
             row.kv.length, row.kv.adapter_slot, row.input_token = CONTEXT, slot, FIRST_TOKEN + place
         step: Step | None = None
         for _ in range(steps):
-            previous, step = step, self._runner.launch(self._rows, step)
+            previous, step = step, self._runner.draw(self._runner.begin(self._rows, step))
             if previous is not None:
                 self._runner.read(previous)
         assert step is not None

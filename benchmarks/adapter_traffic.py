@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
 from mlx_parallm.adapters.store import AdapterStore
-from mlx_parallm.batch.runner import BatchRunner, Step
+from mlx_parallm.batch.runner import BatchRunner, Undrawn
 from mlx_parallm.core import (
     AdapterRef,
     Event,
@@ -75,9 +75,9 @@ class TimedRunner:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
-    def launch(self, *arguments: Any) -> Step:
+    def begin(self, *arguments: Any) -> Undrawn:
         self._watch.launches()
-        return self._runner.launch(*arguments)
+        return self._runner.begin(*arguments)
 
     def prefill(self, *arguments: Any) -> None:
         started = time.perf_counter()

@@ -136,13 +136,13 @@ def test_a_row_that_fails_leaves_training_alone(monkeypatch: pytest.MonkeyPatch)
     harness, training = learning()
     training.left = 4
     submit_all(harness)
-    launch = harness.runner.launch
+    begin = harness.runner.begin
 
     def failing(*args: object) -> object:
-        monkeypatch.setattr(harness.runner, "launch", launch)
+        monkeypatch.setattr(harness.runner, "begin", begin)
         raise MemoryError("injected")
 
-    monkeypatch.setattr(harness.runner, "launch", failing)
+    monkeypatch.setattr(harness.runner, "begin", failing)
     harness.run()
     assert harness.loop.stats().failed_steps_total == 1
     assert (training.done, training.resets) == (4, 0)
@@ -233,3 +233,20 @@ def test_what_training_holds_is_taken_from_the_pool_and_given_back(undisturbed: 
     training.held = 0
     harness.run()
     assert spoken(harness) == undisturbed
+
+
+def test_who_has_waited_for_training_is_told_the_next_token_at_once() -> None:
+    """Not one step later, as when steps follow each other; then they do again."""
+    harness, training = learning()
+    harness.submit("r", PROMPTS[0], 40)
+    for _ in range(10):
+        harness.loop.step()
+    steps_ahead: list[int] = []
+    training.watch = lambda: steps_ahead.append(harness.loop.counters.steps - len(harness.tokens("r")))
+    training.left = 1
+    while training.left:
+        harness.loop.step()
+    for _ in range(4):
+        harness.loop.step()
+        steps_ahead.append(harness.loop.counters.steps - len(harness.tokens("r")))
+    assert steps_ahead == [0, 0, 1, 1, 1]

@@ -13,6 +13,7 @@ from mlx.utils import tree_flatten
 from trainers import SETTINGS, learn, make_policy, make_trainer, samples
 
 from mlx_parallm.errors import StepFailedError
+from mlx_parallm.rl.pacing import Pacer
 from mlx_parallm.rl.samples import UpdateBatch, UpdateOutcome
 from mlx_parallm.rl.settings import TrainerSettings
 from mlx_parallm.rl.trainer import GRPOTrainer
@@ -39,8 +40,9 @@ def active() -> int:
 
 
 @pytest.mark.parametrize("policies", [1, 2])
-def test_a_micro_step_adds_its_gradients_in_place(policies: int) -> None:
+def test_a_micro_step_adds_its_gradients_in_place(policies: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first makes one set of them; during the next no second one is there, whole."""
+    monkeypatch.setattr(Pacer, "has_room", False)  # one micro-step in each unit
     trainer = large()
     trainer._take = lambda updates: [(update, update.take(math.inf)) for update in updates]  # all in every micro-step
     told: list[object] = []

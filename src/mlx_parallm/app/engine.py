@@ -83,7 +83,15 @@ class Engine:
         training = self._training(trainer, service, store, library, manager.tokenizer) if trainer else None
         engine = training.engine if training else self.processor
         self._served = Served(card, manager.tokenizer, device_name(), service, engine, training)
-        parts = EngineParts(runner, store, _vocabulary(manager), _scheduler_config(config), calibrate(runner), trainer)
+        parts = EngineParts(
+            runner,
+            store,
+            _vocabulary(manager),
+            _scheduler_config(config),
+            calibrate(runner),
+            trainer,
+            lookahead=not on_cpu(),
+        )
         mx.reset_peak_memory()
         return parts
 

@@ -161,10 +161,6 @@ class BatchRunner:
         mx.async_eval(sampled.arrays())  # type: ignore[no-untyped-call]
         return Step(rows, sampled)
 
-    def launch(self, rows: Sequence[Row], previous: Step | None) -> Step:
-        """`begin` and `draw`: one decode step, where no row has a grammar."""
-        return self.draw(self.begin(rows, previous))
-
     def forward(self, rows: Sequence[KVRow], tokens: Sequence[int]) -> mx.array:
         """One token of each row (in pool order): logits [n, vocab], lazy. What a decode step computes, unsampled."""
         return self._forward_rows(rows, mx.array(list(tokens), mx.uint32))

@@ -3,7 +3,8 @@
 Decode is pipelined: step k+1 is launched before step k's tokens are read, so a row that ends at step
 k may have one more token in flight; it is thrown away. Where a row has a grammar, step k's tokens are read while step
 k+1's forward runs, and masked before anything is drawn from it. Anything else (a prefill chunk, staging an adapter,
-a unit of training, idling) first commits the step in flight.
+a unit of training, idling) first commits the step in flight. On a CPU launching waits for most of the step, so that
+launching ahead would gain nothing and tell every token a step later: there each step is read before the next.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """What the device thread builds before it serves. `training` None: this server does not train."""
+    """What the device thread builds before it serves. `training` None: this server does not train.
+
+    `lookahead`: a decode step is launched before the tokens of the one before are read.
+    """
 
     runner: BatchRunner
     adapters: AdapterStore
@@ -42,6 +46,7 @@ class EngineParts:
     scheduler: SchedulerConfig
     cost: CostModel
     training: TrainingWork | None = None
+    lookahead: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +66,7 @@ class DeviceLoop:
         self._runner = parts.runner
         self._adapters = parts.adapters
         self._training = parts.training
+        self._lookahead = parts.lookahead
         self._vocab_size = parts.vocabulary.size
         self._scheduler = RLAwareScheduler(parts.scheduler, memory, parts.cost)
         self._ledger = Ledger(lives, parts.vocabulary, self._scheduler, parts.adapters, publish)
@@ -143,8 +149,8 @@ class DeviceLoop:
         previous, self._in_flight = self._in_flight, _InFlight(step, tuple(lives[id(row)] for row in step.rows))
         if previous is not None:
             self._read(previous)
-        elif unit.awaited:
-            self._commit()  # at once: the step after it would make whoever waits wait for two
+        elif unit.awaited or not self._lookahead:
+            self._commit()  # at once: else whoever waits would wait for the next step too
 
     def _begin(self, rows: Sequence[Row], lives: Iterable[LiveSequence]) -> Undrawn | None:
         try:

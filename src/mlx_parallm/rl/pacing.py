@@ -17,9 +17,10 @@ from enum import Enum
 
 import mlx.core as mx
 
-_AIM = 0.7
-"""Of the budget: as much noise as the rest does not overrun it. In a server a unit takes up to half as long again,
-while other threads have the interpreter."""
+_AIM = 0.75
+"""Of the budget: as much noise as the rest does not overrun it."""
+_BEGUN_WITHIN = 0.5
+"""Of a unit, as long as it aims to be: later than that, what is new waits for the next one."""
 _FOLLOW = 0.5
 """Weight of the newest stage in the running time of its kind."""
 
@@ -56,6 +57,11 @@ class Pacer:
     def begin(self) -> None:
         """A unit begins now."""
         self._began, self._empty = time.monotonic(), True
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the unit has time to begin with something new."""
+        return time.monotonic() - self._began <= _BEGUN_WITHIN * _AIM * self.budget
 
     def run(self, stages: Iterable[Stage], tokens: int) -> Iterator[None]:
         """Evaluates them, of a micro-batch of so many tokens; yields where another unit is to go on."""

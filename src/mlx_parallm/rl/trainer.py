@@ -78,9 +78,21 @@ class GRPOTrainer:
         self._pacer.budget = seconds
 
     def advance(self) -> None:
-        """One unit of a micro-step, or of what follows an update's last one."""
-        started = time.monotonic()
+        """One unit: of a micro-step, or of what follows an update's last one; of the next one too where there is time.
+        It ends with an update: what that has learnt is waited for."""
         self._pacer.begin()
+        finished = self._go_on()
+        while not finished and self._job is None and self._queue and self._pacer.has_room:
+            finished = self._go_on()
+        for update in finished:
+            self._queue.remove(update)
+        self._count_bytes()
+        for update in finished:
+            update.done(update.outcome())
+
+    def _go_on(self) -> list[Update]:
+        """With the job that is under way, or the next one. Returns the updates that are finished with it."""
+        started = time.monotonic()
         if self._job is None:
             self._footprint.begin()
             self._job = self._next_job()
@@ -90,11 +102,7 @@ class GRPOTrainer:
         finished = [update for update in self._parties if ended and update.finished]
         if ended:
             self._end_job()
-        for update in finished:
-            self._queue.remove(update)
-        self._count_bytes()
-        for update in finished:
-            update.done(update.outcome())
+        return finished
 
     def reset(self) -> None:
         """Gives up the updates of the unit that failed; their policies are as before."""
