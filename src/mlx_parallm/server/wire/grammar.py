@@ -60,7 +60,7 @@ class NamedSchema(WireInput):
 
     name: Annotated[str, Field(min_length=1, max_length=MAX_SCHEMA_NAME, pattern="^[a-zA-Z0-9_-]+$")]
     description: Annotated[str, Field(max_length=MAX_DESCRIPTION)] | None = None
-    schema_: Annotated[Schema, Field(alias="schema")] = True
+    schema_: Schema = Field(default=True, alias="schema")
     strict: bool = False
 
 
@@ -93,7 +93,7 @@ class StructuredOutputs(WireInput):
         "structural_tag": (),
     }
 
-    json_: Annotated[SchemaOrText, Field(alias="json")] | None = None
+    json_: SchemaOrText | None = Field(default=None, alias="json")
     regex: Regex | None = None
     choice: Choice | None = None
     grammar: GrammarText | None = None
@@ -162,4 +162,4 @@ def forms(
 
 
 def of_schema(schema: _SCHEMA_FORM) -> GrammarSpec:
-    return GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(schema))
+    return GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps({} if schema is True else schema))

@@ -1,0 +1,121 @@
+"""What an answer must look like: every way to say it becomes the one grammar of the engine's request."""
+
+import json
+
+import pytest
+from server.fakes import EOS, VOCAB
+
+URLS = {
+    "/v1/completions": {"prompt": "x"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+
+
+def allowed(state):
+    mask = bytearray(4 * -(-VOCAB // 32))
+    state.fill(memoryview(mask))
+    bits = int.from_bytes(mask, "little")
+    return {token for token in range(VOCAB) if bits >> token & 1}
+
+
+def follows(grammar, text):
+    """Whether the grammar takes this text, and may end with it."""
+    state = grammar.start()
+    for token in text.encode():
+        if token not in allowed(state):
+            return False
+        state.accept(token)
+    return EOS in allowed(state) or state.ended
+
+
+async def grammar_of(client, engine, fields, url="/v1/completions"):
+    response = await client.post(url, json={**URLS[url], **fields})
+    assert response.status_code == 200, response.text
+    return engine.requests[-1].grammar
+
+
+@pytest.mark.parametrize("url", URLS)
+@pytest.mark.parametrize(
+    ("fields", "good", "bad"),
+    [
+        ({"response_format": {"type": "json_object"}}, '{"x": [1, null]}', "[1]"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}},
+         '{"a": 5}', '{"b": 5}'),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "any"}}}, "[1, {}]", "x"),
+        ({"guided_json": SCHEMA}, '{"a": 5}', '{"a": "5"}'),
+        ({"guided_json": json.dumps(SCHEMA)}, '{"a": 5}', "{}"),
+        ({"guided_regex": "[0-9]{2}"}, "42", "4"),
+        ({"guided_choice": ["red", "green"]}, "green", "blue"),
+        ({"guided_grammar": 'root ::= "a"+'}, "aaa", "ab"),
+        ({"structured_outputs": {"json": SCHEMA}}, '{"a": 5}', "{}"),
+        ({"structured_outputs": {"regex": "[0-9]{2}"}}, "42", "x"),
+        ({"structured_outputs": {"choice": ["red", "green"]}}, "red", "re"),
+        ({"structured_outputs": {"grammar": 'start: "a"+'}}, "a", ""),
+        ({"structured_outputs": {"json_object": True}}, "{}", "1"),
+    ],
+    ids=lambda value: json.dumps(value)[:50] if isinstance(value, dict) else None,
+)  # fmt: skip
+async def test_every_way_to_say_it(client, engine, url, fields, good, bad):
+    grammar = await grammar_of(client, engine, fields, url)
+    assert follows(grammar, good)
+    assert not follows(grammar, bad)
+
+
+@pytest.mark.parametrize("fields", [{}, {"response_format": {"type": "text"}}, {"response_format": None}])
+async def test_text_follows_nothing(client, engine, fields):
+    assert await grammar_of(client, engine, fields) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_object", "json_schema": {"name": "n"}}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a b", "schema": {}}}},
+         "response_format.json_schema.name"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": []}}},
+         "response_format.json_schema.schema"),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"guided_json": {"type": "objekt"}}, "guided_json"),
+        ({"guided_regex": "("}, "guided_regex"),
+        ({"guided_regex": ""}, "guided_regex"),
+        ({"guided_regex": "a{1000}{1000}{1000}"}, "guided_regex"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_choice": [1]}, "guided_choice[0]"),
+        ({"guided_grammar": "start: nobody"}, "guided_grammar"),
+        ({"guided_choice": ["a"], "guided_regex": "a"}, "guided_choice"),
+        ({"response_format": {"type": "json_object"}, "guided_json": {}}, "guided_json"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+        ({"structured_outputs": {"whitespace_pattern": " ", "regex": "a"}}, "structured_outputs.whitespace_pattern"),
+        ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
+        ({"guided_regex": "a", "min_tokens": 3}, "min_tokens"),
+        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
+        ({"guided_regex": "a", "collect_trajectory": True}, "guided_regex"),
+    ],
+    ids=lambda value: json.dumps(value)[:60] if isinstance(value, dict) else None,
+)  # fmt: skip
+async def test_what_cannot_be_is_refused_by_name(client, engine, fault, fields, param):
+    response = await client.post("/v1/completions", json={"prompt": "x", **fields})
+    assert response.status_code == 400
+    assert fault(response)["param"] == param
+    assert engine.requests == []
+
+
+async def test_a_schema_too_deep_or_too_long_is_refused(client, fault):
+    deep = {}
+    for _ in range(100):
+        deep = {"not": deep}
+    long = {"enum": ["x" * 1000] * 200}
+    for schema in (deep, long, json.dumps(deep)):
+        response = await client.post("/v1/completions", json={"prompt": "x", "guided_json": schema})
+        assert response.status_code == 400
+        assert fault(response)["param"] == "guided_json"
+
+
+async def test_one_grammar_for_all_choices(client, engine):
+    grammar = await grammar_of(client, engine, {"guided_choice": ["a", "b"], "n": 2})
+    assert engine.requests[-1].n == 2
+    assert follows(grammar, "b")
