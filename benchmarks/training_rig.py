@@ -16,7 +16,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 from prompts import short_prompts
 
-from mlx_parallm.adapters.store import Staged
+from mlx_parallm.adapters.store import Told
 from mlx_parallm.adapters.versions import Version
 from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair
 from mlx_parallm.app.engine import Engine, Served
@@ -158,7 +158,7 @@ def _watch(made: Rig) -> None:
     store, service = made.served.adapters._store, made.training.service
     stage, collected = store.stage, service.collected
 
-    def staged(version: Version, weights: AdapterWeights | None, told: Staged, urgent: bool = False) -> None:
+    def staged(version: Version, weights: AdapterWeights | None, told: Told, urgent: bool = False) -> None:
         if weights is not None:
             made.weights[version.ref] = _copied(weights)
         stage(version, weights, told, urgent)

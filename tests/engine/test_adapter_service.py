@@ -92,7 +92,7 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
         harness = make_harness(slots=2)
         wake = lambda: processor.run_on_device(lambda: None)  # noqa: E731
         made.append(AdapterStore(harness.adapters.bank, books, library.read_again, Inline(), 4, wake))
-        vocabulary = Vocabulary(263, frozenset(), lambda prompt: Text())
+        vocabulary = Vocabulary(263, frozenset(), lambda prompt, spelled: Text())
         return EngineParts(harness.runner, made[0], vocabulary, SchedulerConfig(), CostModel(0.01, 1e-4, 1e-8))
 
     processor = ContinuousBatchProcessor(build, debug=True)
@@ -297,3 +297,12 @@ class Unloading(list):
 
     def append(self, ref: AdapterRef) -> None:
         self.books.unload(ref.name)
+
+
+async def test_asleep_the_bank_is_given_back_and_what_was_in_it_is_served_again(world: World) -> None:
+    weights = world.write("m", 1)
+    card = await world.service.load("math", "m", replace=False)
+    await world.processor.sleep(bank=True)
+    assert world.service.stats().bank_bytes == 0
+    assert world.service.find("math").residence is Residence.COPY
+    assert await world.generate("math") == (card.ref, expected(weights))

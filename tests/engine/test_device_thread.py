@@ -59,7 +59,7 @@ def training() -> Countdown:
 async def engine(training: Countdown) -> AsyncIterator[ContinuousBatchProcessor]:
     def build() -> EngineParts:
         harness = make_harness()
-        vocabulary = Vocabulary(263, frozenset(), lambda prompt: PlainText())
+        vocabulary = Vocabulary(263, frozenset(), lambda prompt, spelled: PlainText())
         cost = CostModel(0.01, 1e-4, 1e-8)
         return EngineParts(harness.runner, harness.adapters, vocabulary, SchedulerConfig(), cost, training)
 

@@ -105,6 +105,6 @@ async def test_a_version_unloaded_in_mid_request_does_not_come_back(client, engi
     await engine.paused.wait()
     del adapters.known[math]
     assert 'adapter="math"' not in await exposition(client)
-    engine.resume.set()
+    engine.go_on.set()
     assert (await request).status_code == 200
     assert 'adapter="math"' not in await exposition(client)

@@ -10,6 +10,7 @@ from mlx_parallm.errors import EngineDeadError
 BODIES = {
     "/v1/completions": {"prompt": "x"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+    "/v1/responses": {"input": "x"},
 }
 ASLEEP, AWAKE = {"is_sleeping": True}, {"is_sleeping": False}
 
@@ -101,7 +102,7 @@ async def test_sleep_waits_for_requests_under_way_and_takes_no_more(client, engi
     refused = await client.post("/v1/completions", json={"prompt": "x"})
     assert fault(refused)["code"] == "asleep"
     assert engine.slept == 0
-    engine.resume.set()
+    engine.go_on.set()
     assert (await request).status_code == 200
     assert (await sleep).json() == ASLEEP
     assert (engine.slept, len(engine.requests)) == (1, 1)
@@ -120,7 +121,7 @@ async def test_woken_before_it_slept_it_gives_nothing_back(client, engine):
     sleep = await falling(client)
     assert (await client.post("/wake_up")).json() == AWAKE
     assert (await asyncio.wait_for(sleep, 5)).json() == AWAKE
-    engine.resume.set()
+    engine.go_on.set()
     assert (await request).status_code == 200
     assert (engine.slept, await is_sleeping(client)) == (0, AWAKE)
     assert (await client.post("/sleep")).json() == ASLEEP
@@ -133,23 +134,66 @@ async def test_a_client_that_leaves_stops_no_sleep(client, engine):
     sleep.cancel()
     await asyncio.wait([sleep])
     assert client.app.state.services.lifecycle.working
-    engine.resume.set()
+    engine.go_on.set()
     await request
     while client.app.state.services.lifecycle.working:
         await asyncio.sleep(0.01)
     assert (engine.slept, await is_sleeping(client)) == (1, ASLEEP)
 
 
-@pytest.mark.parametrize("level", ["0", "2", "-1", "x", "1.5", ""])
+@pytest.mark.parametrize("level", ["0", "3", "-1", "x", "1.5", ""])
 async def test_there_is_no_other_level(client, engine, fault, level):
     response = await client.post("/sleep", params={"level": level})
     error = fault(response)
     assert (response.status_code, error["param"]) == (400, "level")
-    if level.lstrip("-").isdecimal():
-        assert "only level 1" in error["message"]
     assert not engine.called.is_set()
     assert await is_sleeping(client) == AWAKE
-    assert (await client.post("/sleep", params={"level": "1"})).json() == ASLEEP
+
+
+@pytest.mark.parametrize(("level", "banks"), [("1", 0), ("2", 1)])
+async def test_level_2_gives_the_bank_back_too(client, engine, level, banks):
+    assert (await client.post("/sleep", params={"level": level})).json() == ASLEEP
+    assert (engine.slept, engine.banks) == (1, banks)
+
+
+async def test_asleep_on_level_1_it_can_still_go_to_level_2(client, engine):
+    await client.post("/sleep")
+    assert (await client.post("/sleep?level=2")).json() == ASLEEP
+    assert (engine.slept, engine.banks) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("tags", "said"),
+    [("", AWAKE), ("?tags=kv_cache", AWAKE), ("?tags=weights&tags=kv_cache", AWAKE), ("?tags=weights", ASLEEP)],
+)
+async def test_weights_never_sleep_so_waking_them_wakes_nothing(client, tags, said):
+    await client.post("/sleep")
+    assert (await client.post(f"/wake_up{tags}")).json() == said
+    assert await is_sleeping(client) == said
+
+
+@pytest.mark.parametrize(
+    ("path", "param"), [("/sleep?mode=abort", "mode"), ("/wake_up?tags=bank", "0"), ("/wake_up?tag=kv_cache", "tag")]
+)
+async def test_what_is_not_known_is_refused_by_name(client, engine, fault, path, param):
+    await client.post("/sleep")
+    engine.called.clear()
+    response = await client.post(path)
+    assert (response.status_code, fault(response)["param"]) == (400, param)
+    assert not engine.called.is_set()
+    assert await is_sleeping(client) == ASLEEP
+
+
+async def test_what_a_pause_holds_would_keep_it_awake_for_ever(client, engine, fault):
+    request = await running(client, engine)
+    await client.post("/pause?mode=keep")
+    response = await client.post("/sleep")
+    assert (response.status_code, fault(response)["code"]) == (409, "conflict")
+    assert "/resume" in response.text
+    assert await is_sleeping(client) == AWAKE
+    engine.go_on.set()
+    await request
+    assert (await client.post("/sleep")).json() == ASLEEP, "a pause alone does not matter"
 
 
 async def test_a_sleep_that_fails_is_told(client, engine, fault):

@@ -74,6 +74,10 @@ class Slots:
         """The slot stays taken."""
         del self._tenants[tenant.version.ref]
 
+    def leave(self, slot: int) -> None:
+        """A slot whose tenant has moved out is free."""
+        self._taken.discard(slot)
+
     def clear(self) -> None:
         """Nothing is pinned."""
         assert not any(tenant.pins for tenant in self._tenants.values())

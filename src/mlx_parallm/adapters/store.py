@@ -34,7 +34,8 @@ _PATIENCE_S = 1.0
 READ_AHEAD = 2
 """Versions that are read from their files, and kept, before there is a slot for them."""
 
-Staged = Callable[[Exception | None], None]
+Told = Callable[[Exception | None], None]
+"""Told when something has been done, or why it cannot be."""
 Extracted = Callable[[AdapterWeights | None], None]
 
 
@@ -45,7 +46,7 @@ class _Want:
     version: Version
     since: float
     urgent: bool = False
-    staged: list[Staged] = field(default_factory=list)
+    staged: list[Told] = field(default_factory=list)
 
 
 class AdapterStore:
@@ -73,7 +74,7 @@ class AdapterStore:
         self.copies = Copies(copies, self._may_drop)
         self._reads = Reads(read, reader, wake)
         self._wants: dict[AdapterRef, _Want] = {}
-        self._extracts: deque[tuple[Version, Extracted]] = deque()
+        self._asked: deque[Iterator[None]] = deque()
         self._holders: Counter[AdapterRef] = Counter()
         self._failed: dict[AdapterRef, Exception] = {}
         self._job: Iterator[None] | None = None
@@ -119,7 +120,7 @@ class AdapterStore:
 
     # -- publishing ------------------------------------------------------------------------------
 
-    def stage(self, version: Version, weights: AdapterWeights | None, staged: Staged, urgent: bool = False) -> None:
+    def stage(self, version: Version, weights: AdapterWeights | None, staged: Told, urgent: bool = False) -> None:
         """Brings a version into a slot beside traffic, then calls `staged(None)`, or `staged(error)`.
 
         Where every slot is pinned it is kept as a copy, to be staged when a row wants it, and `staged` is called
@@ -138,7 +139,12 @@ class AdapterStore:
 
     def extract(self, version: Version, extracted: Extracted) -> None:
         """Copies a version's weights out of memory, float32 numpy, beside traffic; None when they are not there."""
-        self._extracts.append((version, extracted))
+        self._asked.append(self._extract(version, extracted))
+
+    def vacate(self, told: Told) -> None:
+        """Takes every version without pins out of its slot, as if another one had come, and gives the bank back where
+        none is left; beside traffic. They are staged again when a row wants them."""
+        self._asked.append(self._vacate(told))
 
     # -- device work -----------------------------------------------------------------------------
 
@@ -171,14 +177,17 @@ class AdapterStore:
     def reset(self) -> None:
         """Forgets what is in the slots, none of them pinned; what has files or copies is staged again on demand."""
         self._job = None
+        self._clear()
+
+    def _clear(self) -> None:
         self.slots.clear()
         self.bank.clear()
         self.bank_bytes = 0
 
     def _next_job(self) -> Iterator[None] | None:
         """The oldest want whose weights are in memory, if a slot can be had for it. Starts reading the others."""
-        if self._extracts:
-            return self._extract(*self._extracts.popleft())
+        if self._asked:
+            return self._asked.popleft()
         for want in self._next_wants():
             self._fetch(want)
         for want in [want for want in self._in_order() if want.version in self.copies]:
@@ -241,6 +250,20 @@ class AdapterStore:
         pairs: dict[str, LoRAPair] = {}
         yield from self.bank.read(tenant.slot, version.ranks, pairs)
         self.copies.put(version, AdapterWeights(pairs))
+
+    def _vacate(self, told: Told) -> Iterator[None]:
+        """A row may be admitted between two units: its version stays, and the bank with it."""
+        try:
+            for _, tenant in self.slots:
+                if not tenant.pins:
+                    yield from self._evict(tenant)
+                    self.slots.leave(tenant.slot)
+        except Exception as error:
+            told(error)
+            raise
+        if not len(self.slots):
+            self._clear()
+        told(None)
 
     def _extract(self, version: Version, extracted: Extracted) -> Iterator[None]:
         pairs: dict[str, LoRAPair] = {}

@@ -5,11 +5,23 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from mlx_parallm.core.requests import WorkClass
 
 MODE_SHARES: Mapping[str, float] = {"inference_and_training": 0.12, "training_priority": 0.5}
 """Mode of a server that does both → its `training_time_share`, where none is given."""
+
+
+class PauseMode(StrEnum):
+    """What becomes of the requests under way when the engine pauses; the values are vLLM's."""
+
+    ABORT = "abort"
+    """They fail at once."""
+    WAIT = "wait"
+    """They go on to their end."""
+    KEEP = "keep"
+    """They stand still, and go on when the pause is over."""
 
 
 @dataclass(frozen=True, slots=True)

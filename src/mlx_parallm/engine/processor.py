@@ -21,7 +21,15 @@ from typing import TypeVar
 
 import mlx.core as mx
 
-from mlx_parallm.core import DeviceSchedule, EngineStats, Event, GenerationRequest, RequestFailed, RequestFinished
+from mlx_parallm.core import (
+    DeviceSchedule,
+    EngineStats,
+    Event,
+    GenerationRequest,
+    PauseMode,
+    RequestFailed,
+    RequestFinished,
+)
 from mlx_parallm.engine.loop import DeviceLoop, EngineParts
 from mlx_parallm.errors import EngineDeadError
 
@@ -68,6 +76,7 @@ class ContinuousBatchProcessor:
         self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         self._queues: dict[str, asyncio.Queue[Event]] = {}
         self._event_loop: asyncio.AbstractEventLoop | None = None
+        self._pauses = 0  # calls of `pause` and `resume`: the last one counts
         self._stats = EngineStats(alive=True, ready=False)
         self._started = threading.Event()
         self._start_error: BaseException | None = None
@@ -123,11 +132,34 @@ class ContinuousBatchProcessor:
         """See `core.EngineClient.reschedule`."""
         await self._change(lambda loop: loop.reschedule(schedule))
 
-    async def sleep(self) -> None:
+    async def pause(self, mode: PauseMode) -> None:
+        """See `core.EngineClient.pause`."""
+        self._pauses += 1
+        mine, under_way = self._pauses, set(self._queues)
+        await self._change(lambda loop: loop.pause(mode))
+        while mode is PauseMode.WAIT and mine == self._pauses and under_way & self._queues.keys():
+            await asyncio.sleep(_DRAIN_CHECK_S)
+
+    async def resume(self) -> None:
+        """See `core.EngineClient.resume`."""
+        self._pauses += 1
+        await self._change(DeviceLoop.resume)
+
+    async def sleep(self, bank: bool = False) -> None:
         """See `core.EngineClient.sleep`."""
         while self._queues:
             await asyncio.sleep(_DRAIN_CHECK_S)
+        if bank:
+            await self._vacate()
         await self._change(lambda _: mx.clear_cache())
+
+    async def _vacate(self) -> None:
+        def call(tell: Callable[[Exception | None], None]) -> _Call:
+            return _Call(lambda loop: loop.vacate(tell))
+
+        error = await self._told(call)
+        if error is not None:
+            raise error
 
     async def on_device(self, start: Callable[[Callable[[_T], None]], None]) -> _T:
         """Runs `start(tell)` on the device thread between two units, and waits for what it tells, then or later.

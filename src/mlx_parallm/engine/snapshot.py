@@ -57,6 +57,7 @@ def snapshot(
         decode_gaps=scheduler.gaps.gaps,
         training_shares=scheduler.shares.shares,
         training_share=scheduler.shares.last,
+        paused=scheduler.paused,
         detail={
             "mlx_memory_bytes": {"active": mx.get_active_memory(), "peak": peak, "cache": mx.get_cache_memory()},
             "prefilled_tokens_total": counters.prefilled_tokens,

@@ -17,6 +17,7 @@ from mlx_parallm.core import (
     Event,
     FinishReason,
     GenerationRequest,
+    PauseMode,
     RequestFinished,
     SequenceOutput,
     Trajectory,
@@ -53,8 +54,14 @@ class CollectingEngine:
     async def reschedule(self, schedule: DeviceSchedule) -> None:
         await self._engine.reschedule(schedule)
 
-    async def sleep(self) -> None:
-        await self._engine.sleep()
+    async def pause(self, mode: PauseMode) -> None:
+        await self._engine.pause(mode)
+
+    async def resume(self) -> None:
+        await self._engine.resume()
+
+    async def sleep(self, bank: bool = False) -> None:
+        await self._engine.sleep(bank)
 
     def generate(self, request: GenerationRequest) -> AsyncIterator[Event]:
         """See `core.EngineClient.generate`."""

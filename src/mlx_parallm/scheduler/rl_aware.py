@@ -65,7 +65,10 @@ class RLAwareScheduler:
         self.gaps = GapMeter()
         self.shares = ShareMeter()
         self._memory = memory
+        self.paused = False
+        self._frozen = False
         self._waiting: list[Sequence] = []
+        self._held: list[Sequence] = []  # came while paused
         self._live: list[Sequence] = []  # in order of admission: the last is the youngest
         self._gap = Gap()
         self._training = TimeShare(config.schedule.training_time_share)
@@ -81,17 +84,28 @@ class RLAwareScheduler:
         """Prefill time allowed between two decode steps."""
         return min(_PREFILL_STALL_S, self.schedule.max_decode_stall_s)
 
+    # -- a pause ---------------------------------------------------------------------------------
+
+    def pause(self, freeze: bool) -> None:
+        """What is added from now on waits for `resume`. `freeze`: what is here gets no row and no unit either."""
+        self.paused, self._frozen = True, freeze
+
+    def resume(self) -> None:
+        self.paused = self._frozen = False
+        self._waiting += self._held
+        self._held = []
+
     # -- the queue -------------------------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:
-        self._waiting.append(sequence)
+        (self._held if self.paused else self._waiting).append(sequence)
 
     def finish(self, sequence: Sequence) -> None:
         """Ends a sequence, whatever its state; its row is free at once."""
         self._memory_is_short = False
         self._drop_row(sequence)
         if sequence.status is Status.WAITING:
-            self._waiting.remove(sequence)
+            (self._held if sequence in self._held else self._waiting).remove(sequence)
         sequence.status = Status.FINISHED
         sequence.group.members.remove(sequence)
 
@@ -105,14 +119,14 @@ class RLAwareScheduler:
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + len(self._held)
 
     @property
     def live(self) -> tuple[Sequence, ...]:
         return tuple(self._live)
 
     def sequences(self) -> Iterable[Sequence]:
-        return [*self._live, *self._waiting]
+        return [*self._live, *self._waiting, *self._held]
 
     # -- the next unit ---------------------------------------------------------------------------
 
@@ -124,8 +138,10 @@ class RLAwareScheduler:
         `urgent`: what waits to be staged is to be there at once.
         """
         due = self._decodable()
-        self.shares.see(now, contended=training_waits and bool(self._live))
+        self.shares.see(now, contended=training_waits and bool(self._live) and not self._frozen)
         training_is_due = self._training.is_due(now, training_waits)
+        if self._frozen:
+            return self._beside_rows(staging_waits, training_waits)
         if staging_waits and self._may_stage(urgent, bool(due)):
             return StagingUnit(max(self._staging_allowance(urgent) - self._gap.staged, 0.0))
         if training_is_due and (not due or (self._gap.clean and self._has_room)):
@@ -137,6 +153,10 @@ class RLAwareScheduler:
         rows = self._make_room(due)
         if rows:
             return DecodeUnit(rows, awaited=self._gap.interrupted)
+        return self._beside_rows(staging_waits, training_waits)
+
+    def _beside_rows(self, staging_waits: bool, training_waits: bool) -> Unit | None:
+        """What there is to do while no row can use the time."""
         self._gap.idle()
         if staging_waits:
             return StagingUnit(0.0)
@@ -183,7 +203,7 @@ class RLAwareScheduler:
         After a preemption nothing is admitted until a row ends: what was just taken from one row
         would otherwise be given back to it, and its prompt computed over and over.
         """
-        if self._memory_is_short and self._live:
+        if self._frozen or (self._memory_is_short and self._live):
             return
         while self._waiting and len(self._live) < self.config.max_rows:
             best = min(self._eligible(), key=lambda s: self._rank(s, now), default=None)
@@ -312,8 +332,10 @@ class RLAwareScheduler:
     def check_integrity(self) -> None:
         """Raises AssertionError when the books do not agree."""
         assert len(self._live) <= self.config.max_rows
-        assert not set(self._live) & set(self._waiting)
-        assert all(s.status is Status.WAITING for s in self._waiting)
+        assert not set(self._live) & {*self._waiting, *self._held}
+        assert not set(self._waiting) & set(self._held)
+        assert self.paused or not self._held
+        assert all(s.status is Status.WAITING for s in [*self._waiting, *self._held])
         for s in self._live:
             assert s.status in (Status.PREFILLING, Status.RUNNING), s.status
             assert (s.status is Status.PREFILLING) == (s.to_prefill > 0)

@@ -28,6 +28,7 @@ from mlx_parallm.core import (
     SequenceOutput,
     TrainingClient,
 )
+from mlx_parallm.errors import AbortedError
 from mlx_parallm.server.adapter_metrics import PREFIX, AdapterMetrics, Tally
 from mlx_parallm.server.limits import SequenceGate
 from mlx_parallm.server.schedule_metrics import schedule_metrics
@@ -45,6 +46,7 @@ GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     ),
     "kv_cache_bytes_held": ("Bytes of the KV pool in use.", lambda stats: stats.kv_bytes_held),
     "kv_cache_tokens": ("Tokens in the KV pool.", lambda stats: stats.kv_tokens_used),
+    "engine_paused": ("1 since POST /pause, until POST /resume.", lambda stats: stats.paused),
     "engine_alive": ("1 while the device thread runs.", lambda stats: stats.alive),
 }
 COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
@@ -134,7 +136,7 @@ class RequestObserver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        left = kind is not None and issubclass(kind, (asyncio.CancelledError, GeneratorExit))
+        left = kind is not None and issubclass(kind, (asyncio.CancelledError, GeneratorExit, AbortedError))
         self._metrics.finished.labels("abort" if left else "error").inc(self._unfinished)
 
     @property

@@ -1,48 +1,182 @@
-"""The OpenAPI document: FastAPI's, with our own body parsing and error bodies described as they are."""
+"""The OpenAPI document: FastAPI's, with our own body parsing, every error by its code, and examples that run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
+from mlx_parallm.errors import (
+    AbortedError,
+    AdapterUnavailableError,
+    ConflictError,
+    ContextLengthError,
+    EngineDeadError,
+    EngineError,
+    GrammarError,
+    OverloadedError,
+    RequestError,
+    StepFailedError,
+    TrainingDisabledError,
+    UnknownModelError,
+)
+from mlx_parallm.server.errors import (
+    RULES,
+    ApiKeyError,
+    AsleepError,
+    BodyTooLargeError,
+    DrainingError,
+    ForbiddenOriginError,
+    InferenceDisabledError,
+    MediaTypeError,
+    rule_of_kind,
+)
+from mlx_parallm.server.examples import BODIES
+from mlx_parallm.server.security import OPEN_PATHS
 from mlx_parallm.server.wire.common import ErrorBody
 
-ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": ErrorBody, "description": "The request must change."},
-    "5XX": {"model": ErrorBody, "description": "The server failed it."},
+Operation = dict[str, Any]
+Kind = type[Exception]
+
+DESCRIPTION = """\
+An OpenAI-compatible server on MLX: one base model, many LoRA adapters in one continuous batch, trained while it serves.
+
+Every error has the body `{"error": {"message", "type", "param", "code"}}`; `param` names the field at fault. Fields
+that are not declared are refused, and null means left out.
+"""
+
+EVENTS: dict[str, Any] = {
+    "text/event-stream": {
+        "schema": {
+            "description": "One event of the stream.",
+            "type": "object",
+            "properties": {
+                "event": {"type": "string", "description": "Its kind, where a stream has several."},
+                "data": {"type": "string", "description": "JSON text; `[DONE]` ends a completion's stream."},
+            },
+            "required": ["data"],
+        }
+    }
 }
+"""The `content` of a stream of events: each of them, as a client reads it."""
+
+KINDS = "x-raises"
+"""Between `raises` and `describe`: the errors of one status, by the names of their classes."""
+
+ANYWHERE: tuple[Kind, ...] = (ForbiddenOriginError, Exception)
+WITH_BODY: tuple[Kind, ...] = (RequestError, BodyTooLargeError, MediaTypeError)
+GENERATING: tuple[Kind, ...] = (
+    GrammarError,
+    ContextLengthError,
+    UnknownModelError,
+    ConflictError,
+    TrainingDisabledError,
+    OverloadedError,
+    StepFailedError,
+    EngineError,
+    AbortedError,
+    AdapterUnavailableError,
+    EngineDeadError,
+    DrainingError,
+    InferenceDisabledError,
+    AsleepError,
+)
+
+
+def raises(*kinds: Kind) -> dict[int | str, dict[str, Any]]:
+    """The `responses` of a route that may raise these, beside what any route of its form may."""
+    statuses: dict[int | str, dict[str, Any]] = {}
+    for kind in kinds:
+        entry = statuses.setdefault(rule_of_kind(kind).status, {"description": "", KINDS: []})
+        entry[KINDS].append(kind.__name__)
+    return statuses
 
 
 def streamable(whole: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
-    """The `responses` of a route that answers with one JSON body, or with events when `stream` is true."""
-    events = {"text/event-stream": {"schema": {"type": "string"}}}
-    return {200: {"model": whole, "content": events, "description": "One body, or server-sent events."}}
+    """The `responses` of a generating route: one JSON body, or events when `stream` is true; or an error."""
+    answer = {"model": whole, "content": deepcopy(EVENTS), "description": "One body, or server-sent events."}
+    return {200: answer, **raises(*GENERATING)}
 
 
 def describe(app: FastAPI) -> dict[str, Any]:
     """The document, made once and kept on the app."""
     if app.openapi_schema is None:
-        document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+        document = get_openapi(title=app.title, version=app.version, description=DESCRIPTION, routes=app.routes)
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
-        for operation in _operations(document):
-            operation["responses"].pop("422", None)  # FastAPI's own validation error, which we never send
+        for path, operation in _operations(document):
             schemas |= _lift_definitions(operation)
+            operation["responses"] = _responses(path, operation)
+            if path in BODIES and "requestBody" in operation:
+                _content(operation)["examples"] = {name: {"value": body} for name, body in BODIES[path].items()}
         for unused in ("HTTPValidationError", "ValidationError"):
             schemas.pop(unused, None)
+        schemas |= _error_schemas()
         app.openapi_schema = document
     return app.openapi_schema
 
 
-def _operations(document: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    for path in document["paths"].values():
-        yield from path.values()
+def _operations(document: dict[str, Any]) -> Iterator[tuple[str, Operation]]:
+    for path, item in document["paths"].items():
+        for operation in item.values():
+            yield path, operation
 
 
-def _lift_definitions(operation: dict[str, Any]) -> dict[str, Any]:
+def _responses(path: str, operation: Operation) -> dict[str, Any]:
+    """The answers as declared, then every error that can come, by status."""
+    declared: dict[str, Any] = operation["responses"]
+    named = {name for answer in declared.values() for name in answer.get(KINDS, ())}
+    kinds = {kind for kind in _all_kinds() if kind.__name__ in named} | set(_of_form(path, operation))
+    answers = {status: answer for status, answer in declared.items() if status != "422" and KINDS not in answer}
+    for status in sorted({rule_of_kind(kind).status for kind in kinds}):
+        answers[str(status)] = _error(kind for kind in kinds if rule_of_kind(kind).status == status)
+    return answers
+
+
+def _all_kinds() -> Iterable[Kind]:
+    return (*RULES, *GENERATING)
+
+
+def _of_form(path: str, operation: Operation) -> Iterator[Kind]:
+    """Errors that a route can give because of how it is asked."""
+    yield from ANYWHERE
+    if path not in OPEN_PATHS:
+        yield ApiKeyError
+    if "requestBody" in operation:
+        yield from WITH_BODY
+    if any(parameter["in"] == "query" for parameter in operation.get("parameters", ())):
+        yield RequestError
+
+
+def _error(kinds: Iterable[Kind]) -> dict[str, Any]:
+    """One status: its codes, and what each means."""
+    rules = {rule_of_kind(kind): kind for kind in sorted(kinds, key=lambda kind: kind.__name__)}
+    about = {str(rule.code or rule.type): rule.message or _meaning(kind) for rule, kind in rules.items()}
+    lines = [f"`{code}`: {meaning}" for code, meaning in sorted(about.items())]
+    schema = {"$ref": f"#/components/schemas/{ErrorBody.__name__}"}
+    return {"description": "\n\n".join(lines), "content": {"application/json": {"schema": schema}}}
+
+
+def _meaning(kind: Kind) -> str:
+    return (kind.__doc__ or "").partition("\n")[0]
+
+
+def _error_schemas() -> dict[str, Any]:
+    schema = ErrorBody.model_json_schema(ref_template="#/components/schemas/{model}")
+    return {**schema.pop("$defs"), ErrorBody.__name__: schema}
+
+
+def _content(operation: Operation) -> dict[str, Any]:
+    content: Mapping[str, dict[str, Any]] = operation["requestBody"]["content"]
+    return content["application/json"]
+
+
+def _lift_definitions(operation: Operation) -> dict[str, Any]:
     """Takes the `$defs` out of a request body's schema: its references point at the document's components."""
-    content = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
-    return content.get("schema", {}).pop("$defs", {}) if content else {}
+    if "requestBody" not in operation:
+        return {}
+    definitions: dict[str, Any] = _content(operation)["schema"].pop("$defs", {})
+    return definitions

@@ -19,14 +19,15 @@ class SleepSwitch:
         self._gate = gate
         self._falling: set[asyncio.Task[None]] = set()
 
-    async def fall_asleep(self) -> None:
+    async def fall_asleep(self, bank: bool = False) -> None:
         """Returns when the requests under way have ended and the memory is given back, or when it was woken first.
+        `bank`: the adapters' slots are given back too.
 
         Raises:
             EngineDeadError: the device thread is not running.
         """
         self.asleep = True
-        falling = asyncio.create_task(self._give_back())
+        falling = asyncio.create_task(self._give_back(bank))
         self._falling.add(falling)
         falling.add_done_callback(self._falling.discard)
         await asyncio.wait([falling])
@@ -39,7 +40,7 @@ class SleepSwitch:
         for falling in self._falling:
             falling.cancel()
 
-    async def _give_back(self) -> None:
+    async def _give_back(self, bank: bool) -> None:
         while self._gate.held:  # a request may be inside that the engine has not seen yet
             await asyncio.sleep(CHECK_S)
-        await self._engine.sleep()
+        await self._engine.sleep(bank)

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter, Depends, Path
 
 from mlx_parallm.core import BASE_ADAPTER
+from mlx_parallm.errors import AdapterUnavailableError, ConflictError, EngineDeadError, UnknownModelError
 from mlx_parallm.server.body import json_body, request_body
+from mlx_parallm.server.errors import DrainingError
+from mlx_parallm.server.openapi import raises
 from mlx_parallm.server.respond.adapters import adapter_object
-from mlx_parallm.server.routes.lora import unload
+from mlx_parallm.server.routes.lora import UNLOADS, unload
 from mlx_parallm.server.selectors import naming
 from mlx_parallm.server.services import ServicesDep
 from mlx_parallm.server.wire.adapters import (
@@ -27,6 +30,10 @@ from mlx_parallm.server.wire.adapters import (
 )
 
 router = APIRouter()
+STAGES = raises(UnknownModelError, AdapterUnavailableError, DrainingError, EngineDeadError)
+Selector = Annotated[
+    str, Path(description="`name` (its live version), `name@version`, or a checkpoint of the default adapter.")
+]
 
 
 @router.get("/v1/adapters")
@@ -48,7 +55,7 @@ async def get_route(services: ServicesDep) -> Route:
     return Route(route=dict(services.adapters.route()))
 
 
-@router.post("/v1/adapters/route", openapi_extra=request_body(RouteBody))
+@router.post("/v1/adapters/route", responses=STAGES, openapi_extra=request_body(RouteBody))
 async def set_route(body: Annotated[RouteBody, Depends(json_body(RouteBody))], services: ServicesDep) -> Route:
     """Splits requests that name no adapter between versions, in proportion to the weights."""
     with naming("weights", *body.weights):
@@ -56,14 +63,18 @@ async def set_route(body: Annotated[RouteBody, Depends(json_body(RouteBody))], s
     return Route(route=dict(route))
 
 
-@router.delete("/v1/adapters/route")
+@router.delete("/v1/adapters/route", responses=raises(DrainingError, EngineDeadError))
 async def reset_route(services: ServicesDep) -> Route:
     """Sends requests that name no adapter to the base."""
     to_base = services.adapters.set_route({BASE_ADAPTER.name: 1.0})
     return Route(route=dict(await services.lifecycle.see_through(to_base)))
 
 
-@router.post("/v1/adapters/rollback", openapi_extra=request_body(RollbackBody))
+@router.post(
+    "/v1/adapters/rollback",
+    responses=raises(UnknownModelError, ConflictError, DrainingError),
+    openapi_extra=request_body(RollbackBody),
+)
 async def roll_back(
     body: Annotated[RollbackBody, Depends(json_body(RollbackBody))], services: ServicesDep
 ) -> RolledBack:
@@ -73,13 +84,13 @@ async def roll_back(
     return RolledBack(status="success", lora_adapter=str(live), route=dict(route))
 
 
-@router.get("/v1/adapters/{selector:path}")
-async def get_adapter(selector: str, services: ServicesDep) -> Adapter:
+@router.get("/v1/adapters/{selector:path}", responses=raises(UnknownModelError))
+async def get_adapter(selector: Selector, services: ServicesDep) -> Adapter:
     """The version that a selector means."""
     return adapter_object(services.find(selector, "selector"))
 
 
-@router.delete("/v1/adapters/{selector:path}")
-async def delete_adapter(selector: str, services: ServicesDep) -> UnloadedLora:
+@router.delete("/v1/adapters/{selector:path}", responses=UNLOADS)
+async def delete_adapter(selector: Selector, services: ServicesDep) -> UnloadedLora:
     """The same as `/v1/unload_lora_adapter`."""
     return await unload(services, selector, "selector")

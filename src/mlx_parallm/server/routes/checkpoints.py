@@ -6,13 +6,17 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends
 
+from mlx_parallm.errors import ConflictError, EngineDeadError, StorageError, UnknownModelError
 from mlx_parallm.server.body import json_body, request_body
+from mlx_parallm.server.errors import DrainingError
+from mlx_parallm.server.openapi import raises
 from mlx_parallm.server.respond.adapters import checkpoint_object
 from mlx_parallm.server.selectors import naming
 from mlx_parallm.server.services import ServicesDep
 from mlx_parallm.server.wire.adapters import Checkpoint, CheckpointList, SaveCheckpointBody
 
 router = APIRouter()
+SAVES = raises(UnknownModelError, ConflictError, StorageError, DrainingError, EngineDeadError)
 Body = Annotated[SaveCheckpointBody, Depends(json_body(SaveCheckpointBody))]
 
 
@@ -22,8 +26,8 @@ async def list_checkpoints(services: ServicesDep) -> CheckpointList:
     return CheckpointList(object="list", data=[checkpoint_object(card) for card in services.adapters.checkpoints()])
 
 
-@router.post("/training/checkpoint", openapi_extra=request_body(SaveCheckpointBody))
-@router.post("/v1/training/checkpoint", openapi_extra=request_body(SaveCheckpointBody))
+@router.post("/training/checkpoint", responses=SAVES, openapi_extra=request_body(SaveCheckpointBody))
+@router.post("/v1/training/checkpoint", responses=SAVES, openapi_extra=request_body(SaveCheckpointBody))
 async def save_checkpoint(body: Body, services: ServicesDep) -> Checkpoint:
     """Answers when the files are whole on disk; a client that leaves meanwhile stops nothing. An adapter in training
     is saved with its optimizer's state."""

@@ -6,7 +6,16 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends
 
+from mlx_parallm.errors import (
+    AdapterFileError,
+    AdapterUnavailableError,
+    ConflictError,
+    EngineDeadError,
+    UnknownModelError,
+)
 from mlx_parallm.server.body import json_body, request_body
+from mlx_parallm.server.errors import DrainingError
+from mlx_parallm.server.openapi import raises
 from mlx_parallm.server.respond.adapters import loaded_object
 from mlx_parallm.server.selectors import naming
 from mlx_parallm.server.services import Services, ServicesDep
@@ -20,9 +29,12 @@ from mlx_parallm.server.wire.adapters import (
 )
 
 router = APIRouter()
+LOADS = raises(AdapterFileError, DrainingError, EngineDeadError)
+UNLOADS = raises(UnknownModelError, ConflictError, DrainingError)
+SWITCHES = raises(UnknownModelError, AdapterUnavailableError, DrainingError, EngineDeadError)
 
 
-@router.post("/v1/load_lora_adapter", openapi_extra=request_body(LoadLoraBody))
+@router.post("/v1/load_lora_adapter", responses=LOADS, openapi_extra=request_body(LoadLoraBody))
 async def load_lora_adapter(
     body: Annotated[LoadLoraBody, Depends(json_body(LoadLoraBody))], services: ServicesDep
 ) -> LoadedLora:
@@ -31,7 +43,7 @@ async def load_lora_adapter(
     return loaded_object(await services.lifecycle.see_through(loading))
 
 
-@router.post("/v1/unload_lora_adapter", openapi_extra=request_body(UnloadLoraBody))
+@router.post("/v1/unload_lora_adapter", responses=UNLOADS, openapi_extra=request_body(UnloadLoraBody))
 async def unload_lora_adapter(
     body: Annotated[UnloadLoraBody, Depends(json_body(UnloadLoraBody))], services: ServicesDep
 ) -> UnloadedLora:
@@ -39,8 +51,8 @@ async def unload_lora_adapter(
     return await unload(services, body.lora_name, "lora_name")
 
 
-@router.post("/model/switch-lora", openapi_extra=request_body(SwitchLoraBody))
-@router.post("/v1/model/switch-lora", openapi_extra=request_body(SwitchLoraBody))
+@router.post("/model/switch-lora", responses=SWITCHES, openapi_extra=request_body(SwitchLoraBody))
+@router.post("/v1/model/switch-lora", responses=SWITCHES, openapi_extra=request_body(SwitchLoraBody))
 async def switch_lora(
     body: Annotated[SwitchLoraBody, Depends(json_body(SwitchLoraBody))], services: ServicesDep
 ) -> SwitchedLora:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
+from typing import Annotated
+
+from fastapi import APIRouter, Path
 
 from mlx_parallm.core import AdapterCard
+from mlx_parallm.errors import UnknownModelError
+from mlx_parallm.server.openapi import raises
 from mlx_parallm.server.services import Services, ServicesDep
 from mlx_parallm.server.wire.misc import Model, ModelList
 
 router = APIRouter()
+Name = Annotated[str, Path(description="The served model, `base`, an adapter, or `name@version`.")]
 
 
 @router.get("/v1/models", response_model_exclude_unset=True)
@@ -18,8 +23,8 @@ async def list_models(services: ServicesDep) -> ModelList:
     return ModelList(object="list", data=[_base(services), *live])
 
 
-@router.get("/v1/models/{name:path}", response_model_exclude_unset=True)
-async def get_model(name: str, services: ServicesDep) -> Model:
+@router.get("/v1/models/{name:path}", response_model_exclude_unset=True, responses=raises(UnknownModelError))
+async def get_model(name: Name, services: ServicesDep) -> Model:
     """One model; hub ids have a slash in them, and are taken as they are. `name@version` is taken too."""
     return _base(services) if services.is_base(name) else _adapter(services.find(name, "model"), services)
 

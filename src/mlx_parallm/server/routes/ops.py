@@ -12,7 +12,8 @@ from starlette.responses import Response
 from mlx_parallm import __version__
 from mlx_parallm.core import EngineStats
 from mlx_parallm.errors import EngineDeadError
-from mlx_parallm.server.errors import NotReadyError
+from mlx_parallm.server.errors import AsleepError, DrainingError, InferenceDisabledError, NotReadyError
+from mlx_parallm.server.openapi import raises
 from mlx_parallm.server.respond.schedule import schedule_object
 from mlx_parallm.server.services import ServicesDep
 from mlx_parallm.server.wire.misc import DebugState, Status, Version
@@ -20,7 +21,7 @@ from mlx_parallm.server.wire.misc import DebugState, Status, Version
 router = APIRouter()
 
 
-@router.get("/health")
+@router.get("/health", responses=raises(EngineDeadError))
 async def health(services: ServicesDep) -> Status:
     """503 once the device thread is dead, whatever else still answers."""
     if not services.engine.stats().alive:
@@ -28,7 +29,7 @@ async def health(services: ServicesDep) -> Status:
     return Status(status="ok")
 
 
-@router.get("/ready")
+@router.get("/ready", responses=raises(NotReadyError, DrainingError, InferenceDisabledError, AsleepError))
 async def ready(services: ServicesDep) -> Status:
     """503 unless new generation requests are taken now: not asleep, and never where the server only trains."""
     services.check_open()
@@ -40,6 +41,7 @@ async def ready(services: ServicesDep) -> Status:
 
 @router.get("/version")
 async def version() -> Version:
+    """Of this server."""
     return Version(version=__version__)
 
 
@@ -61,6 +63,7 @@ async def debug_state(services: ServicesDep) -> DebugState:
             "sequences_limit": services.gate.limit,
             "draining": services.lifecycle.draining,
             "asleep": services.sleep.asleep,
+            "paused": services.engine.stats().paused,
             "started_at": services.started_at,
         },
         model=asdict(services.card),

@@ -8,7 +8,10 @@ from anyio import to_thread
 from fastapi import APIRouter, Depends
 
 from mlx_parallm.core import TextTokenizer
+from mlx_parallm.errors import UnknownModelError
 from mlx_parallm.server.body import json_body, request_body
+from mlx_parallm.server.conversation import rendered
+from mlx_parallm.server.openapi import raises
 from mlx_parallm.server.planning import check_ids
 from mlx_parallm.server.services import ServicesDep
 from mlx_parallm.server.wire.misc import DetokenizeBody, Detokenized, TokenizeBody, TokenizerInfo, Tokens
@@ -16,7 +19,7 @@ from mlx_parallm.server.wire.misc import DetokenizeBody, Detokenized, TokenizeBo
 router = APIRouter()
 
 
-@router.post("/tokenize", openapi_extra=request_body(TokenizeBody))
+@router.post("/tokenize", responses=raises(UnknownModelError), openapi_extra=request_body(TokenizeBody))
 async def tokenize(body: Annotated[TokenizeBody, Depends(json_body(TokenizeBody))], services: ServicesDep) -> Tokens:
     """The ids of a text, or of messages rendered with the chat template."""
     services.check_model(body.model)
@@ -24,7 +27,7 @@ async def tokenize(body: Annotated[TokenizeBody, Depends(json_body(TokenizeBody)
     return Tokens(tokens=ids, count=len(ids), max_model_len=services.card.context_length)
 
 
-@router.post("/detokenize", openapi_extra=request_body(DetokenizeBody))
+@router.post("/detokenize", responses=raises(UnknownModelError), openapi_extra=request_body(DetokenizeBody))
 async def detokenize(
     body: Annotated[DetokenizeBody, Depends(json_body(DetokenizeBody))], services: ServicesDep
 ) -> Detokenized:
@@ -52,4 +55,4 @@ def _ids(body: TokenizeBody, tokenizer: TextTokenizer) -> list[int]:
     if body.messages is None:
         return tokenizer.encode(body.prompt or "", body.add_special_tokens)
     messages = [message.for_template() for message in body.messages]
-    return tokenizer.apply_chat_template(messages, body.add_generation_prompt, **body.chat_template_kwargs.variables())
+    return rendered(messages, (), tokenizer, body.add_generation_prompt, body.chat_template_kwargs.variables())

@@ -8,12 +8,23 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter, Depends, Query
 from starlette.responses import Response
 
 from mlx_parallm.core import GivenTrajectory, ModelCard, TrainingStatus
-from mlx_parallm.errors import ContextLengthError
+from mlx_parallm.errors import (
+    ConflictError,
+    ContextLengthError,
+    EngineDeadError,
+    EngineError,
+    StorageError,
+    TrainingDisabledError,
+    UnknownModelError,
+    UnknownTrajectoryError,
+)
 from mlx_parallm.server.body import json_body, request_body
+from mlx_parallm.server.errors import DrainingError
+from mlx_parallm.server.openapi import EVENTS, raises
 from mlx_parallm.server.planning import check_ids
 from mlx_parallm.server.respond.training import report_object, status_object
 from mlx_parallm.server.selectors import naming
@@ -33,12 +44,24 @@ from mlx_parallm.server.wire.training import (
 router = APIRouter()
 Control = Annotated[ControlBody, Depends(json_body(ControlBody, required=False))]
 CONTROL = request_body(ControlBody, required=False)
-EVENTS: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}, "description": "Server-sent events."}
+CONTROLS = raises(UnknownModelError, ConflictError, TrainingDisabledError, DrainingError, EngineDeadError)
+UPDATES = raises(
+    ContextLengthError,
+    UnknownModelError,
+    ConflictError,
+    TrainingDisabledError,
+    EngineError,
+    StorageError,
+    DrainingError,
+    EngineDeadError,
+)
+LISTENING: dict[int | str, dict[str, Any]] = {
+    200: {"content": EVENTS, "description": "Server-sent events."},
+    **raises(TrainingDisabledError),
 }
 
 
-@router.post("/v1/training/update", openapi_extra=request_body(UpdateBody, required=False))
+@router.post("/v1/training/update", responses=UPDATES, openapi_extra=request_body(UpdateBody, required=False))
 async def update(
     body: Annotated[UpdateBody, Depends(json_body(UpdateBody, required=False))], services: ServicesDep
 ) -> Update:
@@ -49,32 +72,47 @@ async def update(
         return report_object(await services.lifecycle.see_through(updating))
 
 
-@router.get("/v1/training/status")
-async def status(services: ServicesDep, lora_adapter: str | None = None) -> Training:
+@router.get("/v1/training/status", responses=raises(UnknownModelError))
+async def status(
+    services: ServicesDep,
+    lora_adapter: Annotated[str | None, Query(description="A trained adapter; left out, the default one.")] = None,
+) -> Training:
     """Of the default adapter, or of the one named."""
     with naming("lora_adapter", lora_adapter or ""):
         return status_object(services.training.status(lora_adapter))
 
 
-@router.post("/v1/training/start", openapi_extra=CONTROL)
+@router.post("/v1/training/start", responses=CONTROLS, openapi_extra=CONTROL)
 async def start(body: Control, services: ServicesDep) -> Training:
     """Trains this adapter too: from its live version, or, where there is none, from the base."""
     return await _control(body, services, services.training.start)
 
 
-@router.post("/v1/training/pause", openapi_extra=CONTROL)
+@router.post("/v1/training/pause", responses=CONTROLS, openapi_extra=CONTROL)
 async def pause(body: Control, services: ServicesDep) -> Training:
     """No update begins by itself any more; trajectories are still collected."""
     return await _control(body, services, services.training.pause)
 
 
-@router.post("/v1/training/resume", openapi_extra=CONTROL)
+@router.post("/v1/training/resume", responses=CONTROLS, openapi_extra=CONTROL)
 async def resume(body: Control, services: ServicesDep) -> Training:
     """Updates begin by themselves again."""
     return await _control(body, services, services.training.resume)
 
 
-@router.post("/v1/training/rollback", openapi_extra=request_body(TrainingRollbackBody, required=False))
+@router.post(
+    "/v1/training/rollback",
+    responses=raises(
+        UnknownModelError,
+        ConflictError,
+        TrainingDisabledError,
+        EngineError,
+        StorageError,
+        DrainingError,
+        EngineDeadError,
+    ),
+    openapi_extra=request_body(TrainingRollbackBody, required=False),
+)
 async def roll_back(
     body: Annotated[TrainingRollbackBody, Depends(json_body(TrainingRollbackBody, required=False))],
     services: ServicesDep,
@@ -87,14 +125,18 @@ async def roll_back(
         return status_object(await services.lifecycle.see_through(rolling))
 
 
-@router.post("/v1/training/feedback", openapi_extra=request_body(FeedbackBody))
+@router.post(
+    "/v1/training/feedback",
+    responses=raises(UnknownTrajectoryError, ConflictError, TrainingDisabledError),
+    openapi_extra=request_body(FeedbackBody),
+)
 async def feedback(body: Annotated[FeedbackBody, Depends(json_body(FeedbackBody))], services: ServicesDep) -> Scored:
     """A reward for a trajectory, by whoever knows better; the last one before training counts."""
     services.training.feedback(body.trajectory_id, body.score)
     return Scored(status="success", trajectory_id=body.trajectory_id, score=body.score)
 
 
-@router.get("/v1/training/events", response_class=Response, responses=EVENTS)
+@router.get("/v1/training/events", response_class=Response, responses=LISTENING)
 async def events(services: ServicesDep) -> Response:
     """What happens from now on."""
     return TrainingEventsResponse(services)

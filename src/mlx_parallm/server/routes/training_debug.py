@@ -25,7 +25,7 @@ async def debug_training(services: ServicesDep) -> DebugTraining:
 
 @router.get("/debug/trajectories")
 async def debug_trajectories(
-    services: ServicesDep, limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 20
+    services: ServicesDep, limit: Annotated[int, Query(ge=1, le=MAX_LISTED, description="How many at most.")] = 20
 ) -> DebugTrajectories:
     """The newest trajectories, newest first, with their prompts and answers."""
     cards = services.training.trajectories(limit) if services.training.status().enabled else ()

@@ -58,132 +58,188 @@ Metrics = Annotated[
 
 
 class LoadLoraBody(WireInput):
-    """vLLM's. `load_inplace` lets a name that is taken mean the new files from now on."""
+    """vLLM's."""
 
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {"is_3d_lora_weight": (False,)}
 
     lora_name: Name
+    """A plain name, no path."""
     lora_path: Annotated[str, Field(min_length=1, max_length=MAX_PATH)]
+    """A folder under the operator's adapter roots."""
     load_inplace: bool = False
+    """Lets a name that is taken mean the new files from now on."""
 
 
 class UnloadLoraBody(WireInput):
-    """vLLM's. `lora_name` may be `name@version`."""
+    """vLLM's."""
 
     IGNORED: ClassVar[frozenset[str]] = frozenset({"lora_int_id"})
 
     lora_name: str
+    """A name, with all its versions, or `name@version`."""
 
 
 class RouteBody(WireInput):
-    """Selector → weight; `base` is the model itself."""
+    """Requests that name no adapter are split in proportion to the weights."""
 
     weights: Weights
+    """Selector to weight; `base` is the model itself."""
 
 
 class RollbackBody(WireInput):
-    """Without a name, the last change of the route is taken back."""
+    """Back to what was before."""
 
     lora_name: str | None = None
+    """The adapter; left out, the last change of the route is taken back."""
 
 
 class SwitchLoraBody(WireInput):
-    """`version` is a selector: `math@2`, say."""
+    """Where requests that name no adapter go."""
 
     version: str
+    """A selector: a name, `name@version`, or a checkpoint of the default adapter."""
 
 
 class SaveCheckpointBody(WireInput):
-    """`checkpoint_name` becomes a tag; `lora_name` is a selector, the default adapter if left out."""
+    """What is saved, and how it is found again."""
 
     checkpoint_name: Name | None = None
+    """Becomes a tag."""
     lora_name: str | None = None
+    """A selector; left out, the default adapter."""
     step: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
+    """Number of the checkpoint; left out, the next one."""
     metrics: Metrics = Field(default_factory=dict)
+    """Kept beside it: at most 64 numbers by name."""
 
 
 class Adapter(WireOutput):
-    """One version; `id` is `name@version`. `live`: the bare name means it. `root`: where its files are."""
+    """One version of an adapter."""
 
     id: str
+    """`name@version`."""
     name: str
+    """Of the adapter."""
     version: int
+    """Counted from 1."""
     live: bool
+    """Whether the bare name means it."""
     residence: Literal["slot", "copy", "file"]
+    """In the bank, as a copy in memory, or on disk only."""
     root: str
+    """Where its files are."""
     rank: int
+    """The largest of its modules'."""
     alpha: float
+    """Scale times rank."""
     targets: list[str]
+    """Last names of the modules it changes."""
     bytes: int
+    """Of its weights, as stored."""
     created: int
+    """Unix time, seconds."""
     leases: int
+    """Requests that hold it."""
     checkpoint: str | None
+    """Its checkpoint's name."""
 
 
 class Slots(WireOutput):
-    """Of the adapter bank; a pinned one is held by live sequences."""
+    """Of the adapter bank."""
 
     total: int
+    """Places for versions."""
     used: int
+    """Those that hold one."""
     pinned: int
+    """Those held by live sequences."""
 
 
 class AdapterList(WireOutput):
-    """`route`: where requests that name no adapter go, selector → share."""
+    """Every version that can be asked for."""
 
     object: Literal["list"]
+    """Always the same."""
     data: list[Adapter]
+    """By name and version."""
     route: dict[str, float]
+    """Where requests that name no adapter go: selector to share."""
     slots: Slots
+    """Places for versions in the batch."""
     bank_bytes: int
+    """Bytes of the bank."""
 
 
 class LoadedLora(Adapter):
+    """The version that the name means now."""
+
     status: Literal["success"]
+    """Always the same."""
     lora_name: str
+    """The name."""
     lora_adapter: str
+    """`name@version` that it means now."""
 
 
 class UnloadedLora(WireOutput):
-    """`unloaded`: the versions, as `name@version`."""
+    """What is forgotten."""
 
     status: Literal["success"]
+    """Always the same."""
     unloaded: list[str]
+    """The versions, as `name@version`."""
 
 
 class Route(WireOutput):
-    """Where requests that name no adapter go: selector → share, adding up to 1."""
+    """Where requests that name no adapter go."""
 
     route: dict[str, float]
+    """Selector to share, adding up to 1."""
 
 
 class RolledBack(WireOutput):
-    """`lora_adapter`: the version that is live again, or the route's heaviest."""
+    """What is meant now."""
 
     status: Literal["success"]
+    """Always the same."""
     lora_adapter: str
+    """The version that is live again, or the route's heaviest."""
     route: dict[str, float]
+    """Selector to share, adding up to 1."""
 
 
 class SwitchedLora(WireOutput):
-    """`current_lora`: what requests that name no adapter are given now."""
+    """Where requests that name no adapter go now."""
 
     status: Literal["success"]
+    """Always the same."""
     current_lora: str
+    """What requests that name no adapter are given now."""
     route: dict[str, float]
+    """Selector to share, adding up to 1."""
 
 
 class Checkpoint(WireOutput):
-    """`lora_adapter`: the version it holds. A metric that is no finite number is null."""
+    """A version on disk."""
 
     name: str
+    """`checkpoint-<step>`."""
     lora_adapter: str
+    """The version it holds."""
     step: int
+    """Its number."""
     created: int
+    """Unix time, seconds."""
     tags: list[str]
+    """Other names for it."""
     metrics: dict[str, float | None]
+    """As they were given; null for no finite number."""
 
 
 class CheckpointList(WireOutput):
+    """Adapter versions on disk."""
+
     object: Literal["list"]
+    """Always the same."""
     data: list[Checkpoint]
+    """Oldest first."""

@@ -1,4 +1,5 @@
-"""What all wire models share: strict types, no unknown field, null means left out."""
+"""What all wire models share: strict types, no unknown field, null means left out. The docstring under a field is its
+description in the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic_core import PydanticCustomError
 
 NULL = {"type": "null"}
+ABOUT = ("title", "description", "default", "examples")
+"""What a schema says of a field, whichever of its alternatives is sent."""
 
 
 def refused(reason: str, field: str | None = None) -> PydanticCustomError:
@@ -33,7 +36,9 @@ class WireInput(BaseModel):
     IGNORED: ClassVar[frozenset[str]] = frozenset()
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+    model_config = ConfigDict(
+        strict=True, extra="forbid", allow_inf_nan=False, frozen=True, use_attribute_docstrings=True
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -70,16 +75,29 @@ class WireInput(BaseModel):
         fields: dict[str, Any] = handler.resolve_ref_schema(schema).setdefault("properties", {})
         for name, required in cls._names().items():
             if not required and NULL not in fields[name].get("anyOf", ()):
-                fields[name] = {"anyOf": [fields[name], NULL]}
-        fields |= {name: {} for name in sorted(cls.IGNORED)}
-        fields |= {name: {"enum": [*neutral, None]} for name, neutral in cls.UNSUPPORTED.items()}
+                about = {key: fields[name].pop(key) for key in ABOUT if key in fields[name]}
+                fields[name] = {"anyOf": [fields[name], NULL], **about}
+        fields |= {name: {"description": "Taken with any value, and not read."} for name in sorted(cls.IGNORED)}
+        only = "Not supported: taken only with a value that asks for nothing."
+        fields |= {name: {"enum": [*neutral, None], "description": only} for name, neutral in cls.UNSUPPORTED.items()}
         return schema
+
+
+class WireQuery(BaseModel):
+    """The query of a URL. A name that the model does not declare is refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class WireOutput(BaseModel):
     """A JSON object we send. Written with `exclude_unset`: a field that was never given is absent, not null."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    @property
+    def event_name(self) -> str:
+        """What the event of a stream that this is is named; empty where a stream has one kind alone."""
+        return ""
 
     def json_text(self) -> str:
         return self.model_dump_json(exclude_unset=True)

@@ -28,7 +28,9 @@ class PriorityRatiosBody(WireInput):
     """Shares of the batch's rows, of live requests and of rollouts, while both want them; they add up to 1."""
 
     inference: Annotated[float, Field(ge=0, le=1)]
+    """Of live requests, 0 to 1."""
     training: Annotated[float, Field(ge=0, le=1)]
+    """Of rollouts, 0 to 1."""
 
     @model_validator(mode="after")
     def _sum_to_one(self) -> PriorityRatiosBody:
@@ -38,17 +40,16 @@ class PriorityRatiosBody(WireInput):
 
 
 class ScheduleBody(WireInput):
-    """What is left out stays as it is; something must be given.
-
-    `training_time_share`: of device time, for updates beside requests; of idle time they get all. `mode` is a name for
-    one: inference_and_training 0.12, training_priority 0.5; a share given beside it wins. `max_decode_stall_ms`:
-    milliseconds that a token may wait for other work.
-    """
+    """What is left out stays as it is; something must be given."""
 
     mode: Annotated[Mode, BeforeValidator(_mode)] | None = None
+    """A name for a share: inference_and_training 0.12, training_priority 0.5; a share given beside it wins."""
     training_time_share: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Of device time, for updates beside requests; of idle time they get all."""
     max_decode_stall_ms: Annotated[float, Field(ge=MIN_STALL_MS, le=MAX_STALL_MS)] | None = None
+    """Milliseconds that a token may wait for other work."""
     priority_ratios: PriorityRatiosBody | None = None
+    """Of the batch's rows."""
 
     @model_validator(mode="after")
     def _something(self) -> ScheduleBody:
@@ -58,24 +59,33 @@ class ScheduleBody(WireInput):
 
 
 class PriorityRatios(WireOutput):
+    """Shares of the batch's rows while both classes want them."""
+
     inference: float
+    """Of live requests, 0 to 1."""
     training: float
+    """Of rollouts, 0 to 1."""
 
 
 class Measured(WireOutput):
-    """`training_share`: of device time, 0 to 1, in the last window. `largest_decode_gap_ms`: milliseconds between two
-    decode steps, the most since start; 0 before any."""
+    """What came of the schedule."""
 
     training_share: float
+    """Of device time, 0 to 1, in the last window."""
     largest_decode_gap_ms: float
+    """Milliseconds between two decode steps, the most since start; 0 before any."""
 
 
 class Schedule(WireOutput):
-    """In force from the next unit of device work on. `mode`: the one that `training_time_share` belongs to, custom
-    where none has it. `max_decode_stall_ms`: milliseconds that a token may wait for other work."""
+    """In force from the next unit of device work on."""
 
     mode: ModeName
+    """The one that `training_time_share` belongs to; custom where none has it."""
     training_time_share: float
+    """Of device time, for updates beside requests, 0 to 1."""
     max_decode_stall_ms: float
+    """Milliseconds that a token may wait for other work."""
     priority_ratios: PriorityRatios
+    """Of the batch's rows."""
     measured: Measured
+    """What came of it."""

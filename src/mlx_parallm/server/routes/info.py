@@ -1,0 +1,51 @@
+"""vLLM's `/server_info`: what this server is and what its limits are. No paths, no keys."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+
+from mlx_parallm import __version__
+from mlx_parallm.server.services import ServicesDep
+from mlx_parallm.server.wire.control import InfoQuery, ModelInfo, ServerInfo, ServerLimits
+
+PACKAGES = ("mlx", "mlx-lm", "transformers", "tokenizers", "llguidance", "fastapi", "pydantic", "uvicorn")
+
+router = APIRouter()
+
+
+@router.get("/server_info")
+async def server_info(services: ServicesDep, _: Annotated[InfoQuery, Query()]) -> ServerInfo:
+    """Model, versions and limits."""
+    settings = services.settings
+    return ServerInfo(
+        version=__version__,
+        versions={"python": platform.python_version(), **_versions()},
+        system=f"{platform.system()} {platform.machine()}",
+        model=ModelInfo(**asdict(services.card)),
+        limits=ServerLimits(
+            max_batch_size=settings.max_batch_size,
+            max_queued=settings.max_queued,
+            max_sequences_per_request=settings.max_sequences_per_request,
+            max_body_bytes=settings.max_body_bytes,
+            kv_cache_bytes=services.engine.stats().kv_bytes_budget,
+            adapter_slots=services.adapters.stats().slots,
+        ),
+        inference=settings.inference,
+        training=services.training.status().enabled,
+    )
+
+
+def _versions() -> dict[str, str]:
+    """Of the packages that are installed."""
+    found: dict[str, str] = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,28 @@
+"""The second stage: real clients against a real server. Collected only when this folder is named."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+
+import pytest
+from clients.running import install_node
+from main_job.serving import Server, start, stop
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    """`mlx_parallm_serve` on the bundled model; at the end nothing may be left in it."""
+    running = start("--debug")
+    yield running
+    state = running.get("/debug/state")["engine"]
+    stop(running)
+    assert (state["alive"], state["running"], state["waiting"], state["kv_bytes_held"]) == (True, 0, 0, 0)
+
+
+@pytest.fixture(scope="session")
+def node() -> None:
+    """openai-node, installed here by npm."""
+    if shutil.which("npm") is None:
+        pytest.skip("no npm")
+    install_node()

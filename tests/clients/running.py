@@ -1,0 +1,55 @@
+"""Runs clients as their users do, each in an environment of its own that uv keeps in its cache."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+SCRIPTS, NODE = HERE / "scripts", HERE / "node"
+LIMIT_S = 1800
+UV = ("uv", "--quiet")
+PYTHON = ("--python", sys.executable)
+ENVIRONMENT = {
+    "OPENAI_API_KEY": "none",
+    "NO_PROXY": "127.0.0.1",
+    "NO_COLOR": "1",
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+}
+"""Nobody asks a hub, and nobody looks for prices."""
+
+
+def printed(*command: str, at: Path = SCRIPTS, **variables: str) -> str:
+    """What `command`, run in the folder `at`, wrote to standard output; it must end with 0."""
+    done = subprocess.run(
+        command, cwd=at, env=os.environ | ENVIRONMENT | variables, capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert done.returncode == 0, f"{command[:6]} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def tool(package: str, *command: str, at: Path = SCRIPTS, **variables: str) -> str:
+    """What a command of `package` (a requirement; more after a space) printed."""
+    first, *more = package.split()
+    extra = [part for requirement in more for part in ("--with", requirement)]
+    return printed(*UV, "tool", "run", *PYTHON, "--from", first, *extra, *command, at=at, **variables)
+
+
+def script(name: str, url: str, asked: Mapping[str, Any], parts: tuple[str, ...]) -> dict[str, Any]:
+    """The answers that a script of `scripts/` or `node/` printed, by part, on its last line."""
+    python = (*UV, "run", *PYTHON, "--script", str(SCRIPTS / name))
+    command = python if name.endswith(".py") else ("node", str(NODE / name))
+    last = printed(*command, f"{url}/v1", json.dumps(asked), *parts).splitlines()[-1]
+    answers: dict[str, Any] = json.loads(last)
+    return answers
+
+
+def install_node() -> None:
+    printed("npm", "install", "--no-package-lock", "--no-audit", "--no-fund", at=NODE)

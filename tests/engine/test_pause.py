@@ -1,0 +1,147 @@
+"""The engine paused: requests fail, end or stand still, later ones wait, and no token is another one for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import mlx.core as mx
+import pytest
+from harness import PlainText, make_harness, solo
+from tiny import tiny_model
+
+from mlx_parallm.core import GenerationRequest, PauseMode, SamplingParams, SequenceOutput, StopParams
+from mlx_parallm.engine.live import Vocabulary
+from mlx_parallm.engine.loop import EngineParts
+from mlx_parallm.engine.processor import ContinuousBatchProcessor
+from mlx_parallm.errors import AbortedError, EngineDeadError
+from mlx_parallm.scheduler.cost import CostModel
+from mlx_parallm.scheduler.rl_aware import SchedulerConfig
+
+PROMPT = [3, 1, 4, 1, 5]
+LONG = 200
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[ContinuousBatchProcessor]:
+    def build() -> EngineParts:
+        harness = make_harness()
+        vocabulary = Vocabulary(263, frozenset(), lambda *_: PlainText())
+        return EngineParts(harness.runner, harness.adapters, vocabulary, SchedulerConfig(), CostModel(0.01, 1e-4, 1e-8))
+
+    processor = ContinuousBatchProcessor(build, debug=True)
+    await asyncio.to_thread(processor.start)
+    yield processor
+    await asyncio.to_thread(processor.stop)
+
+
+class Asking:
+    """A request under way: `tokens` so far; `done` is its task."""
+
+    def __init__(self, engine: ContinuousBatchProcessor, name: str, max_tokens: int) -> None:
+        self.tokens: list[int] = []
+        asked = GenerationRequest(name, (tuple(PROMPT),), SamplingParams(temperature=0.0), StopParams(max_tokens))
+        self.done = asyncio.create_task(self._read(engine, asked))
+
+    async def _read(self, engine: ContinuousBatchProcessor, asked: GenerationRequest) -> list[int]:
+        async for event in engine.generate(asked):
+            if isinstance(event, SequenceOutput):
+                self.tokens += event.token_ids
+            elif error := getattr(event, "error", None):
+                raise error
+        return self.tokens
+
+    async def under_way(self) -> Asking:
+        while not self.tokens:
+            await asyncio.sleep(0.001)
+        assert not self.done.done()
+        return self
+
+
+async def stands_still(asking: Asking) -> bool:
+    await asyncio.sleep(0.05)  # what was told before the pause arrives
+    before = len(asking.tokens)
+    await asyncio.sleep(0.2)
+    return len(asking.tokens) == before and not asking.done.done()
+
+
+async def test_kept_a_request_stands_still_and_goes_on_to_the_same_end(engine: ContinuousBatchProcessor) -> None:
+    expected = solo(tiny_model("llama"), PROMPT, LONG).tokens
+    running = await Asking(engine, "r", LONG).under_way()
+    await engine.pause(PauseMode.KEEP)
+    later = Asking(engine, "later", 5)
+    assert engine.stats().paused
+    assert await stands_still(running)
+    assert not later.tokens
+    await engine.resume()
+    assert not engine.stats().paused
+    assert await running.done == expected
+    assert await later.done == expected[:5]
+
+
+async def test_waited_for_a_request_ends_and_a_later_one_is_held(engine: ContinuousBatchProcessor) -> None:
+    running = await Asking(engine, "r", LONG).under_way()
+    await engine.pause(PauseMode.WAIT)
+    assert len(running.done.result()) == LONG
+    later = Asking(engine, "later", 5)
+    assert await stands_still(later)
+    assert engine.stats().waiting == 1
+    await engine.resume()
+    assert len(await later.done) == 5
+
+
+async def test_aborted_requests_fail_and_later_ones_are_held(engine: ContinuousBatchProcessor) -> None:
+    running = await Asking(engine, "r", LONG).under_way()
+    await engine.pause(PauseMode.ABORT)
+    with pytest.raises(AbortedError):
+        await running.done
+    assert (engine.stats().running, engine.stats().kv_bytes_held) == (0, 0)
+    later = Asking(engine, "later", 5)
+    assert await stands_still(later)
+    await engine.pause(PauseMode.ABORT)
+    with pytest.raises(AbortedError):
+        await later.done
+    await engine.resume()
+    assert len(await Asking(engine, "next", 5).done) == 5
+
+
+@pytest.mark.parametrize("instead", ["resume", "keep"])
+async def test_a_wait_ends_when_something_else_takes_its_place(engine: ContinuousBatchProcessor, instead: str) -> None:
+    running = await Asking(engine, "r", LONG).under_way()
+    await engine.pause(PauseMode.KEEP)
+    waiting = asyncio.create_task(engine.pause(PauseMode.WAIT))
+    await asyncio.sleep(0)
+    await (engine.resume() if instead == "resume" else engine.pause(PauseMode.KEEP))
+    await asyncio.wait_for(waiting, 5)
+    await engine.resume()
+    assert len(await running.done) == LONG
+
+
+async def test_who_leaves_while_paused_leaves_nothing_behind(engine: ContinuousBatchProcessor) -> None:
+    running = await Asking(engine, "r", LONG).under_way()
+    await engine.pause(PauseMode.KEEP)
+    later = Asking(engine, "later", 5)
+    await asyncio.sleep(0.02)
+    for asking in (running, later):
+        asking.done.cancel()
+    await asyncio.wait([running.done, later.done])
+    await engine.resume()  # after the aborts in the inbox
+    assert (engine.stats().running, engine.stats().waiting, engine.stats().kv_bytes_held) == (0, 0, 0)
+
+
+async def test_the_device_thread_does_other_work_meanwhile(engine: ContinuousBatchProcessor) -> None:
+    await engine.pause(PauseMode.KEEP)
+    assert await engine.on_device(lambda tell: tell(int(mx.array(2).item()))) == 2
+
+
+async def test_a_stopped_thread_cannot_be_paused_or_resumed(engine: ContinuousBatchProcessor) -> None:
+    await engine.pause(PauseMode.KEEP)
+    held = Asking(engine, "r", 5)
+    await asyncio.sleep(0.02)
+    await asyncio.to_thread(engine.stop)
+    with pytest.raises(EngineDeadError):
+        await held.done
+    with pytest.raises(EngineDeadError):
+        await engine.pause(PauseMode.WAIT)
+    with pytest.raises(EngineDeadError):
+        await engine.resume()

@@ -1,0 +1,179 @@
+"""The OpenAPI document is complete and true; `/docs` shows it without a network."""
+
+import json
+import re
+
+import pytest
+from pydantic import BaseModel
+
+from mlx_parallm.server.examples import BODIES
+from mlx_parallm.server.openapi import KINDS
+from mlx_parallm.server.wire import chat
+
+OTHERS = {
+    name
+    for name, model in vars(chat).items()
+    if isinstance(model, type) and issubclass(model, BaseModel) and model.__module__ == chat.__name__
+}
+"""Schemas whose fields have no descriptions yet."""
+
+EVENTS = "/v1/training/events"
+
+
+@pytest.fixture
+async def document(client):
+    return (await client.get("/openapi.json")).json()
+
+
+def operations(document):
+    return [(path, method, said) for path, item in document["paths"].items() for method, said in item.items()]
+
+
+def bodies(document):
+    return {
+        path: said["requestBody"]["content"]["application/json"]
+        for path, _, said in operations(document)
+        if "requestBody" in said
+    }
+
+
+async def test_every_route_and_its_answers_are_described(document):
+    for path, method, said in operations(document):
+        assert said["summary"], (method, path)
+        assert said["description"], (method, path)
+        for parameter in said.get("parameters", ()):
+            assert parameter.get("description") or parameter["schema"].get("description"), (path, parameter["name"])
+        for status, answer in said["responses"].items():
+            assert answer["description"], (path, status)
+            assert answer.get("content"), (path, status)
+    assert KINDS not in json.dumps(document)
+
+
+async def test_every_field_has_a_description(document):
+    schemas = {name: schema for name, schema in document["components"]["schemas"].items() if name not in OTHERS}
+    schemas |= {
+        path: body["schema"] for path, body in bodies(document).items() if body["schema"]["title"] not in OTHERS
+    }
+    bare = {
+        f"{name}.{field}"
+        for name, schema in schemas.items()
+        for field, said in schema.get("properties", {}).items()
+        if not said.get("description")
+    }
+    assert len(schemas) > 50
+    assert not bare
+
+
+async def test_every_number_that_is_sent_has_bounds(document):
+    unbounded = {"score", "reward"}
+    for path, body in bodies(document).items():
+        for field, said in body["schema"]["properties"].items():
+            for kind in (said, *said.get("anyOf", ())):
+                if kind.get("type") in ("integer", "number") and field not in unbounded:
+                    assert {"minimum", "exclusiveMinimum"} & kind.keys(), (path, field)
+                    assert {"maximum", "exclusiveMaximum"} & kind.keys(), (path, field)
+
+
+async def test_every_error_status_names_its_codes(document):
+    for path, method, said in operations(document):
+        for status, answer in said["responses"].items():
+            if status == "200":
+                continue
+            assert answer["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/ErrorBody"}
+            assert re.match(r"`\w+`: .", answer["description"]), (path, status)
+        statuses = set(said["responses"])
+        assert statuses >= {"200", "403", "500"}, (method, path)
+        assert ("401" in statuses) == (path not in ("/health", "/ready"))
+        assert ({"400", "413", "415"} <= statuses) == ("requestBody" in said)
+
+
+async def test_the_errors_of_a_route_are_those_it_can_give(document):
+    answers = document["paths"]["/v1/completions"]["post"]["responses"]
+    assert set(re.findall(r"^`(\w+)`", answers["503"]["description"], re.MULTILINE)) == {
+        "aborted",
+        "adapter_unavailable",
+        "asleep",
+        "draining",
+        "engine_dead",
+        "inference_disabled",
+    }
+    assert set(re.findall(r"^`(\w+)`", answers["400"]["description"], re.MULTILINE)) == {
+        "context_length_exceeded",
+        "invalid_request_error",
+    }
+    assert set(document["paths"]["/version"]["get"]["responses"]) == {"200", "401", "403", "500"}
+
+
+async def test_an_event_of_a_stream_is_described_as_a_client_reads_it(document):
+    for path, method in (("/v1/completions", "post"), ("/v1/chat/completions", "post"), (EVENTS, "get")):
+        schema = document["paths"][path][method]["responses"]["200"]["content"]["text/event-stream"]["schema"]
+        assert (schema["type"], schema["required"], set(schema["properties"])) == (
+            "object",
+            ["data"],
+            {"data", "event"},
+        )
+
+
+async def test_every_body_has_an_example(document):
+    for path, body in bodies(document).items():
+        examples = {name: example["value"] for name, example in body.get("examples", {}).items()}
+        assert examples == BODIES.get(path, {}), path
+    assert set(bodies(document)) == set(BODIES)
+
+
+@pytest.mark.parametrize(("path", "name"), [(path, name) for path, examples in BODIES.items() for name in examples])
+async def test_every_example_runs(client, adapters, engine, path, name):
+    for _ in range(2):
+        adapters.publish("math")
+    response = await client.post(path, json=BODIES[path][name])
+    assert response.status_code == 200, response.text
+    if "stream" in BODIES[path][name]:
+        assert '"error":{' not in response.text
+
+
+async def test_every_route_without_a_body_answers_as_it_stands(client, adapters, document):
+    adapters.publish("math")
+    stored = (await client.post("/v1/responses", json={"input": "x"})).json()["id"]
+    for path, method, said in operations(document):
+        if "requestBody" not in said and path != EVENTS:
+            url = path.replace("{name}", "math").replace("{selector}", "math").replace("{response_id}", stored)
+            response = await client.request(method, url)
+            assert response.status_code == 200, (method, path, response.text)
+            kind = response.headers["content-type"].partition(";")[0]
+            assert kind in said["responses"]["200"]["content"], (method, path)
+            adapters.publish("math")
+
+
+async def test_docs_load_nothing_from_elsewhere(client):
+    page = await client.get("/docs")
+    assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    assert "https://" not in page.text
+    assert "http://" not in page.text
+    assert not re.search(r"""(src|href)=["'](?!openapi\.json)""", page.text)
+    assert 'fetch("openapi.json")' in page.text
+    assert "innerHTML" not in page.text
+    policy = page.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "connect-src 'self'" in policy
+
+
+async def test_docs_are_guarded_like_any_route(client, fault):
+    for path in ("/docs", "/openapi.json"):
+        response = await client.get(path, headers={"host": "evil.example"})
+        assert (response.status_code, fault(response)["code"]) == (403, "forbidden_origin")
+
+
+@pytest.mark.parametrize(
+    ("path", "methods"),
+    [
+        ("/v1/adapters/route", "DELETE, GET, POST"),
+        ("/v1/adapters/rollback", "POST"),
+        ("/v1/adapters/x", "DELETE, GET"),
+        ("/v1/training/schedule", "GET, POST"),
+        ("/pause", "POST"),
+    ],
+)
+async def test_a_wrong_method_is_told_all_that_are_right(client, fault, path, methods):
+    response = await client.patch(path)
+    assert (response.status_code, fault(response)["code"]) == (405, "method_not_allowed")
+    assert response.headers["allow"] == methods

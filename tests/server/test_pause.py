@@ -1,0 +1,165 @@
+"""`/pause`, `/resume`, `/is_paused`, `/reset_prefix_cache`, `/server_info`: what they ask of the engine, and say."""
+
+import asyncio
+
+import httpx
+import pytest
+from server.fakes import CARD
+
+from mlx_parallm import __version__
+from mlx_parallm.core import PauseMode
+from mlx_parallm.errors import AbortedError, EngineDeadError
+
+COMPLETION = {"prompt": "x"}
+
+
+async def is_paused(client):
+    return (await client.get("/is_paused")).json()
+
+
+@pytest.mark.parametrize(
+    ("query", "mode"),
+    [
+        ("", PauseMode.ABORT),
+        ("?mode=abort&clear_cache=false", PauseMode.ABORT),
+        ("?mode=wait", PauseMode.WAIT),
+        ("?wait_for_inflight_requests=true", PauseMode.WAIT),
+        ("?mode=keep", PauseMode.KEEP),
+    ],
+)
+async def test_pause_and_resume(client, engine, metric, query, mode):
+    assert await is_paused(client) == {"is_paused": False}
+    paused = await client.post(f"/pause{query}")
+    assert (paused.status_code, paused.json(), engine.pauses) == (200, {"status": "paused"}, [mode])
+    assert await is_paused(client) == {"is_paused": True}
+    assert await metric(client, "mlx_parallm_engine_paused") == 1
+    assert (await client.get("/debug/state")).json()["server"]["paused"] is True
+    for path in ("/health", "/ready"):
+        assert (await client.get(path)).status_code == 200, "requests are taken, and wait"
+    resumed = await client.post("/resume")
+    assert (resumed.status_code, resumed.json()) == (200, {"status": "resumed"})
+    assert await is_paused(client) == {"is_paused": False}
+    assert await metric(client, "mlx_parallm_engine_paused") == 0
+
+
+async def test_twice_is_as_good_as_once(client):
+    for path in ("/resume", "/pause?mode=keep", "/pause?mode=keep", "/resume", "/resume"):
+        assert (await client.post(path)).status_code == 200
+    assert await is_paused(client) == {"is_paused": False}
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [("mode=stop", "mode"), ("mod=keep", "mod"), ("mode=", "mode"), ("clear_cache=x", "clear_cache")],
+)
+async def test_what_is_not_known_pauses_nothing(client, engine, fault, query, param):
+    response = await client.post(f"/pause?{query}")
+    assert (response.status_code, fault(response)["param"]) == (400, param)
+    assert not engine.called.is_set()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_aborted_request_is_told_and_may_come_again(client, engine, metric, stream):
+    engine.fail_before, engine.error = 2, AbortedError("paused")
+    response = await client.post("/v1/completions", json={**COMPLETION, "stream": stream})
+    assert '"code":"aborted"' in response.text
+    if stream:
+        assert response.text.endswith("data: [DONE]\n\n")
+    else:
+        assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+    assert await metric(client, 'mlx_parallm_request_success_total{finished_reason="abort"}') == 1
+
+
+async def test_a_client_that_leaves_stops_no_pause(client, engine):
+    engine.hold_calls = True
+    call = asyncio.create_task(client.post("/pause?mode=wait"))
+    await engine.called.wait()
+    call.cancel()
+    await asyncio.wait([call])
+    engine.let_go.set()
+    while client.app.state.services.lifecycle.working:
+        await asyncio.sleep(0.01)
+    assert await is_paused(client) == {"is_paused": True}
+
+
+@pytest.mark.parametrize("path", ["/pause", "/resume"])
+async def test_a_dead_engine_is_told(client, engine, fault, path):
+    engine.call_error = EngineDeadError("/home/me")
+    response = await client.post(path)
+    assert (response.status_code, fault(response)["code"]) == (503, "engine_dead")
+    assert "/home" not in response.text
+
+
+async def test_draining_begins_no_pause(client, engine, fault):
+    client.app.state.services.lifecycle.begin_drain()
+    response = await client.post("/pause")
+    assert (response.status_code, fault(response)["code"]) == (503, "draining")
+    assert not engine.called.is_set()
+
+
+async def test_a_drain_ends_a_pause_so_that_what_it_holds_can_finish(serving, engine):
+    engine.pause_before = 2
+    async with serving(shutdown_timeout_s=60) as server, httpx.AsyncClient(base_url=server.url) as client:
+        request = asyncio.create_task(client.post("/v1/completions", json=COMPLETION))
+        await engine.paused.wait()
+        await client.post("/pause?mode=keep")
+        resume = engine.resume
+
+        async def resumed():
+            await resume()
+            engine.go_on.set()
+
+        engine.resume = resumed
+        server.uvicorn.begin_drain()
+        assert (await asyncio.wait_for(request, 5)).status_code == 200
+        await asyncio.wait_for(asyncio.shield(server.stopped), 5)
+    assert engine.state["paused"] is False
+
+
+async def test_a_drain_ends_though_the_pause_cannot(serving, engine):
+    async with serving(shutdown_timeout_s=60) as server, httpx.AsyncClient(base_url=server.url) as client:
+        await client.post("/pause?mode=keep")
+        engine.call_error = EngineDeadError("gone")
+        server.uvicorn.begin_drain()
+        await asyncio.wait_for(asyncio.shield(server.stopped), 5)
+
+
+async def test_there_is_no_prefix_cache_to_reset(client, fault):
+    for query in ("", "?reset_running_requests=false", "?reset_external=true"):
+        response = await client.post(f"/reset_prefix_cache{query}")
+        assert (response.status_code, response.json()) == (200, {"status": "success"})
+    for param in ("reset_running_requests", "reset_all"):
+        response = await client.post(f"/reset_prefix_cache?{param}=true")
+        assert (response.status_code, fault(response)["param"]) == (400, param)
+
+
+async def test_server_info_tells_what_fits_and_no_secret(make_client, engine, adapters):
+    client = make_client(api_key="sk-secret", max_batch_size=7, max_queued=5)
+    response = await client.get("/server_info", headers={"authorization": "Bearer sk-secret"})
+    info = response.json()
+    assert (info["version"], info["inference"], info["training"]) == (__version__, True, True)
+    assert info["versions"].keys() >= {"python", "fastapi"}
+    assert (info["model"]["name"], info["model"]["context_length"]) == (CARD.name, CARD.context_length)
+    assert (info["limits"]["max_batch_size"], info["limits"]["max_queued"]) == (7, 5)
+    assert (info["limits"]["kv_cache_bytes"], info["limits"]["adapter_slots"]) == (40, 4)
+    assert "secret" not in response.text
+
+
+async def test_server_info_has_one_form(client, fault):
+    assert (await client.get("/server_info?config_format=json")).status_code == 200
+    response = await client.get("/server_info?config_format=text")
+    assert (response.status_code, fault(response)["param"]) == (400, "config_format")
+
+
+async def test_a_key_guards_control(make_client, engine):
+    client = make_client(api_key="secret")
+    for method, path in (
+        ("POST", "/pause"),
+        ("POST", "/resume"),
+        ("GET", "/is_paused"),
+        ("POST", "/reset_prefix_cache"),
+        ("GET", "/server_info"),
+        ("GET", "/docs"),
+    ):
+        assert (await client.request(method, path)).status_code == 401
+    assert not engine.called.is_set()
