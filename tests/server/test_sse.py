@@ -175,7 +175,7 @@ async def test_pings_while_nothing_else_is_said(make_client, engine):
     request = asyncio.create_task(client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1, "stream": True}))
     await engine.paused.wait()
     await asyncio.sleep(0.17)
-    engine.resume.set()
+    engine.go_on.set()
     text = (await request).text
     assert 2 <= text.count(": ping\n\n") <= 3
     assert text.startswith(": ping\n\n")

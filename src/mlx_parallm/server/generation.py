@@ -16,10 +16,12 @@ from mlx_parallm.core import AdapterRef, Event, GenerationRequest, RequestFailed
 from mlx_parallm.errors import EngineError, ParaLLMError
 from mlx_parallm.server.disconnect import while_connected
 from mlx_parallm.server.metrics import RequestObserver
-from mlx_parallm.server.respond.answer import Answer, adapter_of
+from mlx_parallm.server.respond.answer import adapter_of
+from mlx_parallm.server.respond.wording import Wording
 from mlx_parallm.server.selectors import Choice
 from mlx_parallm.server.services import Services
 from mlx_parallm.server.sse import EventStream
+from mlx_parallm.server.wire.base import WireOutput
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +39,7 @@ class GenerationResponse(Response):
         services: Services,
         choice: Choice,
         sequences: int,
-        prepare: Callable[[AdapterRef], Answer],
+        prepare: Callable[[AdapterRef], Wording],
         stream: bool,
     ) -> None:
         super().__init__()
@@ -55,16 +57,16 @@ class GenerationResponse(Response):
             except ClientDisconnect:
                 self._services.metrics.client_disconnects.inc()
 
-    async def _send_whole(self, answer: Answer, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _send_whole(self, answer: Wording, scope: Scope, receive: Receive, send: Send) -> None:
         events = await while_connected(self._collect(answer), receive, self._services.lifecycle.expired)
         body = answer.whole(events).json_text()
         await Response(body, headers=_headers(answer.request), media_type="application/json")(scope, receive, send)
 
-    async def _collect(self, answer: Answer) -> list[Event]:
+    async def _collect(self, answer: Wording) -> list[Event]:
         async with aclosing(run(self._services, answer.request)) as events:
             return [event async for event in events]
 
-    async def _send_events(self, answer: Answer, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _send_events(self, answer: Wording, scope: Scope, receive: Receive, send: Send) -> None:
         stream = EventStream(send, _headers(answer.request))
         async with stream.opened(self._services.settings.ping_interval_s):
             try:
@@ -74,16 +76,16 @@ class GenerationResponse(Response):
             except Exception as error:  # the status line is sent: whatever went wrong, the client must hear of it
                 if not isinstance(error, ParaLLMError):
                     log.exception("a stream failed")
-                await stream.fail(error)
+                await _say(stream, answer.failed(error))
+            await (stream.done() if answer.ENDS_WITH_DONE else stream.end())
 
-    async def _relay(self, answer: Answer, stream: EventStream) -> None:
+    async def _relay(self, answer: Wording, stream: EventStream) -> None:
         for chunk in answer.opening_chunks():
-            await stream.event(chunk.json_text())
+            await _say(stream, chunk)
         async with aclosing(run(self._services, answer.request)) as events:
             async for event in events:
                 for chunk in answer.chunks(event):
-                    await stream.event(chunk.json_text())
-        await stream.done()
+                    await _say(stream, chunk)
 
 
 async def run(services: Services, request: GenerationRequest) -> AsyncGenerator[Event, None]:
@@ -104,6 +106,10 @@ async def run(services: Services, request: GenerationRequest) -> AsyncGenerator[
                 if isinstance(event, RequestFinished):
                     return
         raise EngineError("the engine ended a request without a terminal event")
+
+
+async def _say(stream: EventStream, chunk: WireOutput) -> None:
+    await stream.event(chunk.json_text(), chunk.event_name)
 
 
 def _headers(request: GenerationRequest) -> dict[str, str]:

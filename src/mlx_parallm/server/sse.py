@@ -9,8 +9,6 @@ from contextlib import asynccontextmanager
 
 from starlette.types import Send
 
-from mlx_parallm.server.errors import error_json
-
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -42,16 +40,11 @@ class EventStream:
         name = f"event: {kind}\n" if kind else ""
         await self._write(f"{name}data: {json}\n\n")
 
-    async def fail(self, error: Exception) -> None:
-        """The error as an event, then the end: the status line is long gone."""
-        await self.event(error_json(error))
-        await self.done()
-
     async def done(self) -> None:
         await self._write("data: [DONE]\n\n", last=True)
 
     async def end(self) -> None:
-        """The end of a stream that is not a generation's: nothing more is said."""
+        """The end of a stream whose last event says that it is the last: nothing more is said."""
         await self._write("", last=True)
 
     async def _write(self, text: str, last: bool = False) -> None:

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from mlx_parallm.core import TrainingEvent
 from mlx_parallm.server.disconnect import while_connected
-from mlx_parallm.server.errors import DrainingError, error_json
+from mlx_parallm.server.errors import DrainingError, error_body
 from mlx_parallm.server.respond.training import event_object
 from mlx_parallm.server.services import Services
 from mlx_parallm.server.sse import EventStream
@@ -44,7 +44,7 @@ class TrainingEventsResponse(Response):
                 pass
             except Exception as error:  # the status line is sent: the client must hear of it some other way
                 log.exception("a stream of training events failed")
-                await stream.event(error_json(error), kind="error")
+                await stream.event(error_body(error).json_text(), kind="error")
             await stream.end()
 
 

@@ -1,0 +1,58 @@
+"""The responses that clients may ask for again, or go on from."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from mlx_parallm.server.errors import UnknownResponseError
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """A response, and the whole conversation up to its end, both as JSON: forgetting an earlier one breaks no later."""
+
+    response: bytes
+    conversation: bytes
+
+    @property
+    def size(self) -> int:
+        return len(self.response) + len(self.conversation)
+
+
+class ResponseStore:
+    """Keeps the ones used last, in memory. Event loop only.
+
+    Invariant: at most `most` of them, of `most_bytes` in all, which are `held_bytes` now.
+    """
+
+    def __init__(self, most: int, most_bytes: int) -> None:
+        self._most = most
+        self._most_bytes = most_bytes
+        self._kept: OrderedDict[str, StoredResponse] = OrderedDict()
+        self.held_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def put(self, response_id: str, stored: StoredResponse) -> None:
+        """Keeps it, and forgets those used longest ago to make room; one larger than all the room is not kept."""
+        if stored.size > self._most_bytes:
+            return
+        self._kept[response_id] = stored
+        self.held_bytes += stored.size
+        while len(self._kept) > self._most or self.held_bytes > self._most_bytes:
+            self.forget(next(iter(self._kept)))
+
+    def find(self, response_id: str, param: str) -> StoredResponse:
+        """The response, as of now the last one used. Raises UnknownResponseError, naming `param`."""
+        if response_id not in self._kept:
+            raise UnknownResponseError(
+                f"{param}: no such response; it was not stored, or is forgotten by now.", param=param
+            )
+        self._kept.move_to_end(response_id)
+        return self._kept[response_id]
+
+    def forget(self, response_id: str) -> None:
+        """The id must be one that `find` finds."""
+        self.held_bytes -= self._kept.pop(response_id).size

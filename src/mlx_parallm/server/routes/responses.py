@@ -1,0 +1,122 @@
+"""`/v1/responses`: the chat path, in the words of OpenAI's Responses API, with a memory of conversations."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Path, Query
+from pydantic import ValidationError
+from starlette.responses import Response
+
+from mlx_parallm.core import AdapterRef
+from mlx_parallm.errors import RequestError
+from mlx_parallm.server.body import first_fault, json_body, request_body
+from mlx_parallm.server.errors import UnknownResponseError
+from mlx_parallm.server.generation import GenerationResponse
+from mlx_parallm.server.openapi import raises, streamable
+from mlx_parallm.server.respond.response_items import new_id
+from mlx_parallm.server.respond.responses import ResponsesAnswer
+from mlx_parallm.server.response_store import StoredResponse
+from mlx_parallm.server.routes import chat as chat_route
+from mlx_parallm.server.selectors import choose
+from mlx_parallm.server.services import Services, ServicesDep
+from mlx_parallm.server.wire.chat import ChatBody
+from mlx_parallm.server.wire.response_items import ITEM_LIST, ChatMessageFields, messages_of
+from mlx_parallm.server.wire.response_object import DeletedResponse, ResponseObject
+from mlx_parallm.server.wire.responses import ResponseQuery, ResponsesBody, own_name
+
+SEQUENCES = 1
+
+router = APIRouter()
+ResponseId = Annotated[str, Path(description="Of a stored response.")]
+Body = Annotated[ResponsesBody, Depends(json_body(ResponsesBody))]
+
+
+@router.post(
+    "/v1/responses",
+    responses=streamable(ResponseObject) | raises(UnknownResponseError),
+    openapi_extra=request_body(ResponsesBody),
+)
+async def create_response(body: Body, services: ServicesDep) -> Response:
+    """Answers a conversation, and keeps it for the next turn unless `store` is false."""
+    earlier = _earlier(body, services)
+    chat = _as_chat(body, earlier)
+    choice = choose(chat, services.card.name)
+    answering = partial(prepare, body, chat, earlier, services)
+    return GenerationResponse(services, choice, SEQUENCES, answering, body.stream)
+
+
+@router.get("/v1/responses/{response_id}", response_model=ResponseObject, responses=raises(UnknownResponseError))
+async def get_response(
+    response_id: ResponseId, services: ServicesDep, query: Annotated[ResponseQuery, Query()]
+) -> Response:
+    """A stored response, as it was when it ended."""
+    stored = services.responses.find(response_id, "response_id")
+    return Response(stored.response, media_type="application/json")
+
+
+@router.delete("/v1/responses/{response_id}", responses=raises(UnknownResponseError))
+async def delete_response(response_id: ResponseId, services: ServicesDep) -> DeletedResponse:
+    """Forgets a stored response. Those that went on from it stay whole."""
+    services.responses.find(response_id, "response_id")
+    services.responses.forget(response_id)
+    return DeletedResponse(id=response_id, object="response", deleted=True)
+
+
+def prepare(
+    body: ResponsesBody, chat: ChatBody, earlier: Sequence[ChatMessageFields], services: Services, adapter: AdapterRef
+) -> ResponsesAnswer:
+    """Chat's request and reading, under a response's id. Runs in a worker thread."""
+    with _own_words():
+        worded = chat_route.prepare(chat, services, adapter)
+    request = replace(worded.request, request_id=new_id("resp"))
+    keep = partial(_keep, services, [*earlier, *body.messages()]) if body.store else _forget
+    return ResponsesAnswer(body, chat, request, services.card.name, worded.splitter(), keep)
+
+
+def _earlier(body: ResponsesBody, services: Services) -> list[ChatMessageFields]:
+    """The conversation so far. Raises UnknownResponseError."""
+    if body.previous_response_id is None:
+        return []
+    stored = services.responses.find(body.previous_response_id, "previous_response_id")
+    conversation: list[ChatMessageFields] = json.loads(stored.conversation)
+    return conversation
+
+
+def _as_chat(body: ResponsesBody, earlier: Sequence[ChatMessageFields]) -> ChatBody:
+    """Raises InvalidRequestError: chat finds a fault; it is named as the client knows it."""
+    with _own_words():
+        try:
+            return ChatBody.model_validate(body.for_chat(earlier))
+        except ValidationError as error:
+            raise first_fault(error) from None
+
+
+@contextmanager
+def _own_words() -> Iterator[None]:
+    """While the block runs, an error that names a field of chat's names ours."""
+    try:
+        yield
+    except RequestError as error:
+        if error.param is None:
+            raise
+        named = own_name(error.param)
+        raise type(error)(str(error).replace(error.param, named), param=named) from None
+
+
+def _keep(services: Services, conversation: Sequence[ChatMessageFields], response: ResponseObject) -> None:
+    """On the event loop, as the store wants it."""
+    said = messages_of(ITEM_LIST.validate_python([item.model_dump() for item in response.output]))
+    stored = StoredResponse(
+        response.json_text().encode("utf-8"), json.dumps([*conversation, *said], ensure_ascii=False).encode("utf-8")
+    )
+    services.responses.put(response.id, stored)
+
+
+def _forget(_: ResponseObject) -> None:
+    """What is not to be stored."""

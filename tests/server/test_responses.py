@@ -1,0 +1,247 @@
+"""`/v1/responses`: items to prompt, and the whole answer."""
+
+import pytest
+from openai.types.responses import Response
+
+URL = "/v1/responses"
+
+
+async def respond(client, **body):
+    response = await client.post(URL, json={"input": "hi", **body})
+    assert response.status_code == 200, response.text
+    Response.model_validate(response.json())
+    return response.json()
+
+
+def prompt_text(engine):
+    return bytes(engine.requests[-1].prompts[0]).decode()
+
+
+async def test_the_plain_answer(client, engine):
+    engine.cached_tokens = 3
+    response = await client.post(URL, json={"input": "hi", "metadata": {"k": "v"}})
+    got = response.json()
+    Response.model_validate(got)
+    assert got["id"] == response.headers["x-request-id"] == engine.requests[0].request_id
+    assert got.pop("id").startswith("resp_")
+    assert got.pop("created_at") > 1.7e9
+    assert got["output"][0].pop("id").startswith("msg_")
+    text = {"type": "output_text", "text": "Hi ä!", "annotations": []}
+    assert got == {
+        "object": "response",
+        "status": "completed",
+        "error": None,
+        "incomplete_details": None,
+        "model": "tiny/byte-model",
+        "output": [{"type": "message", "status": "completed", "role": "assistant", "content": [text]}],
+        "usage": {
+            "input_tokens": 7,
+            "input_tokens_details": {"cached_tokens": 3, "cache_write_tokens": 0},
+            "output_tokens": 6,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": 13,
+        },
+        "previous_response_id": None,
+        "instructions": None,
+        "max_output_tokens": None,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "text": {"format": {"type": "text"}},
+        "tools": [],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "reasoning": {"effort": None, "summary": None},
+        "metadata": {"k": "v"},
+        "store": True,
+        "background": False,
+        "truncation": "disabled",
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "rendered"),
+    [
+        ({"input": "hi"}, "u:hi\na:"),
+        ({"instructions": "be kind"}, "s:be kind\nu:hi\na:"),
+        ({"input": [{"role": "developer", "content": "d"}, {"role": "user", "content": "q"}]}, "s:d\nu:q\na:"),
+        (
+            {
+                "input": [
+                    {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "q"}]},
+                    {
+                        "type": "message",
+                        "id": "msg_1",
+                        "status": "completed",
+                        "role": "assistant",
+                        "content": [
+                            {"type": "output_text", "text": "a", "annotations": [], "logprobs": []},
+                            {"type": "output_text", "text": "b", "annotations": []},
+                        ],
+                    },
+                    {"role": "user", "content": "r"},
+                ]
+            },
+            "u:q\na:a\nb\nu:r\na:",
+        ),
+        (
+            {
+                "input": [
+                    {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "4"}]}
+                ]
+            },
+            "t:4\na:",
+        ),
+    ],
+)
+async def test_items_are_rendered_by_the_template(client, engine, fields, rendered):
+    await respond(client, **fields)
+    assert prompt_text(engine) == rendered
+
+
+async def test_what_is_asked_reaches_the_engine(client, engine):
+    got = await respond(
+        client,
+        temperature=0.5,
+        top_p=0.9,
+        seed=7,
+        max_output_tokens=20,
+        chat_template_kwargs={"enable_thinking": False},
+    )
+    request = engine.requests[0]
+    assert (request.sampling.temperature, request.sampling.top_p, request.sampling.seed) == (0.5, 0.9, 7)
+    assert (request.stopping.max_tokens, request.n) == (20, 1)
+    assert prompt_text(engine) == "u:hi\nenable_thinking=False\na:"
+    assert (got["temperature"], got["top_p"], got["max_output_tokens"]) == (0.5, 0.9, 20)
+
+
+async def test_cut_by_max_output_tokens(client):
+    got = await respond(client, max_output_tokens=2)
+    assert (got["status"], got["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    (message,) = got["output"]
+    assert (message["status"], message["content"][0]["text"]) == ("incomplete", "Hi")
+
+
+async def test_an_answer_that_says_nothing_is_an_empty_message(client, engine):
+    engine.text, engine.silent_end = "$", True
+    (message,) = (await respond(client))["output"]
+    assert message["content"] == [{"type": "output_text", "text": "", "annotations": []}]
+
+
+async def test_an_adapter(client, engine, adapters):
+    math = adapters.publish("math")
+    for fields in ({"model": "math"}, {"lora_adapter": "math@1"}):
+        got = await respond(client, **fields)
+        assert (got["model"], got["lora_adapter"]) == ("math", "math@1")
+        assert engine.requests[-1].adapter == math
+
+
+async def test_collected(client, engine):
+    collected = {"collect_trajectory": True, "scoring_function": "exact", "metadata": {"answer": {"deep": 1}}}
+    got = await respond(client, **collected)
+    assert (got["trajectory_ids"], got["metadata"]) == (["traj-0"], {})
+    assert engine.requests[0].collection.metadata == {"answer": {"deep": 1}}
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"type": "json_object"},
+        {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True},
+        {"type": "json_schema", "name": "n", "description": "d", "schema": {"type": "array"}},
+    ],
+)
+async def test_text_formats_are_enforced_and_told(client, engine, form):
+    got = await respond(client, text={"format": form, "verbosity": "low"})
+    assert got["text"] == {"format": form}
+    assert engine.requests[0].grammar is not None
+
+
+async def test_what_changes_nothing_is_taken(client):
+    await respond(
+        client,
+        user="u",
+        prompt_cache_key="k",
+        service_tier="auto",
+        truncation="disabled",
+        background=False,
+        top_logprobs=0,
+        include=["reasoning.encrypted_content"],
+        reasoning={"effort": "low", "summary": "auto"},
+        stream_options={"include_obfuscation": False},
+        tools=[],
+        tool_choice="auto",
+        conversation=None,
+    )
+
+
+REFUSED = [
+    ({"input": None}, "input"),
+    ({"input": []}, "input"),
+    ({"input": 5}, "input"),
+    ({"input": ["x"]}, "input[0]"),
+    ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0].type"),
+    ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type"),
+    ({"input": [{"type": ["message"]}]}, "input[0].type"),
+    ({"input": [{"role": "user", "content": "x"}, {"role": "tool", "content": "x"}]}, "input[1].role"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content"),
+    ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
+    ({"input": [{"role": "user"}]}, "input[0].content"),
+    ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
+    ({"input": "refuse"}, "input"),
+    ({"temperature": 3}, "temperature"),
+    ({"temperature": False}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"seed": 2**64}, "seed"),
+    ({"max_output_tokens": 0}, "max_output_tokens"),
+    ({"max_output_tokens": 10**9}, "max_output_tokens"),
+    ({"max_tokens": 5}, "max_tokens"),
+    ({"messages": []}, "messages"),
+    ({"n": 2}, "n"),
+    ({"background": True}, "background"),
+    ({"truncation": "auto"}, "truncation"),
+    ({"conversation": "conv_1"}, "conversation"),
+    ({"prompt": {"id": "pmpt_1"}}, "prompt"),
+    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"include": ["message.output_text.logprobs"]}, "include[0]"),
+    ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+    ({"text": {"format": {"type": "grammar"}}}, "text.format.type"),
+    ({"text": {"format": {"type": "json_schema"}}}, "text.format.name"),
+    ({"text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": 7}}}}, "text.format"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"tools": [{"type": "function"}]}, "tools[0].name"),
+    ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice.type"),
+    ({"tool_choice": "any"}, "tool_choice"),
+    ({"metadata": {"k": 5}}, "metadata"),
+    ({"scoring_function": "exact"}, "scoring_function"),
+    ({"previous_response_id": "x" * 200}, "previous_response_id"),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("fields", "param"), REFUSED, ids=str)
+async def test_faults_name_the_field_that_was_sent(client, engine, fault, fields, param, stream):
+    response = await client.post(URL, json={"input": "hi", **fields, "stream": stream})
+    error = fault(response)
+    assert (response.status_code, error["param"]) == (400, param)
+    assert not any(name in error["message"] for name in ("messages[", "max_completion_tokens", "response_format"))
+    assert not engine.requests
+
+
+async def test_the_context_is_bounded(client, fault):
+    response = await client.post(URL, json={"input": "x" * 70, "max_output_tokens": 5})
+    error = fault(response)
+    assert (response.status_code, error["code"]) == (400, "context_length_exceeded")
+    assert "max_tokens" not in error["message"]
+
+
+async def test_unknown_models(client, fault):
+    for fields in ({"model": "other"}, {"lora_adapter": "other"}):
+        response = await client.post(URL, json={"input": "hi", **fields})
+        error = fault(response)
+        assert (response.status_code, error["code"], error["param"]) == (404, "model_not_found", next(iter(fields)))
+
+
+async def test_a_failure_is_a_status(client, engine, fault):
+    engine.fail_before, engine.error = 1, RuntimeError("secret")
+    response = await client.post(URL, json={"input": "hi"})
+    assert (response.status_code, fault(response)["code"]) == (500, "internal_error")

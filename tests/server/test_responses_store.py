@@ -1,0 +1,137 @@
+"""Conversations that are kept: what can be gone on from, asked for and forgotten, and how much of it."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from server.test_disconnect import post, within_a_second
+
+from mlx_parallm.server.errors import UnknownResponseError
+from mlx_parallm.server.response_store import ResponseStore, StoredResponse
+
+URL = "/v1/responses"
+
+
+async def respond(client, **body):
+    response = await client.post(URL, json={"input": "hi", **body})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def prompt_text(engine):
+    return bytes(engine.requests[-1].prompts[0]).decode()
+
+
+async def refused(fault, asked):
+    response = await asked
+    error = fault(response)
+    assert (response.status_code, error["code"]) == (404, "response_not_found")
+    return error["param"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_conversation_goes_on(client, engine, stream):
+    engine.text = "A"
+    first = await respond(client, input="1", instructions="be kind")
+    response = await client.post(URL, json={"input": "2", "previous_response_id": first["id"], "stream": stream})
+    assert prompt_text(engine) == "u:1\na:A\nu:2\na:"
+    second = response.headers["x-request-id"]
+    got = await respond(client, input="3", previous_response_id=second, instructions="be brief")
+    assert got["previous_response_id"] == second
+    assert prompt_text(engine) == "s:be brief\nu:1\na:A\nu:2\na:A\nu:3\na:"
+
+
+async def test_a_conversation_branches(client, engine):
+    engine.text = "A"
+    first = await respond(client, input="1")
+    for turn in ("2", "3"):
+        await respond(client, input=turn, previous_response_id=first["id"])
+        assert prompt_text(engine) == f"u:1\na:A\nu:{turn}\na:"
+
+
+async def test_forgetting_an_earlier_turn_leaves_the_later_whole(client, engine, fault):
+    engine.text = "A"
+    first = await respond(client, input="1")
+    second = await respond(client, input="2", previous_response_id=first["id"])
+    deleted = await client.delete(f"{URL}/{first['id']}")
+    assert (deleted.status_code, deleted.json()) == (200, {"id": first["id"], "object": "response", "deleted": True})
+    await respond(client, input="3", previous_response_id=second["id"])
+    assert prompt_text(engine) == "u:1\na:A\nu:2\na:A\nu:3\na:"
+    again = client.post(URL, json={"input": "x", "previous_response_id": first["id"]})
+    assert await refused(fault, again) == "previous_response_id"
+    assert await refused(fault, client.delete(f"{URL}/{first['id']}")) == "response_id"
+
+
+async def test_a_stored_response_is_asked_for(client, fault):
+    for fields in ({}, {"max_output_tokens": 1}):
+        got = await respond(client, **fields)
+        assert (await client.get(f"{URL}/{got['id']}")).json() == got
+    assert await refused(fault, client.get(f"{URL}/resp_other")) == "response_id"
+
+
+async def test_what_is_not_to_be_stored_is_not(client, fault):
+    got = await respond(client, store=False)
+    assert got["store"] is False
+    assert await refused(fault, client.get(f"{URL}/{got['id']}")) == "response_id"
+    assert len(client.app.state.services.responses) == 0
+
+
+async def test_what_its_client_left_is_not_stored(serving, engine):
+    engine.pause_before = 2
+    async with serving() as server:
+        _, writer = await post(server.port, {"input": "hi", "stream": True}, URL)
+        await engine.paused.wait()
+        writer.close()
+        await within_a_second(lambda: not engine.live)
+        services = server.app.state.services
+        assert (engine.aborted, services.gate.held, len(services.responses)) == (1, 0, 0)
+
+
+async def test_a_query_that_asks_for_more_is_refused(client, fault):
+    got = await respond(client)
+    response = await client.get(f"{URL}/{got['id']}?stream=true")
+    assert (response.status_code, fault(response)["param"]) == (400, "stream")
+
+
+async def test_the_oldest_make_room(make_client, fault):
+    client = make_client(max_stored_responses=2)
+    first, second = await respond(client), await respond(client)
+    await client.get(f"{URL}/{first['id']}")
+    third = await respond(client)
+    assert await refused(fault, client.get(f"{URL}/{second['id']}")) == "response_id"
+    for kept in (first, third):
+        assert (await client.get(f"{URL}/{kept['id']}")).status_code == 200
+
+
+def stored(size):
+    return StoredResponse(b"x" * size, b"")
+
+
+def test_one_that_is_larger_than_all_the_room_costs_no_other():
+    store = ResponseStore(9, 10)
+    store.put("a", stored(10))
+    store.put("b", stored(11))
+    assert store.find("a", "p") == stored(10)
+    with pytest.raises(UnknownResponseError):
+        store.find("b", "p")
+
+
+@given(st.lists(st.tuples(st.sampled_from(["put", "find", "forget"]), st.integers(0, 12)), max_size=60))
+def test_the_store_is_bounded_and_keeps_the_ones_used_last(steps):
+    most, most_bytes = 3, 20
+    store, model = ResponseStore(most, most_bytes), {}
+    for number, (step, value) in enumerate(steps):
+        if step == "put":
+            model[str(number)] = stored(value)
+            store.put(str(number), stored(value))
+            while len(model) > most or sum(kept.size for kept in model.values()) > most_bytes:
+                del model[next(iter(model))]
+        elif model:
+            name = list(model)[value % len(model)]
+            assert store.find(name, "p") == model[name]
+            model[name] = model.pop(name)
+            if step == "forget":
+                store.forget(name)
+                del model[name]
+        assert (len(store), store.held_bytes) == (len(model), sum(kept.size for kept in model.values()))
+    for name in model:
+        store.find(name, "p")

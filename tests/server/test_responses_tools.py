@@ -1,0 +1,243 @@
+"""Functions and reasoning in `/v1/responses`: as items, as events, and as turns of the conversation that goes on."""
+
+import json
+from dataclasses import replace
+
+import httpx
+import openai
+import pytest
+from openai.types.responses import Response
+from pydantic import BaseModel
+from server.fakes import CARD, ByteTokenizer
+from server.test_responses_stream import assert_sums_up, events_of
+
+from mlx_parallm.core import Reasoning
+from mlx_parallm.server import ServerSettings, create_app
+from mlx_parallm.server.wire.response_items import ITEM_LIST, messages_of
+
+URL = "/v1/responses"
+NOW = {"type": "function", "name": "now", "description": "d", "parameters": {"type": "object", "properties": {}}}
+ADD = {
+    "type": "function",
+    "name": "add",
+    "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+}
+CALLS = (
+    '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+)
+
+
+class RecordingTokenizer(ByteTokenizer):
+    """Keeps what the template was given last."""
+
+    reasoning = Reasoning("{think}", "{/think}")
+
+    def apply_chat_template(self, messages, add_generation_prompt=True, **kwargs):
+        self.given = (messages, kwargs)
+        return super().apply_chat_template(messages, add_generation_prompt)
+
+
+@pytest.fixture
+def tokenizer():
+    return RecordingTokenizer()
+
+
+@pytest.fixture
+def client(engine, adapters, training, tokenizer):
+    card = replace(CARD, context_length=10_000)
+    app = create_app(engine, adapters, training, tokenizer, card, ServerSettings())
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url="http://localhost:8000")
+
+
+async def respond(client, **body):
+    response = await client.post(URL, json={"input": "hi", **body})
+    assert response.status_code == 200, response.text
+    Response.model_validate(response.json())
+    return response.json()
+
+
+async def test_calls_are_items(client, engine, tokenizer):
+    engine.text = f"I look.\n{CALLS}"
+    got = await respond(client, tools=[NOW, ADD], parallel_tool_calls=True)
+    message, now, add = got["output"]
+    assert message["content"][0]["text"] == "I look."
+    assert [item["id"][:3] for item in (now, add)] == ["fc_", "fc_"]
+    assert now["call_id"] != add["call_id"]
+    assert (now["type"], now["name"], now["arguments"]) == ("function_call", "now", "{}")
+    assert (add["status"], add["name"], json.loads(add["arguments"])) == ("completed", "add", {"a": 1})
+    assert (got["tools"], got["tool_choice"]) == ([NOW, ADD], "auto")
+    told = [{"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}} for tool in (NOW, ADD)]
+    assert tokenizer.given[1]["tools"] == told
+
+
+async def test_reasoning_is_an_item_and_counted(client, engine):
+    engine.text = "{think}Hm.{/think}Hi"
+    got = await respond(client)
+    thought, message = got["output"]
+    assert thought.pop("id").startswith("rs_")
+    content = [{"type": "reasoning_text", "text": "Hm."}]
+    assert thought == {"type": "reasoning", "status": "completed", "summary": [], "content": content}
+    assert message["content"][0]["text"] == "Hi"
+    assert got["usage"]["output_tokens_details"] == {"reasoning_tokens": len("{think}Hm.")}
+
+
+async def test_cut_while_it_thinks(client, engine):
+    engine.text = "{think}Hm. So{/think}"
+    got = await respond(client, max_output_tokens=12)
+    (thought,) = got["output"]
+    assert (got["status"], thought["status"], thought["content"][0]["text"]) == ("incomplete", "incomplete", "Hm. S")
+
+
+@pytest.mark.parametrize(
+    "text", ["Hi", "{think}Hm.{/think}Hi", CALLS, f"{{think}}Hm.{{/think}}I look.{CALLS}", "$ <tool"]
+)
+@pytest.mark.parametrize("limit", [None, 12])
+async def test_a_stream_is_the_whole(client, engine, text, limit):
+    engine.text = text
+    asked = {"tools": [NOW, ADD], "max_output_tokens": limit}
+    whole = await respond(client, **asked)
+    response = await client.post(URL, json={"input": "hi", "stream": True, **asked})
+    events = events_of(response.text)
+    assert_sums_up(events)
+    assert without_ids(events[-1]["response"]) == without_ids(whole)
+
+
+def without_ids(response):
+    for thing in (response, *response["output"]):
+        assert thing.pop("id")
+        thing.pop("call_id", None)
+    return response | {"created_at": 0}
+
+
+async def test_events_of_a_thought_and_a_call(client, engine):
+    engine.text = '{think}H{/think}<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    response = await client.post(URL, json={"input": "hi", "stream": True, "tools": [NOW]})
+    kinds = [(event["type"].removeprefix("response."), event.get("output_index")) for event in events_of(response.text)]
+    assert kinds == [
+        ("created", None),
+        ("in_progress", None),
+        ("output_item.added", 0),
+        ("content_part.added", 0),
+        ("reasoning_text.delta", 0),
+        ("reasoning_text.done", 0),
+        ("content_part.done", 0),
+        ("output_item.done", 0),
+        ("output_item.added", 1),
+        ("function_call_arguments.delta", 1),
+        ("function_call_arguments.done", 1),
+        ("output_item.done", 1),
+        ("completed", None),
+    ]
+
+
+async def test_the_conversation_goes_on_with_what_was_called(client, engine, tokenizer):
+    engine.text = "{think}Hm.{/think}" + CALLS
+    first = await respond(client, tools=[NOW, ADD])
+    _, now, add = first["output"]
+    outputs = [{"type": "function_call_output", "call_id": call["call_id"], "output": "5"} for call in (now, add)]
+    await respond(client, input=outputs, previous_response_id=first["id"], tools=[NOW, ADD])
+    continued, _ = tokenizer.given
+    asked, turn, *results = continued
+    assert asked == {"role": "user", "content": "hi"}
+    assert (turn["role"], turn["content"], turn["reasoning_content"]) == ("assistant", "", "Hm.")
+    assert [call["id"] for call in turn["tool_calls"]] == [now["call_id"], add["call_id"]]
+    assert [call["function"] for call in turn["tool_calls"]] == [
+        {"name": "now", "arguments": {}},
+        {"name": "add", "arguments": {"a": 1}},
+    ]
+    assert results == [{"role": "tool", "content": "5", "tool_call_id": call["call_id"]} for call in (now, add)]
+    said_again = [{"role": "user", "content": "hi"}, *first["output"], *outputs]
+    await respond(client, input=said_again, tools=[NOW, ADD])
+    assert tokenizer.given[0] == continued
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "now"}])
+async def test_a_choice_is_enforced(client, engine, choice):
+    got = await respond(client, tools=[NOW, ADD], tool_choice=choice)
+    assert got["tool_choice"] == choice
+    assert engine.requests[0].grammar is not None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{**NOW, "name": "a b"}]}, "tools[0].name"),
+        ({"tools": [NOW, NOW]}, "tools"),
+        ({"tools": [{**NOW, "parameters": {"type": "array"}}], "tool_choice": "required"}, "tools[0].parameters"),
+        ({"tools": [NOW], "tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
+        ({"tools": [NOW], "tool_choice": "required", "text": {"format": {"type": "json_object"}}}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+    ],
+    ids=str,
+)
+async def test_faults_of_tools(client, engine, fault, fields, param):
+    response = await client.post(URL, json={"input": "hi", **fields})
+    error = fault(response)
+    assert (response.status_code, error["param"]) == (400, param)
+    assert ".function" not in error["message"]
+    assert not engine.requests
+
+
+def call(name):
+    return {"type": "function_call", "call_id": f"c_{name}", "name": name, "arguments": "{}"}
+
+
+def called(name):
+    return {"id": f"c_{name}", "type": "function", "function": {"name": name, "arguments": "{}"}}
+
+
+def thought(text, summary=()):
+    content = [{"type": "reasoning_text", "text": text}] if text else []
+    return {"type": "reasoning", "id": "rs_1", "summary": list(summary), "content": content, "encrypted_content": None}
+
+
+def said(text):
+    return {"role": "assistant", "content": text}
+
+
+@pytest.mark.parametrize(
+    ("items", "messages"),
+    [
+        ([said("a"), said("b")], [said("a"), said("b")]),
+        (
+            [thought("t"), said("a"), call("x"), call("y")],
+            [{**said("a"), "reasoning_content": "t", "tool_calls": [called("x"), called("y")]}],
+        ),
+        ([call("x"), said("a")], [{**said("a"), "tool_calls": [called("x")]}]),
+        ([thought("t"), thought("u")], [{"role": "assistant", "reasoning_content": "tu"}]),
+        (
+            [said("a"), thought("t"), said("b")],
+            [said("a"), {**said("b"), "reasoning_content": "t"}],
+        ),
+        (
+            [call("x"), thought("t"), call("y")],
+            [
+                {"role": "assistant", "tool_calls": [called("x")]},
+                {"role": "assistant", "reasoning_content": "t", "tool_calls": [called("y")]},
+            ],
+        ),
+        ([thought("", [{"type": "summary_text", "text": "s"}])], []),
+    ],
+)
+def test_what_an_assistant_does_in_a_row_is_one_turn(items, messages):
+    assert messages_of(ITEM_LIST.validate_python(items)) == messages
+
+
+class Add(BaseModel):
+    a: int
+
+
+async def test_the_openai_client_parses_calls(client, engine):
+    engine.text = '<tool_call>{"name":"Add","arguments":{"a":1}}</tool_call>'
+    add = {"type": "function", "name": "Add", "strict": True, "parameters": Add.model_json_schema()}
+    asked = {"model": "tiny/byte-model", "input": "hi", "tools": [add]}
+    connection = {"base_url": "http://localhost:8000/v1", "api_key": "unused", "max_retries": 0, "http_client": client}
+    async with openai.AsyncOpenAI(**connection) as api:
+        parsed = await api.responses.parse(**asked)
+        async with api.responses.stream(**asked) as stream:
+            streamed = await stream.get_final_response()
+    for response in (parsed, streamed):
+        (item,) = response.output
+        assert (item.name, item.parsed_arguments) == ("Add", {"a": 1})
