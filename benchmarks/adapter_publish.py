@@ -16,6 +16,7 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -261,8 +262,6 @@ def _parts(manager: SharedModelManager, watch: Stopwatch) -> EngineParts:
     runner = build_runner(manager, bank, config)
     store, _ = build_store(bank, manager, config, wake=lambda: None)
     tokenizer = manager.tokenizer
-    vocabulary = Vocabulary(
-        manager.card.vocab_size, tokenizer.eos_token_ids, lambda prompt: Detokenizer(tokenizer, prompt)
-    )
+    vocabulary = Vocabulary(manager.card.vocab_size, tokenizer.eos_token_ids, partial(Detokenizer, tokenizer))
     timed: tuple[Any, Any] = TimedRunner(runner, watch), TimedStore(store, watch)
     return EngineParts(*timed, vocabulary, SchedulerConfig(), calibrate(runner))

@@ -140,7 +140,7 @@ def make_harness(
     store = AdapterStore(
         bank, AdapterBooks(), lambda v: files[v.info.root], Inline(), copies, lambda: wakes.append(None)
     )
-    vocabulary = Vocabulary(shape.vocab_size, frozenset(eos_ids), lambda prompt: PlainText())
+    vocabulary = Vocabulary(shape.vocab_size, frozenset(eos_ids), lambda prompt, spelled: PlainText())
     scheduler = SchedulerConfig(max_rows=max_rows, max_batched_tokens=max_batched_tokens, schedule=schedule)
     parts = EngineParts(runner, store, vocabulary, scheduler, CostModel(0.01, 1e-4, 1e-8), training)
     events: list[tuple[str, Event]] = []

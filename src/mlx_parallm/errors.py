@@ -17,6 +17,7 @@
     │   └── OverloadedError         the queue is full; try again later
     └── EngineError                 the server failed the request (HTTP 5xx)
         ├── StepFailedError         the forward that carried this row raised
+        ├── AbortedError            the operator ended the request
         ├── StorageError            a file could not be written
         ├── AdapterUnavailableError the adapter version's weights cannot be had any more
         └── EngineDeadError         the device thread is gone, or is shutting down
@@ -101,6 +102,10 @@ class EngineError(ParaLLMError):
 
 class StepFailedError(EngineError):
     """The forward that carried this sequence raised; other requests are unaffected."""
+
+
+class AbortedError(EngineError):
+    """The operator ended the request, or a whole batch of them, before its end."""
 
 
 class AdapterUnavailableError(EngineError):

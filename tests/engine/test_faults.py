@@ -125,7 +125,7 @@ def test_abort_in_every_phase_frees_everything(steps: int) -> None:
 def build(broken: bool = False) -> EngineParts:
     """Parts made on the device thread; `broken` breaks the scheduler's books from the first unit on."""
     harness = make_harness()
-    vocabulary = Vocabulary(263, frozenset(), lambda prompt: Text())
+    vocabulary = Vocabulary(263, frozenset(), lambda prompt, spelled: Text())
     cost = None if broken else CostModel(0.01, 1e-4, 1e-8)
     return EngineParts(harness.runner, harness.adapters, vocabulary, SchedulerConfig(), cost)  # type: ignore[arg-type]
 

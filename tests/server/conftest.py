@@ -52,8 +52,8 @@ def serving(engine, adapters, training):
     """`async with serving(**settings) as server`: a real uvicorn on a free port (`server.port`, `.app`, `.url`)."""
 
     @contextlib.asynccontextmanager
-    async def serve(shutdown_timeout_s=5.0, **settings):
-        app = create_app(engine, adapters, training, ByteTokenizer(), CARD, ServerSettings(**settings))
+    async def serve(shutdown_timeout_s=5.0, card=CARD, **settings):
+        app = create_app(engine, adapters, training, ByteTokenizer(), card, ServerSettings(**settings))
         listening = bind("127.0.0.1", 0)
         port = listening.getsockname()[1]
         started = asyncio.Event()

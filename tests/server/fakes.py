@@ -3,6 +3,7 @@
 import asyncio
 import codecs
 import time
+from dataclasses import replace
 
 from mlx_parallm.core import (
     EngineStats,
@@ -18,6 +19,7 @@ from mlx_parallm.errors import (
     EngineDeadError,
     InvalidRequestError,
 )
+from mlx_parallm.model.tools.families import HERMES
 
 VOCAB = 258
 EOS = 257
@@ -33,6 +35,8 @@ class ByteTokenizer:
     eos_token_ids = frozenset({EOS})
     special_ids = frozenset({256, EOS})
     chat_template = "a template"
+    tool_format = replace(HERMES, in_template=True)
+    reasoning = None
 
     def encode(self, text, add_special_tokens=True):
         return list(text.encode())
@@ -60,10 +64,11 @@ def logprob_of(token_id, top):
 class FakeEngine:
     """Says `text` on every choice, one byte a step, cut at max_tokens.
 
-    `pause_before` k: stops before the k-th event of each request until `resume` is set, and sets `paused`.
+    `pause_before` k: stops before the k-th event of each request until `go_on` is set, and sets `paused`.
     `fail_before` k: the k-th event is RequestFailed(`error`).
-    `hold_calls`: `reschedule` and `sleep` wait for `let_go`, having set `called`; `call_error`: what they raise then.
-    `schedules`: those put in force. `slept`: how often it gave its memory back.
+    `hold_calls`: `reschedule`, `pause` and the like wait for `let_go`, having set `called`; `call_error`: what they
+    raise then. `schedules`: those put in force. `pauses`: their modes. `slept`: how often it gave its memory back,
+    `banks` the adapters' too.
     """
 
     def __init__(self):
@@ -75,7 +80,7 @@ class FakeEngine:
         self.error = None
         self.cached_tokens = 0
         self.paused = asyncio.Event()
-        self.resume = asyncio.Event()
+        self.go_on = asyncio.Event()
         self.requests = []
         self.live = set()
         self.aborted = 0
@@ -84,7 +89,8 @@ class FakeEngine:
         self.let_go = asyncio.Event()
         self.call_error = None
         self.schedules = []
-        self.slept = 0
+        self.pauses = []
+        self.slept = self.banks = 0
         self.state = {"alive": True, "ready": True, "kv_bytes_held": 10, "kv_bytes_budget": 40, "running": 3}
 
     def stats(self):
@@ -95,10 +101,20 @@ class FakeEngine:
         self.schedules.append(schedule)
         self.state["schedule"] = schedule
 
-    async def sleep(self):
+    async def pause(self, mode):
+        await self._call()
+        self.pauses.append(mode)
+        self.state["paused"] = True
+
+    async def resume(self):
+        await self._call()
+        self.state["paused"] = False
+
+    async def sleep(self, bank=False):
         assert not self.live
         await self._call()
         self.slept += 1
+        self.banks += bank
 
     async def _call(self):
         self.called.set()
@@ -117,7 +133,7 @@ class FakeEngine:
             for step, event in enumerate(self._events(request)):
                 if step == self.pause_before:
                     self.paused.set()
-                    await self.resume.wait()
+                    await self.go_on.wait()
                 await asyncio.sleep(0)
                 if step == self.fail_before:
                     finished = True

@@ -144,7 +144,7 @@ async def test_24_a_version_published_in_mid_stream_changes_only_later_requests(
     adapters.publish("math")
     engine.pause_before = None
     new = await client.post(COMPLETIONS, json={"prompt": "x", "model": "math"})
-    engine.resume.set()
+    engine.go_on.set()
     assert set(said(await old)) == {("math", "math@2")}
     assert len(said(await old)) > 3
     assert said(new) == [("math", "math@3")]
@@ -159,7 +159,7 @@ async def test_the_lease_lasts_as_long_as_the_request(client, engine, adapters, 
     request = asyncio.create_task(client.post(COMPLETIONS, json={"prompt": "x", "model": "math", "stream": stream}))
     await engine.paused.wait()
     assert adapters.leased == 1
-    engine.resume.set()
+    engine.go_on.set()
     assert (await request).status_code == 200
     assert adapters.leased == 0
 

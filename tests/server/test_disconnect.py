@@ -136,7 +136,7 @@ async def test_neighbours_go_on(serving, engine):
         await within_a_second(lambda: len(engine.live) == 2)
         leaver.close()
         await within_a_second(lambda: len(engine.live) == 1)
-        engine.resume.set()
+        engine.go_on.set()
         text = (await reader.readuntil(b"[DONE]\n\n")).decode()
         assert "".join(part.split('"')[0] for part in text.split('"text":"')[1:]) == "Hi ä!"
         stayer.close()

@@ -13,6 +13,8 @@ from mlx_parallm.server.wire import schedule as schedule_wire
 from mlx_parallm.server.wire import training as training_wire
 from mlx_parallm.server.wire.chat import ChatBody, ChatCompletion
 from mlx_parallm.server.wire.completions import Completion, CompletionBody
+from mlx_parallm.server.wire.response_object import ResponseObject
+from mlx_parallm.server.wire.responses import ResponsesBody
 
 scalars = st.one_of(
     st.none(),
@@ -61,6 +63,22 @@ def test_completions(make_client, engine, body):
 @given(body=bodies(ChatBody, {"messages": [{"role": "user", "content": "x"}]}))
 def test_chat(make_client, engine, body):
     check(make_client, engine, "/v1/chat/completions", ChatCompletion, body)
+
+
+@fuzzed
+@given(
+    body=bodies(ResponsesBody, {"input": "x"})
+    | st.lists(
+        st.dictionaries(
+            st.sampled_from(["type", "role", "content", "call_id", "name", "arguments", "output"]),
+            values | st.sampled_from(["message", "function_call", "function_call_output", "reasoning", "user"]),
+            max_size=5,
+        ),
+        max_size=3,
+    ).map(lambda items: {"input": items})
+)
+def test_responses(make_client, engine, body):
+    check(make_client, engine, "/v1/responses", ResponseObject, body)
 
 
 def check_change(make_client, adapters, path, answer, body):

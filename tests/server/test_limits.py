@@ -17,7 +17,7 @@ async def test_a_burst_beyond_the_queue_gets_429_and_the_admitted_finish(make_cl
     for response in refused:
         assert (response.status_code, fault(response)["code"]) == (429, "rate_limit_exceeded")
         assert int(response.headers["retry-after"]) >= 1
-    engine.resume.set()
+    engine.go_on.set()
     answers = await asyncio.gather(*burst)
     assert [answer.status_code for answer in answers].count(200) == 4
     assert client.app.state.services.gate.held == 0
@@ -54,7 +54,7 @@ async def test_draining_refuses_new_requests_and_finishes_old_ones(client, engin
         assert (response.status_code, fault(response)["code"]) == (503, "draining")
         assert "retry-after" in response.headers
     assert (await client.get("/health")).status_code == 200
-    engine.resume.set()
+    engine.go_on.set()
     assert (await old).json()["choices"][0]["text"] == "Hi ä!"
 
 

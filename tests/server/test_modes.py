@@ -7,6 +7,7 @@ from mlx_parallm.server import NoTraining
 BODIES = {
     "/v1/completions": {"prompt": "x"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+    "/v1/responses": {"input": "x"},
 }
 CHANGES = {
     "/v1/training/update": {},

@@ -1,10 +1,23 @@
 """The openai client, unmodified, against a real uvicorn."""
 
+import asyncio
+import json
+from dataclasses import replace
+from typing import Literal
+
 import openai
 import pytest
+from pydantic import BaseModel
+from server.fakes import CARD
 
 USER = [{"role": "user", "content": "hi"}]
 MODEL = "tiny/byte-model"
+WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+
+
+class Capital(BaseModel):
+    city: Literal["Paris", "Rome"]
+    certain: bool
 
 
 def connect(server, **options):
@@ -58,6 +71,49 @@ async def test_streams(serving):
         assert chunks[0].choices[0].delta.role == "assistant"
         assert chunks[-2].choices[0].finish_reason == "stop"
         assert (chunks[-1].choices, chunks[-1].usage.completion_tokens) == ([], 6)
+
+
+async def test_the_sync_client(serving):
+    """Whole and streamed, in a thread of its own."""
+
+    def ask(url):
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0) as client:
+            whole = client.chat.completions.create(model=MODEL, messages=USER).choices[0].message.content
+            chunks = list(client.chat.completions.create(model=MODEL, messages=USER, stream=True))
+        return whole, "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+
+    async with serving() as server:
+        assert await asyncio.to_thread(ask, server.url) == ("Hi ä!", "Hi ä!")
+
+
+async def test_an_object_is_parsed(serving, engine):
+    """A pydantic class goes out as a strict schema, which the engine is given as a grammar."""
+    engine.text = '{"city": "Rome", "certain": true}'
+    async with serving() as server, connect(server) as client:
+        parsed = await client.chat.completions.parse(model=MODEL, messages=USER, response_format=Capital)
+        assert parsed.choices[0].message.parsed == Capital(city="Rome", certain=True)
+        async with client.chat.completions.stream(model=MODEL, messages=USER, response_format=Capital) as stream:
+            final = await stream.get_final_completion()
+        assert final.choices[0].message.parsed == Capital(city="Rome", certain=True)
+    assert all(request.grammar is not None for request in engine.requests)
+
+
+async def test_a_tool_is_called(serving, engine):
+    """Whole and streamed alike; the result can be told."""
+    engine.text = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": WEATHER}}]
+    async with serving(card=replace(CARD, context_length=1000)) as server, connect(server) as client:
+        ask = {"model": MODEL, "messages": USER, "tools": tools}
+        message = (await client.chat.completions.create(**ask)).choices[0].message
+        async with client.chat.completions.stream(**ask) as stream:
+            streamed = (await stream.get_final_completion()).choices[0].message
+        for said in (message, streamed):
+            (call,) = said.tool_calls
+            assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Rome"})
+        engine.text = "Rain."
+        told = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "rain"}
+        answer = await client.chat.completions.create(**ask | {"messages": [*USER, message, told]})
+        assert answer.choices[0].message.content == "Rain."
 
 
 async def test_the_stream_helper(serving):

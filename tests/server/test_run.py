@@ -27,7 +27,7 @@ if sys.argv[3] == "dies":
 app = create_app(engine, FakeAdapters(), FakeTraining(), ByteTokenizer(), CARD, ServerSettings())
 if sys.argv[3] == "resumes":  # once draining, the work that was under way goes on to its end
     begin = app.state.services.lifecycle.begin_drain
-    app.state.services.lifecycle.begin_drain = lambda: (begin(), engine.resume.set())
+    app.state.services.lifecycle.begin_drain = lambda: (begin(), engine.go_on.set())
 from mlx_parallm.server import serve
 import asyncio
 sys.exit(asyncio.run(serve(app, "127.0.0.1", 0, 1.0, lambda port: print(port, flush=True))))

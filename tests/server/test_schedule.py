@@ -182,5 +182,5 @@ async def test_requests_go_on_while_the_schedule_changes(serving, engine):
         request = asyncio.create_task(client.post("/v1/completions", json={"prompt": "x"}))
         await engine.paused.wait()
         assert (await client.post(SCHEDULE, json={"mode": "training_priority"})).json()["mode"] == "training_priority"
-        engine.resume.set()
+        engine.go_on.set()
         assert (await request).status_code == 200

@@ -3,30 +3,13 @@
 import json
 
 import pytest
-from server.fakes import EOS, VOCAB
+from walks import follows
 
 URLS = {
     "/v1/completions": {"prompt": "x"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
 }
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
-
-
-def allowed(state):
-    mask = bytearray(4 * -(-VOCAB // 32))
-    state.fill(memoryview(mask))
-    bits = int.from_bytes(mask, "little")
-    return {token for token in range(VOCAB) if bits >> token & 1}
-
-
-def follows(grammar, text):
-    """Whether the grammar takes this text, and may end with it."""
-    state = grammar.start()
-    for token in text.encode():
-        if token not in allowed(state):
-            return False
-        state.accept(token)
-    return EOS in allowed(state) or state.ended
 
 
 async def grammar_of(client, engine, fields, url="/v1/completions"):

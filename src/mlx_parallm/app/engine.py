@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import mlx.core as mx
 
@@ -152,7 +153,7 @@ def _served_card(card: ModelCard, runner: BatchRunner, config: Config) -> ModelC
 
 def _vocabulary(manager: SharedModelManager) -> Vocabulary:
     tokenizer = manager.tokenizer
-    return Vocabulary(manager.card.vocab_size, tokenizer.eos_token_ids, lambda prompt: Detokenizer(tokenizer, prompt))
+    return Vocabulary(manager.card.vocab_size, tokenizer.eos_token_ids, partial(Detokenizer, tokenizer))
 
 
 def _scheduler_config(config: Config) -> SchedulerConfig:

@@ -22,7 +22,16 @@ from mlx_parallm.core.clients import (
     TextTokenizer,
     TrainingWork,
 )
-from mlx_parallm.core.grammar import Grammar, GrammarCompiler, GrammarKind, GrammarSpec, GrammarState
+from mlx_parallm.core.grammar import (
+    COMPACT_JSON,
+    Grammar,
+    GrammarCompiler,
+    GrammarKind,
+    GrammarSpec,
+    GrammarState,
+    Thinks,
+)
+from mlx_parallm.core.markup import Reasoning, Tool, ToolCall, ToolFormat, UnwritableToolError
 from mlx_parallm.core.requests import (
     Collection,
     Event,
@@ -37,7 +46,7 @@ from mlx_parallm.core.requests import (
     TokenLogprob,
     WorkClass,
 )
-from mlx_parallm.core.schedule import MODE_SHARES, DeviceSchedule, Histogram
+from mlx_parallm.core.schedule import MODE_SHARES, DeviceSchedule, Histogram, PauseMode
 from mlx_parallm.core.training import (
     GivenTrajectory,
     TrainingClient,
@@ -50,6 +59,7 @@ from mlx_parallm.core.training import (
 
 __all__ = [
     "BASE_ADAPTER",
+    "COMPACT_JSON",
     "MODE_SHARES",
     "AdapterCard",
     "AdapterClient",
@@ -73,7 +83,9 @@ __all__ = [
     "GrammarState",
     "Histogram",
     "ModelCard",
+    "PauseMode",
     "PromptScored",
+    "Reasoning",
     "RequestFailed",
     "RequestFinished",
     "Residence",
@@ -81,13 +93,18 @@ __all__ = [
     "SequenceOutput",
     "StopParams",
     "TextTokenizer",
+    "Thinks",
     "TokenLogprob",
+    "Tool",
+    "ToolCall",
+    "ToolFormat",
     "TrainingClient",
     "TrainingEvent",
     "TrainingStatus",
     "TrainingWork",
     "Trajectory",
     "TrajectoryCard",
+    "UnwritableToolError",
     "UpdateReport",
     "WorkClass",
 ]

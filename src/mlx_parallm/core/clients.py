@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from mlx_parallm.core.adapters import AdapterCard, AdapterRef, AdapterStats, CheckpointCard
+from mlx_parallm.core.markup import Reasoning, ToolFormat
 from mlx_parallm.core.requests import Event, GenerationRequest
-from mlx_parallm.core.schedule import DECODE_GAPS, TRAINING_SHARES, DeviceSchedule, Histogram
+from mlx_parallm.core.schedule import DECODE_GAPS, TRAINING_SHARES, DeviceSchedule, Histogram, PauseMode
 
 T = TypeVar("T")
 
@@ -32,7 +33,7 @@ class EngineStats:
     """A snapshot, taken without stopping the engine. Counters only grow.
 
     `kv_bytes_*` are of the pool's budget; `detail` is JSON for `/debug/state`. `training_share`: of device time in the
-    last window, whatever else there was to do.
+    last window, whatever else there was to do. `paused`: since `pause`, whatever is still under way.
     """
 
     alive: bool
@@ -52,6 +53,7 @@ class EngineStats:
     decode_gaps: Histogram = DECODE_GAPS
     training_shares: Histogram = TRAINING_SHARES
     training_share: float = 0.0
+    paused: bool = False
     detail: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -130,9 +132,27 @@ class EngineClient(Protocol):
         """
         ...
 
-    async def sleep(self) -> None:
-        """Gives back what only sampling holds: KV pool and cached buffers, once the requests under way have ended.
-        The next request takes them again; whoever wants sleep keeps requests away.
+    async def pause(self, mode: PauseMode) -> None:
+        """Requests that come from now on wait for `resume`; those under way go by the mode. Returns when that has
+        happened, or when a later `pause` or `resume` has taken its place. Training and staging go on.
+
+        Raises:
+            EngineDeadError: the device thread is not running.
+        """
+        ...
+
+    async def resume(self) -> None:
+        """Ends a pause; without one it changes nothing.
+
+        Raises:
+            EngineDeadError: the device thread is not running.
+        """
+        ...
+
+    async def sleep(self, bank: bool = False) -> None:
+        """Gives back what only sampling holds: KV pool and cached buffers, once the requests under way have ended;
+        with `bank` the adapters' slots too, versions that are in no file kept as copies. The next request takes them
+        again; whoever wants sleep keeps requests away.
 
         Raises:
             EngineDeadError: the device thread is not running.
@@ -240,6 +260,9 @@ class TextTokenizer(Protocol):
     special_ids: frozenset[int]
     """Tokens that are no text, those of the end among them."""
     chat_template: str | None
+    tool_format: ToolFormat
+    reasoning: Reasoning | None
+    """None: the model does not mark what it thinks."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import Any, Protocol
+
+COMPACT_JSON: Mapping[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""llguidance's options for JSON on one line, spaced as models are used to: with free white space small models write
+nothing else for long."""
 
 
 class GrammarKind(StrEnum):
@@ -20,12 +25,26 @@ class GrammarKind(StrEnum):
     GRAMMAR = "grammar"
 
 
+class Thinks(StrEnum):
+    """What comes before the text that a grammar is of.
+
+    no: nothing. may: reasoning, where the text begins with the model's mark of it. already: reasoning, which the
+    prompt has begun.
+    """
+
+    NO = "no"
+    MAY = "may"
+    ALREADY = "already"
+
+
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
-    """A grammar as it was sent."""
+    """A grammar as it was sent. `spelled`: special tokens that are text for it."""
 
     kind: GrammarKind
     source: str
+    spelled: frozenset[int] = frozenset()
+    thinks: Thinks = Thinks.NO
 
 
 class GrammarState(Protocol):

@@ -76,6 +76,7 @@ class GenerationRequest:
     `priority`: lower runs earlier (vLLM's meaning), 0 by default.
     Sample j of a prompt draws with seed `sampling.seed + j`. `collection` None: nothing of it is kept for training.
     `grammar`: what each of its texts follows; they end where nothing can follow.
+    `spelled`: special tokens that are text here; others add nothing to it.
     """
 
     request_id: str
@@ -89,6 +90,7 @@ class GenerationRequest:
     priority: int = 0
     collection: Collection | None = None
     grammar: Grammar | None = None
+    spelled: frozenset[int] = frozenset()
 
     @property
     def sequences(self) -> int:

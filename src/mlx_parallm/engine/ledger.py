@@ -82,6 +82,10 @@ class Ledger:
             self._end(live)
         self._emit(request, RequestFailed(error))
 
+    def fail_all(self, error: Exception) -> None:
+        for request in tuple(self._requests.values()):
+            self.fail(request, error)
+
     def live(self, sequence: Sequence) -> LiveSequence:
         return self._lives[sequence.sequence_id]
 

@@ -15,11 +15,12 @@ from mlx_parallm.scheduler.sequence import Group, Sequence
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What the engine needs of the tokenizer. `detokenizer` makes one for a sequence with that prompt."""
+    """What the engine needs of the tokenizer. `detokenizer` makes one for a sequence with that prompt, and with these
+    special tokens as text."""
 
     size: int
     eos_ids: frozenset[int]
-    detokenizer: Callable[[tuple[int, ...]], Detokenizes]
+    detokenizer: Callable[[tuple[int, ...], frozenset[int]], Detokenizes]
 
 
 @dataclass(eq=False, slots=True)
@@ -110,7 +111,7 @@ def _live_sequence(
         sequence=sequence,
         index=index,
         request=live,
-        text=TextStream(vocabulary.detokenizer(prompt), request.stopping, vocabulary.eos_ids, grammar),
+        text=TextStream(vocabulary.detokenizer(prompt, request.spelled), request.stopping, vocabulary.eos_ids, grammar),
         sampling=_row_sampling(request, prompt, sample, vocabulary, grammar),
         scores=[None] if scored else None,
     )

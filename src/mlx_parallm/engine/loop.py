@@ -16,15 +16,15 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_parallm.adapters.store import AdapterStore
+from mlx_parallm.adapters.store import AdapterStore, Told
 from mlx_parallm.batch.runner import BatchRunner, Row, Step, Undrawn
 from mlx_parallm.batch.slab import KVRow
-from mlx_parallm.core import DeviceSchedule, EngineStats, GenerationRequest, TrainingWork
+from mlx_parallm.core import DeviceSchedule, EngineStats, GenerationRequest, PauseMode, TrainingWork
 from mlx_parallm.engine.ledger import Ledger, Publish
 from mlx_parallm.engine.live import LiveRequest, LiveSequence, Vocabulary
 from mlx_parallm.engine.memory import PoolMemory
 from mlx_parallm.engine.snapshot import snapshot
-from mlx_parallm.errors import ContextLengthError, StepFailedError
+from mlx_parallm.errors import AbortedError, ContextLengthError, StepFailedError
 from mlx_parallm.scheduler.cost import CostModel
 from mlx_parallm.scheduler.rl_aware import RLAwareScheduler, SchedulerConfig
 from mlx_parallm.scheduler.sequence import Status
@@ -94,6 +94,24 @@ class DeviceLoop:
     def abort(self, request_id: str) -> None:
         """Frees everything a request holds. Nothing is published: nobody listens any more."""
         self._ledger.abort(request_id)
+
+    def pause(self, mode: PauseMode) -> None:
+        """Requests that come from now on wait for `resume`; those that are here go by the mode."""
+        self._scheduler.pause(freeze=mode is PauseMode.KEEP)
+        if mode is PauseMode.WAIT:
+            return
+        self._commit()  # what is drawn is told
+        if mode is PauseMode.ABORT:
+            self._ledger.fail_all(AbortedError("the server was paused"))
+        self._ledger.flush()
+
+    def resume(self) -> None:
+        """Ends a pause."""
+        self._scheduler.resume()
+
+    def vacate(self, told: Told) -> None:
+        """Gives the adapters' slots back, beside whatever else there is to do; see `AdapterStore.vacate`."""
+        self._adapters.vacate(told)
 
     def _refuse_oversized(self, live: LiveRequest) -> None:
         longest = max(map(len, live.request.prompts)) + live.request.stopping.max_tokens

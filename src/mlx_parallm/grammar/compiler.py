@@ -8,10 +8,11 @@ from threading import Lock
 
 from llguidance import LLTokenizer, TokenizerWrapper
 
-from mlx_parallm.core import GrammarSpec, TextTokenizer
+from mlx_parallm.core import Grammar, GrammarSpec, TextTokenizer, Thinks
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.grammar.definitions import RefusedGrammar, matcher
 from mlx_parallm.grammar.matcher import LLGrammar
+from mlx_parallm.grammar.thinking import AfterReasoning
 from mlx_parallm.grammar.trial import Trial
 
 KEPT = 64
@@ -23,12 +24,13 @@ class LLCompiler:
 
     def __init__(self, tokenizer: TextTokenizer, vocab_size: int) -> None:
         self._make_tokenizer = partial(_ll_tokenizer, tokenizer, vocab_size)
-        self._tokenizer: LLTokenizer | None = None
+        self._tokenizers: dict[frozenset[int], LLTokenizer] = {}
+        self._tokenizer = tokenizer
         self._trial = Trial()
         self._lock = Lock()
-        self._kept: OrderedDict[GrammarSpec, LLGrammar | RefusedGrammar] = OrderedDict()
+        self._kept: OrderedDict[GrammarSpec, Grammar | RefusedGrammar] = OrderedDict()
 
-    def compile(self, spec: GrammarSpec) -> LLGrammar:
+    def compile(self, spec: GrammarSpec) -> Grammar:
         """See `core.GrammarCompiler.compile`."""
         with self._lock:
             found = self._kept.get(spec)
@@ -47,23 +49,27 @@ class LLCompiler:
         """No grammar is compiled any more."""
         self._trial.close()
 
-    def _compile(self, spec: GrammarSpec) -> LLGrammar | RefusedGrammar:
+    def _compile(self, spec: GrammarSpec) -> Grammar | RefusedGrammar:
         try:
             self._trial.check(spec)
-            return LLGrammar(matcher(self._ll_tokenizer(), spec))
+            grammar = LLGrammar(matcher(self._ll_tokenizer(spec.spelled), spec))
         except RefusedGrammar as refused:
             return refused
+        if spec.thinks is Thinks.NO:
+            return grammar
+        return AfterReasoning(grammar, self._tokenizer, spec.thinks is Thinks.ALREADY)
 
-    def _ll_tokenizer(self) -> LLTokenizer:
+    def _ll_tokenizer(self, spelled: frozenset[int]) -> LLTokenizer:
+        """One for each set of special tokens that are text: a model's reasoning and tools make few such sets."""
         with self._lock:
-            if self._tokenizer is None:
-                self._tokenizer = self._make_tokenizer()
-            return self._tokenizer
+            if spelled not in self._tokenizers:
+                self._tokenizers[spelled] = self._make_tokenizer(spelled)
+            return self._tokenizers[spelled]
 
 
-def _ll_tokenizer(tokenizer: TextTokenizer, vocab_size: int) -> LLTokenizer:
+def _ll_tokenizer(tokenizer: TextTokenizer, vocab_size: int, spelled: frozenset[int]) -> LLTokenizer:
     ends = sorted(tokenizer.eos_token_ids)
-    vocabulary = TokenizerWrapper(_Vocabulary(tokenizer, vocab_size, ends[0]))
+    vocabulary = TokenizerWrapper(_Vocabulary(tokenizer, vocab_size, ends[0], spelled))
     return LLTokenizer(vocabulary, n_vocab=vocab_size, eos_token=ends)
 
 
@@ -75,10 +81,11 @@ class _Vocabulary:
 
     bos_token_id = None
 
-    def __init__(self, tokenizer: TextTokenizer, vocab_size: int, eos_token_id: int) -> None:
+    def __init__(self, tokenizer: TextTokenizer, vocab_size: int, eos_token_id: int, spelled: frozenset[int]) -> None:
         self.eos_token_id = eos_token_id
         self.tokens = [tokenizer.token_bytes(i) for i in range(vocab_size)]
-        self.special_token_ids = [i for i in range(vocab_size) if i in tokenizer.special_ids or not self.tokens[i]]
+        special = tokenizer.special_ids - spelled
+        self.special_token_ids = [i for i in range(vocab_size) if i in special or not self.tokens[i]]
         self._encode = tokenizer.encode
 
     def __call__(self, text: str) -> list[int]:

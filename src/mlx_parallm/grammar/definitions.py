@@ -8,13 +8,12 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
-from mlx_parallm.core import GrammarKind, GrammarSpec
+from mlx_parallm.core import COMPACT_JSON, GrammarKind, GrammarSpec
 
 LIMITS = LLParserLimits(max_grammar_size=200_000, precompute_large_lexemes=False, verbose_errors=False)
 """Others at llguidance's defaults: about 15 ms of work for a token, at the most."""
 
-COMPACT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON on one line, spaced as models are used to: with free white space small models write nothing else for long."""
+_COMPACT: Any = dict(COMPACT_JSON)
 
 _MOST_CHARACTERS_TOLD = 300
 
@@ -42,7 +41,7 @@ def _refused(reason: str) -> RefusedGrammar:
 
 
 _DEFINITIONS: dict[GrammarKind, Callable[[str], str]] = {
-    GrammarKind.JSON_SCHEMA: lambda text: LLMatcher.grammar_from_json_schema(text, overrides=COMPACT),
+    GrammarKind.JSON_SCHEMA: lambda text: LLMatcher.grammar_from_json_schema(text, overrides=_COMPACT),
     GrammarKind.REGEX: LLMatcher.grammar_from_regex,
     GrammarKind.CHOICE: lambda text: LLMatcher.grammar_from_lark(_alternatives(json.loads(text))),
     GrammarKind.GRAMMAR: lambda text: grammar_from("grammar", text),

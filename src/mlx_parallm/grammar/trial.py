@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import selectors
-from dataclasses import asdict
 from subprocess import PIPE, Popen
 from threading import Lock
 
@@ -56,7 +55,7 @@ class Trial:
         child = self._running()
         assert child.stdin is not None
         try:
-            child.stdin.write(json.dumps(asdict(spec)).encode() + b"\n")
+            child.stdin.write(json.dumps({"kind": spec.kind, "source": spec.source}).encode() + b"\n")
             child.stdin.flush()
             said = _line(child, LIMIT_S)
         except OSError:

@@ -15,23 +15,30 @@ _CONTEXT = 6
 class Detokenizer:
     """Turns generated ids into text: what `add` and `finish` return, joined, is the sequence's text.
 
-    Special tokens add nothing. A first token that begins with a space keeps it. Where each token is a fixed run of
-    bytes (byte-level BPE, SentencePiece), joined text equals `Tokenizer.decode(ids, skip_special_tokens=True)`
-    apart from SentencePiece's leading space; `prompt_ids` matters only to other tokenizers.
+    Special tokens add nothing, except those of `spelled`, which are text. A first token that begins with a space keeps
+    it. Where each token is a fixed run of bytes (byte-level BPE, SentencePiece), joined text equals
+    `Tokenizer.decode(ids, skip_special_tokens=True)` apart from those and SentencePiece's leading space; `prompt_ids`
+    matters only to other tokenizers.
     """
 
-    __slots__ = ("_stream",)
+    __slots__ = ("_spelled", "_stream", "_tokenizer")
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), spelled: frozenset[int] = frozenset()
+    ) -> None:
         pieces = tokenizer.text_pieces
         self._stream = _ByteStream(pieces) if pieces is not None else _PrefixStream(tokenizer, prompt_ids)
+        self._tokenizer = tokenizer
+        self._spelled = spelled
 
     def add(self, token_id: int) -> str:
         """Text completed by this token; empty while a UTF-8 character is incomplete."""
+        if token_id in self._spelled:
+            return self._stream.finish() + self._tokenizer.token_bytes(token_id).decode()
         return self._stream.add(token_id)
 
     def finish(self) -> str:
-        """The rest: U+FFFD for a character that was never completed. Call once, last."""
+        """The rest: U+FFFD for a character that was never completed. Call last."""
         return self._stream.finish()
 
 
@@ -70,13 +77,14 @@ class _PrefixStream:
     def add(self, token_id: int) -> str:
         self._ids.append(token_id)
         text = self._new_text()
-        if not text or text.endswith(_REPLACEMENT):
-            return ""
-        self._start, self._shown = self._shown, len(self._ids)
-        return text
+        return "" if not text or text.endswith(_REPLACEMENT) else self._show(text)
 
     def finish(self) -> str:
-        return self._new_text()
+        return self._show(self._new_text())
+
+    def _show(self, text: str) -> str:
+        self._start, self._shown = self._shown, len(self._ids)
+        return text
 
     def _new_text(self) -> str:
         shown = self._decode(self._ids[self._start : self._shown])

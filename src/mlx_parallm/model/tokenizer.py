@@ -8,8 +8,10 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_parallm.core import Reasoning, ToolFormat
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.model.token_bytes import pieces_of
+from mlx_parallm.model.tools.families import family_of
 
 
 class Tokenizer:
@@ -31,6 +33,8 @@ class Tokenizer:
         self.chat_template: str | None = _default_template(wrapped.chat_template)
         self.text_pieces: list[bytes] | None = self._without_special(self._pieces)
         """What each id adds to a text's bytes (special tokens nothing); None where that depends on its neighbours."""
+        self.tool_format: ToolFormat = family_of(wrapped, self.chat_template, self._spelled_in)
+        self.reasoning: Reasoning | None = self._reasoning(wrapped)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; special tokens written in it are recognised."""
@@ -77,6 +81,17 @@ class Tokenizer:
         except Exception as error:  # a template is the model author's program: it may raise anything
             raise InvalidRequestError(f"the chat template refused the messages: {error}", param="messages") from error
         return self.encode(text, add_special_tokens=False)
+
+    def _reasoning(self, wrapped: TokenizerWrapper) -> Reasoning | None:
+        if not wrapped.has_thinking:
+            return None
+        start, end, around = wrapped.think_start, wrapped.think_end, tuple(wrapped.structural_markers)
+        return Reasoning(start, end, around, self._spelled_in(start + end + "".join(around)))
+
+    def _spelled_in(self, marks: str) -> frozenset[int]:
+        """Special tokens that are part of `marks`; not those that end a text."""
+        texts = {i: self.token_bytes(i).decode("utf-8", "replace") for i in self.special_ids - self.eos_token_ids}
+        return frozenset(i for i, text in texts.items() if text and text in marks)
 
     def _without_special(self, pieces: list[bytes] | None) -> list[bytes] | None:
         if pieces is None:

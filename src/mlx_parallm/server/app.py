@@ -7,6 +7,7 @@ from functools import partial
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route
 
 from mlx_parallm import __version__
 from mlx_parallm.core import AdapterClient, EngineClient, ModelCard, TextTokenizer, TrainingClient
@@ -15,15 +16,20 @@ from mlx_parallm.server.errors import install_handlers
 from mlx_parallm.server.lifecycle import Lifecycle
 from mlx_parallm.server.limits import SequenceGate
 from mlx_parallm.server.metrics import CountResponsesMiddleware, ServerMetrics
-from mlx_parallm.server.openapi import ERRORS, describe
+from mlx_parallm.server.openapi import describe
+from mlx_parallm.server.response_store import ResponseStore
 from mlx_parallm.server.routes import adapters as adapter_routes
 from mlx_parallm.server.routes import (
     chat,
     checkpoints,
     completions,
+    docs,
+    info,
     lora,
     models,
     ops,
+    pause,
+    responses,
     schedule,
     sleep,
     tokenize,
@@ -39,6 +45,7 @@ from mlx_parallm.server.sleeping import SleepSwitch
 ROUTES = (
     completions,
     chat,
+    responses,
     models,
     lora,
     adapter_routes,
@@ -46,9 +53,12 @@ ROUTES = (
     training_routes,
     schedule,
     training_debug,
+    pause,
     sleep,
     tokenize,
+    info,
     ops,
+    docs,
 )
 
 
@@ -66,14 +76,13 @@ def create_app(
     """
     gate = SequenceGate(settings.max_batch_size + settings.max_queued)
     metrics = ServerMetrics(engine, adapters, training, gate)
-    # No /docs: FastAPI's pages load scripts from a CDN.
+    # FastAPI's own pages load scripts from a CDN; `docs` is ours.
     app = FastAPI(
         title="MLX ParaLLM",
         version=__version__,
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        responses=ERRORS,
     )
     app.state.services = Services(
         engine,
@@ -88,11 +97,12 @@ def create_app(
         SleepSwitch(engine, gate),
         Rescheduler(engine),
         metrics,
+        ResponseStore(settings.max_stored_responses, settings.max_stored_response_bytes),
         started_at=int(time.time()),
     )
     for routes in ROUTES:
         app.include_router(routes.router)
-    install_handlers(app)
+    install_handlers(app, [route for routes in ROUTES for route in routes.router.routes if isinstance(route, Route)])
     _add_middlewares(app, settings, metrics)
     app.openapi = partial(describe, app)  # type: ignore[method-assign]
     return app

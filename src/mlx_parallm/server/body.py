@@ -97,7 +97,7 @@ def parse_body(model: type[M], raw: bytes) -> M:
     try:
         checked = model.model_validate(value)
     except ValidationError as error:
-        raise _first_fault(error) from None
+        raise first_fault(error) from None
     if not_json:
         raise InvalidRequestError(f"{not_json[0]} is not valid JSON.")
     return checked
@@ -143,7 +143,8 @@ def _encodable(value: object) -> bool:
     return True
 
 
-def _first_fault(error: ValidationError) -> InvalidRequestError:
+def first_fault(error: ValidationError) -> InvalidRequestError:
+    """What a client is told of a body that does not fit its model."""
     fault = error.errors(include_url=False, include_input=False)[0]
     named = fault.get("ctx", {}).get("field")
     path = (*fault["loc"], named) if named else fault["loc"]

@@ -6,17 +6,19 @@ message hides what the exception says: a 5xx never shows paths, addresses or tra
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from mlx_parallm.errors import (
+    AbortedError,
     AdapterFileError,
     AdapterUnavailableError,
     ConflictError,
@@ -31,6 +33,7 @@ from mlx_parallm.errors import (
     UnknownModelError,
     UnknownTrajectoryError,
 )
+from mlx_parallm.server.wire.common import ErrorBody, ErrorDetail
 
 RETRY_AFTER_S = 1
 
@@ -49,6 +52,10 @@ class BodyTooLargeError(RequestError):
 
 class MediaTypeError(RequestError):
     """The body is not sent as JSON."""
+
+
+class UnknownResponseError(RequestError):
+    """No response of that id is stored, or not any more."""
 
 
 class DrainingError(EngineError):
@@ -85,12 +92,14 @@ RULES: Mapping[type[Exception], Rule] = {
     ForbiddenOriginError: Rule(403, "invalid_request_error", "forbidden_origin"),
     UnknownModelError: Rule(404, "invalid_request_error", "model_not_found"),
     UnknownTrajectoryError: Rule(404, "invalid_request_error", "trajectory_not_found"),
+    UnknownResponseError: Rule(404, "invalid_request_error", "response_not_found"),
     ConflictError: Rule(409, "invalid_request_error", "conflict"),
     TrainingDisabledError: Rule(409, "invalid_request_error", "training_disabled"),
     BodyTooLargeError: Rule(413, "invalid_request_error", "body_too_large"),
     MediaTypeError: Rule(415, "invalid_request_error", "unsupported_media_type"),
     OverloadedError: Rule(429, "rate_limit_error", "rate_limit_exceeded"),
     StepFailedError: Rule(500, "server_error", "step_failed", "The step that carried this request failed; try again."),
+    AbortedError: Rule(503, "server_error", "aborted", "The operator ended this request by POST /pause; try again."),
     EngineError: Rule(500, "server_error", "engine_error", "The engine failed this request; try again."),
     StorageError: Rule(507, "server_error", "storage_failed"),
     AdapterUnavailableError: Rule(
@@ -118,11 +127,15 @@ HTTP_MESSAGES: Mapping[int, tuple[str, str]] = {
 
 
 def rule_of(error: Exception) -> Rule:
-    """The rule of the nearest ancestor that has one."""
-    return next(RULES[kind] for kind in type(error).__mro__ if kind in RULES)
+    """The rule of its class, or of the nearest ancestor that has one."""
+    return rule_of_kind(type(error))
 
 
-def error_json(error: Exception) -> str:
+def rule_of_kind(kind: type[Exception]) -> Rule:
+    return next(RULES[ancestor] for ancestor in kind.__mro__ if ancestor in RULES)
+
+
+def error_body(error: Exception) -> ErrorBody:
     """The wire body of any exception."""
     rule = rule_of(error)
     return _body(rule.message or str(error), rule.type, getattr(error, "param", None), rule.code)
@@ -131,15 +144,15 @@ def error_json(error: Exception) -> str:
 def error_response(error: Exception) -> Response:
     """The JSON response of any exception, with the headers that its status asks for."""
     status = rule_of(error).status
-    return Response(error_json(error), status, _headers(status, error), media_type="application/json")
+    return Response(error_body(error).json_text(), status, _headers(status, error), media_type="application/json")
 
 
-def install_handlers(app: FastAPI) -> None:
-    """Makes every exception that leaves a route, and every routing failure, an error body."""
+def install_handlers(app: FastAPI, routes: Sequence[Route]) -> None:
+    """Makes every exception that leaves a route, and every routing failure, an error body. `routes`: all of them."""
     app.add_exception_handler(Exception, _answer)
     for kind in (RequestError, EngineError):
         app.add_exception_handler(kind, _answer)
-    app.add_exception_handler(HTTPException, _answer_http)
+    app.add_exception_handler(HTTPException, partial(_answer_http, routes))
     app.add_exception_handler(RequestValidationError, _answer_path)
     app.add_exception_handler(ClientDisconnect, _nobody_listens)
 
@@ -148,11 +161,19 @@ async def _answer(_: Request, error: Exception) -> Response:
     return error_response(error)
 
 
-async def _answer_http(_: Request, error: Exception) -> Response:
+async def _answer_http(routes: Sequence[Route], request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    allowed = _methods(routes, request.url.path) if error.status_code == 405 else []
+    headers = {"allow": ", ".join(allowed)} if allowed else error.headers
     code, message = HTTP_MESSAGES.get(error.status_code, ("http_error", "The request cannot be served."))
-    content = _body(message, "invalid_request_error", None, code)
-    return Response(content, error.status_code, error.headers, media_type="application/json")
+    content = _body(message, "invalid_request_error", None, code).json_text()
+    return Response(content, error.status_code, headers, media_type="application/json")
+
+
+def _methods(routes: Sequence[Route], path: str) -> list[str]:
+    """Of every route that is written as the first one at this path is; Starlette tells the first one's alone."""
+    written = next((route.path for route in routes if route.path_regex.match(path)), None)
+    return sorted({method for route in routes if route.path == written for method in route.methods or ()})
 
 
 async def _answer_path(_: Request, error: Exception) -> Response:
@@ -165,12 +186,8 @@ async def _nobody_listens(_: Request, __: Exception) -> Response:
     return Response(status_code=499)
 
 
-def _body(message: str, kind: str, param: str | None, code: str | None) -> str:
-    return json.dumps(
-        {"error": {"message": message, "type": kind, "param": param, "code": code}},
-        ensure_ascii=False,
-        separators=(",", ":"),
-    )
+def _body(message: str, kind: str, param: str | None, code: str | None) -> ErrorBody:
+    return ErrorBody(error=ErrorDetail(message=message, type=kind, param=param, code=code))
 
 
 def _headers(status: int, error: Exception) -> dict[str, str]:

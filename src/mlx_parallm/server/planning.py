@@ -39,7 +39,7 @@ class Budget:
         if wanted > room:
             raise ContextLengthError(
                 f"This model's context is {context} tokens, and the request needs {longest_prompt + wanted}: "
-                f"{longest_prompt} in the prompt and {wanted} to generate. Shorten the prompt or lower max_tokens.",
+                f"{longest_prompt} in the prompt and {wanted} to generate. Shorten the prompt or ask for fewer tokens.",
                 param="max_tokens" if longest_prompt < context and self.asked else None,
             )
         return wanted
@@ -60,6 +60,7 @@ def plan(
     prompt_logprobs: int | None,
     collection: Collection | None,
     grammar: Grammar | None,
+    spelled: frozenset[int] = frozenset(),
 ) -> GenerationRequest:
     """The engine's request. `top_logprobs` and `prompt_logprobs` are what the engine has to report, None for nothing.
 
@@ -85,6 +86,7 @@ def plan(
         priority=body.priority,
         collection=collection,
         grammar=grammar,
+        spelled=spelled,
     )
 
 

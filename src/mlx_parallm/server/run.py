@@ -6,6 +6,7 @@ import json
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 
 import h11
@@ -13,7 +14,7 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from mlx_parallm.errors import ConfigError
+from mlx_parallm.errors import ConfigError, EngineDeadError
 from mlx_parallm.server.services import Services
 
 MAX_HEADER_BYTES = 64 * 1024
@@ -30,8 +31,8 @@ async def serve(
     thread only.
 
     SIGTERM or SIGINT drains: requests under way may finish within `shutdown_timeout_s`, then they are
-    ended with an error. A second signal ends them at once. `on_started` gets the bound port (`port` 0
-    takes a free one). The exit code is 0 after a drain, 1 when the engine died.
+    ended with an error. A second signal ends them at once. A pause ends with the drain. `on_started` gets the bound
+    port (`port` 0 takes a free one). The exit code is 0 after a drain, 1 when the engine died.
 
     Raises:
         ConfigError: `host` and `port` cannot be listened on.
@@ -87,7 +88,14 @@ class DrainingServer(uvicorn.Server):
             self.exit_code = EXIT_ENGINE_DEAD
             self._services.lifecycle.expire()
             return True
+        if self._drain_until is not None and self._services.engine.stats().paused:
+            await self._end_pause()
         return await super().on_tick(counter) or self._drained()
+
+    async def _end_pause(self) -> None:
+        """A drain lets requests finish, those too that a pause holds."""
+        with suppress(EngineDeadError):  # which a tick finds out by itself
+            await self._services.engine.resume()
 
     def _drained(self) -> bool:
         if self._drain_until is None:

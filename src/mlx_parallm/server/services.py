@@ -27,6 +27,7 @@ from mlx_parallm.server.lifecycle import Lifecycle
 from mlx_parallm.server.limits import SequenceGate
 from mlx_parallm.server.metrics import ServerMetrics
 from mlx_parallm.server.no_training import refuse_training
+from mlx_parallm.server.response_store import ResponseStore
 from mlx_parallm.server.scheduling import Rescheduler
 from mlx_parallm.server.selectors import Choice, naming
 from mlx_parallm.server.settings import ServerSettings
@@ -49,6 +50,7 @@ class Services:
     sleep: SleepSwitch
     rescheduler: Rescheduler
     metrics: ServerMetrics
+    responses: ResponseStore
     started_at: int
 
     @contextmanager

@@ -16,6 +16,8 @@ class ServerSettings:
     `allowed_hosts` are names without a port, compared with the Host header; `*` takes any name.
     `cors_origins` are whole origins (`https://ui.example`); none means that no CORS header is ever sent.
     The bounded queue holds `max_batch_size + max_queued` sequences, running ones included.
+    `max_stored_response_bytes` is of all the responses that `previous_response_id` can name, at most
+    `max_stored_responses` of them.
     `inference` false: the server only trains, and refuses generation requests.
     """
 
@@ -28,3 +30,5 @@ class ServerSettings:
     max_body_bytes: int = 16 * 2**20
     ping_interval_s: float = 15.0
     inference: bool = True
+    max_stored_responses: int = 1000
+    max_stored_response_bytes: int = 64 * 2**20

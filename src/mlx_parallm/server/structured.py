@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from mlx_parallm.core import Grammar, GrammarCompiler
+from dataclasses import replace
+
+from mlx_parallm.core import Grammar, GrammarCompiler, Thinks
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.server.wire.grammar import StructuredBody
 
 
-def compiled(body: StructuredBody, grammars: GrammarCompiler) -> Grammar | None:
-    """The grammar that `body` asks for. Takes a while: for a worker thread.
+def compiled(
+    body: StructuredBody,
+    grammars: GrammarCompiler,
+    thinks: Thinks = Thinks.NO,
+    spelled: frozenset[int] = frozenset(),
+) -> Grammar | None:
+    """The grammar that `body` asks for; see `GrammarSpec`. Takes a while: for a worker thread.
 
     Raises:
         InvalidRequestError: it cannot be enforced; names the field.
@@ -17,6 +24,6 @@ def compiled(body: StructuredBody, grammars: GrammarCompiler) -> Grammar | None:
         return None
     param, spec = body.grammar
     try:
-        return grammars.compile(spec)
+        return grammars.compile(replace(spec, thinks=thinks, spelled=spelled))
     except InvalidRequestError as error:
         raise InvalidRequestError(f"{param}: {error}", param=param) from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,19 +17,18 @@ from mlx_parallm.core import (
     TextTokenizer,
 )
 from mlx_parallm.server.respond.pieces import Piece, joined, of_output
+from mlx_parallm.server.respond.wording import Wording
 from mlx_parallm.server.wire.base import WireOutput
 from mlx_parallm.server.wire.common import GenerationBody, PromptTokensDetails, Usage
 
 
-class Answer(ABC):
-    """One request's wording, used once: either `chunks` for each event in turn, or `whole` for all of them.
-
-    A subclass words choices and wraps them; what is sent when, and the usage, is decided here.
+class Answer(Wording):
+    """A subclass words choices and wraps them; what is sent when, and the usage, is decided here.
     `model` is the base's name, told where no adapter served.
     """
 
     def __init__(self, body: GenerationBody, request: GenerationRequest, model: str, tokenizer: TextTokenizer) -> None:
-        self.request = request
+        super().__init__(request)
         self._body = body
         self._tokenizer = tokenizer
         self._head: dict[str, Any] = {"id": request.request_id, "created": int(time.time()), "model": model}
@@ -45,11 +44,9 @@ class Answer(ABC):
         self._completion_tokens = 0
 
     def opening_chunks(self) -> Iterator[WireOutput]:
-        """What a stream says before the engine does."""
         return (self._chunk([piece]) for piece in self._opening())
 
     def chunks(self, event: Event) -> Iterator[WireOutput]:
-        """The stream's chunks for one event: none when it adds nothing a client could see."""
         for piece in self._pieces(event):
             self._completion_tokens += len(piece.token_ids)
             if self._waits_for_ids(piece):
@@ -60,7 +57,6 @@ class Answer(ABC):
             yield from self._closing_chunks(event)
 
     def whole(self, events: Sequence[Event]) -> WireOutput:
-        """The one JSON body for a finished request's events, the last of which is its RequestFinished."""
         finished = events[-1]
         assert isinstance(finished, RequestFinished)
         pieces = [*self._opening(), *(piece for event in events for piece in self._pieces(event))]

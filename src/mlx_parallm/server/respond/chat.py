@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
-from mlx_parallm.core import GenerationRequest, PromptScored, TextTokenizer
+from mlx_parallm.core import Event, FinishReason, GenerationRequest, PromptScored, TextTokenizer
 from mlx_parallm.server.respond.answer import Answer, ending
 from mlx_parallm.server.respond.logprobs import chat_logprobs, prompt_logprobs
+from mlx_parallm.server.respond.parts import CallPart, told
 from mlx_parallm.server.respond.pieces import Piece, score
+from mlx_parallm.server.respond.splitter import Splitter
 from mlx_parallm.server.wire.chat import (
     ChatBody,
     ChatChoice,
@@ -19,14 +22,33 @@ from mlx_parallm.server.wire.chat import (
     ChatMessage,
 )
 from mlx_parallm.server.wire.common import Usage
+from mlx_parallm.server.wire.tools import Call, CallDelta, CalledFunction, NamedTool
 
 
 class ChatAnswer(Answer):
-    """One rendered prompt, n choices."""
+    """One rendered prompt, n choices, each with its own splitter."""
 
-    def __init__(self, body: ChatBody, request: GenerationRequest, model: str, tokenizer: TextTokenizer) -> None:
+    def __init__(
+        self,
+        body: ChatBody,
+        request: GenerationRequest,
+        model: str,
+        tokenizer: TextTokenizer,
+        splitter: Callable[[], Splitter],
+    ) -> None:
         super().__init__(body, request, model, tokenizer)
         self._wanted = body
+        self.splitter = splitter
+        self._splitters = [splitter() for _ in range(request.sequences)]
+
+    def _pieces(self, event: Event) -> Iterator[Piece]:
+        for piece in super()._pieces(event):
+            splitter = self._splitters[piece.index]
+            parts = [*splitter.feed(piece.text), *(splitter.end() if piece.finish_reason else ())]
+            yield replace(piece, parts=tuple(parts))
+
+    def _tells(self, piece: Piece) -> bool:
+        return bool(piece.parts) or super()._tells(replace(piece, text=""))
 
     def _chunk(self, pieces: Sequence[Piece], **more: Any) -> ChatCompletionChunk:
         ids = {} if self._seen else self._prompt_ids()
@@ -45,21 +67,53 @@ class ChatAnswer(Answer):
         )
 
     def _delta(self, piece: Piece) -> ChatChunkChoice:
+        said = told(piece.parts)
+        more: dict[str, Any] = thoughts(said.reasoning)
         if self._first(piece):
-            delta = ChatDelta(role="assistant", content=piece.text)
-        else:
-            delta = ChatDelta(content=piece.text) if piece.text else ChatDelta()
-        return ChatChunkChoice(index=piece.index, delta=delta, **self._details(piece))
+            more |= {"role": "assistant", "content": said.content}
+        elif said.text:
+            more["content"] = said.text
+        if said.calls:
+            more["tool_calls"] = [_call_delta(call) for call in said.calls]
+        return ChatChunkChoice(index=piece.index, delta=ChatDelta(**more), **self._details(piece))
 
     def _message(self, piece: Piece) -> ChatChoice:
-        message = ChatMessage(role="assistant", content=piece.text)
+        said = told(piece.parts)
+        more: dict[str, Any] = thoughts(said.reasoning)
+        if said.calls:
+            more["tool_calls"] = [_call(call) for call in said.calls]
+        message = ChatMessage(role="assistant", content=said.content, **more)
         return ChatChoice(index=piece.index, message=message, **self._details(piece))
 
     def _details(self, piece: Piece) -> dict[str, Any]:
         wanted = self._wanted
-        logprobs = chat_logprobs(self._tokenizer, piece.scored, wanted.top_logprobs) if piece.scored else None
+        as_ids = wanted.return_tokens_as_token_ids
+        top = wanted.top_logprobs
+        logprobs = chat_logprobs(self._tokenizer, piece.scored, top, as_ids) if piece.scored else None
         ids = {"token_ids": list(piece.token_ids)} if wanted.return_token_ids else {}
-        return {"logprobs": logprobs, **ending(piece), **ids}
+        return {"logprobs": logprobs, **ending(piece), **self._called(piece), **ids}
+
+    def _called(self, piece: Piece) -> dict[str, str]:
+        """The reason that a choice ended which has called. OpenAI says `stop` where the call was named."""
+        named = isinstance(self._wanted.tool_choice, NamedTool)
+        called = self._splitters[piece.index].called and piece.finish_reason is FinishReason.STOP
+        return {"finish_reason": "tool_calls"} if called and not named else {}
 
     def _prompt_ids(self) -> dict[str, Any]:
         return {"prompt_token_ids": list(self.request.prompts[0])} if self._wanted.return_token_ids else {}
+
+
+def thoughts(reasoning: str) -> dict[str, str]:
+    """By both of its names."""
+    return {"reasoning_content": reasoning, "reasoning": reasoning} if reasoning else {}
+
+
+def _call(part: CallPart) -> Call:
+    assert part.call_id is not None
+    return Call(id=part.call_id, type="function", function=CalledFunction(name=part.name, arguments=part.arguments))
+
+
+def _call_delta(part: CallPart) -> CallDelta:
+    if part.call_id is None:
+        return CallDelta(index=part.position, function=CalledFunction(arguments=part.arguments))
+    return CallDelta(index=part.position, **_call(part).model_dump())

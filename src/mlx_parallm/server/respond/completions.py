@@ -77,7 +77,9 @@ class CompletionAnswer(Answer):
     def _writer(self, index: int) -> LegacyLogprobs:
         """The choice's own writer: offsets run on from chunk to chunk."""
         if index not in self._logprobs:
-            self._logprobs[index] = LegacyLogprobs(self._tokenizer, self._wanted.logprobs or 0)
+            wanted = self._wanted
+            as_ids = wanted.return_tokens_as_token_ids
+            self._logprobs[index] = LegacyLogprobs(self._tokenizer, wanted.logprobs or 0, as_ids)
         return self._logprobs[index]
 
     def _scores(self, piece: Piece, scored: dict[int, PromptScored]) -> dict[str, Any]:

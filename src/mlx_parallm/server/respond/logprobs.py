@@ -20,27 +20,28 @@ def finite(logprob: float) -> float:
     return max(LOWEST, logprob)
 
 
-def token_text(tokenizer: TextTokenizer, token_id: int) -> str:
-    """One token alone, with U+FFFD for a part of a character."""
-    return tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+def token_text(tokenizer: TextTokenizer, token_id: int, as_id: bool = False) -> str:
+    """One token alone, with U+FFFD for a part of a character; `as_id`: vLLM's `token_id:<id>`."""
+    return f"token_id:{token_id}" if as_id else tokenizer.token_bytes(token_id).decode("utf-8", "replace")
 
 
 class LegacyLogprobs:
     """Writes one choice's logprobs for `/v1/completions`, piece by piece.
 
     Offsets count the characters that the choice's tokens had spelled before each of them, so a token
-    that ends a character starts where the character does.
+    that ends a character starts where the character does. `as_ids`: tokens are written as `token_id:<id>`.
     """
 
-    def __init__(self, tokenizer: TextTokenizer, top: int) -> None:
+    def __init__(self, tokenizer: TextTokenizer, top: int, as_ids: bool = False) -> None:
         self._tokenizer = tokenizer
         self._top = top
+        self._as_ids = as_ids
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._characters = 0
 
     def write(self, scored: Sequence[ScoredToken]) -> CompletionLogprobs:
         return CompletionLogprobs(
-            tokens=[token_text(self._tokenizer, token.token_id) for token in scored],
+            tokens=[self._name(token.token_id) for token in scored],
             token_logprobs=[finite(token.logprob.logprob) if token.logprob else None for token in scored],
             top_logprobs=[self._best(token.logprob) if token.logprob else None for token in scored],
             text_offset=[self._advance(token.token_id) for token in scored],
@@ -50,8 +51,11 @@ class LegacyLogprobs:
         """The best and the drawn one. Where two tokens have the same text, the better one keeps it."""
         best: dict[str, float] = {}
         for token_id, value in (*logprob.top[: self._top], (logprob.token_id, logprob.logprob)):
-            best.setdefault(token_text(self._tokenizer, token_id), finite(value))
+            best.setdefault(self._name(token_id), finite(value))
         return best
+
+    def _name(self, token_id: int) -> str:
+        return token_text(self._tokenizer, token_id, self._as_ids)
 
     def _advance(self, token_id: int) -> int:
         offset = self._characters
@@ -59,12 +63,14 @@ class LegacyLogprobs:
         return offset
 
 
-def chat_logprobs(tokenizer: TextTokenizer, scored: Iterable[ScoredToken], top: int) -> ChatLogprobs:
-    """Chat's form: exact bytes beside the text of each token."""
+def chat_logprobs(
+    tokenizer: TextTokenizer, scored: Iterable[ScoredToken], top: int, as_ids: bool = False
+) -> ChatLogprobs:
+    """Chat's form: exact bytes beside the text of each token. `as_ids`: the text is `token_id:<id>`."""
 
     def fields(token_id: int, value: float) -> dict[str, object]:
-        spelled = tokenizer.token_bytes(token_id)
-        return {"token": spelled.decode("utf-8", "replace"), "logprob": finite(value), "bytes": list(spelled)}
+        text, spelled = token_text(tokenizer, token_id, as_ids), tokenizer.token_bytes(token_id)
+        return {"token": text, "logprob": finite(value), "bytes": list(spelled)}
 
     def entry(drawn: TokenLogprob) -> ChatTokenLogprob:
         best = [ChatTopLogprob.model_validate(fields(*candidate)) for candidate in drawn.top[:top]]

@@ -6,6 +6,7 @@ into pieces, so that a stream equals the whole.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -27,3 +28,33 @@ class Part:
     reasoning: str = ""
     text: str = ""
     call: CallPart | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """Parts of one choice, joined by kind; `calls` in order of position."""
+
+    reasoning: str
+    text: str
+    calls: tuple[CallPart, ...]
+
+    @property
+    def content(self) -> str | None:
+        """The text; None where there is something else instead of it."""
+        return self.text or (None if self.reasoning or self.calls else "")
+
+
+def told(parts: Iterable[Part]) -> Told:
+    parts = tuple(parts)
+    calls: dict[int, CallPart] = {}
+    for part in parts:
+        if part.call is not None:
+            calls[part.call.position] = _more(calls.get(part.call.position), part.call)
+    reasoning, text = "".join(part.reasoning for part in parts), "".join(part.text for part in parts)
+    return Told(reasoning, text, tuple(calls[position] for position in sorted(calls)))
+
+
+def _more(before: CallPart | None, call: CallPart) -> CallPart:
+    if before is None:
+        return call
+    return CallPart(call.position, before.arguments + call.arguments, before.call_id, before.name)

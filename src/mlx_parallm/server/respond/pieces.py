@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mlx_parallm.core import FinishReason, SequenceOutput, TokenLogprob
+from mlx_parallm.server.respond.parts import Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +19,8 @@ class ScoredToken:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Part of choice `index`. `token_ids` are generated ones; `scored` may hold an echoed prompt's too."""
+    """Part of choice `index`. `token_ids` are generated ones; `scored` may hold an echoed prompt's too. `parts`: what a
+    chat reads in the texts so far, which may be less than `text`, or more."""
 
     index: int
     text: str = ""
@@ -26,6 +28,7 @@ class Piece:
     scored: tuple[ScoredToken, ...] = ()
     finish_reason: FinishReason | None = None
     stop_reason: str | None = None
+    parts: tuple[Part, ...] = ()
 
 
 def of_output(output: SequenceOutput) -> Piece:
@@ -47,4 +50,5 @@ def joined(index: int, pieces: Iterable[Piece]) -> Piece:
         scored=tuple(token for piece in mine for token in piece.scored),
         finish_reason=mine[-1].finish_reason,
         stop_reason=mine[-1].stop_reason,
+        parts=tuple(part for piece in mine for part in piece.parts),
     )

@@ -10,6 +10,8 @@ from starlette.responses import Response
 
 from mlx_parallm.core import AdapterRef
 from mlx_parallm.server.body import json_body, request_body
+from mlx_parallm.server.calling import callable_tools, enforced, reading_of
+from mlx_parallm.server.conversation import rendered
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.openapi import streamable
 from mlx_parallm.server.planning import Budget, collection_of, new_request_id, plan
@@ -33,22 +35,23 @@ async def create_chat_completion(body: Body, services: ServicesDep) -> Response:
 
 def prepare(body: ChatBody, services: Services, adapter: AdapterRef) -> ChatAnswer:
     """Renders and tokenises, and words the request for the engine. Runs in a worker thread."""
+    tokenizer = services.tokenizer
+    messages = [message.for_template() for message in body.messages]
+    variables = body.chat_template_kwargs.variables()
+    prompt = rendered(messages, callable_tools(body), tokenizer, body.add_generation_prompt, variables)
+    reading = reading_of(body, prompt, tokenizer)
+    answers = compiled(body, services.grammars, reading.thinks, reading.spelled)
     request = plan(
         request_id=new_request_id("chatcmpl"),
         body=body,
-        prompts=[
-            services.tokenizer.apply_chat_template(
-                [message.for_template() for message in body.messages],
-                body.add_generation_prompt,
-                **body.chat_template_kwargs.variables(),
-            )
-        ],
+        prompts=[prompt],
         card=services.card,
         adapter=adapter,
         budget=Budget(body.max_completion_tokens or body.max_tokens, default=None),
         top_logprobs=body.top_logprobs if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
         collection=collection_of(body, services.training, adapter),
-        grammar=compiled(body, services.grammars),
+        grammar=answers or enforced(body, reading, services.grammars),
+        spelled=reading.spelled,
     )
-    return ChatAnswer(body, request, services.card.name, services.tokenizer)
+    return ChatAnswer(body, request, services.card.name, tokenizer, reading.splitter)

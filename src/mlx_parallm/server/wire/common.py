@@ -20,7 +20,10 @@ MIN_COLLECTED_TEMPERATURE = 0.01
 """Near 0 a distribution is all on one token: its logprobs tell nothing."""
 
 TopLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+Temperature = Annotated[float, Field(ge=0, le=2)]
+TopP = Annotated[float, Field(gt=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
+Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 
 
 UNBIASED: Mapping[str, tuple[object, ...]] = {
@@ -39,21 +42,18 @@ COLLECTION_RULE = "a trajectory is drawn from the model's own distribution at it
 
 
 class StreamOptions(WireInput):
-    """How a stream reports usage. Taken without `stream` too, where it changes nothing."""
+    """How a stream reports usage."""
 
     IGNORED: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
 
     include_usage: bool = False
+    """One chunk more, before the end, with the usage of the whole request."""
     continuous_usage_stats: bool = False
+    """The usage so far in every chunk; needs `include_usage`."""
 
 
 class GenerationBody(StructuredBody):
-    """What may be asked of any generation. Ranges are OpenAI's, or vLLM's for the fields OpenAI lacks.
-
-    `model`, `lora_adapter` and mlx-lm's `adapters` may each name an adapter; more than one must agree.
-    `collect_trajectory` keeps what is drawn for training; `scoring_function` names who rewards it (left out: feedback
-    does), and `metadata` is what that scorer reads: any JSON up to 64 KiB then, OpenAI's short strings otherwise.
-    """
+    """What may be asked of any generation. Ranges are OpenAI's, or vLLM's for the fields OpenAI lacks."""
 
     IGNORED: ClassVar[frozenset[str]] = StructuredBody.IGNORED | frozenset(
         {
@@ -63,7 +63,6 @@ class GenerationBody(StructuredBody):
             "prompt_cache_retention",
             "store",
             "service_tier",
-            "parallel_tool_calls",
             "thinking",
             "reasoning_effort",
             "verbosity",
@@ -78,29 +77,57 @@ class GenerationBody(StructuredBody):
     }
 
     model: str | None = None
+    """The served model, `base`, or an adapter: its name (its live version), `name@version`, or a checkpoint of the
+    default adapter. Left out: what the route says."""
     lora_adapter: str | None = None
+    """An adapter, as `model` names one; where both do, they must agree."""
     adapters: str | None = None
+    """mlx-lm's name for `lora_adapter`."""
     n: Annotated[int, Field(ge=1, le=MAX_SEQUENCES)] = 1
+    """Answers to each prompt. `n` times the prompts is bounded too, see `/server_info`."""
     stream: bool = False
+    """Server-sent events instead of one body."""
     stream_options: StreamOptions = StreamOptions()
-    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """How a stream tells usage; taken without `stream` too, where it changes nothing."""
+    temperature: Temperature = 1.0
+    """Divides the logits; 0 is greedy."""
+    top_p: TopP = 1.0
+    """Least probability mass that the best tokens must have; 1 is off."""
     top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] = 0
+    """Number of best tokens that may be drawn; 0 and -1 are off."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    """Least probability, as a share of the best token's; 0 is off."""
+    seed: Seed | None = None
+    """Equal seeds draw equal tokens, whatever the neighbours; sample j of a prompt draws with `seed` + j."""
     stop: Stops = Field(default_factory=list)
+    """Texts that end an answer, and are no part of it: one, or a list."""
     presence_penalty: Penalty = 0.0
+    """Taken from the logit of each token that the answer has already."""
     frequency_penalty: Penalty = 0.0
+    """The same, times the number of its occurrences."""
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0
+    """Divides the positive logits of tokens in prompt and answer, multiplies the negative ones; 1 is off."""
     logit_bias: LogitBias = Field(default_factory=dict)
+    """Added to logits: token id, in decimal digits, to bias."""
     min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] = 0
+    """Tokens before an answer may end by itself."""
     ignore_eos: bool = False
+    """Goes on past the end-of-sequence token."""
     priority: Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)] = 0
+    """Lower runs earlier."""
     return_token_ids: bool = False
+    """Adds the ids of prompt and answer to the answer."""
+    return_tokens_as_token_ids: bool = False
+    """Writes the tokens in `logprobs` as `token_id:<id>`, which no two tokens share."""
     prompt_logprobs: TopLogprobs | None = None
+    """Logprobs of the prompt's own tokens, and of so many best ones at each place."""
     metadata: dict[str, Any] | None = None
+    """At most 16 short strings, said again in the answer; with `collect_trajectory` any JSON of at most 64 KiB and 32
+    levels, for the scorer."""
     collect_trajectory: bool = False
+    """Keeps what is drawn, for training; the `n` answers to a prompt are one group."""
     scoring_function: Annotated[str, Field(min_length=1, max_length=MAX_SCORER)] | None = None
+    """Who rewards what is collected; left out, feedback does."""
 
     @model_validator(mode="after")
     def _follows_its_grammar(self) -> Self:
@@ -134,22 +161,34 @@ class GenerationBody(StructuredBody):
 
 
 class PromptTokensDetails(WireOutput):
+    """Where a prompt's tokens came from."""
+
     cached_tokens: int
+    """Prompt tokens that were not computed anew."""
 
 
 class Usage(WireOutput):
+    """Tokens of a request."""
+
     prompt_tokens: int
+    """Tokens of all prompts."""
     completion_tokens: int
+    """Tokens drawn, for all answers."""
     total_tokens: int
+    """Both."""
     prompt_tokens_details: PromptTokensDetails | None = None
+    """Where they came from."""
 
 
 class PromptLogprob(WireOutput):
-    """One candidate at one prompt position (vLLM's form); `rank` is known for the best ones only."""
+    """One candidate at one prompt position (vLLM's form)."""
 
     logprob: float
+    """Nats, of the raw model."""
     rank: int | None = None
+    """1 is the best; known for the best ones only."""
     decoded_token: str
+    """The token's text."""
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
@@ -157,13 +196,20 @@ FinishReasonText = Literal["stop", "length"]
 
 
 class ErrorDetail(WireOutput):
+    """What every error says."""
+
     message: str
+    """What is wrong and what to change."""
     type: str
+    """`invalid_request_error`, `rate_limit_error` or `server_error`."""
     param: str | None
+    """The field at fault."""
     code: str | None
+    """What programs go by; null for a malformed field."""
 
 
 class ErrorBody(WireOutput):
     """The body of every answer that is not a success."""
 
     error: ErrorDetail
+    """What went wrong."""

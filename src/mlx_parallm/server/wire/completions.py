@@ -20,8 +20,9 @@ from mlx_parallm.server.wire.fields import Prompts
 
 
 class CompletionBody(GenerationBody):
-    """`logprobs` 0 reports the drawn token alone. `max_tokens` 0 scores the prompt, so it needs something to score."""
+    """`logprobs` 0 reports the drawn token alone."""
 
+    IGNORED: ClassVar[frozenset[str]] = GenerationBody.IGNORED | {"parallel_tool_calls"}
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **GenerationBody.UNSUPPORTED,
         "best_of": (1,),
@@ -29,10 +30,16 @@ class CompletionBody(GenerationBody):
     }
 
     prompt: Prompts
+    """A text, token ids, or a list of either; one answer (or `n`) to each."""
     max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
+    """Tokens to draw at most. Left out: 16, or as many as fit. 0 scores the prompt: with `echo` or
+    `prompt_logprobs`."""
     logprobs: TopLogprobs | None = None
+    """Logprobs of the drawn tokens, and of so many best ones at each place."""
     echo: bool = False
+    """Begins each answer with its prompt; with `logprobs` the prompt's are told too."""
     add_special_tokens: bool = True
+    """Whether the tokenizer may add special tokens to a text; ids are taken as they are."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> CompletionBody:
@@ -49,36 +56,54 @@ class CompletionLogprobs(WireOutput):
     """Four lists of one length, a token each. A first prompt token has no context, hence no logprob."""
 
     tokens: list[str]
+    """Their texts, or `token_id:<id>`."""
     token_logprobs: list[float | None]
+    """Nats, of the raw model; null for a first prompt token."""
     top_logprobs: list[dict[str, float] | None]
+    """Text to logprob (nats) of the best ones and the drawn one."""
     text_offset: list[int]
+    """Characters before the token."""
 
 
 class CompletionChoice(WireOutput):
-    """`stop_reason`: the stop string that ended it, when one did."""
+    """One answer, or what a chunk adds to it."""
 
     index: int
+    """Prompt number times `n`, plus sample number."""
     text: str
+    """The answer, or what a chunk adds to it."""
     logprobs: CompletionLogprobs | None
+    """Of the tokens of `text`, when asked for."""
     finish_reason: FinishReasonText | None
+    """Why it ended; null while it goes on."""
     stop_reason: str | None = None
+    """The stop string that ended it."""
     token_ids: list[int] | None = None
+    """Of the tokens drawn."""
     prompt_token_ids: list[int] | None = None
+    """Of the prompt; in a stream with the first chunk."""
     prompt_logprobs: PromptLogprobs | None = None
+    """An entry for each prompt token, by token id; null for the first."""
 
 
 class Completion(WireOutput):
-    """The whole answer, and also each chunk of a stream.
-
-    `trajectory_ids`, in order of choice, when collected; in a stream they come with the last `finish_reason`.
-    """
+    """The whole answer, and also each chunk of a stream."""
 
     id: str
+    """Of the request; the header x-request-id has it too."""
     object: Literal["text_completion"]
+    """Always the same."""
     created: int
+    """Unix time, seconds."""
     model: str
+    """The served model, or the adapter's name."""
     choices: list[CompletionChoice]
+    """One for each answer; a chunk of a stream has the one that it adds to, or none."""
     usage: Usage | None = None
+    """Tokens; in a stream as `stream_options` says."""
     metadata: dict[str, str] | None = None
+    """As it was sent."""
     lora_adapter: str | None = None
+    """`name@version` that served it; absent for the base."""
     trajectory_ids: list[str] | None = None
+    """In order of choice, when collected; in a stream with the last `finish_reason`."""

@@ -56,19 +56,25 @@ GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR)]
 
 
 class NamedSchema(WireInput):
-    """`schema` left out: any JSON. `strict` changes nothing: it is enforced either way."""
+    """A JSON schema and its name."""
 
     name: Annotated[str, Field(min_length=1, max_length=MAX_SCHEMA_NAME, pattern="^[a-zA-Z0-9_-]+$")]
+    """Letters, digits, _ and -."""
     description: Annotated[str, Field(max_length=MAX_DESCRIPTION)] | None = None
+    """Not read."""
     schema_: Schema = Field(default=True, alias="schema")
+    """A JSON schema of at most 128 KiB and 64 levels; left out: any JSON."""
     strict: bool = False
+    """Changes nothing: it is enforced either way."""
 
 
 class ResponseFormat(WireInput):
-    """`text`: as the model likes. `json_object`: one JSON object. `json_schema`: what the schema allows."""
+    """OpenAI's."""
 
     type: Literal["text", "json_object", "json_schema"]
+    """`text`: as the model likes. `json_object`: one JSON object. `json_schema`: what the schema allows."""
     json_schema: NamedSchema | None = None
+    """Goes with the type json_schema, and only with it."""
 
     @model_validator(mode="after")
     def _has_its_schema(self) -> Self:
@@ -84,7 +90,7 @@ class ResponseFormat(WireInput):
 
 
 class StructuredOutputs(WireInput):
-    """vLLM's: exactly one of the forms. `grammar` is GBNF or Lark."""
+    """vLLM's: exactly one of the forms."""
 
     IGNORED: ClassVar[frozenset[str]] = frozenset({"disable_fallback", "disable_any_whitespace"})
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -94,10 +100,15 @@ class StructuredOutputs(WireInput):
     }
 
     json_: SchemaOrText | None = Field(default=None, alias="json")
+    """A JSON schema, or its text."""
     regex: Regex | None = None
+    """What the whole answer must match."""
     choice: Choice | None = None
+    """Texts, one of which is the answer."""
     grammar: GrammarText | None = None
+    """GBNF or Lark."""
     json_object: bool = False
+    """True: any JSON object."""
 
     @model_validator(mode="after")
     def _one_form(self) -> Self:
@@ -118,11 +129,17 @@ class StructuredBody(WireInput):
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {"guided_whitespace_pattern": ()}
 
     response_format: ResponseFormat | None = None
+    """OpenAI's form."""
     structured_outputs: StructuredOutputs | None = None
+    """vLLM's form."""
     guided_json: SchemaOrText | None = None
+    """vLLM's older name of `structured_outputs.json`."""
     guided_regex: Regex | None = None
+    """Older name of `structured_outputs.regex`."""
     guided_choice: Choice | None = None
+    """Older name of `structured_outputs.choice`."""
     guided_grammar: GrammarText | None = None
+    """Older name of `structured_outputs.grammar`."""
 
     @model_validator(mode="after")
     def _at_most_one_grammar(self) -> Self:

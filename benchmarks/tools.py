@@ -1,0 +1,202 @@
+"""Tool calls of the bundled model: prompts x tool_choice, through a real server.
+
+    python benchmarks/tools.py [--quick] [--out FILE]
+
+Each prompt is asked with `tool_choice` auto, none, required, and one call by name; greedily, once whole and once as a
+stream. A cell says what was called. Every call must be of a tool that there is, and where calls are enforced its
+arguments must be what the schema allows; `required` and a name must call, `none` must not, and a stream must be what
+the whole is. Some minutes on two cores.
+"""
+
+import argparse
+import asyncio
+import json
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema
+import machine
+import peers
+import report
+from figures import Figure, errors, reported
+from load import HOST
+from rich.table import Table
+
+HERE = Path(__file__).parent
+TOKENS, LIMIT_S, AT_ONCE = 96, 600.0, 8
+CHOICES = ("auto", "none", "required", "named")
+PROMPTS = (
+    "What is the weather in Paris?",
+    "How warm will it be in Oslo tomorrow, in celsius?",
+    "What is 12 times 7?",
+    "Add 3 and 4, then tell me the weather in Rome.",
+    "Remind me to call Ann at noon.",
+    "Write a haiku about the sea.",
+)
+
+
+def _tool(name: str, about: str, required: Sequence[str], **properties: Any) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
+    return {"type": "function", "function": {"name": name, "description": about, "parameters": parameters}}
+
+
+TOOLS = (
+    _tool(
+        "get_weather",
+        "The weather in a city",
+        ["city"],
+        city={"type": "string", "maxLength": 40},
+        unit={"enum": ["celsius", "fahrenheit"]},
+    ),
+    _tool(
+        "calculate",
+        "Adds or multiplies two numbers",
+        ["operation", "a", "b"],
+        operation={"enum": ["add", "multiply"]},
+        a={"type": "integer", "minimum": -999, "maximum": 999},
+        b={"type": "integer", "minimum": -999, "maximum": 999},
+    ),
+    _tool("remind", "Reminds the user", ["what"], what={"type": "string", "maxLength": 60}),
+)
+SCHEMAS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
+NAMED = {"type": "function", "function": {"name": "calculate"}}
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One prompt with one `tool_choice`. `calls`: name and arguments (JSON text) of each; `fault`: what must not be."""
+
+    prompt: str
+    choice: str
+    content: str | None
+    calls: tuple[tuple[str, str], ...]
+    finish_reason: str
+    fault: str = ""
+
+    @property
+    def shown(self) -> str:
+        calls = " ".join(f"{name}({arguments})" for name, arguments in self.calls)
+        return self.fault or calls or repr((self.content or "")[:30])
+
+
+def main() -> int:
+    """Exit code 0 when every figure that was judged is met, 1 when one is not."""
+    arguments = _arguments()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: every child is killed on the way out
+    before = machine.describe()
+    with tempfile.TemporaryDirectory(prefix="tools_benchmark_") as logs:
+        cells = asyncio.run(measure(Path(logs), PROMPTS[:2] if arguments.quick else PROMPTS))
+    judged = list(_judged(cells))
+    report.console().print(_table(cells))
+    report.show([], {}, judged)
+    report.write(arguments.out, {"machine": before, "cells": [asdict(cell) for cell in cells]}, judged)
+    print(f"written to {arguments.out}")
+    return int(any(figure.met is False for figure in judged))
+
+
+async def measure(logs: Path, prompts: Sequence[str]) -> list[Cell]:
+    async with peers.our_server(None, logs) as server:
+        with server.awake():
+            async with httpx.AsyncClient(base_url=f"http://{HOST}:{server.port}", timeout=LIMIT_S) as http:
+                places = asyncio.Semaphore(AT_ONCE)
+                asked = [_cell(http, places, prompt, choice) for prompt in prompts for choice in CHOICES]
+                return await asyncio.gather(*asked)
+
+
+async def _cell(http: httpx.AsyncClient, places: asyncio.Semaphore, prompt: str, choice: str) -> Cell:
+    body = {
+        "messages": [{"role": "user", "content": prompt}],
+        "tools": TOOLS,
+        "tool_choice": NAMED if choice == "named" else choice,
+        "max_tokens": TOKENS,
+        "temperature": 0,
+    }
+    async with places:
+        whole = await http.post("/v1/chat/completions", json=body)
+        stream = await http.post("/v1/chat/completions", json={**body, "stream": True})
+    if whole.status_code != 200 or stream.status_code != 200:
+        return Cell(prompt, choice, None, (), "", f"failed: {whole.text[:200]}")
+    said = _of_whole(whole.json())
+    cell = Cell(prompt, choice, *said)
+    print(f"  {choice:<9} {prompt}: {cell.shown}", flush=True)
+    faults = [*_faults(cell), *([] if _of_stream(stream.text) == said else ["a stream is not what the whole is"])]
+    return Cell(prompt, choice, *said, "; ".join(faults))
+
+
+def _of_whole(answer: dict[str, Any]) -> tuple[str | None, tuple[tuple[str, str], ...], str]:
+    choice = answer["choices"][0]
+    made = choice["message"].get("tool_calls", [])
+    calls = tuple((call["function"]["name"], call["function"]["arguments"]) for call in made)
+    return choice["message"]["content"], calls, choice["finish_reason"]
+
+
+def _of_stream(text: str) -> tuple[str | None, tuple[tuple[str, str], ...], str]:
+    content: str | None = None
+    calls: dict[int, list[str]] = {}
+    reason = ""
+    for line in text.splitlines():
+        if not line.startswith("data: {"):
+            continue
+        for choice in json.loads(line.removeprefix("data: "))["choices"]:
+            delta = choice["delta"]
+            reason = choice["finish_reason"] or reason
+            if delta.get("content") is not None:
+                content = (content or "") + delta["content"]
+            for call in delta.get("tool_calls", ()):
+                known = calls.setdefault(call["index"], ["", ""])
+                known[0] += call["function"].get("name", "")
+                known[1] += call["function"]["arguments"]
+    made = tuple((name, arguments) for name, arguments in calls.values())
+    return (content or None if made else content), made, reason
+
+
+def _faults(cell: Cell) -> Iterator[str]:
+    if cell.choice in ("required", "named") and not cell.calls:
+        yield "no call"
+    if cell.choice == "none" and cell.calls:
+        yield "a call"
+    if cell.choice == "named" and any(name != NAMED["function"]["name"] for name, _ in cell.calls):
+        yield "another tool than the named one"
+    for name, arguments in cell.calls:
+        try:
+            jsonschema.validate(json.loads(arguments), SCHEMAS[name])
+        except (KeyError, ValueError, jsonschema.ValidationError):
+            # With auto nothing is enforced but that it is a call of a tool that there is.
+            if cell.choice != "auto" or name not in SCHEMAS:
+                yield f"{name}({arguments}) is not what its schema allows"
+
+
+def _judged(cells: Sequence[Cell]) -> Iterator[Figure]:
+    for choice in CHOICES:
+        mine = [cell for cell in cells if cell.choice == choice]
+        called = Figure(f"share of prompts with a call, {choice}", "", *reported([_share(mine)]))
+        yield called
+        yield errors(f"cells at fault, {choice}", sum(bool(cell.fault) for cell in mine))
+
+
+def _share(cells: Sequence[Cell]) -> float:
+    return sum(bool(cell.calls) for cell in cells) / len(cells)
+
+
+def _table(cells: Sequence[Cell]) -> Table:
+    table = Table("prompt", *CHOICES, title="What was called, or else said")
+    for prompt in dict.fromkeys(cell.prompt for cell in cells):
+        table.add_row(prompt, *(cell.shown for cell in cells if cell.prompt == prompt))
+    return table
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="two prompts")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "tools.json")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""One text, however it is cut, is the same reasoning, text and calls."""
+
+import json
+import random
+from dataclasses import replace
+
+import pytest
+from tool_families import ASKED, FAMILIES, TEXTS, TOOLS
+
+from mlx_parallm.core import Reasoning
+from mlx_parallm.server.respond.parts import told
+from mlx_parallm.server.respond.splitter import Splitter
+
+THINK = Reasoning("<think>", "</think>")
+XTML = Reasoning(
+    "<|open|>think<|sep|>",
+    "<|close|>think<|sep|>",
+    ("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
+)
+HERMES = FAMILIES["json_tools"]
+CALL = TEXTS["json_tools"]
+
+
+def split(pieces, **options):
+    """Reasoning, text, and each call's name and arguments."""
+    splitter = Splitter(**options)
+    parts = [part for piece in pieces for part in splitter.feed(piece)] + list(splitter.end())
+    said = told(parts)
+    assert splitter.called == bool(said.calls)
+    assert all(sum([bool(part.reasoning), bool(part.text), part.call is not None]) == 1 for part in parts)
+    assert [call.position for call in said.calls] == list(range(len(said.calls)))
+    assert len({call.call_id for call in said.calls}) == len(said.calls)
+    return said.reasoning, said.text, [(call.name, json.loads(call.arguments)) for call in said.calls]
+
+
+def every_way(text, **options):
+    """What `text` is, having been cut in two at every place, into single characters, and at random."""
+    whole = split([text], **options)
+    ways = [[text[:at], text[at:]] for at in range(1, len(text))]
+    ways.append(list(text))
+    for seed in range(20):
+        rng = random.Random(seed)
+        cuts = sorted(rng.sample(range(1, len(text)), min(len(text) - 1, rng.randint(1, 9)))) if len(text) > 1 else []
+        ways.append([text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)])
+    for way in ways:
+        assert split(way, **options) == whole, way
+    return whole
+
+
+def tools(family=HERMES, most=8):
+    return {"calls": family, "tools": TOOLS, "most": most}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_call_of_every_family(name):
+    assert every_way(TEXTS[name], **tools(FAMILIES[name])) == ("", "", [ASKED])
+    told_before = every_way(f"I shall look.\n\n{TEXTS[name]}", **tools(FAMILIES[name]))
+    assert told_before == ("", "I shall look.", [ASKED])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_call_that_was_cut_short_is_text_or_a_call_and_never_lost(name):
+    text = TEXTS[name]
+    for end in range(1, len(text)):
+        reasoning, said, calls = split(list(text[:end]), **tools(FAMILIES[name]))
+        assert reasoning == ""
+        assert (said == text[:end].rstrip() or said == text[:end]) if not calls else calls[0][0] == ASKED[0]
+
+
+@pytest.mark.parametrize("name", sorted(set(FAMILIES) - {"mistral", "mistral_list"}))
+def test_several_calls_and_text_between(name):
+    text = f"One.\n{TEXTS[name]}\n{TEXTS[name]} Two.\n"
+    assert every_way(text, **tools(FAMILIES[name])) == ("", "One.Two.\n", [ASKED, ASKED])
+
+
+def test_mistral_has_no_end_mark():
+    several = TEXTS["mistral"] * 2
+    assert every_way(several, **tools(FAMILIES["mistral"])) == ("", "", [ASKED, ASKED])
+
+
+def test_as_many_calls_as_wanted_and_then_nothing_more():
+    assert every_way(f"{CALL}\n{CALL} and so on", **tools(most=1)) == ("", "", [ASKED])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>{</tool_call>",
+        "Hello \n<tool_call>\nnothing\n</tool_call> and more",
+        '<tool_call>{"name": "nobody", "arguments": {}}</tool_call>',
+        "a < b and <tool and <tool_cal",
+        "<tool_call><tool_call>",
+        "  \n leading and trailing \n ",
+        "</tool_call>",
+        " ",
+    ],
+)
+def test_what_is_no_call_is_the_text_it_was(text):
+    assert every_way(text, **tools(), reasoning=THINK) == ("", text, [])
+
+
+def test_a_call_after_garbage_is_still_a_call():
+    assert every_way(f"<tool_call>x</tool_call>{CALL}", **tools()) == ("", "<tool_call>x</tool_call>", [ASKED])
+
+
+def test_an_end_mark_in_a_value_ends_nothing():
+    text = '<tool_call>{"name": "get_weather", "arguments": {"city": "\\"</tool_call>"}}</tool_call>'
+    assert every_way(text, **tools()) == ("", "", [("get_weather", {"city": '"</tool_call>'})])
+
+
+def test_without_tools_a_call_is_text():
+    assert every_way(CALL) == ("", CALL, [])
+    assert every_way(CALL, reasoning=THINK) == ("", CALL, [])
+
+
+@pytest.mark.parametrize(
+    ("text", "begun", "expected"),
+    [
+        ("<think>\nHm.\n</think>\n\nYes.\n", False, ("Hm.", "Yes.\n")),
+        ("\n<think>Hm.</think>Yes.", False, ("Hm.", "Yes.")),
+        ("Hm.\n</think>\n\nYes.", True, ("Hm.", "Yes.")),
+        ("\nHm.", True, ("Hm.", "")),
+        ("</think>", True, ("", "")),
+        ("<think></think>", False, ("", "")),
+        ("Yes, <think> is a mark.</think>", False, ("", "Yes, <think> is a mark.</think>")),
+        ("<thin", False, ("", "<thin")),
+        ("<think>a</thin", False, ("a</thin", "")),
+        ("<think>a<think>b</think>c</think>", False, ("a<think>b", "c</think>")),
+    ],
+)
+def test_reasoning(text, begun, expected):
+    assert every_way(text, reasoning=THINK, begun=begun) == (*expected, [])
+
+
+def test_reasoning_text_and_calls():
+    text = f"<think>\nWhere?\n</think>\n\nI look.\n{CALL}\n{CALL}\n"
+    assert every_way(text, reasoning=THINK, **tools()) == ("Where?", "I look.", [ASKED, ASKED])
+    assert every_way(f"{CALL}</think>{CALL}", reasoning=THINK, begun=True, **tools()) == (CALL, "", [ASKED])
+
+
+def test_marks_around_the_answer_are_no_text():
+    text = (
+        "<|open|>think<|sep|>Hm.<|close|>think<|sep|><|open|>response<|sep|>I look.<|close|>response<|sep|>"
+        f"{TEXTS['kimi_k3']}<|close|>message<|sep|>"
+    )
+    assert every_way(text, reasoning=XTML, **tools(FAMILIES["kimi_k3"])) == ("Hm.", "I look.", [ASKED])
+
+
+def test_ids_of_the_model_are_kept_and_never_twice():
+    splitter = Splitter(**tools(FAMILIES["kimi_k2"]))
+    parts = [*splitter.feed(TEXTS["kimi_k2"] * 2), *splitter.end()]
+    first, second = (call.call_id for call in told(parts).calls)
+    assert first == "functions.get_weather:0"
+    assert second.startswith("call_")
+
+
+def test_text_is_told_as_soon_as_it_can_be():
+    splitter = Splitter(reasoning=THINK, **tools())
+    shown = [told(splitter.feed(piece)).text for piece in ("Hel", "lo ", "<to", "ol> ", "x")]
+    assert shown == ["Hel", "lo", "", " <tool>", " x"]
+    plain = Splitter()
+    assert told(plain.feed(" <tool_")).text == " <tool_"
+
+
+def test_a_parser_that_trips_costs_nothing():
+    broken = replace(HERMES, parser=lambda text, tools: text.nowhere)
+    assert every_way(CALL, **tools(broken)) == ("", CALL, [])

@@ -1,0 +1,341 @@
+"""Tools and reasoning over HTTP: what is asked of the engine, and how its text is answered."""
+
+import json
+from dataclasses import replace
+
+import httpx
+import openai
+import pytest
+from server.fakes import CARD, ByteTokenizer
+from tool_families import ASKED, FAMILIES, TEXTS, TOOLS, tool
+from walks import follows
+
+from mlx_parallm.core import Reasoning
+from mlx_parallm.model.tools.families import HERMES
+from mlx_parallm.server import ServerSettings, create_app
+
+URL = "/v1/chat/completions"
+USER = [{"role": "user", "content": "hi"}]
+CALL = TEXTS["json_tools"]
+NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+NAMED = {"type": "function", "function": {"name": "now"}}
+THINK = Reasoning("{think}", "{/think}")
+
+
+@pytest.fixture
+def make(engine, adapters, training):
+    """`make(format, reasoning)` → a client of a server whose model is of that family."""
+
+    def client(tool_format=replace(HERMES, in_template=True), reasoning=None):  # noqa: B008 - frozen
+        tokenizer = ByteTokenizer()
+        tokenizer.tool_format, tokenizer.reasoning = tool_format, reasoning
+        card = replace(CARD, context_length=100_000)
+        app = create_app(engine, adapters, training, tokenizer, card, ServerSettings())
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        return httpx.AsyncClient(transport=transport, base_url="http://localhost:8000")
+
+    return client
+
+
+@pytest.fixture
+def client(make):
+    return make()
+
+
+async def ask(client, **body):
+    response = await client.post(URL, json={"messages": USER, "tools": TOOLS, **body})
+    assert response.status_code == 200, response.text
+    return response.json()["choices"]
+
+
+async def streamed(client, n=1, **body):
+    """The stream's choices, joined as clients join them, each a message with its finish reason."""
+    response = await client.post(URL, json={"messages": USER, "tools": TOOLS, "stream": True, "n": n, **body})
+    assert response.status_code == 200, response.text
+    lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: ")]
+    choices = [{"message": {"content": None}, "finish_reason": None, "index": index} for index in range(n)]
+    for chunk in map(json.loads, lines[:-1]):
+        for one in chunk["choices"]:
+            join(choices[one["index"]], one)
+    return choices
+
+
+def join(choice, chunk):
+    message, delta = choice["message"], chunk["delta"]
+    choice["finish_reason"] = chunk["finish_reason"] or choice["finish_reason"]
+    for name in {"role", "content", "reasoning", "reasoning_content"} & delta.keys():
+        if delta[name] is not None:
+            message[name] = (message.get(name) or "") + delta[name]
+    for more in delta.get("tool_calls", ()):
+        calls = message.setdefault("tool_calls", [])
+        if more["index"] == len(calls):
+            calls.append({"id": more["id"], "type": more["type"], "function": {"name": "", "arguments": ""}})
+        calls[more["index"]]["function"]["name"] += more["function"].get("name", "")
+        calls[more["index"]]["function"]["arguments"] += more["function"]["arguments"]
+
+
+def without_ids(choices):
+    """The ids of calls are drawn anew each time; logprobs are compared elsewhere."""
+    assert all(call.pop("id") for choice in choices for call in choice["message"].get("tool_calls", ()))
+    return [{name: choice[name] for name in ("index", "message", "finish_reason")} for choice in choices]
+
+
+def prompt_text(engine):
+    return bytes(engine.requests[-1].prompts[0]).decode()
+
+
+async def test_a_call(client, engine):
+    engine.text = CALL
+    (choice,) = await ask(client)
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] is None
+    (call,) = choice["message"]["tool_calls"]
+    assert call.pop("id").startswith("call_")
+    function = call.pop("function")
+    assert call == {"type": "function"}
+    assert (function["name"], json.loads(function["arguments"])) == ASKED
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["Hi ä!", CALL, f"I look.\n{CALL}\n{NOW}", f"{CALL} more", "<tool_call>no</tool_call>", "a <tool", "", " \n x \n "],
+)
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_stream_equals_the_whole(client, engine, text, n):
+    engine.text = text
+    assert without_ids(await streamed(client, n=n)) == without_ids(await ask(client, n=n))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+async def test_a_stream_equals_the_whole_in_every_family(make, engine, name):
+    client = make(FAMILIES[name])
+    engine.text = f"I look.\n{TEXTS[name]}"
+    whole = without_ids(await ask(client))
+    assert without_ids(await streamed(client)) == whole
+    assert whole[0]["message"]["content"] == "I look."
+    assert json.loads(whole[0]["message"]["tool_calls"][0]["function"]["arguments"]) == ASKED[1]
+
+
+@pytest.mark.parametrize(
+    ("choice", "reason"),
+    [("auto", "tool_calls"), ("required", "tool_calls"), (NAMED, "stop"), ("none", "stop")],
+    ids=str,
+)
+async def test_finish_reasons_are_openais(client, engine, choice, reason):
+    engine.text = NOW
+    (whole,), (stream,) = await ask(client, tool_choice=choice), await streamed(client, tool_choice=choice)
+    assert (whole["finish_reason"], stream["finish_reason"]) == (reason, reason)
+    assert ("tool_calls" in whole["message"]) == (choice != "none")
+
+
+async def test_a_call_cut_by_the_length_says_so(client, engine):
+    engine.text = f"{NOW}\n{CALL}"
+    (choice,) = await ask(client, max_tokens=len(NOW) + 20)
+    assert (choice["finish_reason"], len(choice["message"]["tool_calls"])) == ("length", 1)
+
+
+async def test_one_call_at_the_most(client, engine):
+    engine.text = f"{CALL}\n{NOW}"
+    (choice,) = await ask(client, parallel_tool_calls=False)
+    assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["get_weather"]
+
+
+async def test_logprobs_are_of_every_token(client, engine):
+    engine.text = NOW
+    (choice,) = await ask(client, logprobs=True)
+    assert bytes(entry["bytes"][0] for entry in choice["logprobs"]["content"]).decode() == NOW
+    response = await client.post(URL, json={"messages": USER, "tools": TOOLS, "stream": True, "logprobs": True})
+    chunks = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+    told = [entry for chunk in chunks for entry in chunk["choices"][0]["logprobs"]["content"]]
+    assert told == choice["logprobs"]["content"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("choice", "parallel", "good", "bad"),
+    [
+        ("required", True, [0, 1], ["words"]),
+        ("required", False, [0], ["words"]),
+        (NAMED, True, [1], ["words", 0]),
+    ],
+    ids=["required", "one", "named"],
+)
+async def test_a_call_is_enforced(make, engine, name, choice, parallel, good, bad):
+    family = FAMILIES[name]
+    client = make(family)
+    texts = [_written(family, "get_weather"), _written(family, "now"), "I would rather talk"]
+    await ask(client, tool_choice=choice, parallel_tool_calls=parallel)
+    grammar = engine.requests[-1].grammar
+    assert all(follows(grammar, texts[at]) for at in good)
+    assert not any(follows(grammar, texts[-1] if at == "words" else texts[at]) for at in bad)
+
+
+def _written(family, name):
+    """A call with the arguments that are required."""
+    syntax = family.syntax
+    before, after = (part.replace("$name", name).replace("$index", "0") for part in syntax.call)
+    inside = '{"city": "x"}' if name == "get_weather" else "{}"
+    if syntax.argument is not None:
+        opening, closing = (part.replace("$key", "city") for part in syntax.argument)
+        quote = syntax.bare or ('"', '"')
+        inside = f"{opening}{quote[0]}x{quote[1]}{closing}" if name == "get_weather" else ""
+    return family.start + syntax.block[0] + before + inside + after + syntax.block[1] + family.end
+
+
+async def test_auto_binds_nothing_unless_a_tool_is_strict(client, engine):
+    await ask(client)
+    assert engine.requests[-1].grammar is None
+    strict = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
+    await ask(client, tools=strict)
+    grammar = engine.requests[-1].grammar
+    assert follows(grammar, "Words.")
+    assert follows(grammar, f"Words. {CALL}")
+    assert not follows(grammar, f"Words. {CALL.replace('city', 'town')}")
+
+
+async def test_the_template_is_given_the_tools_unless_none_may_be_called(client, engine):
+    await ask(client)
+    assert "tools=" in prompt_text(engine)
+    await ask(client, tool_choice="none")
+    assert "tools=" not in prompt_text(engine)
+    assert engine.requests[-1].grammar is None
+
+
+async def test_a_template_that_knows_no_tools_is_helped(make, engine):
+    client = make(HERMES)
+    call = {"id": "c", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    turns = [
+        {"role": "system", "content": "Be brief."},
+        *USER,
+        {"role": "assistant", "content": None, "tool_calls": [call, call]},
+        {"role": "tool", "tool_call_id": "c", "content": "noon"},
+        {"role": "tool", "tool_call_id": "c", "content": "one"},
+    ]
+    await ask(client, messages=turns)
+    system, _, rest = prompt_text(engine).partition("u:hi\n")
+    assert system.startswith("s:Be brief.\n\nYou can call functions.")
+    assert all(json.dumps(each["function"]) in system for each in TOOLS)
+    results = "".join(f"<tool_response>\n{said}\n</tool_response>\n" for said in ("noon", "one"))
+    assert rest == f"a:{NOW}\n{NOW}\nu:{results}a:"
+
+
+async def test_calls_of_earlier_turns_reach_the_template_as_objects(client, engine):
+    made = []
+    tokenizer = ByteTokenizer.apply_chat_template
+
+    def watch(self, messages, *rest, **more):
+        made.extend(messages)
+        return tokenizer(self, messages, *rest, **more)
+
+    call = {"id": "c", "type": "function", "index": 0, "function": {"name": "now", "arguments": '{"a": 1}'}}
+    odd = {"id": "d", "function": {"name": "now", "arguments": "not JSON"}}
+    turns = [
+        *USER,
+        {"role": "assistant", "tool_calls": [call, odd], "reasoning": "Hm."},
+        {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "noon"}]},
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ByteTokenizer, "apply_chat_template", watch)
+        await ask(client, messages=turns)
+    said = made[1]
+    assert [each["function"]["arguments"] for each in said["tool_calls"]] == [{"a": 1}, "not JSON"]
+    assert (said["content"], said["reasoning_content"]) == ("", "Hm.")
+    assert made[2] == {"role": "tool", "tool_call_id": "c", "content": "noon"}
+
+
+@pytest.mark.parametrize("begun", [False, True])
+async def test_reasoning_is_told_apart(make, engine, begun):
+    client = make(HERMES, THINK)
+    messages = [{"role": "assistant", "content": "{think}"}] if begun else USER
+    engine.text = ("" if begun else "{think}\n") + f"Hm.\n{{/think}}\n\nI look.\n{NOW}"
+    fields = {"messages": messages, "add_generation_prompt": not begun}
+    (whole,), (stream,) = await ask(client, **fields), await streamed(client, **fields)
+    message = whole["message"]
+    assert (message["reasoning_content"], message["reasoning"], message["content"]) == ("Hm.", "Hm.", "I look.")
+    assert without_ids([whole]) == without_ids([stream])
+
+
+async def test_reasoning_alone_has_null_content(make, engine):
+    engine.text = "{think}Hm."
+    (choice,) = await ask(make(reasoning=THINK))
+    assert choice["message"] == {
+        "role": "assistant",
+        "content": None,
+        "reasoning_content": "Hm.",
+        "reasoning": "Hm.",
+    }
+
+
+@pytest.mark.parametrize("fields", [{"tool_choice": "required"}, {"tools": [], "guided_choice": ["yes"]}], ids=str)
+async def test_grammars_begin_after_the_reasoning(make, engine, fields):
+    await ask(make(reasoning=THINK), **fields)
+    grammar = engine.requests[-1].grammar
+    right = NOW if "tool_choice" in fields else "yes"
+    assert follows(grammar, right)
+    assert follows(grammar, f"{{think}} anything {{/think}}{right}")
+    assert not follows(grammar, "{think} anything")
+    assert not follows(grammar, "anything")
+
+
+async def test_the_openai_client_streams_calls(make, engine):
+    engine.text = f"{CALL}\n{NOW}"
+    http = make()
+    client = openai.AsyncOpenAI(base_url="http://localhost:8000/v1", api_key="unused", http_client=http, max_retries=0)
+    async with client.chat.completions.stream(model="tiny/byte-model", messages=USER, tools=list(TOOLS)) as stream:
+        final = await stream.get_final_completion()
+    (choice,) = final.choices
+    assert [call.function.name for call in choice.message.tool_calls] == ["get_weather", "now"]
+    assert choice.finish_reason == "tool_calls"
+
+
+FUNCTION = {"name": "f", "parameters": {"type": "object"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "x" * 65}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "a\n"}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].custom"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"type": "function", "function": {**FUNCTION, "parameters": []}}]}, "tools[0].function.parameters"),
+        ({"tools": [tool(f"f{i}") for i in range(129)]}, "tools"),
+        ({"tools": [tool("f"), tool("f")]}, "tools"),
+        ({"tool_choice": {"type": "function", "function": {"name": "nobody"}}}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"tool_choice": "any"}, "tool_choice"),
+        ({"tool_choice": ["auto"]}, "tool_choice"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": None, "tool_choice": NAMED}, "tool_choice"),
+        ({"functions": [FUNCTION]}, "functions"),
+        ({"function_call": {"name": "f"}}, "function_call"),
+        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
+        ({"guided_regex": "a"}, "tools"),
+        ({"tool_choice": "required", "collect_trajectory": True}, "tool_choice"),
+        ({"tool_choice": "required", "min_tokens": 5}, "min_tokens"),
+        ({"tool_choice": NAMED, "ignore_eos": True}, "ignore_eos"),
+        ({"tool_choice": "required", "tools": [TOOLS[0], tool("f", properties={"a": {"type": "objekt"}})]},
+         "tools[1].function.parameters"),
+        ({"tool_choice": "required", "tools": [tool("f", properties={"a": {"type": "string", "pattern": "("}})]},
+         "tools[0].function.parameters"),
+        ({"messages": [*USER, {"role": "tool", "content": "x"}]}, "messages[1].tool_call_id"),
+        ({"messages": [*USER, {"role": "user", "content": "x", "tool_calls": [
+            {"id": "c", "function": {"name": "f"}}]}]}, "messages[1].tool_calls"),
+        ({"messages": [*USER, {"role": "assistant", "tool_calls": [{"id": "c"}]}]},
+         "messages[1].tool_calls[0].function"),
+    ],
+    ids=lambda value: json.dumps(value)[:60] if isinstance(value, dict) else None,
+)  # fmt: skip
+async def test_what_cannot_be_is_refused_by_name(client, engine, fault, fields, param):
+    response = await client.post(URL, json={"messages": USER, "tools": TOOLS, **fields})
+    assert response.status_code == 400, response.text
+    assert fault(response)["param"] == param
+    assert engine.requests == []
+    assert (await client.post(URL, json={"messages": USER})).status_code == 200
+
+
+async def test_collection_and_tools_go_together_where_nothing_is_enforced(client, engine):
+    await ask(client, collect_trajectory=True)
+    assert engine.requests[-1].grammar is None
+    assert engine.requests[-1].collection is not None
