@@ -35,11 +35,11 @@ def printed(*command: str, at: Path = SCRIPTS, **variables: str) -> str:
     return done.stdout
 
 
-def tool(package: str, *command: str, at: Path = SCRIPTS, **variables: str) -> str:
+def tool(package: str, *command: str, **variables: str) -> str:
     """What a command of `package` (a requirement; more after a space) printed."""
     first, *more = package.split()
     extra = [part for requirement in more for part in ("--with", requirement)]
-    return printed(*UV, "tool", "run", *PYTHON, "--from", first, *extra, *command, at=at, **variables)
+    return printed(*UV, "tool", "run", *PYTHON, "--from", first, *extra, *command, **variables)
 
 
 def script(name: str, url: str, asked: Mapping[str, Any], parts: tuple[str, ...]) -> dict[str, Any]:

@@ -101,7 +101,7 @@ def test_generations_are_what_plain_http_says(server: Server, items: list[Item],
         server.post("/v1/completions", prompt=item.question, **asked)["choices"][0]["text"] for item in items[:SPOKEN]
     ]
     assert [sample["resps"] for sample in told.samples] == [[[answer]] for answer in answers]
-    assert all(answer.strip() for answer in answers)
+    assert len(set(answers)) == SPOKEN, "each is its own question's"
     right = [answer == item.choices[item.label] for answer, item in zip(answers, items, strict=False)]
     assert told.metrics["exact_match,none"] == pytest.approx(sum(right) / SPOKEN)
     assert shown(told.table, "exact_match") == pytest.approx(sum(right) / SPOKEN, abs=1e-4)
