@@ -7,6 +7,7 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from subprocess import Popen
 
 import httpx
 import pytest
@@ -16,6 +17,7 @@ from mlx_parallm import LoRAConfig, RLConfig, RLIntegratedServer
 from mlx_parallm.app import IntegratedServer
 from mlx_parallm.config import configure
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.grammar import trial
 
 LORA, RL = LoRAConfig(rank=4, alpha=8.0), RLConfig(learning_rate=1e-3, batch_size=4)
 MARKED = {"collect_trajectory": True, "prompt": "abc", "n": 4, "max_tokens": 4, "seed": 1}
@@ -75,6 +77,23 @@ async def test_a_server_without_training_runs_both_too(tmp_path: Path) -> None:
         assert (await client.get("/v1/training/status")).json()["training_enabled"] is False
         assert (await client.post("/v1/completions", json=MARKED)).status_code == 409
         assert server._engine._served.training is None
+
+
+@pytest.mark.timeout(120)
+async def test_no_child_process_outlives_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    children = list[Popen[bytes]]()
+
+    def begun(*arguments, **options) -> Popen[bytes]:
+        children.append(Popen(*arguments, **options))
+        return children[-1]
+
+    monkeypatch.setattr(trial, "Popen", begun)
+    server, port = make(tmp_path), free_port()
+    async with running(server.run_inference(port=port), port=port) as client:
+        body = {"prompt": "abc", "guided_regex": "a"}
+        assert (await client.post("/v1/completions", json=body)).status_code == 200
+        assert [child.poll() for child in children] == [None], "it tries grammars"
+    assert all(child.poll() is not None for child in children)
 
 
 def test_a_mistyped_key_is_told_with_the_right_one() -> None:

@@ -15,8 +15,8 @@ import pytest
 from mlx.utils import tree_flatten
 from tiny import save_tiny
 
-from mlx_parallm.adapters.store import Told
 from mlx_parallm.adapters.versions import Version
+from mlx_parallm.adapters.wants import Told
 from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair
 from mlx_parallm.app.engine import Engine, Served
 from mlx_parallm.app.training import Training

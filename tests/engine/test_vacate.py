@@ -60,7 +60,7 @@ def test_what_was_in_the_bank_says_the_same_again(make: Callable[[Harness, str, 
     before = [say(harness, f"before {ref}", ref) for ref in refs]
     assert len(set(map(tuple, before))) == 3
     vacate(harness)
-    assert (harness.adapters.bank_bytes, harness.adapters.bank.nbytes, len(harness.adapters.slots)) == (0, 0, 0)
+    assert (harness.adapters.bytes_held, harness.adapters.bank.nbytes, len(harness.adapters.slots)) == (0, 0, 0)
     kept = Residence.COPY if copies or make is trained else Residence.FILE
     assert {residence(harness, ref) for ref in refs} == {kept}
     assert [say(harness, f"after {ref}", ref) for ref in refs] == before
@@ -85,9 +85,9 @@ def test_a_version_that_rows_hold_stays_and_so_does_the_bank() -> None:
     harness.run()
     assert (told, harness.tokens("r")) == ([None], expected)
     assert (residence(harness, held), residence(harness, idle)) == (Residence.SLOT, Residence.COPY)
-    assert harness.adapters.bank_bytes > 0
+    assert harness.adapters.bytes_held > 0
     vacate(harness)
-    assert harness.adapters.bank_bytes == 0
+    assert harness.adapters.bytes_held == 0
 
 
 def test_a_slot_that_was_left_is_free_for_another() -> None:

@@ -13,40 +13,21 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
-
-import mlx.core as mx
-import numpy as np
 
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.books import AdapterBooks
 from mlx_parallm.adapters.copies import Copies
+from mlx_parallm.adapters.moves import Extracted, Moves
 from mlx_parallm.adapters.reads import Reads
-from mlx_parallm.adapters.slots import Slots, Tenant
+from mlx_parallm.adapters.slots import Slots
 from mlx_parallm.adapters.versions import Version
-from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair
+from mlx_parallm.adapters.wants import Told, Want, Wants
+from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.core import BASE_ADAPTER, AdapterRef, Residence
 from mlx_parallm.errors import AdapterUnavailableError
 
 _PATIENCE_S = 1.0
 """How long a version waits for a slot before another one has to make way."""
-
-READ_AHEAD = 2
-"""Versions that are read from their files, and kept, before there is a slot for them."""
-
-Told = Callable[[Exception | None], None]
-"""Told when something has been done, or why it cannot be."""
-Extracted = Callable[[AdapterWeights | None], None]
-
-
-@dataclass(eq=False, slots=True)
-class _Want:
-    """A version that is to be in a slot. `staged` is told when it is, or that it cannot be. `urgent`: before others."""
-
-    version: Version
-    since: float
-    urgent: bool = False
-    staged: list[Told] = field(default_factory=list)
 
 
 class AdapterStore:
@@ -68,12 +49,11 @@ class AdapterStore:
     ) -> None:
         self.bank = bank
         self.books = books
-        self.staged = self.evicted = self.bank_bytes = 0
-        self.stage_seconds = 0.0
         self.slots = Slots(bank.slots)
         self.copies = Copies(copies, self._may_drop)
+        self.moves = Moves(bank, self.slots, self.copies, self._gone)
         self._reads = Reads(read, reader, wake)
-        self._wants: dict[AdapterRef, _Want] = {}
+        self._wants = Wants()
         self._asked: deque[Iterator[None]] = deque()
         self._holders: Counter[AdapterRef] = Counter()
         self._failed: dict[AdapterRef, Exception] = {}
@@ -135,16 +115,16 @@ class AdapterStore:
             return
         if weights is not None:
             self._keep(version, weights)
-        self._wants.setdefault(version.ref, _Want(version, time.monotonic(), urgent)).staged.append(staged)
+        self._wants.add(version, urgent).staged.append(staged)
 
     def extract(self, version: Version, extracted: Extracted) -> None:
         """Copies a version's weights out of memory, float32 numpy, beside traffic; None when they are not there."""
-        self._asked.append(self._extract(version, extracted))
+        self._asked.append(self.moves.extract(version, extracted))
 
     def vacate(self, told: Told) -> None:
         """Takes every version without pins out of its slot, as if another one had come, and gives the bank back where
         none is left; beside traffic. They are staged again when a row wants them."""
-        self._asked.append(self._vacate(told))
+        self._asked.append(self.moves.vacate(told))
 
     # -- device work -----------------------------------------------------------------------------
 
@@ -159,7 +139,7 @@ class AdapterStore:
     @property
     def urgent(self) -> bool:
         """Whether what waits is to be staged at once."""
-        return any(want.urgent for want in self._wants.values())
+        return self._wants.urgent
 
     def advance(self) -> None:
         """Runs one unit: one group of linears of one slot."""
@@ -172,107 +152,46 @@ class AdapterStore:
     @property
     def bytes_held(self) -> int:
         """Of the bank. Any thread may ask."""
-        return self.bank_bytes
+        return self.moves.bank_bytes
 
     def reset(self) -> None:
         """Forgets what is in the slots, none of them pinned; what has files or copies is staged again on demand."""
         self._job = None
-        self._clear()
-
-    def _clear(self) -> None:
-        self.slots.clear()
-        self.bank.clear()
-        self.bank_bytes = 0
+        self.moves.clear()
 
     def _next_job(self) -> Iterator[None] | None:
         """The oldest want whose weights are in memory, if a slot can be had for it. Starts reading the others."""
         if self._asked:
             return self._asked.popleft()
-        for want in self._next_wants():
+        for want in self._wants.next():
             self._fetch(want)
-        for want in [want for want in self._in_order() if want.version in self.copies]:
+        for want in [want for want in self._wants.in_order() if want.version in self.copies]:
             if self.slots.find() is not None:
                 return self._stage(want)
-            _settle(want, None)
+            want.settle(None)
             if time.monotonic() - want.since > _PATIENCE_S:
-                self.slots.make_one_yield(most=sum(other.since <= want.since for other in self._wants.values()))
+                self.slots.make_one_yield(most=self._wants.no_later_than(want))
         return self._make_room() if self._ahead else None
 
     def _make_room(self) -> Iterator[None] | None:
         """For the next version that is urgent: growing the bank takes longer than writing a slot of it."""
         self._ahead = False
         slot = self.slots.find()
-        return None if slot is None or self.bank.has_room(slot) else self._grow(slot)
+        return None if slot is None or self.bank.has_room(slot) else self.moves.grow(slot)
 
-    def _grow(self, slot: int) -> Iterator[None]:
-        yield from self.bank.make_room(slot)
-        self.bank_bytes = self.bank.nbytes
-
-    def _in_order(self) -> list[_Want]:
-        return sorted(self._wants.values(), key=lambda want: (not want.urgent, want.since))
-
-    def _next_wants(self) -> list[_Want]:
-        return self._in_order()[:READ_AHEAD]
-
-    def _stage(self, want: _Want) -> Iterator[None]:
+    def _stage(self, want: Want) -> Iterator[None]:
         """Looks for the slot when it begins: rows may have been admitted to any since the job was found."""
         slot = self.slots.find()
         if slot is None or want.version not in self.copies:
             return
-        started = time.monotonic()
-        tenant = self.slots.tenant_of(slot)
-        self.slots.take(slot)
-        if tenant is not None:
-            yield from self._evict(tenant)
-        version = want.version
-        weights = self.copies.take(version)
         try:
-            yield from self.bank.write(slot, weights)
+            yield from self.moves.stage(want.version, slot)
         except Exception as error:
-            self.copies.put(version, weights)
-            _settle(want, error)
+            want.settle(error)
             raise
-        self.slots.move_in(version, slot)
-        self._wants.pop(version.ref, None)  # it may have lapsed meanwhile
-        self.staged += 1
+        self._wants.drop(want.version.ref)
         self._ahead = want.urgent
-        self.bank_bytes = self.bank.nbytes
-        self.stage_seconds = time.monotonic() - started
-        _settle(want, None)
-
-    def _evict(self, tenant: Tenant) -> Iterator[None]:
-        """A copy is kept, unless nobody can ask for the version, or it is read again."""
-        version = tenant.version
-        self.slots.move_out(tenant)
-        self.evicted += 1
-        if self._gone(version) or (self.copies.most == 0 and version.readable):
-            return
-        pairs: dict[str, LoRAPair] = {}
-        yield from self.bank.read(tenant.slot, version.ranks, pairs)
-        self.copies.put(version, AdapterWeights(pairs))
-
-    def _vacate(self, told: Told) -> Iterator[None]:
-        """A row may be admitted between two units: its version stays, and the bank with it."""
-        try:
-            for _, tenant in self.slots:
-                if not tenant.pins:
-                    yield from self._evict(tenant)
-                    self.slots.leave(tenant.slot)
-        except Exception as error:
-            told(error)
-            raise
-        if not len(self.slots):
-            self._clear()
-        told(None)
-
-    def _extract(self, version: Version, extracted: Extracted) -> Iterator[None]:
-        pairs: dict[str, LoRAPair] = {}
-        if tenant := self.slots.get(version.ref):
-            yield from self.bank.read(tenant.slot, version.ranks, pairs)
-        elif copy := self.copies.get(version):
-            pairs = dict(copy.pairs)
-        exported = {path: _exported(pair, version.scales[path]) for path, pair in pairs.items()}
-        extracted(AdapterWeights(exported) if pairs else None)
+        want.settle(None)
 
     # -- weights in memory -----------------------------------------------------------------------
 
@@ -281,9 +200,9 @@ class AdapterStore:
         if version is None:
             self._failed[ref] = AdapterUnavailableError(f"{ref} was forgotten before the request was served")
         else:
-            self._wants[ref] = _Want(version, time.monotonic())
+            self._wants.add(version)
 
-    def _fetch(self, want: _Want) -> None:
+    def _fetch(self, want: Want) -> None:
         """Starts reading a version that is not in memory; fails it when its files hold something else by now."""
         version = want.version
         if version in self.copies or version in self._reads:
@@ -314,22 +233,20 @@ class AdapterStore:
         return version.forgotten and not version.leases and not self._holders[version.ref]
 
     def _may_drop(self, version: Version) -> bool:
-        soon = any(want.version is version for want in self._next_wants())
+        soon = any(want.version is version for want in self._wants.next())
         return not soon and (version.readable or not self.books.needed(version))
 
-    def _fail(self, want: _Want, error: Exception) -> None:
+    def _fail(self, want: Want, error: Exception) -> None:
         ref = want.version.ref
-        del self._wants[ref]
+        self._wants.drop(ref)
         if self._holders[ref]:
             self._failed[ref] = error
-        _settle(want, error)
+        want.settle(error)
 
     def _drop_lapsed(self) -> None:
         """Drops wants that nobody waits for any more, and copies that nobody can ask for."""
         self.copies.purge(self._gone)
-        for ref, want in list(self._wants.items()):
-            if not want.staged and not self._holders[ref]:
-                del self._wants[ref]
+        self._wants.drop_lapsed(self._holders.__getitem__)
 
     # -- figures ---------------------------------------------------------------------------------
 
@@ -352,15 +269,3 @@ class AdapterStore:
             assert tenant.version not in self.copies
             assert not tenant.pins or self._holders[ref] > 0
         assert all(count > 0 for count in self._holders.values())
-
-
-def _settle(want: _Want, error: Exception | None) -> None:
-    told, want.staged = want.staged, []
-    for staged in told:
-        staged(error)
-
-
-def _exported(pair: LoRAPair, scale: float) -> LoRAPair:
-    """A pair of any kind as float32 numpy with its published scale."""
-    a, b = (np.array(mx.array(factor).astype(mx.float32)) for factor in (pair.a, pair.b))
-    return LoRAPair(a, b * np.float32(pair.scale / scale) if pair.scale != scale else b, scale)

@@ -58,7 +58,7 @@ def render(info: BannerInfo) -> str:
         "device": f"{info.device}, BLAS {info.blas}",
         "access": _access(info),
         "base URL": f"{url}/v1",
-        "see also": "  ".join(url + path for path in ("/v1/models", "/metrics", "/debug/state", "/openapi.json")),
+        "see also": "  ".join(url + path for path in ("/v1/models", "/metrics", "/debug/state", "/docs")),
     }
     lines = [f"MLX ParaLLM {__version__} is ready", *(f"  {name:<9} {fact}" for name, fact in facts.items())]
     return "\n".join([*lines, "", f"  {_curl(info, url)}", "", *(_WARNING + line for line in _warnings(info))])

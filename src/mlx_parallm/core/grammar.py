@@ -84,3 +84,7 @@ class GrammarCompiler(Protocol):
     def compile(self, spec: GrammarSpec) -> Grammar:
         """Raises InvalidRequestError: it is malformed, asks for what cannot be enforced, or is too complex."""
         ...
+
+    def close(self) -> None:
+        """No grammar is compiled any more; what is being compiled ends first."""
+        ...

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_parallm.adapters.store import AdapterStore, Told
+from mlx_parallm.adapters.store import AdapterStore
+from mlx_parallm.adapters.wants import Told
 from mlx_parallm.batch.runner import BatchRunner, Row, Step, Undrawn
-from mlx_parallm.batch.slab import KVRow
 from mlx_parallm.core import DeviceSchedule, EngineStats, GenerationRequest, PauseMode, TrainingWork
+from mlx_parallm.engine import prefilling
 from mlx_parallm.engine.ledger import Ledger, Publish
 from mlx_parallm.engine.live import LiveRequest, LiveSequence, Vocabulary
 from mlx_parallm.engine.memory import PoolMemory
@@ -28,7 +29,7 @@ from mlx_parallm.errors import AbortedError, ContextLengthError, StepFailedError
 from mlx_parallm.scheduler.cost import CostModel
 from mlx_parallm.scheduler.rl_aware import RLAwareScheduler, SchedulerConfig
 from mlx_parallm.scheduler.sequence import Status
-from mlx_parallm.scheduler.units import DecodeUnit, PrefillPart, PrefillUnit, StagingUnit, TrainingUnit
+from mlx_parallm.scheduler.units import DecodeUnit, PrefillUnit, StagingUnit, TrainingUnit
 
 _log = logging.getLogger(__name__)
 
@@ -208,7 +209,7 @@ class DeviceLoop:
     def _prefill(self, unit: PrefillUnit) -> None:
         started = time.monotonic()
         try:
-            self._run_prefill(unit)
+            prefilling.run(unit, self._runner, self._ledger)
         except Exception as error:  # noqa: BLE001 - whatever the forward raises costs this unit's requests, not the thread
             self._recover([self._ledger.live(part.sequence) for part in unit.parts], error)
             return
@@ -219,36 +220,19 @@ class DeviceLoop:
             if part.sequence.to_prefill == 0:
                 self._ledger.prefilled(self._ledger.live(part.sequence))
 
-    def _run_prefill(self, unit: PrefillUnit) -> None:
-        if unit.parts[0].sequence.scored:
-            self._score(unit.parts[0])
-        else:
-            self._runner.prefill([self._chunk(part) for part in unit.parts])
-
-    def _score(self, part: PrefillPart) -> None:
-        live = self._ledger.live(part.sequence)
-        row, chunk = self._chunk(part)
-        tokens, start = part.sequence.tokens, part.sequence.computed
-        assert live.scores is not None
-        del live.scores[start + 1 :]  # a preempted prompt is scored again from its start
-        targets = tokens[start + 1 : start + part.tokens + 1]
-        live.scores += self._runner.score(row, chunk, targets, live.request.request.prompt_logprobs or 0)
-
-    def _chunk(self, part: PrefillPart) -> tuple[KVRow, list[int]]:
-        row, start = self._ledger.live(part.sequence).row, part.sequence.computed
-        assert row is not None
-        return row.kv, part.sequence.tokens[start : start + part.tokens]
-
     # -- work beside requests --------------------------------------------------------------------
 
     def _stage(self, unit: StagingUnit) -> None:
         """Ends with the version that it brings: rows are admitted to it before the next one looks for a slot, or two
         that wait for the only free slot would be staged over each other for ever."""
-        started, staged = time.monotonic(), self._adapters.staged
+        moves, started = self._adapters.moves, time.monotonic()
+        staged = moves.staged
         try:
             self._adapters.advance()
             while (
-                time.monotonic() - started < unit.seconds and self._adapters.staged == staged and self._adapters.waits()
+                time.monotonic() - started < unit.seconds
+                and self._adapters.moves.staged == staged
+                and self._adapters.waits()
             ):
                 self._adapters.advance()
         except Exception as error:  # noqa: BLE001 - a failed write costs what is on the device, not the thread

@@ -21,16 +21,11 @@ from mlx_parallm.scheduler.cost import Chunk, CostModel
 from mlx_parallm.scheduler.gap import Gap
 from mlx_parallm.scheduler.memory import RowMemory
 from mlx_parallm.scheduler.meters import GapMeter, ShareMeter
+from mlx_parallm.scheduler.packing import Packing
 from mlx_parallm.scheduler.rows import drawing, victim
 from mlx_parallm.scheduler.sequence import Sequence, Status
 from mlx_parallm.scheduler.share import TimeShare
-from mlx_parallm.scheduler.units import DecodeUnit, PrefillPart, PrefillUnit, StagingUnit, TrainingUnit, Unit
-
-_LEAST_CHUNK = 16
-"""Prefill tokens in one unit, at least: below that the fixed cost of a unit dominates."""
-
-_SCORED_CHUNK = 256
-"""Tokens of a scored prompt in one unit, at most: their logits are [tokens, vocabulary] in fp32."""
+from mlx_parallm.scheduler.units import DecodeUnit, PrefillUnit, StagingUnit, TrainingUnit, Unit
 
 _PREFILL_STALL_S = 0.3
 """Of prefill between two decode steps, at most, however long rows may wait."""
@@ -65,6 +60,7 @@ class RLAwareScheduler:
         self.gaps = GapMeter()
         self.shares = ShareMeter()
         self._memory = memory
+        self._packing = Packing(cost, config.max_batched_tokens)
         self.paused = False
         self._frozen = False
         self._waiting: list[Sequence] = []
@@ -277,33 +273,9 @@ class RLAwareScheduler:
         pending = [s for s in self._live if s.status is Status.PREFILLING]
         pending.sort(key=lambda s: (s.work_class is WorkClass.TRAINING, self._urgency(s, now)))
         allowance = self.stall_seconds - (self._gap.debt if protect else 0.0)
-        parts: list[PrefillPart] = []
-        for sequence in pending:
-            tokens = self._chunk_tokens(sequence, parts, allowance)
-            if tokens == 0:
-                break
-            parts.append(PrefillPart(sequence, tokens))
-            if sequence.scored:
-                break
-        overdue = protect and self._gap.debt > 0.0 and self._seconds(parts) > allowance
+        parts = self._packing.pack(pending, allowance)
+        overdue = protect and self._gap.debt > 0.0 and self._packing.seconds(parts) > allowance
         return PrefillUnit(tuple(parts)) if parts and not overdue else None
-
-    def _chunk_tokens(self, sequence: Sequence, beside: list[PrefillPart], allowance: float) -> int:
-        """How many tokens of `sequence` fit beside the others; the first one always gets the least chunk."""
-        if beside and sequence.scored:
-            return 0
-        room = self.config.max_batched_tokens - sum(part.tokens for part in beside)
-        most = min(sequence.to_prefill, room, _SCORED_CHUNK if sequence.scored else room)
-        least = min(_LEAST_CHUNK, sequence.to_prefill, self.config.max_batched_tokens)
-        if most < least:
-            return 0
-        chunks = [part.chunk for part in beside]
-        if beside and self.cost.seconds([*chunks, Chunk(least, sequence.computed)]) > allowance:
-            return 0
-        return self.cost.tokens_within(allowance, chunks, sequence.computed, least, most)
-
-    def _seconds(self, parts: list[PrefillPart]) -> float:
-        return self.cost.seconds([part.chunk for part in parts])
 
     # -- decode ----------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import time
@@ -39,7 +40,11 @@ async def serve(
     """
     listening = bind(host, port)
     server = DrainingServer(app, shutdown_timeout_s, lambda: on_started(listening.getsockname()[1]))
-    await server.serve(sockets=[listening])
+    try:
+        await server.serve(sockets=[listening])
+    finally:
+        services: Services = app.state.services
+        await asyncio.to_thread(services.grammars.close)
     return server.exit_code
 
 

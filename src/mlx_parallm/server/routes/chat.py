@@ -8,9 +8,9 @@ from typing import Annotated
 from fastapi import APIRouter, Depends
 from starlette.responses import Response
 
-from mlx_parallm.core import AdapterRef
+from mlx_parallm.core import AdapterRef, GenerationRequest
 from mlx_parallm.server.body import json_body, request_body
-from mlx_parallm.server.calling import callable_tools, enforced, reading_of
+from mlx_parallm.server.calling import Reading, callable_tools, enforced, reading_of
 from mlx_parallm.server.conversation import rendered
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.openapi import streamable
@@ -34,15 +34,22 @@ async def create_chat_completion(body: Body, services: ServicesDep) -> Response:
 
 
 def prepare(body: ChatBody, services: Services, adapter: AdapterRef) -> ChatAnswer:
-    """Renders and tokenises, and words the request for the engine. Runs in a worker thread."""
-    tokenizer = services.tokenizer
+    """Runs in a worker thread."""
+    request, reading = planned(body, services, adapter, new_request_id("chatcmpl"))
+    return ChatAnswer(body, request, services.card.name, services.tokenizer, reading.splitter)
+
+
+def planned(
+    body: ChatBody, services: Services, adapter: AdapterRef, request_id: str
+) -> tuple[GenerationRequest, Reading]:
+    """Renders and tokenises: what the engine is asked for, and how its text is to be read."""
     messages = [message.for_template() for message in body.messages]
     variables = body.chat_template_kwargs.variables()
-    prompt = rendered(messages, callable_tools(body), tokenizer, body.add_generation_prompt, variables)
-    reading = reading_of(body, prompt, tokenizer)
+    prompt = rendered(messages, callable_tools(body), services.tokenizer, body.add_generation_prompt, variables)
+    reading = reading_of(body, prompt, services.tokenizer)
     answers = compiled(body, services.grammars, reading.thinks, reading.spelled)
     request = plan(
-        request_id=new_request_id("chatcmpl"),
+        request_id=request_id,
         body=body,
         prompts=[prompt],
         card=services.card,
@@ -54,4 +61,4 @@ def prepare(body: ChatBody, services: Services, adapter: AdapterRef) -> ChatAnsw
         grammar=answers or enforced(body, reading, services.grammars),
         spelled=reading.spelled,
     )
-    return ChatAnswer(body, request, services.card.name, tokenizer, reading.splitter)
+    return request, reading

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Annotated
 
@@ -22,7 +21,7 @@ from mlx_parallm.server.openapi import raises, streamable
 from mlx_parallm.server.respond.response_items import new_id
 from mlx_parallm.server.respond.responses import ResponsesAnswer
 from mlx_parallm.server.response_store import StoredResponse
-from mlx_parallm.server.routes import chat as chat_route
+from mlx_parallm.server.routes.chat import planned
 from mlx_parallm.server.selectors import choose
 from mlx_parallm.server.services import Services, ServicesDep
 from mlx_parallm.server.wire.chat import ChatBody
@@ -73,10 +72,9 @@ def prepare(
 ) -> ResponsesAnswer:
     """Chat's request and reading, under a response's id. Runs in a worker thread."""
     with _own_words():
-        worded = chat_route.prepare(chat, services, adapter)
-    request = replace(worded.request, request_id=new_id("resp"))
+        request, reading = planned(chat, services, adapter, new_id("resp"))
     keep = partial(_keep, services, [*earlier, *body.messages()]) if body.store else _forget
-    return ResponsesAnswer(body, chat, request, services.card.name, worded.splitter(), keep)
+    return ResponsesAnswer(body, chat, request, services.card.name, reading.splitter(), keep)
 
 
 def _earlier(body: ResponsesBody, services: Services) -> list[ChatMessageFields]:
