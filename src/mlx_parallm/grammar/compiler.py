@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from functools import partial
+from functools import cached_property
 from threading import Lock
 
 from llguidance import LLTokenizer, TokenizerWrapper
 
-from mlx_parallm.core import Grammar, GrammarSpec, TextTokenizer, Thinks
+from mlx_parallm.core import Grammar, GrammarKind, GrammarSpec, TextTokenizer, Thinks
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.grammar.definitions import RefusedGrammar, matcher
 from mlx_parallm.grammar.matcher import LLGrammar
+from mlx_parallm.grammar.numbers import EndingNumbers, NumberTokens
 from mlx_parallm.grammar.thinking import AfterReasoning
 from mlx_parallm.grammar.trial import Trial
 
@@ -23,7 +24,7 @@ class LLCompiler:
     """Implements `core.GrammarCompiler`."""
 
     def __init__(self, tokenizer: TextTokenizer, vocab_size: int) -> None:
-        self._make_tokenizer = partial(_ll_tokenizer, tokenizer, vocab_size)
+        self._vocab_size = vocab_size
         self._tokenizers: dict[frozenset[int], LLTokenizer] = {}
         self._tokenizer = tokenizer
         self._trial = Trial()
@@ -52,25 +53,34 @@ class LLCompiler:
     def _compile(self, spec: GrammarSpec) -> Grammar | RefusedGrammar:
         try:
             self._trial.check(spec)
-            grammar = LLGrammar(matcher(self._ll_tokenizer(spec.spelled), spec))
+            grammar: Grammar = LLGrammar(matcher(self._ll_tokenizer(spec.spelled), spec))
         except RefusedGrammar as refused:
             return refused
+        if spec.kind is GrammarKind.JSON_SCHEMA:
+            grammar = EndingNumbers(grammar, self._numbers)
         if spec.thinks is Thinks.NO:
             return grammar
         return AfterReasoning(grammar, self._tokenizer, spec.thinks is Thinks.ALREADY)
+
+    @cached_property
+    def _tokens(self) -> list[bytes]:
+        return [self._tokenizer.token_bytes(i) for i in range(self._vocab_size)]
+
+    @cached_property
+    def _numbers(self) -> NumberTokens:
+        return NumberTokens.of(self._tokens)
 
     def _ll_tokenizer(self, spelled: frozenset[int]) -> LLTokenizer:
         """One for each set of special tokens that are text: a model's reasoning and tools make few such sets."""
         with self._lock:
             if spelled not in self._tokenizers:
-                self._tokenizers[spelled] = self._make_tokenizer(spelled)
+                self._tokenizers[spelled] = _ll_tokenizer(self._tokenizer, self._tokens, spelled)
             return self._tokenizers[spelled]
 
 
-def _ll_tokenizer(tokenizer: TextTokenizer, vocab_size: int, spelled: frozenset[int]) -> LLTokenizer:
-    ends = sorted(tokenizer.eos_token_ids)
-    vocabulary = TokenizerWrapper(_Vocabulary(tokenizer, vocab_size, ends[0], spelled))
-    return LLTokenizer(vocabulary, n_vocab=vocab_size, eos_token=ends)
+def _ll_tokenizer(tokenizer: TextTokenizer, tokens: list[bytes], spelled: frozenset[int]) -> LLTokenizer:
+    vocabulary = TokenizerWrapper(_Vocabulary(tokenizer, tokens, spelled))
+    return LLTokenizer(vocabulary, n_vocab=len(tokens), eos_token=sorted(tokenizer.eos_token_ids))
 
 
 class _Vocabulary:
@@ -81,11 +91,11 @@ class _Vocabulary:
 
     bos_token_id = None
 
-    def __init__(self, tokenizer: TextTokenizer, vocab_size: int, eos_token_id: int, spelled: frozenset[int]) -> None:
-        self.eos_token_id = eos_token_id
-        self.tokens = [tokenizer.token_bytes(i) for i in range(vocab_size)]
+    def __init__(self, tokenizer: TextTokenizer, tokens: list[bytes], spelled: frozenset[int]) -> None:
+        self.eos_token_id = min(tokenizer.eos_token_ids)
+        self.tokens = tokens
         special = tokenizer.special_ids - spelled
-        self.special_token_ids = [i for i in range(vocab_size) if i in special or not self.tokens[i]]
+        self.special_token_ids = [i for i, token in enumerate(tokens) if i in special or not token]
         self._encode = tokenizer.encode
 
     def __call__(self, text: str) -> list[int]:

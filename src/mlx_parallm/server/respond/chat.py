@@ -38,7 +38,6 @@ class ChatAnswer(Answer):
     ) -> None:
         super().__init__(body, request, model, tokenizer)
         self._wanted = body
-        self.splitter = splitter
         self._splitters = [splitter() for _ in range(request.sequences)]
 
     def _pieces(self, event: Event) -> Iterator[Piece]:

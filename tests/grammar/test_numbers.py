@@ -1,0 +1,70 @@
+"""Numbers of JSON end; whatever else a schema allows stays allowed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from server.fakes import EOS, VOCAB, ByteTokenizer
+from walks import allowed, follows
+
+from mlx_parallm.core import Grammar, GrammarKind, GrammarSpec
+from mlx_parallm.grammar.compiler import LLCompiler
+from mlx_parallm.grammar.numbers import DIGITS
+
+NUMBERS = set(b"0123456789")
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[LLCompiler]:
+    made = LLCompiler(ByteTokenizer(), VOCAB)
+    yield made
+    made.close()
+
+
+def of_schema(compiler: LLCompiler, schema: dict[str, Any]) -> Grammar:
+    return compiler.compile(GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
+
+
+def after(grammar: Grammar, text: str) -> set[int]:
+    """What may follow `text`."""
+    state = grammar.start()
+    for token in text.encode():
+        assert token in allowed(state)
+        state.accept(token)
+    return allowed(state)
+
+
+@pytest.mark.parametrize("before", ["", "-", "0.", "1.5e"])
+def test_after_so_many_digits_a_number_goes_on_otherwise_or_ends(compiler: LLCompiler, before: str) -> None:
+    grammar = of_schema(compiler, {"type": "number"})
+    digits = "1" * (DIGITS - 1)
+    assert after(grammar, before + digits) > NUMBERS
+    assert not NUMBERS & after(grammar, before + digits + "1")
+    assert EOS in after(grammar, before + digits + "1")
+    assert after(grammar, digits + "1") == {EOS, *b".eE"}
+
+
+def test_64_bits_and_doubles_fit(compiler: LLCompiler) -> None:
+    grammar = of_schema(compiler, {"type": "array", "items": {"type": "number"}})
+    assert follows(grammar, f"[{-(2**63)}, {2**64 - 1}, {1 / 3!r}, {2.0**-1074!r}]")
+
+
+def test_digits_of_strings_are_not_counted(compiler: LLCompiler) -> None:
+    grammar = of_schema(compiler, {"type": "array", "items": {"type": "string"}})
+    assert follows(grammar, json.dumps(['0\\"' + "1" * 100, "2" * 100]))
+
+
+def test_each_number_has_its_own(compiler: LLCompiler) -> None:
+    grammar = of_schema(compiler, {"type": "array", "items": {"type": "integer"}})
+    assert follows(grammar, json.dumps([int("1" * DIGITS)] * 3))
+
+
+def test_a_constant_is_as_long_as_it_is(compiler: LLCompiler) -> None:
+    assert follows(of_schema(compiler, {"const": 10**40}), str(10**40))
+
+
+def test_only_json_is_shortened(compiler: LLCompiler) -> None:
+    assert follows(compiler.compile(GrammarSpec(GrammarKind.REGEX, "[0-9]+")), "1" * 100)
