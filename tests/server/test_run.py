@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.grammar.compiler import LLCompiler
 from mlx_parallm.server.run import bind
 
 SERVE = """
@@ -174,3 +175,11 @@ async def test_a_huge_body_is_answered_though_unread(serving):
 async def test_no_server_header(serving):
     async with serving() as server, httpx.AsyncClient(base_url=server.url) as client:
         assert "server" not in (await client.get("/health")).headers
+
+
+async def test_the_connection_of_an_unforeseen_failure_says_that_it_closes(serving, monkeypatch):
+    monkeypatch.setattr(LLCompiler, "compile", lambda *_: 1 / 0)
+    async with serving() as server, httpx.AsyncClient(base_url=server.url) as client:
+        failed = await client.post("/v1/completions", json={"prompt": "x", "guided_regex": "a"})
+        assert (failed.status_code, failed.headers["connection"]) == (500, "close")
+        assert (await client.get("/health")).status_code == 200

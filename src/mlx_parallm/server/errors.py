@@ -149,7 +149,7 @@ def error_response(error: Exception) -> Response:
 
 def install_handlers(app: FastAPI, routes: Sequence[Route]) -> None:
     """Makes every exception that leaves a route, and every routing failure, an error body. `routes`: all of them."""
-    app.add_exception_handler(Exception, _answer)
+    app.add_exception_handler(Exception, _answer_unexpected)
     for kind in (RequestError, EngineError):
         app.add_exception_handler(kind, _answer)
     app.add_exception_handler(HTTPException, partial(_answer_http, routes))
@@ -159,6 +159,14 @@ def install_handlers(app: FastAPI, routes: Sequence[Route]) -> None:
 
 async def _answer(_: Request, error: Exception) -> Response:
     return error_response(error)
+
+
+async def _answer_unexpected(_: Request, error: Exception) -> Response:
+    """uvicorn logs what nobody handles and closes the connection: a client that would use it again is told so, or its
+    next request would be lost."""
+    response = error_response(error)
+    response.headers["connection"] = "close"
+    return response
 
 
 async def _answer_http(routes: Sequence[Route], request: Request, error: Exception) -> Response:
