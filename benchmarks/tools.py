@@ -5,7 +5,7 @@
 Each prompt is asked with `tool_choice` auto, none, required, and one call by name; greedily, once whole and once as a
 stream. A cell says what was called. Every call must be of a tool that there is, and where calls are enforced its
 arguments must be what the schema allows; `required` and a name must call, `none` must not, and a stream must be what
-the whole is. Some minutes on two cores.
+the whole is. About 2 minutes on two cores.
 """
 
 import argparse
