@@ -40,7 +40,7 @@ def test_says_what_is_served_and_where():
         "this machine only, no API key",
         "http://127.0.0.1:8000/v1\n",
         "http://127.0.0.1:8000/metrics",
-        "http://127.0.0.1:8000/openapi.json",
+        "http://127.0.0.1:8000/docs",
     ):
         assert fact in text
     assert "WARNING" not in text
