@@ -83,16 +83,18 @@ def of_memory(memories: Sequence[Memory]) -> Iterator[Figure]:
 
 
 def of_soak(soak: Soak) -> Iterator[Figure]:
-    yield Figure("soak: minutes", "", *reported([soak.last.minutes]))
-    yield Figure("soak: updates", "", *reported([soak.last.updates]))
+    """What it holds at the end against after its first part."""
+    first, last = soak.points[0], soak.points[-1]
+    yield Figure("soak: minutes", "", *reported([last.minutes]))
+    yield Figure("soak: updates", "", *reported([last.updates]))
     yield Figure("soak: requests", "", *reported([soak.requests]))
     yield errors("soak: requests that failed", len(soak.failed))
-    for name, first, last, limit in (
-        ("MLX's active bytes", soak.first.active, soak.last.active, GROWTH_PERCENT),
-        ("live arrays", soak.first.arrays, soak.last.arrays, GROWTH_PERCENT),
-        ("the process", soak.first.resident, soak.last.resident, None),
+    for name, before, after, limit in (
+        ("MLX's active bytes", first.active, last.active, GROWTH_PERCENT),
+        ("live arrays", first.arrays, last.arrays, GROWTH_PERCENT),
+        ("the process", first.resident, last.resident, None),
     ):
-        yield Figure(f"soak: growth of {name}", "%", *reported([100 * (last / first - 1)]), limit)
+        yield Figure(f"soak: growth of {name}", "%", *reported([100 * (after / before - 1)]), limit)
 
 
 def _rates(windows: Sequence[Window]) -> list[float]:

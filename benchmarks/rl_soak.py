@@ -1,4 +1,4 @@
-"""Half an hour of serving and training: what it holds after a part of it, and at the end.
+"""Half an hour of serving and training: what it holds after each sixth of it.
 
 8 clients are served by the adapter that is trained, and every answer of theirs is learnt from. Memory is taken when
 no request and no update is under way.
@@ -14,8 +14,8 @@ from rl_rig import config, lean_rig
 from training_rig import Rig
 
 CLIENTS, GROUP, TOKENS, BATCH = 8, 4, 24, 16
-FIRST_PART = 1 / 6
-"""Of the time, before memory is taken first: every slot of the bank has been used by then."""
+PARTS = 6
+"""Of the time; memory is taken after each. Every slot of the bank has been used by the end of the first."""
 TICK_S = 0.05
 
 
@@ -35,8 +35,7 @@ class Soak:
     requests: int
     failed: list[str]
     skips: dict[str, int]
-    first: Point
-    last: Point
+    points: list[Point]
 
 
 def measure(minutes: float) -> Soak:
@@ -49,11 +48,12 @@ async def _measure(minutes: float) -> Soak:
         await made.training.start()
         began = time.monotonic()
         points = []
-        for until in (FIRST_PART * minutes, minutes):
+        for part in range(1, PARTS + 1):
+            until = part * minutes / PARTS
             await made.load(CLIENTS, lambda until=until: time.monotonic() - began > 60 * until)  # type: ignore[misc]
             points.append(await _quiet(made, began))
         status = made.status()
-        return Soak(next(made.requests), made.failed, dict(status.skips), points[0], points[1])
+        return Soak(next(made.requests), made.failed, dict(status.skips), points)
 
 
 async def _quiet(made: Rig, began: float) -> Point:
@@ -61,5 +61,10 @@ async def _quiet(made: Rig, began: float) -> Point:
         await asyncio.sleep(TICK_S)
     active, arrays = await made.on_device(made.footprint)
     updates, minutes = made.status().updates_total, (time.monotonic() - began) / 60
-    print(f"  {minutes:4.1f} minutes, {updates} updates, {active / 1e6:.1f} MB in {arrays} arrays", flush=True)
-    return Point(minutes, updates, active, arrays, resident_bytes(os.getpid()))
+    point = Point(minutes, updates, active, arrays, resident_bytes(os.getpid()))
+    print(
+        f"  {minutes:4.1f} minutes, {updates} updates, {active / 1e6:.1f} MB in {arrays} arrays, "
+        f"the process {point.resident / 1e6:.0f} MB",
+        flush=True,
+    )
+    return point
