@@ -75,9 +75,13 @@ async def test_every_error_status_names_its_codes(document):
         assert ({"400", "413", "415"} <= statuses) == ("requestBody" in said)
 
 
+def codes(document, path, status):
+    described = document["paths"][path]["post"]["responses"][status]["description"]
+    return set(re.findall(r"^`(\w+)`", described, re.MULTILINE))
+
+
 async def test_the_errors_of_a_route_are_those_it_can_give(document):
-    answers = document["paths"]["/v1/completions"]["post"]["responses"]
-    assert set(re.findall(r"^`(\w+)`", answers["503"]["description"], re.MULTILINE)) == {
+    assert codes(document, "/v1/completions", "503") == {
         "aborted",
         "adapter_unavailable",
         "asleep",
@@ -85,10 +89,8 @@ async def test_the_errors_of_a_route_are_those_it_can_give(document):
         "engine_dead",
         "inference_disabled",
     }
-    assert set(re.findall(r"^`(\w+)`", answers["400"]["description"], re.MULTILINE)) == {
-        "context_length_exceeded",
-        "invalid_request_error",
-    }
+    assert codes(document, "/v1/completions", "400") == {"context_length_exceeded", "invalid_request_error"}
+    assert codes(document, "/v1/responses", "404") == {"model_not_found", "response_not_found"}
     assert set(document["paths"]["/version"]["get"]["responses"]) == {"200", "401", "403", "500"}
 
 

@@ -96,10 +96,11 @@ def raises(*kinds: Kind) -> dict[int | str, dict[str, Any]]:
     return statuses
 
 
-def streamable(whole: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
-    """The `responses` of a generating route: one JSON body, or events when `stream` is true; or an error."""
+def streamable(whole: type[BaseModel], *kinds: Kind) -> dict[int | str, dict[str, Any]]:
+    """The `responses` of a generating route: one JSON body, or events when `stream` is true; or an error, `kinds` among
+    them."""
     answer = {"model": whole, "content": deepcopy(EVENTS), "description": "One body, or server-sent events."}
-    return {200: answer, **raises(*GENERATING)}
+    return {200: answer, **raises(*GENERATING, *kinds)}
 
 
 def describe(app: FastAPI) -> dict[str, Any]:

@@ -38,7 +38,7 @@ Body = Annotated[ResponsesBody, Depends(json_body(ResponsesBody))]
 
 @router.post(
     "/v1/responses",
-    responses=streamable(ResponseObject) | raises(UnknownResponseError),
+    responses=streamable(ResponseObject, UnknownResponseError),
     openapi_extra=request_body(ResponsesBody),
 )
 async def create_response(body: Body, services: ServicesDep) -> Response:

@@ -44,24 +44,19 @@ from mlx_parallm.server.wire.training import (
 router = APIRouter()
 Control = Annotated[ControlBody, Depends(json_body(ControlBody, required=False))]
 CONTROL = request_body(ControlBody, required=False)
-CONTROLS = raises(UnknownModelError, ConflictError, TrainingDisabledError, DrainingError, EngineDeadError)
-UPDATES = raises(
-    ContextLengthError,
-    UnknownModelError,
-    ConflictError,
-    TrainingDisabledError,
-    EngineError,
-    StorageError,
-    DrainingError,
-    EngineDeadError,
-)
+CONTROLS = (UnknownModelError, ConflictError, TrainingDisabledError, DrainingError, EngineDeadError)
+PUBLISHES = (*CONTROLS, EngineError, StorageError)
 LISTENING: dict[int | str, dict[str, Any]] = {
     200: {"content": EVENTS, "description": "Server-sent events."},
     **raises(TrainingDisabledError),
 }
 
 
-@router.post("/v1/training/update", responses=UPDATES, openapi_extra=request_body(UpdateBody, required=False))
+@router.post(
+    "/v1/training/update",
+    responses=raises(*PUBLISHES, ContextLengthError),
+    openapi_extra=request_body(UpdateBody, required=False),
+)
 async def update(
     body: Annotated[UpdateBody, Depends(json_body(UpdateBody, required=False))], services: ServicesDep
 ) -> Update:
@@ -82,19 +77,19 @@ async def status(
         return status_object(services.training.status(lora_adapter))
 
 
-@router.post("/v1/training/start", responses=CONTROLS, openapi_extra=CONTROL)
+@router.post("/v1/training/start", responses=raises(*CONTROLS), openapi_extra=CONTROL)
 async def start(body: Control, services: ServicesDep) -> Training:
     """Trains this adapter too: from its live version, or, where there is none, from the base."""
     return await _control(body, services, services.training.start)
 
 
-@router.post("/v1/training/pause", responses=CONTROLS, openapi_extra=CONTROL)
+@router.post("/v1/training/pause", responses=raises(*CONTROLS), openapi_extra=CONTROL)
 async def pause(body: Control, services: ServicesDep) -> Training:
     """No update begins by itself any more; trajectories are still collected."""
     return await _control(body, services, services.training.pause)
 
 
-@router.post("/v1/training/resume", responses=CONTROLS, openapi_extra=CONTROL)
+@router.post("/v1/training/resume", responses=raises(*CONTROLS), openapi_extra=CONTROL)
 async def resume(body: Control, services: ServicesDep) -> Training:
     """Updates begin by themselves again."""
     return await _control(body, services, services.training.resume)
@@ -102,15 +97,7 @@ async def resume(body: Control, services: ServicesDep) -> Training:
 
 @router.post(
     "/v1/training/rollback",
-    responses=raises(
-        UnknownModelError,
-        ConflictError,
-        TrainingDisabledError,
-        EngineError,
-        StorageError,
-        DrainingError,
-        EngineDeadError,
-    ),
+    responses=raises(*PUBLISHES),
     openapi_extra=request_body(TrainingRollbackBody, required=False),
 )
 async def roll_back(
