@@ -50,7 +50,7 @@ class Moves:
         weights = self._copies.take(version)
         try:
             yield from self._bank.write(slot, weights)
-        except Exception:
+        except Exception:  # whatever the write ran into: the version is still in no slot, and must not be lost
             self._copies.put(version, weights)
             raise
         self._slots.move_in(version, slot)
@@ -64,13 +64,14 @@ class Moves:
         self.bank_bytes = self._bank.nbytes
 
     def vacate(self, told: Told) -> Iterator[None]:
-        """A row may be admitted between two units: its version stays, and the bank with it."""
+        """Every version without pins moves out; the bank goes too where none is left. A row may be admitted between two
+        units: its version stays, and the bank with it."""
         try:
             for _, tenant in self._slots:
                 if not tenant.pins:
                     yield from self._evict(tenant)
                     self._slots.leave(tenant.slot)
-        except Exception as error:
+        except Exception as error:  # whoever asked waits for an answer; the loop deals with the fault
             told(error)
             raise
         if not len(self._slots):

@@ -186,7 +186,7 @@ class AdapterStore:
             return
         try:
             yield from self.moves.stage(want.version, slot)
-        except Exception as error:
+        except Exception as error:  # whoever asked waits for an answer; the loop deals with the fault
             want.settle(error)
             raise
         self._wants.drop(want.version.ref)

@@ -83,7 +83,7 @@ def _loaded(point: EntryPoint) -> Environment:
     try:
         found = point.load()
         made: Environment = found() if isinstance(found, type) else found
-    except Exception as error:
+    except Exception as error:  # code of somebody else is loaded, which may raise anything
         raise ConfigError(f"environment: {point.name} ({point.value}) cannot be loaded: {error}") from error
     if not callable(getattr(made, "tasks", None)):
         raise ConfigError(f"environment: {point.name} ({point.value}) has no method tasks(seed)")

@@ -173,7 +173,7 @@ class TrainingLoop:
             if not prepared.batch.samples:
                 return trainee.reports.skipped(trainee.live, "no_signal")
             report = await trainee.learn(prepared.batch, publish, tag)
-        except Exception as error:
+        except Exception as error:  # whatever it was is counted and reported, and raised again
             trainee.reports.skipped(trainee.live, "failed", str(error) or type(error).__name__)
             self._count_failure("failed")
             raise

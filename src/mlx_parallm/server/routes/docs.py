@@ -7,7 +7,6 @@ from importlib.resources import files
 from fastapi import APIRouter
 from starlette.responses import HTMLResponse
 
-PAGE = files("mlx_parallm.server").joinpath("docs.html").read_text("utf-8")
 HEADERS = {
     "content-security-policy": "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; "
     "style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -19,4 +18,5 @@ router = APIRouter()
 @router.get("/docs", include_in_schema=False)
 async def docs() -> HTMLResponse:
     """Needs no network beyond this server."""
-    return HTMLResponse(PAGE, headers=HEADERS)
+    page = files("mlx_parallm.server").joinpath("docs.html").read_text("utf-8")
+    return HTMLResponse(page, headers=HEADERS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import Annotated
 
 from fastapi import APIRouter, Query
@@ -24,7 +24,7 @@ async def server_info(services: ServicesDep, _: Annotated[InfoQuery, Query()]) -
     settings = services.settings
     return ServerInfo(
         version=__version__,
-        versions={"python": platform.python_version(), **_versions()},
+        versions={"python": platform.python_version(), **{package: version(package) for package in PACKAGES}},
         system=f"{platform.system()} {platform.machine()}",
         model=ModelInfo(**asdict(services.card)),
         limits=ServerLimits(
@@ -38,14 +38,3 @@ async def server_info(services: ServicesDep, _: Annotated[InfoQuery, Query()]) -
         inference=settings.inference,
         training=services.training.status().enabled,
     )
-
-
-def _versions() -> dict[str, str]:
-    """Of the packages that are installed."""
-    found: dict[str, str] = {}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
