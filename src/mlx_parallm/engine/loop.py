@@ -229,11 +229,7 @@ class DeviceLoop:
         staged = moves.staged
         try:
             self._adapters.advance()
-            while (
-                time.monotonic() - started < unit.seconds
-                and self._adapters.moves.staged == staged
-                and self._adapters.waits()
-            ):
+            while time.monotonic() - started < unit.seconds and moves.staged == staged and self._adapters.waits():
                 self._adapters.advance()
         except Exception as error:  # noqa: BLE001 - a failed write costs what is on the device, not the thread
             self._recover((), error)

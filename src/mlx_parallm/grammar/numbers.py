@@ -15,8 +15,8 @@ DIGITS = 20
 
 Words = npt.NDArray[np.uint32]
 
-_QUOTE, _ESCAPE = b'"'[0], b"\\"[0]
-_IS_DIGIT = [chr(byte) in "0123456789" for byte in range(256)]
+_QUOTE, _ESCAPE = ord('"'), ord("\\")
+_DIGITS = frozenset(b"0123456789")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class NumberTokens:
 
     @staticmethod
     def of(spelt: Sequence[bytes]) -> NumberTokens:
-        bits = np.array([not (token and _IS_DIGIT[token[0]]) for token in spelt], np.bool_)
+        bits = np.array([not (token and token[0] in _DIGITS) for token in spelt], np.bool_)
         packed = np.packbits(bits, bitorder="little")
         return NumberTokens(spelt, np.pad(packed, (0, -len(packed) % 4)).view("<u4"))
 
@@ -81,4 +81,4 @@ class _State:
             self._escaped = byte == _ESCAPE and not self._escaped
         else:
             self._in_string = byte == _QUOTE
-            self._run = self._run + 1 if _IS_DIGIT[byte] else 0
+            self._run = self._run + 1 if byte in _DIGITS else 0
