@@ -41,15 +41,16 @@ def of_served(served: Served) -> Iterator[Figure]:
 
 
 def _stalls(served: Served) -> Iterator[Figure]:
-    """The limit is the budget and one decode step of inference only."""
-    learning = served.of(LEARNING)
+    """The limit is the budget and one decode step of inference only, in either mode of training."""
     limit = 1e3 * (served.budget_s + spread(_gaps(served.of(ONLY_SERVING))).median)
-    for name, stalls in (
-        ("RL: longest wait for a token, clients'", [1e3 * each.longest_gap_s for each in learning]),
-        ("RL: longest decode gap, server's", [1e3 * each.stall_s for each in learning]),
-    ):
-        value = spread(stalls)
-        yield Figure(name, "ms", value, value.high, limit)
+    for mode, kind in (("RL", LEARNING), ("priority", PRIORITY)):
+        windows = served.of(kind)
+        for name, stalls in (
+            ("longest wait for a token, clients'", [1e3 * each.longest_gap_s for each in windows]),
+            ("longest decode gap, server's", [1e3 * each.stall_s for each in windows]),
+        ):
+            value = spread(stalls)
+            yield Figure(f"{mode}: {name}", "ms", value, value.high, limit)
 
 
 def of_publish(lives: Sequence[Live]) -> Iterator[Figure]:

@@ -11,7 +11,7 @@ from spread import spread
 COLUMNS: dict[str, tuple[Callable[[Window], float], int]] = {
     "tokens/s": (lambda window: window.rate, 1),
     "between tokens, ms": (lambda window: 1e3 * window.gap_s, 0),
-    "worst stall, ms": (lambda window: 1e3 * window.longest_gap_s, 0),
+    "longest wait for a token, ms": (lambda window: 1e3 * window.longest_gap_s, 0),
     "updates/min": (lambda window: window.updates_per_minute, 1),
     "training, % of time": (lambda window: 100 * window.share, 1),
 }
@@ -25,7 +25,7 @@ def show(served: Served | None, memories: Sequence[Memory]) -> None:
 
 
 def _serving(served: Served) -> Table:
-    table = Table("", title="8 clients stream, median (least–most) of the repeats")
+    table = Table("", title="8 clients stream, median (least–most) of the windows")
     for header in COLUMNS:
         table.add_column(header, justify="right")
     for kind in KINDS:
