@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_parallm.batch.logprobs import TOP_LOGPROBS, log_normaliser, token_logprobs, top_logprobs
+from mlx_parallm.batch.logprobs import TOP_LOGPROBS, log_normaliser, token_logprobs, token_ranks, top_logprobs
 from mlx_parallm.batch.sampler import RowSampling, plan_sampling, sample
 from mlx_parallm.core import SamplingParams
 
@@ -39,6 +39,15 @@ def test_equal_alternatives_come_in_order_of_id():
     ids, _ = top_logprobs(x, log_normaliser(x))
     assert ids[0, :4].tolist() == [40, 3, 700, 1500]
     assert len(set(ids[0].tolist())) == TOP_LOGPROBS
+
+
+def test_a_rank_counts_the_better_tokens_and_ties_share_it():
+    logits = np.random.default_rng(0).normal(0, 2, (3, 1000)).astype(np.float32)
+    logits[1, [7, 8]] = 50.0
+    tokens = np.array([500, 8, logits[2].argmin()])
+    ranks = token_ranks(mx.array(logits), mx.array(tokens)).tolist()
+    assert ranks == [1 + int((row > row[token]).sum()) for row, token in zip(logits, tokens, strict=True)]
+    assert ranks[1:] == [1, 1000]
 
 
 def test_banned_tokens_of_minus_infinity_do_not_disturb():

@@ -78,6 +78,8 @@ def test_prompt_logprobs_are_the_adapters_own(family: str) -> None:
     scores = harness.of("s")[0].logprobs
     for at in range(1, len(row)):
         assert scores[at].logprob == pytest.approx(expected[at - 1, row[at]].item(), abs=TINY)
+        better, doubtful = (expected[at - 1] > expected[at - 1, row[at]] + gap for gap in (TINY, -TINY))
+        assert better.sum().item() < scores[at].rank <= doubtful.sum().item()
 
 
 def quantized_llama() -> nn.Module:

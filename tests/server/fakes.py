@@ -55,10 +55,10 @@ class ByteTokenizer:
         return self.encode(turns + options + ("a:" if add_generation_prompt else ""))
 
 
-def logprob_of(token_id, top):
+def logprob_of(token_id, top, rank=None):
     """The drawn token is the best, then its successors: -0.5, -1.5, -2.5 …"""
     best = tuple(((token_id + k) % 256, -0.5 - k) for k in range(top))
-    return TokenLogprob(token_id, -0.5, best)
+    return TokenLogprob(token_id, -0.5, best, rank)
 
 
 class FakeEngine:
@@ -148,7 +148,7 @@ class FakeEngine:
     def _events(self, request):
         if request.prompt_logprobs is not None:
             for number, prompt in enumerate(request.prompts):
-                scores = tuple(logprob_of(token, request.prompt_logprobs) for token in prompt[1:])
+                scores = tuple(logprob_of(token, request.prompt_logprobs, rank=1) for token in prompt[1:])
                 yield PromptScored(number, (None, *scores))
         tokens = list(self.text.encode())[: request.stopping.max_tokens]
         if not tokens:

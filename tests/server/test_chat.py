@@ -81,4 +81,4 @@ async def test_token_ids_and_prompt_logprobs_are_at_vllms_places(client):
     assert got["prompt_token_ids"] == list(b"u:hi\na:")
     assert [choice["token_ids"] for choice in got["choices"]] == [[72], [72]]
     assert got["prompt_logprobs"][0] is None
-    assert got["prompt_logprobs"][1] == {"58": {"logprob": -0.5, "decoded_token": ":"}}
+    assert got["prompt_logprobs"][1] == {"58": {"logprob": -0.5, "rank": 1, "decoded_token": ":"}}

@@ -4,8 +4,11 @@ import math
 from dataclasses import replace
 
 import pytest
+from server.fakes import ByteTokenizer
 
 from mlx_parallm.core import SamplingParams, StopParams, TokenLogprob
+from mlx_parallm.server.respond.logprobs import prompt_logprobs
+from mlx_parallm.server.respond.pieces import score
 
 URL = "/v1/completions"
 
@@ -177,3 +180,9 @@ def drawing(engine, logprob):
         return replace(forward(request, index, token, text, last), logprobs=(logprob,))
 
     return output
+
+
+def test_every_candidate_of_a_prompt_token_has_its_rank_and_the_own_one_is_first():
+    scored = score([0, 97], [None, TokenLogprob(97, -7.0, ((98, -1.0), (99, -1.0), (100, -2.0)), rank=40)])
+    (_, candidates) = prompt_logprobs(ByteTokenizer(), scored, 3)
+    assert [(token, each.rank) for token, each in candidates.items()] == [("97", 40), ("98", 1), ("99", 1), ("100", 3)]

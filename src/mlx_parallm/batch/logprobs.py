@@ -21,6 +21,15 @@ def token_logprobs(logits: mx.array, tokens: mx.array, normaliser: mx.array) -> 
     return (mx.take_along_axis(logits, tokens[:, None], -1) - normaliser).squeeze(-1)
 
 
+def token_ranks(logits: mx.array, tokens: mx.array) -> mx.array:
+    """Place of one token per row among all tokens, 1 for the most likely: fp32 [N, V], int [N] → int32 [N].
+
+    It is one more than the number of tokens of a greater logit, so that tokens that tie have the same rank.
+    """
+    own = mx.take_along_axis(logits, tokens[:, None], -1)
+    return (logits > own).sum(-1) + 1
+
+
 def top_logprobs(logits: mx.array, normaliser: mx.array) -> tuple[mx.array, mx.array]:
     """The best tokens of each row, best first, equal ones by id.
 

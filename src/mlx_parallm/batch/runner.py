@@ -17,7 +17,7 @@ import mlx.nn as nn
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.batch.decode import DecodeForward
 from mlx_parallm.batch.kv_cache import LoRABatchedKVCache
-from mlx_parallm.batch.logprobs import log_normaliser, token_logprobs, top_logprobs
+from mlx_parallm.batch.logprobs import log_normaliser, token_logprobs, token_ranks, top_logprobs
 from mlx_parallm.batch.prefill import PackedPrefillForward, PrefillForward
 from mlx_parallm.batch.sampler import RowSampling, Sampled, SamplingPlan, plan_sampling, sample
 from mlx_parallm.batch.slab import KVRow
@@ -119,18 +119,19 @@ class BatchRunner:
         self._run(inputs, forward, [row for row, _ in chunks], [len(tokens) for _, tokens in chunks])
 
     def score(self, row: KVRow, tokens: Sequence[int], targets: Sequence[int], top: int) -> list[TokenLogprob]:
-        """Prefill of one row that also returns each target's raw-model logprob, fp32, and the `top` best.
+        """Prefill of one row that also returns each target's raw-model logprob, fp32, its rank and the `top` best.
 
         `targets[i]` is the token that follows `tokens[i]`.
         """
         logits = self._forward_chunk(row, tokens)[0].astype(mx.float32)
         normaliser = log_normaliser(logits)
-        scores = token_logprobs(logits, mx.array(list(targets), mx.uint32), normaliser)
+        wanted = mx.array(list(targets), mx.uint32)
+        scores, ranks = token_logprobs(logits, wanted, normaliser), token_ranks(logits, wanted)
         best = top_logprobs(logits, normaliser) if top else ()
-        mx.eval(row.slab.arrays(), scores, *best)
+        mx.eval(row.slab.arrays(), scores, ranks, *best)
         tops = [pairs[:top] for pairs in _pairs(*best)] if best else [()] * len(targets)
-        values = _floats(scores)
-        return [TokenLogprob(*entry) for entry in zip(targets, values, tops, strict=True)]
+        places = cast(list[int], ranks.tolist())
+        return [TokenLogprob(*entry) for entry in zip(targets, _floats(scores), tops, places, strict=True)]
 
     def _forward_chunk(self, row: KVRow, tokens: Sequence[int]) -> mx.array:
         return self._run(mx.array([list(tokens)]), PrefillForward(row, len(tokens)), [row], [len(tokens)])

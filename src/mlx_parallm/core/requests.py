@@ -100,11 +100,15 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Raw-model logprob (fp32, nats) of one token, and the best alternatives, best first."""
+    """Raw-model logprob (fp32, nats) of one token, and the best alternatives, best first.
+
+    `rank`: one more than the number of tokens that are more likely; computed for prompt tokens alone.
+    """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int | None = None
 
 
 # ---- events: what a request's output queue carries ---------------------------------------------

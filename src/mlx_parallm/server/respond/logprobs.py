@@ -80,15 +80,21 @@ def chat_logprobs(
 
 
 def prompt_logprobs(tokenizer: TextTokenizer, scored: Iterable[ScoredToken], top: int) -> PromptLogprobs:
-    """vLLM's form: for each prompt token the candidates by token id, the prompt's own among them."""
+    """vLLM's form: for each prompt token the candidates by token id, the prompt's own first."""
     return [_candidates(tokenizer, token.logprob, top) if token.logprob else None for token in scored]
 
 
 def _candidates(tokenizer: TextTokenizer, actual: TokenLogprob, top: int) -> dict[str, PromptLogprob]:
-    candidates = {
-        str(token_id): PromptLogprob(logprob=finite(value), rank=rank, decoded_token=token_text(tokenizer, token_id))
-        for rank, (token_id, value) in enumerate(actual.top[:top], start=1)
-    }
-    own = PromptLogprob(logprob=finite(actual.logprob), decoded_token=token_text(tokenizer, actual.token_id))
-    candidates.setdefault(str(actual.token_id), own)
+    assert actual.rank is not None
+
+    def entry(token_id: int, value: float, rank: int) -> PromptLogprob:
+        return PromptLogprob(logprob=finite(value), rank=rank, decoded_token=token_text(tokenizer, token_id))
+
+    best = actual.top[:top]
+    ranks: dict[float, int] = {}
+    for place, (_, value) in enumerate(best, start=1):
+        ranks.setdefault(value, place)  # tokens that tie have the same rank
+    candidates = {str(actual.token_id): entry(actual.token_id, actual.logprob, actual.rank)}
+    for token_id, value in best:
+        candidates.setdefault(str(token_id), entry(token_id, value, ranks[value]))
     return candidates

@@ -185,8 +185,8 @@ class PromptLogprob(WireOutput):
 
     logprob: float
     """Nats, of the raw model."""
-    rank: int | None = None
-    """1 is the best; known for the best ones only."""
+    rank: int
+    """One more than the number of tokens that are more likely: 1 is the best."""
     decoded_token: str
     """The token's text."""
 
