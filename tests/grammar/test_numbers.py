@@ -11,6 +11,7 @@ from server.fakes import EOS, VOCAB, ByteTokenizer
 from walks import allowed, follows
 
 from mlx_parallm.core import Grammar, GrammarKind, GrammarSpec
+from mlx_parallm.core.integers import LEAST
 from mlx_parallm.grammar.compiler import LLCompiler
 from mlx_parallm.grammar.numbers import DIGITS
 
@@ -58,8 +59,49 @@ def test_digits_of_strings_are_not_counted(compiler: LLCompiler) -> None:
 
 
 def test_each_number_has_its_own(compiler: LLCompiler) -> None:
-    grammar = of_schema(compiler, {"type": "array", "items": {"type": "integer"}})
+    grammar = of_schema(compiler, {"type": "array", "items": {"type": "number"}})
     assert follows(grammar, json.dumps([int("1" * DIGITS)] * 3))
+
+
+INTEGER = {"type": "integer"}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        INTEGER,
+        {"type": ["null", "integer"]},
+        {"anyOf": [INTEGER, {"type": "boolean"}]},
+        {"$ref": "#/$defs/type", "$defs": {"type": INTEGER}},
+        {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
+        {"type": "integer", "minimum": -(10**30), "maximum": 10**30},
+        {"type": "integer", "exclusiveMinimum": -(2**70)},
+        {"allOf": [INTEGER, {"maximum": 2**64}]},
+    ],
+    ids=str,
+)
+def test_an_integer_stays_within_64_bits(compiler: LLCompiler, schema: dict[str, Any]) -> None:
+    grammar = of_schema(compiler, schema)
+    assert all(follows(grammar, str(value)) for value in (0, -7, 10**18, 2**63 - 1, LEAST))
+    beyond = (2**63, 2**63 + 1, -(2**63) - 1, 10**19, -(10**19), int("9" * 25))
+    assert not any(follows(grammar, str(value)) for value in beyond)
+
+
+def test_integers_lie_anywhere_in_a_schema(compiler: LLCompiler) -> None:
+    properties = {"enum": INTEGER, "items": {"type": "array", "items": INTEGER}}
+    grammar = of_schema(compiler, {"type": "object", "properties": properties, "additionalProperties": INTEGER})
+    assert follows(grammar, json.dumps({"enum": 2**63 - 1, "items": [1], "x": 5}))
+    for wrong in ({"enum": 2**63}, {"items": [2**63]}, {"x": 2**63}):
+        assert not follows(grammar, json.dumps(wrong))
+
+
+def test_narrower_bounds_and_constants_are_the_schemas_own(compiler: LLCompiler) -> None:
+    small = of_schema(compiler, {"type": "integer", "minimum": 0, "exclusiveMaximum": 10})
+    assert [follows(small, text) for text in ("-1", "0", "9", "10")] == [False, True, True, False]
+    assert follows(of_schema(compiler, {"type": "integer", "maximum": 5}), str(LEAST))
+    assert follows(of_schema(compiler, {"enum": [10**30]}), str(10**30))
+    assert follows(of_schema(compiler, {"type": ["integer", "number"]}), str(2**64))
+    assert follows(of_schema(compiler, {"type": "integer", "multipleOf": 12345}), "12345")
 
 
 def test_a_constant_is_as_long_as_it_is(compiler: LLCompiler) -> None:

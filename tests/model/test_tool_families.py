@@ -132,6 +132,17 @@ def test_whatever_the_grammar_allows_is_read_back_and_valid(compiler: LLCompiler
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+def test_an_integer_of_a_call_stays_within_64_bits(compiler: LLCompiler, name: str) -> None:
+    family = FAMILIES[name]
+    grammar = compiler.compile(of(family, tool("f", properties={"n": {"type": "integer"}}, required=["n"]), most=1))
+    call = next(text for seed in range(99) if (text := walk(grammar, seed, pull(family))))
+    (read,) = calls_in(family, call, (tool("f", properties={"n": {"type": "integer"}}),))
+    before, _, after = call.rpartition(str(json.loads(read.arguments)["n"]))
+    assert before
+    assert [follows(grammar, f"{before}{n}{after}") for n in (2**63 - 1, 2**63, -(2**63) - 1)] == [True, False, False]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_one_call_is_one_call(compiler: LLCompiler, name: str) -> None:
     family = FAMILIES[name]
     grammar = compiler.compile(of(family, *TOOLS, most=1))

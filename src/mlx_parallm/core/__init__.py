@@ -31,6 +31,7 @@ from mlx_parallm.core.grammar import (
     GrammarState,
     Thinks,
 )
+from mlx_parallm.core.integers import with_bounded_integers
 from mlx_parallm.core.markup import Reasoning, Tool, ToolCall, ToolFormat, UnwritableToolError
 from mlx_parallm.core.requests import (
     Collection,
@@ -107,4 +108,5 @@ __all__ = [
     "UnwritableToolError",
     "UpdateReport",
     "WorkClass",
+    "with_bounded_integers",
 ]

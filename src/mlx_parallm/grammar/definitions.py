@@ -8,7 +8,7 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
-from mlx_parallm.core import COMPACT_JSON, GrammarKind, GrammarSpec
+from mlx_parallm.core import COMPACT_JSON, GrammarKind, GrammarSpec, with_bounded_integers
 
 LIMITS = LLParserLimits(max_grammar_size=200_000, precompute_large_lexemes=False, verbose_errors=False)
 """Others at llguidance's defaults: about 15 ms of work for a token, at the most."""
@@ -41,11 +41,15 @@ def _refused(reason: str) -> RefusedGrammar:
 
 
 _DEFINITIONS: dict[GrammarKind, Callable[[str], str]] = {
-    GrammarKind.JSON_SCHEMA: lambda text: LLMatcher.grammar_from_json_schema(text, overrides=_COMPACT),
+    GrammarKind.JSON_SCHEMA: lambda text: LLMatcher.grammar_from_json_schema(_bounded(text), overrides=_COMPACT),
     GrammarKind.REGEX: LLMatcher.grammar_from_regex,
     GrammarKind.CHOICE: lambda text: LLMatcher.grammar_from_lark(_alternatives(json.loads(text))),
     GrammarKind.GRAMMAR: lambda text: grammar_from("grammar", text),
 }
+
+
+def _bounded(schema: str) -> str:
+    return json.dumps(with_bounded_integers(json.loads(schema)))
 
 
 def _alternatives(choices: list[str]) -> str:

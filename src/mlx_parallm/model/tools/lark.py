@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from mlx_parallm.core import COMPACT_JSON, Tool, UnwritableToolError
+from mlx_parallm.core import COMPACT_JSON, Tool, UnwritableToolError, with_bounded_integers
 from mlx_parallm.model.tools.schemas import kinds, parameters_of, properties_of, resolved
 from mlx_parallm.model.tools.syntax import Syntax
 
@@ -176,4 +176,5 @@ def _escaped(text: str) -> str:
 
 
 def _json(schema: object) -> str:
-    return "%json " + json.dumps({**schema, "x-guidance": dict(COMPACT_JSON)} if isinstance(schema, dict) else {})
+    bounded = with_bounded_integers(schema)
+    return "%json " + json.dumps({**bounded, "x-guidance": dict(COMPACT_JSON)} if isinstance(bounded, dict) else {})
