@@ -1,11 +1,9 @@
 """Rewards to advantages: what is compared with what, and which groups teach nothing."""
 
-import json
-
 import numpy as np
 import pytest
 
-from mlx_parallm.rl.advantages import RunningBaseline, Unusable, group_advantages
+from mlx_parallm.rl.advantages import PEOPLE, RunningBaseline, Unusable, group_advantages
 from mlx_parallm.rl.settings import RewardScale
 
 
@@ -74,16 +72,31 @@ def test_no_groups_at_all():
 
 
 def test_a_running_baseline_compares_with_what_came_before():
-    baseline, seen = RunningBaseline(), []
-    for reward in (1.0, 0.0, 2.0, 2.0):
-        seen.append(baseline.advantage(reward))
+    baseline, seen = RunningBaseline.starting_at(1.0), []
+    for reward in (0.0, 2.0, 2.0):
+        seen.append(baseline.advantage(reward, scaled=False))
         baseline = baseline.including(reward)
-    assert seen == [None, -1.0, 1.5, 1.0]
-    assert baseline == RunningBaseline(4, 1.25)
+    assert seen == [-1.0, 1.5, 1.0]
+    assert (baseline.count, baseline.mean) == (4, 1.25)
+    assert baseline.variance == pytest.approx(np.var([1.0, 0.0, 2.0, 2.0]))
 
 
-def test_a_running_baseline_survives_json_to_the_bit():
-    baseline = RunningBaseline()
-    for reward in np.random.default_rng(1).normal(0, 1, 99).tolist():
-        baseline = baseline.including(reward)
-    assert RunningBaseline.from_dict(json.loads(json.dumps(baseline.to_dict()))) == baseline
+def test_a_running_baseline_follows_the_rewards_and_not_their_whole_life():
+    baseline = RunningBaseline.starting_at(0.0)
+    for reward in [0.0] * 200 + [1.0] * 60:
+        last, baseline = baseline.advantage(reward, scaled=True), baseline.including(reward)
+    assert 0 < last < 0.25
+    assert baseline.advantage(0.0, scaled=True) < -2
+
+
+def test_scaled_advantages_are_bounded_whatever_came_before():
+    baseline = PEOPLE
+    for _ in range(500):
+        baseline = baseline.including(1.0)
+    assert abs(baseline.advantage(0.999, scaled=True)) < 0.1  # all but equal rewards are not blown up
+    assert -4.6 < baseline.advantage(-1e9, scaled=True) < -4.5
+
+
+@pytest.mark.parametrize(("score", "sign"), [(1, 1), (0, -1), (-1, -1)])
+def test_the_first_thumb_counts(score, sign):
+    assert sign * PEOPLE.advantage(score, scaled=True) > 0.5

@@ -29,8 +29,15 @@ def ref(version: int) -> AdapterRef:
     return AdapterRef(NAME, version)
 
 
-def added(buffer: TrajectoryBuffer, name: str, n: int = 2, version: int = 1, trainee: str = NAME) -> Group:
-    group = Group.of(trainee, trajectories(name, ref(version), n))
+def added(
+    buffer: TrajectoryBuffer,
+    name: str,
+    n: int = 2,
+    version: int = 1,
+    trainee: str = NAME,
+    scorer: str | None = "exact",
+) -> Group:
+    group = Group.of(trainee, trajectories(name, ref(version), n, scorer))
     buffer.add(group)
     return group
 
@@ -114,14 +121,14 @@ def test_a_group_that_cannot_fit_goes_itself_and_drives_out_nothing() -> None:
     ("n", "judged", "left", "complete"),
     [
         (3, (0, 2), ["scored", "timeout", "scored"], True),
-        (3, (1,), ["timeout", "single", "timeout"], False),
+        (3, (1,), ["timeout", "scored", "timeout"], True),
         (2, (), ["timeout", "timeout"], False),
         (1, (), ["timeout"], False),
         (2, (0, 1), ["scored", "scored"], True),
         (1, (0,), ["scored"], True),
     ],
 )
-def test_at_its_time_limit_a_group_makes_do_with_two_rewards(
+def test_at_its_time_limit_a_group_makes_do_with_the_rewards_it_has(
     n: int, judged: tuple[int, ...], left: list[str], complete: bool
 ) -> None:
     buffer = TrajectoryBuffer(10)
@@ -147,10 +154,58 @@ def test_a_failed_scorer_costs_its_group_only_and_not_one_that_feedback_complete
     buffer.fail(failed)
     buffer.fail(kept)
     assert [states(group) for group in (failed, kept, other)] == [
-        ["scoring_failed"] * 2,
+        ["scored", "scoring_failed"],
         ["scored"] * 2,
         ["waiting"] * 2,
     ]
+    assert buffer.ready(NAME) == (failed, kept)
+
+
+def test_one_judged_sample_is_taken_and_the_others_still_wait() -> None:
+    buffer = TrajectoryBuffer(10)
+    group = added(buffer, "g", 4, scorer=None)
+    buffer.feedback("g-2", 1.0)
+    assert buffer.take(NAME) == (group,)
+    buffer.feedback("g-0", 1.0)
+    assert buffer.ready(NAME) == ()  # until the update that has the other one has ended
+    buffer.finish(group)
+    assert states(group) == ["scored", "waiting", "trained", "waiting"]
+    assert buffer.take(NAME) == (group,)
+    buffer.finish(group, Drop.HELD)
+    assert states(group) == ["held", "waiting", "trained", "waiting"]
+    with pytest.raises(ConflictError, match="taken for training"):
+        buffer.feedback("g-2", 0.0)
+    buffer.check_integrity()
+    buffer.expire("g")
+    assert states(group) == ["held", "timeout", "trained", "timeout"]
+    assert not buffer.holds(group)
+    assert buffer.trained[NAME] == 1
+    buffer.check_integrity()
+
+
+def test_siblings_of_what_an_update_has_may_become_stale_meanwhile() -> None:
+    buffer = TrajectoryBuffer(10)
+    group = added(buffer, "g", 3, scorer=None)
+    buffer.feedback("g-0", 1.0)
+    buffer.take(NAME)
+    buffer.feedback("g-1", 1.0)
+    buffer.sweep(NAME, lambda drawn_by: Drop.STALE)
+    assert states(group) == ["training", "stale", "stale"]
+    assert buffer.holds(group)
+    buffer.finish(group)
+    assert states(group) == ["trained", "stale", "stale"]
+    assert not buffer.holds(group)
+
+
+def test_what_nobody_judged_makes_room_before_what_has_a_reward() -> None:
+    buffer = TrajectoryBuffer(6)
+    judged, silent, newer = (added(buffer, name, scorer=None) for name in "abc")
+    buffer.feedback("a-0", 1.0)
+    added(buffer, "d")
+    added(buffer, "e")
+    assert [buffer.holds(group) for group in (judged, silent, newer)] == [True, False, False]
+    added(buffer, "f", 6)
+    assert not buffer.holds(judged)
 
 
 def test_updates_take_the_oldest_complete_groups_until_they_have_enough() -> None:
@@ -219,9 +274,14 @@ class Life(RuleBasedStateMachine):
     def some(self, data: st.DataObject, groups: list[Group]) -> Group:
         return data.draw(st.sampled_from(groups))
 
-    @rule(n=st.integers(1, 4), version=st.integers(1, 3), trainee=st.sampled_from(["math", "tone"]))
-    def collect(self, n: int, version: int, trainee: str) -> None:
-        group = Group.of(trainee, trajectories(f"g{len(self.groups)}", AdapterRef(trainee, version), n))
+    @rule(
+        n=st.integers(1, 4),
+        version=st.integers(1, 3),
+        trainee=st.sampled_from(["math", "tone"]),
+        scorer=st.sampled_from([None, "exact"]),
+    )
+    def collect(self, n: int, version: int, trainee: str, scorer: str | None) -> None:
+        group = Group.of(trainee, trajectories(f"g{len(self.groups)}", AdapterRef(trainee, version), n, scorer))
         self.groups.append(group)
         self.buffer.add(group)
 
@@ -275,17 +335,16 @@ class Life(RuleBasedStateMachine):
     def end(self, data: st.DataObject, reason: Drop | None) -> None:
         group = self.some(data, self.taken)
         self.taken.remove(group)
-        if reason is not None:
-            self.buffer.drop(group, reason)
-            return
-        self.trained.update(m.trajectory.trajectory_id for m in group.in_state(State.TRAINING))
-        self.buffer.finish(group)
+        if reason is None:
+            self.trained.update(m.trajectory.trajectory_id for m in group.in_state(State.TRAINING))
+        self.buffer.finish(group, reason)
+        assert not group.taken
 
     @rule(trainee=st.sampled_from(["math", "tone"]), oldest=st.integers(1, 3))
     def sweep(self, trainee: str, oldest: int) -> None:
         self.buffer.sweep(trainee, lambda drawn_by: Drop.STALE if drawn_by.version < oldest else None)
-        left = [group for group in self.groups if group.trainee == trainee and group not in self.taken]
-        assert all(group.adapter.version >= oldest for group in left if self.buffer.holds(group))
+        left = [group for group in self.groups if group.trainee == trainee and (group.waiting or group.scored)]
+        assert all(group.adapter.version >= oldest for group in left)
 
     @rule(n=st.integers(1, 4))
     def lose(self, n: int) -> None:

@@ -16,6 +16,8 @@ from mlx_parallm.errors import (
     StepFailedError,
 )
 from mlx_parallm.rl.groups import Drop, Group, State
+from mlx_parallm.rl.rewards import RewardMemory
+from mlx_parallm.rl.settings import RewardScale
 
 
 async def test_an_update_begins_when_complete_groups_hold_enough_trajectories() -> None:
@@ -101,25 +103,71 @@ async def test_an_update_without_any_signal_teaches_nothing_and_never_pauses() -
 
 async def test_single_samples_are_compared_with_their_scorers_past() -> None:
     rig = await opened()
-    singles = [rig.drawn(reward, scorer=scorer) for reward, scorer in ((1.0, None), (5.0, "exact"), (0.0, None))]
+    singles = [rig.drawn(reward, scorer=scorer) for reward, scorer in ((1.0, "math"), (5.0, "exact"), (0.0, "math"))]
     assert (await rig.loop.update(None)).status == "published"
     assert [sample.advantage for sample in rig.learner.batches[0].samples] == [-1.0]
     assert [group.members[0].reason for group in singles] == [Drop.SINGLE, Drop.SINGLE, None]
-    rig.drawn(2.0, scorer=None)
+    rig.drawn(2.0, scorer="math")
     rig.drawn(5.0, scorer="exact")
     await rig.loop.update(None)
     assert [sample.advantage for sample in rig.learner.batches[1].samples] == [1.5]
     assert rig.buffer.drops[NAME] == {Drop.SINGLE: 2, Drop.ZERO_VARIANCE: 1}
 
 
-async def test_imitation_learns_from_everything() -> None:
-    rig = await opened(imitation=True)
-    assert (await rig.updated(1.0, 1.0)).status == "published"
-    assert len(rig.learner.batches[0].samples) == 2
-    given = [GivenTrajectory((1,), (2, 3))]
-    assert (await rig.loop.update(given)).status == "published"
-    assert rig.learner.batches[1].samples[0].completion_ids == (2, 3)
+async def test_people_are_compared_within_a_group_where_they_tell_samples_apart_and_else_with_their_past() -> None:
+    rig = await opened()
+    rig.drawn(1.0, 0.0, scorer=None)
+    rig.drawn(1.0, 1.0, scorer=None)
+    rig.drawn(1.0, 1.0, scorer="exact")
+    await rig.loop.update(None)
+    advantages = [sample.advantage for sample in rig.learner.batches[0].samples]
+    assert advantages == pytest.approx([0.5, -0.5, 0.5, 0.25])
+    assert rig.buffer.drops[NAME] == {Drop.ZERO_VARIANCE: 2}
+
+
+async def test_single_samples_are_scaled_where_groups_are() -> None:
+    rig = await opened(settings=replace(SETTINGS, scale_rewards=RewardScale.GROUP))
+    rig.drawn(1.0, scorer=None)
+    await rig.loop.update(None)
+    (sample,) = rig.learner.batches[0].samples
+    assert sample.advantage == pytest.approx(0.5 / (math.sqrt(0.1875) + 0.01))
+
+
+async def test_what_a_checkpoint_remembers_of_rewards_is_all_there_is() -> None:
+    memory, again = RewardMemory(), RewardMemory()
+    for scorer, reward in (("feedback", 1.0), ("exact", 4.0), ("feedback", -1.0), ("exact", 2.0)):
+        memory.advantage(scorer, reward)
+    again.restore(memory.to_metrics())
+    for scorer in ("feedback", "exact", "math"):
+        assert memory.advantage(scorer, 0.3, scaled=True) == again.advantage(scorer, 0.3, scaled=True)
+
+
+async def test_imitation_learns_from_what_is_above_the_threshold() -> None:
+    rig = await opened(imitation=True, settings=replace(SETTINGS, imitation_threshold=0.5))
+    mixed, bad = rig.drawn(1.0, 0.5, 0.75, -1.0), rig.drawn(0.0, 0.5)
+    assert (await rig.loop.update(None)).status == "published"
+    assert [sample.completion_ids[1] for sample in rig.learner.batches[0].samples] == [4, 6]
+    assert [m.reason or m.state for m in mixed.members] == ["trained", "low_reward", "trained", "low_reward"]
+    assert [m.reason for m in bad.members] == ["low_reward"] * 2
+    rig.drawn(0.0)
+    assert (await rig.loop.update(None)).reason == "no_signal"
     assert rig.trainee.memory.mean is None
+    rig.check()
+
+
+async def test_imitation_of_given_trajectories_needs_no_rewards_and_minds_those_it_gets() -> None:
+    rig = await opened(imitation=True)
+    assert (await rig.loop.update([GivenTrajectory((1,), (2, 3))])).status == "published"
+    assert rig.learner.batches[0].samples[0].completion_ids == (2, 3)
+    await rig.loop.update([GivenTrajectory((1,), (4,), 1.0), GivenTrajectory((1,), (5,), 0.0)])
+    assert [sample.completion_ids for sample in rig.learner.batches[1].samples] == [(4,)]
+
+
+@pytest.mark.parametrize("given", [[None, None], [1.0, None]])
+async def test_rewards_are_given_for_all_where_the_loss_reads_them(given: list[float | None]) -> None:
+    rig = await opened()
+    with pytest.raises(InvalidRequestError, match="reward"):
+        await rig.loop.update([GivenTrajectory((1,), (2,), reward) for reward in given])
 
 
 async def test_given_trajectories_are_grouped_by_id_or_else_by_prompt() -> None:

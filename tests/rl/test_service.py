@@ -164,18 +164,60 @@ async def test_a_scorer_that_fails_costs_its_groups_only() -> None:
 
 
 async def test_a_group_that_waits_too_long_makes_do_with_what_it_has() -> None:
-    async with world(replace(SETTINGS, update_frequency=2, group_timeout_s=0.01)) as one:
+    async with world(replace(SETTINGS, update_frequency=3, feedback_timeout_s=0.01)) as one:
         alone = await one.request(scorer=None)
         one.service.feedback(alone[0], 1.0)
         three = trajectories("g", BASE_ADAPTER, 3, None)
         one.service.collected(three)
         for index in (0, 2):
             one.service.feedback(f"g-{index}", float(index))
+        await until(lambda: one.service.status().drops == {"timeout": 2})
         await until(lambda: one.service.status().updates_total == 1)
         states = one.states()
-        assert [states[trajectory] for trajectory in alone] == ["single", "timeout"]
+        assert [states[trajectory] for trajectory in alone] == ["trained", "timeout"]
         assert [states[f"g-{index}"] for index in range(3)] == ["trained", "timeout", "trained"]
-        assert one.service.status().drops == {"timeout": 2, "single": 1}
+        assert one.service.status().drops == {"timeout": 2}
+        with pytest.raises(ConflictError, match="timeout"):
+            one.service.feedback(alone[1], 1.0)
+
+
+@pytest.mark.parametrize(("score", "advantage"), [(1.0, 0.5), (0.0, -0.5), (-1.0, -1.5)])
+async def test_one_thumb_of_a_group_is_an_update(score: float, advantage: float) -> None:
+    """The first one that ever comes, and only that: nobody judges the other sample, however long it waits."""
+    async with world(replace(SETTINGS, update_frequency=1, group_timeout_s=0.001)) as one:
+        judged, silent = await one.request(scorer=None)
+        await asyncio.sleep(0.01)
+        one.service.feedback(judged, score)
+        await settle()
+        assert [sample.advantage for sample in one.learner.batches[0].samples] == [advantage]
+        assert one.service.status().current == AdapterRef("main", 1)
+        assert one.states() == {judged: "trained", silent: "waiting"}
+        one.service.feedback(silent, 1.0)
+        await settle()
+        assert one.states() == {judged: "trained", silent: "trained"}
+        with pytest.raises(ConflictError, match="taken for training"):
+            one.service.feedback(judged, 0.0)
+
+
+async def test_people_wait_less_where_the_setting_says_so() -> None:
+    async with world(replace(SETTINGS, feedback_timeout_s=0.001)) as one:
+        ids = await one.request(scorer=None)
+        await until(lambda: one.service.status().drops == {"timeout": 2})
+        with pytest.raises(ConflictError, match="dropped"):
+            one.service.feedback(ids[0], 1.0)
+
+
+async def test_a_thumb_survives_the_failure_of_the_scorer() -> None:
+    async with world(replace(SETTINGS, update_frequency=1)) as one:
+        one.scorers.rewards = None
+        one.scorers.gate = asyncio.Event()
+        judged, other = await one.request()
+        one.service.feedback(judged, 1.0)
+        await settle()
+        assert one.learner.batches == []
+        one.scorers.gate.set()
+        await settle()
+        assert one.states() == {judged: "trained", other: "scoring_failed"}
 
 
 async def test_several_adapters_learn_each_from_what_it_drew() -> None:

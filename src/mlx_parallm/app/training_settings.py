@@ -43,6 +43,8 @@ def loop_settings(config: Config) -> LoopSettings:
         scale_rewards=_reward_scale(config),
         max_staleness=training.max_staleness,
         group_timeout_s=training.group_timeout_s,
+        feedback_timeout_s=training.feedback_timeout_s,
+        imitation_threshold=training.loss.imitation_threshold,
         kl_bound=training.gate.kl_bound,
         checkpoint_interval=config.checkpointing.interval,
         rollback_drop=training.gate.rollback_drop,

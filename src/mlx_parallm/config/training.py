@@ -51,6 +51,10 @@ class LossConfig(Section):
         description="Where old_logprobs are the trainer's, a token weighs its probability there over the sampler's, "
         "this at most.",
     )
+    imitation_threshold: Number = Field(
+        default=0.0,
+        description="cross_entropy imitates trajectories with a reward above this, and those given without a reward.",
+    )
 
 
 class OptimizerConfig(Section):
@@ -133,7 +137,13 @@ class RLTrainingConfig(Section):
     group_timeout_s: Number = Field(
         default=300.0,
         gt=0,
-        description="Seconds that a group waits for all its rewards; then it makes do with those it has.",
+        description="Seconds that a group waits for its scoring function; then it makes do with people's feedback.",
+    )
+    feedback_timeout_s: Number | None = Field(
+        default=None,
+        gt=0,
+        description="Seconds that trajectories without a scoring function wait for feedback; null: as long as they are "
+        "kept (trajectory_buffer_size, max_staleness).",
     )
     max_completion_tokens: Integer = Field(
         default=1024,

@@ -52,12 +52,13 @@ class GivenTrajectory:
     """Training data that a client brings; ids as the model's tokenizer has them.
 
     `group_id`: trajectories of one prompt share it; their rewards are compared. `sampling_logprobs` empty: not known,
-    the trainer's own stand in. `reward` is not used by the loss cross_entropy.
+    the trainer's own stand in. `reward` None: the loss cross_entropy imitates it whatever it is worth; every other
+    loss needs a reward.
     """
 
     prompt_ids: tuple[int, ...]
     completion_ids: tuple[int, ...]
-    reward: float = 0.0
+    reward: float | None = None
     group_id: str = ""
     sampling_logprobs: tuple[float, ...] = ()
     temperature: float = 1.0
@@ -136,7 +137,7 @@ class TrainingClient(Protocol):
         ...
 
     def feedback(self, trajectory_id: str, score: float) -> None:
-        """A reward that comes later; the last one before training counts.
+        """A reward that comes later; the last one before training counts. One for one sample of a group is enough.
 
         Raises:
             UnknownTrajectoryError: no such trajectory, or not any more.

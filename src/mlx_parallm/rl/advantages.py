@@ -5,7 +5,8 @@ Standard deviations are the population's (divided by n): rewards 0, 0, 1, 1 give
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -16,6 +17,12 @@ from mlx_parallm.rl.settings import RewardScale
 
 _EPSILON = 1e-4
 """Added to the standard deviation."""
+
+_RUNNING_EPSILON = 0.01
+"""The same for running baselines. Larger, since their spread may shrink to nothing over many equal rewards."""
+
+_NEWEST = 0.05
+"""Least weight of the newest reward in a running baseline."""
 
 _LEAST_SPREAD = 1e-6
 """Of the largest reward's magnitude: rewards that differ by less are equal but for rounding."""
@@ -56,25 +63,43 @@ def group_advantages(groups: Sequence[Sequence[float]], scale: RewardScale) -> t
 
 @dataclass(frozen=True, slots=True)
 class RunningBaseline:
-    """Mean of all past rewards of one scorer: what an ungrouped sample is compared with."""
+    """What one scorer's rewards were lately: what a sample without a group is compared with.
 
-    count: int = 0
-    mean: float = 0.0
+    Exponentially weighted mean and variance (T. Finch, "Incremental calculation of weighted mean and variance",
+    2009). The first rewards weigh as in a plain mean; each later one 0.05, so the mean follows about the last 20.
+    """
 
-    def advantage(self, reward: float) -> float | None:
-        """Reward less the mean of those before it; None for the first one, which has nothing to be compared with."""
-        return reward - self.mean if self.count else None
-
-    def including(self, reward: float) -> RunningBaseline:
-        return RunningBaseline(self.count + 1, self.mean + (reward - self.mean) / (self.count + 1))
-
-    def to_dict(self) -> dict[str, float]:
-        """JSON that `from_dict` restores to the bit."""
-        return {"count": self.count, "mean": self.mean}
+    count: int
+    mean: float
+    variance: float
 
     @classmethod
-    def from_dict(cls, saved: Mapping[str, float]) -> RunningBaseline:
-        return cls(int(saved["count"]), float(saved["mean"]))
+    def starting_at(cls, reward: float) -> RunningBaseline:
+        return cls(1, reward, 0.0)
+
+    def advantage(self, reward: float, scaled: bool) -> float:
+        """Reward less the mean of those before it; `scaled`: divided by the standard deviation with it + 0.01.
+
+        A scaled advantage is at most 1 / √(0.05 · 0.95) = 4.6 in magnitude.
+        """
+        centred = reward - self.mean
+        return centred / (math.sqrt(self.including(reward).variance) + _RUNNING_EPSILON) if scaled else centred
+
+    def including(self, reward: float) -> RunningBaseline:
+        weight = max(1 / (self.count + 1), _NEWEST)
+        centred = reward - self.mean
+        variance = (1 - weight) * (self.variance + weight * centred**2)
+        return RunningBaseline(self.count + 1, self.mean + weight * centred, variance)
+
+
+PEOPLE = RunningBaseline(1, 0.5, 0.25)
+"""Where people's scores begin: as if one of 0 and 1 had come, half of each. So the first thumb up, scored 1, counts
+in favour of its sample, and the first thumb down, scored 0 or -1, counts against it."""
+
+
+def equal(rewards: Sequence[float]) -> bool:
+    """Whether the rewards differ by no more than rounding, so that a comparison says nothing."""
+    return _unusable(np.asarray(rewards, np.float64)) is Unusable.ZERO_VARIANCE
 
 
 def _unusable(rewards: _Rewards) -> Unusable | None:

@@ -8,9 +8,9 @@ from itertools import chain
 
 import numpy as np
 
-from mlx_parallm.rl.advantages import GroupAdvantages, Unusable, group_advantages
+from mlx_parallm.rl.advantages import GroupAdvantages, Unusable, equal, group_advantages
 from mlx_parallm.rl.candidates import Candidate
-from mlx_parallm.rl.groups import Drop
+from mlx_parallm.rl.groups import FEEDBACK, Drop
 from mlx_parallm.rl.rewards import RewardMemory
 from mlx_parallm.rl.samples import Sample, UpdateBatch
 from mlx_parallm.rl.settings import RewardScale
@@ -31,24 +31,40 @@ class Prepared:
 
 
 def prepare(candidates: Sequence[Candidate], scale: RewardScale, memory: RewardMemory) -> Prepared:
-    """Groups are compared within themselves, single samples with their scorer's past (and are not scaled)."""
-    together = iter(group_advantages([c.rewards for c in candidates if len(c.samples) > 1], scale))
-    advantages = [next(together) if len(c.samples) > 1 else _alone(c, memory) for c in candidates]
+    """Groups are compared within themselves, samples that stand alone with their scorer's past."""
+    together = iter(group_advantages([c.rewards for c in candidates if not _stands_alone(c)], scale))
+    scaled = scale is not RewardScale.NONE
+    advantages = [_alone(c, memory, scaled) if _stands_alone(c) else next(together) for c in candidates]
     batch = UpdateBatch(_samples(candidates, advantages), _reward_figures(candidates) | _figures(candidates))
     return Prepared(batch, tuple(_DROPS[a.dropped] if a.dropped else None for a in advantages))
 
 
-def prepare_imitation(candidates: Sequence[Candidate]) -> Prepared:
-    """For the loss cross_entropy: every sample is to be imitated, whatever its reward."""
-    advantages = [GroupAdvantages((1.0,) * len(c.samples)) for c in candidates]
-    return Prepared(UpdateBatch(_samples(candidates, advantages), _figures(candidates)), (None,) * len(candidates))
+def prepare_imitation(candidates: Sequence[Candidate], threshold: float) -> Prepared:
+    """For the loss cross_entropy: imitates samples with a reward above `threshold`, and those given without one."""
+    kept = [_worthy(candidate, threshold) for candidate in candidates]
+    batch = UpdateBatch(_samples(kept, [GroupAdvantages((1.0,) * len(c.samples)) for c in kept]), _figures(kept))
+    return Prepared(batch, tuple(None if candidate.samples else Drop.LOW_REWARD for candidate in kept))
 
 
-def _alone(candidate: Candidate, memory: RewardMemory) -> GroupAdvantages:
-    advantage = memory.advantage(candidate.scorer, candidate.rewards[0])
-    if advantage is None:
-        return GroupAdvantages((0.0,), Unusable.SINGLE_MEMBER)
-    return GroupAdvantages((advantage,), None if advantage else Unusable.ZERO_VARIANCE)
+def _worthy(candidate: Candidate, threshold: float) -> Candidate:
+    if not candidate.rewards:
+        return candidate
+    kept = [at for at, reward in enumerate(candidate.rewards) if reward > threshold]
+    samples, rewards = tuple(candidate.samples[at] for at in kept), tuple(candidate.rewards[at] for at in kept)
+    return replace(candidate, samples=samples, rewards=rewards)
+
+
+def _stands_alone(candidate: Candidate) -> bool:
+    """People who gave all samples of a prompt the same score did say something: that all are good, or bad."""
+    return len(candidate.samples) == 1 or (candidate.scorer == FEEDBACK and equal(candidate.rewards))
+
+
+def _alone(candidate: Candidate, memory: RewardMemory, scaled: bool) -> GroupAdvantages:
+    advantages = [memory.advantage(candidate.scorer, reward, scaled) for reward in candidate.rewards]
+    values = tuple(advantage or 0.0 for advantage in advantages)
+    if None in advantages:
+        return GroupAdvantages(values, Unusable.SINGLE_MEMBER)
+    return GroupAdvantages(values, None if any(values) else Unusable.ZERO_VARIANCE)
 
 
 def _samples(candidates: Sequence[Candidate], advantages: Sequence[GroupAdvantages]) -> tuple[Sample, ...]:

@@ -12,11 +12,11 @@ from mlx_parallm.rl.groups import Drop, Group, Member, State
 
 
 class TrajectoryBuffer:
-    """At most `size` trajectories that have no fate yet, in whole groups.
+    """At most `size` trajectories, in whole groups: those of which at least one has no fate yet.
 
-    The drop rule: a group that does not fit makes the oldest groups go, complete or not, until it does; those that
-    an update has taken stay, and a group that does not fit beside them goes itself. As many trajectories that were
-    trained on or dropped are remembered, so that feedback on them is answered truly.
+    The drop rule: to make room for a new group the oldest groups without a reward are dropped, then the oldest with
+    one. Groups that an update has taken stay, and a group that does not fit beside them is dropped itself. As many
+    trajectories that were trained on or dropped are remembered, so that feedback on them is answered truly.
 
     Counts are of trajectories, by trainee: `collected`, `trained`, and `drops` by reason. `ended` is told of each
     group once its fate is known.
@@ -53,7 +53,8 @@ class TrajectoryBuffer:
     def _make_room(self, wanted: int) -> None:
         if self._held + wanted <= self._size:
             return
-        free_to_go = [group for group in self._groups.values() if not group.taken]
+        untaken = [group for group in self._groups.values() if not group.taken]
+        free_to_go = sorted(untaken, key=lambda group: bool(group.scored))  # stable: oldest first
         if self._held - sum(len(group.members) for group in free_to_go) + wanted > self._size:
             return
         for oldest in free_to_go:
@@ -78,10 +79,15 @@ class TrajectoryBuffer:
             raise UnknownTrajectoryError("No trajectory has this id, or it is forgotten by now.", param="trajectory_id")
         group, member = self._members[trajectory_id]
         if member.state is State.DROPPED:
-            raise ConflictError(f"The trajectory was dropped ({member.reason}).", param="trajectory_id")
+            raise ConflictError(
+                f"The trajectory was dropped ({member.reason}): it will not be trained on.", param="trajectory_id"
+            )
         if member.state not in (State.WAITING, State.SCORED):
-            raise ConflictError("The trajectory was taken for training already.", param="trajectory_id")
-        member.reward, member.state = score, State.SCORED
+            raise ConflictError(
+                "The trajectory was taken for training already; feedback counts only before that.",
+                param="trajectory_id",
+            )
+        member.reward, member.state, member.judged = score, State.SCORED, True
         return group
 
     def score(self, group: Group, rewards: Sequence[float]) -> None:
@@ -91,19 +97,13 @@ class TrajectoryBuffer:
                 member.reward, member.state = reward, State.SCORED
 
     def fail(self, group: Group) -> None:
-        """The scorer failed: drops the group, unless it needs the scorer no more."""
-        if group.waiting:
-            self.drop(group, Drop.SCORING_FAILED)
+        """The scorer failed: drops what has no reward; what a person has judged stays."""
+        self._drop_all(group, group.waiting, Drop.SCORING_FAILED)
 
     def expire(self, group_id: str) -> None:
-        """The time for rewards is over: what is scored makes the group, if it is two at least."""
-        group = self._groups.get(group_id)
-        if group is None or not group.waiting:
-            return
-        for member in group.waiting:
-            self._drop_member(group, member, Drop.TIMEOUT)
-        if len(group.scored) < 2:
-            self.drop(group, Drop.SINGLE)
+        """The time for rewards is over: drops what has none."""
+        if (group := self._groups.get(group_id)) is not None:
+            self._drop_all(group, group.waiting, Drop.TIMEOUT)
 
     # -- out -------------------------------------------------------------------------------------
 
@@ -114,7 +114,7 @@ class TrajectoryBuffer:
     def take(self, trainee: str, least: int | None = None) -> tuple[Group, ...]:
         """The oldest complete groups, until they hold `least` trajectories (None: all of them).
 
-        Whoever takes groups ends each of them, by `finish` or `drop`.
+        What is taken of a group are the trajectories that have a reward. Whoever takes groups calls `finish` for each.
         """
         taken: list[Group] = []
         trajectories = 0
@@ -127,30 +127,41 @@ class TrajectoryBuffer:
                 trajectories += 1
         return tuple(taken)
 
-    def finish(self, group: Group) -> None:
-        """A group that was taken is trained on."""
-        for member in group.in_state(State.TRAINING):
+    def finish(self, group: Group, reason: Drop | None = None) -> None:
+        """Ends what was taken of a group: it is trained on, or dropped for `reason`. The rest of it still waits."""
+        taken = group.in_state(State.TRAINING)
+        if reason is not None:
+            self._drop_all(group, taken, reason)
+            return
+        for member in taken:
             member.state = State.TRAINED
-            self.trained[group.trainee] += 1
-        self._retire(group)
+        self.trained[group.trainee] += len(taken)
+        self._retire_if_ended(group)
+
+    def drop_low(self, group: Group, threshold: float) -> None:
+        """Drops what was taken of a group and has a reward that is not above `threshold`."""
+        low = [m for m in group.in_state(State.TRAINING) if m.reward is not None and m.reward <= threshold]
+        self._drop_all(group, low, Drop.LOW_REWARD)
 
     def drop(self, group: Group, reason: Drop) -> None:
-        for member in group.members:
-            if member.state is not State.DROPPED:
-                self._drop_member(group, member, reason)
-        self._retire(group)
+        """Drops what no update has taken of a group."""
+        self._drop_all(group, (*group.waiting, *group.scored), reason)
 
     def sweep(self, trainee: str, judge: Callable[[AdapterRef], Drop | None]) -> None:
         """Drops what no update has taken and `judge`, asked for the version that drew it, gives a reason against."""
-        for group in [group for group in self._groups.values() if group.trainee == trainee and not group.taken]:
+        for group in [*self._of(trainee)]:
             if (reason := judge(group.adapter)) is not None:
                 self.drop(group, reason)
 
-    def _drop_member(self, group: Group, member: Member, reason: Drop) -> None:
-        member.drop(reason)
-        self.drops[group.trainee][reason] += 1
+    def _drop_all(self, group: Group, members: Sequence[Member], reason: Drop) -> None:
+        for member in members:
+            member.drop(reason)
+            self.drops[group.trainee][reason] += 1
+        self._retire_if_ended(group)
 
-    def _retire(self, group: Group) -> None:
+    def _retire_if_ended(self, group: Group) -> None:
+        if not self.holds(group) or group.waiting or group.scored or group.taken:
+            return
         del self._groups[group.group_id]
         self._held -= len(group.members)
         self._past.append(group)
@@ -194,11 +205,10 @@ class TrajectoryBuffer:
         assert known == self._members
         for group in held:
             assert group.waiting or group.scored or group.taken
-            assert not (group.taken and (group.waiting or group.scored))
         for member in chain.from_iterable(group.members for group in past):
             assert member.state in (State.TRAINED, State.DROPPED)
         for trainee, collected in self.collected.items():
             dropped = self.drops[trainee].total() - self.drops[trainee][Drop.ABORTED]
             members = chain.from_iterable(group.members for group in held if group.trainee == trainee)
-            open_fates = sum(member.state is not State.DROPPED for member in members)
+            open_fates = sum(member.state not in (State.TRAINED, State.DROPPED) for member in members)
             assert collected == open_fates + self.trained[trainee] + dropped

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from mlx_parallm.core import GivenTrajectory, Trajectory
 from mlx_parallm.errors import InvalidRequestError
-from mlx_parallm.rl.groups import Group, State
+from mlx_parallm.rl.groups import FEEDBACK, Group, State
 from mlx_parallm.rl.samples import Sample
 
 
@@ -16,7 +16,8 @@ from mlx_parallm.rl.samples import Sample
 class Candidate:
     """One group: samples without advantages, and their rewards in the same order.
 
-    `scorer`: whose running mean a single sample is compared with. `lag`: versions published since it was drawn.
+    `rewards` empty: none were given. `scorer`: whose running mean a single sample is compared with. `lag`: versions
+    published since it was drawn.
     """
 
     samples: tuple[Sample, ...]
@@ -30,21 +31,25 @@ def collected(group: Group, lag: int, on_policy: bool) -> Candidate:
     members = group.in_state(State.TRAINING)
     rewards = tuple(member.reward for member in members if member.reward is not None)
     samples = tuple(_drawn(member.trajectory, on_policy) for member in members)
-    return Candidate(samples, rewards, group.scorer, lag)
+    judged = all(member.judged for member in members)
+    return Candidate(samples, rewards, FEEDBACK if judged else group.scorer or FEEDBACK, lag)
 
 
 def given(trajectories: Iterable[GivenTrajectory]) -> tuple[Candidate, ...]:
     """Trajectories with one `group_id`, or with none and one prompt, make a group; in order of appearance.
 
     Raises:
-        InvalidRequestError: one of them cannot be learnt from.
+        InvalidRequestError: one of them cannot be learnt from, or some have a reward and some have none.
     """
+    trajectories = tuple(trajectories)
     groups: dict[object, list[GivenTrajectory]] = {}
     for number, trajectory in enumerate(trajectories):
         _check(trajectory, f"trajectories[{number}]")
         groups.setdefault(trajectory.group_id or trajectory.prompt_ids, []).append(trajectory)
+    if len({trajectory.reward is None for trajectory in trajectories}) > 1:
+        raise InvalidRequestError("trajectories: give a reward with each of them, or with none", "trajectories")
     return tuple(
-        Candidate(tuple(map(_brought, group)), tuple(trajectory.reward for trajectory in group), "given")
+        Candidate(tuple(map(_brought, group)), tuple(t.reward for t in group if t.reward is not None), "given")
         for group in groups.values()
     )
 
@@ -84,7 +89,7 @@ def _check(trajectory: GivenTrajectory, param: str) -> None:
             "one for each, or none",
             param,
         )
-    if not _finite((trajectory.reward, *logprobs)):
+    if not _finite((trajectory.reward or 0.0, *logprobs)):
         raise InvalidRequestError(f"{param}: reward and sampling_logprobs must be finite numbers", param)
     if not (trajectory.temperature > 0 and math.isfinite(trajectory.temperature)):
         raise InvalidRequestError(f"{param}: temperature must be above 0", param)

@@ -8,6 +8,9 @@ from enum import StrEnum
 
 from mlx_parallm.core import AdapterRef, Trajectory, TrajectoryCard
 
+FEEDBACK = "feedback"
+"""Stands for people where rewards are told apart by scorer."""
+
 
 class State(StrEnum):
     """Of one trajectory; `core.TrajectoryCard.state`."""
@@ -22,14 +25,16 @@ class State(StrEnum):
 class Drop(StrEnum):
     """Why a trajectory was not learnt from.
 
-    ABORTED: its request did not finish. FOREIGN: a version outside the trained lineage drew it. SINGLE: nothing is
-    left to compare it with. SKIPPED, HELD: its update was.
+    ABORTED: its request did not finish. FOREIGN: a version outside the trained lineage drew it. SINGLE: it has
+    nothing to be compared with. LOW_REWARD: the loss imitates, and its reward is not above the threshold.
+    SKIPPED, HELD: its update was.
     """
 
     BUFFER_FULL = "buffer_full"
     STALE = "stale"
     ZERO_VARIANCE = "zero_variance"
     SINGLE = "single"
+    LOW_REWARD = "low_reward"
     NOT_FINITE = "not_finite"
     SCORING_FAILED = "scoring_failed"
     TIMEOUT = "timeout"
@@ -41,12 +46,13 @@ class Drop(StrEnum):
 
 @dataclass(eq=False, slots=True)
 class Member:
-    """One trajectory of a group. `reason` is set where it was dropped."""
+    """One trajectory of a group. `judged`: the reward came as feedback. `reason` is set where it was dropped."""
 
     trajectory: Trajectory
     reward: float | None = None
     state: State = State.WAITING
     reason: Drop | None = None
+    judged: bool = False
 
     def drop(self, reason: Drop) -> None:
         self.state, self.reason = State.DROPPED, reason
@@ -77,14 +83,14 @@ class Group:
         return self.members[0].trajectory.adapter
 
     @property
-    def scorer(self) -> str:
-        """Whose rewards it has: they are compared with that scorer's only."""
-        return self.members[0].trajectory.collection.scorer or "feedback"
+    def scorer(self) -> str | None:
+        """The scoring function that its request named; None: its rewards come as feedback alone."""
+        return self.members[0].trajectory.collection.scorer
 
     @property
     def complete(self) -> bool:
-        """Whether an update can take it."""
-        return bool(self.scored) and not self.waiting
+        """Whether an update can take it. A scorer rewards the whole group; a person may judge one sample of it."""
+        return bool(self.scored) and not self.taken and (self.scorer is None or not self.waiting)
 
     @property
     def taken(self) -> bool:

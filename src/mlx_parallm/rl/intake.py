@@ -21,6 +21,8 @@ class Intake:
     """Event loop's thread only.
 
     Args:
+        group_timeout_s: how long a group waits for its scorer.
+        feedback_timeout_s: how long a group without a scorer waits for people; None: as long as the buffer keeps it.
         ready: told the trainee's name whenever a group of its may have become complete.
     """
 
@@ -29,18 +31,20 @@ class Intake:
         buffer: TrajectoryBuffer,
         scorers: Scorers,
         group_timeout_s: float,
+        feedback_timeout_s: float | None,
         ready: Callable[[str], None],
         emit: Emit,
     ) -> None:
         self._buffer = buffer
         self._scorers = scorers
         self._group_timeout_s = group_timeout_s
+        self._feedback_timeout_s = feedback_timeout_s
         self._ready = ready
         self._emit = emit
         self._scoring: set[asyncio.Task[None]] = set()
 
-    def add(self, trainee: str, trajectories: Sequence[Trajectory], refused: Drop | None) -> None:
-        """Takes a new group in; `refused`: why it cannot be trained on."""
+    def add(self, trainee: str, trajectories: Sequence[Trajectory], refused: Drop | None) -> Drop | None:
+        """Takes a new group in; `refused`: why it cannot be trained on. Returns why it was dropped at once, if so."""
         group = Group.of(trainee, trajectories)
         self._emit(
             "collected",
@@ -50,16 +54,18 @@ class Intake:
             trajectories=len(trajectories),
         )
         self._buffer.add(group)
-        if not self._buffer.holds(group):
-            return
-        if refused is not None:
+        if self._buffer.holds(group) and refused is not None:
             self._buffer.drop(group, refused)
-            return
-        asyncio.get_running_loop().call_later(self._group_timeout_s, self._expire, trainee, group.group_id)
-        if trajectories[0].collection.scorer is not None:
+        if not self._buffer.holds(group):
+            return group.members[0].reason
+        timeout_s = self._feedback_timeout_s if group.scorer is None else self._group_timeout_s
+        if timeout_s is not None:
+            asyncio.get_running_loop().call_later(timeout_s, self._expire, trainee, group.group_id)
+        if group.scorer is not None:
             task = asyncio.create_task(self._score(group, trajectories))
             self._scoring.add(task)
             task.add_done_callback(self._scoring.discard)
+        return None
 
     def feedback(self, trajectory_id: str, score: float) -> None:
         """See `core.TrainingClient.feedback`. Raises InvalidRequestError: the score is no finite number."""
@@ -82,6 +88,7 @@ class Intake:
         except Exception as error:  # noqa: BLE001 - whatever a scorer does costs its group only
             _log.warning("scoring by %s failed: %s", group.scorer, error, exc_info=not isinstance(error, ScoringError))
             self._buffer.fail(group)
+            self._ready(group.trainee)
             return
         self._buffer.score(group, rewards)
         self._scored(group, rewards=list(rewards))

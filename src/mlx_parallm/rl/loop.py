@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from mlx_parallm.core import AdapterRef, CheckpointCard, GivenTrajectory, TrainingStatus, UpdateReport
+from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.rl import candidates
 from mlx_parallm.rl.batches import Prepared, prepare, prepare_imitation
 from mlx_parallm.rl.buffer import TrajectoryBuffer
@@ -34,7 +35,7 @@ class TrainingLoop:
     is dropped; one whose update was skipped, held or failed is too, since it would do no better again.
 
     Args:
-        imitation: the loss is cross_entropy: rewards are not looked at, and no group is dropped for them.
+        imitation: the loss is cross_entropy: what is above the threshold is imitated, and groups are not compared.
     """
 
     def __init__(
@@ -101,6 +102,10 @@ class TrainingLoop:
             Exception: learner's or publisher's; policy and versions are as before.
         """
         brought = None if given is None else candidates.given(given)
+        if brought is not None and not self._imitation and not all(candidate.rewards for candidate in brought):
+            raise InvalidRequestError(
+                "trajectories: give each of them a reward; only the loss cross_entropy does without", "trajectories"
+            )
         async with self._lock:
             if brought is None:
                 return await self._update(self._buffer.take(self.name), publish, tag)
@@ -138,6 +143,9 @@ class TrainingLoop:
         """Learns from groups that were taken, and ends each of them."""
         ends: Sequence[Drop | None] = [Drop.SKIPPED] * len(groups)
         try:
+            if self._imitation:
+                for group in groups:
+                    self._buffer.drop_low(group, self._settings.imitation_threshold)
             taken = [self._candidate(group) for group in groups]
             prepared = self._prepare(taken)
             report = await self._learn(taken, prepared, publish, tag)
@@ -145,10 +153,7 @@ class TrainingLoop:
             return report
         finally:
             for group, reason in zip(groups, ends, strict=True):
-                if reason is None:
-                    self._buffer.finish(group)
-                else:
-                    self._buffer.drop(group, reason)
+                self._buffer.finish(group, reason)
 
     def _candidate(self, group: Group) -> Candidate:
         lag = self.trainee.lineage.lag(group.adapter)
@@ -157,7 +162,7 @@ class TrainingLoop:
 
     def _prepare(self, taken: Sequence[Candidate]) -> Prepared:
         if self._imitation:
-            return prepare_imitation(taken)
+            return prepare_imitation(taken, self._settings.imitation_threshold)
         return prepare(taken, self._settings.scale_rewards, self.trainee.memory)
 
     async def _learn(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mlx_parallm.rl.advantages import RunningBaseline
+from mlx_parallm.rl.advantages import PEOPLE, RunningBaseline
+from mlx_parallm.rl.groups import FEEDBACK
 
 _MEMORY = 0.8
 """Weight of the past in the running mean: it is of about the last five updates."""
@@ -13,7 +14,7 @@ _MOST_SCORERS = 32
 _LONGEST_SCORER = 100
 
 _MEAN, _BEST = "reward_running_mean", "reward_best"
-_COUNT_OF, _MEAN_OF = "baseline_count.", "baseline_mean."
+_COUNT_OF, _MEAN_OF, _VARIANCE_OF = "baseline_count.", "baseline_mean.", "baseline_variance."
 
 
 class RewardMemory:
@@ -44,13 +45,16 @@ class RewardMemory:
         """The policy is another one: its rewards are not the old one's. Baselines are of scorers, and stay."""
         self.mean = self.best = None
 
-    def advantage(self, scorer: str, reward: float) -> float | None:
-        """Of a sample that stands alone, by the rewards before it; None: it is the scorer's first. Remembers it."""
-        baseline = self._baselines.pop(scorer, RunningBaseline())
-        self._baselines[scorer] = baseline.including(reward)
+    def advantage(self, scorer: str, reward: float, scaled: bool = False) -> float | None:
+        """Of a sample that stands alone, by the rewards before it; None: it is the scorer's first. Remembers it.
+
+        Nothing is known of the scale of a scorer before its first reward; that of people's scores is (`PEOPLE`).
+        """
+        baseline = self._baselines.pop(scorer, PEOPLE if scorer == FEEDBACK else None)
+        self._baselines[scorer] = baseline.including(reward) if baseline else RunningBaseline.starting_at(reward)
         if len(self._baselines) > _MOST_SCORERS:
             del self._baselines[next(iter(self._baselines))]
-        return baseline.advantage(reward)
+        return baseline.advantage(reward, scaled) if baseline else None
 
     # -- across restarts -------------------------------------------------------------------------
 
@@ -59,13 +63,20 @@ class RewardMemory:
         metrics = {name: value for name, value in ((_MEAN, self.mean), (_BEST, self.best)) if value is not None}
         for scorer, baseline in self._baselines.items():
             if len(scorer) <= _LONGEST_SCORER and scorer.isprintable():
-                metrics |= {_COUNT_OF + scorer: float(baseline.count), _MEAN_OF + scorer: baseline.mean}
+                metrics[_COUNT_OF + scorer] = float(baseline.count)
+                metrics[_MEAN_OF + scorer] = baseline.mean
+                metrics[_VARIANCE_OF + scorer] = baseline.variance
         return metrics
 
     def restore(self, metrics: Mapping[str, float]) -> None:
         self.mean, self.best = metrics.get(_MEAN), metrics.get(_BEST)
+        scorers = [name.removeprefix(_COUNT_OF) for name in metrics if name.startswith(_COUNT_OF)]
         self._baselines = {
-            (scorer := name.removeprefix(_COUNT_OF)): RunningBaseline(int(count), metrics[_MEAN_OF + scorer])
-            for name, count in metrics.items()
-            if name.startswith(_COUNT_OF) and _MEAN_OF + name.removeprefix(_COUNT_OF) in metrics
+            scorer: RunningBaseline(
+                int(metrics[_COUNT_OF + scorer]),
+                metrics[_MEAN_OF + scorer],
+                metrics.get(_VARIANCE_OF + scorer, PEOPLE.variance),  # older checkpoints lack it
+            )
+            for scorer in scorers
+            if _MEAN_OF + scorer in metrics
         }

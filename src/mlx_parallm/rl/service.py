@@ -67,7 +67,8 @@ class TrainingService:
         self._default = default_adapter
         self._hub = EventHub()
         self._buffer = TrajectoryBuffer(parts.settings.buffer_size, self._ended)
-        self._intake = Intake(self._buffer, parts.scorers, parts.settings.group_timeout_s, self._wake, self._hub.emit)
+        waits = parts.settings.group_timeout_s, parts.settings.feedback_timeout_s
+        self._intake = Intake(self._buffer, parts.scorers, *waits, self._wake, self._hub.emit)
         gate = Gate(parts.settings.kl_bound, parts.evaluate)
         self._trainee_parts = TraineeParts(
             parts.learner, parts.publisher, gate, parts.settings, self._hub.emit, parts.policy_of

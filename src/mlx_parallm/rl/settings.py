@@ -113,11 +113,12 @@ class LoopSettings:
     """When updates are made, and what becomes of them.
 
     `update_frequency`: trajectories of complete groups between two updates. `max_staleness`: versions published
-    since a trajectory was drawn, at most. `group_timeout_s`: a group that is not all scored by then makes do with
-    what is. `kl_bound`: an update that moves the policy further (mean k3 of old against new) is held; None: any.
-    `checkpoint_interval`: updates between two checkpoints. `rollback_drop`: fall of the running mean reward under
-    its best that brings the best version back; None: never. `max_skips`: updates skipped in a row until training
-    pauses.
+    since a trajectory was drawn, at most. `group_timeout_s`: for the scorer of a group. `feedback_timeout_s`: for
+    people, where a group has no scorer; None: as long as it is kept. `imitation_threshold`: the loss cross_entropy
+    imitates collected samples with a reward above it. `kl_bound`: an update that moves the policy further (mean k3 of
+    old against new) is held; None: any. `checkpoint_interval`: updates between two checkpoints. `rollback_drop`: fall
+    of the running mean reward under its best that brings the best version back; None: never. `max_skips`: updates
+    skipped in a row until training pauses.
     """
 
     update_frequency: int = 100
@@ -125,6 +126,8 @@ class LoopSettings:
     scale_rewards: RewardScale = RewardScale.GROUP
     max_staleness: int = 1
     group_timeout_s: float = 300.0
+    feedback_timeout_s: float | None = None
+    imitation_threshold: float = 0.0
     kl_bound: float | None = None
     checkpoint_interval: int = 500
     rollback_drop: float | None = None

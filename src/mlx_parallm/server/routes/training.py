@@ -118,7 +118,9 @@ async def roll_back(
     openapi_extra=request_body(FeedbackBody),
 )
 async def feedback(body: Annotated[FeedbackBody, Depends(json_body(FeedbackBody))], services: ServicesDep) -> Scored:
-    """A reward for a trajectory, by whoever knows better; the last one before training counts."""
+    """A reward for a trajectory, by whoever knows better. Feedback on one of several samples is enough, and the last
+    one before training counts; after that, and for a trajectory that was dropped, the answer is 409.
+    """
     services.training.feedback(body.trajectory_id, body.score)
     return Scored(status="success", trajectory_id=body.trajectory_id, score=body.score)
 
@@ -153,7 +155,7 @@ def _trajectory(body: GivenTrajectoryBody, card: ModelCard, param: str) -> Given
     return GivenTrajectory(
         prompt_ids=tuple(body.prompt_token_ids),
         completion_ids=tuple(body.completion_token_ids),
-        reward=body.reward or 0.0,
+        reward=body.reward,
         group_id=body.group_id,
         sampling_logprobs=tuple(body.sampling_logprobs or ()),
         temperature=body.temperature,

@@ -26,7 +26,7 @@ class GivenTrajectoryBody(WireInput):
     completion_token_ids: SomeTokenIds
     """Not empty."""
     reward: float | None = None
-    """Left out where the loss reads none."""
+    """Left out for the loss cross_entropy: it is imitated whatever it is worth."""
     group_id: Annotated[str, Field(max_length=MAX_NAME)] = ""
     """Trajectories of one prompt share it; their rewards are compared."""
     sampling_logprobs: list[Logprob] | None = None
