@@ -33,8 +33,9 @@ class Seen:
         self.groups: list[list[Trajectory]] = []
         self.lost_ones: list[tuple[AdapterRef, int]] = []
 
-    def collected(self, group: Sequence[Trajectory]) -> None:
+    def collected(self, group: Sequence[Trajectory]) -> str:
         self.groups.append(list(group))
+        return ""
 
     def lost(self, adapter: AdapterRef, trajectories: int) -> None:
         self.lost_ones.append((adapter, trajectories))

@@ -67,6 +67,9 @@ class World:
         self.requests = 0
 
     async def request(self, adapter: AdapterRef = BASE_ADAPTER, scorer: str | None = "exact") -> tuple[str, ...]:
+        return (await self.finished(adapter, scorer)).trajectory_ids
+
+    async def finished(self, adapter: AdapterRef, scorer: str | None = "exact") -> RequestFinished:
         self.requests += 1
         asked = GenerationRequest(
             f"r{self.requests}",
@@ -77,7 +80,7 @@ class World:
             adapter=adapter,
             collection=Collection(scorer),
         )
-        return [event async for event in self.engine.generate(asked)][-1].trajectory_ids
+        return [event async for event in self.engine.generate(asked)][-1]
 
     def states(self) -> dict[str, str]:
         cards = self.service.trajectories(1000)
@@ -255,6 +258,32 @@ async def test_only_what_a_trained_adapter_draws_may_be_collected() -> None:
         assert len(one.learner.batches) == 1
 
 
+async def test_a_request_is_told_that_what_it_drew_is_too_old_to_be_trained_on() -> None:
+    async with world(replace(SETTINGS, max_staleness=1)) as one:
+        events = one.service.events()
+        for _ in range(3):
+            await one.service.update(given=GIVEN)
+        assert (await one.finished(AdapterRef("main", 2))).trajectory_warning == ""
+        stale = await one.finished(AdapterRef("main", 1))
+        assert stale.trajectory_warning == (
+            "main@1 is 2 versions behind main@3, and max_staleness is 1: these trajectories will not be trained on."
+        )
+        assert {one.states()[trajectory] for trajectory in stale.trajectory_ids} == {"stale"}
+        foreign = await one.finished(AdapterRef("main", 7))
+        assert foreign.trajectory_warning.startswith("main@7 is no version that training continues from")
+        await one.service.close()
+        assert [event.data["reasons"] async for event in events if event.kind == "dropped"] == [
+            {"stale": 2},
+            {"foreign": 2},
+        ]
+
+
+async def test_a_request_is_told_that_the_buffer_cannot_hold_what_it_drew() -> None:
+    async with world(replace(SETTINGS, buffer_size=1)) as one:
+        told = (await one.finished(BASE_ADAPTER)).trajectory_warning
+        assert told.startswith("There is no room for them in the buffer of 1 trajectories")
+
+
 async def test_a_name_that_means_another_version_by_now_begins_again_with_it() -> None:
     async with world() as one:
         await one.service.update(given=GIVEN, checkpoint_name="good")
@@ -396,7 +425,7 @@ async def test_close_gives_up_what_is_under_way() -> None:
 # ---- events -------------------------------------------------------------------------------------
 
 
-async def test_a_slow_listener_loses_the_oldest_events_and_delays_nobody() -> None:
+async def test_a_slow_listener_loses_the_oldest_events_is_told_how_many_and_delays_nobody() -> None:
     hub = EventHub()
     slow, quick = hub.listen(), hub.listen()
     seen: list[object] = []
@@ -407,9 +436,23 @@ async def test_a_slow_listener_loses_the_oldest_events_and_delays_nobody() -> No
     hub.emit("scored", number=400)
     hub.close()
     assert seen == list(range(400))
-    assert [event.data["number"] async for event in slow] == list(range(145, 401))
+    mark, *rest = [event async for event in slow]
+    assert (mark.kind, mark.data) == ("events_lost", {"events": 145})
+    assert [event.data["number"] for event in rest] == list(range(145, 401))
     assert [event.data["number"] async for event in late] == [400]
     assert [event async for event in hub.listen()] == []
+
+
+async def test_each_gap_in_a_listeners_events_is_marked_where_it_is() -> None:
+    hub = EventHub()
+    slow = hub.listen()
+    hub.emit("scored", number=0)
+    assert (await anext(slow)).data == {"number": 0}
+    for first in (1, 259):
+        for number in range(first, first + 258):
+            hub.emit("scored", number=number)
+        assert (await anext(slow)).data == {"events": 2}
+        assert [(await anext(slow)).data["number"] for _ in range(256)] == list(range(first + 2, first + 258))
 
 
 async def test_a_listener_that_is_closed_while_it_waits_ends() -> None:

@@ -79,6 +79,7 @@ class FakeEngine:
         self.fail_before = None
         self.error = None
         self.cached_tokens = 0
+        self.warning = ""
         self.paused = asyncio.Event()
         self.go_on = asyncio.Event()
         self.requests = []
@@ -176,5 +177,13 @@ class FakeEngine:
         collected = range(request.sequences) if request.collection else ()
         ids = tuple(f"traj-{index}" for index in collected)
         return RequestFinished(
-            prompt_tokens, completion_tokens, now - 0.4, now - 0.3, now - 0.2, now, self.cached_tokens, ids
+            prompt_tokens,
+            completion_tokens,
+            now - 0.4,
+            now - 0.3,
+            now - 0.2,
+            now,
+            self.cached_tokens,
+            ids,
+            self.warning,
         )

@@ -120,6 +120,19 @@ async def test_a_chat_stream_names_them(client, engine):
     assert got == f'{head},"choices":[{first}]}}\n\n{head},"choices":[{last}],{ids}}}\n\n{DONE}'
 
 
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("path", [*BODIES, "/v1/responses"])
+async def test_an_answer_says_why_its_trajectories_will_not_be_trained_on(client, engine, path, stream):
+    engine.warning = "policy@1 is 3 versions behind policy@4"
+    body = {"input": "x"} if path == "/v1/responses" else BODIES[path]
+    response = await client.post(path, json={**body, "collect_trajectory": True, "stream": stream})
+    assert response.text.count(f'"trajectory_warning":"{engine.warning}"') == 1
+    engine.warning = ""
+    response = await client.post(path, json={**body, "collect_trajectory": True, "stream": stream})
+    assert "traj-0" in response.text
+    assert "trajectory_warning" not in response.text
+
+
 async def test_an_echo_whose_scores_come_late_is_named_once(client, engine):
     """Here the choices' ends come out with the scores, after the engine's own end of them."""
     forward = engine._events

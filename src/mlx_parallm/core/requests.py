@@ -146,7 +146,8 @@ class SequenceOutput:
 class RequestFinished:
     """Terminal: every sequence has ended. Times are seconds on `time.monotonic`'s clock.
 
-    `trajectory_ids`: of a collected request's sequences, in order of choice.
+    `trajectory_ids`: of a collected request's sequences, in order of choice. `trajectory_warning`: why they will not
+    be trained on, or "".
     """
 
     prompt_tokens: int
@@ -157,6 +158,7 @@ class RequestFinished:
     finished_at: float
     cached_tokens: int = 0
     trajectory_ids: tuple[str, ...] = ()
+    trajectory_warning: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,7 +111,9 @@ class TrainingStatus:
 
 @dataclass(frozen=True, slots=True)
 class TrainingEvent:
-    """`kind`: collected, scored, dropped, update, held, skipped, rollback, checkpoint, paused, resumed, started."""
+    """`kind`: collected, scored, dropped, update, held, skipped, rollback, checkpoint, paused, resumed, started; or
+    events_lost, where a listener did not keep up: `data.events` says how many are missing there.
+    """
 
     kind: str
     at: float
@@ -195,7 +197,9 @@ class TrainingClient(Protocol):
         ...
 
     def events(self) -> AsyncIterator[TrainingEvent]:
-        """From now on, until closed. A listener that does not keep up loses the oldest."""
+        """From now on, until closed. A listener that does not keep up loses the oldest, and reads an
+        event `events_lost` in their place.
+        """
         ...
 
     def trajectories(self, limit: int) -> tuple[TrajectoryCard, ...]:

@@ -28,8 +28,8 @@ from mlx_parallm.errors import EngineError
 class Sink(Protocol):
     """Who takes what is collected."""
 
-    def collected(self, group: Sequence[Trajectory]) -> None:
-        """All trajectories of one prompt, in order of choice."""
+    def collected(self, group: Sequence[Trajectory]) -> str:
+        """All trajectories of one prompt, in order of choice; why they will not be trained on, or ""."""
         ...
 
     def lost(self, adapter: AdapterRef, trajectories: int) -> None:
@@ -80,7 +80,7 @@ class CollectingEngine:
                     if isinstance(event, SequenceOutput):
                         drafts[event.index].add(event)
                     elif isinstance(event, RequestFinished):
-                        event = replace(event, trajectory_ids=self._hand_over(request, collection, drafts))
+                        event = self._hand_over(request, collection, drafts, event)
                         handed_over = True
                     yield event
         finally:
@@ -88,14 +88,15 @@ class CollectingEngine:
                 self._sink.lost(request.adapter, request.sequences)
 
     def _hand_over(
-        self, request: GenerationRequest, collection: Collection, drafts: Sequence[_Draft]
-    ) -> tuple[str, ...]:
-        """Gives each prompt's group to the sink; the trajectories' ids in order of choice."""
+        self, request: GenerationRequest, collection: Collection, drafts: Sequence[_Draft], finished: RequestFinished
+    ) -> RequestFinished:
+        """Gives each prompt's group to the sink; the event with the trajectories' ids and the first warning."""
         now = time.time()
         drawn = [draft.trajectory(request, collection, index, now) for index, draft in enumerate(drafts)]
-        for start in range(0, len(drawn), request.n):
-            self._sink.collected(drawn[start : start + request.n])
-        return tuple(trajectory.trajectory_id for trajectory in drawn)
+        groups = [drawn[start : start + request.n] for start in range(0, len(drawn), request.n)]
+        warnings = [self._sink.collected(group) for group in groups]
+        ids = tuple(trajectory.trajectory_id for trajectory in drawn)
+        return replace(finished, trajectory_ids=ids, trajectory_warning=next(filter(None, warnings), ""))
 
 
 @dataclass(slots=True)

@@ -77,8 +77,9 @@ class _Kept:
 
     group: Sequence[Trajectory] = ()
 
-    def collected(self, group: Sequence[Trajectory]) -> None:
+    def collected(self, group: Sequence[Trajectory]) -> str:
         self.group = group
+        return ""
 
     def lost(self, adapter: AdapterRef, trajectories: int) -> None:
         """The request's own error says it."""

@@ -13,9 +13,14 @@ from mlx_parallm.core import TrainingEvent
 _KEPT = 256
 """Events that wait for one listener; beyond them the oldest are lost."""
 
+LOST = "events_lost"
+"""Kind of the event that stands in a listener's stream for those that it lost; `events`: how many."""
+
 
 class EventHub:
-    """Every listener gets every event from its own beginning on, in order. Event loop's thread only."""
+    """Every listener gets every event from its own beginning on, in order; one that reads too slowly loses the oldest
+    and is told how many. Event loop's thread only.
+    """
 
     def __init__(self) -> None:
         self._listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
@@ -45,14 +50,19 @@ class Listener(AsyncIterator[TrainingEvent]):
     """One reader's events."""
 
     def __init__(self) -> None:
-        self._events: deque[TrainingEvent] = deque(maxlen=_KEPT)
+        self._events: deque[TrainingEvent] = deque()
+        self._lost = 0  # before the first of `_events`
         self._wake = asyncio.Event()
         self._ended = False
 
     def tell(self, event: TrainingEvent) -> None:
-        if not self._ended:
-            self._events.append(event)
-            self._wake.set()
+        if self._ended:
+            return
+        self._events.append(event)
+        if len(self._events) > _KEPT:
+            self._events.popleft()
+            self._lost += 1
+        self._wake.set()
 
     def end(self) -> None:
         self._ended = True
@@ -64,8 +74,12 @@ class Listener(AsyncIterator[TrainingEvent]):
                 raise StopAsyncIteration
             self._wake.clear()
             await self._wake.wait()
+        if self._lost:
+            lost, self._lost = self._lost, 0
+            return TrainingEvent(LOST, time.time(), {"events": lost})
         return self._events.popleft()
 
     async def aclose(self) -> None:
         self.end()
         self._events.clear()
+        self._lost = 0

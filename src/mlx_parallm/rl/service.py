@@ -121,11 +121,26 @@ class TrainingService:
             )
         self._parts.scorers.check(collection)
 
-    def collected(self, group: Sequence[Trajectory]) -> None:
+    def collected(self, group: Sequence[Trajectory]) -> str:
         """See `collecting.Sink`."""
-        trainee = self._trainee_of(group[0].adapter)
+        drawn_by = group[0].adapter
+        trainee = self._trainee_of(drawn_by)
         loop = self._loops.get(trainee)
-        self._intake.add(trainee, group, loop.judge(group[0].adapter) if loop else Drop.FOREIGN)
+        dropped = self._intake.add(trainee, group, loop.judge(drawn_by) if loop else Drop.FOREIGN)
+        return "" if dropped is None else f"{self._why(dropped, drawn_by)}: these trajectories will not be trained on."
+
+    def _why(self, dropped: Drop, drawn_by: AdapterRef) -> str:
+        settings = self._parts.settings
+        if dropped is Drop.BUFFER_FULL:
+            return f"There is no room for them in the buffer of {settings.buffer_size} trajectories"
+        loop = self._loops.get(self._trainee_of(drawn_by))
+        if dropped is Drop.STALE and loop is not None:
+            lineage = loop.trainee.lineage
+            return (
+                f"{drawn_by} is {lineage.lag(drawn_by)} versions behind {lineage.tip}, and max_staleness is "
+                f"{settings.max_staleness}"
+            )
+        return f"{drawn_by} is no version that training continues from"
 
     def lost(self, adapter: AdapterRef, trajectories: int) -> None:
         """See `collecting.Sink`."""

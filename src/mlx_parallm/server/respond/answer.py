@@ -62,7 +62,7 @@ class Answer(Wording):
         pieces = [*self._opening(), *(piece for event in events for piece in self._pieces(event))]
         choices = [joined(index, pieces) for index in range(self.request.sequences)]
         scored = {event.prompt_index: event for event in events if isinstance(event, PromptScored)}
-        self._tail |= self._collected(finished)
+        self._tail |= collected(self.request, finished)
         return self._whole(choices, usage_of(finished), scored)
 
     def _waits_for_ids(self, piece: Piece) -> bool:
@@ -72,12 +72,9 @@ class Answer(Wording):
 
     def _closing_chunks(self, finished: RequestFinished) -> Iterator[WireOutput]:
         if self._held is not None:
-            yield self._chunk([self._held], **self._collected(finished))
+            yield self._chunk([self._held], **collected(self.request, finished))
         if self._body.stream_options.include_usage:
             yield self._chunk([], usage=usage_of(finished))
-
-    def _collected(self, finished: RequestFinished) -> dict[str, Any]:
-        return {} if self.request.collection is None else {"trajectory_ids": list(finished.trajectory_ids)}
 
     def _opening(self) -> Iterator[Piece]:
         return iter(())
@@ -118,6 +115,14 @@ class Answer(Wording):
 def adapter_of(request: GenerationRequest) -> str | None:
     """`name@version` of the adapter that serves it; None for the base."""
     return None if request.adapter == BASE_ADAPTER else str(request.adapter)
+
+
+def collected(request: GenerationRequest, finished: RequestFinished) -> dict[str, Any]:
+    """What the answer says of its trajectories: nothing where the request was not collected."""
+    if request.collection is None:
+        return {}
+    warning = {"trajectory_warning": finished.trajectory_warning} if finished.trajectory_warning else {}
+    return {"trajectory_ids": list(finished.trajectory_ids), **warning}
 
 
 def ending(piece: Piece) -> dict[str, Any]:

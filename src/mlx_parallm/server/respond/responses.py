@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from mlx_parallm.core import BASE_ADAPTER, Event, FinishReason, GenerationRequest, RequestFinished, SequenceOutput
 from mlx_parallm.errors import RequestError
 from mlx_parallm.server.errors import error_body
-from mlx_parallm.server.respond.answer import adapter_of
+from mlx_parallm.server.respond.answer import adapter_of, collected
 from mlx_parallm.server.respond.parts import Part
 from mlx_parallm.server.respond.response_items import Output, Said
 from mlx_parallm.server.respond.splitter import Splitter
@@ -98,9 +98,8 @@ class ResponsesAnswer(Wording):
         status: ResponseStatus = "incomplete" if cut else "completed"
         yield from self._numbered(self._last_items(cut))
         details = IncompleteDetails(reason="max_output_tokens") if cut else None
-        collected = {} if self.request.collection is None else {"trajectory_ids": list(finished.trajectory_ids)}
-        usage = self._usage(finished)
-        response = self._response(status, incomplete_details=details, usage=usage, **collected)
+        usage, trajectories = self._usage(finished), collected(self.request, finished)
+        response = self._response(status, incomplete_details=details, usage=usage, **trajectories)
         self._keep(response)
         yield self._event(f"response.{status}", response=response)
 

@@ -127,7 +127,7 @@ async def feedback(body: Annotated[FeedbackBody, Depends(json_body(FeedbackBody)
 
 @router.get("/v1/training/events", response_class=Response, responses=LISTENING)
 async def events(services: ServicesDep) -> Response:
-    """What happens from now on."""
+    """What happens from now on. A client that reads too slowly gets an event `events_lost` for those it missed."""
     return TrainingEventsResponse(services)
 
 

@@ -213,6 +213,8 @@ class ChatCompletion(WireOutput):
     """`name@version` that served it; absent for the base."""
     trajectory_ids: list[str] | None = None
     """In order of choice, when collected."""
+    trajectory_warning: str | None = None
+    """Why they will not be trained on: a stale version drew them, for one. Absent where they may be."""
     prompt_token_ids: list[int] | None = None
     """Of the rendered template, one for all choices."""
     prompt_logprobs: PromptLogprobs | None = None
@@ -240,5 +242,7 @@ class ChatCompletionChunk(WireOutput):
     """`name@version` that served it; absent for the base."""
     trajectory_ids: list[str] | None = None
     """When collected, with the last `finish_reason`."""
+    trajectory_warning: str | None = None
+    """Why they will not be trained on: a stale version drew them, for one. Absent where they may be."""
     prompt_token_ids: list[int] | None = None
     """With the first chunk, when asked for."""

@@ -107,3 +107,5 @@ class Completion(WireOutput):
     """`name@version` that served it; absent for the base."""
     trajectory_ids: list[str] | None = None
     """In order of choice, when collected; in a stream with the last `finish_reason`."""
+    trajectory_warning: str | None = None
+    """Why they will not be trained on: a stale version drew them, for one. Absent where they may be."""

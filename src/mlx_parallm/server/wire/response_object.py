@@ -153,6 +153,8 @@ class ResponseObject(WireOutput):
     """Tokens; null until it has ended."""
     trajectory_ids: list[str] | None = None
     """One id, when collected."""
+    trajectory_warning: str | None = None
+    """Why they will not be trained on: a stale version drew them, for one. Absent where they may be."""
     previous_response_id: str | None
     """As it was sent."""
     instructions: str | None
