@@ -16,6 +16,7 @@ from mlx_parallm.core import (
     TokenLogprob,
 )
 from mlx_parallm.errors import (
+    ContextLengthError,
     EngineDeadError,
     InvalidRequestError,
 )
@@ -38,7 +39,9 @@ class ByteTokenizer:
     tool_format = replace(HERMES, in_template=True)
     reasoning = None
 
-    def encode(self, text, add_special_tokens=True):
+    def encode(self, text, add_special_tokens=True, at_most=None):
+        if at_most is not None and len(text) > at_most:
+            raise ContextLengthError("the prompt is longer than the context")
         return list(text.encode())
 
     def decode(self, token_ids, skip_special_tokens=False):
@@ -47,12 +50,12 @@ class ByteTokenizer:
     def token_bytes(self, token_id):
         return bytes([token_id]) if token_id < 256 else {256: b"<bos>", EOS: b"<eos>"}.get(token_id, b"")
 
-    def apply_chat_template(self, messages, add_generation_prompt=True, **kwargs):
+    def apply_chat_template(self, messages, add_generation_prompt=True, at_most=None, **kwargs):
         if messages[-1]["content"] == "refuse":
             raise InvalidRequestError("the template refuses these messages", param="messages")
         turns = "".join(f"{message['role'][0]}:{message['content']}\n" for message in messages)
         options = "".join(f"{name}={value}\n" for name, value in kwargs.items())
-        return self.encode(turns + options + ("a:" if add_generation_prompt else ""))
+        return self.encode(turns + options + ("a:" if add_generation_prompt else ""), at_most=at_most)
 
 
 def logprob_of(token_id, top, rank=None):

@@ -69,3 +69,25 @@ async def test_when_the_drain_is_over_requests_end_with_an_error(client, engine,
     assert '"code":"draining"' in (await stream).text
     assert (await stream).text.endswith("data: [DONE]\n\n")
     assert (engine.live, engine.aborted) == (set(), 2)
+
+
+TOO_LONG = {
+    "/v1/completions": {"prompt": "x" * 65, "max_tokens": 1},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x" * 65}]},
+    "/v1/responses": {"input": "x" * 65},
+    "/tokenize": {"prompt": "x" * 65},
+    "/detokenize": {"tokens": [1] * 65},
+}
+
+
+@pytest.mark.parametrize(("path", "body"), TOO_LONG.items(), ids=TOO_LONG)
+async def test_what_cannot_fit_the_context_is_refused(client, engine, fault, path, body):
+    response = await client.post(path, json=body)
+    assert (response.status_code, fault(response)["code"]) == (400, "context_length_exceeded")
+    assert not engine.requests
+
+
+@pytest.mark.parametrize("prompt", [[999] * 65, [[1], [999] * 65]])
+async def test_ids_are_counted_before_they_are_looked_at(client, fault, prompt):
+    response = await client.post(URL, json={"prompt": prompt, "max_tokens": 1})
+    assert fault(response)["code"] == "context_length_exceeded"

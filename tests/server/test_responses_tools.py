@@ -33,7 +33,7 @@ class RecordingTokenizer(ByteTokenizer):
 
     reasoning = Reasoning("{think}", "{/think}")
 
-    def apply_chat_template(self, messages, add_generation_prompt=True, **kwargs):
+    def apply_chat_template(self, messages, add_generation_prompt=True, at_most=None, **kwargs):
         self.given = (messages, kwargs)
         return super().apply_chat_template(messages, add_generation_prompt)
 

@@ -264,7 +264,9 @@ class TextTokenizer(Protocol):
     reasoning: Reasoning | None
     """None: the model does not mark what it thinks."""
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+    def encode(self, text: str, add_special_tokens: bool = True, at_most: int | None = None) -> list[int]:
+        """Raises ContextLengthError: the text is so long that it must have more than `at_most` tokens."""
+        ...
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str: ...
 
@@ -273,11 +275,16 @@ class TextTokenizer(Protocol):
         ...
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **kwargs: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        at_most: int | None = None,
+        **kwargs: Any,
     ) -> list[int]:
         """Renders the model's own template in a sandbox and encodes it.
 
         Raises:
             InvalidRequestError: the model has no template, or the template refuses the messages.
+            ContextLengthError: the rendered text must have more than `at_most` tokens.
         """
         ...

@@ -69,3 +69,6 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _BYTE_OF = _byte_alphabet()
+
+BYTE_ALPHABET = frozenset(_BYTE_OF)
+"""The 256 characters that byte-level tokens are written with."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from threading import Lock
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_parallm.core import Reasoning, ToolFormat
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.errors import ContextLengthError, InvalidRequestError
+from mlx_parallm.model.codec import codec_of
+from mlx_parallm.model.text_length import text_length_of
 from mlx_parallm.model.token_bytes import pieces_of
 from mlx_parallm.model.tools.families import family_of
 
@@ -23,7 +24,8 @@ class Tokenizer:
 
     def __init__(self, wrapped: TokenizerWrapper) -> None:
         self._hf = wrapped
-        self._lock = Lock()  # Hugging Face's fast tokenizers change their own settings while they encode
+        self._codec = codec_of(wrapped)
+        self._text_length = text_length_of(wrapped)
         self.special_ids = frozenset(wrapped.all_special_ids) | _special_added_ids(wrapped)
         self._pieces = pieces_of(wrapped)
         self.vocab_size: int = len(wrapped)
@@ -36,19 +38,27 @@ class Tokenizer:
         self.tool_format: ToolFormat = family_of(wrapped, self.chat_template, self._spelled_in)
         self.reasoning: Reasoning | None = self._reasoning(wrapped)
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; special tokens written in it are recognised."""
-        with self._lock:
-            ids: list[int] = self._hf.encode(text, add_special_tokens=add_special_tokens)
-        return ids
+    def encode(self, text: str, add_special_tokens: bool = True, at_most: int | None = None) -> list[int]:
+        """Token ids of `text`; special tokens written in it are recognised.
+
+        Raises:
+            ContextLengthError: the text is so long that it must have more than `at_most` tokens; it was not encoded.
+        """
+        self.check_length(text, at_most)
+        return self._codec.encode(text, add_special_tokens)
+
+    def check_length(self, text: str, at_most: int | None) -> None:
+        """Raises ContextLengthError: `text` must have more than `at_most` tokens. See `text_length`."""
+        least = 0 if at_most is None or self._text_length is None else self._text_length.least_tokens(text)
+        if at_most is not None and least > at_most:
+            raise ContextLengthError(
+                f"The prompt has {len(text)} characters, which are at least {least} tokens; "
+                f"this model's context is {at_most} tokens. Shorten the prompt."
+            )
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Text of the ids; bytes that are not UTF-8 become U+FFFD."""
-        with self._lock:
-            text: str = self._hf.decode(
-                list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-            )
-        return text
+        return self._codec.decode(token_ids, skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes one token stands for: part of a UTF-8 character, perhaps; a special token's own text.
@@ -60,7 +70,11 @@ class Tokenizer:
         return self._pieces[token_id] if token_id < len(self._pieces) else b""
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **kwargs: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        at_most: int | None = None,
+        **kwargs: Any,
     ) -> list[int]:
         """Renders the model's template (Transformers' sandboxed Jinja) and encodes it; the template writes any BOS.
 
@@ -68,6 +82,7 @@ class Tokenizer:
 
         Raises:
             InvalidRequestError: the model has no template, or the template refuses the messages.
+            ContextLengthError: the rendered text must have more than `at_most` tokens.
         """
         if not self._hf.has_chat_template:
             raise InvalidRequestError("this model has no chat template: use /v1/completions", param="messages")
@@ -80,7 +95,7 @@ class Tokenizer:
             )
         except Exception as error:  # a template is the model author's program: it may raise anything
             raise InvalidRequestError(f"the chat template refused the messages: {error}", param="messages") from error
-        return self.encode(text, add_special_tokens=False)
+        return self.encode(text, add_special_tokens=False, at_most=at_most)
 
     def _reasoning(self, wrapped: TokenizerWrapper) -> Reasoning | None:
         if not wrapped.has_thinking:

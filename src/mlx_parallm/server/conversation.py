@@ -35,14 +35,15 @@ def rendered(
     tokenizer: TextTokenizer,
     add_generation_prompt: bool,
     variables: Mapping[str, Any],
+    at_most: int,
 ) -> list[int]:
-    """The prompt's token ids. Raises InvalidRequestError: see `TextTokenizer.apply_chat_template`."""
+    """The prompt's token ids. Raises what `TextTokenizer.apply_chat_template` raises."""
     calls = tokenizer.tool_format
     if not calls.in_template:
         messages = _with_tools(list(_plain(messages, calls)), tools, calls)
     elif tools:
         variables = {**variables, "tools": list(tools)}
-    return tokenizer.apply_chat_template(messages, add_generation_prompt, **variables)
+    return tokenizer.apply_chat_template(messages, add_generation_prompt, at_most, **variables)
 
 
 def _with_tools(messages: Sequence[TURN], tools: Sequence[Tool], calls: ToolFormat) -> Sequence[TURN]:

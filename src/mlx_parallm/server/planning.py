@@ -68,9 +68,9 @@ def plan(
         ContextLengthError: the longest prompt and the budget do not fit the context.
         InvalidRequestError: an empty prompt, an id beyond the vocabulary, or min_tokens over max_tokens.
     """
+    max_tokens = budget.resolve(max(map(len, prompts)), card.context_length)
     for ids in prompts:
         check_ids(ids, card.vocab_size)
-    max_tokens = budget.resolve(max(map(len, prompts)), card.context_length)
     if body.min_tokens > max_tokens:
         raise InvalidRequestError(
             f"min_tokens ({body.min_tokens}) is over max_tokens ({max_tokens}).", param="min_tokens"

@@ -45,7 +45,14 @@ def planned(
     """Renders and tokenises: what the engine is asked for, and how its text is to be read."""
     messages = [message.for_template() for message in body.messages]
     variables = body.chat_template_kwargs.variables()
-    prompt = rendered(messages, callable_tools(body), services.tokenizer, body.add_generation_prompt, variables)
+    prompt = rendered(
+        messages,
+        callable_tools(body),
+        services.tokenizer,
+        body.add_generation_prompt,
+        variables,
+        services.card.context_length,
+    )
     reading = reading_of(body, prompt, services.tokenizer)
     answers = compiled(body, services.grammars, reading.thinks, reading.spelled)
     request = plan(

@@ -54,7 +54,9 @@ def prepare(body: CompletionBody, services: Services, adapter: AdapterRef) -> Co
 
 def _ids(prompt: Prompt, body: CompletionBody, services: Services) -> list[int]:
     """Ids are taken as they are: no silent BOS."""
-    return services.tokenizer.encode(prompt, body.add_special_tokens) if isinstance(prompt, str) else prompt
+    if not isinstance(prompt, str):
+        return prompt
+    return services.tokenizer.encode(prompt, body.add_special_tokens, services.card.context_length)
 
 
 def _prompt_logprobs(body: CompletionBody) -> int | None:
