@@ -148,6 +148,7 @@ def test_atropos_is_refused():
     [
         ("loss.clip_low", [-0.1, 1.1]),
         ("loss.clip_high", [-0.1]),
+        ("loss.dual_clip", [1, -3]),
         ("loss.scale_rewards", ["std"]),
         ("loss.kl_coef", [-1e-9, float("inf")]),
         ("loss.entropy_coef", [-1e-9]),
@@ -222,6 +223,7 @@ def test_defaults_are_the_trainers():
     assert loss == LossConfig()
     assert rl.LossSettings() == rl.LossSettings(
         algorithm=rl.Algorithm(ours.algorithm),
+        dual_clip=loss.dual_clip,
         kl_coef=loss.kl_coef,
         entropy_coef=loss.entropy_coef,
         mismatch_cap=loss.mismatch_cap,

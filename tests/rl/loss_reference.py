@@ -107,7 +107,10 @@ def _policy(each: Row, frozen: Row, t: int, settings: LossSettings) -> float:
         return -w * min(r, 1 + settings.clip_high) * each.advantage * each.logp[t]
     r = _clip_ratio(each, t, settings)
     clipped = min(max(r, 1 - settings.clip_low), 1 + settings.clip_high)
-    return -w * min(r * each.advantage, clipped * each.advantage)
+    bound = min(r * each.advantage, clipped * each.advantage)
+    if each.advantage < 0:
+        bound = max(bound, settings.dual_clip * each.advantage)
+    return -w * bound
 
 
 def _slope(each: Row, t: int, settings: LossSettings) -> float:
@@ -120,7 +123,8 @@ def _slope(each: Row, t: int, settings: LossSettings) -> float:
         r = np.exp(each.logp[t] - each.old[t])
         return kl - w[t] * min(r, 1 + settings.clip_high) * each.advantage
     r = _clip_ratio(each, t, settings)
-    beyond = r > 1 + settings.clip_high if each.advantage > 0 else r < 1 - settings.clip_low
+    low, high = 1 - settings.clip_low, 1 + settings.clip_high
+    beyond = r > high if each.advantage > 0 else not low <= r <= settings.dual_clip
     if beyond:
         return kl
     reach = w.mean() if settings.algorithm is Algorithm.GSPO else w[t]

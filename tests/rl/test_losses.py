@@ -24,7 +24,8 @@ from mlx_parallm.rl.reductions import UpdateTotals
 from mlx_parallm.rl.settings import Algorithm, LossSettings, RewardScale
 
 POLICY = [each for each in Algorithm if each is not Algorithm.CROSS_ENTROPY]
-ZONES = {"below": (-1.2, -0.6), "inside": (-0.15, 0.15), "above": (0.6, 1.2)}
+ZONES = {"below": (-1.2, -0.6), "inside": (-0.15, 0.15), "above": (0.6, 1.0), "far above": (1.2, 8.0)}
+"""Of log ratios. The dual clip of 3 lies between the last two."""
 SETTINGS = LossSettings(clip_low=0.2, clip_high=0.28, kl_coef=0.07, entropy_coef=0.03, max_length=16)
 PLAIN = Padding()
 FLOAT32 = 1e-6
@@ -98,6 +99,35 @@ def test_clipping_by_hand():
     value, (slopes,) = computed([single([1.5, 0.5], -1.0)], settings)
     assert value == pytest.approx(1.15, rel=1e-6)
     np.testing.assert_allclose(slopes, [0.75, 0.0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("algorithm", [Algorithm.GRPO, Algorithm.BNPO, Algorithm.DAPO, Algorithm.DR_GRPO])
+def test_one_far_token_of_a_bad_stale_sample_is_not_the_whole_update(algorithm):
+    """Its ratio is e^8: without a bound it would weigh 2,981 times as much as any other token."""
+    settings = LossSettings(algorithm, max_length=8)
+    ratios = [1.0] * 7 + [np.exp(8.0)]
+    value, (slopes,) = computed([single(ratios, -1.0)], settings)
+    assert value == pytest.approx((7 + 3) / 8, rel=1e-6)
+    np.testing.assert_allclose(slopes, [1 / 8] * 7 + [0.0], rtol=1e-6)
+    # a good sample's token is held by the ordinary clip, as ever
+    value, (slopes,) = computed([single(ratios, 1.0)], settings)
+    assert value == pytest.approx(-(7 + 1.2) / 8, rel=1e-6)
+    np.testing.assert_allclose(slopes, [-1 / 8] * 7 + [0.0], rtol=1e-6)
+
+
+def test_dual_clip_by_hand():
+    # A = -2: up to 3 · 2 = 6; 2.5 is beneath the bound, 4 beyond it
+    settings = LossSettings(dual_clip=3.0)
+    value, (slopes,) = computed([single([2.5, 4.0], -2.0)], settings)
+    assert value == pytest.approx((5 + 6) / 2, rel=1e-6)
+    np.testing.assert_allclose(slopes, [2.5, 0.0], rtol=1e-6)
+    value, (slopes,) = computed([single([2.5, 4.0], -2.0)], replace(settings, dual_clip=np.inf))
+    assert value == pytest.approx((5 + 8) / 2, rel=1e-6)
+    np.testing.assert_allclose(slopes, [2.5, 4.0], rtol=1e-6)
+    # gspo: the ratio of the sequence is 4, so all its tokens are bounded
+    value, (slopes,) = computed([single([2.0, 8.0], -2.0)], replace(settings, algorithm=Algorithm.GSPO))
+    assert value == pytest.approx(6.0, rel=1e-6)
+    assert not slopes.any()
 
 
 @pytest.mark.parametrize(
@@ -211,7 +241,8 @@ def test_before_the_first_step_ratio_is_one_and_nothing_is_clipped_or_diverges(a
     settings = replace(SETTINGS, algorithm=algorithm, clip_low=own.clip_low, clip_high=own.clip_high)
     measured = stats(rows, settings)
     assert measured.pop("entropy") == pytest.approx(np.mean(np.concatenate([r.entropy for r in rows])), rel=1e-6)
-    assert measured == {"ratio_mean": 1.0, "clip_fraction": 0.0, "mismatch_kl": 0.0, "kl": 0.0}
+    at_rest = {"ratio_mean": 1.0, "ratio_max": 1.0, "clip_fraction": 0.0, "dual_clip_fraction": 0.0}
+    assert measured == {**at_rest, "mismatch_kl": 0.0, "kl": 0.0}
 
 
 @pytest.mark.parametrize("algorithm", Algorithm)
@@ -227,23 +258,27 @@ def test_the_other_policies_have_no_gradient_even_where_they_are_made_of_the_tra
 @pytest.mark.parametrize("algorithm", POLICY)
 def test_figures_equal_the_reference(algorithm):
     rows = mixed_rows()
-    settings = replace(SETTINGS, algorithm=algorithm)
+    settings = replace(SETTINGS, algorithm=algorithm, dual_clip=1.1 if algorithm is Algorithm.GSPO else 1.8)
     log_ratios = [r.logp - r.old for r in rows]
     if algorithm is Algorithm.GSPO:
         log_ratios = [np.full(x.size, x.mean()) for x in log_ratios]
     ratio = np.exp(np.concatenate(log_ratios))
     sign = np.concatenate([np.full(r.logp.size, r.advantage) for r in rows])
     clipped = np.where(sign > 0, ratio > 1.28, ratio < 0.8) if algorithm is not Algorithm.CISPO else ratio > 1.28
+    dual = (sign < 0) & (ratio > settings.dual_clip) & (algorithm is not Algorithm.CISPO)
     mismatch = np.concatenate([r.old - r.mu for r in rows])
     delta = np.concatenate([r.ref - r.logp for r in rows])
     expected = {
         "ratio_mean": ratio.mean(),
+        "ratio_max": ratio.max(),
         "clip_fraction": clipped.mean(),
+        "dual_clip_fraction": dual.mean(),
         "mismatch_kl": (np.exp(mismatch) - mismatch - 1).mean(),
         "kl": (np.exp(delta) - delta - 1).mean(),
         "entropy": np.concatenate([r.entropy for r in rows]).mean(),
     }
     assert 0 < expected["clip_fraction"] < 1
+    assert (0 < expected["dual_clip_fraction"] < 1) == (algorithm is not Algorithm.CISPO)
     assert stats(rows, settings) == pytest.approx(expected, rel=1e-5)
 
 
@@ -259,7 +294,8 @@ def test_figures_of_micro_batches_are_means_over_all_tokens():
 def test_figures_that_cannot_be_known_are_absent():
     batch = replace(token_batch(mixed_rows()), ref_logp=None, entropy=None)
     whole = UpdateTotals.of(samples(mixed_rows())).for_rows(samples(mixed_rows()))
-    assert set(means([loss(batch, whole, LossSettings())[1]])) == {"ratio_mean", "clip_fraction", "mismatch_kl"}
+    known = {"ratio_mean", "ratio_max", "clip_fraction", "dual_clip_fraction", "mismatch_kl"}
+    assert set(means([loss(batch, whole, LossSettings())[1]])) == known
 
 
 @pytest.mark.parametrize("missing", ["ref_logp", "entropy"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from mlx_parallm.config import Config
 from mlx_parallm.rl.losses import defaults
 from mlx_parallm.rl.settings import (
@@ -61,6 +63,7 @@ def _loss(config: Config, float32: bool) -> LossSettings:
         algorithm=algorithm,
         clip_low=usual.clip_low if own.clip_low is None else own.clip_low,
         clip_high=usual.clip_high if own.clip_high is None else own.clip_high,
+        dual_clip=math.inf if own.dual_clip is None else own.dual_clip,
         kl_coef=own.kl_coef,
         entropy_coef=own.entropy_coef,
         old_logprobs=automatic if own.old_logprobs == "auto" else OldLogprobs(own.old_logprobs),

@@ -29,6 +29,12 @@ class LossConfig(Section):
     clip_high: Number | None = Field(
         default=None, ge=0, description="And up to 1 + clip_high; null: the algorithm's own value."
     )
+    dual_clip: Number | None = Field(
+        default=3.0,
+        gt=1,
+        description="A token of negative advantage A costs at most dual_clip times |A|, however large its policy ratio; "
+        "null: no bound. It plays no part in cispo and cross_entropy.",
+    )
     scale_rewards: RewardScale | None = Field(
         default=None,
         description="Centred rewards are divided by the standard deviation of their group, of the batch, or by none; "

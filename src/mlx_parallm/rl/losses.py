@@ -2,7 +2,7 @@
 
 With r = π_θ / π_old, w = min(π_old / μ, mismatch_cap) and the sequence's advantage A, a token's loss is
 
-    grpo, bnpo, dapo, dr_grpo   -w min(r A, clip(r) A)
+    grpo, bnpo, dapo, dr_grpo   -w min(r A, clip(r) A); where A < 0, at most w dual_clip |A|
     gspo                        the same with one r for the sequence, exp of the mean of log r
     cispo                       -w min(r, 1 + clip_high) A log π_θ, a gradient in the last factor only
     cross_entropy               -log π_θ
@@ -13,7 +13,7 @@ plus kl_coef · k3 - entropy_coef · H. `reductions` says how tokens make up the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import mlx.core as mx
 
@@ -54,18 +54,21 @@ class Stats:
     """Sums over the trained tokens of one micro-batch, fp32 scalars, lazy.
 
     `kl`: k3 of policy and base. `mismatch_kl`: k3 of μ and π_old. None: there was nothing to compute it from.
+    `ratio_max` is no sum but the largest ratio.
     """
 
     tokens: mx.array
     ratio: mx.array
+    ratio_max: mx.array
     clipped: mx.array
+    dual_clipped: mx.array
     mismatch_kl: mx.array
     kl: mx.array | None
     entropy: mx.array | None
 
     def arrays(self) -> list[mx.array]:
         """Those that exist, for `mx.eval`."""
-        every = (self.tokens, self.ratio, self.clipped, self.mismatch_kl, self.kl, self.entropy)
+        every = (getattr(self, field.name) for field in fields(self))
         return [array for array in every if array is not None]
 
 
@@ -80,11 +83,13 @@ class LossDefaults:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """An objective at each token, [B, C] or [B, 1]. `clipped`: whether its clip bounds it, so that r is held."""
+    """An objective at each token, [B, C] or [B, 1]. `clipped`, `dual_clipped`: whether that clip bounds it, so that it
+    gives no gradient (but for cispo, which keeps it)."""
 
     policy: mx.array
     ratio: mx.array
     clipped: mx.array
+    dual_clipped: mx.array
 
 
 Objective = Callable[[TokenBatch, LossSettings], Terms]
@@ -127,16 +132,19 @@ def k3(logp: mx.array, reference: mx.array) -> mx.array:
 
 
 def means(parts: Sequence[Stats]) -> dict[str, float]:
-    """Of all micro-batches, per trained token: ratio_mean, clip_fraction, mismatch_kl; kl, entropy where known."""
+    """Of all micro-batches, per trained token: ratio_mean, clip_fraction, dual_clip_fraction, mismatch_kl; kl, entropy
+    where known. And ratio_max, the largest ratio of any token."""
     columns = {
         "ratio_mean": [part.ratio for part in parts],
         "clip_fraction": [part.clipped for part in parts],
+        "dual_clip_fraction": [part.dual_clipped for part in parts],
         "mismatch_kl": [part.mismatch_kl for part in parts],
         "kl": [part.kl for part in parts if part.kl is not None],
         "entropy": [part.entropy for part in parts if part.entropy is not None],
     }
     tokens = max(_summed([part.tokens for part in parts]), 1.0)
-    return {name: _summed(column) / tokens for name, column in columns.items() if column}
+    figures = {name: _summed(column) / tokens for name, column in columns.items() if column}
+    return figures | {"ratio_max": max((float(part.ratio_max) for part in parts), default=0.0)}
 
 
 def _summed(column: Sequence[mx.array]) -> float:
@@ -173,11 +181,18 @@ def _sequence_clip(batch: TokenBatch, settings: LossSettings) -> Terms:
 
 
 def _pessimistic(batch: TokenBatch, ratio: mx.array, settings: LossSettings) -> Terms:
-    """PPO's lower bound (arXiv 1707.06347): clipping never makes a change look better than it is."""
+    """PPO's lower bound (arXiv 1707.06347): clipping never makes a change look better than it is.
+
+    For a negative advantage that bound grows with the ratio without limit, so that one token which became far likelier
+    since it was drawn would be the whole update: there it ends at dual_clip · A (dual-clip PPO, arXiv 1912.09729).
+    """
     advantages = batch.advantages[:, None]
     free = ratio * advantages
     held = mx.clip(ratio, 1.0 - settings.clip_low, 1.0 + settings.clip_high) * advantages
-    return Terms(-_mismatch(batch, settings) * mx.minimum(free, held), ratio, held < free)
+    bound = mx.minimum(free, held)
+    floor = mx.where(advantages < 0, settings.dual_clip * advantages, -mx.inf)
+    weights = _mismatch(batch, settings)
+    return Terms(-weights * mx.maximum(bound, floor), ratio, held < free, bound < floor)
 
 
 def _cispo(batch: TokenBatch, settings: LossSettings) -> Terms:
@@ -185,13 +200,13 @@ def _cispo(batch: TokenBatch, settings: LossSettings) -> Terms:
     ratio = _ratio(batch.logp - batch.old_logp)
     most = 1.0 + settings.clip_high
     weights = mx.stop_gradient(mx.minimum(ratio, most)) * _mismatch(batch, settings)
-    return Terms(-weights * batch.advantages[:, None] * batch.logp, ratio, ratio > most)
+    return Terms(-weights * batch.advantages[:, None] * batch.logp, ratio, ratio > most, mx.zeros_like(ratio))
 
 
 def _cross_entropy(batch: TokenBatch, settings: LossSettings) -> Terms:
     """Advantages, ratios and the sampler play no part."""
     ratio = _ratio(batch.logp - batch.old_logp)
-    return Terms(-batch.logp, ratio, mx.zeros_like(ratio))
+    return Terms(-batch.logp, ratio, mx.zeros_like(ratio), mx.zeros_like(ratio))
 
 
 def _mismatch(batch: TokenBatch, settings: LossSettings) -> mx.array:
@@ -218,7 +233,9 @@ def _stats(batch: TokenBatch, terms: Terms, kl: mx.array | None) -> Stats:
     return Stats(
         tokens=batch.mask.sum(),
         ratio=total(terms.ratio),
+        ratio_max=mx.stop_gradient((terms.ratio * batch.mask).max()),
         clipped=total(terms.clipped),
+        dual_clipped=total(terms.dual_clipped),
         mismatch_kl=total(k3(batch.sampling_logp, batch.old_logp)),
         kl=None if kl is None else total(kl),
         entropy=None if batch.entropy is None else total(batch.entropy),

@@ -45,6 +45,7 @@ class Schedule(StrEnum):
 class LossSettings:
     """One objective. `clip_low`, `clip_high`: the ratio is kept in [1 - clip_low, 1 + clip_high].
 
+    `dual_clip`: a token of negative advantage A costs at most dual_clip |A|, however large its ratio; infinity: no bound.
     `kl_coef`: weight of the k3 estimate of KL(policy ‖ base). `entropy_coef`: of the entropy, in favour of it.
     `old_logprobs`: SAMPLER takes π_old = μ, the logprobs that came with the trajectory; TRAINER takes the trainer's
     own before the update where the current version drew the trajectory, and corrects for the sampler by
@@ -54,6 +55,7 @@ class LossSettings:
     algorithm: Algorithm = Algorithm.GRPO
     clip_low: float = 0.2
     clip_high: float = 0.2
+    dual_clip: float = 3.0
     kl_coef: float = 0.0
     entropy_coef: float = 0.0
     old_logprobs: OldLogprobs = OldLogprobs.SAMPLER

@@ -26,7 +26,12 @@ GAUGES: dict[str, tuple[str, Callable[[TrainingStatus], float | None]]] = {
     "kl": ("KL to the base, last update.", lambda status: status.metrics.get("kl")),
     "entropy": ("Entropy in nats, last update.", lambda status: status.metrics.get("entropy")),
     "clip_fraction": ("Share of tokens clipped, last update.", lambda status: status.metrics.get("clip_fraction")),
+    "dual_clip_fraction": (
+        "Share of tokens whose loss the dual clip bounds, last update.",
+        lambda status: status.metrics.get("dual_clip_fraction"),
+    ),
     "ratio": ("Mean policy ratio, last update.", lambda status: status.metrics.get("ratio_mean")),
+    "ratio_max": ("Largest policy ratio of a token, last update.", lambda status: status.metrics.get("ratio_max")),
     "staleness": ("Mean versions of lag, last update.", lambda status: status.metrics.get("staleness")),
     "last_update_timestamp_seconds": ("Unix time of the last update.", lambda status: status.last_update),
 }
