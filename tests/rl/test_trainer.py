@@ -25,11 +25,13 @@ from trainers import (
 )
 
 from mlx_parallm.errors import ConfigError, InvalidRequestError, UnsupportedModelError
+from mlx_parallm.rl.gate import Gate
 from mlx_parallm.rl.packing import pack, portions
 from mlx_parallm.rl.policy import Policy
-from mlx_parallm.rl.samples import Sample
+from mlx_parallm.rl.samples import Sample, UpdateBatch
 from mlx_parallm.rl.settings import Algorithm, OldLogprobs, OptimizerSettings, Schedule
 from mlx_parallm.rl.snapshot import PolicySnapshot
+from mlx_parallm.rl.update import Update
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "gemma3", "gemma3_text")
 
@@ -174,21 +176,42 @@ def test_at_the_first_step_the_ratio_is_one_and_nothing_is_clipped_and_kl_is_zer
     assert metrics["entropy"] > 0
 
 
-def test_kl_to_the_base_is_that_of_the_policy_before_the_step_over_the_first_micro_batch() -> None:
-    trainer, model = make_trainer(replace(SETTINGS, micro_batch_tokens=25))
+def kl(pairs) -> float:
+    """Mean k3 over the tokens of (logprobs, other logprobs), sample by sample."""
+    deltas = np.concatenate([np.subtract(other, ours) for ours, other in pairs])
+    return float(np.mean(np.expm1(deltas) - deltas))
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_kl_to_the_base_is_that_of_the_policy_before_the_step(known: bool) -> None:
+    trainer, model = make_trainer(replace(SETTINGS, micro_batch_tokens=1000))
     policy = make_policy(trainer, moved=0.05)
     drawn = with_logprobs(trainer, model, policy, samples(8))
-    first = next(portions(drawn, 25)).samples
-    assert 0 < len(first) < len(drawn)
-    deltas = [
-        base - ours
-        for sample in first
-        for base, ours in zip(plain_logprobs(trainer, model, None, sample), sample.sampling_logprobs, strict=True)
-    ]
-    expected = np.mean([np.expm1(delta) - delta for delta in deltas])
+    expected = kl((s.sampling_logprobs, plain_logprobs(trainer, model, None, s)) for s in drawn)
+    if not known:
+        drawn = [replace(sample, sampling_logprobs=()) for sample in drawn]
     assert learn(trainer, policy, drawn).metrics["kl"] == pytest.approx(expected, rel=1e-3)
-    unknown = [replace(sample, sampling_logprobs=()) for sample in drawn]
-    assert "kl" not in learn(trainer, policy, unknown).metrics
+
+
+def test_kl_to_the_base_is_an_unbiased_estimate_however_the_update_is_split() -> None:
+    """Over all seeds (the step's number) the mean is that of all tokens, though each update looks at a part of them."""
+    trainer, model = make_trainer(replace(SETTINGS, micro_batch_tokens=1))
+    policy = make_policy(trainer, moved=0.3)
+    drawn = with_logprobs(trainer, model, policy, samples(24, groups=6))
+    pairs = [(s.sampling_logprobs, plain_logprobs(trainer, model, None, s)) for s in drawn]
+    of_sample = {id(s): kl([pair]) for s, pair in zip(drawn, pairs, strict=True)}
+
+    def estimate(step: int) -> float:
+        update = Update(policy, UpdateBatch(tuple(drawn)), lambda _: None)
+        update.start(1)
+        policy.step = step
+        picked = update.sampled_portions()
+        assert len(picked) == 6
+        return float(np.mean([of_sample[id(s)] for portion in picked for s in portion.samples]))
+
+    estimates = [estimate(step) for step in range(4000)]
+    assert np.mean(estimates) == pytest.approx(kl(pairs), rel=0.02)
+    assert learn(trainer, policy, drawn).metrics["kl"] == pytest.approx(estimates[3999], rel=1e-3)
 
 
 def test_after_an_update_the_stored_logprobs_no_longer_match_and_with_the_old_version_they_do() -> None:
@@ -287,20 +310,24 @@ def test_trainers_own_logprobs_as_old_ones_correct_for_the_sampler_up_to_the_cap
     assert learn(trainer, policy, off).metrics["ratio_mean"] == pytest.approx(1.0, abs=1e-6)
 
 
-def test_how_far_the_step_moved_is_measured_against_the_sampler() -> None:
-    trainer, model = make_trainer(replace(SETTINGS, measure_step_kl=True))
-    policy = make_policy(trainer)
-    drawn = with_logprobs(trainer, model, policy, samples())
-    moved = learn(trainer, policy, drawn).metrics["kl_step"]
-    deltas = [
-        now - then
-        for sample in drawn
-        for now, then in zip(
-            plain_logprobs(trainer, model, policy.params, sample), sample.sampling_logprobs, strict=True
-        )
-    ]
-    assert moved == pytest.approx(float(np.mean(np.expm1(deltas) - deltas)), rel=1e-3)
-    assert moved > 0
+@pytest.mark.parametrize("drawn_by", ["the policy", "an older one", "nobody knows"])
+@pytest.mark.parametrize("most", [20, 1000])
+def test_how_far_the_step_moved_is_measured_against_the_policy_before_it(drawn_by: str, most: int) -> None:
+    trainer, model = make_trainer(replace(SETTINGS, measure_step_kl=True, micro_batch_tokens=most))
+    policy = make_policy(trainer, moved=0.05)
+    drawn = samples(8)  # with logprobs of nobody's: far from the policy's own
+    if drawn_by == "the policy":
+        drawn = with_logprobs(trainer, model, policy, drawn)
+    elif drawn_by == "nobody knows":
+        drawn = [replace(sample, sampling_logprobs=()) for sample in drawn]
+    before = [plain_logprobs(trainer, model, policy.params, sample) for sample in drawn]
+    metrics = learn(trainer, policy, drawn).metrics
+    after = [plain_logprobs(trainer, model, policy.params, sample) for sample in drawn]
+    expected = kl(zip(before, after, strict=True))
+    assert expected > 1e-4
+    assert metrics["kl_step"] == pytest.approx(expected, rel=1e-3)
+    assert Gate(kl_bound=expected / 2).judge(metrics) is not None
+    assert Gate(kl_bound=expected * 2).judge(metrics) is None
 
 
 # ---- saving and going on -------------------------------------------------------------------------

@@ -44,6 +44,7 @@ def test_a_micro_step_adds_its_gradients_in_place(policies: int, monkeypatch: py
     """The first makes one set of them; during the next no second one is there, whole."""
     monkeypatch.setattr(Pacer, "has_room", False)  # one micro-step in each unit
     trainer = large()
+    trainer.pace(math.inf)  # each micro-step in one unit, however slow the machine
     trainer._take = lambda updates: [(update, update.take(math.inf)) for update in updates]  # all in every micro-step
     told: list[object] = []
     for at in range(policies):

@@ -32,8 +32,8 @@ class LossConfig(Section):
     dual_clip: Number | None = Field(
         default=3.0,
         gt=1,
-        description="A token of negative advantage A costs at most dual_clip times |A|, however large its policy ratio; "
-        "null: no bound. It plays no part in cispo and cross_entropy.",
+        description="A token of negative advantage A costs at most dual_clip times |A|, however large its policy "
+        "ratio; null: no bound. It plays no part in cispo and cross_entropy.",
     )
     scale_rewards: RewardScale | None = Field(
         default=None,
@@ -97,8 +97,8 @@ class GateConfig(Section):
     kl_bound: Number | None = Field(
         default=None,
         gt=0,
-        description="Farthest that one update may move the policy (mean KL of old against new, nats a token); null: "
-        "any.",
+        description="Farthest that one update may move the policy (mean KL of the policy before it against the one "
+        "after it, over all trained tokens, nats a token); null: any.",
     )
     eval_prompts: File | None = Field(
         default=None,

@@ -47,10 +47,20 @@ class Pass:
 
 
 @dataclass(frozen=True, slots=True)
-class Gradients:
-    """`parts`: loss, statistics and gradients of each share. `stages`: of all before the gradients."""
+class SharePart:
+    """What a micro-step adds to one update. `logprobs`: fp32 [N], of its tokens under the policy as it is."""
 
-    parts: list[tuple[mx.array, Stats, Params]]
+    loss: mx.array
+    stats: Stats
+    logprobs: mx.array
+    gradients: Params
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """`parts`: of each share. `stages`: of all before the gradients."""
+
+    parts: list[SharePart]
     stages: list[Stage]
 
 
@@ -76,8 +86,12 @@ class Forwards:
             return mx.stack([value for value, _ in losses]).sum(), (passed, losses)
 
         (_, (passed, losses)), gradients = mx.value_and_grad(objective)([share.params for share in shares])
-        results = [[value, stats.arrays()] for value, stats in losses]
-        parts = [(value, stats, each) for (value, stats), each in zip(losses, gradients, strict=True)]
+        logprobs = [mx.stop_gradient(logp) for logp, _ in passed.scores]
+        parts = [
+            SharePart(value, stats, logp, each)
+            for (value, stats), logp, each in zip(losses, logprobs, gradients, strict=True)
+        ]
+        results = [[part.loss, part.stats.arrays(), part.logprobs] for part in parts]
         return Gradients(parts, [*before, *passed.stages(results)])
 
     def scores(self, batches: Sequence[MicroBatch], spans: Sequence[Span] | None) -> Pass:

@@ -21,10 +21,15 @@ _PADDING = 8
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """What one micro-step takes of an update. `size`: its tokens, padding included."""
+    """What one micro-step takes of an update. `size`: its tokens, prompts and padding included."""
 
     samples: tuple[Sample, ...]
     size: int
+
+    @property
+    def trained_tokens(self) -> int:
+        """Those of its completions."""
+        return sum(len(sample.completion_ids) for sample in self.samples)
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,8 +40,11 @@ class UpdateBatch:
 class UpdateOutcome:
     """What one update did. `step`: optimizer steps of the policy so far.
 
-    `skipped`: why nothing was learnt (the policy is as before), or "". `metrics`: loss, kl, entropy, ratio_mean,
-    clip_fraction, mismatch_kl, grad_norm, learning_rate, seconds and so on.
+    `skipped`: why nothing was learnt (the policy is as before), or "". `metrics`: loss, entropy, ratio_mean, ratio_max,
+    clip_fraction, dual_clip_fraction, mismatch_kl, grad_norm, learning_rate, seconds and so on, over all tokens.
+    `kl`: of the policy before the step to the base, nats a token: over all tokens where it is in the loss, else an
+    unbiased estimate from a quarter of the micro-batches. `kl_step`: from the policy before the step to the one after
+    it, on the same tokens, all of them.
     """
 
     step: int

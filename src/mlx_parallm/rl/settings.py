@@ -45,7 +45,7 @@ class Schedule(StrEnum):
 class LossSettings:
     """One objective. `clip_low`, `clip_high`: the ratio is kept in [1 - clip_low, 1 + clip_high].
 
-    `dual_clip`: a token of negative advantage A costs at most dual_clip |A|, however large its ratio; infinity: no bound.
+    `dual_clip`: a token of negative advantage A costs at most dual_clip |A|, whatever its ratio; infinity: no bound.
     `kl_coef`: weight of the k3 estimate of KL(policy ‖ base). `entropy_coef`: of the entropy, in favour of it.
     `old_logprobs`: SAMPLER takes π_old = μ, the logprobs that came with the trajectory; TRAINER takes the trainer's
     own before the update where the current version drew the trajectory, and corrects for the sampler by
@@ -96,9 +96,9 @@ class TrainerSettings:
     A prompt counts once for all its samples in it.
 
     `checkpoint_layers`: recompute each layer in the backward pass instead of keeping its activations.
-    `measure_kl`: report KL to the base even where it has no weight in the loss, for one more forward of an update's
-    first micro-batch.
-    `measure_step_kl`: report how far each update moved the policy (`kl_step`), for one more forward.
+    `measure_kl`: report KL to the base (`kl`) even where it has no weight in the loss, over a random quarter of the
+    micro-batches, for one more forward of each of those.
+    `measure_step_kl`: report how far each update moved the policy (`kl_step`), for one more forward of all of it.
     """
 
     loss: LossSettings = LossSettings()

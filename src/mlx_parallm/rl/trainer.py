@@ -14,8 +14,6 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 
-import mlx.core as mx
-
 from mlx_parallm.rl.footprint import Footprint
 from mlx_parallm.rl.forwards import Forwards, Scores, Share
 from mlx_parallm.rl.losses import k3
@@ -179,8 +177,8 @@ class GRPOTrainer:
             for update, portion in parts
         ]
         made = self._forwards.gradients(shares)
-        for (update, _), (loss, stats, gradients) in zip(parts, made.parts, strict=True):
-            update.include(loss, stats, gradients)
+        for (update, portion), part in zip(parts, made.parts, strict=True):
+            update.include(portion, part)
         return [*made.stages, *self._backward([update for update, _ in parts])]
 
     def _backward(self, updates: Sequence[Update]) -> Iterator[Stage]:
@@ -206,8 +204,9 @@ class GRPOTrainer:
         settings = self.settings
         self._parties = {update: 1}
         if settings.measure_kl and not settings.loss.kl_coef:
-            yield from self._compare(update, update.all_portions[0])
-            yield
+            for portion in update.sampled_portions():
+                yield from self._compare(update, portion)
+                yield
         update.step(settings.optimizer.max_grad_norm)
         if settings.measure_step_kl and not update.skipped:
             for portion in update.all_portions:
@@ -216,22 +215,19 @@ class GRPOTrainer:
         update.finished = True
 
     def _measure(self, update: Update, portion: Portion) -> Iterator[None]:
-        """Adds up k3 of the policy before the step against the one after it, over the batch's tokens.
+        """Adds up k3 of the policy before the step against the one after it, over the portion's tokens.
 
-        Logprobs before the step are the sampler's: of the tokens' own distribution.
+        Logprobs before the step are the micro-step's own, so it does not matter who drew the tokens.
         """
         batch = pack(portion.samples)
         passed = self._forwards.scores([batch], [Span(batch.tokens.size, update.policy.params, update.policy.scale)])
-        change = mx.where(batch.known, batch.padded(passed.scores[0][0]) - batch.sampling_logprobs, 0.0) * batch.mask
-        moved = (mx.expm1(change) - change).sum()
+        moved = k3(update.logprobs[portion], passed.scores[0][0]).sum()
         yield from self._pacer.run(passed.stages(moved), portion.size)
         update.moved(moved)
 
     def _compare(self, update: Update, portion: Portion) -> Iterator[None]:
-        """k3 of the base against the policy that drew the batch, by the sampler's logprobs."""
-        batch = pack(portion.samples)
-        (reference,), stages = self._forwards.reference([batch])
-        drawn = batch.mask * batch.known
-        apart, tokens = (k3(batch.sampling_logprobs, reference) * drawn).sum(), drawn.sum()
-        yield from self._pacer.run(stages, portion.size)
-        update.apart(apart, tokens)
+        """Takes in the mean k3 of the policy before the step against the base, over the portion's tokens."""
+        passed = self._forwards.scores([pack(portion.samples)], None)
+        apart = k3(update.logprobs[portion], passed.scores[0][0]).mean()
+        yield from self._pacer.run(passed.stages(apart), portion.size)
+        update.apart(apart)

@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import logging
 import math
+import random
 import time
+from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate
 from typing import cast
 
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 
 from mlx_parallm.errors import StepFailedError
+from mlx_parallm.rl.forwards import SharePart
 from mlx_parallm.rl.losses import Stats, means
 from mlx_parallm.rl.packing import Portion, portions
 from mlx_parallm.rl.policy import Policy
@@ -24,6 +29,9 @@ from mlx_parallm.rl.samples import UpdateBatch, UpdateOutcome
 from mlx_parallm.rl.trainable import Params
 
 _log = logging.getLogger(__name__)
+
+_SAMPLED = 4
+"""One in so many portions is compared with the base."""
 
 Done = Callable[[UpdateOutcome | Exception], None]
 
@@ -35,6 +43,7 @@ class Update:
 
     Attributes:
         portions: those not yet handed out. `all_portions`: those it had when it started.
+        logprobs: of each portion's tokens under the policy before the step, fp32 [N], of its own micro-step.
         stepped: the optimizer's step was made, or given up. `finished`: whoever conducts it has nothing left to do.
         device_seconds: its share of the units that worked for it.
     """
@@ -44,6 +53,7 @@ class Update:
         self.totals = UpdateTotals.of(batch.samples)
         self.portions: deque[Portion] = deque()
         self.all_portions: tuple[Portion, ...] = ()
+        self.logprobs: dict[Portion, mx.array] = {}
         self.device_seconds = 0.0
         self.started = self.stepped = self.finished = False
         self.skipped = ""
@@ -55,7 +65,7 @@ class Update:
         self._stats: list[Stats] = []
         self._grad_norm = 0.0
         self._moved: float | None = None
-        self._kl: float | None = None
+        self._kl: list[float] = []
         self._undo: Callable[[], None] = lambda: None
 
     # -- micro-steps -----------------------------------------------------------------------------
@@ -74,11 +84,13 @@ class Update:
                 return portion
         return None
 
-    def include(self, loss: mx.array, stats: Stats, gradients: Params) -> None:
+    def include(self, portion: Portion, part: SharePart) -> None:
         """Adds up what a portion gave; lazy. Where the caller keeps no gradients they are added in place."""
-        self._gradients = gradients if self._gradients is None else tree_map(mx.add, self._gradients, gradients)
-        self._losses.append(loss)
-        self._stats.append(stats)
+        add_up = partial(tree_map, mx.add)
+        self._gradients = part.gradients if self._gradients is None else add_up(self._gradients, part.gradients)
+        self._losses.append(part.loss)
+        self._stats.append(part.stats)
+        self.logprobs[portion] = part.logprobs
 
     def gradients(self, paths: Sequence[str]) -> list[mx.array]:
         """What has been added up for the linears of these paths; it may be lazy."""
@@ -118,10 +130,22 @@ class Update:
         """Adds to how far the step moved the policy, summed over tokens."""
         self._moved = (self._moved or 0.0) + _number(change)
 
-    def apart(self, kl: mx.array, tokens: mx.array) -> None:
-        """Takes in KL to the base, summed over so many tokens."""
-        if count := _number(tokens):
-            self._kl = _number(kl) / count
+    def sampled_portions(self) -> list[Portion]:
+        """A quarter of the portions, one at least, drawn so that the mean of their means is an unbiased estimate of the
+        mean over all tokens.
+
+        Systematic sampling with probability proportional to size (Madow 1949): evenly spaced tokens are picked from a
+        random first one, and each brings its portion, which may come twice. The number of the policy's step is the
+        seed, so a replayed update picks the same ones.
+        """
+        ends = list(accumulate(portion.trained_tokens for portion in self.all_portions))
+        picks = math.ceil(len(ends) / _SAMPLED)
+        start = random.Random(self.policy.step).random()
+        return [self.all_portions[bisect(ends, (start + at) / picks * ends[-1])] for at in range(picks)]
+
+    def apart(self, kl: mx.array) -> None:
+        """Takes in the mean KL to the base of one sampled portion."""
+        self._kl.append(_number(kl))
 
     # -- its end ---------------------------------------------------------------------------------
 
@@ -134,8 +158,8 @@ class Update:
         metrics = {**self._batch.metrics, **means(self._stats), "loss": self._loss, "grad_norm": self._grad_norm}
         if self._moved is not None:
             metrics["kl_step"] = self._moved / self.totals.tokens
-        if self._kl is not None:
-            metrics["kl"] = self._kl
+        if self._kl:
+            metrics["kl"] = sum(self._kl) / len(self._kl)
         metrics["learning_rate"] = self.policy.learning_rate
         metrics["tokens"] = float(self.totals.tokens)
         metrics["seconds"] = time.monotonic() - self._began

@@ -23,7 +23,10 @@ GAUGES: dict[str, tuple[str, Callable[[TrainingStatus], float | None]]] = {
     "reward_mean": ("Mean reward of the last update.", lambda status: status.metrics.get("reward_mean")),
     "reward_std": ("Rewards' standard deviation, last update.", lambda status: status.metrics.get("reward_std")),
     "reward_running_mean": ("Running mean of rewards.", lambda status: status.reward_running_mean),
-    "kl": ("KL to the base, last update.", lambda status: status.metrics.get("kl")),
+    "kl": (
+        "KL to the base in nats a token, last update: estimated from a sample of its tokens.",
+        lambda status: status.metrics.get("kl"),
+    ),
     "entropy": ("Entropy in nats, last update.", lambda status: status.metrics.get("entropy")),
     "clip_fraction": ("Share of tokens clipped, last update.", lambda status: status.metrics.get("clip_fraction")),
     "dual_clip_fraction": (

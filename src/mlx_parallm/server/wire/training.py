@@ -135,7 +135,7 @@ class Training(WireOutput):
     reward_running_mean: float | None
     """Over updates."""
     kl: float | None
-    """Nats a token, to the base."""
+    """Nats a token, to the base; from a sample of the tokens, unless the loss weighs it."""
     entropy: float | None
     """Nats a token."""
     clip_fraction: float | None
