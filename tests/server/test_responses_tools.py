@@ -90,10 +90,31 @@ async def test_cut_while_it_thinks(client, engine):
     assert (got["status"], thought["status"], thought["content"][0]["text"]) == ("incomplete", "incomplete", "Hm. S")
 
 
+async def test_a_call_that_is_cut_off_is_incomplete_and_not_told_again(client, engine, tokenizer):
+    engine.text = f"I look.\n{CALLS}"
+    got = await respond(client, tools=[NOW, ADD], max_output_tokens=len(engine.text) - len("1}}\n</tool_call>"))
+    message, now, add = got["output"]
+    assert (got["status"], got["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert (message["status"], message["content"][0]["text"]) == ("completed", "I look.")
+    assert (now["status"], now["arguments"]) == ("completed", "{}")
+    assert (add["status"], add["name"], add["arguments"]) == ("incomplete", "add", '{"a": ')
+    for goes_on in ({"previous_response_id": got["id"]}, {"input": [*got["output"], {"role": "user", "content": "?"}]}):
+        await respond(client, **{"input": "?", "tools": [NOW, ADD], **goes_on})
+        (turn,) = (turn for turn in tokenizer.given[0] if turn["role"] == "assistant")
+        assert [call["function"]["name"] for call in turn["tool_calls"]] == ["now"]
+
+
+@pytest.mark.parametrize("limit", [len("<tool_call>"), len('<tool_call>\n{"name": "no')])
+async def test_cut_off_before_the_name_there_is_an_empty_message(client, engine, limit):
+    engine.text = CALLS
+    (message,) = (await respond(client, tools=[NOW, ADD], max_output_tokens=limit))["output"]
+    assert (message["type"], message["status"], message["content"][0]["text"]) == ("message", "incomplete", "")
+
+
 @pytest.mark.parametrize(
     "text", ["Hi", "{think}Hm.{/think}Hi", CALLS, f"{{think}}Hm.{{/think}}I look.{CALLS}", "$ <tool"]
 )
-@pytest.mark.parametrize("limit", [None, 12])
+@pytest.mark.parametrize("limit", [None, 12, 40, 60])
 async def test_a_stream_is_the_whole(client, engine, text, limit):
     engine.text = text
     asked = {"tools": [NOW, ADD], "max_output_tokens": limit}

@@ -21,16 +21,21 @@ HERMES = FAMILIES["json_tools"]
 CALL = TEXTS["json_tools"]
 
 
-def split(pieces, **options):
+def split(pieces, cut=False, **options):
     """Reasoning, text, and each call's name and arguments."""
+    said = parts_of(pieces, cut, **options)
+    return said.reasoning, said.text, [(call.name, json.loads(call.arguments)) for call in said.calls]
+
+
+def parts_of(pieces, cut=False, **options):
     splitter = Splitter(**options)
-    parts = [part for piece in pieces for part in splitter.feed(piece)] + list(splitter.end())
+    parts = [part for piece in pieces for part in splitter.feed(piece)] + list(splitter.end(cut))
     said = told(parts)
-    assert splitter.called == bool(said.calls)
+    assert splitter.called == (bool(said.calls) and all(call.complete for call in said.calls))
     assert all(sum([bool(part.reasoning), bool(part.text), part.call is not None]) == 1 for part in parts)
     assert [call.position for call in said.calls] == list(range(len(said.calls)))
     assert len({call.call_id for call in said.calls}) == len(said.calls)
-    return said.reasoning, said.text, [(call.name, json.loads(call.arguments)) for call in said.calls]
+    return said
 
 
 def every_way(text, **options):
@@ -59,12 +64,55 @@ def test_a_call_of_every_family(name):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_call_that_was_cut_short_is_text_or_a_call_and_never_lost(name):
+def test_a_call_that_the_model_left_unfinished_is_text_or_a_call_and_never_lost(name):
     text = TEXTS[name]
     for end in range(1, len(text)):
         reasoning, said, calls = split(list(text[:end]), **tools(FAMILIES[name]))
         assert reasoning == ""
         assert (said == text[:end].rstrip() or said == text[:end]) if not calls else calls[0][0] == ASKED[0]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("before", ["", "I look.\n"])
+def test_nothing_of_a_call_that_was_cut_off_is_text(name, before):
+    family, whole = FAMILIES[name], json.dumps(ASKED[1], ensure_ascii=False)
+    named = None
+    for end in range(len(family.start) // 2 + 1, len(TEXTS[name])):
+        text = before + TEXTS[name][:end]
+        said = parts_of(list(text), cut=True, **tools(family))
+        assert said.text == before.rstrip(), text
+        assert without_id(said) == without_id(parts_of([text], cut=True, **tools(family)))
+        for call in said.calls:
+            named = call.name
+            assert whole.startswith(call.arguments)
+    assert named == ASKED[0]
+
+
+def without_id(said):
+    return [(call.name, call.arguments, call.complete) for call in said.calls]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a <",
+        "use <to",
+        "<tool_call>x",
+        "<tool_call> is a mark",
+        '<tool_call>{"name": "nobody", "arguments": {"a": 1',
+        "<tool_call>no</tool_call> and",
+        "Hello \n",
+    ],
+)
+def test_what_only_looks_like_a_call_stays_text_where_it_is_cut_off(text):
+    assert split(list(text), cut=True, **tools()) == ("", text, [])
+    assert split([text], cut=True, **tools()) == ("", text, [])
+
+
+def test_a_call_that_lacks_its_end_mark_alone_is_complete():
+    for end in range(len(CALL) - len("</tool_call>"), len(CALL)):
+        said = parts_of(list(CALL[:end]), cut=True, **tools())
+        assert [call.complete for call in said.calls] == [True]
 
 
 @pytest.mark.parametrize("name", sorted(set(FAMILIES) - {"mistral", "mistral_list"}))

@@ -134,6 +134,34 @@ async def test_a_call_cut_by_the_length_says_so(client, engine):
     assert (choice["finish_reason"], len(choice["message"]["tool_calls"])) == ("length", 1)
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+async def test_a_call_that_is_cut_off_is_an_unfinished_call(make, engine, name):
+    client = make(FAMILIES[name])
+    engine.text = TEXTS[name]
+    most = len(TEXTS[name].encode()) - len(FAMILIES[name].end.encode()) - 4
+    for limit in range(len(FAMILIES[name].start), most, 7):
+        (whole,), (stream,) = await ask(client, max_tokens=limit), await streamed(client, max_tokens=limit)
+        assert (whole["finish_reason"], whole["message"]["content"] or "") == ("length", "")
+        assert (stream["finish_reason"], stream["message"]["content"] or "") == ("length", "")
+        assert unfinished(whole) == unfinished(stream)
+    ((called, arguments),) = unfinished(whole)
+    assert called == ASKED[0]
+    assert json.dumps(ASKED[1], ensure_ascii=False).startswith(arguments)
+
+
+def unfinished(choice):
+    calls = choice["message"].get("tool_calls", [])
+    return [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+
+
+async def test_a_stop_string_cuts_a_call_off_too(client, engine):
+    engine.text, engine.stop_reason = CALL[:-30], "x"
+    (whole,), (stream,) = await ask(client), await streamed(client)
+    assert (whole["finish_reason"], whole["message"]["content"]) == ("stop", None)
+    assert unfinished(whole) == unfinished(stream)
+    assert len(unfinished(whole)) == 1
+
+
 async def test_one_call_at_the_most(client, engine):
     engine.text = f"{CALL}\n{NOW}"
     (choice,) = await ask(client, parallel_tool_calls=False)

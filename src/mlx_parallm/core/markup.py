@@ -12,11 +12,15 @@ Tool = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """`arguments` is the JSON text of an object. `call_id` None: the family gives its calls no names."""
+    """`arguments` is the JSON text of an object; where the call is not `complete`, the beginning of one, or nothing.
+
+    `call_id` None: the family gives its calls no names.
+    """
 
     name: str
     arguments: str
     call_id: str | None = None
+    complete: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,11 @@ class ToolFormat(Protocol):
 
     def parse(self, text: str, tools: Sequence[Tool]) -> tuple[ToolCall, ...]:
         """The calls between two marks, at least one. Raises ValueError: there is none, or it is malformed."""
+        ...
+
+    def unfinished(self, text: str, tools: Sequence[Tool]) -> tuple[ToolCall, ...]:
+        """The calls of a text that was cut off after a start mark; only the last one may be incomplete, and none is
+        there while its name is not. Raises ValueError: no call begins like this."""
         ...
 
     def grammar(self, tools: Sequence[Tool], most: int, free: bool) -> str:

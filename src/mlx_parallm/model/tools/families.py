@@ -15,6 +15,7 @@ from mlx_parallm.core import Tool, ToolCall, UnwritableToolError
 from mlx_parallm.model.tools import lark
 from mlx_parallm.model.tools.schemas import plain
 from mlx_parallm.model.tools.syntax import JSON, MISTRAL_LIST, SYNTAXES, Syntax
+from mlx_parallm.model.tools.unfinished import unfinished
 
 Parser = Callable[[str, Any], Any]
 
@@ -47,6 +48,13 @@ class Family:
         if not calls or any(call.name not in known for call in calls):
             raise ValueError("it calls no tool that there is")
         return calls
+
+    def unfinished(self, text: str, tools: Sequence[Tool]) -> tuple[ToolCall, ...]:
+        """See `core.ToolFormat.unfinished`."""
+        if self.syntax is None:
+            return self.parse(text, tools)
+        names = frozenset(tool["function"]["name"] for tool in tools)
+        return unfinished(self.syntax, lambda part: self.parse(part, tools), text, names)
 
     def grammar(self, tools: Sequence[Tool], most: int, free: bool) -> str:
         """See `core.ToolFormat.grammar`."""

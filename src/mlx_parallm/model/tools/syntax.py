@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,7 @@ class Syntax:
     names:     regular expressions of the names of tools and of arguments that can be read back
     block:     around all calls of one pair of marks
     between:   two calls of one pair of marks; None: each call has marks of its own, with `join` between
+    native:    other forms, in which models of the family may write calls where nothing is enforced
     """
 
     call: tuple[str, str]
@@ -31,6 +32,12 @@ class Syntax:
     block: tuple[str, str] = ("", "")
     between: str | None = None
     join: str = "\n"
+    native: tuple[Syntax, ...] = ()
+
+    @property
+    def lead(self) -> str:
+        """What stands before the name of a tool."""
+        return self.call[0].partition("$name")[0]
 
     @property
     def written(self) -> str:
@@ -40,11 +47,20 @@ class Syntax:
 
 JSON = Syntax(call=('\n{"name": "$name", "arguments": ', "}\n"))
 MISTRAL_LIST = Syntax(call=('{"name": "$name", "arguments": ', "}"), block=("[", "]"), between=", ")
+_LONGCAT = Syntax(
+    call=("$name\n", ""),
+    argument=("<longcat_arg_key>$key</longcat_arg_key>\n<longcat_arg_value>", "</longcat_arg_value>\n"),
+)
+_KIMI_K3 = Syntax(
+    call=('<|open|>call tool="$name" index="$index"<|sep|>', "<|close|>call<|sep|>"),
+    argument=('<|open|>argument key="$key" type="string"<|sep|>', "<|close|>argument<|sep|>"),
+    between="",
+)
 _IDENTIFIER = r"(?!\d)\w+"
 
 SYNTAXES: Mapping[str, Syntax] = {
     "json_tools": JSON,
-    "longcat": JSON,  # its parser reads both forms, and the other one cannot say a call without arguments
+    "longcat": replace(JSON, native=(_LONGCAT,)),  # its parser reads both; that one needs an argument
     "mistral": Syntax(call=("$name[ARGS]", ""), between="[TOOL_CALLS]"),
     "kimi_k2": Syntax(
         call=("<|tool_call_begin|>functions.$name:$index<|tool_call_argument_begin|>", "<|tool_call_end|>"), between=""
@@ -55,6 +71,7 @@ SYNTAXES: Mapping[str, Syntax] = {
             "<|close|>json<|sep|><|close|>call<|sep|>",
         ),
         between="",
+        native=(_KIMI_K3,),
     ),
     "qwen3_coder": Syntax(
         call=("\n<function=$name>\n", "</function>\n"),

@@ -10,7 +10,7 @@ from mlx_parallm.core import Event, FinishReason, GenerationRequest, PromptScore
 from mlx_parallm.server.respond.answer import Answer, ending
 from mlx_parallm.server.respond.logprobs import chat_logprobs, prompt_logprobs
 from mlx_parallm.server.respond.parts import CallPart, told
-from mlx_parallm.server.respond.pieces import Piece, score
+from mlx_parallm.server.respond.pieces import Piece, cut_off, score
 from mlx_parallm.server.respond.splitter import Splitter
 from mlx_parallm.server.wire.chat import (
     ChatBody,
@@ -43,7 +43,7 @@ class ChatAnswer(Answer):
     def _pieces(self, event: Event) -> Iterator[Piece]:
         for piece in super()._pieces(event):
             splitter = self._splitters[piece.index]
-            parts = [*splitter.feed(piece.text), *(splitter.end() if piece.finish_reason else ())]
+            parts = [*splitter.feed(piece.text), *(splitter.end(cut_off(piece)) if piece.finish_reason else ())]
             yield replace(piece, parts=tuple(parts))
 
     def _tells(self, piece: Piece) -> bool:

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class CallPart:
     """More of call number `position` of a choice. Its first part has `call_id` and `name`; the `arguments` of all its
-    parts, joined, are JSON text."""
+    parts, joined, are JSON text, or its beginning where the call is not `complete`: the text was cut off inside it."""
 
     position: int
     arguments: str = ""
     call_id: str | None = None
     name: str | None = None
+    complete: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,4 +58,5 @@ def told(parts: Iterable[Part]) -> Told:
 def _more(before: CallPart | None, call: CallPart) -> CallPart:
     if before is None:
         return call
-    return CallPart(call.position, before.arguments + call.arguments, before.call_id, before.name)
+    arguments = before.arguments + call.arguments
+    return CallPart(call.position, arguments, before.call_id, before.name, before.complete and call.complete)

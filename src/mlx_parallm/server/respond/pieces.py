@@ -31,6 +31,11 @@ class Piece:
     parts: tuple[Part, ...] = ()
 
 
+def cut_off(last: Piece | SequenceOutput) -> bool:
+    """Whether something else than the model ended the text."""
+    return last.finish_reason is FinishReason.LENGTH or last.stop_reason is not None
+
+
 def of_output(output: SequenceOutput) -> Piece:
     scored = tuple(ScoredToken(logprob.token_id, logprob) for logprob in output.logprobs)
     return Piece(output.index, output.text, output.token_ids, scored, output.finish_reason, output.stop_reason)

@@ -152,12 +152,16 @@ class _GrowingCall(_Growing):
         assert first.call_id is not None
         assert first.name is not None
         self._position, self._call_id, self._name = first.position, first.call_id, first.name
+        self._complete = True
 
     def takes(self, part: Part) -> bool:
         return part.call is not None and part.call.position == self._position
 
     def more(self, part: Part) -> Iterator[Said]:
-        if part.call is not None and part.call.arguments:
+        if part.call is None:
+            return
+        self._complete = part.call.complete
+        if part.call.arguments:
             self._said.append(part.call.arguments)
             yield "response.function_call_arguments.delta", {**self.where, "delta": part.call.arguments}
 
@@ -167,6 +171,9 @@ class _GrowingCall(_Growing):
         yield from super().closed(status)
 
     def item(self, status: ItemStatus) -> OutputCall:
+        """Once it has ended it is complete or not by itself, whatever cut the response off after it."""
+        if status != "in_progress":
+            status = "completed" if self._complete else "incomplete"
         return OutputCall(
             id=self.id,
             type="function_call",

@@ -12,6 +12,7 @@ from mlx_parallm.errors import RequestError
 from mlx_parallm.server.errors import error_body
 from mlx_parallm.server.respond.answer import adapter_of, collected
 from mlx_parallm.server.respond.parts import Part
+from mlx_parallm.server.respond.pieces import cut_off
 from mlx_parallm.server.respond.response_items import Output, Said
 from mlx_parallm.server.respond.splitter import Splitter
 from mlx_parallm.server.respond.wording import Wording
@@ -81,7 +82,9 @@ class ResponsesAnswer(Wording):
     def _grow(self, output: SequenceOutput) -> Iterator[Said]:
         self._untold_tokens += len(output.token_ids)
         self._reason = output.finish_reason
-        parts = [*self._splitter.feed(output.text), *(self._splitter.end() if output.finish_reason else ())]
+        parts = list(self._splitter.feed(output.text))
+        if output.finish_reason is not None:
+            parts += self._splitter.end(cut_off(output))
         self._count(parts)
         for part in parts:
             yield from self._output.add(part)

@@ -4,13 +4,15 @@
     SAYING ──calls' start──▶ CALLING ──calls' end, or the end of the text──▶ SAYING
 
 White space beside a mark belongs to the mark. What may be the beginning of a mark is held back, and so is white space
-that a mark may follow. What stands between the marks of calls and is none is text, its marks with it.
+that a mark may follow. What stands between the marks of calls and is none is text, its marks with it. Where the text
+is cut off inside a call, what there is of the call is a call that is not complete, and nothing of it is text.
 """
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from enum import Enum, auto
 
 from mlx_parallm.core import Reasoning, Tool, ToolCall, ToolFormat
@@ -53,11 +55,13 @@ class Splitter:
         self._space = ""  # white space before the last mark
         self._searched = 0  # in a call: its end mark is not before this
         self._ids: list[str] = []
+        self._complete = True
+        self._cut = False
 
     @property
     def called(self) -> bool:
-        """Whether a tool has been called."""
-        return bool(self._ids)
+        """Whether a tool has been called, and every call is complete."""
+        return bool(self._ids) and self._complete
 
     def feed(self, text: str) -> Iterator[Part]:
         """The parts that are sure now."""
@@ -67,8 +71,9 @@ class Splitter:
         self._held += text
         yield from self._split(ended=False)
 
-    def end(self) -> Iterator[Part]:
-        """What was held back. Call once, last."""
+    def end(self, cut: bool = False) -> Iterator[Part]:
+        """What was held back. Call once, last. `cut`: the model had not ended its text."""
+        self._cut = cut
         yield from self._split(ended=True)
 
     def _split(self, ended: bool) -> Iterator[Part]:
@@ -94,12 +99,21 @@ class Splitter:
         marks += [self._calls.start] if self._calls else []
         if self._may_think and self._begins_thought(ended):
             return
+        if self._cut:
+            self._drop_begun_mark()
         said, mark = self._until(marks, ended)
         yield from _text(said)
         if mark:
             self._trims = True
             if self._calls is not None and mark == self._calls.start:
                 self._mode, self._searched = _Mode.CALLING, 0
+
+    def _drop_begun_mark(self) -> None:
+        """More than half of a start mark at the end of a text that was cut off belongs to a call, not to the text."""
+        start = self._calls.start if self._calls else ""
+        begun = _begun(self._held, start)
+        if 2 * begun > len(start):
+            self._held = self._held[:-begun].rstrip()
 
     def _begins_thought(self, ended: bool) -> bool:
         """Whether the text begins with the reasoning's mark, or may yet."""
@@ -129,7 +143,7 @@ class Splitter:
         assert self._calls is not None
         self._mode, self._held = _Mode.SAYING, rest
         try:
-            read = self._calls.parse(body, self._tools)
+            read = self._parsed(body, unfinished=self._cut and not end)
         except ValueError:
             self._trims = False
             yield Part(text=self._space + self._calls.start + body + end)
@@ -137,11 +151,20 @@ class Splitter:
         for call in read[: self._most - len(self._ids)]:
             yield Part(call=self._numbered(call))
 
+    def _parsed(self, body: str, unfinished: bool) -> tuple[ToolCall, ...]:
+        """Raises ValueError: there is no call."""
+        assert self._calls is not None
+        if unfinished:
+            with suppress(ValueError):
+                return self._calls.unfinished(body[: len(body) - _begun(body, self._calls.end)], self._tools)
+        return self._calls.parse(body, self._tools)
+
     def _numbered(self, call: ToolCall) -> CallPart:
         """With the id that the model gave it, unless it has given it before."""
         given = call.call_id if call.call_id not in self._ids else None
         self._ids.append(given or f"call_{uuid.uuid4().hex[:24]}")
-        return CallPart(len(self._ids) - 1, call.arguments, self._ids[-1], call.name)
+        self._complete = call.complete
+        return CallPart(len(self._ids) - 1, call.arguments, self._ids[-1], call.name, call.complete)
 
     def _until(self, marks: Sequence[str], ended: bool) -> tuple[str, str]:
         """Takes what is held up to the first mark, and the mark; without one, all that cannot belong to a mark."""

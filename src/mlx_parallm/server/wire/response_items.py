@@ -64,7 +64,7 @@ class MessageItem(WireInput):
 class CallItem(WireInput):
     """A call that the model made."""
 
-    IGNORED: ClassVar[frozenset[str]] = frozenset({"id", "status", "caller"})
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"id", "caller"})
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {"namespace": (), "async": (False,)}
 
     type: Literal["function_call"]
@@ -75,8 +75,13 @@ class CallItem(WireInput):
     """Of the function."""
     arguments: str
     """JSON text."""
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+    """`incomplete`: it was cut off and never made, so that the model is not told of it."""
 
     def message(self) -> ChatMessageFields:
+        """Empty when it was never made."""
+        if self.status == "incomplete":
+            return {}
         function = {"name": self.name, "arguments": self.arguments}
         return {"role": "assistant", "tool_calls": [{"id": self.call_id, "type": "function", "function": function}]}
 

@@ -69,13 +69,13 @@ class OutputCall(WireOutput):
     type: Literal["function_call"]
     """Names the kind of item."""
     status: ItemStatus
-    """Incomplete when the budget cut it."""
+    """Incomplete when the budget cut it: it is not to be called."""
     call_id: str
     """What the output has to name."""
     name: str
     """Of the function."""
     arguments: str
-    """JSON text; empty when an event of a stream adds the item."""
+    """JSON text, or its beginning when incomplete; empty when an event of a stream adds the item."""
 
 
 OutputItem = OutputReasoning | OutputMessage | OutputCall

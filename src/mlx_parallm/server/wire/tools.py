@@ -128,7 +128,7 @@ class CalledFunction(WireOutput):
     name: str | None = None
     """The function; in a stream with the first chunk of a call."""
     arguments: str
-    """JSON text."""
+    """JSON text; only the beginning of it, or nothing, in the last call of an answer that was cut off inside it."""
 
 
 class Call(WireOutput):
