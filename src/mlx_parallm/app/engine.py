@@ -73,7 +73,9 @@ class Engine:
     def _build(self) -> EngineParts:
         config = self._config
         manager = SharedModelManager.load(
-            config.model.base_model_path, trust_remote_code=config.model.trust_remote_code
+            config.model.base_model_path,
+            trust_remote_code=config.model.trust_remote_code,
+            allow_special_tokens=config.model.allow_special_tokens,
         )
         bank = build_bank(manager, config)
         runner = build_runner(manager, bank, config)

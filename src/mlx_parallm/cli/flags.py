@@ -69,6 +69,7 @@ FLAGS = (
     Flag("--allowed-hosts", "server.allowed_hosts", "NAME,NAME"),
     Flag("--cors-origins", "server.cors_origins", "ORIGIN,ORIGIN"),
     Flag("--trust-remote-code", "model.trust_remote_code"),
+    Flag("--allow-special-tokens", "model.allow_special_tokens"),
     Flag("--shutdown-timeout", "server.shutdown_timeout", "SECONDS"),
     Flag("--log-level", "server.log_level", "LEVEL"),
     Flag("--debug", "server.debug"),

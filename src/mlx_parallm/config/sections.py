@@ -20,6 +20,11 @@ class ModelConfig(Section):
         default=None, description="A model directory or a hub id; null: the bundled SmolLM2-135M-Instruct."
     )
     trust_remote_code: bool = Field(default=False, description="Run Python code that comes with a model.")
+    allow_special_tokens: bool = Field(
+        default=False,
+        description="Let the text of a control token in a message, such as <|im_end|>, become that token. By default "
+        "it is text like any other. Prompts of /v1/completions may have control tokens either way.",
+    )
     max_model_len: Integer | None = Field(
         default=None, ge=1, description="Longest prompt plus completion, in tokens; null: the model's own limit."
     )

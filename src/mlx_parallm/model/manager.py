@@ -48,11 +48,17 @@ class SharedModelManager:
 
     @classmethod
     def load(
-        cls, path_or_id: str | None, *, trust_remote_code: bool = False, progress: bool = True
+        cls,
+        path_or_id: str | None,
+        *,
+        trust_remote_code: bool = False,
+        allow_special_tokens: bool = False,
+        progress: bool = True,
     ) -> SharedModelManager:
         """Loads a directory or hub id that mlx-lm loads, or the bundled model (None). On the device thread.
 
-        On a CPU weights become float32; on Metal and CUDA they stay as they are stored.
+        On a CPU weights become float32; on Metal and CUDA they stay as they are stored. `allow_special_tokens`: see
+        `Tokenizer`.
 
         Raises:
             ModelNotFoundError: no such directory or hub model.
@@ -69,7 +75,8 @@ class SharedModelManager:
             adapt_to_cpu(model)
         shape = probe(model)
         card = _card(name, model, config, wrapped, shape)
-        return cls(model, Tokenizer(wrapped), config, card, family, shape.layers, shape.kv_dtype, source)
+        tokenizer = Tokenizer(wrapped, allow_special_tokens)
+        return cls(model, tokenizer, config, card, family, shape.layers, shape.kv_dtype, source)
 
 
 def _load(

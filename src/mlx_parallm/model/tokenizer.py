@@ -9,7 +9,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_parallm.core import Reasoning, ToolFormat
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError
-from mlx_parallm.model.codec import codec_of
+from mlx_parallm.model.codec import FastCodec, codec_of
+from mlx_parallm.model.control_text import ControlText
 from mlx_parallm.model.text_length import text_length_of
 from mlx_parallm.model.token_bytes import pieces_of
 from mlx_parallm.model.tools.families import family_of
@@ -20,9 +21,12 @@ class Tokenizer:
 
     Encoding is the tokenizer's own: with `add_special_tokens` it adds a BOS if and only if the model's tokenizer does.
     Decoding never cleans spaces up, so that text streamed token by token joins to the same string.
+
+    Args:
+        allow_special_tokens: the text of a control token in a message becomes that token, as in `encode`.
     """
 
-    def __init__(self, wrapped: TokenizerWrapper) -> None:
+    def __init__(self, wrapped: TokenizerWrapper, allow_special_tokens: bool = False) -> None:
         self._hf = wrapped
         self._codec = codec_of(wrapped)
         self._text_length = text_length_of(wrapped)
@@ -37,6 +41,7 @@ class Tokenizer:
         """What each id adds to a text's bytes (special tokens nothing); None where that depends on its neighbours."""
         self.tool_format: ToolFormat = family_of(wrapped, self.chat_template, self._spelled_in)
         self.reasoning: Reasoning | None = self._reasoning(wrapped)
+        self._control_text = None if allow_special_tokens else self._make_control_text(wrapped)
 
     def encode(self, text: str, add_special_tokens: bool = True, at_most: int | None = None) -> list[int]:
         """Token ids of `text`; special tokens written in it are recognised.
@@ -78,6 +83,7 @@ class Tokenizer:
     ) -> list[int]:
         """Renders the model's template (Transformers' sandboxed Jinja) and encodes it; the template writes any BOS.
 
+        Control tokens are the template's own alone: their text in a message or in `kwargs` is text (`control_text`).
         `kwargs` reach the template: the caller decides which of them a client may set.
 
         Raises:
@@ -86,16 +92,32 @@ class Tokenizer:
         """
         if not self._hf.has_chat_template:
             raise InvalidRequestError("this model has no chat template: use /v1/completions", param="messages")
+        control = self._control_text
+        guarded = control.guard(messages, kwargs) if control is not None else None
+        if control is None or guarded is None:
+            text = self._rendered(messages, add_generation_prompt, kwargs)
+            ids = self.encode(text, add_special_tokens=False, at_most=at_most)
+            return control.encode(text, {}) if control is not None and control.misread(ids, text) else ids
+        text = self._rendered(guarded.messages, add_generation_prompt, guarded.variables)
+        self.check_length(text, at_most)
+        return control.encode(text, guarded.stand_ins)
+
+    def _rendered(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, variables: Mapping[str, Any]
+    ) -> str:
+        turns = [dict(message) for message in messages]
+        options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": add_generation_prompt, **variables}
         try:
-            text = self._hf.apply_chat_template(
-                [dict(message) for message in messages],
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                **kwargs,
-            )
+            text: str = self._hf.apply_chat_template(turns, **options)
         except Exception as error:  # a template is the model author's program: it may raise anything
             raise InvalidRequestError(f"the chat template refused the messages: {error}", param="messages") from error
-        return self.encode(text, add_special_tokens=False, at_most=at_most)
+        return text
+
+    def _make_control_text(self, wrapped: TokenizerWrapper) -> ControlText:
+        marks = [self.tool_format.start, self.tool_format.end]
+        marks += [self.reasoning.start, self.reasoning.end] if self.reasoning else []
+        backend = wrapped.backend_tokenizer if isinstance(self._codec, FastCodec) else None
+        return ControlText(wrapped.added_tokens_decoder, backend, marks)
 
     def _reasoning(self, wrapped: TokenizerWrapper) -> Reasoning | None:
         if not wrapped.has_thinking:
