@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import jsonschema
@@ -14,7 +16,8 @@ import pytest
 from server.fakes import EOS, VOCAB, ByteTokenizer
 
 from mlx_parallm.core import GrammarKind, GrammarSpec, GrammarState
-from mlx_parallm.errors import GrammarError, InvalidRequestError
+from mlx_parallm.errors import EngineError, GrammarError, InvalidRequestError, OverloadedError
+from mlx_parallm.grammar import trial
 from mlx_parallm.grammar.compiler import KEPT, LLCompiler
 
 WIDTH = VOCAB + 40
@@ -211,5 +214,43 @@ def test_one_that_takes_for_ever_is_refused_in_time_and_the_next_is_compiled(com
             compiler.compile(GrammarSpec(GrammarKind.REGEX, "b{1000}{1000}{1000}"))
         if number == 0:
             assert drawn(compiler, GrammarSpec(GrammarKind.REGEX, "next"), 0) == "next"
-            children = compiler._trial._child
-    assert compiler._trial._child is children, "nothing was tried again"
+            tried = [child._process for child in compiler._trial._children]
+    assert [child._process for child in compiler._trial._children] == tried, "nothing was tried again"
+
+
+BOMB = GrammarSpec(GrammarKind.REGEX, "c{1000}{1000}{1000}")
+
+
+def test_a_grammar_is_tried_while_another_takes_for_ever(compiler: LLCompiler) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        bomb = pool.submit(compiler.compile, BOMB)
+        assert drawn(compiler, GrammarSpec(GrammarKind.REGEX, "meanwhile"), 0) == "meanwhile"
+        assert not bomb.done()
+        assert isinstance(bomb.exception(), InvalidRequestError)
+
+
+def test_children_leave_the_processor_to_the_server(compiler: LLCompiler) -> None:
+    compiler.compile(GrammarSpec(GrammarKind.REGEX, "polite"))
+    running = [child._process.pid for child in compiler._trial._children if child._process is not None]
+    assert running
+    assert all(os.getpriority(os.PRIO_PROCESS, pid) > os.getpriority(os.PRIO_PROCESS, 0) for pid in running)
+
+
+def test_a_busy_machine_is_not_the_grammars_fault(compiler: LLCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child that gets no processor time in time tells nothing, and nothing is kept."""
+    spec = GrammarSpec(GrammarKind.REGEX, "slow but fine")
+    monkeypatch.setattr(trial, "_WALL_LIMIT_S", 0.0)
+    with pytest.raises(OverloadedError, match="too busy"):
+        compiler.compile(spec)
+    monkeypatch.undo()
+    assert drawn(compiler, spec, 0) == "slow but fine"
+
+
+def test_closing_does_not_wait_for_a_grammar() -> None:
+    made = LLCompiler(ByteTokenizer(), WIDTH)
+    with ThreadPoolExecutor(1) as pool:
+        bomb = pool.submit(made.compile, BOMB)
+        while not any(child._process for child in made._trial._children):
+            time.sleep(0.01)
+        made.close()
+        assert isinstance(bomb.exception(), InvalidRequestError | EngineError)

@@ -129,5 +129,9 @@ def _server_settings(config: Config, host: str) -> ServerSettings:
         max_batch_size=server.max_batch_size,
         max_queued=server.max_queued,
         max_body_bytes=server.max_body_bytes,
+        max_connections=server.max_connections,
+        header_timeout_s=server.header_timeout,
+        body_timeout_s=server.body_timeout,
+        write_timeout_s=server.write_timeout,
         inference=server.mode is not Mode.TRAINING_ONLY,
     )

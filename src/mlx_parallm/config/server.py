@@ -100,7 +100,20 @@ class ServerConfig(Section):
         default=None, description="Name that clients give as `model`; null: the model's own name."
     )
     max_body_bytes: ByteSize = Field(
-        default=16 * 2**20, description="Largest request body; beyond it a request gets 413."
+        default=16 * 2**20,
+        description="Largest request body, of at most one JSON value for every 16 bytes of this size; beyond it a "
+        "request gets 413.",
+    )
+    max_connections: Integer | None = Field(
+        default=None,
+        ge=1,
+        description="Most open connections; beyond it the one that is idle longest is closed, or the new one gets 503. "
+        "null: max_batch_size + max_queued + 256.",
+    )
+    header_timeout: Number = Field(default=10.0, gt=0, description="Seconds that a request's headers may take.")
+    body_timeout: Number = Field(default=120.0, gt=0, description="Seconds that a request's body may take.")
+    write_timeout: Number = Field(
+        default=60.0, gt=0, description="Seconds after which a client that reads nothing of its answer is disconnected."
     )
     debug: bool = Field(
         default=False, description="Check every resource owner's integrity whenever the server is idle."

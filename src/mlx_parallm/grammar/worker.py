@@ -8,9 +8,10 @@ stdout: "" or "why it cannot be followed"
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import json
+import os
 import resource
+import signal
 from typing import BinaryIO
 
 from llguidance import LLTokenizer
@@ -23,24 +24,27 @@ START_S = 60.0
 """For a child to start."""
 
 LIMIT_S = 3.0
-"""For one grammar."""
+"""Processor time for one grammar."""
 
-_GRACE_S = 5.0
+_NICENESS = 10
+"""About a tenth of a core that somebody else wants too."""
+
 _MOST_BYTES = 2 << 30
 
 
 def main() -> None:
     with contextlib.suppress(ValueError, OSError):  # macOS refuses; there time alone is the limit
         resource.setrlimit(resource.RLIMIT_AS, (_MOST_BYTES, _MOST_BYTES))
+    os.nice(_NICENESS)
     requests, replies = private_pipes()
     tokenizer = LLTokenizer("byte")
     _say(replies, "")
     for line in requests:
-        # The parent kills a child that takes too long. This one, which needs no GIL, is for when the parent is gone.
-        faulthandler.dump_traceback_later(LIMIT_S + _GRACE_S, exit=True)
+        signal.setitimer(signal.ITIMER_PROF, LIMIT_S)  # SIGPROF ends the process, whatever it is doing
         grammar = json.loads(line)
-        _say(replies, _fault(tokenizer, GrammarSpec(GrammarKind(grammar["kind"]), grammar["source"])))
-        faulthandler.cancel_dump_traceback_later()
+        reason = _fault(tokenizer, GrammarSpec(GrammarKind(grammar["kind"]), grammar["source"]))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        _say(replies, reason)
 
 
 def _fault(tokenizer: LLTokenizer, spec: GrammarSpec) -> str:

@@ -41,6 +41,7 @@ from mlx_parallm.server.security import ApiKeyMiddleware, HostOriginMiddleware
 from mlx_parallm.server.services import Services
 from mlx_parallm.server.settings import ServerSettings
 from mlx_parallm.server.sleeping import SleepSwitch
+from mlx_parallm.server.workers import Workers
 
 ROUTES = (
     completions,
@@ -98,6 +99,7 @@ def create_app(
         Rescheduler(engine),
         metrics,
         ResponseStore(settings.max_stored_responses, settings.max_stored_response_bytes),
+        Workers(settings.body_timeout_s),
         started_at=int(time.time()),
     )
     for routes in ROUTES:

@@ -50,6 +50,10 @@ class BodyTooLargeError(RequestError):
     """The body is longer than the server takes."""
 
 
+class BodyTimeoutError(RequestError):
+    """The body came too slowly."""
+
+
 class MediaTypeError(RequestError):
     """The body is not sent as JSON."""
 
@@ -95,6 +99,7 @@ RULES: Mapping[type[Exception], Rule] = {
     UnknownResponseError: Rule(404, "invalid_request_error", "response_not_found"),
     ConflictError: Rule(409, "invalid_request_error", "conflict"),
     TrainingDisabledError: Rule(409, "invalid_request_error", "training_disabled"),
+    BodyTimeoutError: Rule(408, "invalid_request_error", "body_timeout"),
     BodyTooLargeError: Rule(413, "invalid_request_error", "body_too_large"),
     MediaTypeError: Rule(415, "invalid_request_error", "unsupported_media_type"),
     OverloadedError: Rule(429, "rate_limit_error", "rate_limit_exceeded"),
@@ -201,6 +206,8 @@ def _body(message: str, kind: str, param: str | None, code: str | None) -> Error
 def _headers(status: int, error: Exception) -> dict[str, str]:
     if status == 401:
         return {"www-authenticate": "Bearer"}
+    if status == 408:
+        return {"connection": "close"}  # what is left of the body would be taken for the next request
     if status == 409 or isinstance(error, InferenceDisabledError | AsleepError):
         return {"x-should-retry": "false"}  # the openai clients retry a 409 and a 503 otherwise
     if status in (429, 503):

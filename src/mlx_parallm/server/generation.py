@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import cast
 
-from anyio import to_thread
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from mlx_parallm.core import AdapterRef, Event, GenerationRequest, RequestFailed, RequestFinished
+from mlx_parallm.core import (
+    AdapterRef,
+    Event,
+    GenerationRequest,
+    PromptScored,
+    RequestFailed,
+    RequestFinished,
+    SequenceOutput,
+)
 from mlx_parallm.errors import EngineError, ParaLLMError
 from mlx_parallm.server.disconnect import while_connected
 from mlx_parallm.server.metrics import RequestObserver
@@ -20,10 +28,13 @@ from mlx_parallm.server.respond.answer import adapter_of
 from mlx_parallm.server.respond.wording import Wording
 from mlx_parallm.server.selectors import Choice
 from mlx_parallm.server.services import Services
+from mlx_parallm.server.shares import client_of
 from mlx_parallm.server.sse import EventStream
 from mlx_parallm.server.wire.base import WireOutput
 
 log = logging.getLogger(__name__)
+
+_BYTES_OF_EVENT, _BYTES_OF_LOGPROB = 32, 64
 
 
 class GenerationResponse(Response):
@@ -31,7 +42,9 @@ class GenerationResponse(Response):
 
     All of it happens in the response's own call, so that one block bounds the request's life: its place
     in the queue, its adapter version and its rows are given back when the block is left, whichever way that happens.
-    `prepare` renders and tokenises; it runs in a worker thread.
+
+    Args:
+        prepare: renders and tokenises, and compiles a grammar where `compiles` is true; it runs in a worker thread.
     """
 
     def __init__(
@@ -41,25 +54,33 @@ class GenerationResponse(Response):
         sequences: int,
         prepare: Callable[[AdapterRef], Wording],
         stream: bool,
+        compiles: bool,
     ) -> None:
         super().__init__()
         self._services = services
         self._choice = choice
         self._sequences = sequences
         self._prepare = prepare
+        self._compiles = compiles
         self._send_answer = self._send_events if stream else self._send_whole
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._services.admit(self._sequences), self._services.lease(self._choice) as adapter:
-            answer = await to_thread.run_sync(self._prepare, adapter)
+            answer = await self._prepared(scope, adapter)
             try:
                 await self._send_answer(answer, scope, receive, send)
             except ClientDisconnect:
                 self._services.metrics.client_disconnects.inc()
 
+    async def _prepared(self, scope: Scope, adapter: AdapterRef) -> Wording:
+        workers, prepare = self._services.workers, partial(self._prepare, adapter)
+        if self._compiles:
+            return await workers.compile(client_of(scope), prepare)
+        return await workers.run(Request(scope).state.body_bytes, prepare)
+
     async def _send_whole(self, answer: Wording, scope: Scope, receive: Receive, send: Send) -> None:
         events = await while_connected(self._collect(answer), receive, self._services.lifecycle.expired)
-        body = answer.whole(events).json_text()
+        body = await self._services.workers.run(_bytes_of(events), partial(_worded, answer, events))
         await Response(body, headers=_headers(answer.request), media_type="application/json")(scope, receive, send)
 
     async def _collect(self, answer: Wording) -> list[Event]:
@@ -106,6 +127,23 @@ async def run(services: Services, request: GenerationRequest) -> AsyncGenerator[
                 if isinstance(event, RequestFinished):
                     return
         raise EngineError("the engine ended a request without a terminal event")
+
+
+def _worded(answer: Wording, events: Sequence[Event]) -> bytes:
+    """The whole answer as JSON. In a worker thread: with logprobs it is long. Written piece by piece, because each
+    piece is written under the interpreter lock."""
+    return "".join(answer.whole(events).json_pieces()).encode("utf-8")
+
+
+def _bytes_of(events: Sequence[Event]) -> int:
+    """How long the answer will be, about."""
+    return sum(_BYTES_OF_EVENT + _BYTES_OF_LOGPROB * _logprobs_in(event) for event in events)
+
+
+def _logprobs_in(event: Event) -> int:
+    if isinstance(event, SequenceOutput | PromptScored):
+        return sum(len(token.top) + 1 for token in event.logprobs if token is not None)
+    return 0
 
 
 async def _say(stream: EventStream, chunk: WireOutput) -> None:

@@ -28,6 +28,7 @@ from mlx_parallm.server.errors import (
     RULES,
     ApiKeyError,
     AsleepError,
+    BodyTimeoutError,
     BodyTooLargeError,
     DrainingError,
     ForbiddenOriginError,
@@ -68,7 +69,7 @@ KINDS = "x-raises"
 """Between `raises` and `describe`: the errors of one status, by the names of their classes."""
 
 ANYWHERE: tuple[Kind, ...] = (ForbiddenOriginError, Exception)
-WITH_BODY: tuple[Kind, ...] = (RequestError, BodyTooLargeError, MediaTypeError)
+WITH_BODY: tuple[Kind, ...] = (RequestError, BodyTimeoutError, BodyTooLargeError, MediaTypeError, OverloadedError)
 GENERATING: tuple[Kind, ...] = (
     GrammarError,
     ContextLengthError,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from threading import RLock
 
 from mlx_parallm.server.errors import UnknownResponseError
 
@@ -21,7 +22,7 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Keeps the ones used last, in memory. Event loop only.
+    """Keeps the ones used last, in memory. Any thread.
 
     Invariant: at most `most` of them, of `most_bytes` in all, which are `held_bytes` now.
     """
@@ -29,6 +30,7 @@ class ResponseStore:
     def __init__(self, most: int, most_bytes: int) -> None:
         self._most = most
         self._most_bytes = most_bytes
+        self._lock = RLock()
         self._kept: OrderedDict[str, StoredResponse] = OrderedDict()
         self.held_bytes = 0
 
@@ -39,20 +41,23 @@ class ResponseStore:
         """Keeps it, and forgets those used longest ago to make room; one larger than all the room is not kept."""
         if stored.size > self._most_bytes:
             return
-        self._kept[response_id] = stored
-        self.held_bytes += stored.size
-        while len(self._kept) > self._most or self.held_bytes > self._most_bytes:
-            self.forget(next(iter(self._kept)))
+        with self._lock:
+            self._kept[response_id] = stored
+            self.held_bytes += stored.size
+            while len(self._kept) > self._most or self.held_bytes > self._most_bytes:
+                self.forget(next(iter(self._kept)))
 
     def find(self, response_id: str, param: str) -> StoredResponse:
         """The response, as of now the last one used. Raises UnknownResponseError, naming `param`."""
-        if response_id not in self._kept:
-            raise UnknownResponseError(
-                f"{param}: no such response; it was not stored, or is forgotten by now.", param=param
-            )
-        self._kept.move_to_end(response_id)
-        return self._kept[response_id]
+        with self._lock:
+            if response_id in self._kept:
+                self._kept.move_to_end(response_id)
+                return self._kept[response_id]
+        raise UnknownResponseError(
+            f"{param}: no such response; it was not stored, or is forgotten by now.", param=param
+        )
 
     def forget(self, response_id: str) -> None:
         """The id must be one that `find` finds."""
-        self.held_bytes -= self._kept.pop(response_id).size
+        with self._lock:
+            self.held_bytes -= self._kept.pop(response_id).size

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from types import FrameType
 
-import h11
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mlx_parallm.errors import ConfigError, EngineDeadError
+from mlx_parallm.server.connection import ConnectionLimits, LimitedProtocol
+from mlx_parallm.server.open_files import allow_connections
 from mlx_parallm.server.services import Services
 
 MAX_HEADER_BYTES = 64 * 1024
 CLOSING_S = 3
-REFUSED_LINGER_S = 2
 ALIVE_CHECK_TICKS = 10  # of 0.1 s each
 EXIT_OK, EXIT_ENGINE_DEAD = 0, 1
 
@@ -111,33 +110,15 @@ class DrainingServer(uvicorn.Server):
         return self._services.gate.held == 0 and not self._services.lifecycle.working
 
 
-class JsonH11Protocol(H11Protocol):
-    """h11, answering what is not HTTP (a header over the limit, say) with an error body like any other."""
-
-    _refused = False
-
-    def data_received(self, data: bytes) -> None:
-        if not self._refused:
-            super().data_received(data)
-
-    def send_400_response(self, msg: str) -> None:
-        """Closes only after the client had time to read: closing on unread input would reset the connection."""
-        error = {"message": msg, "type": "invalid_request_error", "param": None, "code": "invalid_http"}
-        body = json.dumps({"error": error}, separators=(",", ":")).encode()
-        headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
-        response = h11.Response(status_code=400, headers=headers, reason=b"Bad Request")
-        for event in (response, h11.Data(data=body), h11.EndOfMessage()):
-            self.transport.write(self.conn.send(event) or b"")
-        self._refused = True
-        self.transport.write_eof()
-        self.loop.call_later(REFUSED_LINGER_S, self.transport.close)
-
-
 def _config(app: FastAPI) -> uvicorn.Config:
-    """Logging is the caller's; `http` is pinned because the header limit is h11's."""
+    """Logging is the caller's; `http` is pinned because the limits are h11's."""
+    settings = app.state.services.settings
+    limits = ConnectionLimits(
+        allow_connections(settings.connections), settings.header_timeout_s, settings.write_timeout_s
+    )
     return uvicorn.Config(
         app,
-        http=JsonH11Protocol,
+        http=partial(LimitedProtocol, limits),  # type: ignore[arg-type]  # uvicorn calls it, as it would a class
         ws="none",
         lifespan="off",
         log_config=None,

@@ -32,6 +32,7 @@ from mlx_parallm.server.scheduling import Rescheduler
 from mlx_parallm.server.selectors import Choice, naming
 from mlx_parallm.server.settings import ServerSettings
 from mlx_parallm.server.sleeping import SleepSwitch
+from mlx_parallm.server.workers import Workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ class Services:
     rescheduler: Rescheduler
     metrics: ServerMetrics
     responses: ResponseStore
+    workers: Workers
     started_at: int
 
     @contextmanager

@@ -9,6 +9,9 @@ MAX_SEQUENCES = 128
 """Most sequences one request may ask for: `n` times its prompts."""
 
 
+CONNECTIONS_BESIDE = 256
+
+
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
     """Limits and guards of the HTTP face.
@@ -18,6 +21,9 @@ class ServerSettings:
     The bounded queue holds `max_batch_size + max_queued` sequences, running ones included.
     `max_stored_response_bytes` is of all the responses that `previous_response_id` can name, at most
     `max_stored_responses` of them.
+    `max_connections` None: every place of the queue, and `CONNECTIONS_BESIDE` more for probes and idle clients.
+    `header_timeout_s` and `body_timeout_s`: for the headers and the body of a request to arrive. `write_timeout_s`:
+    after it a client that takes nothing of its answer is disconnected.
     `inference` false: the server only trains, and refuses generation requests.
     """
 
@@ -28,7 +34,16 @@ class ServerSettings:
     max_queued: int = 512
     max_sequences_per_request: int = MAX_SEQUENCES
     max_body_bytes: int = 16 * 2**20
+    max_connections: int | None = None
+    header_timeout_s: float = 10.0
+    body_timeout_s: float = 120.0
+    write_timeout_s: float = 60.0
     ping_interval_s: float = 15.0
     inference: bool = True
     max_stored_responses: int = 1000
     max_stored_response_bytes: int = 64 * 2**20
+
+    @property
+    def connections(self) -> int:
+        """Most open connections."""
+        return self.max_connections or self.max_batch_size + self.max_queued + CONNECTIONS_BESIDE

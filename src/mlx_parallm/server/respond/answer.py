@@ -60,7 +60,7 @@ class Answer(Wording):
         finished = events[-1]
         assert isinstance(finished, RequestFinished)
         pieces = [*self._opening(), *(piece for event in events for piece in self._pieces(event))]
-        choices = [joined(index, pieces) for index in range(self.request.sequences)]
+        choices = joined(self.request.sequences, pieces)
         scored = {event.prompt_index: event for event in events if isinstance(event, PromptScored)}
         self._tail |= collected(self.request, finished)
         return self._whole(choices, usage_of(finished), scored)

@@ -45,9 +45,15 @@ def score(prompt: Sequence[int], logprobs: Sequence[TokenLogprob | None]) -> tup
     return tuple(ScoredToken(token_id, logprob) for token_id, logprob in zip(prompt, logprobs, strict=True))
 
 
-def joined(index: int, pieces: Iterable[Piece]) -> Piece:
-    """The whole of choice `index`; the last piece says why it ended."""
-    mine = [piece for piece in pieces if piece.index == index]
+def joined(choices: int, pieces: Iterable[Piece]) -> list[Piece]:
+    """The whole of each choice; its last piece says why it ended."""
+    own: list[list[Piece]] = [[] for _ in range(choices)]
+    for piece in pieces:
+        own[piece.index].append(piece)
+    return [_whole(index, mine) for index, mine in enumerate(own)]
+
+
+def _whole(index: int, mine: Sequence[Piece]) -> Piece:
     return Piece(
         index,
         text="".join(piece.text for piece in mine),

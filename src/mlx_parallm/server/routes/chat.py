@@ -30,7 +30,7 @@ async def create_chat_completion(body: Body, services: ServicesDep) -> Response:
     """Answers a conversation, rendered with the model's own chat template."""
     choice = choose(body, services.card.name)
     sequences = services.check_sequences(1, body.n)
-    return GenerationResponse(services, choice, sequences, partial(prepare, body, services), body.stream)
+    return GenerationResponse(services, choice, sequences, partial(prepare, body, services), body.stream, body.compiles)
 
 
 def prepare(body: ChatBody, services: Services, adapter: AdapterRef) -> ChatAnswer:

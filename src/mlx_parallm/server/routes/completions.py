@@ -31,7 +31,7 @@ async def create_completion(body: Body, services: ServicesDep) -> Response:
     """Continues prompts."""
     choice = choose(body, services.card.name)
     sequences = services.check_sequences(len(body.prompt), body.n)
-    return GenerationResponse(services, choice, sequences, partial(prepare, body, services), body.stream)
+    return GenerationResponse(services, choice, sequences, partial(prepare, body, services), body.stream, body.compiles)
 
 
 def prepare(body: CompletionBody, services: Services, adapter: AdapterRef) -> CompletionAnswer:

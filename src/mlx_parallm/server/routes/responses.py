@@ -10,6 +10,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Query
 from pydantic import ValidationError
+from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_parallm.core import AdapterRef
@@ -41,13 +42,14 @@ Body = Annotated[ResponsesBody, Depends(json_body(ResponsesBody))]
     responses=streamable(ResponseObject, UnknownResponseError),
     openapi_extra=request_body(ResponsesBody),
 )
-async def create_response(body: Body, services: ServicesDep) -> Response:
+async def create_response(body: Body, request: Request, services: ServicesDep) -> Response:
     """Answers a conversation, and keeps it for the next turn unless `store` is false."""
-    earlier = _earlier(body, services)
-    chat = _as_chat(body, earlier)
+    stored = _stored_before(body, services)
+    request.state.body_bytes += len(stored)
+    earlier, chat = await services.workers.run(request.state.body_bytes, partial(_as_chat, body, stored))
     choice = choose(chat, services.card.name)
     answering = partial(prepare, body, chat, earlier, services)
-    return GenerationResponse(services, choice, SEQUENCES, answering, body.stream)
+    return GenerationResponse(services, choice, SEQUENCES, answering, body.stream, chat.compiles)
 
 
 @router.get("/v1/responses/{response_id}", response_model=ResponseObject, responses=raises(UnknownResponseError))
@@ -77,20 +79,23 @@ def prepare(
     return ResponsesAnswer(body, chat, request, services.card.name, reading.splitter(), keep)
 
 
-def _earlier(body: ResponsesBody, services: Services) -> list[ChatMessageFields]:
-    """The conversation so far. Raises UnknownResponseError."""
+def _stored_before(body: ResponsesBody, services: Services) -> bytes:
+    """The conversation so far, as JSON. Raises UnknownResponseError."""
     if body.previous_response_id is None:
-        return []
-    stored = services.responses.find(body.previous_response_id, "previous_response_id")
-    conversation: list[ChatMessageFields] = json.loads(stored.conversation)
-    return conversation
+        return b"[]"
+    return services.responses.find(body.previous_response_id, "previous_response_id").conversation
 
 
-def _as_chat(body: ResponsesBody, earlier: Sequence[ChatMessageFields]) -> ChatBody:
-    """Raises InvalidRequestError: chat finds a fault; it is named as the client knows it."""
+def _as_chat(body: ResponsesBody, stored: bytes) -> tuple[list[ChatMessageFields], ChatBody]:
+    """The conversation so far, and with this turn as a chat. In a worker thread.
+
+    Raises:
+        InvalidRequestError: chat finds a fault; it is named as the client knows it.
+    """
+    earlier: list[ChatMessageFields] = json.loads(stored)
     with _own_words():
         try:
-            return ChatBody.model_validate(body.for_chat(earlier))
+            return earlier, ChatBody.model_validate(body.for_chat(earlier))
         except ValidationError as error:
             raise first_fault(error) from None
 
@@ -108,7 +113,6 @@ def _own_words() -> Iterator[None]:
 
 
 def _keep(services: Services, conversation: Sequence[ChatMessageFields], response: ResponseObject) -> None:
-    """On the event loop, as the store wants it."""
     said = messages_of(ITEM_LIST.validate_python([item.model_dump() for item in response.output]))
     stored = StoredResponse(
         response.json_text().encode("utf-8"), json.dumps([*conversation, *said], ensure_ascii=False).encode("utf-8")

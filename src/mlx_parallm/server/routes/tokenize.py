@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
-from anyio import to_thread
 from fastapi import APIRouter, Depends
+from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_parallm.core import TextTokenizer
@@ -24,10 +25,12 @@ router = APIRouter()
 @router.post(
     "/tokenize", response_model=Tokens, responses=raises(UnknownModelError), openapi_extra=request_body(TokenizeBody)
 )
-async def tokenize(body: Annotated[TokenizeBody, Depends(json_body(TokenizeBody))], services: ServicesDep) -> Response:
+async def tokenize(
+    body: Annotated[TokenizeBody, Depends(json_body(TokenizeBody))], request: Request, services: ServicesDep
+) -> Response:
     """The ids of a text, or of messages rendered with the chat template; 400 for a text too long for the context."""
     services.check_model(body.model)
-    return await to_thread.run_sync(_tokenized, body, services)
+    return await services.workers.run(request.state.body_bytes, partial(_tokenized, body, services))
 
 
 @router.post(
@@ -37,11 +40,11 @@ async def tokenize(body: Annotated[TokenizeBody, Depends(json_body(TokenizeBody)
     openapi_extra=request_body(DetokenizeBody),
 )
 async def detokenize(
-    body: Annotated[DetokenizeBody, Depends(json_body(DetokenizeBody))], services: ServicesDep
+    body: Annotated[DetokenizeBody, Depends(json_body(DetokenizeBody))], request: Request, services: ServicesDep
 ) -> Response:
     """The text of ids, special tokens spelled out; 400 for more ids than the context holds."""
     services.check_model(body.model)
-    return await to_thread.run_sync(_detokenized, body, services)
+    return await services.workers.run(request.state.body_bytes, partial(_detokenized, body, services))
 
 
 @router.get("/tokenizer_info")

@@ -4,11 +4,11 @@ description in the OpenAPI document."""
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, to_json
 
 NULL = {"type": "null"}
 ABOUT = ("title", "description", "default", "examples")
@@ -92,6 +92,9 @@ class WireQuery(BaseModel):
 class WireOutput(BaseModel):
     """A JSON object we send. Written with `exclude_unset`: a field that was never given is absent, not null."""
 
+    LONG: ClassVar[bool] = False
+    """Whether one of its fields may be very long."""
+
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     @property
@@ -101,3 +104,34 @@ class WireOutput(BaseModel):
 
     def json_text(self) -> str:
         return self.model_dump_json(exclude_unset=True)
+
+    def json_pieces(self) -> Iterator[str]:
+        """The text of `json_text` in short pieces. An object that is not `LONG` is one piece."""
+        if self.LONG:
+            given = (name for name in type(self).model_fields if name in self.model_fields_set)
+            yield from _object_pieces((name, getattr(self, name)) for name in given)
+        else:
+            yield self.json_text()
+
+
+def _pieces(value: object) -> Iterator[str]:
+    if isinstance(value, WireOutput):
+        yield from value.json_pieces()
+    elif isinstance(value, list):
+        yield "["
+        for place, item in enumerate(value):
+            yield "," if place else ""
+            yield from _pieces(item)
+        yield "]"
+    elif isinstance(value, dict):
+        yield from _object_pieces(value.items())
+    else:
+        yield to_json(value).decode()
+
+
+def _object_pieces(fields: Iterable[tuple[str, object]]) -> Iterator[str]:
+    yield "{"
+    for place, (name, value) in enumerate(fields):
+        yield f"{',' if place else ''}{to_json(name).decode()}:"
+        yield from _pieces(value)
+    yield "}"

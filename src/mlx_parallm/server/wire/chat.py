@@ -62,6 +62,11 @@ class ChatBody(GenerationBody):
         """Whether an answer may call a tool."""
         return bool(self.tools) and self.tool_choice != "none"
 
+    @property
+    def compiles(self) -> bool:
+        calls = self.calls and (self.tool_choice != "auto" or any(tool.function.strict for tool in self.tools))
+        return calls or super().compiles
+
     @model_validator(mode="after")
     def _chooses_tools(self) -> ChatBody:
         names = [tool.function.name for tool in self.tools]
@@ -120,6 +125,8 @@ class ChatTokenLogprob(ChatTopLogprob):
 class ChatLogprobs(WireOutput):
     """Of all tokens, those of reasoning and calls among them."""
 
+    LONG: ClassVar[bool] = True
+
     content: list[ChatTokenLogprob]
     """In order."""
 
@@ -161,6 +168,8 @@ ChatFinishReason = FinishReasonText | Literal["tool_calls"]
 class ChatChoice(WireOutput):
     """One answer."""
 
+    LONG: ClassVar[bool] = True
+
     index: int
     """Which of the `n`."""
     message: ChatMessage
@@ -194,6 +203,8 @@ class ChatChunkChoice(WireOutput):
 
 class ChatCompletion(WireOutput):
     """The whole answer."""
+
+    LONG: ClassVar[bool] = True
 
     id: str
     """Of the request; the header x-request-id has it too."""

@@ -55,6 +55,8 @@ class CompletionBody(GenerationBody):
 class CompletionLogprobs(WireOutput):
     """Four lists of one length, a token each. A first prompt token has no context, hence no logprob."""
 
+    LONG: ClassVar[bool] = True
+
     tokens: list[str]
     """Their texts, or `token_id:<id>`."""
     token_logprobs: list[float | None]
@@ -67,6 +69,8 @@ class CompletionLogprobs(WireOutput):
 
 class CompletionChoice(WireOutput):
     """One answer, or what a chunk adds to it."""
+
+    LONG: ClassVar[bool] = True
 
     index: int
     """Prompt number times `n`, plus sample number."""
@@ -88,6 +92,8 @@ class CompletionChoice(WireOutput):
 
 class Completion(WireOutput):
     """The whole answer, and also each chunk of a stream."""
+
+    LONG: ClassVar[bool] = True
 
     id: str
     """Of the request; the header x-request-id has it too."""

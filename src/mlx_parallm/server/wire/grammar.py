@@ -153,6 +153,11 @@ class StructuredBody(WireInput):
         """What the answers must follow, and the field that says so; None: nothing."""
         return next(self._grammars(), None)
 
+    @property
+    def compiles(self) -> bool:
+        """Whether a grammar has to be compiled before it can be answered."""
+        return self.grammar is not None
+
     def _grammars(self) -> Iterator[tuple[str, GrammarSpec]]:
         if self.response_format is not None:
             yield from self.response_format.specs()

@@ -1,0 +1,209 @@
+"""What one client can hold of the server's connections, and for how long; on real sockets."""
+
+import asyncio
+import contextlib
+import json
+import resource
+
+import httpx
+import pytest
+
+from mlx_parallm.core import FinishReason, SequenceOutput
+from mlx_parallm.server.open_files import FILES_BESIDE, allow_connections
+
+BEGUN = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nX: "
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+
+
+async def opened(server, raw):
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(raw)
+    await writer.drain()
+    return reader, writer
+
+
+async def answer_of(reader):
+    """Status, headers and error of an answer after which the server closes."""
+    raw = await asyncio.wait_for(reader.read(), 5)
+    head, _, body = raw.partition(b"\r\n\r\n")
+    return int(head.split()[1]), head, json.loads(body)["error"]
+
+
+async def eventually(condition):
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_headers_that_never_end_are_answered_and_closed(serving):
+    async with serving(header_timeout_s=0.2) as server:
+        reader, writer = await opened(server, BEGUN)
+        status, head, error = await answer_of(reader)
+        assert (status, error["code"]) == (408, "header_timeout")
+        assert b"connection: close" in head
+        writer.close()
+
+
+async def test_a_drip_of_headers_does_not_restart_the_clock(serving):
+    async with serving(header_timeout_s=0.3) as server:
+        _, writer = await opened(server, BEGUN)
+        with contextlib.suppress(ConnectionError):
+            async with asyncio.timeout(5):
+                while server.uvicorn.server_state.connections:
+                    writer.write(b"x")
+                    await writer.drain()
+                    await asyncio.sleep(0.02)
+        assert not server.uvicorn.server_state.connections
+
+
+async def test_a_connection_that_sends_nothing_is_closed(serving):
+    async with serving(header_timeout_s=0.2) as server:
+        reader, writer = await opened(server, b"")
+        assert await asyncio.wait_for(reader.read(), 5) == b""
+        writer.close()
+
+
+async def test_headers_are_timed_on_a_used_connection_too(serving):
+    async with serving(header_timeout_s=0.3) as server:
+        reader, writer = await opened(server, b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        assert b"200" in await reader.readuntil(b"}")
+        writer.write(BEGUN)
+        assert (await answer_of(reader))[0] == 408
+        writer.close()
+
+
+async def test_an_answer_may_take_longer_than_headers_and_body(serving, engine):
+    engine.pause_before = 0
+    short = serving(header_timeout_s=0.1, body_timeout_s=0.1)
+    async with short as server, httpx.AsyncClient(base_url=server.url) as client:
+        request = asyncio.create_task(client.post("/v1/completions", json={"prompt": "x"}))
+        await engine.paused.wait()
+        await asyncio.sleep(0.4)
+        engine.go_on.set()
+        assert (await request).status_code == 200
+
+
+@pytest.mark.parametrize("length", [20, 200_000], ids=["small", "large"])
+async def test_a_body_that_never_ends_is_answered_and_closed(serving, engine, length):
+    async with serving(body_timeout_s=0.2) as server:
+        reader, writer = await opened(server, HEAD + f'Content-Length: {length}\r\n\r\n{{"prompt":'.encode())
+        status, head, error = await answer_of(reader)
+        assert (status, error["code"]) == (408, "body_timeout")
+        assert b"connection: close" in head
+        assert not engine.requests
+        writer.close()
+
+
+def endless(engine, text):
+    """Makes every answer so long that no socket buffer holds it."""
+
+    def events(request):
+        for _ in range(4000):
+            yield SequenceOutput(0, (65,), text)
+        yield SequenceOutput(0, (65,), "", finish_reason=FinishReason.STOP)
+        yield engine._finished(request, 4001)
+
+    engine._events = events
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_reads_nothing_is_disconnected_and_its_rows_are_free(serving, engine, metric, stream):
+    endless(engine, "x" * 8000)
+    async with serving(write_timeout_s=0.3) as server:
+        raw = json.dumps({"prompt": "x", "stream": stream}).encode()
+        _, writer = await opened(server, HEAD + f"Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
+        gate = server.app.state.services.gate
+        await eventually(lambda: engine.requests)
+        await eventually(lambda: not server.uvicorn.server_state.connections)
+        await eventually(lambda: not engine.live and gate.held == 0)
+        writer.close()
+        async with httpx.AsyncClient(base_url=server.url) as client:
+            assert await metric(client, "mlx_parallm_client_disconnects_total") == stream
+
+
+async def test_a_client_that_reads_slowly_is_served(serving, engine):
+    endless(engine, "x" * 8000)
+    async with serving(write_timeout_s=0.3) as server:
+        raw = json.dumps({"prompt": "x"}).encode()
+        reader, writer = await opened(server, HEAD + f"Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
+        length = int((await reader.readuntil(b"\r\n\r\n")).lower().partition(b"content-length:")[2].split()[0])
+        while length:
+            length -= len(await reader.read(2**20))
+            await asyncio.sleep(0.02)
+        writer.close()
+
+
+async def test_half_sent_requests_make_room_for_whole_ones(serving):
+    """All connections that there may be are taken by requests whose headers never end."""
+    async with serving(max_connections=8, header_timeout_s=60) as server:
+        held = [await opened(server, BEGUN) for _ in range(8)]
+        await eventually(lambda: len(server.uvicorn.server_state.connections) == 8)
+        for _ in range(3):
+            async with httpx.AsyncClient(base_url=server.url, timeout=5) as client:
+                assert (await client.get("/health")).status_code == 200
+        for _, writer in held:
+            writer.close()
+
+
+async def test_beyond_the_connections_that_are_busy_a_new_one_gets_503(serving, engine):
+    engine.pause_before = 0
+    async with serving(max_connections=2) as server:
+        raw = json.dumps({"prompt": "x"}).encode()
+        request = HEAD + f"Content-Length: {len(raw)}\r\nConnection: close\r\n\r\n".encode() + raw
+        busy = [await opened(server, request) for _ in range(2)]
+        await eventually(lambda: len(engine.live) == 2)
+        reader, writer = await opened(server, b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        status, head, error = await answer_of(reader)
+        assert (status, error["code"]) == (503, "too_many_connections")
+        assert b"retry-after" in head
+        writer.close()
+        engine.go_on.set()
+        for reader, writer in busy:
+            assert b"200 OK" in await asyncio.wait_for(reader.read(), 5)
+            writer.close()
+        async with httpx.AsyncClient(base_url=server.url) as client:
+            assert (await client.get("/health")).status_code == 200
+
+
+@pytest.fixture
+def open_files():
+    """`open_files(soft, hard)` sets the limits of open files; the soft one is put back."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def limit(soft):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, before[1]))
+
+    yield limit
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+async def test_the_limit_of_open_files_is_raised_at_start(serving, open_files):
+    open_files(256)
+    async with serving(max_connections=300) as server:
+        held = [await opened(server, BEGUN) for _ in range(200)]
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 300 + FILES_BESIDE
+        async with httpx.AsyncClient(base_url=server.url, timeout=5) as client:
+            assert (await client.get("/health")).status_code == 200
+        for _, writer in held:
+            writer.close()
+
+
+def test_fewer_files_than_needed_are_fewer_connections_and_a_warning(monkeypatch, caplog):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 512))
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
+    assert allow_connections(100) == 100
+    assert not caplog.records
+    assert allow_connections(900) == 512 - FILES_BESIDE
+    assert "ulimit -n" in caplog.text
+
+
+def test_a_maximum_below_the_hard_limit_is_found(monkeypatch):
+    """As on macOS: the hard limit is infinite, and more than 300 are refused."""
+
+    def setrlimit(_, limits):
+        if limits[0] > 300:
+            raise ValueError
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, resource.RLIM_INFINITY))
+    monkeypatch.setattr(resource, "setrlimit", setrlimit)
+    assert 256 <= allow_connections(900) + FILES_BESIDE <= 300

@@ -1,0 +1,240 @@
+"""What one client sends must not keep the others waiting: where work is done, and how much one may ask for."""
+
+import asyncio
+import json
+import threading
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_parallm.core import (
+    FinishReason,
+    PromptScored,
+    SequenceOutput,
+    TokenLogprob,
+)
+from mlx_parallm.errors import OverloadedError
+from mlx_parallm.grammar.compiler import LLCompiler
+from mlx_parallm.server import body as bodies
+from mlx_parallm.server import workers
+from mlx_parallm.server.respond.answer import Answer
+from mlx_parallm.server.shares import ClientShare
+
+URL, CHAT = "/v1/completions", "/v1/chat/completions"
+PATIENCE_S = 10
+
+
+def from_address(app, address):
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False, client=(address, 1))
+    return httpx.AsyncClient(transport=transport, base_url="http://localhost:8000")
+
+
+# ---- bodies ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def parsing_threads(monkeypatch):
+    """Which threads have parsed a body."""
+    threads, parse = [], bodies.parse_body
+
+    def recorded(*arguments):
+        threads.append(threading.current_thread())
+        return parse(*arguments)
+
+    monkeypatch.setattr(bodies, "parse_body", recorded)
+    return threads
+
+
+async def test_large_bodies_are_parsed_beside_the_event_loop(client, parsing_threads):
+    for text in ("x", "x" * 200_000):
+        assert (await client.post("/tokenize", json={"prompt": text})).status_code in (200, 400)
+    assert [thread is threading.main_thread() for thread in parsing_threads] == [True, False]
+
+
+@pytest.mark.parametrize("value", ["1", '"a"', "{}", "[]", '{"a":1}'])
+async def test_a_body_of_very_many_values_is_not_parsed(make_client, fault, parsing_threads, value):
+    client = make_client(max_body_bytes=2**20)
+    raw = '{"prompt":[' + ",".join([value] * 100_000) + "]}"
+    response = await client.post(URL, content=raw, headers={"content-type": "application/json"})
+    assert (response.status_code, fault(response)["code"]) == (413, "body_too_large")
+    assert "values" in fault(response)["message"]
+    assert not parsing_threads
+
+
+async def test_what_is_written_in_texts_is_no_value(make_client):
+    client = make_client(max_body_bytes=2**20)
+    text = ',[{"\\", \\" ' * 30_000
+    response = await client.post("/v1/training/feedback", json={"trajectory_id": "x", "score": 1, "more": text})
+    assert response.status_code != 413
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(alphabet='a",[{\\\n', max_size=6),
+    lambda inner: (
+        st.lists(inner, max_size=5) | st.dictionaries(st.text(alphabet='a"\\,', max_size=3), inner, max_size=4)
+    ),
+    max_leaves=25,
+)
+
+
+def values_in(value):
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + sum(map(values_in, inner))
+
+
+def empty_in(value):
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return (value in ([], {})) + sum(map(empty_in, inner))
+
+
+@given(JSON)
+@settings(deadline=None)
+def test_values_are_counted_without_parsing(value):
+    """But for the outermost one; an empty list or object counts twice."""
+    counted = bodies.count_values(json.dumps(value).encode(), enough=10**9)
+    assert counted == values_in(value) - 1 + empty_in(value)
+
+
+async def test_one_client_does_not_hold_all_places_for_large_bodies(make_client):
+    app = make_client().app
+    never = asyncio.Event()
+
+    async def endless():
+        yield b'{"prompt":'
+        await never.wait()
+
+    headers = {"content-type": "application/json"}
+    async with from_address(app, "10.0.0.1") as greedy, from_address(app, "10.0.0.2") as other:
+        held = [asyncio.create_task(greedy.post(URL, content=endless(), headers=headers)) for _ in range(40)]
+        await asyncio.sleep(0.05)
+        async with asyncio.timeout(PATIENCE_S):
+            assert (await other.post("/tokenize", json={"prompt": "x" * 100_000})).status_code == 400
+            assert (await greedy.post(URL, json={"prompt": "x"})).status_code == 200
+        for task in held:
+            task.cancel()
+        await asyncio.wait(held)
+
+
+# ---- answers -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("path", "asked"), [(URL, {"prompt": "x", "logprobs": 20}), (CHAT, {
+    "messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 20})])  # fmt: skip
+async def test_long_answers_are_worded_beside_the_event_loop(client, engine, monkeypatch, path, asked):
+    threads, whole = [], Answer.whole
+
+    def recorded(answer, events):
+        threads.append(threading.current_thread())
+        return whole(answer, events)
+
+    def events(request):
+        best = tuple((token, -1.0) for token in range(20))
+        yield from (SequenceOutput(0, (65,), "A", (TokenLogprob(65, -0.5, best),)) for _ in range(200))
+        yield SequenceOutput(0, (65,), "", (TokenLogprob(65, -0.5, best),), FinishReason.STOP)
+        yield engine._finished(request, 201)
+
+    monkeypatch.setattr(Answer, "whole", recorded)
+    monkeypatch.setattr(engine, "_events", events)
+    answer = (await client.post(path, json=asked)).json()
+    assert len(answer["choices"][0]["logprobs"].get("content") or answer["choices"][0]["logprobs"]["tokens"]) == 201
+    assert threads
+    assert threads[0] is not threading.main_thread()
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        (URL, {"prompt": ["x", "yz"], "n": 2, "logprobs": 2, "echo": True, "return_token_ids": True}),
+        (URL, {"prompt": "xyz", "prompt_logprobs": 1, "metadata": {"a": 'b"'}}),
+        (CHAT, {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 2, "n": 2}),
+        (CHAT, {"messages": [{"role": "user", "content": "x"}], "prompt_logprobs": 1, "return_token_ids": True}),
+    ],
+)
+async def test_an_answer_written_in_pieces_is_the_same_text(client, monkeypatch, path, asked):
+    worded, whole = [], Answer.whole
+    monkeypatch.setattr(Answer, "whole", lambda *given: worded.append(whole(*given)) or worded[-1])
+    assert (await client.post(path, json=asked)).text == worded[0].json_text()
+
+
+def test_pieces_of_a_long_answer_are_short():
+    from server.fakes import ByteTokenizer
+
+    from mlx_parallm.server.respond.logprobs import chat_logprobs
+    from mlx_parallm.server.respond.pieces import ScoredToken
+
+    drawn = TokenLogprob(65, -0.5, tuple((token, -1.0) for token in range(20)))
+    worded = chat_logprobs(ByteTokenizer(), [ScoredToken(65, drawn)] * 1000, 20)
+    pieces = list(worded.json_pieces())
+    assert "".join(pieces) == worded.json_text()
+    assert max(map(len, pieces)) < 4096
+
+
+# ---- grammars ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bombs(monkeypatch):
+    """`bombs.set()` lets the grammars end whose source has `bomb` in it; until then they take for ever."""
+    ended, compile_grammar = threading.Event(), LLCompiler.compile
+
+    def slow(compiler, spec):
+        if "bomb" in spec.source:
+            assert ended.wait(30)
+        return compile_grammar(compiler, spec)
+
+    monkeypatch.setattr(LLCompiler, "compile", slow)
+    yield ended
+    ended.set()
+
+
+async def test_grammars_of_one_client_keep_nobody_waiting(make_client, bombs):
+    app = make_client().app
+    async with from_address(app, "10.0.0.1") as bomber, from_address(app, "10.0.0.2") as other:
+        held = [
+            asyncio.create_task(bomber.post(URL, json={"prompt": "x", "guided_regex": f"bomb{i}"})) for i in range(60)
+        ]
+        await asyncio.sleep(0.05)
+        async with asyncio.timeout(PATIENCE_S):
+            assert (await bomber.post(URL, json={"prompt": "x"})).status_code == 200
+            assert (await other.post(URL, json={"prompt": "x"})).status_code == 200
+            assert (await other.post(URL, json={"prompt": "x", "guided_regex": "fine"})).status_code == 200
+        bombs.set()
+        assert {answer.status_code for answer in await asyncio.gather(*held)} == {200}
+
+
+async def test_a_grammar_waits_for_its_clients_others_only_so_long(make_client, bombs, fault, monkeypatch):
+    monkeypatch.setattr(workers, "_GRAMMAR_PATIENCE_S", 0.1)
+    client = make_client()
+    first = asyncio.create_task(client.post(URL, json={"prompt": "x", "guided_regex": "bomb1"}))
+    await asyncio.sleep(0.02)
+    second = await client.post(URL, json={"prompt": "x", "guided_regex": "bomb2"})
+    assert (second.status_code, fault(second)["code"]) == (429, "rate_limit_exceeded")
+    bombs.set()
+    assert (await first).status_code == 200
+    assert client.app.state.services.gate.held == 0
+
+
+async def test_places_are_shared_and_given_back():
+    share = ClientShare(places=2, each=1, patience_s=0.05, busy="busy")
+    async with share.place("a"):
+        with pytest.raises(OverloadedError, match="busy"):
+            async with share.place("a"):
+                pass
+        async with share.place("b"):
+            with pytest.raises(OverloadedError):
+                async with share.place("c"):
+                    pass
+        async with share.place("c"):
+            pass
+    assert not share._own
+    async with share.place("a"), share.place("b"):
+        pass
+
+
+async def test_scores_of_a_long_prompt_are_worded_beside_the_event_loop():
+    from mlx_parallm.server.generation import _bytes_of
+
+    scored = PromptScored(0, (None, *(TokenLogprob(1, -1.0, ((2, -2.0),) * 20) for _ in range(500))))
+    assert _bytes_of([scored]) > workers.SMALL_BYTES
