@@ -3,7 +3,7 @@
 import asyncio
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -23,6 +23,7 @@ FLAGS = (
     *("--max-decode-stall-ms", "3000"),
     *("--learning-rate", "5e-4", "--update-frequency", str(GROUP * PROMPTS), "--max-staleness", "1"),
 )
+POLL_S = 0.05
 SHOWN = 4
 """Held-out prompts whose answers are kept, before and after."""
 
@@ -114,7 +115,7 @@ async def _learn(client: "_Client", task: Task, seed: int, result: Run, until: f
     reserve = 2.0 * client.evaluation_s
     while len(result.updates) < task.updates and time.monotonic() + slowest + reserve < until:
         started = time.monotonic()
-        report = await client.update(list(islice(prompts, PROMPTS)))
+        report = await client.update(prompts)
         slowest = max(slowest, time.monotonic() - started)
         result.updates.append(report)
         reward = report["metrics"].get("reward_mean", reward)  # skipped: no group's rewards differed
@@ -153,12 +154,12 @@ class _Client:
         self.served_by = choices[0].get("lora_adapter", "base")
         return Evaluation(rewards, shown)
 
-    async def update(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
-        """Groups of these prompts, and the update that the server makes of them by itself."""
+    async def update(self, prompts: Iterator[Prompt]) -> dict[str, Any]:
+        """Groups of the next prompts until the server has made an update of them, which waits for a whole batch of
+        groups with a signal."""
         before = await self._status()
-        await asyncio.gather(*(self._rollout(prompt) for prompt in prompts))
-        while _made(status := await self._status()) == _made(before):
-            await asyncio.sleep(0.05)
+        while _made(status := await settled(self._http)) == _made(before):
+            await asyncio.gather(*(self._rollout(prompt) for prompt in islice(prompts, PROMPTS)))
         skipped = status["updates_total"] == before["updates_total"]
         outcome = "skipped" if skipped else f"{status['current_lora']} is live"
         return {"outcome": outcome, "metrics": {} if skipped else status["metrics"]}
@@ -180,19 +181,31 @@ class _Client:
         return self._task.rewarded(prompt, choice["text"], choice["finish_reason"] == "stop")
 
     async def _status(self) -> dict[str, Any]:
-        answer = await self._http.get("/v1/training/status")
-        return dict(_checked(answer))
+        return await training_status(self._http)
 
     async def _complete(self, prompt: Prompt, n: int, **fields: Any) -> dict[str, Any]:
         fields = {"seed": self._dice.getrandbits(32), **fields}
         body = {"prompt": prompt.text, "max_tokens": self._task.max_tokens, "temperature": 1.0, "n": n, **fields}
-        return dict(_checked(await self._http.post("/v1/completions", json=body)))
+        return dict(checked(await self._http.post("/v1/completions", json=body)))
 
     async def _post(self, path: str, **body: Any) -> None:
-        _checked(await self._http.post(path, json=body))
+        checked(await self._http.post(path, json=body))
 
 
-def _checked(answer: httpx.Response) -> Any:
+async def settled(http: httpx.AsyncClient) -> dict[str, Any]:
+    """The status once no trajectory waits for its reward and no update is under way."""
+    while True:
+        await asyncio.sleep(POLL_S)
+        status = await training_status(http)
+        if not status["trajectories_waiting"] and status["state"] != "updating":
+            return status
+
+
+async def training_status(http: httpx.AsyncClient) -> dict[str, Any]:
+    return dict(checked(await http.get("/v1/training/status")))
+
+
+def checked(answer: httpx.Response) -> Any:
     if answer.status_code != 200:
         raise RuntimeError(f"{answer.request.url.path}: {answer.status_code} {answer.text[:300]}")
     return answer.json()

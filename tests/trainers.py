@@ -128,7 +128,7 @@ class Recorder:
     def keep(self):
         return lambda: None
 
-    def apply(self, gradients) -> None:
+    def apply(self, gradients, scale=1.0) -> None:
         self.seen = {name: np.array(leaf) for name, leaf in tree_flatten(gradients)}
 
 

@@ -28,7 +28,7 @@ class letters:
         while True:
             number += 1
             message = {"role": "user", "content": f"{seed} {number}"}
-            yield Task((message,), Collection(SCORER, {"pattern": "[ -O]"}))
+            yield Task((message,), Collection(SCORER, {"pattern": PATTERN}))
 """
 
 
@@ -52,10 +52,10 @@ class View:
 def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Installs a package with environments, whose scorer is `SCORER`."""
 
-    def make(scorer: str) -> None:
+    def make(scorer: str, pattern: str = "[ -O]") -> None:
         site = tmp_path / f"site_{len(sys.path)}"
         site.mkdir()
-        source = SCORED.replace("SCORER", repr(scorer))
+        source = SCORED.replace("SCORER", repr(scorer)).replace("PATTERN", repr(pattern))
         install(site, "user_letters", source, "mlx_parallm.environments", "letters")
         monkeypatch.syspath_prepend(str(site))
         monkeypatch.delitem(sys.modules, "user_letters", raising=False)
@@ -63,9 +63,9 @@ def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return make
 
 
-def config(tmp_path: Path, **keys: object) -> Config:
+def config(tmp_path: Path, algorithm: str = "dapo", **keys: object) -> Config:
     save_tiny("llama", tmp_path / "model")
-    rl = RLConfig(algorithm="dapo", learning_rate=1e-3, batch_size=PROMPTS * GROUP)
+    rl = RLConfig(algorithm=algorithm, learning_rate=1e-3, batch_size=PROMPTS * GROUP)
     return configure(
         tmp_path / "model",
         LoRAConfig(rank=4, alpha=8.0),
@@ -85,7 +85,7 @@ def test_steps_draw_score_update_and_save_the_last(tmp_path: Path, user) -> None
     user("regex")
     view = View()
     kept = tmp_path / "checkpoints"
-    assert run(config(tmp_path, checkpointing__checkpoint_dir=kept), OPTIONS, view) == 0
+    assert run(config(tmp_path, "grpo", checkpointing__checkpoint_dir=kept), OPTIONS, view) == 0
     assert [report.step for report in view.reports] == [1, 2, 3]
     assert {report.status for report in view.reports} == {"published"}
     assert [report.checkpoint is not None for report in view.reports] == [False, False, True]
@@ -99,6 +99,20 @@ def test_steps_draw_score_update_and_save_the_last(tmp_path: Path, user) -> None
     assert FINAL in (kept / "default" / "tags.json").read_text()
     assert view.facts["environment"] == "letters"
     assert view.facts["adapter"].startswith("default, rank 4, alpha 8")
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("algorithm", "draws"), [("dapo", 4), ("grpo", 1)])
+def test_dapo_draws_again_for_groups_without_a_signal_and_a_step_without_any_ends(
+    tmp_path: Path, user, algorithm: str, draws: int
+) -> None:
+    user("regex", pattern="")  # every answer gets 1
+    view = View()
+    assert run(config(tmp_path, algorithm), TrainOptions("letters", 1, GROUP, PROMPTS), view) == 0
+    (report,) = view.reports
+    assert (report.status, report.reason) == ("skipped", "no_signal")
+    assert report.metrics["reward_mean"] == 1.0
+    assert view.rollouts[-1] == (draws * PROMPTS * GROUP, draws * PROMPTS * GROUP)
 
 
 @pytest.mark.timeout(120)

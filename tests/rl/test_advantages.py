@@ -55,9 +55,29 @@ def test_groups_that_teach_nothing_are_reported_and_zero(scale, rewards, reason)
 
 
 def test_a_small_true_difference_is_kept_and_not_blown_up():
-    assert values([0.5, 0.501]) == pytest.approx([-0.0005 / 0.0006, 0.0005 / 0.0006])
-    small = values([0.5, 0.5 + 2e-6])
-    assert small == pytest.approx([-1e-6 / 1.01e-4, 1e-6 / 1.01e-4], rel=1e-6)
+    # the deviation 0.0005 is below 0.02 of the largest reward, which divides instead
+    least = 0.02 * 0.501
+    (group,) = group_advantages([[0.5, 0.501]], RewardScale.GROUP)
+    assert group.values == pytest.approx([-0.0005 / (least + 1e-4), 0.0005 / (least + 1e-4)])
+    assert group.strength == pytest.approx(0.0005 / least)
+    assert values([100.0, 101.0]) == pytest.approx([-0.5 / (2.02 + 1e-4), 0.5 / (2.02 + 1e-4)])
+
+
+def test_a_group_that_is_all_but_solved_is_not_a_full_signal():
+    solved, one_left = group_advantages([[1.0] * 7 + [0.999], [1.0] * 7 + [0.0]], RewardScale.GROUP)
+    assert max(map(abs, solved.values)) < 0.05
+    assert solved.strength < 0.02
+    assert max(map(abs, one_left.values)) == pytest.approx(2.645, abs=1e-3)
+    assert one_left.strength == 1.0
+
+
+@pytest.mark.parametrize("scale", RewardScale)
+def test_strength_does_not_depend_on_the_scale_or_the_units(scale):
+    groups = [[1.0] * 7 + [0.99], [0.2, 0.8], [3.0, 3.0]]
+    one, full, none = (group.strength for group in group_advantages(groups, scale))
+    assert (0 < one < 1, full, none) == (True, 1.0, 0.0)
+    scaled = group_advantages([[1000 * reward for reward in group] for group in groups], scale)
+    assert [group.strength for group in scaled] == pytest.approx([one, full, none])
 
 
 @pytest.mark.parametrize("dropped", [[9.0, 9.0], [9.0]])

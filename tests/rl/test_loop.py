@@ -137,9 +137,18 @@ async def test_what_a_checkpoint_remembers_of_rewards_is_all_there_is() -> None:
     memory, again = RewardMemory(), RewardMemory()
     for scorer, reward in (("feedback", 1.0), ("exact", 4.0), ("feedback", -1.0), ("exact", 2.0)):
         memory.advantage(scorer, reward)
+        for _ in range(3):
+            memory.trend.observe(scorer, reward, current=True)
+    assert memory.trend.mark_best()
     again.restore(memory.to_metrics())
     for scorer in ("feedback", "exact", "math"):
         assert memory.advantage(scorer, 0.3, scaled=True) == again.advantage(scorer, 0.3, scaled=True)
+    assert (again.trend.mean, again.trend.best) == (memory.trend.mean, memory.trend.best)
+    for one in (memory, again):
+        for _ in range(3):
+            one.trend.observe("exact", -20.0, current=True)
+    assert again.trend.fell_by(0.1) == memory.trend.fell_by(0.1)
+    assert again.to_metrics() == memory.to_metrics()
 
 
 async def test_imitation_learns_from_what_is_above_the_threshold() -> None:
@@ -151,7 +160,7 @@ async def test_imitation_learns_from_what_is_above_the_threshold() -> None:
     assert [m.reason for m in bad.members] == ["low_reward"] * 2
     rig.drawn(0.0)
     assert (await rig.loop.update(None)).reason == "no_signal"
-    assert rig.trainee.memory.mean is None
+    assert rig.trainee.memory.trend.mean is None
     rig.check()
 
 

@@ -127,13 +127,13 @@ async def test_a_restart_goes_on_from_the_checkpoint_as_if_nothing_had_happened(
     rig = await opened(settings=replace(SETTINGS, checkpoint_interval=2, rollback_drop=0.3))
     rig.drawn(0.25, scorer=None)
     for mean in (0.25, 0.5):
-        await rig.updated(mean + 0.25, mean - 0.25)
+        await rig.updated_at(mean)
     assert rig.saves[-1] == ("checkpoint-2", ref(2), ())
 
     async def third() -> tuple[object, ...]:
         rig.drawn(0.75, scorer=None)
         report = await rig.updated(1.0, 0.5)
-        return rig.learner.batches[-1], report.step, rig.trainee.memory.mean, rig.trainee.memory.best
+        return rig.learner.batches[-1], report.step, rig.trainee.memory.to_metrics()
 
     went_on = await third()
     rig.publisher.names[NAME] = ref(2)  # what a restarted server serves

@@ -282,6 +282,23 @@ def test_gradients_are_clipped_by_their_global_norm() -> None:
     assert np.sqrt(sum((leaf**2).sum() for leaf in clipped.values())) == pytest.approx(1e-3, rel=1e-4)
 
 
+def test_a_batch_with_part_of_its_signal_makes_as_much_smaller_a_step() -> None:
+    """Though AdamW's first step is of the same size whatever the gradient's; and its mean takes in as much less."""
+    moved, means = {}, {}
+    for scale in (1.0, 0.25):
+        trainer, _ = make_trainer(unclipped())
+        policy = make_policy(trainer, moved=0.05)
+        before = leaves(policy)
+        trainer.begin(policy, UpdateBatch(tuple(samples()), step_scale=scale), lambda _: None)
+        while trainer.waits():
+            trainer.advance()
+        moved[scale] = np.concatenate([(leaf - before[name]).ravel() for name, leaf in leaves(policy).items()])
+        state = policy.snapshot().optimizer
+        means[scale] = np.concatenate([leaf.ravel() for name, leaf in state.items() if name.endswith(".m")])
+    np.testing.assert_allclose(means[0.25], 0.25 * means[1.0], rtol=1e-5, atol=1e-9)
+    assert np.linalg.norm(moved[0.25]) == pytest.approx(0.25 * np.linalg.norm(moved[1.0]), rel=1e-2)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_an_update_that_is_not_finite_is_skipped_and_leaves_no_trace(bad: float) -> None:
     trainer, _ = make_trainer()

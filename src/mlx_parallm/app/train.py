@@ -16,6 +16,7 @@ from mlx_parallm.config import Config
 from mlx_parallm.core import BASE_ADAPTER, UpdateReport
 from mlx_parallm.errors import ConfigError, EngineDeadError, InvalidRequestError
 from mlx_parallm.rl.environments import Task, environment
+from mlx_parallm.rl.gathering import REFILLS
 from mlx_parallm.rl.rollouts import Rollouts, RolloutSettings
 
 FINAL = "final"
@@ -62,7 +63,7 @@ class _TrainingRun:
         self._served = served
         self._training = training
         self._service = training.service
-        self._drawn = 0
+        self._drawn = self._wanted = 0
 
     async def run(self) -> None:
         """All steps; the last one is saved, where checkpoints are kept."""
@@ -96,15 +97,28 @@ class _TrainingRun:
 
     async def _step(self, rollouts: Rollouts, tag: str | None) -> UpdateReport:
         """One update; its report, with the speed of the whole step."""
-        started, self._drawn = time.monotonic(), 0
-        self._tell(0)
-        live = self._service.status().current
-        tokens = await rollouts.draw(self._options.prompts_per_step, str(live or BASE_ADAPTER.name))
-        drawing = time.monotonic() - started
-        await self._scored()
+        started, self._drawn, self._wanted = time.monotonic(), 0, 0
+        tokens, drawing = 0, 0.0
+        for _ in range(1 + self._refills):
+            if missing := self._options.prompts_per_step - self._service.status().groups_ready:
+                began = time.monotonic()
+                tokens += await self._draw(rollouts, missing)
+                drawing += time.monotonic() - began
+                await self._scored()
         report = await self._service.update(checkpoint_name=tag)
-        speed = {"tokens_per_second": tokens / drawing, "seconds": time.monotonic() - started}
+        speed = {"tokens_per_second": tokens / drawing if drawing else 0.0, "seconds": time.monotonic() - started}
         return replace(report, metrics={**report.metrics, **speed})
+
+    @property
+    def _refills(self) -> int:
+        """How often groups without a signal are made up for by others: dapo's dynamic sampling (arXiv 2503.14476)."""
+        return REFILLS if self._config.rl_training.algorithm == "dapo" else 0
+
+    async def _draw(self, rollouts: Rollouts, groups: int) -> int:
+        """Of the live version; how many tokens were drawn."""
+        self._wanted += groups * self._options.group_size
+        self._tell(0)
+        return await rollouts.draw(groups, str(self._service.status().current or BASE_ADAPTER.name))
 
     async def _scored(self) -> None:
         """Waits until no trajectory waits for its reward.
@@ -119,7 +133,7 @@ class _TrainingRun:
 
     def _tell(self, ended: int) -> None:
         self._drawn += ended
-        self._view.rollout(self._drawn, self._options.prompts_per_step * self._options.group_size)
+        self._view.rollout(self._drawn, self._wanted)
 
 
 def _facts(config: Config, options: TrainOptions, served: Served) -> Mapping[str, str]:

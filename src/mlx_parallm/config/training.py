@@ -109,9 +109,10 @@ class GateConfig(Section):
         default=None, description="Mean reward on eval_prompts below which a version does not go live."
     )
     rollback_drop: Number | None = Field(
-        default=None,
+        default=0.15,
         gt=0,
-        description="Fall of the running mean reward under its best that brings the best version back; null: never.",
+        description="Fall of the running mean reward below its best that brings the best version back, where it is "
+        "more than chance (four standard errors); null: never.",
     )
 
     @model_validator(mode="after")
@@ -132,7 +133,11 @@ class RLTrainingConfig(Section):
         default="grpo", description="Loss: grpo, bnpo, dapo, dr_grpo, gspo, cispo, or cross_entropy (imitation)."
     )
     update_frequency: Integer = Field(
-        default=100, ge=1, description="Trajectories of complete groups between two updates."
+        default=100,
+        ge=1,
+        description="Trajectories that make an update; only groups with a signal count: their rewards differ, or "
+        "people gave them. After four times as many trajectories without and with a signal the update is made of what "
+        "there is, with a smaller step.",
     )
     trajectory_buffer_size: Integer = Field(
         default=1000, ge=1, description="Most trajectories kept for training; beyond it the oldest groups are dropped."

@@ -24,6 +24,9 @@ _RUNNING_EPSILON = 0.01
 _NEWEST = 0.05
 """Least weight of the newest reward in a running baseline."""
 
+_LEAST_DEVIATION = 0.02
+"""Of the largest reward's magnitude: a group whose rewards deviate less from their mean has a weaker signal."""
+
 _LEAST_SPREAD = 1e-6
 """Of the largest reward's magnitude: rewards that differ by less are equal but for rounding."""
 
@@ -40,23 +43,34 @@ class Unusable(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GroupAdvantages:
-    """`values`: one for each reward, in order; all 0 where the group is dropped. `dropped` None: train on it."""
+    """`values`: one for each reward, in order; all 0 where the group is dropped. `dropped` None: train on it.
+
+    `strength`: of its signal, from 0 where it is dropped to 1: an update of weak groups makes a smaller step.
+    """
 
     values: tuple[float, ...]
     dropped: Unusable | None = None
+    strength: float = 1.0
+
+    @classmethod
+    def none(cls, size: int, reason: Unusable) -> GroupAdvantages:
+        return cls((0.0,) * size, reason, 0.0)
 
 
 def group_advantages(groups: Sequence[Sequence[float]], scale: RewardScale) -> tuple[GroupAdvantages, ...]:
     """Rewards less their group's mean, scaled; the groups of one update together, in order.
 
-    GROUP divides by the group's standard deviation + 1e-4; BATCH by that of all rewards + 1e-4, not centred
-    and with those of dropped groups (arXiv 2508.08221), but for groups that are not finite; NONE by 1.
+    GROUP divides by the group's standard deviation + 1e-4, but by no less than 0.02 of its largest reward's magnitude:
+    seven rewards of 1 and one of 0.999 are not made as far apart as seven of 1 and one of 0. A group's strength is its
+    deviation over that bound, 1 at most, however it is scaled. BATCH divides by the standard deviation of all rewards
+    + 1e-4, not centred and with those of dropped groups (arXiv 2508.08221), but for groups that are not finite; NONE
+    by 1.
     """
     rewards = [np.asarray(group, np.float64) for group in groups]
     reasons = [_unusable(group) for group in rewards]
     divisor = _batch_deviation(rewards) if scale is RewardScale.BATCH else 1.0
     return tuple(
-        GroupAdvantages((0.0,) * group.size, reason) if reason else _centred(group, scale, divisor)
+        GroupAdvantages.none(group.size, reason) if reason else _centred(group, scale, divisor)
         for group, reason in zip(rewards, reasons, strict=True)
     )
 
@@ -85,8 +99,9 @@ class RunningBaseline:
         centred = reward - self.mean
         return centred / (math.sqrt(self.including(reward).variance) + _RUNNING_EPSILON) if scaled else centred
 
-    def including(self, reward: float) -> RunningBaseline:
-        weight = max(1 / (self.count + 1), _NEWEST)
+    def including(self, reward: float, newest: float = _NEWEST) -> RunningBaseline:
+        """`newest`: least weight of this reward."""
+        weight = max(1 / (self.count + 1), newest)
         centred = reward - self.mean
         variance = (1 - weight) * (self.variance + weight * centred**2)
         return RunningBaseline(self.count + 1, self.mean + weight * centred, variance)
@@ -99,7 +114,12 @@ in favour of its sample, and the first thumb down, scored 0 or -1, counts agains
 
 def equal(rewards: Sequence[float]) -> bool:
     """Whether the rewards differ by no more than rounding, so that a comparison says nothing."""
-    return _unusable(np.asarray(rewards, np.float64)) is Unusable.ZERO_VARIANCE
+    return without_signal(rewards) is Unusable.ZERO_VARIANCE
+
+
+def without_signal(rewards: Sequence[float]) -> Unusable | None:
+    """Why a group of these rewards teaches nothing; None where it does."""
+    return _unusable(np.asarray(rewards, np.float64))
 
 
 def _unusable(rewards: _Rewards) -> Unusable | None:
@@ -113,8 +133,10 @@ def _unusable(rewards: _Rewards) -> Unusable | None:
 
 
 def _centred(rewards: _Rewards, scale: RewardScale, batch_divisor: float) -> GroupAdvantages:
-    divisor = float(rewards.std()) + _EPSILON if scale is RewardScale.GROUP else batch_divisor
-    return GroupAdvantages(tuple(((rewards - rewards.mean()) / divisor).tolist()))
+    deviation, least = float(rewards.std()), _LEAST_DEVIATION * float(np.abs(rewards).max())
+    divisor = max(deviation, least) + _EPSILON if scale is RewardScale.GROUP else batch_divisor
+    values = tuple(((rewards - rewards.mean()) / divisor).tolist())
+    return GroupAdvantages(values, strength=min(1.0, deviation / least))
 
 
 def _batch_deviation(groups: Sequence[_Rewards]) -> float:

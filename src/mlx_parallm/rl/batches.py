@@ -8,9 +8,9 @@ from itertools import chain
 
 import numpy as np
 
-from mlx_parallm.rl.advantages import GroupAdvantages, Unusable, equal, group_advantages
+from mlx_parallm.rl.advantages import GroupAdvantages, Unusable, equal, group_advantages, without_signal
 from mlx_parallm.rl.candidates import Candidate
-from mlx_parallm.rl.groups import FEEDBACK, Drop
+from mlx_parallm.rl.groups import FEEDBACK, Drop, Group
 from mlx_parallm.rl.rewards import RewardMemory
 from mlx_parallm.rl.samples import Sample, UpdateBatch
 from mlx_parallm.rl.settings import RewardScale
@@ -30,12 +30,28 @@ class Prepared:
     verdicts: tuple[Drop | None, ...]
 
 
-def prepare(candidates: Sequence[Candidate], scale: RewardScale, memory: RewardMemory) -> Prepared:
-    """Groups are compared within themselves, samples that stand alone with their scorer's past."""
+def no_signal(group: Group) -> Drop | None:
+    """Why a complete group teaches nothing, if its rewards alone say so."""
+    rewards = [member.reward for member in group.scored if member.reward is not None]
+    if group.scorer is None or len(rewards) < 2 or all(member.judged for member in group.scored):
+        return None  # it is compared with its scorer's past
+    reason = without_signal(rewards)
+    return _DROPS[reason] if reason else None
+
+
+def prepare(
+    candidates: Sequence[Candidate], scale: RewardScale, memory: RewardMemory, wanted: int | None = None
+) -> Prepared:
+    """Groups are compared within themselves, samples that stand alone with their scorer's past.
+
+    `wanted`: how many trajectories with a signal make a whole update; None, or more than there are: all of them. With
+    fewer the update's step is smaller by as much.
+    """
     together = iter(group_advantages([c.rewards for c in candidates if not _stands_alone(c)], scale))
     scaled = scale is not RewardScale.NONE
     advantages = [_alone(c, memory, scaled) if _stands_alone(c) else next(together) for c in candidates]
-    batch = UpdateBatch(_samples(candidates, advantages), _reward_figures(candidates) | _figures(candidates))
+    figures = _reward_figures(candidates) | _figures(candidates)
+    batch = UpdateBatch(_samples(candidates, advantages), figures, _step_scale(advantages, wanted))
     return Prepared(batch, tuple(_DROPS[a.dropped] if a.dropped else None for a in advantages))
 
 
@@ -63,8 +79,18 @@ def _alone(candidate: Candidate, memory: RewardMemory, scaled: bool) -> GroupAdv
     advantages = [memory.advantage(candidate.scorer, reward, scaled) for reward in candidate.rewards]
     values = tuple(advantage or 0.0 for advantage in advantages)
     if None in advantages:
-        return GroupAdvantages(values, Unusable.SINGLE_MEMBER)
-    return GroupAdvantages(values, None if any(values) else Unusable.ZERO_VARIANCE)
+        return GroupAdvantages.none(len(values), Unusable.SINGLE_MEMBER)
+    if not any(values):
+        return GroupAdvantages.none(len(values), Unusable.ZERO_VARIANCE)
+    return GroupAdvantages(values, strength=min(1.0, float(np.abs(values).mean())) if scaled else 1.0)
+
+
+def _step_scale(advantages: Sequence[GroupAdvantages], wanted: int | None) -> float:
+    """The share of the trajectories asked for that have a signal, weak ones counted in part."""
+    all_of_them = sum(len(group.values) for group in advantages)
+    asked = all_of_them if wanted is None else min(wanted, all_of_them)
+    with_signal = sum(group.strength * len(group.values) for group in advantages)
+    return min(1.0, with_signal / asked) if asked else 1.0
 
 
 def _samples(candidates: Sequence[Candidate], advantages: Sequence[GroupAdvantages]) -> tuple[Sample, ...]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from mlx_parallm.core import GivenTrajectory, Trajectory
 from mlx_parallm.errors import InvalidRequestError
-from mlx_parallm.rl.groups import FEEDBACK, Group, State
+from mlx_parallm.rl.groups import FEEDBACK, Group, Member
 from mlx_parallm.rl.samples import Sample
 
 
@@ -26,9 +26,8 @@ class Candidate:
     lag: int = 0
 
 
-def collected(group: Group, lag: int, on_policy: bool) -> Candidate:
-    """A group that was taken from the buffer, without the members that have no reward."""
-    members = group.in_state(State.TRAINING)
+def collected(group: Group, members: Sequence[Member], lag: int, on_policy: bool) -> Candidate:
+    """These members of a group, which have rewards."""
     rewards = tuple(member.reward for member in members if member.reward is not None)
     samples = tuple(_drawn(member.trajectory, on_policy) for member in members)
     judged = all(member.judged for member in members)

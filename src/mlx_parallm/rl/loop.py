@@ -14,6 +14,7 @@ from mlx_parallm.rl import candidates
 from mlx_parallm.rl.batches import Prepared, prepare, prepare_imitation
 from mlx_parallm.rl.buffer import TrajectoryBuffer
 from mlx_parallm.rl.candidates import Candidate
+from mlx_parallm.rl.gathering import Gathering
 from mlx_parallm.rl.groups import Drop, Group
 from mlx_parallm.rl.reports import Emit
 from mlx_parallm.rl.settings import LoopSettings
@@ -32,7 +33,8 @@ class TrainingLoop:
     """Updates by itself, on request and rollbacks take turns: one lock.
 
     Every group that is taken from the buffer is ended, whatever becomes of its update. A group that teaches nothing
-    is dropped; one whose update was skipped, held or failed is too, since it would do no better again.
+    is dropped when it is complete (`Gathering`). One whose update was skipped, held or failed is dropped too, since it
+    would do no better again.
 
     Args:
         imitation: the loss is cross_entropy: what is above the threshold is imitated, and groups are not compared.
@@ -46,6 +48,7 @@ class TrainingLoop:
         self._settings = settings
         self._emit = emit
         self._imitation = imitation
+        self._gathering = Gathering(trainee, buffer, settings.update_frequency, imitation)
         self._lock = asyncio.Lock()
         self._wake = asyncio.Event()
         self._pause_reason: str | None = None
@@ -69,11 +72,11 @@ class TrainingLoop:
 
     def wake(self) -> None:
         """Trajectories may have become ready."""
+        self._gathering.sort()
         self._wake.set()
 
     def _due(self) -> bool:
-        ready = sum(len(group.scored) for group in self._buffer.ready(self.name))
-        return self._pause_reason is None and ready >= self._settings.update_frequency
+        return self._pause_reason is None and (self._gathering.enough or self.trainee.rewards_fell)
 
     async def _automatic_update(self) -> None:
         async with self._lock:
@@ -90,6 +93,7 @@ class TrainingLoop:
         """See `Trainee.open`."""
         async with self._lock:
             await self.trainee.open()
+            self._gathering.restart()
             self._sweep()
 
     async def update(
@@ -116,6 +120,7 @@ class TrainingLoop:
         async with self._lock:
             try:
                 await self.trainee.roll_back(to)
+                self._gathering.restart()
             finally:
                 self._sweep()
 
@@ -146,24 +151,19 @@ class TrainingLoop:
             if self._imitation:
                 for group in groups:
                     self._buffer.drop_low(group, self._settings.imitation_threshold)
-            taken = [self._candidate(group) for group in groups]
-            prepared = self._prepare(taken)
-            report = await self._learn(taken, prepared, publish, tag)
-            ends = [verdict or _FATES[report.status] for verdict in prepared.verdicts]
+            flat, taken = self._gathering.take(groups)
+            prepared = self._prepare([*flat, *taken], self._settings.update_frequency)
+            report = await self._learn([*flat, *taken], prepared, publish, tag)
+            ends = [verdict or _FATES[report.status] for verdict in prepared.verdicts[len(flat) :]]
             return report
         finally:
             for group, reason in zip(groups, ends, strict=True):
                 self._buffer.finish(group, reason)
 
-    def _candidate(self, group: Group) -> Candidate:
-        lag = self.trainee.lineage.lag(group.adapter)
-        assert lag is not None  # else it was swept
-        return candidates.collected(group, lag, on_policy=lag == 0 and not self.trainee.drifted)
-
-    def _prepare(self, taken: Sequence[Candidate]) -> Prepared:
+    def _prepare(self, taken: Sequence[Candidate], wanted: int | None = None) -> Prepared:
         if self._imitation:
             return prepare_imitation(taken, self._settings.imitation_threshold)
-        return prepare(taken, self._settings.scale_rewards, self.trainee.memory)
+        return prepare(taken, self._settings.scale_rewards, self.trainee.memory, wanted)
 
     async def _learn(
         self, taken: Sequence[Candidate], prepared: Prepared, publish: bool, tag: str | None
@@ -172,11 +172,13 @@ class TrainingLoop:
         if not taken:
             return trainee.reports.skipped(trainee.live, "no_trajectories")
         try:
-            if await trainee.rewards_fell(prepared.batch):
+            await trainee.mark_best()
+            if trainee.rewards_fell:
                 ref = await trainee.roll_back(None)
+                self._gathering.restart()
                 return trainee.reports.skipped(ref, "rolled_back", f"the running mean reward fell: {ref} is live again")
             if not prepared.batch.samples:
-                return trainee.reports.skipped(trainee.live, "no_signal")
+                return trainee.reports.skipped(trainee.live, "no_signal", metrics=prepared.batch.metrics)
             report = await trainee.learn(prepared.batch, publish, tag)
         except Exception as error:  # whatever it was is counted and reported, and raised again
             trainee.reports.skipped(trainee.live, "failed", str(error) or type(error).__name__)
@@ -234,7 +236,7 @@ class TrainingLoop:
             metrics=trainee.reports.metrics,
             drops={reason.value: count for reason, count in buffer.drops[name].items()},
             skips=dict(trainee.reports.skips),
-            reward_running_mean=trainee.memory.mean,
+            reward_running_mean=trainee.memory.trend.mean,
             best=best.ref if best else None,
             detail=self._detail(),
         )
@@ -259,5 +261,7 @@ class TrainingLoop:
             "lineage": list(self.trainee.lineage.newest(_LINEAGE_SHOWN)),
             "unpublished": self.trainee.drifted,
             "checkpoint_failures": self.trainee.archive.failures,
+            "trajectories_with_signal": self._gathering.with_signal,
+            "trajectories_without_signal": self._gathering.without_signal,
             "trajectories_trained": self._buffer.trained[self.name],
         }

@@ -9,7 +9,7 @@ from typing import cast
 import mlx.core as mx
 import numpy as np
 from mlx.optimizers import AdamW, cosine_decay, join_schedules, linear_schedule
-from mlx.utils import tree_flatten, tree_map_with_path
+from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 
 from mlx_parallm.adapters.layout import AdapterLayout
 from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair
@@ -76,9 +76,12 @@ class Policy:
         """As they are now, MLX's."""
         return AdapterWeights({path: LoRAPair(p["a"], p["b"], self.scale) for path, p in self.params.items()})
 
-    def apply(self, gradients: Params) -> None:
-        """One optimizer step. Lazy: evaluated by whoever reads the parameters."""
-        self.params = cast(Params, self._optimizer.apply_gradients(gradients, self.params))
+    def apply(self, gradients: Params, scale: float = 1.0) -> None:
+        """One optimizer step, multiplied by `scale`; its state takes in the gradients as they are."""
+        before, after = self.params, self._optimizer.apply_gradients(gradients, self.params)
+        if scale != 1.0:
+            after = tree_map(lambda old, new: old + scale * (new - old), before, after)
+        self.params = cast(Params, after)
         self.step += 1
         mx.eval(self.params, self._optimizer.state)
 

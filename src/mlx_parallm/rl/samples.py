@@ -30,10 +30,15 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class UpdateBatch:
-    """The samples of one optimizer step, and what is known of them: reward_mean, staleness and so on."""
+    """The samples of one optimizer step, and what is known of them: reward_mean, staleness and so on.
+
+    `step_scale`: what the step is multiplied by, 0 to 1, where less than a whole batch has a signal. Gradients alone
+    would not do: AdamW's steps are nearly the same for gradients of any size.
+    """
 
     samples: tuple[Sample, ...]
     metrics: Mapping[str, float] = field(default_factory=dict)
+    step_scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,7 +116,7 @@ class Trainee:
         """The best version of the run that goes on, or, where its checkpoint is gone, the one it goes on from."""
         best = await self.archive.find_best()
         if best is None:
-            self.memory.best = self.memory.mean
+            self.memory.trend.forget_best()
         self.archive.set_best(best or start, saved=True)
 
     async def _publish_first(self) -> None:
@@ -126,15 +126,16 @@ class Trainee:
 
     # -- an update -------------------------------------------------------------------------------
 
-    async def rewards_fell(self, batch: UpdateBatch) -> bool:
-        """Takes in the rewards that the policy as it is drew; whether it is time to go back to the best one."""
-        reward = batch.metrics.get("reward_mean")
-        if reward is None:
-            return False
-        if self.memory.include(reward) and not self.drifted:
+    async def mark_best(self) -> None:
+        """Remembers the version that is live, where the rewards that it drew brought the running mean to its best."""
+        if not self.drifted and self.memory.trend.mark_best():
             self.archive.set_best(SavedVersion(self.lineage.tip, await self._settled()))
+
+    @property
+    def rewards_fell(self) -> bool:
+        """Whether it is time to go back to the best version."""
         drop = self._parts.settings.rollback_drop
-        return drop is not None and self.archive.best is not None and self.memory.fell_by(drop)
+        return drop is not None and self.archive.best is not None and self.memory.trend.fell_by(drop)
 
     async def learn(self, batch: UpdateBatch, publish: bool = True, tag: str | None = None) -> UpdateReport:
         """One update. What does not end published or trained leaves policy and versions as before.

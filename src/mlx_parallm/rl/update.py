@@ -115,15 +115,19 @@ class Update:
             return "loss_not_finite"
         if not math.isfinite(self._grad_norm):
             return "gradient_not_finite"
-        self.policy.apply(self._clipped(most))
+        self.policy.apply(self._clipped(most), self._batch.step_scale)
         finite = mx.all(mx.stack([mx.isfinite(leaf).all() for _, leaf in tree_flatten(self.policy.params)]))
         return "" if finite.item() else "weights_not_finite"
 
     def _clipped(self, most: float) -> Params:
+        """Those of the whole batch that was asked for, in which samples without a signal have none."""
         gradients, self._gradients = self._gradients, None
-        if self._grad_norm <= most:
+        scale = self._batch.step_scale
+        norm = scale * self._grad_norm
+        if norm > most:
+            scale *= most / norm
+        if scale == 1.0:
             return cast(Params, gradients)
-        scale = most / self._grad_norm
         return cast(Params, tree_map(lambda leaf: leaf * scale, gradients))
 
     def moved(self, change: mx.array) -> None:
@@ -161,6 +165,7 @@ class Update:
         if self._kl:
             metrics["kl"] = sum(self._kl) / len(self._kl)
         metrics["learning_rate"] = self.policy.learning_rate
+        metrics["step_scale"] = self._batch.step_scale
         metrics["tokens"] = float(self.totals.tokens)
         metrics["seconds"] = time.monotonic() - self._began
         metrics["device_seconds"] = self.device_seconds

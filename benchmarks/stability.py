@@ -1,0 +1,218 @@
+"""Does it stay learnt? Runs that go on long after their task is solved, beside other work.
+
+    python benchmarks/stability.py [--seeds 0 1 2 3 4 5 6 7] [--rounds 40] [--at-once 2] [--resume] [--out FILE]
+
+Each run starts a server with --enable-rl-training and draws rounds of 4 prompts x 8 samples over HTTP, rewarded by the
+server's scorers; the server makes its updates by itself. Another client sends plain requests all the while, and runs go
+on beside each other. Whenever another version is live it answers 24 held-out prompts at temperature 1; the last one
+answers 64. Writes JSON after each run; --resume keeps the runs that the file has.
+"""
+
+import argparse
+import asyncio
+import json
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import httpx
+import learning_run
+import machine
+import peers
+import report
+from figures import Figure, reported
+from learning_run import CONFIG, FLAGS, GROUP, PROMPTS
+from learning_tasks import Prompt, Verdict
+
+HERE = Path(__file__).parent
+SEEDS = tuple(range(8))
+HELD_OUT, AT_THE_END = 24, 64
+LEAST_AT_THE_END = 0.85
+WORSE, LONGER = 0.15, 3
+"""The live version is not worse than the best by more than that for more updates than that."""
+
+PLAIN = {"model": "base", "prompt": "Once upon a time", "max_tokens": 32, "temperature": 0.7}
+PAUSE_S = 1.0
+"""Between two plain requests."""
+
+SHARE = ("--training-time-share", "0.8")
+"""Of device time beside plain requests: what is measured here is what is learnt, not what that costs others."""
+REQUEST_LIMIT_S = 300
+
+
+@dataclass(slots=True)
+class StableRun:
+    """`versions`: each that was live, when it came (round) and its held-out reward. `rewards`: of the rounds."""
+
+    seed: int
+    before: float = 0.0
+    after: float = 0.0
+    rounds: int = 0
+    seconds: float = 0.0
+    plain_requests: int = 0
+    versions: list[dict[str, Any]] = field(default_factory=list)
+    status: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def solved_in(self) -> int | None:
+        """Rounds until a version had nine tenths of the held-out reward."""
+        return next((version["round"] for version in self.versions if version["reward"] >= 0.9), None)
+
+    @property
+    def longest_fall(self) -> int:
+        """Versions in a row that were worse than the best before them by more than `WORSE`."""
+        longest = row = 0
+        best = 0.0
+        for version in self.versions:
+            row = row + 1 if best - version["reward"] > WORSE else 0
+            longest, best = max(longest, row), max(best, version["reward"])
+        return longest
+
+
+def main() -> int:
+    """Exit code 0 when every run stayed learnt, 1 when one did not."""
+    arguments = _arguments()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = machine.describe()
+    runs = _earlier(arguments.out) if arguments.resume else []
+    asyncio.run(_all(arguments, before, runs))
+    judged = list(_figures(runs))
+    report.show([], {}, judged)
+    print(f"written to {arguments.out}")
+    return int(any(figure.met is False for figure in judged))
+
+
+async def _all(arguments: argparse.Namespace, before: dict[str, object], runs: list[StableRun]) -> None:
+    places = asyncio.Semaphore(arguments.at_once)
+
+    async def one(seed: int) -> None:
+        async with places:
+            with tempfile.TemporaryDirectory(prefix="stability_benchmark_") as folder:
+                runs.append(await _run(seed, arguments.rounds, Path(folder)))
+            _write(arguments.out, before, runs)
+
+    done = {run.seed for run in runs}
+    await asyncio.gather(*(one(seed) for seed in arguments.seeds if seed not in done))
+
+
+async def _run(seed: int, rounds: int, logs: Path) -> StableRun:
+    """One server, from its start to the last evaluation. Raises RuntimeError: a request failed."""
+    began = time.monotonic()
+    config = logs / "config.yaml"
+    config.write_text(CONFIG)
+    async with peers.our_server(None, logs, [*FLAGS, *SHARE, "--seed", str(seed), "--config", str(config)]) as server:
+        url = f"http://127.0.0.1:{server.port}"
+        with server.awake():
+            async with httpx.AsyncClient(base_url=url, timeout=REQUEST_LIMIT_S) as http:
+                run = StableRun(seed)
+                other = asyncio.create_task(_plain_requests(http, run))
+                await _Driver(http, run).learn(rounds)
+                other.cancel()
+                with suppress(asyncio.CancelledError):
+                    await other
+    run.seconds = time.monotonic() - began
+    return run
+
+
+async def _plain_requests(http: httpx.AsyncClient, run: StableRun) -> None:
+    """The other work: one request after another, of the base model."""
+    while True:
+        learning_run.checked(await http.post("/v1/completions", json=PLAIN))
+        run.plain_requests += 1
+        await asyncio.sleep(PAUSE_S)
+
+
+class _Driver:
+    """What an RL program does over HTTP; it draws the next round when nothing is left to be done for the last one."""
+
+    def __init__(self, http: httpx.AsyncClient, run: StableRun) -> None:
+        self._http = http
+        self._run = run
+        self._task = Verdict()
+
+    async def learn(self, rounds: int) -> None:
+        run, prompts = self._run, self._task.training(self._run.seed)
+        run.before = await self._held_out(HELD_OUT)
+        live = None
+        for number in range(1, rounds + 1):
+            drawn = enumerate(islice(prompts, PROMPTS), number * PROMPTS)
+            await asyncio.gather(*(self._draw(prompt, at) for at, prompt in drawn))
+            status = await learning_run.settled(self._http)
+            run.rounds = number
+            if (status["current_lora"], status["updates_total"]) != live:
+                live = (status["current_lora"], status["updates_total"])
+                await self._judge(number, status)
+        run.after = await self._held_out(AT_THE_END)
+        run.status = await learning_run.training_status(self._http)
+
+    async def _judge(self, number: int, status: dict[str, Any]) -> None:
+        reward = await self._held_out(HELD_OUT)
+        shown = ("reward_mean", "step_scale", "kl", "entropy", "grad_norm", "ratio_max")
+        figures = {name: status["metrics"].get(name) for name in shown}
+        version = {"round": number, "version": status["current_lora"], "updates": status["updates_total"]}
+        self._run.versions.append({**version, "reward": reward, "skips": status["skips"], "metrics": figures})
+        trained = figures["reward_mean"] or 0.0
+        print(f"  seed {self._run.seed}, round {number}: {status['current_lora']}, "
+              f"held out {reward:.2f}, update's rewards {trained:.2f}", flush=True)  # fmt: skip
+
+    async def _draw(self, prompt: Prompt, number: int) -> None:
+        """One group, the run's `number`-th."""
+        marks = {"collect_trajectory": True, "scoring_function": prompt.scorer, "metadata": prompt.metadata}
+        await self._complete(prompt, n=GROUP, seed=(self._run.seed * 1000 + number) * GROUP, **marks)
+
+    async def _held_out(self, count: int) -> float:
+        prompts = self._task.held_out()[:count]
+        answers = await asyncio.gather(*(self._complete(prompt, n=1, seed=at) for at, prompt in enumerate(prompts)))
+        texts = [answer["choices"][0] for answer in answers]
+        return mean(
+            self._task.rewarded(prompt, choice["text"], choice["finish_reason"] == "stop")
+            for prompt, choice in zip(prompts, texts, strict=True)
+        )
+
+    async def _complete(self, prompt: Prompt, **fields: Any) -> dict[str, Any]:
+        body = {"prompt": prompt.text, "max_tokens": self._task.max_tokens, "temperature": 1.0, **fields}
+        return dict(learning_run.checked(await self._http.post("/v1/completions", json=body)))
+
+
+def _figures(runs: Sequence[StableRun]) -> Iterator[Figure]:
+    for run in sorted(runs, key=lambda run: run.seed):
+        name = f"seed {run.seed}"
+        yield Figure(f"{name}: rounds until held-out reward 0.9", "", *reported([run.solved_in or float("nan")]))
+        yield Figure(
+            f"{name}: held-out reward after {run.rounds} rounds", "", *reported([run.after]), LEAST_AT_THE_END, True
+        )
+        name = f"{name}: versions in a row worse than the best by more than {WORSE:g}"
+        yield Figure(name, "", *reported([run.longest_fall]), LONGER)
+
+
+def _write(file: Path, before: dict[str, object], runs: Sequence[StableRun]) -> None:
+    record = {"machine": before, "flags": [*FLAGS, *SHARE], "config": CONFIG, "runs": [asdict(run) for run in runs]}
+    report.write(file, record, _figures(runs))
+
+
+def _earlier(file: Path) -> list[StableRun]:
+    """Those that the file has, if it is of the same flags."""
+    record = json.loads(file.read_text()) if file.exists() else {"flags": None, "runs": []}
+    return [StableRun(**run) for run in record["runs"]] if record["flags"] == [*FLAGS, *SHARE] else []
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--at-once", type=int, default=2, help="runs that go on beside each other")
+    parser.add_argument("--resume", action="store_true", help="keep the runs that the file has")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "stability.json")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
