@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import SupportsIndex
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,7 +38,7 @@ def stream(*pieces: str, eos: int | None = None, tail: str = "", **stopping: obj
 @given(SMALL, STOPS, st.data())
 def test_stop_is_found_wherever_the_text_is_cut(text: str, stops: tuple[str, ...], data: st.DataObject) -> None:
     """Released text and stop are those of a search over the whole text, at the first end of a match."""
-    matcher = StopMatcher(stops)
+    matcher = StopMatcher(StopParams(99, stop=stops))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     released, stopped = "", None
     for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
@@ -48,15 +50,38 @@ def test_stop_is_found_wherever_the_text_is_cut(text: str, stops: tuple[str, ...
         assert not any(stop in text for stop in stops)
         assert released + matcher.flush() == text
     else:
+        whole = StopMatcher(StopParams(99, stop=stops)).feed(text)
+        assert (released, stopped) == whole, "wherever it is cut"
         assert text.startswith(released + stopped)
-        assert not any(stop in released for stop in stops)
+        assert not any(stop in (released + stopped)[:-1] for stop in stops)
 
 
 @given(SMALL, STOPS)
 def test_text_that_cannot_begin_a_stop_is_released_at_once(text: str, stops: tuple[str, ...]) -> None:
-    matcher = StopMatcher(stops)
+    matcher = StopMatcher(StopParams(99, stop=stops))
     released, stopped = matcher.feed(text + "z")
     assert stopped is not None or released == text + "z"
+
+
+class CountedText(str):
+    """Counts the characters that are looked at one by one."""
+
+    looked_at = 0
+
+    def __getitem__(self, index: SupportsIndex | slice) -> str:
+        CountedText.looked_at += 1
+        return super().__getitem__(index)
+
+
+def test_long_stops_cost_little_whatever_the_text() -> None:
+    """Stop strings of the greatest length that nearly match, over and over, at each character."""
+    stops = tuple("a" * (1000 + n) + "b" for n in range(16))
+    matcher = StopMatcher(StopParams(99, stop=stops))
+    pieces = [CountedText("a" * 79 + "c") for _ in range(10)] + [CountedText("a" * 80)] * 12 + [CountedText("c")]
+    CountedText.looked_at = 0
+    assert all(matcher.feed(piece)[1] is None for piece in pieces)
+    per_stop = CountedText.looked_at / len(stops)
+    assert per_stop <= 2 * sum(map(len, pieces)) + max(map(len, stops))
 
 
 def test_stop_across_tokens_is_cut_before_the_stop() -> None:

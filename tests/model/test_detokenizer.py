@@ -2,6 +2,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from tiny import EOS_ID, tiny_tokenizer
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -82,3 +83,16 @@ def test_special_and_padding_tokens_add_nothing():
 def test_decoders_that_look_at_neighbours_join_as_in_the_whole_text(prompt, ids, text):
     assert word_piece().text_pieces is None
     assert streamed(word_piece(), ids, prompt) == text
+
+
+def test_tokens_without_text_are_not_decoded_again_and_again(monkeypatch):
+    """Each step decodes a few tokens, however many have said nothing."""
+    tokenizer = Tokenizer(TokenizerWrapper(tiny_tokenizer()))
+    monkeypatch.setattr(tokenizer, "text_pieces", None)
+    lengths, decode = [], tokenizer.decode
+    monkeypatch.setattr(tokenizer, "decode", lambda ids, **skip: lengths.append(len(ids)) or decode(ids, **skip))
+    detokenizer = Detokenizer(tokenizer)
+    silent = [detokenizer.add(EOS_ID) for _ in range(500)]
+    assert set(silent) == {""}
+    assert detokenizer.add(ord("A") - 33) != ""
+    assert max(lengths) < 50

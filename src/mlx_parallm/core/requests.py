@@ -49,12 +49,31 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class StopParams:
-    """When one row ends. `max_tokens` counts generated tokens and may be 0 (score the prompt)."""
+    """When one row ends. `max_tokens` counts generated tokens and may be 0 (score the prompt).
+
+    `borders[i][k]`: the length of the longest end of `stop[i][:k + 1]`, short of the whole, that `stop[i]` also begins
+    with (the failure function of Knuth, Morris and Pratt). Computed here, so that the device thread need not.
+    """
 
     max_tokens: int
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    borders: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "borders", tuple(map(_borders, self.stop)))
+
+
+def _borders(stop: str) -> tuple[int, ...]:
+    borders = [0] * len(stop)
+    length = 0
+    for place in range(1, len(stop)):
+        while length and stop[place] != stop[length]:
+            length = borders[length - 1]
+        length += stop[place] == stop[length]
+        borders[place] = length
+    return tuple(borders)
 
 
 @dataclass(frozen=True, slots=True)

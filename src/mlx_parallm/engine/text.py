@@ -26,39 +26,61 @@ class TextDelta:
 
 
 class StopMatcher:
-    """Finds the first stop string in a text that comes in pieces.
+    """Finds the stop string that ends first in a text that comes in pieces; of those that end together, the longest.
 
-    Text that may be the start of a stop string is held back until it is known not to be.
+    Text that may be the start of a stop string is held back until it is known not to be. Each character costs at most
+    two comparisons for each stop string, however long these are: it runs on the device thread.
     """
 
-    def __init__(self, stops: tuple[str, ...]) -> None:
-        self._stops = stops
+    def __init__(self, stopping: StopParams) -> None:
+        self._stops = tuple(map(_OneStop, stopping.stop, stopping.borders))
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, str | None]:
         """Returns the text now known to be free of stops, and the stop string that ended it, if one did."""
-        self._held += text
-        found = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
-        if found:
-            at, stop = min(found, key=lambda match: match[0])
-            released, self._held = self._held[:at], ""
-            return released, stop
-        keep = self._possible_start()
-        released, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-        return released, None
+        if not self._stops:
+            return text, None
+        before, self._held = len(self._held), self._held + text
+        ends = [(end, -len(one.stop), one.stop) for one in self._stops if (end := one.feed(text)) is not None]
+        if ends:
+            end, _, stop = min(ends)
+            return self._release(before + end - len(stop), keeps=False), stop
+        return self._release(len(self._held) - max(one.matched for one in self._stops)), None
 
     def flush(self) -> str:
         """The text still held back, at the end of the sequence."""
-        released, self._held = self._held, ""
+        return self._release(len(self._held))
+
+    def _release(self, length: int, keeps: bool = True) -> str:
+        released, self._held = self._held[:length], self._held[length:] if keeps else ""
         return released
 
-    def _possible_start(self) -> int:
-        """Length of the longest end of the held text that begins some stop string."""
-        longest = max(map(len, self._stops), default=1) - 1
-        for length in range(min(longest, len(self._held)), 0, -1):
-            if any(stop.startswith(self._held[-length:]) for stop in self._stops):
-                return length
-        return 0
+
+class _OneStop:
+    """The search for one stop string. `matched`: characters at the end of the text so far that it begins with."""
+
+    __slots__ = ("_borders", "matched", "stop")
+
+    def __init__(self, stop: str, borders: tuple[int, ...]) -> None:
+        self.stop = stop
+        self._borders = borders
+        self.matched = 0
+
+    def feed(self, text: str) -> int | None:
+        """Where in `text` the stop string ends; None where it does not."""
+        stop, place, matched = self.stop, 0, self.matched
+        if stop.startswith(text, matched):  # no need to look at each character
+            place, matched = len(text), matched + len(text)
+        while place < len(text) and matched < len(stop):
+            if stop[matched] == text[place]:
+                matched += 1
+                place += 1
+            elif matched:
+                matched = self._borders[matched - 1]
+            else:
+                place = text.find(stop[0], place) % (len(text) + 1)  # -1, for nowhere, becomes the end
+        self.matched = matched
+        return place if matched == len(stop) else None
 
 
 class TextStream:
@@ -79,7 +101,7 @@ class TextStream:
         self._detokenizer = detokenizer
         self._stopping = stopping
         self._eos_ids = frozenset() if stopping.ignore_eos else eos_ids
-        self._matcher = StopMatcher(stopping.stop)
+        self._matcher = StopMatcher(stopping)
         self._grammar = grammar
 
     def accept(self, token: int) -> TextDelta:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from mlx_parallm.model.tokenizer import Tokenizer
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_MOST_HELD = 16
+"""Tokens whose text the general method holds back: a character has at most four, so longer ones are no character."""
 _CONTEXT = 6
 """Prompt tokens that the general method decodes before the first generated one, to see how they join."""
 
@@ -77,7 +79,9 @@ class _PrefixStream:
     def add(self, token_id: int) -> str:
         self._ids.append(token_id)
         text = self._new_text()
-        return "" if not text or text.endswith(_REPLACEMENT) else self._show(text)
+        held = len(self._ids) - self._shown
+        incomplete = (not text or text.endswith(_REPLACEMENT)) and held < _MOST_HELD
+        return "" if incomplete else self._show(text)
 
     def finish(self) -> str:
         return self._show(self._new_text())
