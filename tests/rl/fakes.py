@@ -212,7 +212,7 @@ class FakeScorers:
         self.rewards = rewards
         self.gate: asyncio.Event | None = None
 
-    def check(self, collection: Collection) -> None:
+    async def check(self, collection: Collection) -> None:
         if collection.scorer == "unknown":
             raise InvalidRequestError("unknown scorer", param="scoring_function")
 

@@ -18,11 +18,18 @@ from mlx_parallm.core import (
     SequenceOutput,
     WorkClass,
 )
-from mlx_parallm.errors import ConfigError, StepFailedError
+from mlx_parallm.errors import ConfigError, InvalidRequestError, StepFailedError
 from mlx_parallm.rl.evaluation import EvalPrompt, Evaluation, read_prompts
 from mlx_parallm.rl.parts import ScoringError
 
 NEW = AdapterRef("math", 7)
+
+
+def check(collection: Collection) -> None:
+    if collection.scorer == "unknown":
+        raise InvalidRequestError("unknown scorer", param="scoring_function")
+
+
 PROMPTS = tuple(EvalPrompt((at,), Collection("exact", {"answer": str(at)})) for at in range(4))
 
 
@@ -89,7 +96,7 @@ class Tokenizer:
 def read(file: Path, *lines: object):
     text = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
     file.write_text(text)
-    return read_prompts(file, Tokenizer(), FakeScorers())
+    return read_prompts(file, Tokenizer(), check)
 
 
 def test_a_line_is_a_request_body(tmp_path: Path) -> None:
@@ -122,4 +129,4 @@ def test_a_file_that_holds_nothing_or_is_not_there_is_refused(tmp_path: Path) ->
     with pytest.raises(ConfigError, match="no prompt"):
         read(tmp_path / "eval.jsonl", "", "")
     with pytest.raises(ConfigError, match="cannot be read"):
-        read_prompts(tmp_path / "missing.jsonl", Tokenizer(), FakeScorers())
+        read_prompts(tmp_path / "missing.jsonl", Tokenizer(), check)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from rl.user_package import install
 
 from mlx_parallm.core import AdapterRef, Collection, FinishReason, Trajectory
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.errors import InvalidRequestError, OverloadedError
 from mlx_parallm.rl.parts import ScoringError
-from mlx_parallm.rl.scoring import service as service_module
+from mlx_parallm.rl.scoring import pool as pool_module
 from mlx_parallm.rl.scoring.registry import GROUP
 from mlx_parallm.rl.scoring.service import ScoringService
 
@@ -78,6 +81,12 @@ def waits(sample):
         time.sleep(0.01)
     return 7.0
 
+def busy(sample):
+    with open(sample.metadata["folder"] + "/pid.new", "w") as file:
+        file.write(str(os.getpid()))
+    os.rename(sample.metadata["folder"] + "/pid.new", sample.metadata["folder"] + "/pid")
+    holds_the_gil(sample)
+
 def pid(sample):
     return os.getpid()
 
@@ -89,7 +98,7 @@ def mlx(sample):
     return float("mlx.core" in sys.modules or mlx_parallm.BLAS.fast)
 '''
 NAMES = ["size", "seen", "throws", "exits", "vanishes", "not_finite", "word", "sleeps", "holds_the_gil", "prints"]
-NAMES += ["vandal", "waits", "pid", "nice", "mlx", "absent"]
+NAMES += ["vandal", "waits", "busy", "pid", "nice", "mlx", "absent"]
 
 
 @pytest.fixture
@@ -104,8 +113,8 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 async def service(package):
     made: list[ScoringService] = []
 
-    def make(timeout_s: float = LONG_S, batch_size: int = 32) -> ScoringService:
-        made.append(ScoringService(batch_size, timeout_s))
+    def make(timeout_s: float = LONG_S, batch_size: int = 32, processes: int = 1) -> ScoringService:
+        made.append(ScoringService(processes, batch_size, timeout_s))
         return made[-1]
 
     yield make
@@ -113,7 +122,7 @@ async def service(package):
         await one.close()
 
 
-def group(scorer, *texts, finish_reason=FinishReason.STOP, **metadata):
+def group(scorer, *texts, finish_reason=FinishReason.STOP, client="", **metadata):
     return [
         Trajectory(
             trajectory_id=f"t{index}",
@@ -126,7 +135,7 @@ def group(scorer, *texts, finish_reason=FinishReason.STOP, **metadata):
             temperature=1.0,
             text=text,
             finish_reason=finish_reason,
-            collection=Collection(scorer, metadata),
+            collection=Collection(scorer, metadata, client),
             created=0.0,
         )
         for index, text in enumerate(texts)
@@ -144,6 +153,18 @@ async def file_of(folder: Path, name: str) -> str:
     while not (folder / name).exists():
         await asyncio.sleep(0.01)
     return (folder / name).read_text()
+
+
+async def gone(pid: int) -> None:
+    """A process that is dead, a zombie perhaps."""
+    while True:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return
+        if (state := Path(f"/proc/{pid}/stat")).exists() and state.read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+        await asyncio.sleep(0.02)
 
 
 # -- rewards ---------------------------------------------------------------------------------------
@@ -323,8 +344,10 @@ async def test_close_ends_the_child_and_fails_what_waits(service, tmp_path):
 
 
 async def test_groups_are_sent_in_batches_of_bounded_size(monkeypatch):
-    """Groups of 2, 2, 3, 9 and 1 in batches of 4: the second batch waits until the first is answered."""
+    """Groups of 1, 2, 2, 3, 9 and 1 in batches of 4: each batch waits until the one before is answered."""
     log: list[str] = []
+    sizes = (1, 2, 2, 3, 9, 1)
+    first = next(pool_module._numbers) + 1
 
     class FakeWorker:
         alive = True
@@ -339,20 +362,80 @@ async def test_groups_are_sent_in_batches_of_bounded_size(monkeypatch):
 
         async def answer(self, number):
             await asyncio.sleep(0)
-            size = (2, 2, 3, 9, 1)[number - 1]
+            size = sizes[number - first]
             log.append(f"answer {size}")
             return {"id": number, "rewards": [0.0] * size}
 
         async def kill(self):
             log.append("kill")
 
-    monkeypatch.setattr(service_module, "Worker", FakeWorker)
-    scoring = ScoringService(4, LONG_S)
-    await asyncio.gather(*(scoring.score(group("size", *["x"] * size)) for size in (2, 2, 3, 9, 1)))
-    batches = [[2, 2], [3], [9], [1]]
+    monkeypatch.setattr(pool_module, "Worker", FakeWorker)
+    scoring = ScoringService(1, 4, LONG_S)
+    await asyncio.gather(*(scoring.score(group("size", *["x"] * size)) for size in sizes))
+    batches = [[1], [2, 2], [3], [9], [1]]
     assert log == [f"{verb} {size}" for batch in batches for verb in ("send", "answer") for size in batch]
     await scoring.close()
     assert log[-1] == "kill"
+
+
+# -- several clients -------------------------------------------------------------------------------
+
+
+async def test_a_slow_client_leaves_a_process_to_the_others(service, tmp_path):
+    """None of the slow groups ends before the other client's are scored, though all were there first."""
+    scoring = service(processes=2)
+    slow = [
+        asyncio.create_task(scoring.score(group("waits", "x", client="slow", folder=str(tmp_path)))) for _ in range(6)
+    ]
+    await file_of(tmp_path, "pid")
+    for _ in range(3):
+        assert await scoring.score(group("size", "ab", client="other")) == (2,)
+    assert await scoring.score(group("size", "abc", client="slow")) == (3,)  # the same client, another function
+    assert not any(one.done() for one in slow)
+    (tmp_path / "go").touch()
+    assert await asyncio.gather(*slow) == [(7,)] * 6
+
+
+@pytest.mark.parametrize(
+    ("scorer", "metadata"),
+    [
+        ("regex", {"pattern": "(a+)+$"}),
+        ("0.5*exact + 0.5*json_schema", {"answer": "x", "schema": {"type": "string", "pattern": "(a+)+$"}}),
+    ],
+)
+async def test_a_built_in_scorer_that_takes_too_long_costs_its_group_and_keeps_the_child(scorer, metadata, service):
+    scoring = service()
+    (child,) = await scoring.score(group("pid", "x"))
+    with pytest.raises(ScoringError, match="took more than 1 s of processor time"):
+        await scoring.score(group(scorer, '"' + "a" * 60 + 'b"', **metadata))
+    assert await scoring.score(group("pid", "x")) == (child,)
+
+
+PARENT = """
+import asyncio, sys
+from rl.test_scoring_process import LONG_S, ScoringService, group
+
+async def main():
+    await ScoringService(1, 32, LONG_S).score(group("busy", "x", folder=sys.argv[1]))
+
+asyncio.run(main())
+"""
+
+
+def test_children_end_with_a_server_that_is_killed(package):
+    """The child holds the interpreter's lock all the time, so nothing written in Python would notice."""
+    places = os.pathsep.join([str(package), str(Path(__file__).parents[1]), *filter(None, sys.path)])
+    server = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(package)],
+        env={**os.environ, "PYTHONPATH": places},
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        child = int(asyncio.run(file_of(package, "pid")))
+    finally:
+        server.kill()
+        server.wait()
+    asyncio.run(asyncio.wait_for(gone(child), 20))
 
 
 # -- check -----------------------------------------------------------------------------------------
@@ -360,15 +443,15 @@ async def test_groups_are_sent_in_batches_of_bounded_size(monkeypatch):
 
 async def test_a_users_scorer_is_checked_without_importing_it_here(service):
     check = service().check
-    check(Collection("size"))
-    check(Collection("0.5*seen + 0.5*size", {"bonus": 0}))
+    await check(Collection("size"))
+    await check(Collection("0.5*seen + 0.5*size", {"bonus": 0}))
     for name, metadata, param, message in (
         ("seen", {}, "metadata", "metadata.bonus is missing"),
         ("sise", {}, "scoring_function", "did you mean size"),
         ("absent", {}, "scoring_function", "absent cannot be used"),
     ):
         with pytest.raises(InvalidRequestError, match=message) as caught:
-            check(Collection(name, metadata))
+            await check(Collection(name, metadata))
         assert caught.value.param == param
     assert "user_scorers" not in sys.modules
 
@@ -379,5 +462,51 @@ async def test_a_package_that_breaks_on_import_is_refused(service, tmp_path):
     check = service().check
     for name, message in (("broken", "no licence"), ("dying", "could not be loaded")):
         with pytest.raises(InvalidRequestError, match=message) as caught:
-            check(Collection(name))
+            await check(Collection(name))
         assert caught.value.param == "scoring_function"
+
+
+BOMB = {"$schema": "http://json-schema.org/draft-04/schema#", "enum": [{"a": number} for number in range(3000)]}
+"""Draft 4 compares the items of an enum each with each: minutes of Python."""
+
+
+@pytest.mark.parametrize(
+    ("scorer", "metadata"),
+    [
+        ("json_schema", {"schema": BOMB}),
+        ("1*length + 1*json_schema", {"target_length": 3, "schema": json.dumps(BOMB)}),
+        ("regex", {"pattern": "(?i)" + "".join(f"[\0-\uffff{chr(0x4E00 + at)}]" for at in range(600))}),
+    ],
+)
+async def test_what_takes_long_to_check_is_refused_and_takes_none_of_the_servers_time(scorer, metadata, service):
+    check = service().check
+    used = time.process_time()
+    for _ in range(2):  # the second time it is known
+        with pytest.raises(InvalidRequestError, match="is too complex: checking it took more than 1 s") as caught:
+            await check(Collection(scorer, metadata))
+        assert caught.value.param == "metadata"
+    assert time.process_time() - used < 0.5  # the child used a second
+
+
+async def test_what_is_wrong_and_what_is_right_is_told_by_the_child(service):
+    check = service().check
+    await check(Collection("json_schema", {"schema": {"type": "object"}}))
+    await check(Collection("0.5*regex + 0.5*exact", {"pattern": "a+", "answer": "a"}))
+    for scorer, metadata, message in (
+        ("regex", {"pattern": "("}, "metadata.pattern is not a regular expression"),
+        ("regex", {"pattern": "a" * 5000}, "metadata.pattern must be text of at most 4096 characters"),
+        ("json_schema", {"schema": {"type": "strange"}}, "metadata.schema is not a JSON schema"),
+        ("json_schema", {"schema": {"enum": ["x" * 70000]}}, "metadata.schema must have at most 65536 characters"),
+        ("json_schema", {}, "metadata.schema is missing"),
+    ):
+        with pytest.raises(InvalidRequestError, match=message):
+            await check(Collection(scorer, metadata))
+
+
+async def test_a_check_that_waits_too_long_says_so_and_leaves_its_place(service, monkeypatch):
+    monkeypatch.setattr("mlx_parallm.rl.scoring.checks._PATIENCE_S", 0.0)
+    scoring = service()
+    with pytest.raises(OverloadedError):
+        await scoring.check(Collection("regex", {"pattern": "a"}))
+    monkeypatch.undo()
+    await scoring.check(Collection("regex", {"pattern": "a"}))

@@ -243,15 +243,15 @@ async def test_several_adapters_learn_each_from_what_it_drew() -> None:
 
 async def test_only_what_a_trained_adapter_draws_may_be_collected() -> None:
     async with world(replace(SETTINGS, update_frequency=2)) as one:
-        one.service.check(Collection("exact"), BASE_ADAPTER)
+        await one.service.check(Collection("exact"), BASE_ADAPTER)
         with pytest.raises(InvalidRequestError):
-            one.service.check(Collection("unknown"), BASE_ADAPTER)
+            await one.service.check(Collection("unknown"), BASE_ADAPTER)
         for stranger in (AdapterRef("math", 1), AdapterRef("main", 7)):
             with pytest.raises(ConflictError, match=str(stranger)):
-                one.service.check(Collection("exact"), stranger)
+                await one.service.check(Collection("exact"), stranger)
         await one.request()
         await settle()
-        one.service.check(Collection("exact"), AdapterRef("main", 1))
+        await one.service.check(Collection("exact"), AdapterRef("main", 1))
         foreign = await one.request(AdapterRef("main", 7))
         await settle()
         assert {one.states()[trajectory] for trajectory in foreign} == {"foreign"}
@@ -296,8 +296,8 @@ async def test_a_name_that_means_another_version_by_now_begins_again_with_it() -
         assert (await one.service.start()).step == 50
         assert one.learner.policies["main"] == (40.0, 50)
         with pytest.raises(ConflictError):
-            one.service.check(Collection("exact"), AdapterRef("main", 1))
-        one.service.check(Collection("exact"), elsewhere)
+            await one.service.check(Collection("exact"), AdapterRef("main", 1))
+        await one.service.check(Collection("exact"), elsewhere)
 
 
 async def test_starting_again_what_is_trained_already_changes_nothing() -> None:

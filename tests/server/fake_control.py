@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import threading
 from dataclasses import replace
 
 from mlx_parallm.core import (
@@ -151,7 +150,7 @@ class FakeAdapters:
 class FakeTraining:
     """Trains the adapters of `state`, `policy` by default; has the scorer `exact`, which reads `metadata.answer`.
 
-    `checked`: (collection, adapter) of each check, `check_threads` the threads they came on. `calls`: what else was
+    `checked`: (collection, adapter) of each check, `checks_go_on` set: they end. `calls`: what else was
     asked. `saves`: names that `trains` says yes to. `error`, `hold`, `held`, `resume_work`: as the adapters'. `told`:
     the events, the last one None; `listening`: listeners now.
     """
@@ -162,7 +161,8 @@ class FakeTraining:
         self.known = {"traj-0"}
         self.cards = ()
         self.checked = []
-        self.check_threads = []
+        self.checks_go_on = asyncio.Event()
+        self.checks_go_on.set()
         self.calls = []
         self.error = None
         self.hold = False
@@ -172,8 +172,8 @@ class FakeTraining:
         self.saves = ()
         self.listening = 0
 
-    def check(self, collection, adapter):
-        self.check_threads.append(threading.current_thread())
+    async def check(self, collection, adapter):
+        await self.checks_go_on.wait()
         self.checked.append((collection, adapter))
         if self.error:
             raise self.error

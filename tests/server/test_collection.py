@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import threading
 
 import pytest
 
@@ -39,6 +38,7 @@ async def test_the_engine_is_told_and_the_answer_names_the_trajectories(client, 
     response = await post(client, path, n=2, collect_trajectory=True, scoring_function="exact", metadata=metadata)
     collection = Collection("exact", metadata)
     assert [request.collection for request in engine.requests] == [collection]
+    assert [request.collection.client for request in engine.requests] == ["127.0.0.1"]
     assert training.checked == [(collection, BASE_ADAPTER)]
     assert response.json()["trajectory_ids"] == ["traj-0", "traj-1"]
     assert "metadata" not in response.json()
@@ -74,9 +74,13 @@ async def test_the_version_that_draws_it_is_checked(client, adapters, training):
 
 
 async def test_a_check_that_takes_its_time_holds_up_nobody(client, training):
-    """The first one may import a scorer's library."""
-    await post(client, COMPLETIONS, **MARKED)
-    assert training.check_threads != [threading.main_thread()]
+    """The first one may import a scorer's library; a long one compiles a pattern in a child."""
+    training.checks_go_on.clear()
+    waiting = asyncio.create_task(post(client, COMPLETIONS, **MARKED))
+    assert (await post(client, COMPLETIONS)).status_code == 200
+    assert not waiting.done()
+    training.checks_go_on.set()
+    assert (await waiting).json()["trajectory_ids"] == ["traj-0"]
 
 
 def text_chunk(index, content, reason="null", more="", tail=""):

@@ -18,6 +18,7 @@ from mlx_parallm.errors import ConfigError, EngineDeadError, InvalidRequestError
 from mlx_parallm.rl.environments import Task, environment
 from mlx_parallm.rl.gathering import REFILLS
 from mlx_parallm.rl.rollouts import Rollouts, RolloutSettings
+from mlx_parallm.rl.scoring.catalogue import Catalogue
 
 FINAL = "final"
 """Tag of the checkpoint that a run ends with."""
@@ -84,7 +85,7 @@ class _TrainingRun:
         tasks = environment(self._options.environment).tasks(self._config.rl_training.seed)
         first = next(tasks)
         try:
-            self._training.scorers.check(first.collection)
+            Catalogue().check(first.collection)
         except InvalidRequestError as error:
             raise ConfigError(f"environment: {error}") from error
         return itertools.chain([first], tasks)

@@ -18,6 +18,7 @@ from mlx_parallm.rl.collecting import CollectingEngine
 from mlx_parallm.rl.evaluation import Evaluation, read_prompts
 from mlx_parallm.rl.learner import DeviceLearner
 from mlx_parallm.rl.parts import Scorers
+from mlx_parallm.rl.scoring.catalogue import Catalogue
 from mlx_parallm.rl.scoring.service import ScoringService
 from mlx_parallm.rl.service import TrainingParts, TrainingService
 from mlx_parallm.rl.settings import Algorithm
@@ -82,7 +83,7 @@ def build_training(
         ConfigError: the evaluation prompts cannot be used.
     """
     training = config.rl_training
-    scorers = ScoringService(training.scoring_batch_size, training.scoring_timeout_s)
+    scorers = ScoringService(training.scoring_processes, training.scoring_batch_size, training.scoring_timeout_s)
 
     async def policy_of(ref: AdapterRef) -> PolicySnapshot:
         return PolicySnapshot((await publisher.weights(str(ref)))[1], {}, 0)
@@ -107,5 +108,5 @@ def _evaluation(engine: EngineClient, tokenizer: TextTokenizer, scorers: Scorers
     gate = config.rl_training.gate
     if gate.eval_prompts is None or gate.eval_floor is None:
         return None
-    prompts = read_prompts(gate.eval_prompts, tokenizer, scorers)
+    prompts = read_prompts(gate.eval_prompts, tokenizer, Catalogue().check)
     return Evaluation(engine, scorers, prompts, gate.eval_floor, config.rl_training.max_completion_tokens)

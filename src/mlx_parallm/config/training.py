@@ -161,11 +161,23 @@ class RLTrainingConfig(Section):
         ge=1,
         description="Most tokens of a completion that mlx_parallm_train draws; the loss dr_grpo divides by it.",
     )
+    scoring_processes: Integer = Field(
+        default=2,
+        ge=1,
+        le=64,
+        description="Processes that run scoring functions. The same function with the same metadata, of one client, "
+        "holds all but one of them at most.",
+    )
     scoring_batch_size: Integer = Field(
-        default=32, ge=1, description="Most trajectories given to the scorers at a time; slow ones get fewer."
+        default=32,
+        ge=1,
+        description="Most trajectories given to a scoring process at a time; slow scoring functions get fewer.",
     )
     scoring_timeout_s: Number = Field(
-        default=30.0, gt=0, description="Seconds that scoring a group may take; a scorer that hangs costs its group."
+        default=30.0,
+        gt=0,
+        description="Seconds that scoring a group may take; a scorer that hangs costs its group. exact, regex, "
+        "json_schema and length have 1 s of processor time for each sample besides.",
     )
     trajectory_log: File | None = Field(
         default=None, description="JSONL file to which each trajectory is added, with its reward and fate; null: none."

@@ -80,11 +80,13 @@ def _borders(stop: str) -> tuple[int, ...]:
 class Collection:
     """Marks a request: the `n` sequences of each of its prompts become one group of trajectories.
 
-    `scorer` names who gives the rewards; None: they come by feedback. `metadata` is what the scorer reads.
+    `scorer` names who gives the rewards; None: they come by feedback. `metadata` is what the scorer reads. `client`:
+    who asked, an address: clients take turns at being scored.
     """
 
     scorer: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    client: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,17 +121,17 @@ class TrainingEvent:
 
 
 class TrainingClient(Protocol):
-    """The asyncio face of training. Used on the event loop's thread only, but for `check`. `adapter` None: the default
-    one.
+    """The asyncio face of training. Used on the event loop's thread only. `adapter` None: the default one.
 
     Every method that names a trained adapter raises UnknownModelError where it is not trained, and every one but
     `status` raises TrainingDisabledError (409) where training is off.
     """
 
-    def check(self, collection: Collection, adapter: AdapterRef) -> None:
-        """Whether a request may be collected: before it is generated. On any thread, and only reads.
+    async def check(self, collection: Collection, adapter: AdapterRef) -> None:
+        """Whether a request may be collected: before it is generated. It may wait for a child process.
 
         Raises:
+            OverloadedError: too many others are being checked.
             InvalidRequestError: unknown scorer, or `metadata` lacks what it reads.
             ConflictError: the adapter that would draw it is not trained here.
             TrainingDisabledError: training is off.

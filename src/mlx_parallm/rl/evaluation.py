@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,8 +85,10 @@ class _Kept:
         """The request's own error says it."""
 
 
-def read_prompts(file: Path, tokenizer: TextTokenizer, scorers: Scorers) -> tuple[EvalPrompt, ...]:
+def read_prompts(file: Path, tokenizer: TextTokenizer, check: Callable[[Collection], None]) -> tuple[EvalPrompt, ...]:
     """One request body a line: `messages` or `prompt`, `scoring_function`, `metadata`.
+
+    `check` raises RequestError where a scorer cannot use what a line brings.
 
     Raises:
         ConfigError: the file cannot be read, or a line cannot be used; the message names it.
@@ -95,17 +97,19 @@ def read_prompts(file: Path, tokenizer: TextTokenizer, scorers: Scorers) -> tupl
         lines = file.read_text().splitlines()
     except (OSError, ValueError) as error:
         raise ConfigError(f"rl_training.gate.eval_prompts: {file} cannot be read: {error}") from error
-    prompts = tuple(_prompt(file, at, line, tokenizer, scorers) for at, line in enumerate(lines, 1) if line.strip())
+    prompts = tuple(_prompt(file, at, line, tokenizer, check) for at, line in enumerate(lines, 1) if line.strip())
     if not prompts:
         raise ConfigError(f"rl_training.gate.eval_prompts: {file} has no prompt")
     return prompts
 
 
-def _prompt(file: Path, at: int, line: str, tokenizer: TextTokenizer, scorers: Scorers) -> EvalPrompt:
+def _prompt(
+    file: Path, at: int, line: str, tokenizer: TextTokenizer, check: Callable[[Collection], None]
+) -> EvalPrompt:
     try:
         body = json.loads(line)
         collection = Collection(str(body["scoring_function"]), body.get("metadata") or {})
-        scorers.check(collection)
+        check(collection)
         return EvalPrompt(_ids(body, tokenizer), collection)
     except (ValueError, KeyError, TypeError, AttributeError, RequestError) as error:
         raise ConfigError(

@@ -113,10 +113,11 @@ class Publisher(Protocol):
 class Scorers(Protocol):
     """Who gives rewards."""
 
-    def check(self, collection: Collection) -> None:
-        """Any thread; may take a while the first time.
+    async def check(self, collection: Collection) -> None:
+        """May take a while the first time.
 
         Raises:
+            OverloadedError: too many others are being checked.
             InvalidRequestError: unknown scorer (`scoring_function`), or `metadata` lacks what it reads.
         """
         ...

@@ -56,7 +56,7 @@ class TrainingParts:
 
 
 class TrainingService:
-    """Implements `core.TrainingClient`, and `Sink` for a CollectingEngine. Event loop's thread only, but for `check`.
+    """Implements `core.TrainingClient`, and `Sink` for a CollectingEngine. Event loop's thread only.
 
     A trajectory trains the adapter that drew it. What the base model drew trains the default adapter, while the base
     is in its lineage.
@@ -110,8 +110,8 @@ class TrainingService:
 
     # -- trajectories ----------------------------------------------------------------------------
 
-    def check(self, collection: Collection, adapter: AdapterRef) -> None:
-        """See `core.TrainingClient.check`; any thread."""
+    async def check(self, collection: Collection, adapter: AdapterRef) -> None:
+        """See `core.TrainingClient.check`."""
         loop = self._loops.get(self._trainee_of(adapter))
         if loop is None or not loop.trainee.lineage.knew(adapter):
             raise ConflictError(
@@ -119,7 +119,7 @@ class TrainingService:
                 "or POST /v1/training/start.",
                 param="collect_trajectory",
             )
-        self._parts.scorers.check(collection)
+        await self._parts.scorers.check(collection)
 
     def collected(self, group: Sequence[Trajectory]) -> str:
         """See `collecting.Sink`."""

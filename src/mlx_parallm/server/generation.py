@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from mlx_parallm.core import (
     AdapterRef,
+    Collection,
     Event,
     GenerationRequest,
     PromptScored,
@@ -24,6 +25,7 @@ from mlx_parallm.core import (
 from mlx_parallm.errors import EngineError, ParaLLMError
 from mlx_parallm.server.disconnect import while_connected
 from mlx_parallm.server.metrics import RequestObserver
+from mlx_parallm.server.planning import collection_of
 from mlx_parallm.server.respond.answer import adapter_of
 from mlx_parallm.server.respond.wording import Wording
 from mlx_parallm.server.selectors import Choice
@@ -31,6 +33,7 @@ from mlx_parallm.server.services import Services
 from mlx_parallm.server.shares import client_of
 from mlx_parallm.server.sse import EventStream
 from mlx_parallm.server.wire.base import WireOutput
+from mlx_parallm.server.wire.common import GenerationBody
 
 log = logging.getLogger(__name__)
 
@@ -38,13 +41,13 @@ _BYTES_OF_EVENT, _BYTES_OF_LOGPROB = 32, 64
 
 
 class GenerationResponse(Response):
-    """Reserve, lease, prepare, generate, answer.
+    """Reserve, lease, check what is to be collected, prepare, generate, answer.
 
     All of it happens in the response's own call, so that one block bounds the request's life: its place
     in the queue, its adapter version and its rows are given back when the block is left, whichever way that happens.
 
     Args:
-        prepare: renders and tokenises, and compiles a grammar where `compiles` is true; it runs in a worker thread.
+        prepare: renders and tokenises, and compiles a grammar where `body` has one; it runs in a worker thread.
     """
 
     def __init__(
@@ -52,16 +55,16 @@ class GenerationResponse(Response):
         services: Services,
         choice: Choice,
         sequences: int,
-        prepare: Callable[[AdapterRef], Wording],
+        body: GenerationBody,
+        prepare: Callable[[AdapterRef, Collection | None], Wording],
         stream: bool,
-        compiles: bool,
     ) -> None:
         super().__init__()
         self._services = services
         self._choice = choice
         self._sequences = sequences
+        self._body = body
         self._prepare = prepare
-        self._compiles = compiles
         self._send_answer = self._send_events if stream else self._send_whole
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -73,9 +76,11 @@ class GenerationResponse(Response):
                 self._services.metrics.client_disconnects.inc()
 
     async def _prepared(self, scope: Scope, adapter: AdapterRef) -> Wording:
-        workers, prepare = self._services.workers, partial(self._prepare, adapter)
-        if self._compiles:
-            return await workers.compile(client_of(scope), prepare)
+        workers, client = self._services.workers, client_of(scope)
+        collection = await collection_of(self._body, self._services.training, adapter, client)
+        prepare = partial(self._prepare, adapter, collection)
+        if self._body.compiles:
+            return await workers.compile(client, prepare)
         return await workers.run(Request(scope).state.body_bytes, prepare)
 
     async def _send_whole(self, answer: Wording, scope: Scope, receive: Receive, send: Send) -> None:

@@ -25,7 +25,7 @@ class NoTraining(TrainingClient):
     def status(self, adapter: str | None = None) -> TrainingStatus:
         return TrainingStatus(enabled=False)
 
-    def check(self, collection: Collection, adapter: AdapterRef) -> None:
+    async def check(self, collection: Collection, adapter: AdapterRef) -> None:
         refuse_training("collect_trajectory")
 
     def feedback(self, trajectory_id: str, score: float) -> None:

@@ -90,16 +90,19 @@ def plan(
     )
 
 
-def collection_of(body: GenerationBody, training: TrainingClient, adapter: AdapterRef) -> Collection | None:
-    """What the body marks for training, None where it does not; any thread.
+async def collection_of(
+    body: GenerationBody, training: TrainingClient, adapter: AdapterRef, client: str
+) -> Collection | None:
+    """What the body marks for training, None where it does not.
 
     Raises:
-        InvalidRequestError, ConflictError, TrainingDisabledError: it cannot be collected; see `TrainingClient.check`.
+        OverloadedError, InvalidRequestError, ConflictError, TrainingDisabledError: it cannot be collected; see
+            `TrainingClient.check`.
     """
     if not body.collect_trajectory:
         return None
-    collection = Collection(body.scoring_function, body.metadata or {})
-    training.check(collection, adapter)
+    collection = Collection(body.scoring_function, body.metadata or {}, client)
+    await training.check(collection, adapter)
     return collection
 
 

@@ -1,8 +1,9 @@
-"""Who gives rewards: scorers by name, run in a child process of their own.
+"""Who gives rewards: scorers by name, run in child processes.
 
-    server's process                         child process
-    ScoringService ── JSON lines over pipes ──▶ worker ──▶ registry ──▶ exact, math, a package's own, ...
-    Catalogue (checks requests)  ◀── once a name ── describe
+    server's process                          child processes
+    ScoringService ─ Pool ── JSON lines over pipes ──▶ worker ──▶ registry ──▶ exact, math, a package's own, ...
+       └── Checks ─── Pool ── what a request brings ──▶ worker
+             └── Catalogue  ◀── once a name ── describe
 
 Light on purpose: the child imports this package, and neither MLX nor a BLAS.
 """

@@ -14,6 +14,7 @@ from typing import Any
 
 from mlx_parallm.adapters.names import shown
 from mlx_parallm.children.start import command, environment
+from mlx_parallm.children.watch import life_line
 from mlx_parallm.core import Collection
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.rl.scoring import fields, gym
@@ -40,13 +41,29 @@ class Catalogue:
         self._tasks: tuple[str, ...] = ()
 
     def check(self, collection: Collection) -> None:
-        """Raises InvalidRequestError: unknown or unusable scorer, or `metadata` lacks what it reads."""
+        """All that can be checked, here and now: for what the operator brings, and not for a client's request.
+
+        Raises:
+            InvalidRequestError: unknown or unusable scorer, or `metadata` lacks what it reads.
+        """
+        self.check_bounds(collection)
+        for term in terms(collection.scorer) if collection.scorer is not None else ():
+            if (builtin := BUILTINS.get(term.scorer)) is not None and builtin.read is not None:
+                builtin.read(collection.metadata)
+
+    def check_bounds(self, collection: Collection) -> None:
+        """The same, but for `Builtin.read`, which a client can make take long."""
         for term in terms(collection.scorer) if collection.scorer is not None else ():
             self._check(term.scorer, collection.metadata)
 
+    def must_ask(self, collection: Collection) -> bool:
+        """Whether a check may have to wait for a child process."""
+        names = [term.scorer for term in terms(collection.scorer)] if collection.scorer is not None else []
+        return any(name not in BUILTINS and name not in self._facts for name in names)
+
     def _check(self, name: str, metadata: Metadata) -> None:
         if name in BUILTINS:
-            BUILTINS[name].read(metadata)
+            BUILTINS[name].bound(metadata)
         elif name.startswith(gym.PREFIX):
             self._check_task(name)
             fields.entry(metadata)
@@ -96,15 +113,16 @@ def _described(name: str) -> _Facts:
 
 
 def _said(name: str) -> Mapping[str, Any]:
-    done = subprocess.run(
-        command("mlx_parallm.rl.scoring.describe", name),
-        env=environment(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        timeout=_LIMIT_S,
-        check=True,
-        start_new_session=True,
-    )
+    with life_line() as stdin:
+        done = subprocess.run(
+            command("mlx_parallm.rl.scoring.describe", name),
+            env=environment(),
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            timeout=_LIMIT_S,
+            check=True,
+            start_new_session=True,
+        )
     answer: Mapping[str, Any] = json.loads(done.stdout)
     return answer
 

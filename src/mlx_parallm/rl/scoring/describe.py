@@ -7,15 +7,21 @@ Says on stdout, as JSON: `requires` (keys of `metadata`), `tasks` (reasoning-gym
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Any
 
 from mlx_parallm.children.pipes import private_pipes
+from mlx_parallm.children.watch import end_with_parent
 from mlx_parallm.rl.scoring import gym
 from mlx_parallm.rl.scoring.registry import load_one
 
+_NICE = 10
+
 
 def main() -> None:
+    os.nice(_NICE)
+    end_with_parent()
     _, replies = private_pipes()
     replies.write(json.dumps(describe(sys.argv[1])).encode())
     replies.flush()

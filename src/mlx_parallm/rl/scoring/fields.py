@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from functools import lru_cache
 from typing import Any
 
 from mlx_parallm.adapters.names import shown
@@ -15,6 +16,7 @@ PARAM = "metadata"
 
 _NUMBER = re.compile(r"[-+]?\$?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)")
 _LONGEST_PATTERN = 4096
+_LONGEST_SCHEMA = 2**16
 _ENTRY_KEYS = ("question", "answer", "metadata")
 
 
@@ -41,23 +43,42 @@ def number(metadata: Metadata) -> str:
     return text.replace(",", "").replace("$", "")
 
 
-def pattern(metadata: Metadata) -> re.Pattern[str]:
-    """`pattern`: a regular expression of Python's `re`."""
+def pattern_text(metadata: Metadata) -> str:
+    """`pattern`, as text of bounded length."""
     value = present(metadata, "pattern")
     if not isinstance(value, str) or len(value) > _LONGEST_PATTERN:
         raise refused("pattern", f"must be text of at most {_LONGEST_PATTERN} characters")
+    return value
+
+
+def pattern(metadata: Metadata) -> re.Pattern[str]:
+    """`pattern`: a regular expression of Python's `re`. May take long to compile."""
     try:
-        return re.compile(value)
+        return re.compile(pattern_text(metadata))
     except (re.error, RecursionError, OverflowError) as error:
         raise refused("pattern", f"is not a regular expression: {error}") from error
 
 
+def schema_text(metadata: Metadata) -> str:
+    """`schema`, an object or its text, as text of bounded length."""
+    text = json.dumps(_object(metadata, "schema"))
+    if len(text) > _LONGEST_SCHEMA:
+        raise refused("schema", f"must have at most {_LONGEST_SCHEMA} characters as JSON")
+    return text
+
+
 def schema(metadata: Metadata) -> Any:
-    """`schema`: a JSON schema, as an object or its text. Returns its validator, which fetches no remote references."""
+    """`schema`: a JSON schema. Returns its validator, which fetches no remote references. May take long to check."""
+    return _validator(schema_text(metadata))
+
+
+@lru_cache(maxsize=16)
+def _validator(text: str) -> Any:
+    """Once for a group's samples."""
     import jsonschema  # only requests with this scorer pay for it
     from jsonschema_specifications import REGISTRY
 
-    value = _object(metadata, "schema")
+    value = json.loads(text)
     try:
         kind = jsonschema.validators.validator_for(value, default=jsonschema.Draft202012Validator)
         kind.check_schema(value)

@@ -12,7 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlx_parallm.children.start import command, environment
-from mlx_parallm.rl.scoring.worker import LOAD_S
+
+LOAD_S = 120.0
+"""For a child to start and import a scorer; not counted as the group's time."""
 
 _LONGEST_REPLY = 1 << 20
 _GRACE_S = 0.1
@@ -41,7 +43,7 @@ class Worker:
         module = "mlx_parallm.rl.scoring.worker"
         try:
             process = await asyncio.create_subprocess_exec(
-                *command(module, str(limit_s)),
+                *command(module),
                 env=environment(),
                 stdin=PIPE,
                 stdout=PIPE,

@@ -1,43 +1,64 @@
-"""The child process that scores: `python -m mlx_parallm.rl.scoring.worker <seconds for a group>`.
+"""The child process that scores: `python -m mlx_parallm.rl.scoring.worker`.
 
 stdin:  {"id": 7, "scorer": "exact", "samples": [...]}      one group a line
 stdout: {"id": 7, "begun": true}                            the scorer is loaded: the group's time runs
         {"id": 7, "rewards": [1.0, 0.0]}  or  {"id": 7, "error": "..."}
+
+stdin:  {"id": 8, "check": "regex", "metadata": {...}}      can the scorer use this?
+stdout: {"id": 8, "begun": true}
+        {"id": 8, "refused": ""}  or  {"id": 8, "refused": "metadata.pattern ..."}
 """
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import math
 import os
-import sys
 from typing import Any, BinaryIO
 
 from mlx_parallm.children.pipes import private_pipes
-from mlx_parallm.rl.scoring.registry import load
+from mlx_parallm.children.watch import end_with_parent
+from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.rl.scoring.limits import TooSlowError, cpu_limit
+from mlx_parallm.rl.scoring.registry import BUILTINS, load
 from mlx_parallm.rl.scoring.sample import Sample
 
-LOAD_S = 120.0
-"""For a child to start and import a scorer; not counted as the group's time."""
+CHECK_S = 1.0
+"""Processor time for a check."""
 
-_GRACE_S = 5.0
 _NICE = 10
 _LONGEST_ERROR = 300
 
 
 def main() -> None:
     os.nice(_NICE)
+    end_with_parent()
     requests, replies = private_pipes()
-    limit_s = float(sys.argv[1])
     for line in requests:
-        # The parent kills a scorer that hangs. This one, which needs no GIL, is for when the parent is gone.
-        faulthandler.dump_traceback_later(LOAD_S + limit_s + _GRACE_S, exit=True)
-        _answer(json.loads(line), replies)
-        faulthandler.cancel_dump_traceback_later()
+        message = json.loads(line)
+        if "check" in message:
+            _check(message, replies)
+        else:
+            _score(message, replies)
 
 
-def _answer(group: dict[str, Any], replies: BinaryIO) -> None:
+def _check(asked: dict[str, Any], replies: BinaryIO) -> None:
+    builtin = BUILTINS[asked["check"]]
+    builtin.load()
+    _say(replies, {"id": asked["id"], "begun": True})
+    refused = ""
+    try:
+        with cpu_limit(CHECK_S):
+            if builtin.read is not None:
+                builtin.read(asked["metadata"])
+    except InvalidRequestError as error:
+        refused = str(error)
+    except TooSlowError as error:
+        refused = f"metadata.{builtin.key} is too complex: checking it {error}"
+    _say(replies, {"id": asked["id"], "refused": refused})
+
+
+def _score(group: dict[str, Any], replies: BinaryIO) -> None:
     try:
         scorer = load(group["scorer"])
         _say(replies, {"id": group["id"], "begun": True})

@@ -8,13 +8,13 @@ from typing import Annotated
 from fastapi import APIRouter, Depends
 from starlette.responses import Response
 
-from mlx_parallm.core import AdapterRef, GenerationRequest
+from mlx_parallm.core import AdapterRef, Collection, GenerationRequest
 from mlx_parallm.server.body import json_body, request_body
 from mlx_parallm.server.calling import Reading, callable_tools, enforced, reading_of
 from mlx_parallm.server.conversation import rendered
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.openapi import streamable
-from mlx_parallm.server.planning import Budget, collection_of, new_request_id, plan
+from mlx_parallm.server.planning import Budget, new_request_id, plan
 from mlx_parallm.server.respond.chat import ChatAnswer
 from mlx_parallm.server.selectors import choose
 from mlx_parallm.server.services import Services, ServicesDep
@@ -30,17 +30,17 @@ async def create_chat_completion(body: Body, services: ServicesDep) -> Response:
     """Answers a conversation, rendered with the model's own chat template."""
     choice = choose(body, services.card.name)
     sequences = services.check_sequences(1, body.n)
-    return GenerationResponse(services, choice, sequences, partial(prepare, body, services), body.stream, body.compiles)
+    return GenerationResponse(services, choice, sequences, body, partial(prepare, body, services), body.stream)
 
 
-def prepare(body: ChatBody, services: Services, adapter: AdapterRef) -> ChatAnswer:
+def prepare(body: ChatBody, services: Services, adapter: AdapterRef, collection: Collection | None) -> ChatAnswer:
     """Runs in a worker thread."""
-    request, reading = planned(body, services, adapter, new_request_id("chatcmpl"))
+    request, reading = planned(body, services, adapter, collection, new_request_id("chatcmpl"))
     return ChatAnswer(body, request, services.card.name, services.tokenizer, reading.splitter)
 
 
 def planned(
-    body: ChatBody, services: Services, adapter: AdapterRef, request_id: str
+    body: ChatBody, services: Services, adapter: AdapterRef, collection: Collection | None, request_id: str
 ) -> tuple[GenerationRequest, Reading]:
     """Renders and tokenises: what the engine is asked for, and how its text is to be read."""
     messages = [message.for_template() for message in body.messages]
@@ -64,7 +64,7 @@ def planned(
         budget=Budget(body.max_completion_tokens or body.max_tokens, default=None),
         top_logprobs=body.top_logprobs if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
-        collection=collection_of(body, services.training, adapter),
+        collection=collection,
         grammar=answers or enforced(body, reading, services.grammars),
         spelled=reading.spelled,
     )

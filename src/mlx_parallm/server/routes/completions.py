@@ -8,11 +8,11 @@ from typing import Annotated
 from fastapi import APIRouter, Depends
 from starlette.responses import Response
 
-from mlx_parallm.core import AdapterRef, GenerationRequest
+from mlx_parallm.core import AdapterRef, Collection, GenerationRequest
 from mlx_parallm.server.body import json_body, request_body
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.openapi import streamable
-from mlx_parallm.server.planning import Budget, collection_of, new_request_id, plan
+from mlx_parallm.server.planning import Budget, new_request_id, plan
 from mlx_parallm.server.respond.completions import CompletionAnswer
 from mlx_parallm.server.selectors import choose
 from mlx_parallm.server.services import Services, ServicesDep
@@ -31,10 +31,12 @@ async def create_completion(body: Body, services: ServicesDep) -> Response:
     """Continues prompts."""
     choice = choose(body, services.card.name)
     sequences = services.check_sequences(len(body.prompt), body.n)
-    return GenerationResponse(services, choice, sequences, partial(prepare, body, services), body.stream, body.compiles)
+    return GenerationResponse(services, choice, sequences, body, partial(prepare, body, services), body.stream)
 
 
-def prepare(body: CompletionBody, services: Services, adapter: AdapterRef) -> CompletionAnswer:
+def prepare(
+    body: CompletionBody, services: Services, adapter: AdapterRef, collection: Collection | None
+) -> CompletionAnswer:
     """Tokenises, and words the request for the engine. Runs in a worker thread."""
     prompts = [_ids(prompt, body, services) for prompt in body.prompt]
     request = plan(
@@ -46,7 +48,7 @@ def prepare(body: CompletionBody, services: Services, adapter: AdapterRef) -> Co
         budget=Budget(body.max_tokens, DEFAULT_MAX_TOKENS),
         top_logprobs=body.logprobs,
         prompt_logprobs=_prompt_logprobs(body),
-        collection=collection_of(body, services.training, adapter),
+        collection=collection,
         grammar=compiled(body, services.grammars),
     )
     return CompletionAnswer(body, request, services.card.name, services.tokenizer, _echoes(body, request, services))

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlx_parallm.core import AdapterRef
+from mlx_parallm.core import AdapterRef, Collection
 from mlx_parallm.errors import RequestError
 from mlx_parallm.server.body import first_fault, json_body, request_body
 from mlx_parallm.server.errors import UnknownResponseError
@@ -49,7 +49,7 @@ async def create_response(body: Body, request: Request, services: ServicesDep) -
     earlier, chat = await services.workers.run(request.state.body_bytes, partial(_as_chat, body, stored))
     choice = choose(chat, services.card.name)
     answering = partial(prepare, body, chat, earlier, services)
-    return GenerationResponse(services, choice, SEQUENCES, answering, body.stream, chat.compiles)
+    return GenerationResponse(services, choice, SEQUENCES, chat, answering, body.stream)
 
 
 @router.get("/v1/responses/{response_id}", response_model=ResponseObject, responses=raises(UnknownResponseError))
@@ -70,11 +70,16 @@ async def delete_response(response_id: ResponseId, services: ServicesDep) -> Del
 
 
 def prepare(
-    body: ResponsesBody, chat: ChatBody, earlier: Sequence[ChatMessageFields], services: Services, adapter: AdapterRef
+    body: ResponsesBody,
+    chat: ChatBody,
+    earlier: Sequence[ChatMessageFields],
+    services: Services,
+    adapter: AdapterRef,
+    collection: Collection | None,
 ) -> ResponsesAnswer:
     """Chat's request and reading, under a response's id. Runs in a worker thread."""
     with _own_words():
-        request, reading = planned(chat, services, adapter, new_id("resp"))
+        request, reading = planned(chat, services, adapter, collection, new_id("resp"))
     keep = partial(_keep, services, [*earlier, *body.messages()]) if body.store else _forget
     return ResponsesAnswer(body, chat, request, services.card.name, reading.splitter(), keep)
 
