@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from mlx_parallm.core import DeviceSchedule
+from mlx_parallm.core import AdapterRef, DeviceSchedule
 from mlx_parallm.scheduler.cost import CostModel
 from mlx_parallm.scheduler.rl_aware import RLAwareScheduler, SchedulerConfig
 from mlx_parallm.scheduler.sequence import Group, Sequence, Status
@@ -20,10 +20,10 @@ class TokenBudget:
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.held: dict[int, int] = {}
-        self.not_ready: set[Sequence] = set()
+        self.not_ready: set[AdapterRef] = set()
 
-    def ready(self, sequence: Sequence) -> bool:
-        return sequence not in self.not_ready
+    def ready(self, adapter: AdapterRef) -> bool:
+        return adapter not in self.not_ready
 
     def allocate(self, sequence: Sequence, source: Sequence | None) -> int | None:
         if sum(self.held.values()) + sequence.length > self.budget:
@@ -81,7 +81,7 @@ class Driver:
                 self.finished.append(sequence)
 
     def step(self) -> Unit | None:
-        self.scheduler.admit(self.now)
+        self.scheduler.admit()
         unit = self.scheduler.next_unit(self.now, self.staging > 0, self.micro_steps > 0)
         if isinstance(unit, StagingUnit):
             self.read()

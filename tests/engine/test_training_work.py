@@ -197,7 +197,7 @@ def test_what_rows_have_waited_already_is_taken_from_the_next_unit() -> None:
         harness.loop.step()
     harness.loop.step()
     training.left = 1
-    harness.loop.spent(0.2)
+    harness.loop.add_wait_time(0.2)
     harness.run()
     assert training.paces[0] == pytest.approx(0.3, abs=0.02)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from driver import STEP, Driver
 
+from mlx_parallm.core import AdapterRef
 from mlx_parallm.scheduler.sequence import Sequence, Status
 from mlx_parallm.scheduler.units import DecodeUnit, PrefillUnit, StagingUnit, TrainingUnit
 
@@ -113,7 +114,9 @@ def test_all_time_that_no_row_uses_goes_to_training() -> None:
 
 def test_sequences_that_wait_for_their_adapter_are_nothing_to_do() -> None:
     driver = learning(0.5)
-    driver.memory.not_ready.add(driver.add(10))
+    absent = AdapterRef("absent", 1)
+    driver.memory.not_ready.add(absent)
+    driver.add(10, adapter=absent)
     assert all(isinstance(driver.step(), TrainingUnit) for _ in range(20))
 
 

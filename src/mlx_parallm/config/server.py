@@ -71,8 +71,9 @@ class ServerConfig(Section):
         default=None,
         ge=1,
         le=60_000,
-        description="Milliseconds that running requests may wait between two tokens for prompts of others or for "
-        "training, as far as those can be cut; null: 500 on a CPU, 100 elsewhere.",
+        description="Milliseconds of work for other prompts and for training that are put between two tokens of "
+        "running requests. Work is sized by prediction and not interrupted, and a waiting prompt gets a chunk every "
+        "few tokens whatever is predicted, so a wait can be longer; null: 500 on a CPU, 100 elsewhere.",
     )
     shutdown_timeout: Number = Field(
         default=30.0, ge=0, description="Seconds that running requests get to finish after SIGTERM or Ctrl-C."

@@ -167,6 +167,8 @@ class SequenceOutput:
 class RequestFinished:
     """Terminal: every sequence has ended. Times are seconds on `time.monotonic`'s clock.
 
+    `started_at`: when the device began its first unit of work for the request, which ends its time in the queue; that
+    is a chunk of its prompt, or a decode step where a prompt has one token.
     `trajectory_ids`: of a collected request's sequences, in order of choice. `trajectory_warning`: why they will not
     be trained on, or "".
     """
@@ -174,7 +176,7 @@ class RequestFinished:
     prompt_tokens: int
     completion_tokens: int
     arrived_at: float
-    admitted_at: float
+    started_at: float
     first_token_at: float
     finished_at: float
     cached_tokens: int = 0

@@ -29,8 +29,9 @@ class DeviceSchedule:
     """What requests and training get of the device. A new one takes effect between two units of device work.
 
     `training_time_share`: in (0, 1], of device time, for micro-steps while rows decode; idle time is all theirs.
-    `max_decode_stall_s`: seconds that rows may wait between two decode steps, > 0: units of prefill and of training
-    are sized by it. One sample is the least that a micro-step can take, and 16 tokens the least of prefill.
+    `max_decode_stall_s`: seconds of other work put between two decode steps, > 0. Units of prefill and of training are
+    sized to it by prediction and are not interrupted. The least of training is one layer of one sample, the least of
+    prefill 16 tokens, and a prompt gets a chunk every few steps whatever is predicted; a stall can be as much longer.
     `row_shares`: of each class, summing to 1: of the places in the batch while both classes wait, and of the rows
     in a decode step while rows of both are there. A class alone has all.
     """

@@ -139,8 +139,8 @@ class Ledger:
     def _end(self, live: LiveSequence) -> None:
         """Frees a sequence's row and closes its request when it was the last."""
         request = live.request
-        if live.sequence.admitted_at:
-            request.admitted_at = min(request.admitted_at or live.sequence.admitted_at, live.sequence.admitted_at)
+        if live.sequence.started_at:
+            request.started_at = min(request.started_at or live.sequence.started_at, live.sequence.started_at)
         self._scheduler.finish(live.sequence)
         del self._lives[live.sequence.sequence_id]
         request.unfinished.remove(live)

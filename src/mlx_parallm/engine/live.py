@@ -57,7 +57,7 @@ class LiveRequest:
     arrived_at: float
     unfinished: list[LiveSequence] = field(default_factory=list)
     first_token_at: float = 0.0
-    admitted_at: float = 0.0
+    started_at: float = 0.0
     completion_tokens: int = 0
 
     @property
@@ -69,7 +69,7 @@ class LiveRequest:
             prompt_tokens=sum(map(len, self.request.prompts)),
             completion_tokens=self.completion_tokens,
             arrived_at=self.arrived_at,
-            admitted_at=self.admitted_at or now,
+            started_at=self.started_at or now,
             first_token_at=self.first_token_at or now,
             finished_at=now,
         )
@@ -95,6 +95,7 @@ def _sequence(request: GenerationRequest, prompt: tuple[int, ...], group: Group,
         arrived_at=now,
         group=group,
         work_class=request.work_class,
+        adapter=request.adapter,
         priority=request.priority,
     )
 

@@ -78,9 +78,9 @@ class DeviceLoop:
         """Shares the device like this from the next unit on."""
         self._scheduler.reschedule(schedule)
 
-    def spent(self, seconds: float) -> None:
+    def add_wait_time(self, seconds: float) -> None:
         """Rows have waited so long for what others had done on this thread between two units."""
-        self._scheduler.spent(seconds)
+        self._scheduler.add_wait_time(seconds)
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -131,9 +131,9 @@ class DeviceLoop:
         started = time.monotonic()
         self._fail_without_adapter()
         self._runner.cache.reserve(self._bytes_beside())
-        self._scheduler.admit(started)
+        self._scheduler.admit()
         admitted = time.monotonic()
-        self._scheduler.spent(admitted - started)
+        self._scheduler.add_wait_time(admitted - started)
         unit = self._scheduler.next_unit(
             admitted, self._adapters.waits(), self._training_waits(), self._adapters.urgent
         )

@@ -22,8 +22,8 @@ class PoolMemory:
         self._adapters = adapters
         self._lives = lives
 
-    def ready(self, sequence: Sequence) -> bool:
-        return self._adapters.ready(self._adapter(sequence))
+    def ready(self, adapter: AdapterRef) -> bool:
+        return self._adapters.ready(adapter)
 
     def allocate(self, sequence: Sequence, source: Sequence | None) -> int | None:
         """A row for all of the sequence's tokens. Its last token, not computed yet, is decode's next input."""
@@ -31,7 +31,7 @@ class PoolMemory:
         if kv is None:
             return None
         live = self._lives[sequence.sequence_id]
-        kv.adapter_slot = self._adapters.pin(self._adapter(sequence))
+        kv.adapter_slot = self._adapters.pin(sequence.adapter)
         live.row = Row(kv, live.sampling, input_token=sequence.tokens[-1], drawn=sequence.drawn)
         return kv.length
 
@@ -40,16 +40,13 @@ class PoolMemory:
 
     def free(self, sequence: Sequence) -> None:
         self._cache.free(self._row(sequence).kv)
-        self._adapters.unpin(self._adapter(sequence))
+        self._adapters.unpin(sequence.adapter)
         self._lives[sequence.sequence_id].row = None
 
     def _kv(self, sequence: Sequence, source: KVRow | None) -> KVRow | None:
         if source is None:
             return self._cache.allocate(sequence.length)
         return self._cache.fork(source, sequence.prompt_length - 1, sequence.length)
-
-    def _adapter(self, sequence: Sequence) -> AdapterRef:
-        return self._lives[sequence.sequence_id].request.request.adapter
 
     def _row(self, sequence: Sequence) -> Row:
         row = self._lives[sequence.sequence_id].row

@@ -278,4 +278,4 @@ def _run(call: _Call, loop: DeviceLoop) -> None:
     """Rows wait for it as for any unit."""
     started = time.monotonic()
     call.run(loop)
-    loop.spent(time.monotonic() - started)
+    loop.add_wait_time(time.monotonic() - started)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from mlx_parallm.core import AdapterRef
 from mlx_parallm.scheduler.sequence import Sequence
 
 
 class RowMemory(Protocol):
     """The KV pool and the adapter slots, as far as the scheduler needs them: rows of a byte budget."""
 
-    def ready(self, sequence: Sequence) -> bool:
-        """Whether the sequence's adapter is on the device; if not, it is brought there."""
+    def ready(self, adapter: AdapterRef) -> bool:
+        """Whether rows of the adapter may be admitted now; if it is not on the device, it is brought there."""
         ...
 
     def allocate(self, sequence: Sequence, source: Sequence | None) -> int | None:

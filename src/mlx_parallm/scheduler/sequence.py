@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from mlx_parallm.core import WorkClass
+from mlx_parallm.core import BASE_ADAPTER, AdapterRef, WorkClass
 
 
 class Status(Enum):
@@ -31,9 +31,10 @@ class Sequence:
     `tokens` is the prompt and every drawn token that has been read back. Drawing runs ahead of
     reading: `drawn` counts draws launched, so `drawn - (len(tokens) - prompt_length)` are in flight.
     `computed` counts tokens whose keys and values are in the row. A row may decode when exactly one
-    token is not computed: the next step's input. `served_at` is when it last got a prefill unit
-    (at first, when it arrived). `scored`: its prompt's logprobs are wanted, so its prefill units keep
-    logits and are its own.
+    token is not computed: the next step's input. `started_at` is when the device began its first
+    unit of work for it, 0.0 before. `served_at` is when it last got a prefill unit in its turn (at first, when it
+    arrived); `steps_waited` counts the decode steps since any unit of prefill, while it is being prefilled. `scored`:
+    its prompt's logprobs are wanted, so its prefill units keep logits and are its own.
     """
 
     sequence_id: int
@@ -42,13 +43,15 @@ class Sequence:
     arrived_at: float
     group: Group
     work_class: WorkClass = WorkClass.INFERENCE
+    adapter: AdapterRef = BASE_ADAPTER
     priority: int = 0
     status: Status = Status.WAITING
     computed: int = 0
     drawn: int = 0
-    admitted_at: float = 0.0
+    started_at: float = 0.0
     scored: bool = False
     served_at: float = 0.0
+    steps_waited: int = 0
     prompt_length: int = 0
 
     def __post_init__(self) -> None:

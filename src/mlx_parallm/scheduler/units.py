@@ -10,10 +10,14 @@ from mlx_parallm.scheduler.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class PrefillPart:
-    """Compute the next `tokens` tokens of one sequence."""
+    """Compute the next `tokens` tokens of one sequence.
+
+    `in_turn`: False when it only gets the small share of an overdue prompt, so that its place in the order stays.
+    """
 
     sequence: Sequence
     tokens: int
+    in_turn: bool = True
 
     @property
     def chunk(self) -> Chunk:

@@ -78,7 +78,7 @@ class ServerMetrics:
         self.registry.register(TrainingMetrics(training))
         self.ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", REQUEST_BUCKETS_S)
         self.e2e = self._histogram("e2e_request_latency_seconds", "Arrival to last token.", REQUEST_BUCKETS_S)
-        self.queued = self._histogram("request_queue_time_seconds", "Arrival to first row.", REQUEST_BUCKETS_S)
+        self.queued = self._histogram("request_queue_time_seconds", "Arrival to first prefill.", REQUEST_BUCKETS_S)
         self.inter_token = self._histogram(
             "inter_token_latency_seconds", "Between two tokens of a sequence.", TOKEN_BUCKETS_S
         )
@@ -166,8 +166,7 @@ class RequestObserver:
         tally.finished += 1
         tally.latency_s += end.finished_at - end.arrived_at
         tally.prompt_tokens += end.prompt_tokens
-        if end.admitted_at:  # 0: it never needed a row
-            self._metrics.queued.observe(end.admitted_at - end.arrived_at)
+        self._metrics.queued.observe(end.started_at - end.arrived_at)
         if end.completion_tokens:
             self._metrics.ttft.observe(end.first_token_at - end.arrived_at)
         self._metrics.prefix_queries.inc(end.prompt_tokens)

@@ -21,7 +21,7 @@ GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
         lambda stats: stats.schedule.training_time_share,
     ),
     "decode_stall_budget_seconds": (
-        "How long rows may wait between two decode steps.",
+        "Time for other work between two decode steps, which is sized to it by prediction.",
         lambda stats: stats.schedule.max_decode_stall_s,
     ),
     "decode_gap_largest_seconds": ("The longest decode gap since start.", lambda stats: stats.decode_gaps.largest),

@@ -47,7 +47,8 @@ class ScheduleBody(WireInput):
     training_time_share: Annotated[float, Field(gt=0, le=1)] | None = None
     """Of device time, for updates beside requests; of idle time they get all."""
     max_decode_stall_ms: Annotated[float, Field(ge=MIN_STALL_MS, le=MAX_STALL_MS)] | None = None
-    """Milliseconds that a token may wait for other work."""
+    """Milliseconds of other work put between two tokens. It is sized by prediction and not interrupted, so a token can
+    wait longer."""
     priority_ratios: PriorityRatiosBody | None = None
     """Of the batch's rows."""
 
@@ -84,7 +85,8 @@ class Schedule(WireOutput):
     training_time_share: float
     """Of device time, for updates beside requests, 0 to 1."""
     max_decode_stall_ms: float
-    """Milliseconds that a token may wait for other work."""
+    """Milliseconds of other work put between two tokens. It is sized by prediction and not interrupted, so a token can
+    wait longer."""
     priority_ratios: PriorityRatios
     """Of the batch's rows."""
     measured: Measured

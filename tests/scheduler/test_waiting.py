@@ -1,0 +1,158 @@
+"""Thousands of waiting sequences: what a pass of admission does for them, and in what order they are admitted."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from driver import Driver
+
+from mlx_parallm.core import AdapterRef, WorkClass
+from mlx_parallm.scheduler.cost import CostModel
+from mlx_parallm.scheduler.rl_aware import RLAwareScheduler
+from mlx_parallm.scheduler.sequence import Group, Sequence, Status
+
+LIVE, ROLLOUT = WorkClass.INFERENCE, WorkClass.TRAINING
+ADAPTERS = [AdapterRef(name, 1) for name in ("one", "two", "three")]
+
+
+@pytest.fixture
+def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Counts ranks, questions about adapters and attempts to get memory."""
+    counts: Counter[str] = Counter()
+
+    def counted(owner: type, name: str) -> None:
+        original = getattr(owner, name)
+
+        def count(*arguments: object) -> object:
+            counts[name] += 1
+            return original(*arguments)
+
+        monkeypatch.setattr(owner, name, count)
+
+    counted(RLAwareScheduler, "_urgency")
+    counted(RLAwareScheduler, "_over_share")
+    counted(CostModel, "seconds")
+    return counts
+
+
+def crowded(waiting: int) -> Driver:
+    """64 rows fill the memory; so many sequences of three adapters and both classes wait for it."""
+    driver = Driver(budget=64 * 100 + 10)
+    for _ in range(64):
+        driver.add(99, max_tokens=1000)
+    driver.scheduler.admit()
+    assert len(driver.scheduler.live) == 64
+    for number in range(waiting):
+        work_class = ROLLOUT if number % 2 else LIVE
+        driver.add(200, adapter=ADAPTERS[number % 3], work_class=work_class)
+    return driver
+
+
+def test_a_pass_of_admission_costs_the_same_however_many_wait(work: Counter[str]) -> None:
+    costs = []
+    for waiting in (30, 4000):
+        driver = crowded(waiting)
+        driver.scheduler.admit()
+        work.clear()
+        for _ in range(10):
+            driver.now += 1.0
+            driver.scheduler.admit()
+        assert len(driver.scheduler.live) == 64
+        costs.append(work.copy())
+    assert costs[0] == costs[1]
+    assert costs[1]["_urgency"] == costs[1]["seconds"] == 0, "ranks are kept"
+    assert costs[1]["_over_share"] <= 10 * len(ADAPTERS) * len(WorkClass)
+
+
+def test_a_sequence_is_ranked_once_while_it_waits(work: Counter[str]) -> None:
+    driver = crowded(1000)
+    work.clear()
+    for _ in range(20):
+        driver.scheduler.admit()
+    assert work["_urgency"] == 1000
+
+
+def test_a_group_is_ranked_as_one(work: Counter[str]) -> None:
+    driver = crowded(0)
+    work.clear()
+    group = Group()
+    for _ in range(64):
+        driver.add(200, group=group)
+    for _ in range(20):
+        driver.scheduler.admit()
+    assert work["_urgency"] == 1
+
+
+def test_aborting_thousands_ranks_none_of_them(work: Counter[str]) -> None:
+    driver = crowded(4000)
+    driver.scheduler.admit()
+    work.clear()
+    for sequence in list(driver.scheduler.sequences()):
+        if sequence.status is Status.WAITING:
+            driver.scheduler.finish(sequence)
+    assert driver.scheduler.waiting == 0
+    assert not work
+    driver.scheduler.check_integrity()
+
+
+def admitted(driver: Driver) -> list[Sequence]:
+    """All that wait, in the order in which they get the only row."""
+    order: list[Sequence] = []
+    while driver.scheduler.sequences():
+        driver.step()
+        order += [sequence for sequence in driver.scheduler.live if sequence not in order]
+    return order
+
+
+def test_the_order_is_priority_then_least_left_less_age() -> None:
+    driver = Driver(max_rows=1, cost=CostModel(0.0, 0.01, 0.0))
+    waited = driver.add(1001, max_tokens=1)  # 10 s of prefill
+    driver.now += 0.5  # which make up for 5 s
+    shorter = driver.add(401, max_tokens=1)
+    longer = driver.add(601, max_tokens=1)
+    low = driver.add(2, max_tokens=1, priority=1)
+    high = driver.add(901, max_tokens=1, priority=-1)
+    assert admitted(driver) == [high, shorter, waited, longer, low]
+
+
+def test_adapters_and_classes_do_not_change_the_order_while_shares_hold() -> None:
+    driver = Driver(max_rows=1, row_shares={LIVE: 1.0, ROLLOUT: 1.0})
+    lengths = [50, 20, 40, 10, 60, 30]
+    for number, length in enumerate(lengths):
+        driver.add(length, max_tokens=1, adapter=ADAPTERS[number % 3], work_class=list(WorkClass)[number % 2])
+    assert [sequence.prompt_length for sequence in admitted(driver)] == sorted(lengths)
+
+
+def test_a_preempted_sequence_keeps_its_age() -> None:
+    driver = Driver(budget=120)
+    old = driver.add(30, max_tokens=40)
+    young = driver.add(30, max_tokens=40)
+    while not driver.scheduler.preemptions:
+        driver.step()
+    assert young.status is Status.WAITING
+    new = driver.add(30, max_tokens=1)
+    order = admitted(driver)
+    assert order.index(young) < order.index(new)
+    assert set(driver.finished) == {old, young, new}
+
+
+def test_the_rest_of_a_group_is_admitted_when_its_leader_is_aborted() -> None:
+    driver = Driver(max_batched_tokens=16)
+    group = Group()
+    leader, *others = [driver.add(100, group=group) for _ in range(4)]
+    driver.step()
+    assert [s.status for s in others] == [Status.WAITING] * 3
+    driver.scheduler.finish(leader)
+    driver.run()
+    assert set(driver.finished) == set(others)
+
+
+def test_waiting_outweighs_a_prediction_of_bad_minutes() -> None:
+    driver = Driver(max_rows=1, cost=CostModel(0.0, 0.01, 0.0, scale=10.0))
+    row = driver.add(1, max_tokens=2)
+    long = driver.add(101, max_tokens=1)
+    driver.step()
+    driver.now += 2.0
+    short = driver.add(2, max_tokens=1)
+    assert admitted(driver) == [row, long, short]
