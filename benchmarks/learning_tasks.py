@@ -97,25 +97,19 @@ class Sentiment:
 
 
 class Verdict(Sentiment):
-    """The same question with a dense reward of the server's own scorers: solved within a few updates.
-
-    Held-out prompts count only the right word and nothing else.
-    """
+    """The same question asked for one word, rewarded 1 or 0 by the server's own scorer: solved within a few updates."""
 
     name, max_tokens, updates = "verdict", 12, 40
 
     def rewarded(self, prompt: Prompt, text: str, ended: bool) -> float:
-        return float(ended and text.strip() == prompt.metadata["answer"])
+        return float(re.search(prompt.metadata["pattern"], text) is not None)
 
     def _prompts(self, part: slice) -> list[Prompt]:
         return [self._scored(prompt) for prompt in super()._prompts(part)]
 
     def _scored(self, prompt: Prompt) -> Prompt:
-        right, wrong = prompt.metadata["right"], prompt.metadata["wrong"]
         text = prompt.text.replace("negative?", "negative? Answer with one word.")
-        pattern = rf"(?i)\A(?!.*{wrong}).*{right}"
-        metadata = {"answer": right.capitalize(), "pattern": pattern, "target_length": 2}
-        return Prompt(text, metadata, "0.5*exact + 0.2*regex + 0.3*length")
+        return Prompt(text, {"pattern": rf"(?i)\A\W*{prompt.metadata['right']}\W*\Z"}, "regex")
 
 
 class Ending:

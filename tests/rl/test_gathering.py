@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from rl.rig import NAME, SETTINGS, opened, ref, running, settle
 
 from mlx_parallm.core import GivenTrajectory
 from mlx_parallm.rl.groups import Drop, State
 from mlx_parallm.rl.settings import RewardScale
+from mlx_parallm.rl.trend import RewardTrend
 
 GROUPS = replace(SETTINGS, update_frequency=64, scale_rewards=RewardScale.GROUP, buffer_size=64)
 SOLVED = (1.0,) * 8
@@ -121,14 +123,30 @@ async def test_a_collapse_brings_the_best_version_back_though_nothing_of_it_has_
     rig.check()
 
 
-async def test_noise_at_a_level_brings_nothing_back() -> None:
-    """Prompts that are solved or not by turns: group means 0 and 1, and nothing falls."""
-    rig = await opened(settings=replace(GROUPS, update_frequency=16, max_staleness=100))
-    async with running(rig):
-        for number in range(200):
-            rig.drawn(*((0.9,) * 7 + (1.0,) if hash((number, "coin")) % 2 else (0.1,) * 7 + (0.0,)))
-            await settle(20)
-    assert "rollback" not in rig.kinds
+@pytest.mark.parametrize("chance", [0.5, 0.9, 0.97])
+def test_noise_at_a_level_is_hardly_ever_taken_for_a_fall(chance: float) -> None:
+    """Groups of 8 rewards of 0 or 1, four in an update: less often than once in 200 updates."""
+    random, trend, falls = np.random.default_rng(0), RewardTrend(), 0
+    for _ in range(2000):
+        for _ in range(4):
+            trend.observe("exact", random.binomial(8, chance) / 8, current=True)
+        trend.mark_best()
+        if trend.fell_by(0.15):
+            falls, trend = falls + 1, RewardTrend()
+    assert falls < 10
+
+
+@pytest.mark.parametrize(("low", "updates"), [(0.3, 1), (0.7, 3)])
+def test_a_fall_is_seen_within_three_updates(low: float, updates: int) -> None:
+    random, trend = np.random.default_rng(0), RewardTrend()
+    for chance in [at / 6 for at in range(6)] + [1.0] * 24:  # a task solved in six updates
+        for _ in range(4):
+            trend.observe("exact", random.binomial(8, chance) / 8, current=True)
+        trend.mark_best()
+        assert not trend.fell_by(0.15)
+    for _ in range(4 * updates):
+        trend.observe("exact", random.binomial(8, low) / 8, current=True)
+    assert trend.fell_by(0.15)
 
 
 async def test_a_harder_task_is_no_fall() -> None:

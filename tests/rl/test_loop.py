@@ -137,7 +137,7 @@ async def test_what_a_checkpoint_remembers_of_rewards_is_all_there_is() -> None:
     memory, again = RewardMemory(), RewardMemory()
     for scorer, reward in (("feedback", 1.0), ("exact", 4.0), ("feedback", -1.0), ("exact", 2.0)):
         memory.advantage(scorer, reward)
-        for _ in range(3):
+        for _ in range(5):
             memory.trend.observe(scorer, reward, current=True)
     assert memory.trend.mark_best()
     again.restore(memory.to_metrics())

@@ -137,7 +137,7 @@ async def test_training_goes_back_to_the_best_version_when_rewards_fall() -> Non
 
 async def test_rewards_that_never_rose_bring_back_the_base() -> None:
     rig = await opened(settings=replace(SETTINGS, rollback_drop=0.05))
-    await rig.updated_at(0.5)
+    await rig.updated_at(0.5, groups=10)
     assert rig.loop.status().best == BASE_ADAPTER
     report = await rig.updated_at(0.0)
     assert report.status == "skipped"

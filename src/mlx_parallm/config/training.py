@@ -112,7 +112,7 @@ class GateConfig(Section):
         default=0.15,
         gt=0,
         description="Fall of the running mean reward below its best that brings the best version back, where it is "
-        "more than chance (four standard errors); null: never.",
+        "more than chance (six standard errors); null: never.",
     )
 
     @model_validator(mode="after")

@@ -99,9 +99,8 @@ class RunningBaseline:
         centred = reward - self.mean
         return centred / (math.sqrt(self.including(reward).variance) + _RUNNING_EPSILON) if scaled else centred
 
-    def including(self, reward: float, newest: float = _NEWEST) -> RunningBaseline:
-        """`newest`: least weight of this reward."""
-        weight = max(1 / (self.count + 1), newest)
+    def including(self, reward: float) -> RunningBaseline:
+        weight = max(1 / (self.count + 1), _NEWEST)
         centred = reward - self.mean
         variance = (1 - weight) * (self.variance + weight * centred**2)
         return RunningBaseline(self.count + 1, self.mean + weight * centred, variance)

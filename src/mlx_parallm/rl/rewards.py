@@ -6,9 +6,12 @@ from collections.abc import Mapping
 
 from mlx_parallm.rl.advantages import PEOPLE, RunningBaseline
 from mlx_parallm.rl.groups import FEEDBACK
-from mlx_parallm.rl.trend import RewardTrend, running_of_metrics, running_to_metrics
+from mlx_parallm.rl.trend import RewardTrend
 
 _MOST_SCORERS = 32
+_LONGEST_SCORER = 100
+
+_COUNT_OF, _MEAN_OF, _VARIANCE_OF = "baseline_count.", "baseline_mean.", "baseline_variance."
 
 
 class RewardMemory:
@@ -39,9 +42,24 @@ class RewardMemory:
     # -- across restarts -------------------------------------------------------------------------
 
     def to_metrics(self) -> dict[str, float]:
-        """What `restore` needs, as a checkpoint's metrics."""
-        return self.trend.to_metrics() | running_to_metrics("baseline_", self._baselines)
+        """What `restore` needs, as a checkpoint's metrics; a scorer with a very long name is left out."""
+        metrics = self.trend.to_metrics()
+        for scorer, baseline in self._baselines.items():
+            if len(scorer) <= _LONGEST_SCORER and scorer.isprintable():
+                metrics[_COUNT_OF + scorer] = float(baseline.count)
+                metrics[_MEAN_OF + scorer] = baseline.mean
+                metrics[_VARIANCE_OF + scorer] = baseline.variance
+        return metrics
 
     def restore(self, metrics: Mapping[str, float]) -> None:
         self.trend = RewardTrend.of_metrics(metrics)
-        self._baselines = running_of_metrics("baseline_", metrics)
+        scorers = [name.removeprefix(_COUNT_OF) for name in metrics if name.startswith(_COUNT_OF)]
+        self._baselines = {
+            scorer: RunningBaseline(
+                int(metrics[_COUNT_OF + scorer]),
+                metrics[_MEAN_OF + scorer],
+                metrics.get(_VARIANCE_OF + scorer, PEOPLE.variance),  # older checkpoints lack it
+            )
+            for scorer in scorers
+            if _MEAN_OF + scorer in metrics
+        }
