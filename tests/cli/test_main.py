@@ -38,7 +38,7 @@ def test_flags_reach_the_server(app, tmp_path, monkeypatch):
 
 def test_every_flag_sets_its_own_key(app):
     values = {"--port": "1", "--mode": "inference", "--log-level": "error", "--kv-cache-memory": "1GB"}
-    values |= {"--cors-origins": "http://a", "--max-model-len": "5", "--shutdown-timeout": "1"}
+    values |= {"--cors-origins": "http://a", "--max-model-len": "5", "--shutdown-timeout": "1", "--access-log": "false"}
     values |= {"--rl-algorithm": "dapo", "--update-frequency": "7", "--trajectory-buffer-size": "700"}
     numbers = ("--max-batch-size", "--max-batched-tokens", "--max-queued", "--max-loras", "--max-cpu-loras")
     numbers += ("--max-lora-rank", "--checkpoint-interval", "--keep-n-checkpoints", "--lora-rank", "--lora-alpha")
@@ -47,7 +47,7 @@ def test_every_flag_sets_its_own_key(app):
     values |= dict.fromkeys(("--learning-rate", "--kl-coef", "--training-time-share"), "5e-4")
     flags = [flag for flag in FLAGS if flag.path not in TRAIN_ONLY]
     for flag in flags:
-        value = [] if flag.key.field.annotation is bool else [values.get(flag.name, "text")]
+        value = [values.get(flag.name, "text")] if flag.metavar else []
         assert serve([flag.name, *value]) == 0
     changed = [list(leaves(config.model_dump(exclude_defaults=True))) for config in app.started]
     followers = {"--mode": [], "--enable-rl-training": ["server.mode", "rl_training.enabled"]}

@@ -104,7 +104,7 @@ async def test_6_too_many_prompts(client, fault):
     assert (await refused(client, fault, prompt=["x"] * 100_000))["param"] == "n"
 
 
-@pytest.mark.parametrize("max_tokens", [-1, 10**9, 0, 1.5, "3", True])
+@pytest.mark.parametrize("max_tokens", [-2, 10**9, 0, 1.5, "3", True])
 async def test_7_max_tokens(client, fault, max_tokens):
     assert (await refused(client, fault, max_tokens=max_tokens))["param"] == "max_tokens"
 
@@ -130,7 +130,7 @@ async def test_8_the_default_max_tokens_shrinks_to_the_room(client, engine):
     ("name", "values"),
     [
         ("temperature", [math.nan, math.inf, -math.inf, -1, 2.1, False, "1", [1], 10**400]),
-        ("top_p", [0, 2, -0.1, True, "x", math.nan]),
+        ("top_p", [2, -0.1, True, "x", math.nan]),
         ("top_k", [-2, 1.5, True]),
         ("min_p", [-0.1, 1.1]),
         ("presence_penalty", [5, -5, math.nan]),
@@ -234,15 +234,13 @@ async def test_13_prompt_left_out(client, fault):
     ("fields", "param"),
     [
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
-        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize"),
-        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
         ({"chat_template_kwargs": {"enable_thinking": 1}}, "chat_template_kwargs.enable_thinking"),
         ({"messages": []}, "messages"),
         ({"messages": None}, "messages"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": "x", "images": []}]}, "messages[0].images"),
+        ({"messages": [{"role": "user", "content": "x", "images": ["x"]}]}, "messages[0].images"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages[0].tool_calls"),
         ({"messages": [{"role": "user", "content": "refuse"}]}, "messages"),
         ({"messages": ["x"] * 10_000}, "messages"),
@@ -270,7 +268,8 @@ async def test_16_served_names(client, model):
     assert response.json()["model"] == "tiny/byte-model"
 
 
-async def test_unknown_fields_are_named_with_a_suggestion(client, fault):
+async def test_unknown_fields_are_named_with_a_suggestion_where_the_operator_is_strict(make_client, fault):
+    client = make_client(strict_fields=True)
     error = await refused(client, fault, temprature=1)
     assert error["param"] == "temprature"
     assert "'temperature'" in error["message"]
@@ -284,11 +283,10 @@ async def test_unknown_fields_are_named_with_a_suggestion(client, fault):
     ("path", "fields"),
     [
         (COMPLETIONS, {"best_of": 2}),
-        (COMPLETIONS, {"best_of": True}),
         (COMPLETIONS, {"suffix": "x"}),
         (CHAT, {"functions": [{}]}),
         (CHAT, {"modalities": ["audio"]}),
-        (CHAT, {"audio": {}}),
+        (CHAT, {"audio": {"voice": "x"}}),
     ],
     ids=str,
 )
@@ -328,4 +326,3 @@ async def test_routes_and_methods(client, fault):
     wrong = await client.get(COMPLETIONS)
     assert (wrong.status_code, fault(wrong)["code"]) == (405, "method_not_allowed")
     assert wrong.headers["allow"] == "POST"
-    assert (await client.get("/v1/models/")).status_code == 404

@@ -30,7 +30,7 @@ values = st.recursive(
 
 
 def bodies(model, base):
-    names = [*model.model_fields, *model.IGNORED, *model.UNSUPPORTED, "x"]
+    names = [*model.model_fields, *model.IGNORED, *model.NEUTRAL, "x"]
     return st.dictionaries(st.sampled_from(names), values, max_size=4).map(lambda fields: {**base, **fields})
 
 

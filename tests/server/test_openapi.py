@@ -156,10 +156,10 @@ async def test_docs_are_guarded_like_any_route(client, fault):
 @pytest.mark.parametrize(
     ("path", "methods"),
     [
-        ("/v1/adapters/route", "DELETE, GET, POST"),
+        ("/v1/adapters/route", "DELETE, GET, HEAD, POST"),
         ("/v1/adapters/rollback", "POST"),
-        ("/v1/adapters/x", "DELETE, GET"),
-        ("/v1/training/schedule", "GET, POST"),
+        ("/v1/adapters/x", "DELETE, GET, HEAD"),
+        ("/v1/training/schedule", "GET, HEAD, POST"),
         ("/pause", "POST"),
     ],
 )

@@ -70,7 +70,7 @@ async def test_text_follows_nothing(client, engine, fields):
         ({"guided_grammar": "start: nobody"}, "guided_grammar"),
         ({"guided_choice": ["a"], "guided_regex": "a"}, "guided_choice"),
         ({"response_format": {"type": "json_object"}, "guided_json": {}}, "guided_json"),
-        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"json_object": False}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
         ({"structured_outputs": {"whitespace_pattern": " ", "regex": "a"}}, "structured_outputs.whitespace_pattern"),
         ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),

@@ -8,6 +8,7 @@ import logging
 from mlx_parallm.app.engine import Engine, Served, build_runner
 from mlx_parallm.app.integrated import IntegratedServer, RLIntegratedServer
 from mlx_parallm.config import Config
+from mlx_parallm.server import request_log
 
 __all__ = ["Engine", "IntegratedServer", "RLIntegratedServer", "Served", "build_runner", "run"]
 
@@ -19,6 +20,7 @@ def run(config: Config) -> int:
         ConfigError, ModelError: before anything is served.
     """
     logging.basicConfig(level=config.server.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    request_log.write_plain_lines()
     return asyncio.run(_run(config))
 
 

@@ -134,4 +134,6 @@ def _server_settings(config: Config, host: str) -> ServerSettings:
         body_timeout_s=server.body_timeout,
         write_timeout_s=server.write_timeout,
         inference=server.mode is not Mode.TRAINING_ONLY,
+        strict_fields=server.strict_fields,
+        access_log=server.access_log,
     )

@@ -13,7 +13,7 @@ from mlx_parallm.config import KEYS, Key, Setting
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """`metavar` is what the help calls the value; a flag of a bool key takes none and has a --no- form."""
+    """`metavar` is what the help calls the value; a flag without one takes none and has a --no- form."""
 
     name: str
     path: str
@@ -66,12 +66,14 @@ FLAGS = (
     Flag("--max-tokens", "rl_training.max_completion_tokens", "TOKENS"),
     Flag("--seed", "rl_training.seed", "SEED"),
     Flag("--api-key", "server.api_key", "KEY"),
+    Flag("--strict-fields", "server.strict_fields"),
     Flag("--allowed-hosts", "server.allowed_hosts", "NAME,NAME"),
     Flag("--cors-origins", "server.cors_origins", "ORIGIN,ORIGIN"),
     Flag("--trust-remote-code", "model.trust_remote_code"),
     Flag("--allow-special-tokens", "model.allow_special_tokens"),
     Flag("--shutdown-timeout", "server.shutdown_timeout", "SECONDS"),
     Flag("--log-level", "server.log_level", "LEVEL"),
+    Flag("--access-log", "server.access_log", "BOOL"),
     Flag("--debug", "server.debug"),
 )
 
@@ -95,7 +97,7 @@ def settings(args: argparse.Namespace) -> dict[str, Setting]:
 
 
 def _takes(flag: Flag) -> dict[str, Any]:
-    if flag.key.field.annotation is bool:
+    if not flag.metavar:
         return {"action": argparse.BooleanOptionalAction}
     return {"metavar": flag.metavar}
 

@@ -93,9 +93,20 @@ class ServerConfig(Section):
         default=(),
         description="Web origins whose pages may call this server, such as https://example.org; none by default.",
     )
+    strict_fields: bool = Field(
+        default=False,
+        description="Refuse requests with fields that this server does not know; otherwise those are ignored and named "
+        "in the header x-ignored-fields. Routes for adapters, training and control always refuse them, and so does "
+        "every route when the request has collect_trajectory.",
+    )
     priority_ratios: PriorityRatios = PriorityRatios()
     log_level: Annotated[Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(lower)] = Field(
         default="info", description="debug, info, warning, error or critical."
+    )
+    access_log: bool = Field(
+        default=True,
+        description="Log a line of JSON for each request, at level info; it has no text of prompts or answers. Probes "
+        "(/health, /ready, /metrics) are logged at level debug unless they fail.",
     )
     served_model_name: Text | None = Field(
         default=None, description="Name that clients give as `model`; null: the model's own name."

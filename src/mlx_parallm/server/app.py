@@ -13,10 +13,13 @@ from mlx_parallm import __version__
 from mlx_parallm.core import AdapterClient, EngineClient, ModelCard, TextTokenizer, TrainingClient
 from mlx_parallm.grammar.compiler import LLCompiler
 from mlx_parallm.server.errors import install_handlers
+from mlx_parallm.server.exchange import IGNORED_FIELDS, LORA_ADAPTER, REQUEST_ID
+from mlx_parallm.server.lenient import LenientMiddleware
 from mlx_parallm.server.lifecycle import Lifecycle
 from mlx_parallm.server.limits import SequenceGate
-from mlx_parallm.server.metrics import CountResponsesMiddleware, ServerMetrics
+from mlx_parallm.server.metrics import ServerMetrics
 from mlx_parallm.server.openapi import describe
+from mlx_parallm.server.request_log import ExchangeMiddleware
 from mlx_parallm.server.response_store import ResponseStore
 from mlx_parallm.server.routes import adapters as adapter_routes
 from mlx_parallm.server.routes import (
@@ -106,20 +109,22 @@ def create_app(
         app.include_router(routes.router)
     install_handlers(app, [route for routes in ROUTES for route in routes.router.routes if isinstance(route, Route)])
     _add_middlewares(app, settings, metrics)
-    app.openapi = partial(describe, app)  # type: ignore[method-assign]
+    app.openapi = partial(describe, app, settings.strict_fields)  # type: ignore[method-assign]
     return app
 
 
 def _add_middlewares(app: FastAPI, settings: ServerSettings, metrics: ServerMetrics) -> None:
-    """The last one added sees a request first: count → Host and Origin → CORS → key → routes."""
+    """The last one added sees a request first: log and id → HEAD and slash → Host and Origin → CORS → key → routes."""
     if settings.api_key is not None:
         app.add_middleware(ApiKeyMiddleware, api_key=settings.api_key)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.cors_origins,
-            allow_methods=["GET", "POST", "DELETE"],
+            allow_methods=["GET", "HEAD", "POST", "DELETE"],
             allow_headers=["*"],
+            expose_headers=[REQUEST_ID, IGNORED_FIELDS, LORA_ADAPTER],
         )
     app.add_middleware(HostOriginMiddleware, allowed_hosts=settings.allowed_hosts, cors_origins=settings.cors_origins)
-    app.add_middleware(CountResponsesMiddleware, metrics=metrics)
+    app.add_middleware(LenientMiddleware)
+    app.add_middleware(ExchangeMiddleware, metrics=metrics, access_log=settings.access_log)

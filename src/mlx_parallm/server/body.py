@@ -18,11 +18,17 @@ from starlette.requests import Request
 
 from mlx_parallm.errors import InvalidRequestError, UnknownModelError
 from mlx_parallm.server.errors import BodyTimeoutError, BodyTooLargeError, MediaTypeError
+from mlx_parallm.server.exchange import exchange_of
 from mlx_parallm.server.services import Services, ServicesDep
 from mlx_parallm.server.shares import client_of
+from mlx_parallm.server.wire.base import OpenBody
+from mlx_parallm.server.wire.ignored import IgnoredFields
 from mlx_parallm.server.workers import SMALL_BYTES
 
 M = TypeVar("M", bound=BaseModel)
+
+OPEN = "x-open"
+"""Between `request_body` and `openapi.describe`: whether fields that are not declared are taken."""
 
 # `curl -d '{…}'` sends the second one. Browsers may send it across sites without asking, so it is
 # taken only because the Host/Origin check has come first.
@@ -40,19 +46,22 @@ def json_body(model: type[M], required: bool = True) -> Callable[..., Awaitable[
             return model()
         check_media_type(request)
         check_declared_length(request, services.settings.max_body_bytes)
+        ignores = issubclass(model, OpenBody) and not services.settings.strict_fields
+        ignored = exchange_of(request.scope).ignored if ignores else None
         if _declared_length(request, unknown=SMALL_BYTES + 1) <= SMALL_BYTES:
-            return parse_body(model, await _read(request, services))
+            return parse_body(model, await _read(request, services), ignored)
         async with services.workers.large_body(client_of(request.scope)):
             raw = await _read(request, services)
-            return await services.workers.run(len(raw), partial(_parse_large, model, raw, services))
+            return await services.workers.run(len(raw), partial(_parse_large, model, raw, services, ignored))
 
     return parsed
 
 
 def request_body(model: type[BaseModel], required: bool = True) -> dict[str, Any]:
-    """The OpenAPI `requestBody` of a route that uses `json_body`; its `$defs` are lifted by `openapi.py`."""
+    """The OpenAPI `requestBody` of a route that uses `json_body`; `openapi.py` lifts its `$defs` and reads `OPEN`."""
     schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
-    return {"requestBody": {"required": required, "content": {"application/json": {"schema": schema}}}}
+    content = {"application/json": {"schema": schema}}
+    return {"requestBody": {"required": required, "content": content, OPEN: issubclass(model, OpenBody)}}
 
 
 def _has_no_body(request: Request) -> bool:
@@ -103,7 +112,7 @@ async def read_body(request: Request, limit: int) -> bytes:
     return bytes(body)
 
 
-def _parse_large(model: type[M], raw: bytes, services: Services) -> M:
+def _parse_large(model: type[M], raw: bytes, services: Services, ignored: IgnoredFields | None) -> M:
     """In a worker thread. Python's parser holds the interpreter lock for the whole body, about 100 ns for each value:
     a thread alone would not keep it from stopping everything else, so the values are counted first.
 
@@ -115,7 +124,7 @@ def _parse_large(model: type[M], raw: bytes, services: Services) -> M:
         raise BodyTooLargeError(
             f"The body has more than {most} JSON values (numbers, texts, lists and objects). Send less in one request."
         )
-    return parse_body(model, raw)
+    return parse_body(model, raw, ignored)
 
 
 def count_values(raw: bytes, enough: int) -> int:
@@ -129,8 +138,9 @@ def count_values(raw: bytes, enough: int) -> int:
     return structure.count(b",") + structure.count(b"[") + structure.count(b"{")
 
 
-def parse_body(model: type[M], raw: bytes) -> M:
-    """`raw` as `model`.
+def parse_body(model: type[M], raw: bytes, ignored: IgnoredFields | None = None) -> M:
+    """`raw` as `model`. `ignored` collects the unknown fields; they are refused without it, and in a request that is
+    collected for training, where a mistyped field must not go unnoticed.
 
     Raises:
         InvalidRequestError: not JSON, not an object, or a field is wrong; `param` names it.
@@ -150,7 +160,7 @@ def parse_body(model: type[M], raw: bytes) -> M:
     if SURROGATE_ESCAPE.search(text):
         _refuse_lone_surrogates(value)
     try:
-        checked = model.model_validate(value)
+        checked = model.model_validate(value, context=None if value.get("collect_trajectory") else ignored)
     except ValidationError as error:
         raise first_fault(error) from None
     if not_json:

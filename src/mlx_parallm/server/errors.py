@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from mlx_parallm.errors import (
     AbortedError,
@@ -33,6 +34,7 @@ from mlx_parallm.errors import (
     UnknownModelError,
     UnknownTrajectoryError,
 )
+from mlx_parallm.server.exchange import exchange_of
 from mlx_parallm.server.wire.common import ErrorBody, ErrorDetail
 
 RETRY_AFTER_S = 1
@@ -140,21 +142,47 @@ def rule_of_kind(kind: type[Exception]) -> Rule:
     return next(RULES[ancestor] for ancestor in kind.__mro__ if ancestor in RULES)
 
 
+def code_of(error: Exception) -> str:
+    """What the request log calls it."""
+    rule = rule_of(error)
+    return rule.code or rule.type
+
+
 def error_body(error: Exception) -> ErrorBody:
     """The wire body of any exception."""
     rule = rule_of(error)
     return _body(rule.message or str(error), rule.type, getattr(error, "param", None), rule.code)
 
 
-def error_response(error: Exception) -> Response:
+class ErrorResponse(Response):
+    """An error body; the request log is told its code."""
+
+    def __init__(self, body: ErrorBody, status: int, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(body.json_text(), status, headers, media_type="application/json")
+        self._code = body.error.code or body.error.type
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange_of(scope).error = self._code
+        await super().__call__(scope, receive, send)
+
+
+def error_response(error: Exception) -> ErrorResponse:
     """The JSON response of any exception, with the headers that its status asks for."""
     status = rule_of(error).status
-    return Response(error_body(error).json_text(), status, _headers(status, error), media_type="application/json")
+    return ErrorResponse(error_body(error), status, _headers(status, error))
+
+
+def unexpected_response(error: Exception) -> ErrorResponse:
+    """The response of an exception that nobody handled: uvicorn logs it and closes the connection. A client that would
+    use it again is told so, or its next request would be lost."""
+    response = error_response(error)
+    response.headers["connection"] = "close"
+    return response
 
 
 def install_handlers(app: FastAPI, routes: Sequence[Route]) -> None:
-    """Makes every exception that leaves a route, and every routing failure, an error body. `routes`: all of them."""
-    app.add_exception_handler(Exception, _answer_unexpected)
+    """Makes every exception of ours that leaves a route, and every routing failure, an error body. `routes`: all of
+    them. An exception that is not ours is answered by `ExchangeMiddleware`."""
     for kind in (RequestError, EngineError):
         app.add_exception_handler(kind, _answer)
     app.add_exception_handler(HTTPException, partial(_answer_http, routes))
@@ -166,27 +194,19 @@ async def _answer(_: Request, error: Exception) -> Response:
     return error_response(error)
 
 
-async def _answer_unexpected(_: Request, error: Exception) -> Response:
-    """uvicorn logs what nobody handles and closes the connection: a client that would use it again is told so, or its
-    next request would be lost."""
-    response = error_response(error)
-    response.headers["connection"] = "close"
-    return response
-
-
 async def _answer_http(routes: Sequence[Route], request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     allowed = _methods(routes, request.url.path) if error.status_code == 405 else []
     headers = {"allow": ", ".join(allowed)} if allowed else error.headers
     code, message = HTTP_MESSAGES.get(error.status_code, ("http_error", "The request cannot be served."))
-    content = _body(message, "invalid_request_error", None, code).json_text()
-    return Response(content, error.status_code, headers, media_type="application/json")
+    return ErrorResponse(_body(message, "invalid_request_error", None, code), error.status_code, headers)
 
 
 def _methods(routes: Sequence[Route], path: str) -> list[str]:
     """Of every route that is written as the first one at this path is; Starlette tells the first one's alone."""
     written = next((route.path for route in routes if route.path_regex.match(path)), None)
-    return sorted({method for route in routes if route.path == written for method in route.methods or ()})
+    methods = {method for route in routes if route.path == written for method in route.methods or ()}
+    return sorted(methods | {"HEAD"} if "GET" in methods else methods)
 
 
 async def _answer_path(_: Request, error: Exception) -> Response:

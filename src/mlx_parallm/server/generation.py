@@ -24,6 +24,8 @@ from mlx_parallm.core import (
 )
 from mlx_parallm.errors import EngineError, ParaLLMError
 from mlx_parallm.server.disconnect import while_connected
+from mlx_parallm.server.errors import code_of
+from mlx_parallm.server.exchange import LORA_ADAPTER, Exchange, exchange_of
 from mlx_parallm.server.metrics import RequestObserver
 from mlx_parallm.server.planning import collection_of
 from mlx_parallm.server.respond.answer import adapter_of
@@ -68,11 +70,15 @@ class GenerationResponse(Response):
         self._send_answer = self._send_events if stream else self._send_whole
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = exchange_of(scope)
+        exchange.asks(self._choice.selector or self._services.card.name)
         with self._services.admit(self._sequences), self._services.lease(self._choice) as adapter:
             answer = await self._prepared(scope, adapter)
+            exchange.planned(answer.request)
             try:
                 await self._send_answer(answer, scope, receive, send)
             except ClientDisconnect:
+                exchange.disconnected = True
                 self._services.metrics.client_disconnects.inc()
 
     async def _prepared(self, scope: Scope, adapter: AdapterRef) -> Wording:
@@ -84,38 +90,41 @@ class GenerationResponse(Response):
         return await workers.run(Request(scope).state.body_bytes, prepare)
 
     async def _send_whole(self, answer: Wording, scope: Scope, receive: Receive, send: Send) -> None:
-        events = await while_connected(self._collect(answer), receive, self._services.lifecycle.expired)
+        work = self._collect(answer, exchange_of(scope))
+        events = await while_connected(work, receive, self._services.lifecycle.expired)
         body = await self._services.workers.run(_bytes_of(events), partial(_worded, answer, events))
         await Response(body, headers=_headers(answer.request), media_type="application/json")(scope, receive, send)
 
-    async def _collect(self, answer: Wording) -> list[Event]:
-        async with aclosing(run(self._services, answer.request)) as events:
+    async def _collect(self, answer: Wording, exchange: Exchange) -> list[Event]:
+        async with aclosing(run(self._services, answer.request, exchange)) as events:
             return [event async for event in events]
 
     async def _send_events(self, answer: Wording, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = exchange_of(scope)
         stream = EventStream(send, _headers(answer.request))
         async with stream.opened(self._services.settings.ping_interval_s):
             try:
-                await while_connected(self._relay(answer, stream), receive, self._services.lifecycle.expired)
+                await while_connected(self._relay(answer, stream, exchange), receive, self._services.lifecycle.expired)
             except ClientDisconnect:
                 raise
             except Exception as error:  # the status line is sent: whatever went wrong, the client must hear of it
                 if not isinstance(error, ParaLLMError):
                     log.exception("a stream failed")
+                exchange.error = code_of(error)
                 await _say(stream, answer.failed(error))
             await (stream.done() if answer.ENDS_WITH_DONE else stream.end())
 
-    async def _relay(self, answer: Wording, stream: EventStream) -> None:
+    async def _relay(self, answer: Wording, stream: EventStream, exchange: Exchange) -> None:
         for chunk in answer.opening_chunks():
             await _say(stream, chunk)
-        async with aclosing(run(self._services, answer.request)) as events:
+        async with aclosing(run(self._services, answer.request, exchange)) as events:
             async for event in events:
                 for chunk in answer.chunks(event):
                     await _say(stream, chunk)
 
 
-async def run(services: Services, request: GenerationRequest) -> AsyncGenerator[Event, None]:
-    """The engine's events, observed by the metrics; the last one is RequestFinished. Close it to abort.
+async def run(services: Services, request: GenerationRequest, exchange: Exchange) -> AsyncGenerator[Event, None]:
+    """The engine's events, observed by the metrics and `exchange`; the last one is RequestFinished. Close it to abort.
 
     Raises:
         the error of a RequestFailed, or EngineError when the engine ended without a terminal event.
@@ -128,6 +137,7 @@ async def run(services: Services, request: GenerationRequest) -> AsyncGenerator[
                 if isinstance(event, RequestFailed):
                     raise event.error
                 observer.see(event)
+                exchange.see(event)
                 yield event
                 if isinstance(event, RequestFinished):
                     return
@@ -156,7 +166,5 @@ async def _say(stream: EventStream, chunk: WireOutput) -> None:
 
 
 def _headers(request: GenerationRequest) -> dict[str, str]:
-    headers = {"x-request-id": request.request_id}
-    if adapter := adapter_of(request):
-        headers["x-lora-adapter"] = adapter
-    return headers
+    adapter = adapter_of(request)
+    return {} if adapter is None else {LORA_ADAPTER: adapter}

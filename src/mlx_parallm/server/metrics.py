@@ -16,7 +16,6 @@ from typing import Self
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_parallm.core import (
     AdapterClient,
@@ -89,6 +88,7 @@ class ServerMetrics:
         self.prefix_hits = self._counter("prefix_cache_hits", "Those of them taken from a prefix cache.")
         self.client_disconnects = self._counter("client_disconnects", "Requests whose client left before the end.")
         self.responses = self._counter("http_responses", "HTTP responses by status.", ("status",))
+        self.ignored_fields = self._counter("ignored_fields", "Unknown fields of request bodies that were ignored.")
         held = Gauge(PREFIX + "queue_sequences_held", "Sequences inside the bounded queue.", registry=self.registry)
         held.set_function(lambda: gate.held)
         limit = Gauge(PREFIX + "queue_sequences_limit", "Places in the bounded queue.", registry=self.registry)
@@ -171,23 +171,3 @@ class RequestObserver:
             self._metrics.ttft.observe(end.first_token_at - end.arrived_at)
         self._metrics.prefix_queries.inc(end.prompt_tokens)
         self._metrics.prefix_hits.inc(end.cached_tokens)
-
-
-class CountResponsesMiddleware:
-    """Counts every response by status; an exception that leaves the app becomes a 500 outside of it."""
-
-    def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
-        self._app = app
-        self._metrics = metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def counted(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                self._metrics.responses.labels(str(message["status"])).inc()
-            await send(message)
-
-        try:
-            await self._app(scope, receive, counted)
-        except Exception:  # counted, and raised again for the server to log
-            self._metrics.responses.labels("500").inc()
-            raise

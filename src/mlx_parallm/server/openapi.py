@@ -24,6 +24,7 @@ from mlx_parallm.errors import (
     TrainingDisabledError,
     UnknownModelError,
 )
+from mlx_parallm.server.body import OPEN
 from mlx_parallm.server.errors import (
     RULES,
     ApiKeyError,
@@ -37,6 +38,7 @@ from mlx_parallm.server.errors import (
     rule_of_kind,
 )
 from mlx_parallm.server.examples import BODIES
+from mlx_parallm.server.exchange import IGNORED_FIELDS, LORA_ADAPTER, REQUEST_ID
 from mlx_parallm.server.security import OPEN_PATHS
 from mlx_parallm.server.wire.common import ErrorBody
 
@@ -46,9 +48,28 @@ Kind = type[Exception]
 DESCRIPTION = """\
 An OpenAI-compatible server on MLX: one base model, many LoRA adapters in one continuous batch, trained while it serves.
 
-Every error has the body `{"error": {"message", "type", "param", "code"}}`; `param` names the field at fault. Fields
-that are not declared are refused, and null means left out.
+Every error has the body `{"error": {"message", "type", "param", "code"}}`; `param` names the field at fault. null means
+left out. A field that is declared, with a value that cannot be honoured, is refused. Where a body takes fields that are
+not declared, they are ignored, and the header `x-ignored-fields` of the response names them; not in a request with
+`collect_trajectory`, and not on a server with `--strict-fields`: there they are refused.
+
+HEAD is taken where GET is, and a path may have a slash at its end. A request may bring its own `X-Request-Id`, of at
+most 128 printable ASCII characters; the response has it, or one of the server's.
 """
+
+REQUEST_ID_HEADER: dict[str, Any] = {
+    "description": "The client's own, or one of the server's: of a generation, the `id` of its body.",
+    "schema": {"type": "string"},
+}
+IGNORED_FIELDS_HEADER: dict[str, Any] = {
+    "description": "Fields of the body that were ignored, separated by commas: at most 20 names of at most 64 "
+    "characters, percent-encoded. Left out where there are none.",
+    "schema": {"type": "string"},
+}
+LORA_ADAPTER_HEADER: dict[str, Any] = {
+    "description": "`name@version` that served it; left out for the base.",
+    "schema": {"type": "string"},
+}
 
 EVENTS: dict[str, Any] = {
     "text/event-stream": {
@@ -100,18 +121,23 @@ def raises(*kinds: Kind) -> dict[int | str, dict[str, Any]]:
 def streamable(whole: type[BaseModel], *kinds: Kind) -> dict[int | str, dict[str, Any]]:
     """The `responses` of a generating route: one JSON body, or events when `stream` is true; or an error, `kinds` among
     them."""
-    answer = {"model": whole, "content": deepcopy(EVENTS), "description": "One body, or server-sent events."}
+    headers = {LORA_ADAPTER: LORA_ADAPTER_HEADER}
+    about = "One body, or server-sent events."
+    answer = {"model": whole, "content": deepcopy(EVENTS), "description": about, "headers": headers}
     return {200: answer, **raises(*GENERATING, *kinds)}
 
 
-def describe(app: FastAPI) -> dict[str, Any]:
-    """The document, made once and kept on the app."""
+def describe(app: FastAPI, strict_fields: bool) -> dict[str, Any]:
+    """The document, made once and kept on the app. `strict_fields`: no body takes fields that are not declared."""
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, description=DESCRIPTION, routes=app.routes)
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
         for path, operation in _operations(document):
+            opens = operation.get("requestBody", {}).pop(OPEN, False) and not strict_fields
+            if opens:
+                _open(_content(operation)["schema"])
             schemas |= _lift_definitions(operation)
-            operation["responses"] = _responses(path, operation)
+            operation["responses"] = _with_headers(_responses(path, operation), opens)
             if path in BODIES and "requestBody" in operation:
                 _content(operation)["examples"] = {name: {"value": body} for name, body in BODIES[path].items()}
         for unused in ("HTTPValidationError", "ValidationError"):
@@ -136,6 +162,20 @@ def _responses(path: str, operation: Operation) -> dict[str, Any]:
     for status in sorted({rule_of_kind(kind).status for kind in kinds}):
         answers[str(status)] = _error(kind for kind in kinds if rule_of_kind(kind).status == status)
     return answers
+
+
+def _with_headers(answers: Mapping[str, dict[str, Any]], opens: bool) -> dict[str, Any]:
+    common = {REQUEST_ID: REQUEST_ID_HEADER} | ({IGNORED_FIELDS: IGNORED_FIELDS_HEADER} if opens else {})
+    return {
+        status: {**answer, "headers": {**answer.get("headers", {}), **common}} for status, answer in answers.items()
+    }
+
+
+def _open(schema: dict[str, Any]) -> None:
+    """Lets every object of a body, and of its definitions, have other properties than those declared."""
+    for part in (schema, *schema.get("$defs", {}).values()):
+        if "properties" in part:
+            part["additionalProperties"] = True
 
 
 def _all_kinds() -> Iterable[Kind]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,10 +42,6 @@ class Budget:
                 param="max_tokens" if longest_prompt < context and self.asked else None,
             )
         return wanted
-
-
-def new_request_id(prefix: str) -> str:
-    return f"{prefix}-{uuid.uuid4().hex}"
 
 
 def plan(
@@ -117,10 +112,11 @@ def check_ids(ids: Sequence[int], vocab_size: int, param: str = "prompt") -> Non
 def _sampling(body: GenerationBody, vocab_size: int, top_logprobs: int | None) -> SamplingParams:
     if any(token_id >= vocab_size for token_id in body.logit_bias):
         raise InvalidRequestError(f"Token ids must be below the vocabulary's size, {vocab_size}.", param="logit_bias")
+    greedy = body.top_p == 0
     return SamplingParams(
-        temperature=body.temperature,
+        temperature=0.0 if greedy else body.temperature,
         top_k=max(0, min(body.top_k, vocab_size)),
-        top_p=body.top_p,
+        top_p=1.0 if greedy else body.top_p,
         min_p=body.min_p,
         seed=secrets.randbits(64) if body.seed is None else body.seed % SEED_SPACE,
         presence_penalty=body.presence_penalty,

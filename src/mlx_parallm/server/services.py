@@ -27,11 +27,13 @@ from mlx_parallm.server.lifecycle import Lifecycle
 from mlx_parallm.server.limits import SequenceGate
 from mlx_parallm.server.metrics import ServerMetrics
 from mlx_parallm.server.no_training import refuse_training
+from mlx_parallm.server.respond.schedule import mode_of
 from mlx_parallm.server.response_store import ResponseStore
 from mlx_parallm.server.scheduling import Rescheduler
 from mlx_parallm.server.selectors import Choice, naming
 from mlx_parallm.server.settings import ServerSettings
 from mlx_parallm.server.sleeping import SleepSwitch
+from mlx_parallm.server.wire.control import ServerMode
 from mlx_parallm.server.workers import Workers
 
 
@@ -79,6 +81,15 @@ class Services:
             raise InferenceDisabledError("training only")
         if self.sleep.asleep:
             raise AsleepError("asleep")
+
+    @property
+    def mode(self) -> ServerMode:
+        """What the server does with its device time now."""
+        if not self.settings.inference:
+            return "training_only"
+        if not self.training.status().enabled:
+            return "inference_only"
+        return mode_of(self.engine.stats().schedule)
 
     @contextmanager
     def lease(self, choice: Choice) -> Iterator[AdapterRef]:

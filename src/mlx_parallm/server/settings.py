@@ -25,6 +25,7 @@ class ServerSettings:
     `header_timeout_s` and `body_timeout_s`: for the headers and the body of a request to arrive. `write_timeout_s`:
     after it a client that takes nothing of its answer is disconnected.
     `inference` false: the server only trains, and refuses generation requests.
+    `strict_fields`: unknown fields of requests are refused, not ignored. `access_log`: a line for each request.
     """
 
     api_key: str | None = field(default=None, repr=False)
@@ -40,6 +41,8 @@ class ServerSettings:
     write_timeout_s: float = 60.0
     ping_interval_s: float = 15.0
     inference: bool = True
+    strict_fields: bool = False
+    access_log: bool = True
     max_stored_responses: int = 1000
     max_stored_response_bytes: int = 64 * 2**20
 

@@ -158,5 +158,5 @@ def _asked(body: ResponsesBody, chat: ChatBody) -> dict[str, Any]:
         "metadata": {} if body.collect_trajectory else body.metadata or {},
         "store": body.store,
         "background": False,
-        "truncation": "disabled",
+        "truncation": body.truncation,
     }

@@ -12,9 +12,10 @@ from mlx_parallm.core import AdapterRef, Collection, GenerationRequest
 from mlx_parallm.server.body import json_body, request_body
 from mlx_parallm.server.calling import Reading, callable_tools, enforced, reading_of
 from mlx_parallm.server.conversation import rendered
+from mlx_parallm.server.exchange import new_request_id
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.openapi import streamable
-from mlx_parallm.server.planning import Budget, new_request_id, plan
+from mlx_parallm.server.planning import Budget, plan
 from mlx_parallm.server.respond.chat import ChatAnswer
 from mlx_parallm.server.selectors import choose
 from mlx_parallm.server.services import Services, ServicesDep
@@ -43,16 +44,7 @@ def planned(
     body: ChatBody, services: Services, adapter: AdapterRef, collection: Collection | None, request_id: str
 ) -> tuple[GenerationRequest, Reading]:
     """Renders and tokenises: what the engine is asked for, and how its text is to be read."""
-    messages = [message.for_template() for message in body.messages]
-    variables = body.chat_template_kwargs.variables()
-    prompt = rendered(
-        messages,
-        callable_tools(body),
-        services.tokenizer,
-        body.add_generation_prompt,
-        variables,
-        services.card.context_length,
-    )
+    prompt = prompt_of(body, services)
     reading = reading_of(body, prompt, services.tokenizer)
     answers = compiled(body, services.grammars, reading.thinks, reading.spelled)
     request = plan(
@@ -69,3 +61,15 @@ def planned(
         spelled=reading.spelled,
     )
     return request, reading
+
+
+def prompt_of(body: ChatBody, services: Services) -> list[int]:
+    """The conversation's token ids. Runs in a worker thread. Raises ContextLengthError: it is too long by far."""
+    return rendered(
+        [message.for_template() for message in body.messages],
+        callable_tools(body),
+        services.tokenizer,
+        body.add_generation_prompt,
+        body.chat_template_kwargs.variables(),
+        services.card.context_length,
+    )

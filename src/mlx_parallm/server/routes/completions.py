@@ -10,13 +10,15 @@ from starlette.responses import Response
 
 from mlx_parallm.core import AdapterRef, Collection, GenerationRequest
 from mlx_parallm.server.body import json_body, request_body
+from mlx_parallm.server.exchange import new_request_id
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.openapi import streamable
-from mlx_parallm.server.planning import Budget, new_request_id, plan
+from mlx_parallm.server.planning import Budget, plan
 from mlx_parallm.server.respond.completions import CompletionAnswer
 from mlx_parallm.server.selectors import choose
 from mlx_parallm.server.services import Services, ServicesDep
 from mlx_parallm.server.structured import compiled
+from mlx_parallm.server.wire.common import NO_LIMIT
 from mlx_parallm.server.wire.completions import Completion, CompletionBody
 from mlx_parallm.server.wire.fields import Prompt
 
@@ -45,13 +47,17 @@ def prepare(
         prompts=prompts,
         card=services.card,
         adapter=adapter,
-        budget=Budget(body.max_tokens, DEFAULT_MAX_TOKENS),
+        budget=_budget(body),
         top_logprobs=body.logprobs,
         prompt_logprobs=_prompt_logprobs(body),
         collection=collection,
         grammar=compiled(body, services.grammars),
     )
     return CompletionAnswer(body, request, services.card.name, services.tokenizer, _echoes(body, request, services))
+
+
+def _budget(body: CompletionBody) -> Budget:
+    return Budget(None, default=None) if body.max_tokens == NO_LIMIT else Budget(body.max_tokens, DEFAULT_MAX_TOKENS)
 
 
 def _ids(prompt: Prompt, body: CompletionBody, services: Services) -> list[int]:

@@ -21,7 +21,7 @@ router = APIRouter()
 @router.get("/server_info")
 async def server_info(services: ServicesDep, _: Annotated[InfoQuery, Query()]) -> ServerInfo:
     """Model, versions and limits."""
-    settings = services.settings
+    settings, stats = services.settings, services.engine.stats()
     return ServerInfo(
         version=__version__,
         versions={"python": platform.python_version(), **{package: version(package) for package in PACKAGES}},
@@ -32,9 +32,13 @@ async def server_info(services: ServicesDep, _: Annotated[InfoQuery, Query()]) -
             max_queued=settings.max_queued,
             max_sequences_per_request=settings.max_sequences_per_request,
             max_body_bytes=settings.max_body_bytes,
-            kv_cache_bytes=services.engine.stats().kv_bytes_budget,
+            kv_cache_bytes=stats.kv_bytes_budget,
             adapter_slots=services.adapters.stats().slots,
         ),
+        mode=services.mode,
+        paused=stats.paused,
+        asleep=services.sleep.asleep,
+        draining=services.lifecycle.draining,
         inference=settings.inference,
         training=services.training.status().enabled,
     )

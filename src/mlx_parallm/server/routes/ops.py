@@ -61,6 +61,7 @@ async def debug_state(services: ServicesDep) -> DebugState:
         server={
             "sequences_held": services.gate.held,
             "sequences_limit": services.gate.limit,
+            "mode": services.mode,
             "draining": services.lifecycle.draining,
             "asleep": services.sleep.asleep,
             "paused": services.engine.stats().paused,

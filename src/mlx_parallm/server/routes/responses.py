@@ -22,9 +22,10 @@ from mlx_parallm.server.openapi import raises, streamable
 from mlx_parallm.server.respond.response_items import new_id
 from mlx_parallm.server.respond.responses import ResponsesAnswer
 from mlx_parallm.server.response_store import StoredResponse
-from mlx_parallm.server.routes.chat import planned
+from mlx_parallm.server.routes.chat import planned, prompt_of
 from mlx_parallm.server.selectors import choose
 from mlx_parallm.server.services import Services, ServicesDep
+from mlx_parallm.server.truncation import shortened
 from mlx_parallm.server.wire.chat import ChatBody
 from mlx_parallm.server.wire.response_items import ITEM_LIST, ChatMessageFields, messages_of
 from mlx_parallm.server.wire.response_object import DeletedResponse, ResponseObject
@@ -79,9 +80,16 @@ def prepare(
 ) -> ResponsesAnswer:
     """Chat's request and reading, under a response's id. Runs in a worker thread."""
     with _own_words():
+        chat = _fitted(body, chat, services)
         request, reading = planned(chat, services, adapter, collection, new_id("resp"))
     keep = partial(_keep, services, [*earlier, *body.messages()]) if body.store else _forget
     return ResponsesAnswer(body, chat, request, services.card.name, reading.splitter(), keep)
+
+
+def _fitted(body: ResponsesBody, chat: ChatBody, services: Services) -> ChatBody:
+    if body.truncation == "disabled":
+        return chat
+    return shortened(chat, partial(prompt_of, services=services), services.card.context_length)
 
 
 def _stored_before(body: ResponsesBody, services: Services) -> bytes:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, PlainValidator
 
 from mlx_parallm.server.wire.base import WireInput, WireOutput, refused
 from mlx_parallm.server.wire.common import INT32_MAX
+from mlx_parallm.server.wire.neutral import Neutral
 
 MAX_NAME, MAX_PATH = 160, 4096
 MAX_ROUTES, MAX_WEIGHT = 16, 1e9
@@ -60,7 +60,7 @@ Metrics = Annotated[
 class LoadLoraBody(WireInput):
     """vLLM's."""
 
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {"is_3d_lora_weight": (False,)}
+    NEUTRAL: ClassVar[Neutral] = {"is_3d_lora_weight": (False,)}
 
     lora_name: Name
     """A plain name, no path."""

@@ -1,14 +1,23 @@
-"""What all wire models share: strict types, no unknown field, null means left out. The docstring under a field is its
-description in the OpenAPI document."""
+"""What all wire models share: strict types, null means left out, and what becomes of unknown fields.
+
+The docstring under a field is its description in the OpenAPI document.
+"""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, ClassVar
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError, to_json
+
+from mlx_parallm.server.wire.ignored import IgnoredFields
+from mlx_parallm.server.wire.neutral import EMPTY, Neutral
+
+Read = TypeVar("Read", covariant=True)
 
 NULL = {"type": "null"}
 ABOUT = ("title", "description", "default", "examples")
@@ -22,45 +31,58 @@ def refused(reason: str, field: str | None = None) -> PydanticCustomError:
 
 def _same(value: object, neutral: object) -> bool:
     """Equality that tells true from 1."""
-    return type(value) is type(neutral) and value == neutral
+    return isinstance(value, bool) == isinstance(neutral, bool) and value == neutral
+
+
+def _asks_for_nothing(value: object, neutral: Iterable[object] = ()) -> bool:
+    return value is None or any(_same(value, nothing) for nothing in (*EMPTY, *neutral))
 
 
 class WireInput(BaseModel):
-    """A JSON object a client sends.
+    """A JSON object a client sends; null means left out.
 
     `IGNORED`: fields real clients send that change nothing here, taken with any value and not read.
-    `UNSUPPORTED`: fields that are taken only with a value that asks for nothing (null always is one).
-    Any other field that the model does not declare is refused by name.
+    `NEUTRAL`: fields that are known and not served, with the values that ask for nothing; any other value is refused
+    (see `wire.neutral`). Of a declared field, these are the values that mean left out.
+    Any other field is unknown. It is refused by name, unless the context of the validation is an `IgnoredFields`,
+    which collects it then.
     """
 
     IGNORED: ClassVar[frozenset[str]] = frozenset()
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    NEUTRAL: ClassVar[Neutral] = {}
 
     model_config = ConfigDict(
         strict=True, extra="forbid", allow_inf_nan=False, frozen=True, use_attribute_docstrings=True
     )
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _asked_for(cls, data: object) -> object:
+    def _read(cls, data: object, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
         if not isinstance(data, dict):
-            return data
-        return {name: value for name, value in data.items() if cls._counts(name, value)}
+            return handler(data)
+        with _inside(info) as ignored:
+            return handler({name: value for name, value in data.items() if cls._counts(name, value, ignored)})
 
     @classmethod
-    def _counts(cls, name: str, value: object) -> bool:
+    def _counts(cls, name: str, value: object, ignored: IgnoredFields | None) -> bool:
+        neutral = cls.NEUTRAL.get(name, ())
         if name in cls._names():
-            return value is not None
+            return value is not None and not any(_same(value, nothing) for nothing in neutral)
         if name in cls.IGNORED:
             return False
-        if name not in cls.UNSUPPORTED:
+        if name in cls.NEUTRAL:
+            if _asks_for_nothing(value, neutral):
+                return False
+            raise refused("not supported by this server; leave it out", name)
+        if ignored is None:
             raise refused(cls._unknown(name), name[:100])
-        if value is None or any(_same(value, neutral) for neutral in cls.UNSUPPORTED[name]):
-            return False
-        raise refused("not supported by this server; leave it out", name)
+        if not _asks_for_nothing(value):
+            ignored.add(name, cls._names())
+        return False
 
     @classmethod
-    def _names(cls) -> dict[str, bool]:
+    @cache
+    def _names(cls) -> Mapping[str, bool]:
         """Of the fields as they are sent, and whether they must be."""
         return {field.alias or name: field.is_required() for name, field in cls.model_fields.items()}
 
@@ -79,8 +101,37 @@ class WireInput(BaseModel):
                 fields[name] = {"anyOf": [fields[name], NULL], **about}
         fields |= {name: {"description": "Taken with any value, and not read."} for name in sorted(cls.IGNORED)}
         only = "Not supported: taken only with a value that asks for nothing."
-        fields |= {name: {"enum": [*neutral, None], "description": only} for name, neutral in cls.UNSUPPORTED.items()}
+        for name, neutral in cls.NEUTRAL.items():
+            if name in cls._names():
+                fields[name]["anyOf"].append({"enum": list(neutral)})
+            else:
+                fields[name] = {"enum": [*neutral, *EMPTY, None], "description": only}
         return schema
+
+
+class OpenBody(WireInput):
+    """The body of a route that clients of other servers call too, with fields of their own: those that are unknown are
+    ignored, unless the operator wants them refused or the request is trained on."""
+
+
+class Validate(Protocol[Read]):
+    """`Model.model_validate`, or a `TypeAdapter`'s `validate_python`."""
+
+    def __call__(self, value: Any, /, *, context: Any) -> Read: ...
+
+
+def read_nested(validate: Validate[Read], value: object, info: ValidationInfo) -> Read:
+    """What `validate` makes of `value`, in a validator of a field: its unknown fields are those of the whole body."""
+    with _inside(info):
+        return validate(value, context=info.context)
+
+
+@contextmanager
+def _inside(info: ValidationInfo) -> Iterator[IgnoredFields | None]:
+    """What collects unknown fields while the block validates what `info` is of; None: nothing does."""
+    ignored = info.context if isinstance(info.context, IgnoredFields) else None
+    with nullcontext() if ignored is None else ignored.inside(info.field_name):
+        yield ignored
 
 
 class WireQuery(BaseModel):

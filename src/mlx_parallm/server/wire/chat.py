@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -11,6 +10,7 @@ from mlx_parallm.server.wire.base import WireOutput, refused
 from mlx_parallm.server.wire.common import (
     COLLECTION_RULE,
     INT32_MAX,
+    NO_LIMIT,
     FinishReasonText,
     GenerationBody,
     PromptLogprobs,
@@ -18,27 +18,19 @@ from mlx_parallm.server.wire.common import (
     Usage,
 )
 from mlx_parallm.server.wire.messages import Messages, TemplateOptions
+from mlx_parallm.server.wire.neutral import CHAT, Neutral
 from mlx_parallm.server.wire.tools import Call, CallDelta, NamedTool, ToolChoice, Tools
 
 
 class ChatBody(GenerationBody):
     """A conversation, and what its next turn may be."""
 
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **GenerationBody.UNSUPPORTED,
-        "functions": ([],),
-        "function_call": ("none", "auto"),
-        "modalities": (["text"],),
-        "audio": (),
-        "prediction": (),
-        "web_search_options": (),
-        "chat_template": (),
-    }
+    NEUTRAL: ClassVar[Neutral] = {**CHAT, "max_tokens": (NO_LIMIT,), "max_completion_tokens": (NO_LIMIT,)}
 
     messages: Messages
     """The conversation."""
     max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
-    """Tokens to draw at most; left out: all that fit."""
+    """Tokens to draw at most; left out or -1: all that fit."""
     max_completion_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     """The newer name of `max_tokens`."""
     logprobs: bool = False

@@ -11,9 +11,12 @@ from mlx_parallm.server.settings import MAX_SEQUENCES
 from mlx_parallm.server.wire.base import WireInput, WireOutput, refused
 from mlx_parallm.server.wire.fields import LogitBias, Stops, check_collected_metadata, check_metadata
 from mlx_parallm.server.wire.grammar import StructuredBody
+from mlx_parallm.server.wire.neutral import GENERATION, Neutral
 
 MAX_LOGPROBS = 20
 INT32_MAX = 2**31 - 1
+NO_LIMIT = -1
+"""As a number of tokens to draw: all that fit."""
 MAX_SCORER = 512
 """Characters of a scorer's name, or of a composite of several."""
 MIN_COLLECTED_TEMPERATURE = 0.01
@@ -21,7 +24,7 @@ MIN_COLLECTED_TEMPERATURE = 0.01
 
 TopLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 Temperature = Annotated[float, Field(ge=0, le=2)]
-TopP = Annotated[float, Field(gt=0, le=1)]
+TopP = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 
@@ -68,13 +71,7 @@ class GenerationBody(StructuredBody):
             "verbosity",
         }
     )
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **StructuredBody.UNSUPPORTED,
-        "use_beam_search": (False,),
-        "skip_special_tokens": (True,),
-        "spaces_between_special_tokens": (True,),
-        "include_stop_str_in_output": (False,),
-    }
+    NEUTRAL: ClassVar[Neutral] = GENERATION
 
     model: str | None = None
     """The served model, `base`, or an adapter: its name (its live version), `name@version`, or a checkpoint of the
@@ -83,6 +80,8 @@ class GenerationBody(StructuredBody):
     """An adapter, as `model` names one; where both do, they must agree."""
     adapters: str | None = None
     """mlx-lm's name for `lora_adapter`."""
+    best_of: Annotated[int, Field(ge=1, le=MAX_SEQUENCES)] | None = None
+    """Only 1 or the same as `n`: no answer is drawn and thrown away."""
     n: Annotated[int, Field(ge=1, le=MAX_SEQUENCES)] = 1
     """Answers to each prompt. `n` times the prompts is bounded too, see `/server_info`."""
     stream: bool = False
@@ -92,7 +91,7 @@ class GenerationBody(StructuredBody):
     temperature: Temperature = 1.0
     """Divides the logits; 0 is greedy."""
     top_p: TopP = 1.0
-    """Least probability mass that the best tokens must have; 1 is off."""
+    """Least probability mass that the best tokens must have; 1 is off, 0 is greedy."""
     top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] = 0
     """Number of best tokens that may be drawn; 0 and -1 are off."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
@@ -128,6 +127,12 @@ class GenerationBody(StructuredBody):
     """Keeps what is drawn, for training; the `n` answers to a prompt are one group."""
     scoring_function: Annotated[str, Field(min_length=1, max_length=MAX_SCORER)] | None = None
     """Who rewards what is collected; left out, feedback does."""
+
+    @model_validator(mode="after")
+    def _answers_with_all(self) -> Self:
+        if self.best_of not in (None, 1, self.n):
+            raise refused("not supported by this server but as 1 or the same as n; leave it out", "best_of")
+        return self
 
     @model_validator(mode="after")
     def _follows_its_grammar(self) -> Self:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ModelWrapValidatorHandler, model_validator
 
 from mlx_parallm.server.wire.base import WireOutput, refused
 from mlx_parallm.server.wire.common import (
     INT32_MAX,
+    NO_LIMIT,
     FinishReasonText,
     GenerationBody,
     PromptLogprobs,
@@ -17,23 +17,20 @@ from mlx_parallm.server.wire.common import (
     Usage,
 )
 from mlx_parallm.server.wire.fields import Prompts
+from mlx_parallm.server.wire.neutral import COMPLETIONS, Neutral
 
 
 class CompletionBody(GenerationBody):
     """`logprobs` 0 reports the drawn token alone."""
 
     IGNORED: ClassVar[frozenset[str]] = GenerationBody.IGNORED | {"parallel_tool_calls"}
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **GenerationBody.UNSUPPORTED,
-        "best_of": (1,),
-        "suffix": ("",),
-    }
+    NEUTRAL: ClassVar[Neutral] = COMPLETIONS
 
     prompt: Prompts
     """A text, token ids, or a list of either; one answer (or `n`) to each."""
-    max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
-    """Tokens to draw at most. Left out: 16, or as many as fit. 0 scores the prompt: with `echo` or
-    `prompt_logprobs`."""
+    max_tokens: Annotated[int, Field(ge=NO_LIMIT, le=INT32_MAX)] | None = None
+    """Tokens to draw at most. Left out: 16, or as many as fit. null or -1: all that fit. 0 scores the prompt: with
+    `echo` or `prompt_logprobs`."""
     logprobs: TopLogprobs | None = None
     """Logprobs of the drawn tokens, and of so many best ones at each place."""
     echo: bool = False
@@ -41,8 +38,16 @@ class CompletionBody(GenerationBody):
     add_special_tokens: bool = True
     """Whether the tokenizer may add special tokens to a text; ids are taken as they are."""
 
+    @model_validator(mode="wrap")
+    @classmethod
+    def _null_is_no_limit(cls, data: object, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """vLLM's meaning. Everywhere else null is as if the field were left out."""
+        if isinstance(data, dict) and "max_tokens" in data and data["max_tokens"] is None:
+            data = {**data, "max_tokens": NO_LIMIT}
+        return handler(data)
+
     @model_validator(mode="after")
-    def _fits_together(self) -> CompletionBody:
+    def _fits_together(self) -> Self:
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
             raise refused("0 scores a prompt: it needs echo or prompt_logprobs", "max_tokens")
         if self.max_tokens == 0 and self.collect_trajectory:

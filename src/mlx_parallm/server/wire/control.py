@@ -7,8 +7,11 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from mlx_parallm.server.wire.base import WireOutput, WireQuery, refused
+from mlx_parallm.server.wire.schedule import ModeName
 
 KV_CACHE = "kv_cache"
+
+ServerMode = Literal["inference_only", "training_only"] | ModeName
 
 
 def _false(value: bool) -> bool:
@@ -148,6 +151,14 @@ class ServerInfo(WireOutput):
     """What is served."""
     limits: ServerLimits
     """What fits."""
+    mode: ServerMode
+    """What it does with its device time now; `custom`: by a share of time that no mode has."""
+    paused: bool
+    """True from `/pause` to `/resume`."""
+    asleep: bool
+    """True while completions are refused because of `/sleep`."""
+    draining: bool
+    """True once it is shutting down."""
     inference: bool
     """Whether it takes generation requests; false: it only trains."""
     training: bool

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, PlainValidator, model_validator
 
 from mlx_parallm.core import GrammarKind, GrammarSpec
-from mlx_parallm.server.wire.base import WireInput, refused
+from mlx_parallm.server.wire.base import OpenBody, WireInput, refused
+from mlx_parallm.server.wire.neutral import RESPONSE_FORMAT, STRUCTURED_OUTPUTS, Neutral
 
 MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH = 128 * 1024, 64
 MAX_REGEX, MAX_GRAMMAR = 8 * 1024, 64 * 1024
@@ -71,6 +72,8 @@ class NamedSchema(WireInput):
 class ResponseFormat(WireInput):
     """OpenAI's."""
 
+    NEUTRAL: ClassVar[Neutral] = RESPONSE_FORMAT
+
     type: Literal["text", "json_object", "json_schema"]
     """`text`: as the model likes. `json_object`: one JSON object. `json_schema`: what the schema allows."""
     json_schema: NamedSchema | None = None
@@ -93,11 +96,7 @@ class StructuredOutputs(WireInput):
     """vLLM's: exactly one of the forms."""
 
     IGNORED: ClassVar[frozenset[str]] = frozenset({"disable_fallback", "disable_any_whitespace"})
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "disable_additional_properties": (False,),
-        "whitespace_pattern": (),
-        "structural_tag": (),
-    }
+    NEUTRAL: ClassVar[Neutral] = STRUCTURED_OUTPUTS
 
     json_: SchemaOrText | None = Field(default=None, alias="json")
     """A JSON schema, or its text."""
@@ -122,11 +121,10 @@ class StructuredOutputs(WireInput):
             yield param, ANY_OBJECT
 
 
-class StructuredBody(WireInput):
+class StructuredBody(OpenBody):
     """The fields of a request that say what its answers must look like: one of them at the most."""
 
     IGNORED: ClassVar[frozenset[str]] = frozenset({"guided_decoding_backend"})
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {"guided_whitespace_pattern": ()}
 
     response_format: ResponseFormat | None = None
     """OpenAI's form."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationInfo, model_validator
 
-from mlx_parallm.server.wire.base import WireInput, refused
+from mlx_parallm.server.wire.base import WireInput, read_nested, refused
+from mlx_parallm.server.wire.neutral import MESSAGE, Neutral
 from mlx_parallm.server.wire.tools import MAX_CALL_ID, MAX_CALLS, GivenCall
 
 MAX_MESSAGES = 4096
@@ -20,25 +20,23 @@ class TextPart(WireInput):
     """What it says."""
 
 
-def _joined_parts(value: object) -> object:
+_PARTS = TypeAdapter(list[TextPart])
+
+
+def _joined_parts(value: object, info: ValidationInfo) -> object:
     """Text parts become one text, a line each."""
     if not isinstance(value, list):
         return value
     for part in value:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise refused('each part must be {"type": "text", "text": …}: this model reads text alone')
-    return "\n".join(part["text"] for part in value)
+    return "\n".join(part.text for part in read_nested(_PARTS.validate_python, value, info))
 
 
 class Message(WireInput):
     """One turn."""
 
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "function_call": (),
-        "annotations": ([],),
-        "audio": (),
-        "refusal": ("",),
-    }
+    NEUTRAL: ClassVar[Neutral] = MESSAGE
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     """Who says it; `developer` is `system`."""

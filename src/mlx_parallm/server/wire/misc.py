@@ -6,12 +6,12 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from mlx_parallm.server.wire.base import WireInput, WireOutput, refused
+from mlx_parallm.server.wire.base import OpenBody, WireOutput, refused
 from mlx_parallm.server.wire.fields import TokenIds
 from mlx_parallm.server.wire.messages import Messages, TemplateOptions
 
 
-class TokenizeBody(WireInput):
+class TokenizeBody(OpenBody):
     """A prompt's text, or messages for the chat template; exactly one of the two."""
 
     model: str | None = None
@@ -45,7 +45,7 @@ class Tokens(WireOutput):
     """Tokens of prompt and answer that fit."""
 
 
-class DetokenizeBody(WireInput):
+class DetokenizeBody(OpenBody):
     """Token ids."""
 
     model: str | None = None

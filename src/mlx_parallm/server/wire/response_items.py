@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, PlainValidator, TypeAdapter
+from pydantic import BeforeValidator, Field, PlainValidator, TypeAdapter, ValidationInfo
 
-from mlx_parallm.server.wire.base import WireInput, refused
+from mlx_parallm.server.wire.base import Validate, WireInput, read_nested, refused
+from mlx_parallm.server.wire.neutral import RESPONSES_CALL, RESPONSES_CALL_OUTPUT, Neutral
 
 ChatMessageFields = dict[str, Any]
 """A message as `wire.chat.Message` takes it."""
@@ -32,14 +33,14 @@ class ItemText(WireInput):
 _PARTS = TypeAdapter(list[ItemText])
 
 
-def _joined_parts(value: object) -> object:
+def _joined_parts(value: object, info: ValidationInfo) -> object:
     """Text parts become one text, a line each, as in chat."""
     if not isinstance(value, list):
         return value
     for part in value:
         if not isinstance(part, dict) or part.get("type") not in TEXT_PARTS:
             raise refused('each part must be {"type": "input_text", "text": …}: this model reads text alone')
-    return "\n".join(part.text for part in _PARTS.validate_python(value))
+    return "\n".join(part.text for part in read_nested(_PARTS.validate_python, value, info))
 
 
 Text = Annotated[str, BeforeValidator(_joined_parts, json_schema_input_type=str | list[ItemText])]
@@ -65,7 +66,7 @@ class CallItem(WireInput):
     """A call that the model made."""
 
     IGNORED: ClassVar[frozenset[str]] = frozenset({"id", "caller"})
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {"namespace": (), "async": (False,)}
+    NEUTRAL: ClassVar[Neutral] = RESPONSES_CALL
 
     type: Literal["function_call"]
     """Names the kind of item."""
@@ -90,7 +91,7 @@ class CallOutputItem(WireInput):
     """What a called function returned."""
 
     IGNORED: ClassVar[frozenset[str]] = frozenset({"id", "status", "caller", "name"})
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {"namespace": ()}
+    NEUTRAL: ClassVar[Neutral] = RESPONSES_CALL_OUTPUT
 
     type: Literal["function_call_output"]
     """Names the kind of item."""
@@ -137,13 +138,14 @@ ITEMS: Mapping[object, type[InputItem]] = {
 }
 
 
-def _item(value: object) -> InputItem:
+def _item(value: object, info: ValidationInfo) -> InputItem:
     if not isinstance(value, dict):
         raise refused("must be an item: an object with a type")
     kind = value.get("type") or "message"
     if not isinstance(kind, str) or kind not in ITEMS:
         raise refused(f"items of this type are not supported; those of {', '.join(map(str, ITEMS))} are", "type")
-    return ITEMS[kind].model_validate(value)
+    validate: Validate[InputItem] = ITEMS[kind].model_validate
+    return read_nested(validate, value, info)
 
 
 Item = Annotated[InputItem, PlainValidator(_item, json_schema_input_type=InputItem)]

@@ -181,8 +181,8 @@ class ResponseObject(WireOutput):
     """Whether it is kept."""
     background: Literal[False]
     """Always the same."""
-    truncation: Literal["disabled"]
-    """Always the same: what does not fit the context is refused."""
+    truncation: Literal["auto", "disabled"]
+    """As it was sent."""
 
 
 class ResponseEvent(WireOutput):

@@ -5,14 +5,15 @@ A body is worded as a chat's body and checked by it once more, so that both rout
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, PlainValidator
+from pydantic import BeforeValidator, Field, PlainValidator, ValidationInfo
 
-from mlx_parallm.server.wire.base import WireInput, WireQuery, refused
-from mlx_parallm.server.wire.common import INT32_MAX, Seed, Temperature, TopP
+from mlx_parallm.server.wire.base import OpenBody, WireInput, WireQuery, read_nested, refused
+from mlx_parallm.server.wire.common import INT32_MAX, NO_LIMIT, Seed, Temperature, TopP
 from mlx_parallm.server.wire.messages import MAX_MESSAGES, TemplateOptions
+from mlx_parallm.server.wire.neutral import REASONING, RESPONSES, RESPONSES_TOOL, Neutral
 from mlx_parallm.server.wire.response_items import ChatMessageFields, Item, messages_of
 from mlx_parallm.server.wire.tools import MAX_TOOLS
 
@@ -50,11 +51,7 @@ class FlatTool(WireInput):
     """A function that the client runs, in the flat form of this API."""
 
     IGNORED: ClassVar[frozenset[str]] = frozenset({"output_schema"})
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "defer_loading": (False,),
-        "allowed_callers": (["direct"],),
-        "async": (False,),
-    }
+    NEUTRAL: ClassVar[Neutral] = RESPONSES_TOOL
 
     type: Literal["function"]
     """Always the same."""
@@ -83,20 +80,20 @@ class NamedFunction(WireInput):
         return {"type": "function", "function": {"name": self.name}}
 
 
-def _tool(value: object) -> FlatTool:
+def _tool(value: object, info: ValidationInfo) -> FlatTool:
     if isinstance(value, dict) and value.get("type") != "function":
         raise refused("this server runs no tools itself; send functions, and run what the model calls", "type")
-    return FlatTool.model_validate(value)
+    return read_nested(FlatTool.model_validate, value, info)
 
 
-def _tool_choice(value: object) -> str | NamedFunction:
+def _tool_choice(value: object, info: ValidationInfo) -> str | NamedFunction:
     if isinstance(value, str):
         if value in ("none", "auto", "required"):
             return value
         raise refused('must be "none", "auto", "required" or a function')
     if isinstance(value, dict) and value.get("type") != "function":
         raise refused("this server runs no tools itself; only a function can be chosen", "type")
-    return NamedFunction.model_validate(value)
+    return read_nested(NamedFunction.model_validate, value, info)
 
 
 def _as_items(value: object) -> object:
@@ -152,17 +149,13 @@ class ReasoningConfig(WireInput):
     """How the model is to think. What it thought is answered as it is, and never summed up."""
 
     IGNORED: ClassVar[frozenset[str]] = frozenset({"context"})
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "summary": ("auto",),
-        "generate_summary": ("auto",),
-        "mode": ("standard",),
-    }
+    NEUTRAL: ClassVar[Neutral] = REASONING
 
     effort: str | None = None
     """Chat's `reasoning_effort`."""
 
 
-class ResponsesBody(WireInput):
+class ResponsesBody(OpenBody):
     """A conversation so far, or what is new of one."""
 
     IGNORED: ClassVar[frozenset[str]] = frozenset(
@@ -176,18 +169,7 @@ class ResponsesBody(WireInput):
             "max_tool_calls",
         }
     )
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "background": (False,),
-        "truncation": ("disabled",),
-        "top_logprobs": (0,),
-        "conversation": (),
-        "prompt": (),
-        "context_management": ([],),
-        "prompt_cache_options": (),
-        "moderation": (),
-        "access_programs": (),
-        "image": (),
-    }
+    NEUTRAL: ClassVar[Neutral] = {**RESPONSES, "max_output_tokens": (NO_LIMIT,)}
     CHAT_FIELDS: ClassVar[frozenset[str]] = frozenset(
         {
             "model",
@@ -195,6 +177,7 @@ class ResponsesBody(WireInput):
             "temperature",
             "top_p",
             "seed",
+            "ignore_eos",
             "parallel_tool_calls",
             "metadata",
             "collect_trajectory",
@@ -222,10 +205,16 @@ class ResponsesBody(WireInput):
     """Least probability mass that the best tokens must have; 1 is off."""
     seed: Seed | None = None
     """Equal seeds draw equal tokens, whatever the neighbours."""
+    ignore_eos: bool = False
+    """Goes on past the end-of-sequence token."""
     stream: bool = False
     """Server-sent events instead of one body."""
     store: bool = True
     """Keeps the response in memory, for `previous_response_id` and `GET`, until newer ones need the room."""
+    truncation: Literal["auto", "disabled"] = "disabled"
+    """`disabled`: what does not fit the context is refused. `auto`: the oldest messages are left out until the rest and
+    `max_output_tokens` fit, or a quarter of the context where that is not given; instructions, system messages at the
+    beginning and the last message stay."""
     text: TextConfig = TextConfig()
     """How the answer is to look."""
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] = Field(default_factory=list)

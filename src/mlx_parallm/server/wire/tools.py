@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, PlainValidator, ValidationError
+from pydantic import Field, PlainValidator, ValidationError, ValidationInfo
 
-from mlx_parallm.server.wire.base import WireInput, WireOutput, refused
+from mlx_parallm.server.wire.base import WireInput, WireOutput, read_nested, refused
 from mlx_parallm.server.wire.grammar import MAX_DESCRIPTION, checked_schema
+from mlx_parallm.server.wire.neutral import CALL, Neutral
 
 MAX_TOOLS = 128
 MAX_CALLS = 128
@@ -69,12 +69,12 @@ class NamedTool(WireInput):
     """Which one."""
 
 
-def _choice(value: object) -> str | NamedTool:
+def _choice(value: object, info: ValidationInfo) -> str | NamedTool:
     """By hand rather than by union, so that a fault names the field."""
     if isinstance(value, NamedTool) or (isinstance(value, str) and value in ("none", "auto", "required")):
         return value
     try:
-        return NamedTool.model_validate(value)
+        return read_nested(NamedTool.model_validate, value, info)
     except ValidationError:
         named = '{"type": "function", "function": {"name": …}}'
         raise refused(f'must be "none", "auto", "required" or {named}') from None
@@ -100,7 +100,7 @@ class GivenCall(WireInput):
     """A call of an earlier turn."""
 
     IGNORED: ClassVar[frozenset[str]] = frozenset({"index"})
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {"custom": ()}
+    NEUTRAL: ClassVar[Neutral] = CALL
 
     id: Annotated[str, Field(max_length=MAX_CALL_ID)]
     """As it was answered."""

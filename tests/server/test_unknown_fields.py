@@ -1,0 +1,206 @@
+"""Fields that this server does not know or serve: ignored and named, left out, or refused."""
+
+import json
+import re
+from urllib.parse import unquote
+
+import pytest
+
+COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+USER = [{"role": "user", "content": "x"}]
+BASE = {COMPLETIONS: {"prompt": "x"}, CHAT: {"messages": USER}, RESPONSES: {"input": "x"}, "/tokenize": {"prompt": "x"}}
+TOOL = {"type": "function", "function": {"name": "f"}}
+IGNORED = "mlx_parallm_ignored_fields_total"
+
+
+async def ignored(client, path, **fields):
+    """The names that the header has, in order."""
+    response = await client.post(path, json=BASE[path] | fields)
+    assert response.status_code == 200, response.text
+    header = response.headers.get("x-ignored-fields", "")
+    return [unquote(name) for name in header.split(", ")] if header else []
+
+
+@pytest.mark.parametrize("path", BASE)
+async def test_an_unknown_field_is_ignored_named_and_counted(client, metric, path):
+    assert await ignored(client, path, num_ctx=4096, options={"a": 1}, keep_alive="5m") == [
+        "num_ctx",
+        "options",
+        "keep_alive",
+    ]
+    assert await metric(client, IGNORED) == 3
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "names"),
+    [
+        (CHAT, {"messages": [{**USER[0], "id": "a"}, {**USER[0], "id": "b"}]}, ["messages.id"]),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {"a": 1}}]}]},
+            ["messages.content.cache_control"],
+        ),
+        (CHAT, {"tools": [{**TOOL, "cache_control": {"a": 1}}]}, ["tools.cache_control"]),
+        (CHAT, {"tools": [{"type": "function", "function": {"name": "f", "x": 1}}]}, ["tools.function.x"]),
+        (
+            CHAT,
+            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f", "x": 1}}},
+            ["tool_choice.function.x"],
+        ),
+        (CHAT, {"stream_options": {"include_usages": True}}, ["stream_options.include_usages"]),
+        (CHAT, {"response_format": {"type": "text", "x": 1}}, ["response_format.x"]),
+        (CHAT, {"chat_template_kwargs": {"tokenize": True}}, ["chat_template_kwargs.tokenize"]),
+        (RESPONSES, {"input": [{**USER[0], "x": 1}]}, ["input.x"]),
+        (
+            RESPONSES,
+            {"input": [{"role": "user", "content": [{"type": "input_text", "text": "x", "y": 1}]}]},
+            ["input.content.y"],
+        ),
+        (RESPONSES, {"tools": [{"type": "function", "name": "f", "x": 1}]}, ["tools.x"]),
+        (RESPONSES, {"reasoning": {"x": 1}}, ["reasoning.x"]),
+        (RESPONSES, {"client_metadata": {"a": 1}}, ["client_metadata"]),
+    ],
+    ids=lambda value: json.dumps(value)[:50],
+)
+async def test_a_nested_field_is_named_by_its_path(client, path, fields, names):
+    assert await ignored(client, path, **fields) == names
+
+
+async def test_the_header_is_bounded_whatever_the_body(client, metric):
+    hostile = {f"{k} \r\n,ä🙂" * 50: 1 for k in range(1000)}
+    response = await client.post(COMPLETIONS, json=BASE[COMPLETIONS] | hostile)
+    names = response.headers["x-ignored-fields"].split(", ")
+    assert len(names) == 20
+    assert all(re.fullmatch(r"([A-Za-z0-9_.~-]|%[0-9A-F]{2}){1,64}", name) for name in names)
+    assert all(
+        unquote(name, errors="strict") in next(iter(hostile)).replace("0", str(k)) for k, name in enumerate(names)
+    )
+    assert await metric(client, IGNORED) == 1000
+
+
+async def test_a_stream_and_an_error_have_the_header_too(client):
+    stream = await client.post(CHAT, json=BASE[CHAT] | {"stream": True, "think": True})
+    assert (stream.headers["x-ignored-fields"], stream.text.endswith("data: [DONE]\n\n")) == ("think", True)
+    refused = await client.post(CHAT, json=BASE[CHAT] | {"think": True, "temperature": 9})
+    assert (refused.status_code, refused.headers["x-ignored-fields"]) == (400, "think")
+
+
+ASK_FOR_NOTHING = [
+    (COMPLETIONS, {"best_of": 1, "n": 2}),
+    (COMPLETIONS, {"best_of": 2, "n": 2}),
+    (COMPLETIONS, {"suffix": "", "length_penalty": 1, "early_stopping": False, "use_beam_search": False}),
+    (CHAT, {"vllm_xargs": {}, "thinking_blocks": None, "zzz": None, "documents": [], "stop_token_ids": []}),
+    (CHAT, {"echo": False, "continue_final_message": False, "include_reasoning": True, "response_format": {}}),
+    (CHAT, {"messages": [{**USER[0], "cache_control": None, "images": [], "refusal": ""}]}),
+    (RESPONSES, {"top_k": -1, "presence_penalty": 0, "logprobs": False, "stop": [], "n": 1, "max_output_tokens": -1}),
+]
+
+
+@pytest.mark.parametrize(("path", "fields"), ASK_FOR_NOTHING, ids=str)
+async def test_null_empty_and_neutral_values_are_as_if_left_out(client, path, fields):
+    assert await ignored(client, path, **fields) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (COMPLETIONS, {"best_of": 3, "n": 2}, "best_of"),
+        (COMPLETIONS, {"use_beam_search": True}, "use_beam_search"),
+        (COMPLETIONS, {"length_penalty": 2.0}, "length_penalty"),
+        (COMPLETIONS, {"stop_token_ids": [2]}, "stop_token_ids"),
+        (COMPLETIONS, {"grammar": 'root ::= "a"'}, "grammar"),
+        (CHAT, {"use_beam_search": 0}, "use_beam_search"),
+        (CHAT, {"continue_final_message": True}, "continue_final_message"),
+        (CHAT, {"messages": [{**USER[0], "images": ["x"]}]}, "messages[0].images"),
+        (RESPONSES, {"max_tokens": 5}, "max_tokens"),
+        (RESPONSES, {"top_k": 5}, "top_k"),
+        (RESPONSES, {"conversation": "c"}, "conversation"),
+    ],
+    ids=str,
+)
+async def test_a_known_field_that_cannot_be_honoured_is_refused_by_name(client, engine, fault, path, fields, param):
+    response = await client.post(path, json=BASE[path] | fields)
+    assert (response.status_code, fault(response)["param"]) == (400, param)
+    assert "not supported" in fault(response)["message"]
+    assert not engine.requests
+
+
+@pytest.mark.parametrize("path", BASE)
+async def test_a_strict_server_refuses_unknown_fields(make_client, fault, path):
+    client = make_client(strict_fields=True)
+    for value in (1, None):
+        response = await client.post(path, json=BASE[path] | {"num_ctx": value})
+        assert (response.status_code, fault(response)["param"]) == (400, "num_ctx")
+    assert (await client.post(path, json=BASE[path])).status_code == 200
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, RESPONSES])
+async def test_a_request_that_is_trained_on_is_strict(client, engine, fault, path):
+    body = BASE[path] | {"collect_trajectory": True, "scoring_functon": "exact"}
+    response = await client.post(path, json=body)
+    assert (response.status_code, fault(response)["param"]) == (400, "scoring_functon")
+    assert "did you mean 'scoring_function'" in fault(response)["message"]
+    nested = [{**USER[0], "id": "a"}]
+    response = await client.post(CHAT, json={"messages": nested, "collect_trajectory": True})
+    assert fault(response)["param"] == "messages[0].id"
+    assert not engine.requests
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "x"}),
+        ("/v1/adapters/rollback", {}),
+        ("/v1/training/start", {}),
+        ("/v1/training/checkpoint", {}),
+        ("/v1/training/feedback", {"trajectory_id": "traj-0", "score": 1}),
+    ],
+)
+async def test_adapter_and_training_routes_are_strict(client, fault, path, body):
+    response = await client.post(path, json=body | {"num_ctx": 1})
+    assert (response.status_code, fault(response)["param"]) == (400, "num_ctx")
+
+
+@pytest.mark.parametrize("strict", [True, False])
+async def test_the_document_says_whether_bodies_take_other_fields(make_client, strict):
+    document = (await make_client(strict_fields=strict).get("/openapi.json")).json()
+    for path in BASE:
+        operation = document["paths"][path]["post"]
+        schema = operation["requestBody"]["content"]["application/json"]["schema"]
+        assert schema["additionalProperties"] is not strict
+        for answer in operation["responses"].values():
+            assert ("x-ignored-fields" in answer["headers"]) is not strict
+    assert document["components"]["schemas"]["Message"]["additionalProperties"] is not strict
+    training = document["paths"]["/v1/training/start"]["post"]
+    assert training["requestBody"]["content"]["application/json"]["schema"]["additionalProperties"] is False
+    assert "x-open" not in json.dumps(document)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "tokens"),
+    [
+        (COMPLETIONS, {"max_tokens": -1}, 63),
+        (COMPLETIONS, {"max_tokens": None}, 63),
+        (COMPLETIONS, {}, 16),
+        (CHAT, {"max_tokens": -1}, 64 - len("u:x\na:")),
+        (CHAT, {"max_completion_tokens": -1, "max_tokens": None}, 64 - len("u:x\na:")),
+        (CHAT, {"max_tokens": -1, "max_completion_tokens": 5}, 5),
+        (RESPONSES, {"max_output_tokens": None}, 64 - len("u:x\na:")),
+        (RESPONSES, {"max_output_tokens": -1}, 64 - len("u:x\na:")),
+    ],
+    ids=str,
+)
+async def test_no_limit_of_its_own(client, engine, path, fields, tokens):
+    assert await ignored(client, path, **fields) == []
+    assert engine.requests[-1].stopping.max_tokens == tokens
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, RESPONSES])
+async def test_top_p_0_is_greedy(client, engine, path):
+    await ignored(client, path, top_p=0, temperature=0.9)
+    assert (engine.requests[-1].sampling.temperature, engine.requests[-1].sampling.top_p) == (0, 1)
+
+
+async def test_responses_honour_ignore_eos(client, engine):
+    await ignored(client, RESPONSES, ignore_eos=True)
+    assert engine.requests[-1].stopping.ignore_eos
