@@ -4,7 +4,7 @@
   headers, for longest; where every connection is being answered, it gets a 503.
 - A request's headers must come in time (its body too: see `body.py`).
 - A client that reads nothing of what it is sent is disconnected; its rows are free then.
-- What is not HTTP gets an error body like any other.
+- What is not HTTP gets an error body like any other, with an id and a line in the request log.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from mlx_parallm.server import request_log
 from mlx_parallm.server.errors import RETRY_AFTER_S
+from mlx_parallm.server.exchange import REQUEST_ID, Exchange, new_request_id
 
 LINGER_S = 2
 _MOST_LINGERING = 64
@@ -26,11 +28,13 @@ _MOST_LINGERING = 64
 
 @dataclass(slots=True)
 class ConnectionLimits:
-    """What all connections share. `lingering`: refused ones that are kept until their clients have read why."""
+    """What all connections share. `access_log`: refusals are logged. `lingering`: refused ones that are kept until
+    their clients have read why."""
 
     most: int
     header_timeout_s: float
     write_timeout_s: float
+    access_log: bool
     lingering: int = 0
 
 
@@ -132,7 +136,10 @@ class LimitedProtocol(H11Protocol):
         self._refused = True
         self.connections.discard(self)
         self._limits.lingering += 1
-        for event in _error(status, kind, code, message):
+        exchange = Exchange(new_request_id("req"), status=status, error=code)
+        if self._limits.access_log:
+            request_log.write(exchange, None)
+        for event in _error(status, kind, code, message, exchange.request_id):
             self.transport.write(self.conn.send(event) or b"")
         if self._limits.lingering > _MOST_LINGERING:
             self.transport.abort()
@@ -141,10 +148,11 @@ class LimitedProtocol(H11Protocol):
         self.loop.call_later(LINGER_S, self.transport.abort)
 
 
-def _error(status: int, kind: str, code: str, message: str) -> tuple[h11.Event, ...]:
+def _error(status: int, kind: str, code: str, message: str, request_id: str) -> tuple[h11.Event, ...]:
     error = {"message": message, "type": kind, "param": None, "code": code}
     body = json.dumps({"error": error}, separators=(",", ":")).encode()
     headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
+    headers.append((REQUEST_ID, request_id))
     if status == 503:
         headers.append(("retry-after", str(RETRY_AFTER_S)))
     response = h11.Response(status_code=status, headers=headers, reason=HTTPStatus(status).phrase.encode())

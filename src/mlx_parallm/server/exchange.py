@@ -28,9 +28,9 @@ class Exchange:
     may share it: `engine_id` is unique. Times are seconds; None: it did not come to that."""
 
     request_id: str
-    from_client: bool
-    method: str
-    path: str
+    from_client: bool = False
+    method: str | None = None
+    path: str | None = None
     arrived_at: float = field(default_factory=time.monotonic)
     status: int | None = None
     error: str | None = None

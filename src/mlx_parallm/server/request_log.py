@@ -91,8 +91,8 @@ def _fields(exchange: Exchange, route: str | None) -> dict[str, Any]:
     return {
         "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "id": exchange.request_id,
-        "method": exchange.method[:MAX_TEXT],
-        "route": route or exchange.path[:MAX_TEXT],
+        "method": _cut(exchange.method),
+        "route": route or _cut(exchange.path),
         "status": exchange.status or CLIENT_LEFT,
         "total_ms": _ms(monotonic() - exchange.arrived_at),
     }
@@ -100,7 +100,7 @@ def _fields(exchange: Exchange, route: str | None) -> dict[str, Any]:
 
 def _of_generation(exchange: Exchange) -> dict[str, Any]:
     return {
-        "model": None if exchange.model is None else exchange.model[:MAX_TEXT],
+        "model": _cut(exchange.model),
         "adapter": exchange.adapter,
         "prompt_tokens": exchange.prompt_tokens,
         "cached_tokens": exchange.cached_tokens,
@@ -120,6 +120,10 @@ def _extras(exchange: Exchange) -> dict[str, Any]:
         "did_you_mean": exchange.ignored.meant,
     }
     return {name: value for name, value in extras.items() if value}
+
+
+def _cut(text: str | None) -> str | None:
+    return None if text is None else text[:MAX_TEXT]
 
 
 def _ms(seconds: float | None) -> float | None:

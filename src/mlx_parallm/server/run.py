@@ -114,7 +114,10 @@ def _config(app: FastAPI) -> uvicorn.Config:
     """Logging is the caller's; `http` is pinned because the limits are h11's."""
     settings = app.state.services.settings
     limits = ConnectionLimits(
-        allow_connections(settings.connections), settings.header_timeout_s, settings.write_timeout_s
+        allow_connections(settings.connections),
+        settings.header_timeout_s,
+        settings.write_timeout_s,
+        settings.access_log,
     )
     return uvicorn.Config(
         app,

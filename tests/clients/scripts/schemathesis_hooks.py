@@ -3,6 +3,7 @@
 import schemathesis
 
 MAX_TOKENS, MAX_SAMPLES, MAX_PROMPTS = 8, 2, 2
+NO_LIMIT = -1
 GENERATING = {
     "/v1/completions": ("max_tokens",),
     "/v1/chat/completions": ("max_tokens", "max_completion_tokens"),
@@ -21,7 +22,7 @@ def before_call(context, case, kwargs):
 def capped(body, lengths):
     asked = {**body}
     for name, most in (*((name, MAX_TOKENS) for name in lengths), ("n", MAX_SAMPLES)):
-        if type(asked.get(name)) is int and asked[name] > most:
+        if type(asked.get(name)) is int and (asked[name] > most or asked[name] == NO_LIMIT):
             asked[name] = most
     if all(asked.get(name) is None for name in lengths):
         asked[lengths[0]] = MAX_TOKENS
