@@ -75,7 +75,7 @@ class Exchange:
             self._see_output(event)
         elif isinstance(event, RequestFinished):
             self.cached_tokens = event.cached_tokens
-            self.queue_s = event.admitted_at - event.arrived_at if event.admitted_at else None
+            self.queue_s = event.started_at - event.arrived_at if event.started_at else None
             self.first_token_s = event.first_token_at - event.arrived_at if event.completion_tokens else None
 
     def _see_output(self, output: SequenceOutput) -> None:
