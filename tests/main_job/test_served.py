@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
+import jsonschema
 import pytest
 from main_job.serving import COMMAND, Server, start, stop
 from tiny import save_tiny
@@ -53,6 +54,37 @@ def test_the_openai_client_streams_a_chat(server: Server) -> None:
     assert reasons == ["stop"]
     assert usage is not None
     assert 0 < usage.completion_tokens <= 24
+
+
+WEATHER = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 12}}, "required": ["city"]}
+CAPITAL = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome"]}, "inhabitants": {"type": "integer"}},
+    "required": ["city", "inhabitants"],
+    "additionalProperties": False,
+}
+
+
+def test_with_tools_and_a_format_every_finished_answer_is_a_call_or_has_the_format(server: Server) -> None:
+    answer = server.client().chat.completions.create(
+        model="SmolLM2-135M-Instruct",
+        messages=[{"role": "user", "content": "What is the weather like in the capital of France?"}],
+        tools=[{"type": "function", "function": {"name": "weather", "parameters": WEATHER}}],
+        response_format={"type": "json_schema", "json_schema": {"name": "capital", "schema": CAPITAL}},
+        parallel_tool_calls=False,
+        max_tokens=60,
+        temperature=1.0,
+        seed=1,
+        n=6,
+    )
+    finished = [choice for choice in answer.choices if choice.finish_reason != "length"]
+    assert len(finished) >= 4
+    for choice in finished:
+        calls = choice.message.tool_calls or []
+        text = calls[0].function.arguments if calls else choice.message.content
+        jsonschema.validate(json.loads(text or ""), WEATHER if calls else CAPITAL)
+        assert choice.finish_reason == ("tool_calls" if calls else "stop")
+        assert not (calls and choice.message.content)
 
 
 def test_many_at_once_say_what_each_says_alone(server: Server) -> None:

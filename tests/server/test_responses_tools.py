@@ -10,6 +10,7 @@ from openai.types.responses import Response
 from pydantic import BaseModel
 from server.fakes import CARD, ByteTokenizer
 from server.test_responses_stream import assert_sums_up, events_of
+from walks import follows
 
 from mlx_parallm.core import Reasoning
 from mlx_parallm.server import ServerSettings, create_app
@@ -181,6 +182,15 @@ async def test_a_choice_is_enforced(client, engine, choice):
     assert engine.requests[0].grammar is not None
 
 
+async def test_functions_and_a_format_go_together(client, engine):
+    schema = {"type": "array", "items": {"type": "integer"}}
+    await respond(client, tools=[NOW, ADD], text={"format": {"type": "json_schema", "name": "n", "schema": schema}})
+    grammar = engine.requests[0].grammar
+    assert follows(grammar, "[1, 2]")
+    assert follows(grammar, CALLS)
+    assert not follows(grammar, "Words.")
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -188,7 +198,10 @@ async def test_a_choice_is_enforced(client, engine, choice):
         ({"tools": [NOW, NOW]}, "tools"),
         ({"tools": [{**NOW, "parameters": {"type": "array"}}], "tool_choice": "required"}, "tools[0].parameters"),
         ({"tools": [NOW], "tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
-        ({"tools": [NOW], "tool_choice": "required", "text": {"format": {"type": "json_object"}}}, "tool_choice"),
+        (
+            {"tools": [NOW], "text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "objekt"}}}},
+            "text.format",
+        ),
         ({"tool_choice": "required"}, "tool_choice"),
     ],
     ids=str,

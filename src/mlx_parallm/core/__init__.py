@@ -30,6 +30,8 @@ from mlx_parallm.core.grammar import (
     GrammarSpec,
     GrammarState,
     Thinks,
+    combined,
+    parts_of,
 )
 from mlx_parallm.core.integers import with_bounded_integers
 from mlx_parallm.core.markup import Reasoning, Tool, ToolCall, ToolFormat, UnwritableToolError
@@ -108,5 +110,7 @@ __all__ = [
     "UnwritableToolError",
     "UpdateReport",
     "WorkClass",
+    "combined",
+    "parts_of",
     "with_bounded_integers",
 ]

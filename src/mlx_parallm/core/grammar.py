@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Protocol
 
@@ -16,13 +17,15 @@ class GrammarKind(StrEnum):
     """How a grammar is written.
 
     json_schema: JSON text. regex: Rust's syntax, of the whole text. choice: a JSON list of strings. grammar: GBNF
-    (llama.cpp's), or Lark in llguidance's dialect.
+    (llama.cpp's), or Lark in llguidance's dialect. combination: several of these, of which each text follows one; see
+    `combined`.
     """
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
     CHOICE = "choice"
     GRAMMAR = "grammar"
+    COMBINATION = "combination"
 
 
 class Thinks(StrEnum):
@@ -45,6 +48,20 @@ class GrammarSpec:
     source: str
     spelled: frozenset[int] = frozenset()
     thinks: Thinks = Thinks.NO
+
+
+def combined(specs: Sequence[GrammarSpec]) -> GrammarSpec:
+    """Texts that follow any one of `specs`, which agree in `spelled` and `thinks`."""
+    source = json.dumps([{"kind": spec.kind, "source": spec.source} for spec in specs])
+    return replace(specs[0], kind=GrammarKind.COMBINATION, source=source)
+
+
+def parts_of(spec: GrammarSpec) -> tuple[GrammarSpec, ...]:
+    """What was `combined`; a grammar of any other kind is its only part."""
+    if spec.kind is not GrammarKind.COMBINATION:
+        return (spec,)
+    parts = json.loads(spec.source)
+    return tuple(replace(spec, kind=GrammarKind(part["kind"]), source=part["source"]) for part in parts)
 
 
 class GrammarState(Protocol):

@@ -8,7 +8,7 @@ from threading import Lock
 
 from llguidance import LLTokenizer, TokenizerWrapper
 
-from mlx_parallm.core import Grammar, GrammarKind, GrammarSpec, TextTokenizer, Thinks
+from mlx_parallm.core import Grammar, GrammarKind, GrammarSpec, TextTokenizer, Thinks, parts_of
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.grammar.definitions import RefusedGrammar, matcher
 from mlx_parallm.grammar.matcher import LLGrammar
@@ -56,7 +56,7 @@ class LLCompiler:
             grammar: Grammar = LLGrammar(matcher(self._ll_tokenizer(spec.spelled), spec))
         except RefusedGrammar as refused:
             return refused
-        if spec.kind is GrammarKind.JSON_SCHEMA:
+        if any(part.kind is GrammarKind.JSON_SCHEMA for part in parts_of(spec)):
             grammar = EndingNumbers(grammar, self._numbers)
         if spec.thinks is Thinks.NO:
             return grammar

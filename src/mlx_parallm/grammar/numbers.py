@@ -15,7 +15,7 @@ DIGITS = 20
 
 Words = npt.NDArray[np.uint32]
 
-_QUOTE, _ESCAPE = ord('"'), ord("\\")
+_QUOTE, _ESCAPE, _MARKUP = ord('"'), ord("\\"), ord("<")
 _DIGITS = frozenset(b"0123456789")
 
 
@@ -36,7 +36,8 @@ class NumberTokens:
 @dataclass(frozen=True, slots=True)
 class EndingNumbers:
     """Implements `core.Grammar`: the JSON of another one, without digits where a number has had its share of them.
-    Where that allows nothing but a digit, as in a long constant, a digit comes."""
+    Where that allows nothing but a digit, as in a long constant, a digit comes. A text that begins with `<` is no JSON,
+    but a call instead of it, and stays as it is."""
 
     grammar: Grammar
     tokens: NumberTokens
@@ -46,19 +47,20 @@ class EndingNumbers:
 
 
 class _State:
-    """Implements `core.GrammarState`. _run: digits since anything else."""
+    """Implements `core.GrammarState`. _run: digits since anything else; None: they are not counted."""
 
     def __init__(self, inner: GrammarState, tokens: NumberTokens) -> None:
         self._inner = inner
         self._tokens = tokens
-        self._run = 0
+        self._run: int | None = 0
+        self._begun = False
         self._in_string = False
         self._escaped = False
 
     def fill(self, mask: memoryview) -> None:
         """See `core.GrammarState.fill`."""
         self._inner.fill(mask)
-        if self._run < DIGITS:
+        if self._run is None or self._run < DIGITS:
             return
         words = np.frombuffer(mask, "<u4")
         ending = words & self._tokens.others
@@ -76,6 +78,10 @@ class _State:
         return self._inner.ended
 
     def _see(self, byte: int) -> None:
+        if not self._begun:
+            self._begun, self._run = True, None if byte == _MARKUP else 0
+        if self._run is None:
+            return
         if self._in_string:
             self._in_string = byte != _QUOTE or self._escaped
             self._escaped = byte == _ESCAPE and not self._escaped

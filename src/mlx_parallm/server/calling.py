@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mlx_parallm.core import (
     Grammar,
@@ -16,9 +16,11 @@ from mlx_parallm.core import (
     Tool,
     ToolFormat,
     UnwritableToolError,
+    combined,
 )
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.server.respond.splitter import Splitter
+from mlx_parallm.server.structured import compiled
 from mlx_parallm.server.wire.chat import ChatBody
 from mlx_parallm.server.wire.tools import NamedTool
 
@@ -31,13 +33,15 @@ _TAIL = 64
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What may be in an answer beside text. `calls` None: no calls. `begun`: the prompt ends inside the reasoning."""
+    """What may be in an answer beside text. `calls` None: no calls. `begun`: the prompt ends inside the reasoning.
+    `either`: an answer is calls and nothing else, or has the format that was asked for."""
 
     reasoning: Reasoning | None
     begun: bool
     calls: ToolFormat | None
     tools: tuple[Tool, ...]
     most: int
+    either: bool
 
     @property
     def spelled(self) -> frozenset[int]:
@@ -54,7 +58,7 @@ class Reading:
 
     def splitter(self) -> Splitter:
         """One for each choice."""
-        return Splitter(self.reasoning, self.begun, self.calls, self.tools, self.most)
+        return Splitter(self.reasoning, self.begun, self.calls, self.tools, self.most, self.either)
 
 
 def reading_of(body: ChatBody, prompt: Sequence[int], tokenizer: TextTokenizer) -> Reading:
@@ -62,7 +66,8 @@ def reading_of(body: ChatBody, prompt: Sequence[int], tokenizer: TextTokenizer) 
     begun = reasoning is not None and tokenizer.decode(prompt[-_TAIL:]).rstrip().endswith(reasoning.start)
     several = body.parallel_tool_calls and not isinstance(body.tool_choice, NamedTool)
     calls = tokenizer.tool_format if body.calls else None
-    return Reading(reasoning, begun, calls, callable_tools(body), MOST_CALLS if several else 1)
+    either = calls is not None and body.tool_choice == "auto" and body.grammar is not None
+    return Reading(reasoning, begun, calls, callable_tools(body), MOST_CALLS if several else 1, either)
 
 
 def callable_tools(body: ChatBody) -> tuple[Tool, ...]:
@@ -70,40 +75,51 @@ def callable_tools(body: ChatBody) -> tuple[Tool, ...]:
     return tuple(tool.for_template() for tool in body.tools) if body.calls else ()
 
 
-def enforced(body: ChatBody, reading: Reading, grammars: GrammarCompiler) -> Grammar | None:
-    """What makes the answers call; None where they are free to. Takes a while: for a worker thread.
+def grammar_of(body: ChatBody, reading: Reading, grammars: GrammarCompiler) -> Grammar | None:
+    """What the answers must follow: calls where they must come, the format that is asked for where none may, and
+    either of the two with `auto`; None where they are free. Takes a while: for a worker thread.
 
     Raises:
-        InvalidRequestError: a tool's arguments cannot be enforced; names the tool.
+        InvalidRequestError: the format, or a tool's arguments, cannot be enforced; names the field or the tool.
     """
+    if reading.calls is None:
+        return compiled(body, grammars, reading.thinks, reading.spelled)
     free = body.tool_choice == "auto"
-    if reading.calls is None or (free and not any(tool.function.strict for tool in body.tools)):
+    if free and body.grammar is None and not any(tool.function.strict for tool in body.tools):
         return None
     wanted = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
     places = [i for i, tool in enumerate(body.tools) if wanted in (None, tool.function.name)]
     try:
-        return grammars.compile(_spec(reading, places, reading.most, free))
+        return grammars.compile(_either(body, reading, places) if reading.either else _spec(reading, places, free))
     except InvalidRequestError as error:
-        for place in places if error.param is None else ():
-            _check(reading, place, grammars)
+        if error.param is None:
+            _find_fault(body, reading, places, grammars)
         raise InvalidRequestError(str(error), param=error.param or "tools") from None
 
 
-def _spec(reading: Reading, places: Sequence[int], most: int, free: bool) -> GrammarSpec:
+def _either(body: ChatBody, reading: Reading, places: Sequence[int]) -> GrammarSpec:
+    assert body.grammar is not None
+    return combined([_spec(reading, places, free=False), body.grammar[1]])
+
+
+def _spec(reading: Reading, places: Sequence[int], free: bool) -> GrammarSpec:
     assert reading.calls is not None
     try:
-        source = reading.calls.grammar([reading.tools[place] for place in places], most, free)
+        source = reading.calls.grammar([reading.tools[place] for place in places], reading.most, free)
     except UnwritableToolError as error:
         raise _at(places[error.index], error) from None
     return GrammarSpec(GrammarKind.GRAMMAR, source, reading.spelled, reading.thinks)
 
 
-def _check(reading: Reading, place: int, grammars: GrammarCompiler) -> None:
-    """Raises InvalidRequestError: it is this tool that cannot be enforced."""
-    try:
-        grammars.compile(_spec(reading, [place], 1, free=False))
-    except InvalidRequestError as error:
-        raise _at(place, error) from None
+def _find_fault(body: ChatBody, reading: Reading, places: Sequence[int], grammars: GrammarCompiler) -> None:
+    """Raises InvalidRequestError where the format alone, or a tool alone, cannot be enforced."""
+    if reading.either:
+        compiled(body, grammars, reading.thinks, reading.spelled)
+    for place in places:
+        try:
+            grammars.compile(_spec(replace(reading, most=1), [place], free=False))
+        except InvalidRequestError as error:
+            raise _at(place, error) from None
 
 
 def _at(place: int, error: Exception) -> InvalidRequestError:

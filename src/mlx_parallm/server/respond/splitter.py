@@ -34,6 +34,7 @@ class Splitter:
         calls: None: nothing in the text is a call.
         tools: those that may be called.
         most: calls; after the last one nothing more is read.
+        calls_first: the text begins with a call, or has none.
     """
 
     def __init__(
@@ -43,12 +44,14 @@ class Splitter:
         calls: ToolFormat | None = None,
         tools: Sequence[Tool] = (),
         most: int = 1,
+        calls_first: bool = False,
     ) -> None:
         self._reasoning = reasoning
         self._calls = calls
         self._tools = tools
         self._most = most
         self._mode = _Mode.THINKING if begun else _Mode.SAYING
+        self._calls_first = calls_first
         self._may_think = reasoning is not None and not begun
         self._trims = begun  # white space that comes now belongs to the mark before it
         self._held = ""
@@ -95,10 +98,12 @@ class Splitter:
         if len(self._ids) >= self._most > 0 and self._calls is not None:
             self._held = ""  # as many calls as were wanted: nothing more is said
             return
-        marks = list(self._reasoning.around) if self._reasoning else []
-        marks += [self._calls.start] if self._calls else []
         if self._may_think and self._begins_thought(ended):
             return
+        if self._calls_first and not self._ids:
+            self._rule_out_calls()
+        marks = list(self._reasoning.around) if self._reasoning else []
+        marks += [self._calls.start] if self._calls else []
         if self._cut:
             self._drop_begun_mark()
         said, mark = self._until(marks, ended)
@@ -107,6 +112,12 @@ class Splitter:
             self._trims = True
             if self._calls is not None and mark == self._calls.start:
                 self._mode, self._searched = _Mode.CALLING, 0
+
+    def _rule_out_calls(self) -> None:
+        """Where the text begins with something else than a call, nothing in it is one."""
+        beginning, start = self._held.lstrip(), self._calls.start if self._calls else ""
+        if not beginning.startswith(start) and not start.startswith(beginning):
+            self._calls = None
 
     def _drop_begun_mark(self) -> None:
         """More than half of a start mark at the end of a text that was cut off belongs to a call, not to the text."""

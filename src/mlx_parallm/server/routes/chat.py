@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from mlx_parallm.core import AdapterRef, Collection, GenerationRequest
 from mlx_parallm.server.body import json_body, request_body
-from mlx_parallm.server.calling import Reading, callable_tools, enforced, reading_of
+from mlx_parallm.server.calling import Reading, callable_tools, grammar_of, reading_of
 from mlx_parallm.server.conversation import rendered
 from mlx_parallm.server.exchange import new_request_id
 from mlx_parallm.server.generation import GenerationResponse
@@ -19,7 +19,6 @@ from mlx_parallm.server.planning import Budget, plan
 from mlx_parallm.server.respond.chat import ChatAnswer
 from mlx_parallm.server.selectors import choose
 from mlx_parallm.server.services import Services, ServicesDep
-from mlx_parallm.server.structured import compiled
 from mlx_parallm.server.wire.chat import ChatBody, ChatCompletion
 
 router = APIRouter()
@@ -46,7 +45,6 @@ def planned(
     """Renders and tokenises: what the engine is asked for, and how its text is to be read."""
     prompt = prompt_of(body, services)
     reading = reading_of(body, prompt, services.tokenizer)
-    answers = compiled(body, services.grammars, reading.thinks, reading.spelled)
     request = plan(
         request_id=request_id,
         body=body,
@@ -57,7 +55,7 @@ def planned(
         top_logprobs=body.top_logprobs if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
         collection=collection,
-        grammar=answers or enforced(body, reading, services.grammars),
+        grammar=grammar_of(body, reading, services.grammars),
         spelled=reading.spelled,
     )
     return request, reading

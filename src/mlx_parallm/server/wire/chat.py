@@ -75,8 +75,6 @@ class ChatBody(GenerationBody):
 
     def _check_calls(self) -> None:
         enforced = "tool_choice" if self.tool_choice != "auto" else "tools"
-        if self.grammar is not None:
-            raise refused(f"not with {self.grammar[0]}, which is what the answer must look like; send one", enforced)
         if self.tool_choice == "auto" and not any(tool.function.strict for tool in self.tools):
             return
         if self.collect_trajectory:
