@@ -17,6 +17,7 @@
     │   └── OverloadedError         the queue is full; try again later
     └── EngineError                 the server failed the request (HTTP 5xx)
         ├── StepFailedError         the forward that carried this row raised
+        ├── QueueTimeoutError       the request waited too long for its turn
         ├── AbortedError            the operator ended the request
         ├── StorageError            a file could not be written
         ├── AdapterUnavailableError the adapter version's weights cannot be had any more
@@ -102,6 +103,10 @@ class EngineError(ParaLLMError):
 
 class StepFailedError(EngineError):
     """The forward that carried this sequence raised; other requests are unaffected."""
+
+
+class QueueTimeoutError(EngineError):
+    """The request waited in the queue for longer than the server lets requests wait."""
 
 
 class AbortedError(EngineError):

@@ -94,6 +94,7 @@ class Engine:
             calibrate(runner),
             trainer,
             lookahead=not on_cpu(),
+            queue_timeout_s=config.server.queue_timeout,
         )
         mx.reset_peak_memory()
         return parts

@@ -62,6 +62,12 @@ class ServerConfig(Section):
     max_queued: Integer = Field(
         default=512, ge=1, description="Most sequences that wait to be admitted; beyond it a request gets 429."
     )
+    queue_timeout: Number | None = Field(
+        default=600.0,
+        gt=0,
+        description="Seconds that a request may wait until the device begins with it, after which it gets 503; "
+        "null: any time.",
+    )
     kv_cache_memory: AutoByteSize = Field(
         default=None,
         description="Memory for the KV cache, such as 4GB or 512MiB, shared with the adapter bank and training, which "

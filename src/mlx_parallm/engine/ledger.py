@@ -15,11 +15,12 @@ from mlx_parallm.core import (
     PromptScored,
     RequestFailed,
     SequenceOutput,
+    WorkClass,
 )
 from mlx_parallm.engine.live import LiveRequest, LiveSequence, Vocabulary, expand
 from mlx_parallm.engine.snapshot import Counters
 from mlx_parallm.engine.text import TextDelta
-from mlx_parallm.errors import GrammarError
+from mlx_parallm.errors import GrammarError, QueueTimeoutError
 from mlx_parallm.scheduler.rl_aware import RLAwareScheduler
 from mlx_parallm.scheduler.sequence import Sequence
 
@@ -81,6 +82,15 @@ class Ledger:
         for live in tuple(request.unfinished):
             self._end(live)
         self._emit(request, RequestFailed(error))
+
+    def fail_overdue(self, arrived_before: float) -> None:
+        """Fails live requests that arrived before then and that the device has not begun with. Rollouts may wait."""
+        for request in tuple(self._requests.values()):
+            if request.arrived_at >= arrived_before:
+                return  # they are kept in order of arrival
+            if request.request.work_class is WorkClass.INFERENCE and not request.begun:
+                waited = time.monotonic() - request.arrived_at
+                self.fail(request, QueueTimeoutError(f"The request waited {waited:.0f} s in the queue; try again."))
 
     def fail_all(self, error: Exception) -> None:
         for request in tuple(self._requests.values()):

@@ -64,6 +64,11 @@ class LiveRequest:
     def request_id(self) -> str:
         return self.request.request_id
 
+    @property
+    def begun(self) -> bool:
+        """Whether the device has begun with any of its sequences."""
+        return bool(self.started_at) or any(live.sequence.started_at for live in self.unfinished)
+
     def finished(self, now: float) -> RequestFinished:
         return RequestFinished(
             prompt_tokens=sum(map(len, self.request.prompts)),

@@ -38,6 +38,7 @@ _log = logging.getLogger(__name__)
 class EngineParts:
     """What the device thread builds before it serves. `training` None: this server does not train.
 
+    `queue_timeout_s`: how long a request may wait until the device begins with it; None: any time.
     `lookahead`: a decode step is launched before the tokens of the one before are read.
     """
 
@@ -48,6 +49,7 @@ class EngineParts:
     cost: CostModel
     training: TrainingWork | None = None
     lookahead: bool = True
+    queue_timeout_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,7 @@ class DeviceLoop:
         self._adapters = parts.adapters
         self._training = parts.training
         self._lookahead = parts.lookahead
+        self._queue_timeout_s = parts.queue_timeout_s
         self._vocab_size = parts.vocabulary.size
         self._scheduler = RLAwareScheduler(parts.scheduler, memory, parts.cost)
         self._ledger = Ledger(lives, parts.vocabulary, self._scheduler, parts.adapters, publish)
@@ -91,6 +94,12 @@ class DeviceLoop:
         for sequence in tuple(live.unfinished):
             self._ledger.finish_if_nothing_to_do(sequence)
         self._ledger.flush()
+
+    def fail_overdue(self, now: float) -> None:
+        """Fails requests that have waited in the queue for too long."""
+        if self._queue_timeout_s is not None:
+            self._ledger.fail_overdue(now - self._queue_timeout_s)
+            self._ledger.flush()
 
     def abort(self, request_id: str) -> None:
         """Frees everything a request holds. Nothing is published: nobody listens any more."""

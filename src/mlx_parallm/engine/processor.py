@@ -245,6 +245,7 @@ class ContinuousBatchProcessor:
             busy = loop.step()
             now = time.monotonic()
             if not busy or now - taken_at > _SNAPSHOT_S:
+                loop.fail_overdue(now)
                 self._stats, taken_at = loop.stats(), now
             if self._debug and not busy:
                 loop.check_integrity()
