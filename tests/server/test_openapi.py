@@ -9,6 +9,8 @@ from mlx_parallm.server.examples import BODIES
 from mlx_parallm.server.openapi import KINDS
 
 EVENTS = "/v1/training/events"
+CANCEL = "/v1/responses/{response_id}/cancel"
+"""Always an error."""
 
 
 @pytest.fixture
@@ -125,7 +127,7 @@ async def test_every_route_without_a_body_answers_as_it_stands(client, adapters,
     adapters.publish("math")
     stored = (await client.post("/v1/responses", json={"input": "x"})).json()["id"]
     for path, method, said in operations(document):
-        if "requestBody" not in said and path != EVENTS:
+        if "requestBody" not in said and path not in (EVENTS, CANCEL):
             url = path.replace("{name}", "math").replace("{selector}", "math").replace("{response_id}", stored)
             response = await client.request(method, url)
             assert response.status_code == 200, (method, path, response.text)

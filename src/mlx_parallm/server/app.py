@@ -32,6 +32,7 @@ from mlx_parallm.server.routes import (
     models,
     ops,
     pause,
+    response_inputs,
     responses,
     schedule,
     sleep,
@@ -49,6 +50,7 @@ from mlx_parallm.server.workers import Workers
 ROUTES = (
     completions,
     chat,
+    response_inputs,
     responses,
     models,
     lora,

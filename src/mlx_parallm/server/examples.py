@@ -41,6 +41,7 @@ BODIES: Mapping[str, Bodies] = {
         "items": {"input": _MESSAGES, "instructions": "Be brief.", "max_output_tokens": 8, "store": False},
         "as a stream": {"input": "Hello", "max_output_tokens": 8, "stream": True},
     },
+    "/v1/responses/input_tokens": {"a question": {"input": "What is the capital of France?"}},
     "/v1/load_lora_adapter": {
         "from a folder": {"lora_name": "tone", "lora_path": "tone"},
         "in place": {"lora_name": "math", "lora_path": "math", "load_inplace": True},

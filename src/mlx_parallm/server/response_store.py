@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
 from dataclasses import dataclass
 from threading import RLock
+from typing import Any
 
 from mlx_parallm.server.errors import UnknownResponseError
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response, and the whole conversation up to its end, both as JSON: forgetting an earlier one breaks no later."""
+    """A response, and all the items that it was an answer to, those of earlier turns among them; both as JSON.
+    Forgetting an earlier response breaks no later one."""
 
     response: bytes
-    conversation: bytes
+    input_items: bytes
 
     @property
     def size(self) -> int:
-        return len(self.response) + len(self.conversation)
+        return len(self.response) + len(self.input_items)
+
+    def items(self) -> list[dict[str, Any]]:
+        """The conversation up to the response's end."""
+        return [*json.loads(self.input_items), *json.loads(self.response)["output"]]
 
 
 class ResponseStore:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Path, Query
 from pydantic import ValidationError
@@ -19,6 +19,7 @@ from mlx_parallm.server.body import first_fault, json_body, request_body
 from mlx_parallm.server.errors import UnknownResponseError
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.openapi import raises, streamable
+from mlx_parallm.server.respond.input_items import kept
 from mlx_parallm.server.respond.response_items import new_id
 from mlx_parallm.server.respond.responses import ResponsesAnswer
 from mlx_parallm.server.response_store import StoredResponse
@@ -27,11 +28,13 @@ from mlx_parallm.server.selectors import choose
 from mlx_parallm.server.services import Services, ServicesDep
 from mlx_parallm.server.truncation import shortened
 from mlx_parallm.server.wire.chat import ChatBody
-from mlx_parallm.server.wire.response_items import ITEM_LIST, ChatMessageFields, messages_of
+from mlx_parallm.server.wire.response_items import ITEM_LIST, messages_of
 from mlx_parallm.server.wire.response_object import DeletedResponse, ResponseObject
 from mlx_parallm.server.wire.responses import ResponseQuery, ResponsesBody, own_name
 
 SEQUENCES = 1
+KeptItem = dict[str, Any]
+NOTHING_BEFORE = StoredResponse(b'{"output":[]}', b"[]")
 
 router = APIRouter()
 ResponseId = Annotated[str, Path(description="Of a stored response.")]
@@ -45,9 +48,9 @@ Body = Annotated[ResponsesBody, Depends(json_body(ResponsesBody))]
 )
 async def create_response(body: Body, request: Request, services: ServicesDep) -> Response:
     """Answers a conversation, and keeps it for the next turn unless `store` is false."""
-    stored = _stored_before(body, services)
-    request.state.body_bytes += len(stored)
-    earlier, chat = await services.workers.run(request.state.body_bytes, partial(_as_chat, body, stored))
+    stored = stored_before(body, services)
+    request.state.body_bytes += stored.size
+    earlier, chat = await services.workers.run(request.state.body_bytes, partial(as_chat, body, stored))
     choice = choose(chat, services.card.name)
     answering = partial(prepare, body, chat, earlier, services)
     return GenerationResponse(services, choice, SEQUENCES, chat, answering, body.stream)
@@ -73,48 +76,50 @@ async def delete_response(response_id: ResponseId, services: ServicesDep) -> Del
 def prepare(
     body: ResponsesBody,
     chat: ChatBody,
-    earlier: Sequence[ChatMessageFields],
+    earlier: Sequence[KeptItem],
     services: Services,
     adapter: AdapterRef,
     collection: Collection | None,
 ) -> ResponsesAnswer:
     """Chat's request and reading, under a response's id. Runs in a worker thread."""
-    with _own_words():
-        chat = _fitted(body, chat, services)
+    with own_words():
+        chat = fitted(body, chat, services)
         request, reading = planned(chat, services, adapter, collection, new_id("resp"))
-    keep = partial(_keep, services, [*earlier, *body.messages()]) if body.store else _forget
+    keep = partial(_keep, services, [*earlier, *map(kept, body.input)]) if body.store else _forget
     return ResponsesAnswer(body, chat, request, services.card.name, reading.splitter(), keep)
 
 
-def _fitted(body: ResponsesBody, chat: ChatBody, services: Services) -> ChatBody:
+def fitted(body: ResponsesBody, chat: ChatBody, services: Services) -> ChatBody:
+    """What of the conversation is read; see `ResponsesBody.truncation`."""
     if body.truncation == "disabled":
         return chat
     return shortened(chat, partial(prompt_of, services=services), services.card.context_length)
 
 
-def _stored_before(body: ResponsesBody, services: Services) -> bytes:
-    """The conversation so far, as JSON. Raises UnknownResponseError."""
+def stored_before(body: ResponsesBody, services: Services) -> StoredResponse:
+    """The response that this one goes on from. Raises UnknownResponseError."""
     if body.previous_response_id is None:
-        return b"[]"
-    return services.responses.find(body.previous_response_id, "previous_response_id").conversation
+        return NOTHING_BEFORE
+    return services.responses.find(body.previous_response_id, "previous_response_id")
 
 
-def _as_chat(body: ResponsesBody, stored: bytes) -> tuple[list[ChatMessageFields], ChatBody]:
-    """The conversation so far, and with this turn as a chat. In a worker thread.
+def as_chat(body: ResponsesBody, stored: StoredResponse) -> tuple[list[KeptItem], ChatBody]:
+    """The items so far, and the conversation with this turn as a chat. In a worker thread.
 
     Raises:
         InvalidRequestError: chat finds a fault; it is named as the client knows it.
     """
-    earlier: list[ChatMessageFields] = json.loads(stored)
-    with _own_words():
+    earlier = stored.items()
+    messages = messages_of(ITEM_LIST.validate_python(earlier))
+    with own_words():
         try:
-            return earlier, ChatBody.model_validate(body.for_chat(earlier))
+            return earlier, ChatBody.model_validate(body.for_chat(messages))
         except ValidationError as error:
             raise first_fault(error) from None
 
 
 @contextmanager
-def _own_words() -> Iterator[None]:
+def own_words() -> Iterator[None]:
     """While the block runs, an error that names a field of chat's names ours."""
     try:
         yield
@@ -125,12 +130,9 @@ def _own_words() -> Iterator[None]:
         raise type(error)(str(error).replace(error.param, named), param=named) from None
 
 
-def _keep(services: Services, conversation: Sequence[ChatMessageFields], response: ResponseObject) -> None:
-    said = messages_of(ITEM_LIST.validate_python([item.model_dump() for item in response.output]))
-    stored = StoredResponse(
-        response.json_text().encode("utf-8"), json.dumps([*conversation, *said], ensure_ascii=False).encode("utf-8")
-    )
-    services.responses.put(response.id, stored)
+def _keep(services: Services, items: Sequence[KeptItem], response: ResponseObject) -> None:
+    asked = json.dumps(items, ensure_ascii=False).encode("utf-8")
+    services.responses.put(response.id, StoredResponse(response.json_text().encode("utf-8"), asked))
 
 
 def _forget(_: ResponseObject) -> None:

@@ -216,3 +216,27 @@ class DeletedResponse(WireOutput):
     """Always the same."""
     deleted: Literal[True]
     """Always the same."""
+
+
+class InputItems(WireOutput):
+    """A part of the items that a response was an answer to."""
+
+    object: Literal["list"]
+    """Always the same."""
+    data: list[dict[str, Any]]
+    """Messages, calls, their outputs and reasoning, those of earlier turns among them."""
+    first_id: str | None
+    """Of the first item in `data`; null where it is empty."""
+    last_id: str | None
+    """Of the last one: what `after` takes for the next part."""
+    has_more: bool
+    """Whether there is a next part."""
+
+
+class InputTokens(WireOutput):
+    """How long the prompt of a response would be."""
+
+    object: Literal["response.input_tokens"]
+    """Always the same."""
+    input_tokens: int
+    """Tokens of the whole conversation, tools and instructions among them."""

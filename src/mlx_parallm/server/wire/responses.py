@@ -47,6 +47,19 @@ class ResponseQuery(WireQuery):
     """Taken and not read: an answer is streamed where it is made, and nowhere else."""
 
 
+class InputItemsQuery(WireQuery):
+    """OpenAI's."""
+
+    after: Annotated[str, Field(max_length=MAX_RESPONSE_ID)] | None = None
+    """The id of an item: the list begins after it."""
+    limit: Annotated[int, Field(ge=1, le=100)] = 20
+    """Items at most."""
+    order: Literal["asc", "desc"] = "desc"
+    """`asc`: oldest first. `desc`: newest first."""
+    include: Annotated[list[str], Field(alias="include[]", max_length=16)] = Field(default_factory=list)
+    """Taken and not read: items are listed whole."""
+
+
 class FlatTool(WireInput):
     """A function that the client runs, in the flat form of this API."""
 

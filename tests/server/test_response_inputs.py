@@ -1,0 +1,89 @@
+"""`input_items`, `input_tokens` and `cancel` of `/v1/responses`, as the openai client asks for them."""
+
+import openai
+import pytest
+
+URL = "/v1/responses"
+CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+RESULT = {"type": "function_call_output", "call_id": "c", "output": "r"}
+
+
+async def create(client, **fields):
+    response = await client.post(URL, json={"max_output_tokens": 5, **fields})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+@pytest.fixture
+def sdk(serving):
+    return lambda server: openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+async def test_the_items_of_all_turns_are_listed(client):
+    first = await create(client, input="a", instructions="I")
+    thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "t"}]}
+    second = await create(client, input=[thought, CALL, RESULT], previous_response_id=first["id"])
+    await client.delete(f"{URL}/{first['id']}")
+    listed = (await client.get(f"{URL}/{second['id']}/input_items?order=asc")).json()
+    kinds = [item["type"] for item in listed["data"]]
+    assert kinds == ["message", "message", "reasoning", "function_call", "function_call_output"]
+    assert listed["data"][0]["content"] == [{"type": "input_text", "text": "a"}]
+    assert listed["data"][1] == first["output"][0]
+    assert listed["data"][4] == {**RESULT, "id": listed["data"][4]["id"], "status": "completed"}
+    assert len({item["id"] for item in listed["data"]}) == 5
+    assert (listed["object"], listed["has_more"]) == ("list", False)
+
+
+async def test_pages_with_the_openai_client(serving, sdk):
+    async with serving() as server, sdk(server) as client:
+        turns = [{"role": "user", "content": str(k)} for k in range(7)]
+        response = await client.responses.create(input=turns, model="base", max_output_tokens=5)
+        items = client.responses.input_items
+        ask = {"response_id": response.id, "limit": 3, "include": ["message.output_text.logprobs"]}
+        newest = [item.content[0].text async for item in items.list(**ask)]
+        oldest = [item.content[0].text async for item in items.list(**ask, order="asc")]
+        assert newest == oldest[::-1] == list("6543210")
+        page = await items.list(**ask)
+        assert (len(page.data), page.has_more) == (3, True)
+        counted = await client.responses.input_tokens.count(input=turns, model="base")
+        assert (counted.object, counted.input_tokens) == ("response.input_tokens", response.usage.input_tokens)
+        with pytest.raises(openai.BadRequestError, match="background"):
+            await client.responses.cancel(response.id)
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("GET", "input_items"), ("POST", "cancel"), ("GET", ""), ("DELETE", "")], ids=str
+)
+async def test_a_response_that_is_not_stored_is_a_404(client, fault, method, path):
+    response = await client.request(method, f"{URL}/resp_x/{path}")
+    assert (response.status_code, fault(response)["code"]) == (404, "response_not_found")
+
+
+@pytest.mark.parametrize("query", ["limit=0", "limit=101", "order=up", "after=nope", "x=1"])
+async def test_a_query_that_means_nothing_is_refused(client, fault, query):
+    stored = await create(client, input="a")
+    response = await client.get(f"{URL}/{stored['id']}/input_items?{query}")
+    assert (response.status_code, fault(response)["param"]) == (400, query.partition("=")[0])
+
+
+async def test_the_tokens_are_those_of_the_whole_prompt(client, engine):
+    first = await create(client, input="a")
+    fields = {"input": "b", "instructions": "I", "previous_response_id": first["id"], "num_ctx": 1}
+    counted = await client.post(f"{URL}/input_tokens", json=fields)
+    assert len(engine.requests) == 1
+    assert counted.headers["x-ignored-fields"] == "num_ctx"
+    assert counted.json()["input_tokens"] == (await create(client, **fields))["usage"]["input_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param"),
+    [
+        ({}, 400, "input"),
+        ({"input": "a", "model": "nope"}, 404, "model"),
+        ({"input": "a", "previous_response_id": "resp_x"}, 404, "previous_response_id"),
+    ],
+    ids=str,
+)
+async def test_tokens_of_what_cannot_be_asked(client, fault, fields, status, param):
+    response = await client.post(f"{URL}/input_tokens", json=fields)
+    assert (response.status_code, fault(response)["param"]) == (status, param)
