@@ -260,7 +260,7 @@ def _parts(manager: SharedModelManager, watch: Stopwatch) -> EngineParts:
     config = Config(adapters=AdaptersConfig(max_loras=SLOTS))
     bank = build_bank(manager, config)
     runner = build_runner(manager, bank, config)
-    store, _ = build_store(bank, manager, config, wake=lambda: None)
+    store, _ = build_store(bank, manager, config, run=None, wake=lambda: None)
     tokenizer = manager.tokenizer
     vocabulary = Vocabulary(manager.card.vocab_size, tokenizer.eos_token_ids, partial(Detokenizer, tokenizer))
     timed: tuple[Any, Any] = TimedRunner(runner, watch), TimedStore(store, watch)

@@ -33,7 +33,7 @@ async def lean_rig(config: Config, group: int = 1, max_tokens: int = 64) -> Asyn
         yield made
     finally:
         await made.training.close()
-        await asyncio.to_thread(engine.processor.stop)
+        await asyncio.to_thread(engine.stop)
 
 
 @asynccontextmanager

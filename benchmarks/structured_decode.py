@@ -44,7 +44,7 @@ async def _measure(repeats: int) -> Rates:
                     rates[kind].append(rate)
                     print(f"  {kind:<8} {rate:6.1f} tok/s", flush=True)
     finally:
-        await asyncio.to_thread(engine.processor.stop)
+        await asyncio.to_thread(engine.stop)
     return rates
 
 

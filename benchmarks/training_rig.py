@@ -150,7 +150,7 @@ async def rig(config: Config, group: int, max_tokens: int) -> AsyncIterator[Rig]
         yield made
     finally:
         await made.training.close()
-        await asyncio.to_thread(engine.processor.stop)
+        await asyncio.to_thread(engine.stop)
 
 
 def _watch(made: Rig) -> None:

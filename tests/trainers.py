@@ -19,6 +19,7 @@ from mlx_parallm.model.families import classify
 from mlx_parallm.rl.policy import Policy
 from mlx_parallm.rl.samples import Sample, UpdateBatch, UpdateOutcome
 from mlx_parallm.rl.settings import LoRASettings, OptimizerSettings, TrainerSettings
+from mlx_parallm.rl.snapshot import PolicySnapshot
 from mlx_parallm.rl.trainable import Params, Span, TrainableModel, TrainingContext
 from mlx_parallm.rl.trainer import GRPOTrainer
 
@@ -104,6 +105,14 @@ def learn(trainer: GRPOTrainer, policy: Policy, drawn: Sequence[Sample]) -> Upda
     return outcome
 
 
+def snapshot(policy: Policy) -> PolicySnapshot:
+    """A copy of the policy as it is, made in many turns."""
+    *turns, copy = policy.keep().copied(100)
+    assert len(turns) > 1
+    assert set(turns) == {None}
+    return copy
+
+
 def leaves(policy: Policy) -> dict[str, np.ndarray]:
     return {name: np.array(leaf) for name, leaf in tree_flatten(policy.params)}
 
@@ -126,7 +135,7 @@ class Recorder:
         self.seen: dict[str, np.ndarray] = {}
 
     def keep(self):
-        return lambda: None
+        return None
 
     def apply(self, gradients, scale=1.0) -> None:
         self.seen = {name: np.array(leaf) for name, leaf in tree_flatten(gradients)}

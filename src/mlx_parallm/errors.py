@@ -15,6 +15,7 @@
     │   ├── ConflictError           the state of what is named forbids it
     │   │   └── TrainingDisabledError  this server does not train
     │   └── OverloadedError         the queue is full; try again later
+    ├── TrainingFailedError         a run without clients cannot go on: its tasks fail
     └── EngineError                 the server failed the request (HTTP 5xx)
         ├── StepFailedError         the forward that carried this row raised
         ├── QueueTimeoutError       the request waited too long for its turn
@@ -95,6 +96,10 @@ class OverloadedError(RequestError):
     def __init__(self, message: str, retry_after_s: int = 1) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class TrainingFailedError(ParaLLMError):
+    """A run without clients cannot go on; the message says what became of its tasks."""
 
 
 class EngineError(ParaLLMError):

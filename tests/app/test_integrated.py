@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -25,7 +26,10 @@ MARKED = {"collect_trajectory": True, "prompt": "abc", "n": 4, "max_tokens": 4, 
 
 def make(tmp_path: Path) -> RLIntegratedServer:
     save_tiny("llama", tmp_path / "model")
-    return RLIntegratedServer(tmp_path / "model", LORA, RL, server__kv_cache_memory="16MB")
+    kept = tmp_path / "checkpoints"
+    return RLIntegratedServer(
+        tmp_path / "model", LORA, RL, server__kv_cache_memory="16MB", checkpointing__checkpoint_dir=kept
+    )
 
 
 def free_port() -> int:
@@ -64,6 +68,8 @@ async def test_both_coroutines_serve_and_train_one_model(tmp_path: Path) -> None
         assert status["current_lora"] == "default@1"
         after = (await client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 2})).json()
         assert after["lora_adapter"] == "default@1"
+    card = json.loads((tmp_path / "checkpoints/default/checkpoint-1/manifest.json").read_text())
+    assert card["version"] == 1, "cancelled, it saves what it has learnt"
     while server._engine.processor.stats().alive:  # cancelled, it leaves no device thread behind
         await asyncio.sleep(0.02)
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rl.user_package import install
+from safetensors.numpy import load_file
 from tiny import save_tiny
 
 from mlx_parallm.app.train import FINAL, run
 from mlx_parallm.cli.train_view import TrainOptions
 from mlx_parallm.config import Config, LoRAConfig, RLConfig, configure
 from mlx_parallm.core import UpdateReport
-from mlx_parallm.errors import ConfigError
+from mlx_parallm.errors import ConfigError, StorageError, TrainingFailedError
 
 STEPS, PROMPTS, GROUP = 3, 2, 4
 SCORED = """
@@ -27,7 +32,8 @@ class letters:
         number = 0
         while True:
             number += 1
-            message = {"role": "user", "content": f"{seed} {number}"}
+            long = number in LONG
+            message = {"role": "user", "content": "word " * 9000 if long else f"{seed} {number}"}
             yield Task((message,), Collection(SCORER, {"pattern": PATTERN}))
 """
 
@@ -38,24 +44,33 @@ class View:
     rollouts: list[tuple[int, int]] = field(default_factory=list)
     reports: list[UpdateReport] = field(default_factory=list)
 
-    def started(self, facts: Mapping[str, str]) -> None:
-        self.facts = dict(facts)
+    made: int = 0
+    failures: list[str] = field(default_factory=list)
+    then: Callable[[View], None] = lambda view: None
+
+    def started(self, facts: Mapping[str, str], made: int) -> None:
+        self.facts, self.made = dict(facts), made
+
+    def task_failed(self, reason: str) -> None:
+        self.failures.append(reason)
 
     def rollout(self, done: int, wanted: int) -> None:
         self.rollouts.append((done, wanted))
 
     def updated(self, report: UpdateReport) -> None:
         self.reports.append(report)
+        self.then(self)
 
 
 @pytest.fixture
 def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Installs a package with environments, whose scorer is `SCORER`."""
 
-    def make(scorer: str, pattern: str = "[ -O]") -> None:
+    def make(scorer: str, pattern: str = "[ -O]", long: Sequence[int] = ()) -> None:
         site = tmp_path / f"site_{len(sys.path)}"
         site.mkdir()
         source = SCORED.replace("SCORER", repr(scorer)).replace("PATTERN", repr(pattern))
+        source = source.replace("LONG", repr(tuple(long)))
         install(site, "user_letters", source, "mlx_parallm.environments", "letters")
         monkeypatch.syspath_prepend(str(site))
         monkeypatch.delitem(sys.modules, "user_letters", raising=False)
@@ -64,7 +79,8 @@ def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def config(tmp_path: Path, algorithm: str = "dapo", **keys: object) -> Config:
-    save_tiny("llama", tmp_path / "model")
+    if not (tmp_path / "model").exists():
+        save_tiny("llama", tmp_path / "model")
     rl = RLConfig(algorithm=algorithm, learning_rate=1e-3, batch_size=PROMPTS * GROUP)
     return configure(
         tmp_path / "model",
@@ -101,6 +117,95 @@ def test_steps_draw_score_update_and_save_the_last(tmp_path: Path, user) -> None
     assert view.facts["adapter"].startswith("default, rank 4, alpha 8")
 
 
+def weights_in(folder: Path) -> dict[str, np.ndarray]:
+    """Of the newest checkpoint."""
+    newest = (folder / "default" / "latest").read_text().strip()
+    return load_file(folder / "default" / newest / "adapters.safetensors")
+
+
+def drawn(log: Path) -> dict[str, object]:
+    """What each task gave, by its number and the sample's."""
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    by_id = {record["trajectory_id"]: record for record in records}
+    assert len(by_id) == len(records), "no id is used twice"
+    assert len({name.split("-")[2] for name in by_id}) == 1, "all have the run's own id"
+    return {
+        name.split("-", 3)[3]: (record["prompt_token_ids"], record["completion_token_ids"])
+        for name, record in by_id.items()
+    }
+
+
+@pytest.mark.timeout(120)
+def test_a_run_that_is_stopped_goes_on_as_if_it_had_not_been(tmp_path: Path, user) -> None:
+    """Its tasks, seeds and ids go on, and so it draws and learns the same; --steps counts the whole run."""
+    user("regex", "^[ -Z]")
+    one, two = tmp_path / "one", tmp_path / "two"
+    log = {"rl_training__trajectory_log": tmp_path / "one.jsonl"}
+    alone = config(tmp_path, "grpo", checkpointing__checkpoint_dir=one, **log)
+    assert run(alone, replace(OPTIONS, steps=5), View()) == 0
+    keys = {"checkpointing__checkpoint_dir": two, "rl_training__trajectory_log": tmp_path / "two.jsonl"}
+    for number, signals in ((2, signal.SIGINT), (4, signal.SIGTERM)):
+        view = View(then=lambda view, n=number, s=signals: view.reports[-1].step == n and os.kill(os.getpid(), s))
+        assert run(config(tmp_path, "grpo", **keys), replace(OPTIONS, steps=5), view) == 128 + signals
+        assert view.made == number - 2
+        assert f"checkpoint-{number}" in (two / "default" / "latest").read_text()
+    view = View()
+    assert run(config(tmp_path, "grpo", **keys), replace(OPTIONS, steps=5), view) == 0
+    assert (view.made, [report.step for report in view.reports]) == (4, [5])
+    went_on, whole = drawn(tmp_path / "two.jsonl"), drawn(tmp_path / "one.jsonl")
+    assert len(whole) == 5 * PROMPTS * GROUP
+    assert went_on == whole
+    for name, leaf in weights_in(one).items():  # batches of other rows are rounded otherwise
+        np.testing.assert_allclose(weights_in(two)[name], leaf, atol=1e-5)
+    view = View()
+    assert run(config(tmp_path, "grpo", **keys), replace(OPTIONS, steps=5), view) == 0
+    assert (view.made, view.reports) == (5, []), "there is nothing left to do"
+
+
+@pytest.mark.timeout(120)
+def test_one_bad_task_costs_itself_and_most_of_them_end_the_run_saved(tmp_path: Path, user) -> None:
+    user("regex", "^[ -Z]", long=(3, *range(7, 99)))
+    view, kept = View(), tmp_path / "kept"
+    with pytest.raises(TrainingFailedError, match=r"[34] of the last 4 tasks failed.*tokens"):
+        run(config(tmp_path, "grpo", checkpointing__checkpoint_dir=kept), replace(OPTIONS, steps=9), view)
+    assert [report.metrics["failed_tasks"] for report in view.reports] == [0, 1, 0, 2, 2]
+    assert [failure.partition(":")[0] for failure in view.failures] == [f"task {n}" for n in (2, 6, 7, 8, 9)]
+    assert [report.status for report in view.reports] == ["published"] * 3 + ["skipped"] * 2
+    assert (kept / "default" / "latest").read_text() == "checkpoint-3\n"
+
+
+@pytest.mark.timeout(120)
+def test_a_full_disk_at_the_end_is_an_error_and_leaves_nothing_half_written(
+    tmp_path: Path, user, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user("regex")
+    kept = tmp_path / "kept"
+
+    def full(view: View) -> None:
+        def refuse(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr("mlx_parallm.adapters.atomic.write_file", refuse)
+
+    with pytest.raises(StorageError, match="a checkpoint of default was not saved: No space left"):
+        run(config(tmp_path, checkpointing__checkpoint_dir=kept), OPTIONS, View(then=full))
+    assert list((kept / "default").iterdir()) == []
+
+
+@pytest.mark.timeout(120)
+def test_a_run_without_a_folder_makes_one_and_says_so(tmp_path: Path, user, monkeypatch: pytest.MonkeyPatch) -> None:
+    user("regex")
+    monkeypatch.chdir(tmp_path)
+    view = View()
+    assert run(config(tmp_path), replace(OPTIONS, steps=1), view) == 0
+    (folder,) = (tmp_path / "checkpoints").iterdir()
+    assert view.facts["checkpoints"] == f"checkpoints/{folder.name}, a new run; --resume resumes the newest"
+    assert (folder / "default" / "checkpoint-1").is_dir()
+    view = View()
+    assert run(config(tmp_path, checkpointing__resume=True), replace(OPTIONS, steps=2), view) == 0
+    assert (view.made, [report.step for report in view.reports]) == (1, [2])
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("algorithm", "draws"), [("dapo", 4), ("grpo", 1)])
 def test_dapo_draws_again_for_groups_without_a_signal_and_a_step_without_any_ends(
@@ -120,7 +225,7 @@ def test_tasks_that_cannot_be_scored_end_the_run_before_anything_is_drawn(tmp_pa
     user("no_such_scorer")
     view = View()
     with pytest.raises(ConfigError, match="no_such_scorer"):
-        run(config(tmp_path), OPTIONS, view)
+        run(config(tmp_path, checkpointing__checkpoint_dir=tmp_path / "kept"), OPTIONS, view)
     assert view.facts == {}
 
 

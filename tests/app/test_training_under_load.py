@@ -102,7 +102,7 @@ async def rig(path: Path, **keys: object) -> AsyncIterator[Rig]:
         yield made
     finally:
         await made.training.close()
-        await asyncio.to_thread(engine.processor.stop)
+        await asyncio.to_thread(engine.stop)
 
 
 def _watch(made: Rig) -> None:
@@ -219,9 +219,9 @@ async def test_an_adapter_beside_the_default_one_is_trained_with_a_state_of_its_
         second = await made.training.service.update("tone", given)
         assert (second.adapter, second.step) == (AdapterRef("tone", 2), 1)
         learner = made.training.publisher._learner
-        default, tone = await learner.snapshot("default"), await learner.snapshot("tone")
+        default, tone = [await learner.copy(await learner.keep(name)) for name in ("default", "tone")]
         for path, pair in default.weights.pairs.items():
             assert np.array_equal(pair.b, tone.weights.pairs[path].b), "the same start and data give the same update"
         await made.training.service.update("tone", given)
-        assert (await learner.snapshot("default")).step == 1
-        assert (await learner.snapshot("tone")).step == 2
+        assert (await learner.keep("default")).step == 1
+        assert (await learner.keep("tone")).step == 2

@@ -44,7 +44,8 @@ def test_every_flag_sets_its_own_key(app):
     numbers += ("--max-lora-rank", "--checkpoint-interval", "--keep-n-checkpoints", "--lora-rank", "--lora-alpha")
     numbers += ("--max-staleness", "--micro-batch-tokens", "--seed", "--max-decode-stall-ms")
     values |= dict.fromkeys(numbers, "7")
-    values |= dict.fromkeys(("--learning-rate", "--kl-coef", "--training-time-share"), "5e-4")
+    floats = ("--learning-rate", "--kl-coef", "--training-time-share", "--checkpoint-minutes")
+    values |= dict.fromkeys(floats, "5e-4")
     flags = [flag for flag in FLAGS if flag.path not in TRAIN_ONLY]
     for flag in flags:
         value = [values.get(flag.name, "text")] if flag.metavar else []

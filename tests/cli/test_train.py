@@ -32,10 +32,14 @@ class Training:
     reports: list[UpdateReport] = field(default_factory=lambda: [published(1), published(2)])
     error: BaseException | None = None
     asked: list[object] = field(default_factory=list)
+    made: int = 0
+    failures: tuple[str, ...] = ()
 
     def run(self, config, options, view):
         self.asked.append((config, options))
-        view.started({"model": "m"})
+        view.started({"model": "m", "checkpoints": "kept"}, self.made)
+        for failure in self.failures:
+            view.task_failed(failure)
         for report in self.reports:
             view.rollout(1, 32)
             view.updated(report)
@@ -134,12 +138,25 @@ def test_record_of_a_run(training, tmp_path, capsys):
     assert (second["step"], second["version"], second["loss"]) == (2, 2, -0.01)
     assert (tmp_path / "training.png").read_bytes().startswith(PNG)
     shown = capsys.readouterr()
-    assert shown.out.splitlines()[-3:] == [
+    assert shown.out.splitlines()[-4:] == [
         "2 published; mean reward 0.250 in the first, 0.500 in the last; default@2 is live",
+        "checkpoints in kept",
         "updates in training.jsonl",
         "curves in training.png",
     ]
-    assert "WARNING: the adapter is lost when the run ends" in shown.err
+    assert shown.err == ""
+
+
+def test_a_resumed_run_counts_on_and_tells_of_tasks_that_failed(training, tmp_path, capsys):
+    training.made, training.failures = 5, ("task 7: too long",)
+    assert train(["--environment", TASK, "--steps", "9"]) == 0
+    first, second = lines(tmp_path / "training.jsonl")
+    assert (first["step"], second["step"]) == (6, 7)
+    assert (first["failures"], second["failures"]) == (["task 7: too long"], [])
+    shown = capsys.readouterr().out
+    assert "5 of 9 steps were made before; 4 are left" in shown
+    assert "FAILED task 7: too long" in shown
+    assert "6/9" in shown
 
 
 def test_files_are_where_they_are_asked_for_and_lines_are_added(training, tmp_path, capsys):

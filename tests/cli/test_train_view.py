@@ -34,7 +34,7 @@ class Terminal(io.StringIO):
 
 def shown(stream: io.StringIO, *reports: UpdateReport) -> str:
     with RichTrainView(3, stream) as view:
-        view.started({"model": "SmolLM2-135M-Instruct", "environment": "[red]x"})
+        view.started({"model": "SmolLM2-135M-Instruct", "environment": "[red]x"}, 0)
         for report in reports:
             view.rollout(32, 32)
             view.updated(report)

@@ -82,11 +82,14 @@ class FakeLearner:
         finally:
             self.busy -= 1
 
-    async def snapshot(self, name: str) -> PolicySnapshot:
+    async def keep(self, name: str) -> PolicySnapshot:
         return policy(*self.policies[name])
 
-    async def restore(self, name: str, snapshot: PolicySnapshot) -> None:
-        self.policies[name] = (value_of(snapshot), snapshot.step)
+    async def copy(self, kept: PolicySnapshot) -> PolicySnapshot:
+        return kept
+
+    async def restore(self, name: str, goal: PolicySnapshot | None) -> None:
+        self.policies[name] = (value_of(goal), goal.step) if goal else (0.0, 0)
 
 
 class FakePublisher:
@@ -103,7 +106,6 @@ class FakePublisher:
         self.damaged: set[str] = set()
         self.flip_error: Exception | None = None
         self.save_error: Exception | None = None
-        self.no_folder = False
         self.latest = ""
         self._next: Counter[str] = Counter()
 
@@ -128,10 +130,8 @@ class FakePublisher:
 
         return publish
 
-    async def stage(
-        self, name: str, told: Callable[[AdapterRef], None], policy: PolicySnapshot | None = None
-    ) -> AdapterRef:
-        ref = self._added(name, value_of(policy) if policy else self.learner.policies[name][0], told)
+    async def stage(self, name: str, told: Callable[[AdapterRef], None]) -> AdapterRef:
+        ref = self._added(name, self.learner.policies[name][0], told)
         await asyncio.sleep(0)
         return ref
 
@@ -173,10 +173,8 @@ class FakePublisher:
         tags: Sequence[str],
         metrics: Mapping[str, float],
         step: int | None = None,
-    ) -> CheckpointCard | None:
+    ) -> CheckpointCard:
         await asyncio.sleep(0)
-        if self.no_folder:
-            return None
         if self.save_error is not None:
             raise self.save_error
         assert self.versions[ref] == value_of(policy), "another version's policy"

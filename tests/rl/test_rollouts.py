@@ -19,9 +19,9 @@ from mlx_parallm.core import (
     StopParams,
     WorkClass,
 )
-from mlx_parallm.errors import EngineError, StepFailedError
+from mlx_parallm.errors import ContextLengthError, EngineDeadError, EngineError, StepFailedError, TrainingFailedError
 from mlx_parallm.rl.environments import Task
-from mlx_parallm.rl.rollouts import Rollouts, RolloutSettings, finished
+from mlx_parallm.rl.rollouts import Drawn, Rollouts, RolloutSettings, finished
 
 LIVE = AdapterRef("math", 3)
 
@@ -60,8 +60,8 @@ class Tokenizer:
         return [len(message["content"]) for message in messages]
 
 
-def tasks():
-    for number in count(1):
+def tasks(first: int = 1):
+    for number in count(first):
         yield Task(({"role": "user", "content": "x" * number},), Collection("exact", {"answer": str(number)}))
 
 
@@ -69,13 +69,13 @@ def rollouts(seed: int = 0, **options: object) -> tuple[Rollouts, Engine, Leases
     leases, told = Leases(), []
     engine = Engine(leases)
     settings = RolloutSettings(group_size=4, max_tokens=9, seed=seed, **options)
-    return Rollouts(engine, leases, Tokenizer(), tasks(), settings, told.append), engine, leases, told
+    return Rollouts(engine, leases, Tokenizer(), tasks(settings.taken + 1), settings, told.append), engine, leases, told
 
 
 async def test_each_task_becomes_one_collected_group_of_class_training() -> None:
     drawing, engine, leases, told = rollouts(temperature=0.8)
-    assert await drawing.draw(3, "math") == 12
-    assert await drawing.draw(1, "math") == 4
+    assert await drawing.draw(3, "math") == Drawn(12, ())
+    assert await drawing.draw(1, "math") == Drawn(4, ())
     assert [request.prompts for request in engine.requests] == [((1,),), ((2,),), ((3,),), ((4,),)]
     assert [request.collection.metadata["answer"] for request in engine.requests] == ["1", "2", "3", "4"]
     for request in engine.requests:
@@ -95,15 +95,66 @@ async def test_no_two_samples_of_any_runs_share_a_seed() -> None:
     assert len(set(seeds)) == len(seeds) == 3 * 50 * 4
 
 
-async def test_an_engine_that_fails_ends_the_draw_and_gives_the_lease_back() -> None:
+async def test_a_run_that_goes_on_draws_what_it_would_have_drawn_without_a_stop() -> None:
+    whole, engine, _, _ = rollouts(run="a")
+    await whole.draw(6, "math")
+    assert whole.taken == 6
+    again, resumed, _, _ = rollouts(run="a", taken=4)
+    await again.draw(2, "math")
+    asked = [(r.request_id, r.prompts, r.sampling.seed) for r in engine.requests]
+    assert [(r.request_id, r.prompts, r.sampling.seed) for r in resumed.requests] == asked[4:]
+    assert len({name for name, _, _ in asked}) == 6
+    other, stranger, _, _ = rollouts(run="b")
+    await other.draw(6, "math")
+    assert {r.request_id for r in stranger.requests}.isdisjoint(name for name, _, _ in asked), "another run"
+
+
+async def test_a_task_that_fails_costs_itself_only() -> None:
+    drawing, engine, leases, told = rollouts()
+    answer, raised = engine.generate, []
+
+    async def long_prompts_fail(request: GenerationRequest):
+        if request.prompts == ((2,),):
+            raise ContextLengthError("too long")
+        async for event in answer(request):
+            yield event
+
+    def broken_tasks(good):
+        yield next(good)
+        raised.append(True)
+        raise KeyError("column")
+
+    engine.generate = long_prompts_fail
+    assert await drawing.draw(3, "math") == Drawn(8, ("task 1: too long",))
+    assert sum(told) == 8
+    assert leases.held == {str(LIVE): 0}
+    drawing._tasks = broken_tasks(drawing._tasks)
+    with pytest.raises(TrainingFailedError, match="no more tasks after it raised: 'column'"):
+        await drawing.draw(3, "math")
+    assert raised
+
+
+async def test_a_dead_engine_ends_the_draw() -> None:
+    drawing, engine, leases, _ = rollouts()
+
+    async def dies(request: GenerationRequest):
+        raise EngineDeadError("the device thread has stopped")
+        yield
+
+    engine.generate = dies
+    with pytest.raises(EngineDeadError):
+        await drawing.draw(2, "math")
+    assert leases.held == {str(LIVE): 0}
+
+
+async def test_an_engine_that_fails_costs_its_task_and_gives_the_lease_back() -> None:
     drawing, engine, leases, told = rollouts()
 
     async def fails(request: GenerationRequest):
         yield RequestFailed(StepFailedError("out of memory"))
 
     engine.generate = fails
-    with pytest.raises(StepFailedError, match="out of memory"):
-        await drawing.draw(1, "math")
+    assert await drawing.draw(1, "math") == Drawn(0, ("task 0: out of memory",))
     assert leases.held == {str(LIVE): 0}
     assert told == []
 

@@ -20,6 +20,7 @@ from trainers import (
     make_trainer,
     plain_logprobs,
     samples,
+    snapshot,
     unclipped,
     with_logprobs,
 )
@@ -293,7 +294,7 @@ def test_a_batch_with_part_of_its_signal_makes_as_much_smaller_a_step() -> None:
         while trainer.waits():
             trainer.advance()
         moved[scale] = np.concatenate([(leaf - before[name]).ravel() for name, leaf in leaves(policy).items()])
-        state = policy.snapshot().optimizer
+        state = snapshot(policy).optimizer
         means[scale] = np.concatenate([leaf.ravel() for name, leaf in state.items() if name.endswith(".m")])
     np.testing.assert_allclose(means[0.25], 0.25 * means[1.0], rtol=1e-5, atol=1e-9)
     assert np.linalg.norm(moved[0.25]) == pytest.approx(0.25 * np.linalg.norm(moved[1.0]), rel=1e-2)
@@ -304,13 +305,13 @@ def test_an_update_that_is_not_finite_is_skipped_and_leaves_no_trace(bad: float)
     trainer, _ = make_trainer()
     policy = make_policy(trainer, moved=0.05)
     learn(trainer, policy, samples())
-    before, state = leaves(policy), policy.snapshot()
+    before, state = leaves(policy), snapshot(policy)
     drawn = samples()
     outcome = learn(trainer, policy, [replace(drawn[0], advantage=bad), *drawn[1:]])
     assert outcome.skipped in ("loss_not_finite", "gradient_not_finite")
     assert outcome.step == policy.step == state.step
     assert all(np.array_equal(leaf, before[name]) for name, leaf in leaves(policy).items())
-    after = policy.snapshot()
+    after = snapshot(policy)
     assert all(np.array_equal(leaf, state.optimizer[name]) for name, leaf in after.optimizer.items())
     assert not learn(trainer, policy, drawn).skipped
 
@@ -358,7 +359,7 @@ def test_a_restored_policy_makes_the_same_next_update_to_the_bit(tmp_path, sched
     policy = make_policy(trainer)
     for seed in range(3):
         learn(trainer, policy, samples(seed=seed))
-    saved = policy.snapshot()
+    saved = snapshot(policy)
     saved.save(tmp_path)
     learn(trainer, policy, samples(seed=9))
     again = Policy(trainer.model.layout, LORA, optimizer, PolicySnapshot.load(tmp_path, saved.weights))
@@ -366,13 +367,13 @@ def test_a_restored_policy_makes_the_same_next_update_to_the_bit(tmp_path, sched
     learn(trainer, again, samples(seed=9)[::-1])
     assert all(np.array_equal(leaf, leaves(policy)[name]) for name, leaf in leaves(again).items())
     assert all(
-        np.array_equal(leaf, policy.snapshot().optimizer[name]) for name, leaf in again.snapshot().optimizer.items()
+        np.array_equal(leaf, snapshot(policy).optimizer[name]) for name, leaf in snapshot(again).optimizer.items()
     )
 
 
 def test_a_policy_of_another_rank_is_refused() -> None:
     trainer, _ = make_trainer()
-    saved = make_policy(trainer).snapshot()
+    saved = snapshot(make_policy(trainer))
     with pytest.raises(InvalidRequestError, match=r"rank is 4.*trains rank 2"):
         Policy(trainer.model.layout, replace(LORA, rank=2, alpha=4.0), SETTINGS.optimizer, saved)
 

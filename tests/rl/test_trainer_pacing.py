@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from trainers import SETTINGS, leaves, make_policy, make_trainer, samples
+from trainers import SETTINGS, leaves, make_policy, make_trainer, samples, snapshot
 
 from mlx_parallm.errors import AdapterFileError, StepFailedError
 from mlx_parallm.rl.policy import Policy
@@ -89,7 +89,7 @@ def test_a_unit_that_fails_costs_its_update_wherever_it_stood(failing: int, monk
 @pytest.mark.parametrize("text", ["[4]", "4", '{"step": "x"}', "", "{}"])
 def test_damaged_facts_of_a_checkpoint_are_refused(tmp_path, text: str) -> None:
     trainer, _ = make_trainer()
-    saved = make_policy(trainer).snapshot()
+    saved = snapshot(make_policy(trainer))
     saved.save(tmp_path)
     (tmp_path / "trainer.json").write_text(text)
     with pytest.raises(AdapterFileError, match="no usable state of a trainer"):

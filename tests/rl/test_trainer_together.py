@@ -19,6 +19,7 @@ from trainers import (
     make_policy,
     make_trainer,
     samples,
+    snapshot,
     unclipped,
     with_logprobs,
 )
@@ -259,7 +260,7 @@ def test_a_fault_after_the_micro_steps_leaves_the_policy_as_it_was(monkeypatch, 
     trainer, _ = make_trainer(replace(ROOM, measure_step_kl=True))
     policy, told = make_policy(trainer, moved=0.05), Told()
     learn(trainer, policy, samples(seed=3))
-    before, state = leaves(policy), policy.snapshot()
+    before, state = leaves(policy), snapshot(policy)
     told.begin(trainer, policy, samples(), "update")
     trainer.advance()
     if place == "step":
@@ -274,7 +275,7 @@ def test_a_fault_after_the_micro_steps_leaves_the_policy_as_it_was(monkeypatch, 
     assert not trainer.waits()
     assert policy.step == state.step
     assert all(np.array_equal(leaf, before[name]) for name, leaf in leaves(policy).items())
-    after = policy.snapshot().optimizer
+    after = snapshot(policy).optimizer
     assert all(np.array_equal(leaf, state.optimizer[name]) for name, leaf in after.items())
     assert isinstance(learn(trainer, policy, samples()), UpdateOutcome)
 

@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 from mlx_parallm.adapters import atomic
 from mlx_parallm.adapters.manifest import Manifest, read_manifest, step_of, verify
 from mlx_parallm.adapters.names import check_name, check_tag
+from mlx_parallm.adapters.runs import is_run
 from mlx_parallm.core import AdapterRef, CheckpointCard
 from mlx_parallm.errors import AdapterFileError, InvalidRequestError
 
@@ -85,12 +86,14 @@ class Shelf:
 
 
 def read_shelves(folder: Path) -> Iterator[Shelf]:
-    """One for each adapter's folder in `folder`, swept of what interrupted saves left.
+    """One for each adapter's folder in `folder`, swept of what interrupted saves left; other runs are left alone.
 
     Raises:
         OSError: a folder cannot be read.
     """
     for path in sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith(".")):
+        if is_run(path):
+            continue
         try:
             check_name(path.name)
         except InvalidRequestError:

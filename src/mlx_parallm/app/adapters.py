@@ -12,6 +12,7 @@ from mlx_parallm.adapters.books import AdapterBooks
 from mlx_parallm.adapters.checkpoints import CheckpointManager, LoadedCheckpoint
 from mlx_parallm.adapters.layout import AdapterLayout
 from mlx_parallm.adapters.library import AdapterLibrary, info_of_checkpoint, info_of_file
+from mlx_parallm.adapters.runs import Run
 from mlx_parallm.adapters.store import AdapterStore
 from mlx_parallm.config import Config
 from mlx_parallm.errors import ConfigError, InvalidRequestError, UnknownModelError
@@ -31,14 +32,14 @@ def build_bank(manager: SharedModelManager, config: Config) -> AdapterBank:
 
 
 def build_store(
-    bank: AdapterBank, manager: SharedModelManager, config: Config, wake: Callable[[], None]
+    bank: AdapterBank, manager: SharedModelManager, config: Config, run: Run | None, wake: Callable[[], None]
 ) -> tuple[AdapterStore, AdapterLibrary]:
-    """The store and its library, with restored checkpoints and the adapters of `adapter_dir` in its books.
+    """The store and its library, with the restored checkpoints of `run` and the adapters of `adapter_dir` in its books.
 
     Raises:
         ConfigError: a folder cannot be used, or `adapters.serve` names nothing.
     """
-    checkpoints = _checkpoints(bank.layout, manager, config)
+    checkpoints = _checkpoints(bank.layout, manager, config, run) if run else None
     adapters = config.adapters
     roots = (*adapters.allowed_adapter_roots, *((adapters.adapter_dir,) if adapters.adapter_dir else ()))
     library = AdapterLibrary(bank.layout, bank.max_rank, adapters.adapter_dir, roots, checkpoints)
@@ -54,13 +55,10 @@ def build_store(
     return AdapterStore(bank, books, library.read_again, reader, adapters.max_cpu_loras, wake), library
 
 
-def _checkpoints(layout: AdapterLayout, manager: SharedModelManager, config: Config) -> CheckpointManager | None:
-    folder = config.checkpointing.checkpoint_dir
-    if folder is None:
-        return None
+def _checkpoints(layout: AdapterLayout, manager: SharedModelManager, config: Config, run: Run) -> CheckpointManager:
     base = fingerprint(model_files(manager.source) if manager.source.is_dir() else [manager.source])
     return CheckpointManager(
-        folder, layout, base, config.adapters.max_lora_rank, config.checkpointing.keep_n_checkpoints
+        run.path, layout, base, config.adapters.max_lora_rank, config.checkpointing.keep_n_checkpoints
     )
 
 

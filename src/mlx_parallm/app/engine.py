@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.library import AdapterLibrary
+from mlx_parallm.adapters.runs import Run, open_run
 from mlx_parallm.adapters.store import AdapterStore
 from mlx_parallm.app.adapters import build_bank, build_store
 from mlx_parallm.app.publisher import AdapterPublisher
@@ -45,7 +46,8 @@ _DEVICE_SHARE = 0.8
 class Served:
     """What the HTTP face needs of a loaded model. `card.context_length` is what the server can hold.
 
-    `engine`: what requests are given to. `training` None: this server does not train.
+    `engine`: what requests are given to. `training` None: this server does not train. `run` None: it keeps no
+    checkpoints.
     """
 
     card: ModelCard
@@ -54,6 +56,7 @@ class Served:
     adapters: AdapterService
     engine: EngineClient
     training: Training | None
+    run: Run | None
 
 
 class Engine:
@@ -62,13 +65,30 @@ class Engine:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._served: Served | None = None
+        self._run: Run | None = None
         self.processor = ContinuousBatchProcessor(self._build, debug=config.server.debug)
 
     def start(self) -> Served:
         """Loads the model, its adapters and checkpoints. Raises what that raises: `ModelError`, `ConfigError`."""
-        self.processor.start()
+        kept, training = self._config.checkpointing, self._config.rl_training.enabled
+        self._run = open_run(kept.checkpoint_dir, kept.resume, wanted=training)
+        try:
+            self.processor.start()
+        except BaseException:
+            self._close_run()
+            raise
         assert self._served is not None
         return self._served
+
+    def stop(self) -> None:
+        """Ends the device thread; another process may use the run's folder then."""
+        self.processor.stop()
+        self._close_run()
+
+    def _close_run(self) -> None:
+        if self._run is not None:
+            self._run.close()
+            self._run = None
 
     def _build(self) -> EngineParts:
         config = self._config
@@ -80,12 +100,12 @@ class Engine:
         bank = build_bank(manager, config)
         runner = build_runner(manager, bank, config)
         card = _served_card(manager.card, runner, config)
-        store, library = build_store(bank, manager, config, wake=lambda: self.processor.run_on_device(lambda: None))
+        store, library = build_store(bank, manager, config, self._run, self._wake)
         service = AdapterService(self.processor, store, library, reserved=frozenset({card.name}))
         trainer = build_trainer(manager, bank, config)
         training = self._training(trainer, service, store, library, manager.tokenizer) if trainer else None
         engine = training.engine if training else self.processor
-        self._served = Served(card, manager.tokenizer, device_name(), service, engine, training)
+        self._served = Served(card, manager.tokenizer, device_name(), service, engine, training, self._run)
         parts = EngineParts(
             runner,
             store,
@@ -99,6 +119,9 @@ class Engine:
         mx.reset_peak_memory()
         return parts
 
+    def _wake(self) -> None:
+        self.processor.run_on_device(lambda: None)
+
     def _training(
         self,
         trainer: GRPOTrainer,
@@ -107,6 +130,7 @@ class Engine:
         library: AdapterLibrary,
         tokenizer: Tokenizer,
     ) -> Training:
+        assert library.checkpoints is not None  # a server that trains has a run
         learner = DeviceLearner(self.processor, trainer)
         publisher = AdapterPublisher(service, store.books, learner, library.checkpoints)
         return build_training(self.processor, trainer, learner, publisher, tokenizer, self._config)

@@ -25,6 +25,8 @@ class IntegratedServer:
         self._served: Served | None = None
         self._loading = asyncio.Lock()
         self._ended = asyncio.Event()
+        self._closing = asyncio.Lock()
+        self._training_closed = False
 
     async def run_inference(self, host: str | None = None, port: int | None = None) -> int:
         """Serves until SIGTERM or SIGINT, and returns the process's exit code; `run_training_loop` ends with it.
@@ -34,6 +36,7 @@ class IntegratedServer:
 
         Raises:
             ConfigError, ModelError: before anything is served.
+            StorageError: what was learnt last could not be saved.
         """
         settings = self._config.server
         host, port = host or settings.host, settings.port if port is None else port
@@ -54,7 +57,7 @@ class IntegratedServer:
             return await serve(app, host, port, settings.shutdown_timeout, announce)
         finally:
             self._ended.set()
-            await asyncio.to_thread(self._engine.processor.stop)
+            await self._stop()
 
     async def run_training_loop(self) -> None:
         """Trains on what is collected until `run_inference` has ended, or for ever where it was not begun. Returns at
@@ -63,6 +66,7 @@ class IntegratedServer:
         Raises:
             InvalidRequestError, ConflictError: the adapter that is live cannot be trained with this configuration.
             ConfigError, ModelError: the model cannot be loaded.
+            StorageError: what was learnt last could not be saved.
         """
         served = await self._load()
         if served.training is None:
@@ -71,13 +75,28 @@ class IntegratedServer:
             await served.training.start()
             await self._ended.wait()
         finally:
-            await served.training.close()
+            await self._close_training()
 
     async def _load(self) -> Served:
         async with self._loading:
             if self._served is None:
                 self._served = await asyncio.to_thread(self._engine.start)
             return self._served
+
+    async def _stop(self) -> None:
+        """Training first: what it has learnt is saved by way of the device thread."""
+        try:
+            await self._close_training()
+        finally:
+            await asyncio.to_thread(self._engine.stop)
+
+    async def _close_training(self) -> None:
+        """Whichever of the two coroutines ends first does it; the other one waits for it."""
+        async with self._closing:
+            if self._served is None or self._served.training is None or self._training_closed:
+                return
+            self._training_closed = True
+            await self._served.training.close()
 
     def _banner(self, served: Served, host: str, port: int) -> banner.BannerInfo:
         config = self._config
@@ -86,6 +105,7 @@ class IntegratedServer:
             adapters=tuple(card.ref.name for card in served.adapters.cards() if card.live),
             adapter_slots=config.adapters.max_loras,
             adapter_rank=config.adapters.max_lora_rank,
+            run=served.run,
             kv_bytes=self._engine.processor.stats().kv_bytes_budget,
             device=served.device,
             blas=BLAS.name,

@@ -29,7 +29,7 @@ class AdapterPublisher:
 
     Args:
         books: of `service`.
-        checkpoints: None without a checkpoint folder.
+        checkpoints: of the run.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class AdapterPublisher:
         service: AdapterService,
         books: AdapterBooks,
         learner: DeviceLearner,
-        checkpoints: CheckpointManager | None,
+        checkpoints: CheckpointManager,
     ) -> None:
         self._service = service
         self._books = books
@@ -66,11 +66,9 @@ class AdapterPublisher:
 
         return publish
 
-    async def stage(
-        self, name: str, told: Callable[[AdapterRef], None], policy: PolicySnapshot | None = None
-    ) -> AdapterRef:
-        """See `rl.parts.Publisher.stage`. Without `policy` the weights never leave the device."""
-        weights = policy.weights if policy else await self._learner.weights(name)
+    async def stage(self, name: str, told: Callable[[AdapterRef], None]) -> AdapterRef:
+        """See `rl.parts.Publisher.stage`. The weights never leave the device."""
+        weights = await self._learner.weights(name)
         return (await self._service.bring(name, _info(weights), weights, told)).ref
 
     async def flip(self, ref: AdapterRef) -> None:
@@ -112,12 +110,10 @@ class AdapterPublisher:
         tags: Sequence[str],
         metrics: Mapping[str, float],
         step: int | None = None,
-    ) -> CheckpointCard | None:
+    ) -> CheckpointCard:
         """See `rl.parts.Publisher.save`. After a rollback the policy's step may be taken: then the next free one is."""
-        manager = self._checkpoints
-        if manager is None:
-            return None
-        save = partial(manager.save_checkpoint, ref, policy.weights, tags=tags, metrics=metrics, extra=policy.save)
+        write = self._checkpoints.save_checkpoint
+        save = partial(write, ref, policy.weights, tags=tags, metrics=metrics, extra=policy.save)
         try:
             card = await asyncio.to_thread(save, step=policy.step if step is None else step)
         except ConflictError:
@@ -129,17 +125,14 @@ class AdapterPublisher:
         return card
 
     def checkpoints(self, name: str) -> tuple[CheckpointCard, ...]:
-        return self._checkpoints.cards(name) if self._checkpoints else ()
+        return self._checkpoints.cards(name)
 
     async def go_on_from(self, name: str, checkpoint: str) -> None:
         """See `rl.parts.Publisher.go_on_from`."""
-        assert self._checkpoints is not None  # it was saved there
         await asyncio.to_thread(self._checkpoints.set_latest, name, checkpoint)
 
     async def load(self, name: str, which: str) -> tuple[AdapterRef, PolicySnapshot]:
         """See `rl.parts.Publisher.load`."""
-        if self._checkpoints is None:
-            raise UnknownModelError("This server keeps no checkpoints; start it with --checkpoint-dir.")
         loaded = await asyncio.to_thread(self._checkpoints.load_checkpoint, name, which)
         policy = await asyncio.to_thread(PolicySnapshot.load, Path(loaded.card.path), loaded.weights)
         return self._books.know(loaded.card.adapter, info_of_checkpoint(loaded.card, loaded.digest)).ref, policy

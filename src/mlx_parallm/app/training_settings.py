@@ -49,6 +49,7 @@ def loop_settings(config: Config) -> LoopSettings:
         imitation_threshold=training.loss.imitation_threshold,
         kl_bound=training.gate.kl_bound,
         checkpoint_interval=config.checkpointing.interval,
+        checkpoint_s=60 * config.checkpointing.minutes,
         rollback_drop=training.gate.rollback_drop,
         max_skips=training.max_skips,
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from mlx_parallm import __version__
+from mlx_parallm.adapters.runs import Run
 from mlx_parallm.cli.text import listed
 from mlx_parallm.config import human_bytes, is_loopback
 from mlx_parallm.core import ModelCard
@@ -22,8 +23,8 @@ _REACHABLE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 class BannerInfo:
     """`host` as configured, `port` as bound; `authenticated`: clients must send a key; `warnings` of one line each.
 
-    `adapters`: names that requests can use now. `adapter_slots` of them fit in one batch, each of a rank up to
-    `adapter_rank`; 0 slots: the server takes none.
+    `run`: where checkpoints are kept; None: nowhere. `adapters`: names that requests can use now. `adapter_slots` of
+    them fit in one batch, each of a rank up to `adapter_rank`; 0 slots: the server takes none.
     """
 
     model: ModelCard
@@ -37,6 +38,7 @@ class BannerInfo:
     warnings: tuple[str, ...] = ()
     adapter_slots: int = 0
     adapter_rank: int = 0
+    run: Run | None = None
 
 
 def base_url(host: str, port: int) -> str:
@@ -54,13 +56,14 @@ def render(info: BannerInfo) -> str:
         "weights": f"{card.dtype}, quantization {card.quantization}",
         "context": f"{card.context_length:,} tokens",
         "adapters": _adapters(info),
+        "checkpoints": where_kept(info.run),
         "memory": f"weights {human_bytes(card.weight_bytes)}, KV cache up to {human_bytes(info.kv_bytes)}",
         "device": f"{info.device}, BLAS {info.blas}",
         "access": _access(info),
         "base URL": f"{url}/v1",
         "see also": "  ".join(url + path for path in ("/v1/models", "/metrics", "/debug/state", "/docs")),
     }
-    lines = [f"MLX ParaLLM {__version__} is ready", *(f"  {name:<9} {fact}" for name, fact in facts.items())]
+    lines = [f"MLX ParaLLM {__version__} is ready", *(f"  {name:<11} {fact}" for name, fact in facts.items())]
     return "\n".join([*lines, "", f"  {_curl(info, url)}", "", *(_WARNING + line for line in _warnings(info))])
 
 
@@ -78,6 +81,15 @@ def show(info: BannerInfo, stream: TextIO | None = None) -> None:
 def _adapters(info: BannerInfo) -> str:
     room = f" ({info.adapter_slots} slots, rank up to {info.adapter_rank})" if info.adapter_slots else ""
     return listed(info.adapters) + room
+
+
+def where_kept(run: Run | None) -> str:
+    """Where a run's checkpoints are, and how to resume it."""
+    if run is None:
+        return "none are kept"
+    if run.resumed:
+        return f"{run.path}, resumed"
+    return f"{run.path}, a new run" + ("; --resume resumes the newest" if run.own else "")
 
 
 def _access(info: BannerInfo) -> str:

@@ -48,6 +48,8 @@ FLAGS = (
     Flag("--serve-adapter", "adapters.serve", "NAME_OR_CHECKPOINT"),
     Flag("--checkpoint-dir", "checkpointing.checkpoint_dir", "DIR"),
     Flag("--checkpoint-interval", "checkpointing.interval", "UPDATES"),
+    Flag("--checkpoint-minutes", "checkpointing.minutes", "MINUTES"),
+    Flag("--resume", "checkpointing.resume"),
     Flag("--keep-n-checkpoints", "checkpointing.keep_n_checkpoints", "CHECKPOINTS"),
     Flag("--enable-rl-training", "rl_training.enabled"),
     Flag("--rl-algorithm", "rl_training.algorithm", "NAME"),

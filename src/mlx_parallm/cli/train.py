@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from mlx_parallm.cli import curves
@@ -38,7 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what a run takes, and the flags of every setting that it has a use for."""
     group = parser.add_argument_group("run")
     add = group.add_argument
-    add("--steps", type=_count(1), metavar="N", help="Updates to make; has to be given.")
+    steps = "Steps of the whole run, one update each; has to be given. A resumed run makes those that are left."
+    add("--steps", type=_count(1), metavar="N", help=steps)
     add("--group-size", type=_count(2), default=8, metavar="N", help="Samples a prompt. Default: %(default)s.")
     add("--prompts-per-step", type=_count(1), default=4, metavar="N", help="Prompts a step. Default: %(default)s.")
     add(
@@ -98,8 +99,6 @@ def _record(config: Config, options: TrainOptions, log: UpdateLog, plot: Path) -
     """The run itself. One that fails or is interrupted leaves its curves too."""
     from mlx_parallm.app.train import run as train
 
-    if config.checkpointing.checkpoint_dir is None:
-        _say("WARNING: the adapter is lost when the run ends; give --checkpoint-dir to keep it")
     view = RichTrainView(options.steps)
     recorded = _RecordedView(view, log)
     try:
@@ -107,11 +106,14 @@ def _record(config: Config, options: TrainOptions, log: UpdateLog, plot: Path) -
             return train(config, options, recorded)
     finally:
         if recorded.reports:
-            _close(recorded.reports, options.environment, log.path, plot)
+            _close(recorded, options.environment, log.path, plot)
 
 
-def _close(reports: Sequence[UpdateReport], title: str, log: Path, plot: Path) -> None:
+def _close(recorded: _RecordedView, title: str, log: Path, plot: Path) -> None:
+    reports = recorded.reports
     print(summary(reports))
+    if "checkpoints" in recorded.facts:
+        print(f"checkpoints in {recorded.facts['checkpoints']}")
     print(f"updates in {log}")
     try:
         curves.draw(reports, plot, title)
@@ -128,16 +130,25 @@ class _RecordedView:
         self._view = view
         self._log = log
         self.reports: list[UpdateReport] = []
+        self.facts: Mapping[str, str] = {}
+        self._made = 0
+        self._failures: list[str] = []
 
-    def started(self, facts: Mapping[str, str]) -> None:
-        self._view.started(facts)
+    def started(self, facts: Mapping[str, str], made: int) -> None:
+        self.facts, self._made = facts, made
+        self._view.started(facts, made)
 
     def rollout(self, done: int, wanted: int) -> None:
         self._view.rollout(done, wanted)
 
+    def task_failed(self, reason: str) -> None:
+        self._failures.append(reason)
+        self._view.task_failed(reason)
+
     def updated(self, report: UpdateReport) -> None:
         self.reports.append(report)
-        self._log.write(len(self.reports), report)
+        self._log.write(self._made + len(self.reports), report, self._failures)
+        self._failures = []
         self._view.updated(report)
 
 

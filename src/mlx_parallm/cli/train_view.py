@@ -17,7 +17,7 @@ class TrainOptions:
     """What a run does, beside its configuration.
 
     Each of `steps` draws `prompts_per_step` groups of `group_size` trajectories from `environment`, and makes one
-    update of them.
+    update of them. Steps that a resumed run made before count.
     """
 
     environment: str
@@ -29,12 +29,17 @@ class TrainOptions:
 class TrainView(Protocol):
     """What a run tells, all from one thread. No call raises or waits."""
 
-    def started(self, facts: Mapping[str, str]) -> None:
-        """The model is loaded, nothing is drawn yet. `facts`: short names and what to say, in order."""
+    def started(self, facts: Mapping[str, str], made: int) -> None:
+        """The model is loaded, nothing is drawn yet. `facts`: short names and what to say, in order. `made`: steps
+        that the run has made before."""
         ...
 
     def rollout(self, done: int, wanted: int) -> None:
         """Of the step under way `done` of `wanted` trajectories are drawn."""
+        ...
+
+    def task_failed(self, reason: str) -> None:
+        """A task of the step under way could not be answered, or its answers not scored."""
         ...
 
     def updated(self, report: UpdateReport) -> None:
@@ -73,15 +78,23 @@ class RichTrainView:
     ) -> None:
         self._progress.stop()
 
-    def started(self, facts: Mapping[str, str]) -> None:
+    def started(self, facts: Mapping[str, str], made: int) -> None:
+        self._ended = made
+        self._progress.update(self._updates, completed=made)
         width = max(map(len, facts), default=0)
         for name, fact in facts.items():
             self._print(f"{name:<{width}}  {fact}")
         self._print("")
+        if made:
+            left = f"{self._steps - made} are left" if self._steps > made else "give more to go on"
+            self._print(f"{made} of {self._steps} steps were made before; {left}")
         self._print(heading(), "bold")
 
     def rollout(self, done: int, wanted: int) -> None:
         self._progress.update(self._rollout, completed=done, total=wanted)
+
+    def task_failed(self, reason: str) -> None:
+        self._print(f"FAILED {reason}", "red")
 
     def updated(self, report: UpdateReport) -> None:
         self._ended += 1

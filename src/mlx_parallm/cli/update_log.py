@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -40,11 +41,11 @@ class UpdateLog:
     ) -> None:
         self._file.close()
 
-    def write(self, step: int, report: UpdateReport) -> None:
+    def write(self, step: int, report: UpdateReport, failures: Sequence[str] = ()) -> None:
         """Adds one line: what `entry` has, and the Unix time in seconds."""
         if self._file.closed:
             return
-        text = json.dumps({"at": round(time.time(), 3), **entry(step, report)}) + "\n"
+        text = json.dumps({"at": round(time.time(), 3), **entry(step, report, failures)}) + "\n"
         try:
             self._file.write(text.encode())
         except OSError as error:
@@ -52,9 +53,9 @@ class UpdateLog:
             self._file.close()
 
 
-def entry(step: int, report: UpdateReport) -> dict[str, object]:
-    """One update as JSON has it: `step` counts this run's, `optimizer_step` all of the adapter's; metrics beside
-    them by name, null where they are not finite."""
+def entry(step: int, report: UpdateReport, failures: Sequence[str] = ()) -> dict[str, object]:
+    """One update as JSON has it: `step` counts the run's, `optimizer_step` all of the adapter's; metrics beside
+    them by name, null where they are not finite. `failures`: of the step's tasks."""
     metrics = {name: value if math.isfinite(value) else None for name, value in report.metrics.items()}
     return {
         **metrics,
@@ -65,4 +66,5 @@ def entry(step: int, report: UpdateReport) -> dict[str, object]:
         "adapter": report.adapter.name if report.adapter else None,
         "version": report.adapter.version if report.adapter else None,
         "checkpoint": report.checkpoint,
+        "failures": list(failures),
     }

@@ -74,7 +74,15 @@ class AdaptersConfig(Section):
 class CheckpointingConfig(Section):
     """Adapter versions saved to disk."""
 
-    interval: Integer = Field(default=500, ge=1, description="Updates between two checkpoints of a trained adapter.")
+    interval: Integer = Field(
+        default=10,
+        ge=1,
+        description="Updates between two checkpoints of a trained adapter. The end of the process makes one too, "
+        "unless it is killed (kill -9).",
+    )
+    minutes: Number = Field(
+        default=5.0, gt=0, description="Longest time in minutes that an update waits for a checkpoint."
+    )
     keep_n_checkpoints: Integer = Field(
         default=10,
         ge=1,
@@ -82,7 +90,15 @@ class CheckpointingConfig(Section):
         "have a tag or are served.",
     )
     checkpoint_dir: Folder | None = Field(
-        default=None, description="Folder that checkpoints are saved to and served from; null: none are."
+        default=None,
+        description="A run's folder: checkpoints are saved there, and those that are there already are served and "
+        "trained from. One process at a time uses it. null: with training on, each run makes a new folder below "
+        "./checkpoints; without, no checkpoints are kept.",
+    )
+    resume: bool = Field(
+        default=False,
+        description="Resume the newest run below ./checkpoints, or the one in checkpoint_dir; an error where there is "
+        "none.",
     )
 
 

@@ -156,7 +156,11 @@ class TrainingClient(Protocol):
     ) -> UpdateReport:
         """One update now, of the complete groups that wait or of `given`; returns when it is live.
 
-        `checkpoint_name`: save it, under this tag.
+        `checkpoint_name`: the policy is saved under this tag then, whatever came of the update.
+
+        Raises:
+            ConflictError: there is nothing to save: the policy is equal to the base.
+            StorageError: the update is made, and could not be saved.
         """
         ...
 
@@ -191,7 +195,7 @@ class TrainingClient(Protocol):
         update that is under way has ended.
 
         Raises:
-            InvalidRequestError: no checkpoint folder is configured, or a tag is not a plain name.
+            InvalidRequestError: a tag is not a plain name.
             ConflictError: it is equal to the base as yet; there is a checkpoint of that step with other content.
         """
         ...

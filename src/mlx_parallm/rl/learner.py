@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.core import AdapterRef, DeviceThread
-from mlx_parallm.rl.parts import Publish, Published
+from mlx_parallm.errors import EngineDeadError
+from mlx_parallm.rl.kept import KeptPolicy
+from mlx_parallm.rl.parts import Kept, Publish, Published
 from mlx_parallm.rl.policy import Policy
 from mlx_parallm.rl.samples import UpdateBatch, UpdateOutcome
 from mlx_parallm.rl.snapshot import PolicySnapshot
 from mlx_parallm.rl.trainer import GRPOTrainer
 
 T = TypeVar("T")
+
+_COPY_BYTES = 8 << 20
+"""Copied to the host in one turn of the device thread: a few milliseconds."""
 
 _log = logging.getLogger(__name__)
 
@@ -59,19 +66,38 @@ class DeviceLearner:
 
             self._trainer.begin(policy, batch, learnt)
 
-        outcome, published = await self._device.on_device(start)
+        try:
+            outcome, published = await self._device.on_device(start)
+        except asyncio.CancelledError:
+            with suppress(EngineDeadError):
+                await self._ask(lambda: self._trainer.abandon(policy))
+            raise
         if isinstance(outcome, Exception):
             raise outcome
         if isinstance(published, Exception):
             raise published
         return outcome, published
 
-    async def snapshot(self, name: str) -> PolicySnapshot:
-        return await self._ask(self._policies[name].snapshot)
-
-    async def restore(self, name: str, snapshot: PolicySnapshot) -> None:
+    async def keep(self, name: str) -> KeptPolicy:
+        """See `rl.parts.Learner.keep`."""
         policy = self._policies[name]
-        await self._ask(lambda: policy.restore(snapshot))
+        return await self._ask(policy.keep)
+
+    async def copy(self, kept: Kept) -> PolicySnapshot:
+        """See `rl.parts.Learner.copy`. Other units of device work run between its turns."""
+        if isinstance(kept, PolicySnapshot):
+            return kept
+        assert isinstance(kept, KeptPolicy)
+        turns = kept.copied(_COPY_BYTES)
+        while (copy := await self._ask(lambda: next(turns))) is None:
+            pass
+        return copy
+
+    async def restore(self, name: str, goal: Kept | None) -> None:
+        """See `rl.parts.Learner.restore`."""
+        assert goal is None or isinstance(goal, KeptPolicy | PolicySnapshot)
+        policy = self._policies[name]
+        await self._ask(lambda: policy.restore(goal))
 
     async def weights(self, name: str) -> AdapterWeights:
         """As they are now, MLX's: to be handed back to the device thread."""

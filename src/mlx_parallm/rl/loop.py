@@ -7,9 +7,11 @@ import logging
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 
 from mlx_parallm.core import AdapterRef, CheckpointCard, GivenTrajectory, TrainingStatus, UpdateReport
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.errors import InvalidRequestError, StorageError
 from mlx_parallm.rl import candidates
 from mlx_parallm.rl.batches import Prepared, prepare, prepare_imitation
 from mlx_parallm.rl.buffer import TrajectoryBuffer
@@ -63,12 +65,17 @@ class TrainingLoop:
     # -- by itself -------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Never returns; an update that fails is counted."""
+        """Updates, and saves what has waited long enough. Never returns; an update that fails is counted."""
         while True:
-            await self._wake.wait()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self.trainee.saves_in):
+                    await self._wake.wait()
             self._wake.clear()
             while self._due():
                 await self._automatic_update()
+            if self.trainee.saves_in == 0:
+                async with self._lock:
+                    await self.trainee.save_if_due()
 
     def wake(self) -> None:
         """Trajectories may have become ready."""
@@ -97,12 +104,20 @@ class TrainingLoop:
             self._sweep()
 
     async def update(
-        self, given: Sequence[GivenTrajectory] | None, publish: bool = True, tag: str | None = None
+        self,
+        given: Sequence[GivenTrajectory] | None,
+        publish: bool = True,
+        tag: str | None = None,
+        progress: Mapping[str, float] | None = None,
     ) -> UpdateReport:
         """One update of `given`, or of all complete groups that wait; begins though training is paused.
 
+        `tag`: the policy is saved under it, whatever came of the update. `progress`: see `Trainee.progress`.
+
         Raises:
             InvalidRequestError: one of `given` cannot be learnt from.
+            ConflictError: there is nothing to save under `tag`: the policy is equal to the base.
+            StorageError: the update is made, and could not be saved under `tag`.
             Exception: learner's or publisher's; policy and versions are as before.
         """
         brought = None if given is None else candidates.given(given)
@@ -112,8 +127,18 @@ class TrainingLoop:
             )
         async with self._lock:
             if brought is None:
-                return await self._update(self._buffer.take(self.name), publish, tag)
-            return await self._learn(brought, self._prepare(brought), publish, tag)
+                report = await self._update(self._buffer.take(self.name), publish, progress)
+            else:
+                report = await self._learn(brought, self._prepare(brought), publish, progress)
+            self.wake()  # the time until its checkpoint runs
+            return report if tag is None else await self._tagged(report, tag)
+
+    async def _tagged(self, report: UpdateReport, tag: str) -> UpdateReport:
+        try:
+            card = await self.trainee.save(tags=[tag])
+        except StorageError as error:
+            raise StorageError(f"the update ended as {report.status!r}, step {report.step}, but {error}") from error
+        return replace(report, checkpoint=card.name)
 
     async def roll_back(self, to: str | None) -> None:
         """See `Trainee.roll_back`."""
@@ -123,6 +148,11 @@ class TrainingLoop:
                 self._gathering.restart()
             finally:
                 self._sweep()
+
+    async def close(self) -> None:
+        """See `Trainee.close`."""
+        async with self._lock:
+            await self.trainee.close()
 
     async def save(self, step: int | None, tags: Sequence[str], metrics: Mapping[str, float]) -> CheckpointCard:
         """See `Trainee.save`."""
@@ -144,7 +174,9 @@ class TrainingLoop:
 
     # -- one update ------------------------------------------------------------------------------
 
-    async def _update(self, groups: Sequence[Group], publish: bool = True, tag: str | None = None) -> UpdateReport:
+    async def _update(
+        self, groups: Sequence[Group], publish: bool = True, progress: Mapping[str, float] | None = None
+    ) -> UpdateReport:
         """Learns from groups that were taken, and ends each of them."""
         ends: Sequence[Drop | None] = [Drop.SKIPPED] * len(groups)
         try:
@@ -153,7 +185,7 @@ class TrainingLoop:
                     self._buffer.drop_low(group, self._settings.imitation_threshold)
             flat, taken = self._gathering.take(groups)
             prepared = self._prepare([*flat, *taken], self._settings.update_frequency)
-            report = await self._learn([*flat, *taken], prepared, publish, tag)
+            report = await self._learn([*flat, *taken], prepared, publish, progress)
             ends = [verdict or _FATES[report.status] for verdict in prepared.verdicts[len(flat) :]]
             return report
         finally:
@@ -166,7 +198,7 @@ class TrainingLoop:
         return prepare(taken, self._settings.scale_rewards, self.trainee.memory, wanted)
 
     async def _learn(
-        self, taken: Sequence[Candidate], prepared: Prepared, publish: bool, tag: str | None
+        self, taken: Sequence[Candidate], prepared: Prepared, publish: bool, progress: Mapping[str, float] | None
     ) -> UpdateReport:
         trainee = self.trainee
         if not taken:
@@ -179,7 +211,9 @@ class TrainingLoop:
                 return trainee.reports.skipped(ref, "rolled_back", f"the running mean reward fell: {ref} is live again")
             if not prepared.batch.samples:
                 return trainee.reports.skipped(trainee.live, "no_signal", metrics=prepared.batch.metrics)
-            report = await trainee.learn(prepared.batch, publish, tag)
+            report = await trainee.learn(prepared.batch, publish, progress)
+            if name := await trainee.save_if_due():
+                report = replace(report, checkpoint=name)
         except Exception as error:  # whatever it was is counted and reported, and raised again
             trainee.reports.skipped(trainee.live, "failed", str(error) or type(error).__name__)
             self._count_failure("failed")

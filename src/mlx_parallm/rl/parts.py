@@ -14,6 +14,16 @@ from mlx_parallm.rl.snapshot import PolicySnapshot
 Published = AdapterRef | Exception | None
 """The version that is live now; what went wrong; or None: it is not to go live."""
 
+
+class Kept(Protocol):
+    """A policy with its optimizer's state at one moment: by reference on the device, or a `PolicySnapshot`."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps made."""
+        ...
+
+
 Publish = Callable[[UpdateOutcome, AdapterWeights, Callable[[Published], None]], None]
 """Makes a version of what an update has learnt, and tells what came of it, or raises. Called on the device thread."""
 
@@ -34,15 +44,29 @@ class Learner(Protocol):
     ) -> tuple[UpdateOutcome, AdapterRef | None]:
         """One optimizer step, in micro-steps beside requests; and the version that `publish` made of it, if any.
 
+        Where its caller is cancelled, an update that is not finished is given up.
+
         Raises:
             StepFailedError: it failed on the device; the policy is as before.
             Exception: what went wrong with `publish`; the policy has learnt.
         """
         ...
 
-    async def snapshot(self, name: str) -> PolicySnapshot: ...
+    async def keep(self, name: str) -> Kept:
+        """The policy as it is now, to go back to; nothing is copied. Whoever holds it holds its memory."""
+        ...
 
-    async def restore(self, name: str, snapshot: PolicySnapshot) -> None: ...
+    async def copy(self, kept: Kept) -> PolicySnapshot:
+        """A copy in the host's memory; it takes a while, and requests and updates go on meanwhile."""
+        ...
+
+    async def restore(self, name: str, goal: Kept | None) -> None:
+        """Goes back, to a checkpoint, or (None) to a new policy, equal to the base.
+
+        Raises:
+            InvalidRequestError: the checkpoint is of another kind of adapter.
+        """
+        ...
 
 
 class Publisher(Protocol):
@@ -60,10 +84,8 @@ class Publisher(Protocol):
         the device thread."""
         ...
 
-    async def stage(
-        self, name: str, told: Callable[[AdapterRef], None], policy: PolicySnapshot | None = None
-    ) -> AdapterRef:
-        """A new version of `name`, in a slot: of `policy`, or else of what the learner has of that name now.
+    async def stage(self, name: str, told: Callable[[AdapterRef], None]) -> AdapterRef:
+        """A new version of `name`, in a slot, of what the learner has of that name now.
 
         `told`: its name, before anybody can ask for it.
         """
@@ -88,9 +110,13 @@ class Publisher(Protocol):
         tags: Sequence[str],
         metrics: Mapping[str, float],
         step: int | None = None,
-    ) -> CheckpointCard | None:
-        """Writes version and optimizer state as checkpoint `step` (None: `policy.step`, or the next one that is free);
-        None where no folder is configured. Raises ConflictError: `step` is taken."""
+    ) -> CheckpointCard:
+        """Writes version and optimizer state as checkpoint `step` (None: `policy.step`, or the next one that is free).
+
+        Raises:
+            ConflictError: `step` is taken.
+            StorageError: the disk failed.
+        """
         ...
 
     async def go_on_from(self, name: str, checkpoint: str) -> None:

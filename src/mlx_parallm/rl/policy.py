@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from typing import cast
+from weakref import ref
 
 import mlx.core as mx
 import numpy as np
@@ -14,15 +15,20 @@ from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 from mlx_parallm.adapters.layout import AdapterLayout
 from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair
 from mlx_parallm.errors import ConfigError, InvalidRequestError
+from mlx_parallm.rl.kept import KeptPolicy
 from mlx_parallm.rl.settings import LoRASettings, OptimizerSettings, Schedule
 from mlx_parallm.rl.snapshot import PolicySnapshot
 from mlx_parallm.rl.trainable import Params
+
+_RATE = "learning_rate"
+"""Of an optimizer's state: the last step's."""
 
 
 class Policy:
     """Device thread only. `params` are replaced by an update, never written in place: who has them keeps them.
 
     Attributes:
+        step: optimizer steps made.
         nbytes: of the factors and the optimizer's state.
 
     Args:
@@ -40,16 +46,16 @@ class Policy:
         optimizer: OptimizerSettings,
         start: PolicySnapshot | None = None,
     ) -> None:
+        self._layout = layout
         self._lora = lora
         self._settings = optimizer
         self.scale = lora.alpha / lora.rank
-        self.params: Params = _fresh(layout, lora)
-        self.step = 0
-        self._optimizer = _adamw(optimizer)
-        self._optimizer.init(self.params)
+        self._kept: tuple[ref[KeptPolicy], ...] = ()  # replaced, never written to
+        self.params: Params
+        self.step: int
+        self.restore(None)
         if start is not None:
             self.restore(start)
-        mx.eval(self.params, self._optimizer.state)
         self.nbytes = sum(int(leaf.nbytes) for _, leaf in tree_flatten([self.params, self._optimizer.state]))
 
     @property
@@ -85,35 +91,53 @@ class Policy:
         self.step += 1
         mx.eval(self.params, self._optimizer.state)
 
-    def keep(self) -> Callable[[], None]:
-        """A function that makes everything as it is now; it holds the arrays of now."""
-        params, step, state = self.params, self.step, tree_map_with_path(lambda _, leaf: leaf, self._optimizer.state)
+    # -- going back ------------------------------------------------------------------------------
 
-        def undo() -> None:
-            self.params, self.step, self._optimizer.state = params, step, state
+    def keep(self) -> KeptPolicy:
+        """The policy as it is now; the same object until it changes."""
+        held = self._held()
+        for kept in held:
+            if kept.params is self.params:
+                return kept
+        kept = KeptPolicy(self.params, tree_map(_same, self._optimizer.state), self.scale, self.step, self.nbytes)
+        self._kept = tuple(map(ref, [*held, kept]))
+        return kept
 
-        return undo
+    @property
+    def kept_nbytes(self) -> int:
+        """Of what somebody still holds of what was kept, the policy as it is now left out. Any thread may read it."""
+        return sum(kept.nbytes for kept in self._held() if kept.params is not self.params)
 
-    # -- off the device --------------------------------------------------------------------------
+    def _held(self) -> list[KeptPolicy]:
+        return [kept for each in self._kept if (kept := each()) is not None]
 
-    def snapshot(self) -> PolicySnapshot:
-        pairs = {path: LoRAPair(np.array(p["a"]), np.array(p["b"]), self.scale) for path, p in self.params.items()}
-        state = {name: np.array(leaf) for name, leaf in tree_flatten(self._optimizer.state)}
-        return PolicySnapshot(AdapterWeights(pairs), state, self.step)
+    def restore(self, goal: KeptPolicy | PolicySnapshot | None) -> None:
+        """None: as a new one is. Raises InvalidRequestError: a snapshot is of another kind of adapter."""
+        if goal is None:
+            self.params, self.step = _fresh(self._layout, self._lora), 0
+            self._start_optimizer()
+        elif isinstance(goal, KeptPolicy):
+            self.params, self.step = goal.params, goal.step
+            self._optimizer.state = tree_map(_same, goal.optimizer)  # an update replaces leaves in the tree itself
+        else:
+            self._read(goal)
 
-    def restore(self, snapshot: PolicySnapshot) -> None:
-        """Raises InvalidRequestError: the snapshot is of another kind of adapter."""
+    def _read(self, snapshot: PolicySnapshot) -> None:
+        """Of the optimizer's state everything counts but the learning rate, which is the configured one."""
         self._check(snapshot)
         pairs = snapshot.weights.pairs
         self.params = {path: {"a": mx.array(pairs[path].a), "b": mx.array(pairs[path].b)} for path in self.params}
         self.step = snapshot.step
+        self._start_optimizer()
         if snapshot.optimizer:
             self._optimizer.state = tree_map_with_path(
-                lambda name, _: mx.array(snapshot.optimizer[name]), self._optimizer.state
+                lambda name, leaf: leaf if name == _RATE else mx.array(snapshot.optimizer[name]), self._optimizer.state
             )
-        else:
-            self._optimizer = _adamw(self._settings)
-            self._optimizer.init(self.params)
+            mx.eval(self._optimizer.state)
+
+    def _start_optimizer(self) -> None:
+        self._optimizer = _adamw(self._settings)
+        self._optimizer.init(self.params)
         mx.eval(self.params, self._optimizer.state)
 
     def _check(self, snapshot: PolicySnapshot) -> None:
@@ -147,6 +171,10 @@ def _fresh(layout: AdapterLayout, lora: LoRASettings) -> dict[str, dict[str, mx.
         a = random.uniform(-bound, bound, (spec.in_features, lora.rank)).astype(np.float32)
         params[spec.path] = {"a": mx.array(a), "b": mx.zeros((lora.rank, spec.out_features), mx.float32)}
     return params
+
+
+def _same(leaf: mx.array) -> mx.array:
+    return leaf
 
 
 def _adamw(settings: OptimizerSettings) -> AdamW:

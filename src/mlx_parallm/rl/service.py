@@ -99,14 +99,22 @@ class TrainingService:
             loop.resume()
 
     async def close(self) -> None:
-        """No update begins any more, and one that is under way is given up; what is to be logged is written."""
+        """No update begins any more, and one that is under way is given up; what no checkpoint has is saved.
+
+        Raises:
+            Exception: of the first adapter that could not be saved; the others are.
+        """
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._intake.close()
+        errors = await asyncio.gather(*(loop.close() for loop in self._loops.values()), return_exceptions=True)
         self._hub.close()
         if self._parts.spill is not None:
             await self._parts.spill.close()
+        for error in errors:
+            if error is not None:
+                raise error
 
     # -- trajectories ----------------------------------------------------------------------------
 
@@ -180,11 +188,16 @@ class TrainingService:
         given: Sequence[GivenTrajectory] | None = None,
         publish: bool = True,
         checkpoint_name: str | None = None,
+        progress: Mapping[str, float] | None = None,
     ) -> UpdateReport:
-        """See `core.TrainingClient.update`."""
+        """See `core.TrainingClient.update`. `progress`: see `Trainee.progress`."""
         loop = self._loop(adapter)
         tag = None if checkpoint_name is None else check_tag(checkpoint_name)
-        return await self._seen_through(loop.update(given, publish, tag))
+        return await self._seen_through(loop.update(given, publish, tag, progress))
+
+    def progress(self, adapter: str | None = None) -> Mapping[str, float]:
+        """See `Trainee.progress`."""
+        return self._loop(adapter).trainee.progress
 
     def status(self, adapter: str | None = None) -> TrainingStatus:
         """See `core.TrainingClient.status`."""

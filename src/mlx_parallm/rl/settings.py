@@ -115,12 +115,13 @@ class LoopSettings:
     """When updates are made, and what becomes of them.
 
     `update_frequency`: trajectories of complete groups with a signal that make an update. `max_staleness`: versions
-    published since a trajectory was drawn, at most. `group_timeout_s`: for the scorer of a group. `feedback_timeout_s`:
-    for people, where a group has no scorer; None: as long as it is kept. `imitation_threshold`: the loss cross_entropy
-    imitates collected samples with a reward above it. `kl_bound`: an update that moves the policy further (mean k3 of
-    old against new) is held; None: any. `checkpoint_interval`: updates between two checkpoints. `rollback_drop`: fall
-    of the running mean reward under its best that brings the best version back; None: never. `max_skips`: updates
-    skipped in a row until training pauses.
+    published since a trajectory was drawn, at most. `group_timeout_s`: for the scorer of a group.
+    `feedback_timeout_s`: for people, where a group has no scorer; None: as long as it is kept. `imitation_threshold`:
+    the loss cross_entropy imitates collected samples with a reward above it. `kl_bound`: an update that moves the
+    policy further (mean k3 of old against new) is held; None: any. `checkpoint_interval`: updates between two
+    checkpoints. `checkpoint_s`: seconds that an update waits for one, at most. `rollback_drop`: fall of the running
+    mean reward under its best that brings the best version back; None: never. `max_skips`: updates skipped in a row
+    until training pauses.
     """
 
     update_frequency: int = 100
@@ -131,6 +132,7 @@ class LoopSettings:
     feedback_timeout_s: float | None = None
     imitation_threshold: float = 0.0
     kl_bound: float | None = None
-    checkpoint_interval: int = 500
+    checkpoint_interval: int = 10
+    checkpoint_s: float = 300.0
     rollback_drop: float | None = 0.15
     max_skips: int = 3

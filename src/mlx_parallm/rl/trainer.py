@@ -28,17 +28,12 @@ from mlx_parallm.rl.update import Done, Update
 
 
 class GRPOTrainer:
-    """Implements `core.TrainingWork`. Device thread only, but for `bytes_held` and `peak_bytes`.
-
-    Attributes:
-        bytes_held: of open policies and optimizer states; of gradients and a micro-step's activations while updates
-            wait. Any thread may read it.
-    """
+    """Implements `core.TrainingWork`. Device thread only, but for `bytes_held` and `peak_bytes`."""
 
     def __init__(self, model: TrainableModel, settings: TrainerSettings) -> None:
         self.model = model
         self.settings = settings
-        self.bytes_held = 0
+        self._bytes = 0
         self._forwards = Forwards(model, settings)
         self._pacer = Pacer()
         self._footprint = Footprint()
@@ -60,6 +55,12 @@ class GRPOTrainer:
         """Queues one update; `done` is told what came of it, on the device thread."""
         self._queue.append(Update(policy, batch, done))
         self._count_bytes()
+
+    @property
+    def bytes_held(self) -> int:
+        """Of open policies and optimizer states, and of what is kept of them to go back to; of gradients and a
+        micro-step's activations while updates wait. Any thread may read it."""
+        return self._bytes + sum(policy.kept_nbytes for policy in tuple(self._policies.values()))
 
     @property
     def peak_bytes(self) -> int:
@@ -84,6 +85,7 @@ class GRPOTrainer:
             finished = self._go_on()
         for update in finished:
             self._queue.remove(update)
+            update.settle()
         self._count_bytes()
         for update in finished:
             update.done(update.outcome())
@@ -111,6 +113,16 @@ class GRPOTrainer:
                 self._queue.remove(update)
         self._count_bytes()
         for update in failed:
+            update.fail()
+
+    def abandon(self, policy: Policy) -> None:
+        """Gives up the updates of this policy, and those that share a micro-step with one of them."""
+        if any(update.policy is policy for update in self._parties):
+            self.reset()
+        given_up = [update for update in self._queue if update.policy is policy]
+        self._queue = [update for update in self._queue if update.policy is not policy]
+        self._count_bytes()
+        for update in given_up:
             update.fail()
 
     def _next_job(self) -> Iterator[None]:
@@ -145,8 +157,7 @@ class GRPOTrainer:
         if self._queue:
             training = {update.policy for update in self._queue}
             held += self._footprint.working + sum(policy.gradient_nbytes for policy in training)
-            held += sum(update.policy.nbytes for update in self._queue if update.stepped)  # what a fault brings back
-        self.bytes_held = held
+        self._bytes = held
 
     # -- micro-steps -----------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from mlx.utils import tree_flatten, tree_map
 
 from mlx_parallm.errors import StepFailedError
 from mlx_parallm.rl.forwards import SharePart
+from mlx_parallm.rl.kept import KeptPolicy
 from mlx_parallm.rl.losses import Stats, means
 from mlx_parallm.rl.packing import Portion, portions
 from mlx_parallm.rl.policy import Policy
@@ -66,7 +67,7 @@ class Update:
         self._grad_norm = 0.0
         self._moved: float | None = None
         self._kl: list[float] = []
-        self._undo: Callable[[], None] = lambda: None
+        self._before: KeptPolicy | None = None
 
     # -- micro-steps -----------------------------------------------------------------------------
 
@@ -101,12 +102,17 @@ class Update:
 
     def step(self, max_grad_norm: float) -> None:
         """Applies the gradients, clipped. A step that cannot be kept is taken back, and `skipped` says why."""
-        self._undo = self.policy.keep()
+        self._before = self.policy.keep()
         self.skipped = self._apply(max_grad_norm)
         self.stepped = True
         if self.skipped:
             _log.warning("an update was skipped: %s", self.skipped)
-            self._undo()
+            self._go_back()
+
+    def _go_back(self) -> None:
+        """The policy as before the step, where one was made."""
+        if self._before is not None:
+            self.policy.restore(self._before)
 
     def _apply(self, most: float) -> str:
         assert self._gradients is not None
@@ -157,6 +163,10 @@ class Update:
     def _loss(self) -> float:
         return sum(_number(loss) for loss in self._losses)
 
+    def settle(self) -> None:
+        """The step is not taken back any more."""
+        self._before = None
+
     def outcome(self) -> UpdateOutcome:
         """Of an update that is finished: made, or skipped."""
         metrics = {**self._batch.metrics, **means(self._stats), "loss": self._loss, "grad_norm": self._grad_norm}
@@ -173,7 +183,7 @@ class Update:
 
     def fail(self) -> None:
         """Tells that the device gave it up. The policy is as before."""
-        self._undo()
+        self._go_back()
         self.done(StepFailedError("the update failed on the device; the policy is as before"))
 
 

@@ -49,7 +49,8 @@ class UpdateBody(WireInput):
     update_inference: bool = True
     """Whether the new version goes live."""
     checkpoint_name: Name | None = None
-    """Saves it, with this tag."""
+    """The adapter is saved with this tag once the update has ended, whatever came of it; where it could not be saved
+    the answer is an error."""
     lora_adapter: str | None = None
     """The adapter to train; left out, the default one."""
 
@@ -98,7 +99,7 @@ class Update(WireOutput):
     metrics: dict[str, float | None]
     """By name; null for no finite number."""
     checkpoint: str | None
-    """Its name, where one was saved."""
+    """Its name, where one was due; never null where `checkpoint_name` was given."""
 
 
 class Training(WireOutput):
