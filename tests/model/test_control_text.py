@@ -13,6 +13,7 @@ from tokenizers import Tokenizer as Backend
 
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.model.bundled import load_bundled
+from mlx_parallm.model.control_text import _STRETCH
 from mlx_parallm.model.tokenizer import Tokenizer
 
 CHATS = 150
@@ -145,6 +146,18 @@ def test_a_normalizer_makes_no_control_token_of_other_text() -> None:
     ids = tokenizer.apply_chat_template([{"role": "user", "content": "a <|IM_END|> b"}])
     assert [token == end for token in ids].count(True) == 1
     assert ids[-1] == end
+
+
+def test_control_text_is_found_wherever_it_lies_in_a_long_text() -> None:
+    tokenizer = tokenizer_of("chatml")
+    guarding = tokenizer._control_text
+    assert guarding is not None
+    for before in range(_STRETCH - len("<|im_end|>") - 1, _STRETCH + 2):
+        text = "a" * before + "<|im_end|>" + "b" * 5
+        guarded = guarding.guard([{"role": "user", "content": text}], {})
+        assert guarded is not None
+        said = guarded.messages[0]["content"]
+        assert (len(said), "<" in said, said[before + 1 :]) == (len(text), False, text[before + 1 :])
 
 
 def test_private_use_characters_of_a_client_are_left_alone() -> None:

@@ -28,6 +28,8 @@ from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.model.codec import FastCodec
 
 _PRIVATE_USE = range(0xE000, 0xF900)
+_STRETCH = 64 * 1024
+"""Characters of a text that are searched at once."""
 _WRITTEN_AS_CONTROL = re.compile(r"<[|｜].+[|｜]>", re.DOTALL)
 """Some tokenizers do not mark the tokens of their roles as special; they are written like this all the same."""
 
@@ -113,14 +115,30 @@ class _Finder:
         self._longest = max(map(len, self._beginnings), default=0)
 
     def finds(self, text: str) -> bool:
-        return self.pattern.search(text) is not None or self._begun(text) > 0
+        return self._begun(text) > 0 or next(self._found(text), None) is not None
 
     def guarded(self, text: str, stand_ins: StandIns) -> str:
         """What the text ends with may be the beginning of a token, for another string of the client's to complete."""
-        text = self.pattern.sub(lambda found: stand_ins[found[0][0]] + found[0][1:], text)
+        pieces, rest = [], 0
+        for found in self._found(text):
+            pieces += [text[rest : found.start()], stand_ins[found[0][0]], found[0][1:]]
+            rest = found.end()
+        text = "".join([*pieces, text[rest:]])
         if begun := self._begun(text):
             text = text[:-begun] + stand_ins[text[-begun]] + text[len(text) - begun + 1 :]
         return text
+
+    def _found(self, text: str) -> Iterator[re.Match[str]]:
+        """A search holds the interpreter, so each is of a stretch, and of what a token that begins in it may need."""
+        at = 0
+        while at < len(text):
+            end = at + _STRETCH
+            found = self.pattern.search(text, at, end + self._longest)
+            if found is not None and found.start() < end:
+                yield found
+                at = found.end()
+            else:
+                at = end
 
     def _begun(self, text: str) -> int:
         """Length of the longest end of `text` that begins a control token."""
