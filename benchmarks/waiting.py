@@ -1,0 +1,271 @@
+"""How long a request waits behind others: beside burning CPUs, at a tight decode budget, and in a long queue.
+
+    python benchmarks/waiting.py [--repeats 5] [--only burners budget admission] [--model DIR] [--out FILE]
+
+`burners`: two processes burn CPU time; the first token of a short request behind a long row, against the same request
+with no other beside the same burners. `budget`: a prompt of 32 tokens beside 8 rows, at --max-decode-stall-ms 50
+against the default. `admission`: the scheduler alone, what one pass of admission takes while memory is short and
+thousands wait, and what aborting 4,000 takes. About 3 minutes on two cores. Ends with a table and writes JSON beside
+it. Leave the machine alone meanwhile.
+"""
+
+import argparse
+import asyncio
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+
+import machine
+import report
+from figures import Figure, reported
+from load import Stream
+from peers import Peer, our_server
+from prompts import short_prompts
+from spread import ratios, spread
+from throughput import body, warm_up
+
+from mlx_parallm.core import AdapterRef
+from mlx_parallm.scheduler.cost import CostModel
+from mlx_parallm.scheduler.rl_aware import RLAwareScheduler, SchedulerConfig
+from mlx_parallm.scheduler.sequence import Group
+from mlx_parallm.scheduler.sequence import Sequence as Row
+
+HERE = Path(__file__).parent
+PARTS = ("burners", "budget", "admission")
+BURNERS, BURN = 2, "while True: pass"
+ROWS, ROW_TOKENS, SETTLED_TOKENS = 8, 4000, 8
+SHORT_TOKENS, PROMPT_TOKENS = 4, 32
+TIGHT_BUDGET_MS = 50
+RATIO_LIMIT, PASS_LIMIT_MS = 3.0, 1.0
+LIVE, WAITING, ABORTED = 64, (1000, 4000), 4000
+PASSES = 20
+LIMIT_S = 300
+TICK_S = 0.02
+
+
+@dataclass(slots=True)
+class Waits:
+    """Seconds to the first token, pair by pair: `least` is what `most` is held against."""
+
+    least: list[float] = field(default_factory=list)
+    most: list[float] = field(default_factory=list)
+
+    def figures(self, name: str, least: str, most: str) -> Iterator[Figure]:
+        """The ratio of the medians is judged, and the slowest request's."""
+        base, slow = spread(self.least), spread(self.most)
+        ratio = ratios(self.most, [base.median] * len(self.most))
+        yield Figure(f"first token, {least}", "s", base, base.median)
+        yield Figure(f"first token, {most}", "s", slow, slow.median)
+        yield Figure(f"{name}, median", "x", ratio, ratio.median, RATIO_LIMIT)
+        yield Figure(f"{name}, worst", "x", ratio, ratio.high, RATIO_LIMIT)
+
+
+@dataclass(slots=True)
+class Queue:
+    """Milliseconds: of passes of admission by how many wait, and of aborting them all."""
+
+    pass_ms: dict[int, list[float]] = field(default_factory=dict)
+    abort_ms: list[float] = field(default_factory=list)
+
+    def figures(self) -> Iterator[Figure]:
+        for waiting, taken in self.pass_ms.items():
+            value, judged = reported(taken)
+            yield Figure(f"a pass of admission, {waiting:,} waiting", "ms", value, judged, PASS_LIMIT_MS)
+        yield Figure(f"aborting {ABORTED:,} that wait", "ms", *reported(self.abort_ms))
+
+
+# -- a server ------------------------------------------------------------------------------------
+
+
+async def beside_burners(model: Path | None, logs: Path, repeats: int) -> Waits:
+    """Alone and behind a long row take turns, the burners running all the time."""
+    waits = Waits()
+    async with our_server(model, logs) as peer, asyncio.timeout(LIMIT_S):
+        await warm_up(peer)
+        with peer.awake(), _burning():
+            for repeat in range(repeats):
+                alone, behind = short_prompts(2, f"waiting {repeat}")
+                waits.least.append(await _first_token_s(peer, alone))
+                waits.most.append(await _beside_rows(peer, 1, behind))
+                _tell(waits)
+    return waits
+
+
+async def at_a_tight_budget(model: Path | None, logs: Path, repeats: int) -> Waits:
+    """Two servers take turns."""
+    waits = Waits()
+    tight_flags = ["--max-decode-stall-ms", str(TIGHT_BUDGET_MS)]
+    async with (
+        our_server(model, logs) as usual,
+        our_server(model, logs, tight_flags) as tight,
+        asyncio.timeout(LIMIT_S),
+    ):
+        for peer in (usual, tight):
+            await warm_up(peer)
+        for repeat in range(repeats):
+            for peer, firsts in ((usual, waits.least), (tight, waits.most)):
+                with peer.awake():
+                    firsts.append(await _beside_rows(peer, ROWS, _prompt(repeat)))
+            _tell(waits)
+    return waits
+
+
+async def _beside_rows(peer: Peer, rows: int, prompt: str | list[int]) -> float:
+    """First token of a request while so many rows decode; they are given up afterwards."""
+    streams = [_stream(peer, text, ROW_TOKENS) for text in short_prompts(rows, "rows")]
+    async with asyncio.TaskGroup() as group:
+        running = [group.create_task(stream.run()) for stream in streams]
+        while any(len(stream.arrivals) < SETTLED_TOKENS for stream in streams):
+            await asyncio.sleep(TICK_S)
+        seconds = await _first_token_s(peer, prompt)
+        for task in running:
+            task.cancel()
+    return seconds
+
+
+async def _first_token_s(peer: Peer, prompt: str | list[int]) -> float:
+    stream = _stream(peer, prompt, SHORT_TOKENS)
+    await stream.run()
+    return stream.first_token_s
+
+
+def _prompt(repeat: int) -> list[int]:
+    """32 token ids that every vocabulary has."""
+    return random.Random(repeat).choices(range(100, 250), k=PROMPT_TOKENS)
+
+
+def _stream(peer: Peer, prompt: str | list[int], tokens: int) -> Stream:
+    """`return_token_ids` makes every token an event, also one whose text is held back."""
+    return Stream(peer.port, {**body(prompt, tokens), "ignore_eos": True, "return_token_ids": True})
+
+
+@contextmanager
+def _burning() -> Iterator[None]:
+    burners = [subprocess.Popen([sys.executable, "-c", BURN]) for _ in range(BURNERS)]
+    try:
+        yield
+    finally:
+        for burner in burners:
+            burner.kill()
+            burner.wait()
+
+
+def _tell(waits: Waits) -> None:
+    print(f"  {waits.least[-1]:.2f} s against {waits.most[-1]:.2f} s", flush=True)
+
+
+# -- the scheduler alone -------------------------------------------------------------------------
+
+
+class FullMemory:
+    """Rows for so many sequences and no more."""
+
+    def __init__(self, rows: int) -> None:
+        self._free = rows
+
+    def ready(self, adapter: AdapterRef) -> bool:
+        return True
+
+    def allocate(self, sequence: Row, source: Row | None) -> int | None:
+        if self._free == 0:
+            return None
+        self._free -= 1
+        return 0
+
+    def grow(self, sequence: Row, tokens: int) -> bool:
+        return True
+
+    def free(self, sequence: Row) -> None:
+        self._free += 1
+
+
+def in_the_queue(repeats: int) -> Queue:
+    """Passes after the first one, which ranks what is new."""
+    queue = Queue()
+    for waiting in WAITING:
+        scheduler, _ = _crowded(waiting)
+        scheduler.admit()
+        queue.pass_ms[waiting] = [_milliseconds(scheduler.admit) for _ in range(PASSES)]
+    for _ in range(repeats):
+        scheduler, rows = _crowded(ABORTED)
+        scheduler.admit()
+        queue.abort_ms.append(_milliseconds(partial(_abort, scheduler, rows)))
+    return queue
+
+
+def _crowded(waiting: int) -> tuple[RLAwareScheduler, Sequence[Row]]:
+    """A scheduler with a full memory, and what waits for it."""
+    scheduler = RLAwareScheduler(SchedulerConfig(), FullMemory(LIVE), CostModel(0.05, 0.002, 1e-6))
+    rows = [Row(number, [0] * 200, 100, float(number), Group()) for number in range(LIVE + waiting)]
+    for row in rows:
+        scheduler.add(row)
+    scheduler.admit()
+    return scheduler, rows[LIVE:]
+
+
+def _abort(scheduler: RLAwareScheduler, rows: Sequence[Row]) -> None:
+    for row in rows:
+        scheduler.finish(row)
+
+
+def _milliseconds(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    call()
+    return 1e3 * (time.perf_counter() - started)
+
+
+# -- one run -------------------------------------------------------------------------------------
+
+
+def main() -> int:
+    """Exit code 0 when every figure that was judged is met, 1 when one is not."""
+    arguments = _arguments()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: every child is killed on the way out
+    before = machine.describe()
+    machine.warn_if_busy()
+    record: dict[str, object] = {}
+    judged: list[Figure] = []
+    with tempfile.TemporaryDirectory(prefix="waiting_benchmark_") as folder:
+        for name in arguments.only:
+            print(name, flush=True)
+            figures, record[name] = _measure(name, arguments, Path(folder))
+            judged += figures
+    report.show([], {}, judged)
+    setting = {"repeats": arguments.repeats, "only": arguments.only, "model": str(arguments.model or "bundled")}
+    report.write(arguments.out, {"machine": before, "setting": setting, **record}, judged)
+    print(f"written to {arguments.out}")
+    return int(any(figure.met is False for figure in judged))
+
+
+def _measure(name: str, arguments: argparse.Namespace, logs: Path) -> tuple[list[Figure], dict[str, object]]:
+    if name == "admission":
+        queue = in_the_queue(arguments.repeats)
+        return list(queue.figures()), asdict(queue)
+    if name == "burners":
+        waits = asyncio.run(beside_burners(arguments.model, logs, arguments.repeats))
+        labels = ("behind a long row beside 2 burners", "alone beside the burners", "behind a row beside the burners")
+    else:
+        waits = asyncio.run(at_a_tight_budget(arguments.model, logs, arguments.repeats))
+        labels = (f"beside 8 rows at {TIGHT_BUDGET_MS} ms", "beside 8 rows, default budget", "the same at 50 ms")
+    return list(waits.figures(*labels)), asdict(waits)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--model", type=Path, help="a model directory; the bundled model without it")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "waiting.json")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
