@@ -78,7 +78,7 @@ class StableRun:
 
 
 def main() -> int:
-    """Exit code 0 when every run stayed learnt, 1 when one did not."""
+    """Exit code 0 when every run stayed learnt, 1 when one did not or has no result."""
     arguments = _arguments()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     before = machine.describe()
@@ -87,7 +87,8 @@ def main() -> int:
     judged = list(_figures(runs))
     report.show([], {}, judged)
     print(f"written to {arguments.out}")
-    return int(any(figure.met is False for figure in judged))
+    missing = {*arguments.seeds} - {run.seed for run in runs}
+    return int(bool(missing) or any(figure.met is False for figure in judged))
 
 
 async def _all(arguments: argparse.Namespace, before: dict[str, object], runs: list[StableRun]) -> None:
@@ -96,7 +97,11 @@ async def _all(arguments: argparse.Namespace, before: dict[str, object], runs: l
     async def one(seed: int) -> None:
         async with places:
             with tempfile.TemporaryDirectory(prefix="stability_benchmark_") as folder:
-                runs.append(await _run(seed, arguments.rounds, Path(folder)))
+                try:
+                    runs.append(await _run(seed, arguments.rounds, Path(folder)))
+                except (httpx.HTTPError, OSError) as error:  # the server is gone; the other runs go on
+                    print(f"seed {seed} has no result: {error!r}; make it again with --resume", file=sys.stderr)
+                    return
             _write(arguments.out, before, runs)
 
     done = {run.seed for run in runs}
@@ -114,10 +119,12 @@ async def _run(seed: int, rounds: int, logs: Path) -> StableRun:
             async with httpx.AsyncClient(base_url=url, timeout=REQUEST_LIMIT_S) as http:
                 run = StableRun(seed)
                 other = asyncio.create_task(_plain_requests(http, run))
-                await _Driver(http, run).learn(rounds)
-                other.cancel()
-                with suppress(asyncio.CancelledError):
-                    await other
+                try:
+                    await _Driver(http, run).learn(rounds)
+                finally:
+                    other.cancel()
+                    with suppress(asyncio.CancelledError, httpx.HTTPError):
+                        await other
     run.seconds = time.monotonic() - began
     return run
 

@@ -77,6 +77,18 @@ async def test_staleness_is_bounded_counted_and_told_to_the_trainer() -> None:
     assert rig.loop.judge(ref(9)) is Drop.FOREIGN
 
 
+async def test_what_a_version_draws_before_the_loop_hears_of_it_is_not_a_strangers() -> None:
+    """It is live on the device thread before the event loop appends it."""
+    rig = await opened()
+    await rig.updated(1.0, 0.0)
+    rig.trainee.lineage.expect(ref(2))
+    assert rig.loop.judge(ref(2)) is None
+    assert rig.loop.judge(ref(1)) is None
+    assert rig.loop.judge(ref(3)) is Drop.FOREIGN
+    rig.trainee.lineage.append(ref(2))
+    assert (rig.trainee.lineage.lag(ref(1)), rig.trainee.lineage.lag(ref(2))) == (1, 0)
+
+
 async def test_groups_without_a_signal_are_dropped_and_the_others_learnt_from() -> None:
     rig = await opened()
     flat, good = rig.drawn(1.0, 1.0), rig.drawn(1.0, 0.0)

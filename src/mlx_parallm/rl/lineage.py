@@ -14,6 +14,7 @@ class Lineage:
     def __init__(self, start: AdapterRef) -> None:
         self._places = {start: 0}  # replaced, never written to
         self._known = {start}
+        self._expected: AdapterRef | None = None
 
     @property
     def tip(self) -> AdapterRef:
@@ -22,6 +23,8 @@ class Lineage:
 
     def lag(self, ref: AdapterRef) -> int | None:
         """Versions published since this one; None: it is not in the lineage, or not any more."""
+        if ref == self._expected:
+            return 0
         places = self._places
         return len(places) - 1 - places[ref] if ref in places else None
 
@@ -30,12 +33,14 @@ class Lineage:
         return ref in self._known
 
     def expect(self, ref: AdapterRef) -> None:
-        """It may be live before it is appended: a request that is leased it then is no stranger's."""
+        """It may be live before it is appended: what it draws by then is the newest version's."""
         self._known.add(ref)
+        self._expected = ref
 
     def append(self, ref: AdapterRef) -> None:
-        self.expect(ref)
+        self._known.add(ref)
         self._places = {**self._places, ref: len(self._places)}
+        self._expected = None
 
     def back_to(self, ref: AdapterRef) -> None:
         """Forgets what came after `ref`; one that is not in the lineage begins it anew."""
@@ -43,6 +48,7 @@ class Lineage:
         kept = {older: at for older, at in self._places.items() if at < place}
         self._known.add(ref)
         self._places = {**kept, ref: place}
+        self._expected = None
 
     def newest(self, count: int) -> tuple[str, ...]:
         """The last ones, oldest first, for people to read."""
