@@ -1,0 +1,154 @@
+"""Scoring for several clients: what requests bring is checked apart, slow ones hold up nobody, children end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rl.scoring_rig import file_of, gone, group
+from rl.user_package import install
+
+from mlx_parallm.core import Collection
+from mlx_parallm.errors import InvalidRequestError, OverloadedError
+from mlx_parallm.rl.parts import ScoringError
+from mlx_parallm.rl.scoring.registry import GROUP
+
+# -- several clients -------------------------------------------------------------------------------
+
+
+async def test_a_slow_client_leaves_a_process_to_the_others(service, tmp_path):
+    """None of the slow groups ends before the other client's are scored, though all were there first."""
+    scoring = service(processes=2)
+    slow = [
+        asyncio.create_task(scoring.score(group("waits", "x", client="slow", folder=str(tmp_path)))) for _ in range(6)
+    ]
+    await file_of(tmp_path, "pid")
+    for _ in range(3):
+        assert await scoring.score(group("size", "ab", client="other")) == (2,)
+    assert await scoring.score(group("size", "abc", client="slow")) == (3,)  # the same client, another function
+    assert not any(one.done() for one in slow)
+    (tmp_path / "go").touch()
+    assert await asyncio.gather(*slow) == [(7,)] * 6
+
+
+@pytest.mark.parametrize(
+    ("scorer", "metadata"),
+    [
+        ("regex", {"pattern": "(a+)+$"}),
+        ("0.5*exact + 0.5*json_schema", {"answer": "x", "schema": {"type": "string", "pattern": "(a+)+$"}}),
+    ],
+)
+async def test_a_built_in_scorer_that_takes_too_long_costs_its_group_and_keeps_the_child(scorer, metadata, service):
+    scoring = service()
+    (child,) = await scoring.score(group("pid", "x"))
+    with pytest.raises(ScoringError, match="took more than 1 s of processor time"):
+        await scoring.score(group(scorer, '"' + "a" * 60 + 'b"', **metadata))
+    assert await scoring.score(group("pid", "x")) == (child,)
+
+
+PARENT = """
+import asyncio, sys
+from mlx_parallm.rl.scoring.service import ScoringService
+from rl.scoring_rig import LONG_S, group
+
+async def main():
+    await ScoringService(1, 32, LONG_S).score(group("busy", "x", folder=sys.argv[1]))
+
+asyncio.run(main())
+"""
+
+
+def test_children_end_with_a_server_that_is_killed(package):
+    """The child holds the interpreter's lock all the time, so nothing written in Python would notice."""
+    places = os.pathsep.join([str(package), str(Path(__file__).parents[1]), *filter(None, sys.path)])
+    server = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(package)],
+        env={**os.environ, "PYTHONPATH": places},
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        child = int(asyncio.run(file_of(package, "pid")))
+    finally:
+        server.kill()
+        server.wait()
+    asyncio.run(asyncio.wait_for(gone(child), 20))
+
+
+# -- check -----------------------------------------------------------------------------------------
+
+
+async def test_a_users_scorer_is_checked_without_importing_it_here(service):
+    check = service().check
+    await check(Collection("size"))
+    await check(Collection("0.5*seen + 0.5*size", {"bonus": 0}))
+    for name, metadata, param, message in (
+        ("seen", {}, "metadata", "metadata.bonus is missing"),
+        ("sise", {}, "scoring_function", "did you mean size"),
+        ("absent", {}, "scoring_function", "absent cannot be used"),
+    ):
+        with pytest.raises(InvalidRequestError, match=message) as caught:
+            await check(Collection(name, metadata))
+        assert caught.value.param == param
+    assert "user_scorers" not in sys.modules
+
+
+async def test_a_package_that_breaks_on_import_is_refused(service, tmp_path):
+    install(tmp_path, "broken_scorers", "print('hello')\nraise SystemExit('no licence')\n", GROUP, "broken")
+    install(tmp_path, "dying_scorers", "import os\nos._exit(0)\n", GROUP, "dying")
+    check = service().check
+    for name, message in (("broken", "no licence"), ("dying", "could not be loaded")):
+        with pytest.raises(InvalidRequestError, match=message) as caught:
+            await check(Collection(name))
+        assert caught.value.param == "scoring_function"
+
+
+BOMB = {"$schema": "http://json-schema.org/draft-04/schema#", "enum": [{"a": number} for number in range(3000)]}
+"""Draft 4 compares the items of an enum each with each: minutes of Python."""
+
+
+@pytest.mark.parametrize(
+    ("scorer", "metadata"),
+    [
+        ("json_schema", {"schema": BOMB}),
+        ("1*length + 1*json_schema", {"target_length": 3, "schema": json.dumps(BOMB)}),
+        ("regex", {"pattern": "(?i)" + "".join(f"[\0-\uffff{chr(0x4E00 + at)}]" for at in range(600))}),
+    ],
+)
+async def test_what_takes_long_to_check_is_refused_and_takes_none_of_the_servers_time(scorer, metadata, service):
+    check = service().check
+    used = time.process_time()
+    for _ in range(2):  # the second time it is known
+        with pytest.raises(InvalidRequestError, match="is too complex: checking it took more than 1 s") as caught:
+            await check(Collection(scorer, metadata))
+        assert caught.value.param == "metadata"
+    assert time.process_time() - used < 0.5  # the child used a second
+
+
+async def test_what_is_wrong_and_what_is_right_is_told_by_the_child(service):
+    check = service().check
+    await check(Collection("json_schema", {"schema": {"type": "object"}}))
+    await check(Collection("0.5*regex + 0.5*exact", {"pattern": "a+", "answer": "a"}))
+    for scorer, metadata, message in (
+        ("regex", {"pattern": "("}, "metadata.pattern is not a regular expression"),
+        ("regex", {"pattern": "a" * 5000}, "metadata.pattern must be text of at most 4096 characters"),
+        ("json_schema", {"schema": {"type": "strange"}}, "metadata.schema is not a JSON schema"),
+        ("json_schema", {"schema": {"enum": ["x" * 70000]}}, "metadata.schema must have at most 65536 characters"),
+        ("json_schema", {}, "metadata.schema is missing"),
+    ):
+        with pytest.raises(InvalidRequestError, match=message):
+            await check(Collection(scorer, metadata))
+
+
+async def test_a_check_that_waits_too_long_says_so_and_leaves_its_place(service, monkeypatch):
+    monkeypatch.setattr("mlx_parallm.rl.scoring.checks._PATIENCE_S", 0.0)
+    scoring = service()
+    with pytest.raises(OverloadedError):
+        await scoring.check(Collection("regex", {"pattern": "a"}))
+    monkeypatch.undo()
+    await scoring.check(Collection("regex", {"pattern": "a"}))
