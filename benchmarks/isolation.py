@@ -13,7 +13,6 @@ import json
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -52,13 +51,15 @@ class Measured:
     limit: float
     quiet: Probes
     beside: Probes
-    answers: Counter[str]
+    answers: dict[str, int]
 
     def judged(self) -> Iterator[Figure]:
         health, quiet, beside = (
             _p95(taken) for taken in (self.beside.health, self.quiet.one_token, self.beside.one_token)
         )
         yield Figure(f"/health beside: {self.name}", "s", health, health.median, HEALTH_LIMIT_S)
+        calm = _p95(self.quiet.health)
+        yield Figure(f"/health on the quiet server, before and after: {self.name}", "s", calm, calm.median)
         ratio = beside.median / quiet.median
         yield Figure(f"one token beside: {self.name}", "x", Spread(ratio, ratio, ratio), ratio, self.limit)
         failed = len(self.quiet.errors) + len(self.beside.errors)
@@ -129,12 +130,12 @@ async def _beside(attack: Attack, port: int, seconds: float) -> Measured:
     quiet.health += after.health
     quiet.one_token += after.one_token
     quiet.errors += after.errors
-    return Measured(attack.name, attack.limit, quiet, beside, answers)
+    return Measured(attack.name, attack.limit, quiet, beside, dict(answers))
 
 
 def _tell(measured: Measured) -> None:
     shown = [f"{figure.name.partition(':')[0]} {figure.value.median:.3f} {figure.unit}" for figure in measured.judged()]
-    print(f"  {measured.name}: {', '.join(shown)}; the attacker got {dict(measured.answers)}", flush=True)
+    print(f"  {measured.name}: {', '.join(shown)}; the attacker got {measured.answers}", flush=True)
 
 
 def main() -> int:
