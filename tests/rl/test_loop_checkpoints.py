@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from rl.fakes import policy, trajectories, value_of
-from rl.rig import NAME, SETTINGS, opened, ref, settle
+from rl.rig import NAME, SETTINGS, opened, ref, running, settle
 
 from mlx_parallm.core import BASE_ADAPTER
 from mlx_parallm.errors import (
@@ -177,4 +177,54 @@ async def test_a_rollback_that_fails_leaves_everything_as_it_was() -> None:
         await rig.loop.roll_back("first")
     assert rig.publisher.names[NAME] == ref(2) == rig.trainee.lineage.tip
     assert "rollback" not in rig.kinds
+    rig.check()
+
+
+# ---- nothing that was learnt is lost ------------------------------------------------------------
+
+
+async def test_closing_saves_what_no_checkpoint_has_and_nothing_twice() -> None:
+    rig = await opened()
+    await rig.loop.close()
+    assert rig.saves == [], "nothing was learnt"
+    await rig.updated(1.0, 0.0)
+    await rig.updated(1.0, 0.0, publish=False)
+    await rig.loop.close()
+    assert rig.saves[-1] == ("checkpoint-2", ref(2), ()), "an update that was not published is saved too"
+    count = len(rig.saves)
+    await rig.loop.close()
+    assert len(rig.saves) == count
+
+
+async def test_closing_on_a_full_disk_is_an_error() -> None:
+    rig = await opened()
+    await rig.updated(1.0, 0.0)
+    rig.publisher.save_error = StorageError("the disk is full")
+    with pytest.raises(StorageError):
+        await rig.loop.close()
+
+
+async def test_an_update_waits_for_its_checkpoint_only_so_long() -> None:
+    rig = await opened(settings=replace(SETTINGS, checkpoint_s=0.05))
+    async with running(rig):
+        await rig.updated(1.0, 0.0)
+        assert rig.saves == []
+        while not rig.saves:
+            await asyncio.sleep(0.01)
+    assert rig.saves == [("checkpoint-1", ref(1), ())]
+    assert rig.trainee.saves_in is None
+
+
+async def test_a_checkpoint_that_was_asked_for_is_saved_or_an_error() -> None:
+    rig = await opened()
+    with pytest.raises(ConflictError, match="equal to the base"):
+        await rig.loop.update(None, tag="nothing")
+    rig.publisher.save_error = StorageError("the disk is full")
+    with pytest.raises(StorageError, match=r"the update ended as 'published', step 1, but the disk is full"):
+        await rig.updated(1.0, 0.0, tag="good")
+    assert rig.publisher.names[NAME] == ref(1), "it is live all the same"
+    rig.publisher.save_error = None
+    skipped = await rig.loop.update(None, tag="later")
+    assert (skipped.status, skipped.checkpoint) == ("skipped", "checkpoint-1")
+    assert rig.saves[-1] == ("checkpoint-1", ref(1), ("later",))
     rig.check()

@@ -409,3 +409,17 @@ def _probability_after(shuffled: bool) -> float:
 def test_a_model_that_attends_by_itself_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="gemma2 can be served and not trained"):
         make_trainer(family="gemma2")
+
+
+@pytest.mark.parametrize("schedule", [Schedule.CONSTANT, Schedule.COSINE])
+def test_the_configured_learning_rate_counts_after_a_resume(schedule: Schedule) -> None:
+    """Not the one of the checkpoint."""
+    trainer, _ = make_trainer()
+    policy = make_policy(trainer)
+    learn(trainer, policy, samples())
+    optimizer = OptimizerSettings(learning_rate=1e-5, schedule=schedule, decay_steps=10**6)
+    again = Policy(trainer.model.layout, LORA, optimizer, snapshot(policy))
+    outcome = learn(trainer, again, samples(seed=1))
+    assert outcome.metrics["learning_rate"] == pytest.approx(1e-5, rel=1e-3)
+    moved = max(np.abs(leaf - leaves(policy)[name]).max() for name, leaf in leaves(again).items())
+    assert moved < 5e-5

@@ -164,3 +164,36 @@ def test_the_peak_of_the_process_is_kept_though_its_counter_starts_again() -> No
     learn(trainer, policy, samples())
     assert trainer.peak_bytes == peak
     assert mx.get_peak_memory() < peak
+
+
+def test_what_is_kept_to_go_back_to_is_shared_and_counts_while_it_is_held() -> None:
+    """No copy is made: the arrays of then are the policy's own, until its next update."""
+    trainer = large()
+    policy = make_policy(trainer, moved=0.01)
+    learn(trainer, policy, samples(3))
+    resting, before = trainer.bytes_held, active()
+    kept = policy.keep()
+    assert policy.keep() is kept
+    assert active() == pytest.approx(before, abs=0.01 * SET)
+    assert trainer.bytes_held == resting, "it is the policy as it is"
+    learn(trainer, policy, samples(3, 1))
+    assert trainer.bytes_held == resting + policy.nbytes
+    assert active() - before == pytest.approx(policy.nbytes, rel=0.1)
+    policy.restore(kept)
+    assert trainer.bytes_held == resting
+    del kept
+    assert active() == pytest.approx(before, abs=0.1 * SET)
+
+
+def test_updates_that_are_given_up_leave_the_policy_as_it_was() -> None:
+    trainer = large()
+    policy, told = make_policy(trainer, moved=0.01), []
+    before = policy.params
+    for _ in range(2):
+        trainer.begin(policy, UpdateBatch(tuple(samples(4, groups=1))), told.append)
+    trainer.advance()
+    trainer.abandon(policy)
+    assert [type(each) for each in told] == [StepFailedError] * 2
+    assert not trainer.waits()
+    assert policy.params is before
+    assert trainer.bytes_held == policy.nbytes
