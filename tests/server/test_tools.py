@@ -191,14 +191,14 @@ async def test_logprobs_are_of_every_token(client, engine):
 async def test_a_call_is_enforced(make, engine, name, choice, parallel, good, bad):
     family = FAMILIES[name]
     client = make(family)
-    texts = [_written(family, "get_weather"), _written(family, "now"), "I would rather talk"]
+    texts = [written(family, "get_weather"), written(family, "now"), "I would rather talk"]
     await ask(client, tool_choice=choice, parallel_tool_calls=parallel)
     grammar = engine.requests[-1].grammar
     assert all(follows(grammar, texts[at]) for at in good)
     assert not any(follows(grammar, texts[-1] if at == "words" else texts[at]) for at in bad)
 
 
-def _written(family, name):
+def written(family, name):
     """A call with the arguments that are required."""
     syntax = family.syntax
     before, after = (part.replace("$name", name).replace("$index", "0") for part in syntax.call)
@@ -208,83 +208,6 @@ def _written(family, name):
         quote = syntax.bare or ('"', '"')
         inside = f"{opening}{quote[0]}x{quote[1]}{closing}" if name == "get_weather" else ""
     return family.start + syntax.block[0] + before + inside + after + syntax.block[1] + family.end
-
-
-FORMAT = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
-FORMATS = {
-    "schema": {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": FORMAT}}},
-    "object": {"response_format": {"type": "json_object"}},
-    "guided": {"guided_json": FORMAT},
-    "regex": {"guided_regex": r'\{"n": [0-9]/?\}'},
-    "choice": {"structured_outputs": {"choice": ['{"n": 1}', "no"]}},
-    "grammar": {"guided_grammar": 'root ::= "{\\"n\\": " [0-9] "}"'},
-}
-ANSWER = '{"n": 1}'
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize(
-    ("choice", "good"), [("auto", "call answer"), ("required", "call"), (NAMED, "call"), ("none", "answer")], ids=str
-)
-async def test_with_a_format_an_answer_is_calls_or_has_the_format(make, engine, name, choice, good):
-    family = FAMILIES[name]
-    client = make(family)
-    await ask(client, tool_choice=choice, **FORMATS["schema"])
-    grammar = engine.requests[-1].grammar
-    call = _written(family, "now")
-    assert follows(grammar, call) == ("call" in good)
-    assert follows(grammar, ANSWER) == ("answer" in good)
-    assert not any(follows(grammar, text) for text in ("Words.", f"Words.{call}", f"{call}{ANSWER}", ANSWER + call))
-
-
-@pytest.mark.parametrize("fields", FORMATS.values(), ids=FORMATS)
-async def test_every_way_to_ask_for_a_format_goes_with_tools(client, engine, fields):
-    await ask(client, **fields)
-    grammar = engine.requests[-1].grammar
-    assert follows(grammar, ANSWER)
-    assert follows(grammar, NOW)
-    assert not follows(grammar, "Words.")
-
-
-async def test_with_a_format_numbers_end_and_those_of_calls_are_left_alone(make, engine):
-    client = make(FAMILIES["qwen3_coder"])
-    text = tool("f", properties={"a": {"type": "string"}}, required=["a"])
-    await ask(client, tools=[text], guided_json={"type": "number"})
-    grammar, digits = engine.requests[-1].grammar, "1" * 60
-    assert follows(grammar, TEXTS["qwen3_coder"].split("<function")[0] + _argument(digits))
-    assert follows(grammar, "0.5")
-    assert not follows(grammar, f"0.{digits}")
-
-
-def _argument(text):
-    return f"<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>\n</tool_call>"
-
-
-async def test_tools_format_and_results_of_tools_go_together(client, engine):
-    call = {"id": "c", "type": "function", "function": {"name": "now", "arguments": "{}"}}
-    turns = [*USER, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "c", "content": "12"}]
-    await ask(client, messages=turns, **FORMATS["schema"])
-    grammar = engine.requests[-1].grammar
-    assert follows(grammar, ANSWER)
-    assert follows(grammar, NOW)
-
-
-async def test_with_a_format_reasoning_comes_first(make, engine):
-    await ask(make(reasoning=THINK), **FORMATS["schema"])
-    grammar = engine.requests[-1].grammar
-    assert follows(grammar, f"{{think}} anything {{/think}}{ANSWER}")
-    assert follows(grammar, f"{{think}} anything {{/think}}{NOW}")
-    assert not follows(grammar, "{think} anything {/think}Words.")
-
-
-@pytest.mark.parametrize("text", [ANSWER, NOW, f"{NOW}\n{CALL}", json.dumps({"a": f"x {NOW} y"})])
-async def test_with_a_format_what_is_in_a_string_is_no_call(client, engine, text):
-    engine.text = text
-    (whole,), (stream,) = await ask(client, **FORMATS["object"]), await streamed(client, **FORMATS["object"])
-    assert without_ids([whole]) == without_ids([stream])
-    called = text.startswith("<")
-    assert ("tool_calls" in whole["message"], whole["finish_reason"]) == (called, "tool_calls" if called else "stop")
-    assert whole["message"]["content"] == (None if called else text)
 
 
 async def test_auto_binds_nothing_unless_a_tool_is_strict(client, engine):
