@@ -43,6 +43,7 @@ PARTS = ("burners", "budget", "admission")
 BURNERS, BURN = 2, "while True: pass"
 ROWS, ROW_TOKENS, SETTLED_TOKENS = 8, 4000, 8
 SHORT_TOKENS, PROMPT_TOKENS = 4, 32
+SHORT_TEXT = "The quick brown fox jumps over the lazy dog. " * 6
 TIGHT_BUDGET_MS = 50
 RATIO_LIMIT, PASS_LIMIT_MS = 3.0, 1.0
 LIVE, WAITING, ABORTED = 64, (1000, 4000), 4000
@@ -92,9 +93,8 @@ async def beside_burners(model: Path | None, logs: Path, repeats: int) -> Waits:
         await warm_up(peer)
         with peer.awake(), _burning():
             for repeat in range(repeats):
-                alone, behind = short_prompts(2, f"waiting {repeat}")
-                waits.least.append(await _first_token_s(peer, alone))
-                waits.most.append(await _beside_rows(peer, 1, behind))
+                waits.least.append(await _first_token_s(peer, f"{repeat} alone. {SHORT_TEXT}"))
+                waits.most.append(await _beside_rows(peer, 1, f"{repeat} behind. {SHORT_TEXT}"))
                 _tell(waits)
     return waits
 
