@@ -51,29 +51,29 @@ class SamplingParams:
 class StopParams:
     """When one row ends. `max_tokens` counts generated tokens and may be 0 (score the prompt).
 
-    `borders[i][k]`: the length of the longest end of `stop[i][:k + 1]`, short of the whole, that `stop[i]` also begins
-    with (the failure function of Knuth, Morris and Pratt). Computed here, so that the device thread need not.
+    `fallbacks[i][k]`: where the search for `stop[i]` goes on when its character `k` is not the next one of the text:
+    with the character of that number, or, for -1, behind the text's character (Knuth, Morris and Pratt 1977, whose
+    chains of fallbacks are logarithmic in the pattern's length). Computed here, so that the device thread need not.
     """
 
     max_tokens: int
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
-    borders: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
+    fallbacks: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "borders", tuple(map(_borders, self.stop)))
+        object.__setattr__(self, "fallbacks", tuple(map(_fallbacks, self.stop)))
 
 
-def _borders(stop: str) -> tuple[int, ...]:
-    borders = [0] * len(stop)
-    length = 0
+def _fallbacks(stop: str) -> tuple[int, ...]:
+    fallbacks, border = [-1] * len(stop), 0
     for place in range(1, len(stop)):
-        while length and stop[place] != stop[length]:
-            length = borders[length - 1]
-        length += stop[place] == stop[length]
-        borders[place] = length
-    return tuple(borders)
+        fallbacks[place] = fallbacks[border] if stop[place] == stop[border] else border
+        while border >= 0 and stop[place] != stop[border]:
+            border = fallbacks[border]
+        border += 1
+    return tuple(fallbacks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ class StopMatcher:
     """
 
     def __init__(self, stopping: StopParams) -> None:
-        self._stops = tuple(map(_OneStop, stopping.stop, stopping.borders))
+        self._stops = tuple(map(_OneStop, stopping.stop, stopping.fallbacks))
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, str | None]:
@@ -59,11 +59,11 @@ class StopMatcher:
 class _OneStop:
     """The search for one stop string. `matched`: characters at the end of the text so far that it begins with."""
 
-    __slots__ = ("_borders", "matched", "stop")
+    __slots__ = ("_fallbacks", "matched", "stop")
 
-    def __init__(self, stop: str, borders: tuple[int, ...]) -> None:
+    def __init__(self, stop: str, fallbacks: tuple[int, ...]) -> None:
         self.stop = stop
-        self._borders = borders
+        self._fallbacks = fallbacks
         self.matched = 0
 
     def feed(self, text: str) -> int | None:
@@ -76,7 +76,9 @@ class _OneStop:
                 matched += 1
                 place += 1
             elif matched:
-                matched = self._borders[matched - 1]
+                matched = self._fallbacks[matched]
+                place += matched < 0
+                matched = max(matched, 0)
             else:
                 place = text.find(stop[0], place) % (len(text) + 1)  # -1, for nowhere, becomes the end
         self.matched = matched
