@@ -19,9 +19,11 @@
     └── EngineError                 the server failed the request (HTTP 5xx)
         ├── StepFailedError         the forward that carried this row raised
         ├── QueueTimeoutError       the request waited too long for its turn
+        ├── DeviceMemoryError       the device had no memory for the request
         ├── AbortedError            the operator ended the request
         ├── StorageError            a file could not be written
         ├── AdapterUnavailableError the adapter version's weights cannot be had any more
+        ├── DeviceLostError         the device fails whatever it is given
         └── EngineDeadError         the device thread is gone, or is shutting down
 
 Which status and wire code each gets is decided in one table, `server/errors.py`.
@@ -112,6 +114,14 @@ class StepFailedError(EngineError):
 
 class QueueTimeoutError(EngineError):
     """The request waited in the queue for longer than the server lets requests wait."""
+
+
+class DeviceMemoryError(EngineError):
+    """The device had no memory for this request, though nobody else's row held any that would be freed."""
+
+
+class DeviceLostError(EngineError):
+    """The device fails whatever it is given: the device thread ends."""
 
 
 class AbortedError(EngineError):

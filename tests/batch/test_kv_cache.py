@@ -230,3 +230,89 @@ def test_rows_that_are_there_stay_when_more_is_reserved() -> None:
     cache.reserve(4096 * TOKEN_BYTES)
     assert set(cache.rows()) == set(rows)
     cache.check_integrity()
+
+
+# ---- a device without memory -----------------------------------------------------------------------
+
+
+class Device:
+    """Refuses arrays of more than `most` numbers, as MLX says it; counts how often."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.most, self.refusals = 1 << 30, 0
+        self._evaluate = mx.eval
+        monkeypatch.setattr(mx, "eval", self._eval)
+
+    def _eval(self, arrays: list[mx.array] | list[tuple[mx.array, mx.array]]) -> None:
+        first = arrays[0][0] if isinstance(arrays[0], tuple) else arrays[0]
+        if first.size > self.most:
+            self.refusals += 1
+            raise RuntimeError("[metal::malloc] Unable to allocate 1024 bytes.")
+        self._evaluate(arrays)
+
+
+def test_a_slab_that_the_device_refuses_is_made_with_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, device = pool(1 << 20), Device(monkeypatch)
+    device.most = 128 * LAYOUT.layers[0].kv_heads * LAYOUT.layers[0].head_dim_k
+    row = cache.allocate(100)
+    assert row is not None
+    assert len(row.slab.places) == 1
+
+
+def test_rows_wait_for_memory_that_others_hold_and_ask_again_once_they_hold_less(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache, device = pool(1 << 20), Device(monkeypatch)
+    first, second = cache.allocate(64), cache.allocate(500)
+    assert first is not None
+    assert second is not None
+    fill(first, 64, 3.0)
+    device.most = 0
+    assert cache.allocate(2000) is None
+    asked = device.refusals
+    assert cache.allocate(2000) is None
+    assert cache.grow(first, 65) is False
+    assert device.refusals == asked, "it is not asked at every step"
+    cache.check_integrity()
+    device.most = 1 << 30
+    assert cache.allocate(2000) is None
+    cache.free(second)
+    assert cache.grow(first, 65) is True
+    assert content(first) == {3.0}
+    assert cache.allocate(2000) is not None
+    cache.check_integrity()
+
+
+def test_a_row_that_is_alone_is_told_that_there_is_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, device = pool(1 << 20), Device(monkeypatch)
+    device.most = 0
+    with pytest.raises(RuntimeError, match="malloc"):
+        cache.allocate(10)
+    assert cache.tokens_held == 0
+    device.most = 1 << 30
+    row = cache.allocate(64)
+    assert row is not None
+    fill(row, 64, 3.0)
+    device.most = 0
+    with pytest.raises(RuntimeError, match="malloc"):
+        cache.grow(row, 65)
+    cache.check_integrity()
+    assert (cache.rows(), content(row)) == ([row], {3.0})
+
+
+def test_a_failed_copy_leaves_every_row_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, device = pool(1 << 20), Device(monkeypatch)
+    source, other = cache.allocate(64), cache.allocate(64)
+    assert source is not None
+    assert other is not None
+    fill(source, 64, 3.0)
+    assert cache.allocate(100) is not None, "the class above has room"
+    device.most = 0
+    assert cache.fork(source, 60, 64) is None
+    assert cache.grow(source, 65) is False
+    cache.check_integrity()
+    assert len(cache.rows()) == 3
+    assert content(source) == {3.0}
+    device.most = 1 << 30
+    assert cache.grow(source, 65) is True
+    assert content(source) == {3.0}

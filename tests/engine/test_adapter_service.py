@@ -90,7 +90,7 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
 
     def build() -> EngineParts:
         harness = make_harness(slots=2)
-        wake = lambda: processor.run_on_device(lambda: None)  # noqa: E731
+        wake = processor.wake
         made.append(AdapterStore(harness.adapters.bank, books, library.read_again, Inline(), 4, wake))
         vocabulary = Vocabulary(263, frozenset(), lambda prompt, spelled: Text())
         return EngineParts(harness.runner, made[0], vocabulary, SchedulerConfig(), CostModel(0.01, 1e-4, 1e-8))

@@ -119,13 +119,20 @@ async def test_a_stopped_thread_is_an_error_not_a_wait(engine: ContinuousBatchPr
         await engine.on_device(lambda tell: tell(None))
 
 
-async def test_what_raises_ends_the_thread_and_says_so(engine: ContinuousBatchProcessor) -> None:
-    def broken(tell: Callable[[None], None]) -> None:
-        raise ValueError("injected")
+async def test_what_raises_costs_whoever_asked_and_nobody_else(engine: ContinuousBatchProcessor) -> None:
+    """In the middle of an answer too: the step in flight is read before the call runs."""
+    expected = solo(tiny_model("llama"), PROMPT, 60).tokens
+    running = asyncio.create_task(generate(engine, "r", 60))
 
-    with pytest.raises(EngineDeadError):
-        await engine.on_device(broken)
-    assert not engine.stats().alive
+    def broken(tell: Callable[[None], None]) -> None:
+        raise RuntimeError("[metal::malloc] injected")
+
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="injected"):
+            await engine.on_device(broken)
+    assert await running == expected
+    stats = engine.stats()
+    assert (stats.alive, stats.failed_steps_total, stats.preemptions_total) == (True, 0, 0)
 
 
 async def test_a_new_schedule_is_in_force_when_it_returns(engine: ContinuousBatchProcessor) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
+import mlx.core as mx
 import pytest
 from harness import Harness, make_harness, solo
 from tiny import tiny_model
 
+from mlx_parallm.batch import kv_cache
+from mlx_parallm.batch.slab import Slab
 from mlx_parallm.core import (
     Event,
     GenerationRequest,
@@ -21,7 +24,8 @@ from mlx_parallm.core import (
 from mlx_parallm.engine.live import Vocabulary
 from mlx_parallm.engine.loop import EngineParts
 from mlx_parallm.engine.processor import ContinuousBatchProcessor
-from mlx_parallm.errors import EngineDeadError, StepFailedError
+from mlx_parallm.errors import DeviceMemoryError, EngineDeadError, StepFailedError
+from mlx_parallm.model.layout import KVLayout
 from mlx_parallm.scheduler.cost import CostModel
 from mlx_parallm.scheduler.rl_aware import SchedulerConfig
 
@@ -31,14 +35,16 @@ PROMPTS = [[i, 3, 5, 7, 11, 13] * 4 for i in range(3)]
 class Fault:
     """Makes the next call of one of the runner's methods raise."""
 
-    def __init__(self, harness: Harness, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    def __init__(
+        self, harness: Harness, monkeypatch: pytest.MonkeyPatch, method: str, error: type[Exception] = MemoryError
+    ) -> None:
         original = getattr(harness.runner, method)
         self.armed = False
 
         def call(*args: object) -> object:
             if self.armed:
                 self.armed = False
-                raise MemoryError("injected")
+                raise error("injected")
             return original(*args)
 
         monkeypatch.setattr(harness.runner, method, call)
@@ -48,10 +54,15 @@ def expected(harness: Harness, index: int, max_tokens: int) -> list[int]:
     return solo(tiny_model("llama"), PROMPTS[index], max_tokens).tokens
 
 
+@pytest.mark.parametrize(
+    ("error", "told"), [(MemoryError, DeviceMemoryError), (RuntimeError, StepFailedError), (TypeError, StepFailedError)]
+)
 @pytest.mark.parametrize("method", ["begin", "draw", "read"])
-def test_a_failed_decode_step_costs_its_rows_and_nobody_else(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_decode_step_costs_its_rows_and_nobody_else(
+    method: str, error: type[Exception], told: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
     harness = make_harness(max_rows=1)
-    fault = Fault(harness, monkeypatch, method)
+    fault = Fault(harness, monkeypatch, method, error)
     harness.submit("in the step", PROMPTS[0], 30)
     for _ in range(4):
         harness.loop.step()
@@ -60,7 +71,7 @@ def test_a_failed_decode_step_costs_its_rows_and_nobody_else(method: str, monkey
     harness.run()
     failed = harness.terminal("in the step")
     assert isinstance(failed, RequestFailed)
-    assert isinstance(failed.error, StepFailedError)
+    assert isinstance(failed.error, told)
     assert harness.tokens("still queued") == expected(harness, 1, 10)
     harness.submit("next", PROMPTS[2], 10)
     harness.run()
@@ -207,3 +218,107 @@ def test_what_the_build_raises_is_raised_by_start() -> None:
 
     with pytest.raises(ValueError, match="no such model"):
         ContinuousBatchProcessor(fail).start()
+
+
+# ---- out of memory, through the asyncio face -------------------------------------------------------
+
+
+def refuse_slabs(monkeypatch: pytest.MonkeyPatch, smallest: int) -> None:
+    """The device has no memory for slabs of at least this capacity."""
+
+    def limited(layout: KVLayout, capacity: int, rows: int) -> Slab:
+        if capacity >= smallest:
+            raise RuntimeError("[metal::malloc] Unable to allocate 1073741824 bytes.")
+        return Slab(layout, capacity, rows)
+
+    monkeypatch.setattr(kv_cache, "Slab", limited)
+
+
+async def test_a_prompt_that_cannot_get_memory_fails_alone(
+    engine: ContinuousBatchProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a row that ends undisturbed; it waits for that row's memory first."""
+    refuse_slabs(monkeypatch, smallest=256)
+    ended: list[str] = []
+
+    async def ask(asked: GenerationRequest) -> list[Event]:
+        events = await collect(engine, asked)
+        ended.append(asked.request_id)
+        return events
+
+    short, long = await asyncio.gather(ask(request("short", PROMPTS[0], 30)), ask(request("long", PROMPTS[1] * 10, 4)))
+    assert ended == ["short", "long"], "it waited for the row beside it"
+    assert isinstance(long[-1], RequestFailed)
+    assert isinstance(long[-1].error, DeviceMemoryError)
+    said = [token for e in short if isinstance(e, SequenceOutput) for token in e.token_ids]
+    assert said == solo(tiny_model("llama"), PROMPTS[0], 30).tokens
+    stats = engine.stats()
+    assert (stats.alive, stats.preemptions_total) == (True, 0)
+    monkeypatch.undo()
+    served = await collect(engine, request("again", PROMPTS[1] * 10, 4))
+    assert isinstance(served[-1], RequestFinished)
+
+
+async def test_a_row_that_cannot_grow_fails_once_it_is_alone(
+    engine: ContinuousBatchProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_slabs(monkeypatch, smallest=128)
+    growing, short = await asyncio.gather(
+        collect(engine, request("growing", PROMPTS[0], 200)), collect(engine, request("short", PROMPTS[1], 30))
+    )
+    assert isinstance(growing[-1], RequestFailed)
+    assert isinstance(growing[-1].error, DeviceMemoryError)
+    assert isinstance(short[-1], RequestFinished)
+    said = [token for e in short if isinstance(e, SequenceOutput) for token in e.token_ids]
+    assert said == solo(tiny_model("llama"), PROMPTS[1], 30).tokens
+    assert engine.stats().alive
+
+
+async def test_a_request_that_cannot_be_read_fails_alone(
+    engine: ContinuousBatchProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first call for it raises, before it is queued."""
+
+    def broken(*args: object) -> None:
+        raise ValueError("injected")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("mlx_parallm.engine.ledger.expand", broken)
+        events = await collect(engine, request("bad", PROMPTS[0], 3))
+    assert isinstance(events[-1], RequestFailed)
+    assert isinstance((await collect(engine, request("good", PROMPTS[0], 3)))[-1], RequestFinished)
+
+
+async def test_a_snapshot_that_fails_costs_nobody(
+    engine: ContinuousBatchProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error of the device may surface where only figures are asked for."""
+    figures, calls = mx.get_active_memory, iter(range(1 << 30))
+
+    def failing() -> int:
+        if next(calls) < 3:
+            raise RuntimeError("[metal::malloc] injected")
+        return figures()
+
+    monkeypatch.setattr(mx, "get_active_memory", failing)
+    events = await collect(engine, request("r", PROMPTS[0], 30))
+    said = [token for e in events if isinstance(e, SequenceOutput) for token in e.token_ids]
+    assert said == solo(tiny_model("llama"), PROMPTS[0], 30).tokens
+    assert engine.stats().alive
+
+
+async def test_a_device_that_is_lost_ends_the_thread_and_fails_what_runs(
+    engine: ContinuousBatchProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost() -> None:
+        raise RuntimeError("[METAL] Command buffer execution failed")
+
+    stream = engine.generate(request("r", PROMPTS[0], 3000))
+    await anext(stream)
+    monkeypatch.setattr("mlx_parallm.engine.faults.check_device", lost)
+    monkeypatch.setattr(mx, "get_active_memory", lost)
+    rest = [event async for event in stream]
+    assert isinstance(rest[-1], RequestFailed)
+    await until(lambda: not engine.stats().alive)
+    with pytest.raises(EngineDeadError):
+        await collect(engine, request("s", PROMPTS[0], 3))

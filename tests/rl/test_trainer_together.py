@@ -255,7 +255,7 @@ def test_an_update_half_made_goes_on_after_anothers_fault(monkeypatch: pytest.Mo
     assert_close(recorder.seen, want, 1e-6)
 
 
-@pytest.mark.parametrize("place", ["step", "measurement"])
+@pytest.mark.parametrize("place", ["step", "measurement", "outcome"])
 def test_a_fault_after_the_micro_steps_leaves_the_policy_as_it_was(monkeypatch, place: str) -> None:
     trainer, _ = make_trainer(replace(ROOM, measure_step_kl=True))
     policy, told = make_policy(trainer, moved=0.05), Told()
@@ -265,6 +265,8 @@ def test_a_fault_after_the_micro_steps_leaves_the_policy_as_it_was(monkeypatch, 
     trainer.advance()
     if place == "step":
         failing(trainer, monkeypatch, mx, "isfinite")
+    elif place == "outcome":
+        failing(trainer, monkeypatch, trainer._queue[0], "outcome")
     else:
         while policy.step == state.step:
             trainer.advance()

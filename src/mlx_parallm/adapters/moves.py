@@ -18,7 +18,7 @@ from mlx_parallm.adapters.versions import Version
 from mlx_parallm.adapters.wants import Told
 from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair
 
-Extracted = Callable[[AdapterWeights | None], None]
+Extracted = Callable[[AdapterWeights | Exception | None], None]
 
 
 class Moves:
@@ -80,12 +80,16 @@ class Moves:
 
     def extract(self, version: Version, extracted: Extracted) -> Iterator[None]:
         """A version's weights as float32 numpy, with the ranks and scales it was published with."""
-        pairs: dict[str, LoRAPair] = {}
-        if tenant := self._slots.get(version.ref):
-            yield from self._bank.read(tenant.slot, version.ranks, pairs)
-        elif copy := self._copies.get(version):
-            pairs = dict(copy.pairs)
-        exported = {path: _exported(pair, version.scales[path]) for path, pair in pairs.items()}
+        try:
+            pairs: dict[str, LoRAPair] = {}
+            if tenant := self._slots.get(version.ref):
+                yield from self._bank.read(tenant.slot, version.ranks, pairs)
+            elif copy := self._copies.get(version):
+                pairs = dict(copy.pairs)
+            exported = {path: _exported(pair, version.scales[path]) for path, pair in pairs.items()}
+        except Exception as error:  # whoever asked waits for an answer; the loop deals with the fault
+            extracted(error)
+            raise
         extracted(AdapterWeights(exported) if pairs else None)
 
     def clear(self) -> None:

@@ -118,7 +118,8 @@ class AdapterStore:
         self._wants.add(version, urgent).staged.append(staged)
 
     def extract(self, version: Version, extracted: Extracted) -> None:
-        """Copies a version's weights out of memory, float32 numpy, beside traffic; None when they are not there."""
+        """Copies a version's weights out of memory, float32 numpy, beside traffic. `extracted` gets None when they are
+        not there, or what the device raised."""
         self._asked.append(self.moves.extract(version, extracted))
 
     def vacate(self, told: Told) -> None:
@@ -188,6 +189,9 @@ class AdapterStore:
             yield from self.moves.stage(want.version, slot)
         except Exception as error:  # whoever asked waits for an answer; the loop deals with the fault
             want.settle(error)
+            want.faults += 1
+            if want.faults > 1:  # its requests have waited for a second try; a third would stop the others again
+                self._fail(want, error)
             raise
         self._wants.drop(want.version.ref)
         self._ahead = want.urgent

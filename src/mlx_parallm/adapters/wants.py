@@ -18,11 +18,13 @@ Told = Callable[[Exception | None], None]
 
 @dataclass(eq=False, slots=True)
 class Want:
-    """A version that is to be in a slot. `staged` is told when it is, or that it cannot be. `urgent`: before others."""
+    """A version that is to be in a slot. `staged` is told when it is, or that it cannot be. `urgent`: before others.
+    `faults`: times that the device failed to stage it."""
 
     version: Version
     since: float
     urgent: bool = False
+    faults: int = 0
     staged: list[Told] = field(default_factory=list)
 
     def settle(self, error: Exception | None) -> None:

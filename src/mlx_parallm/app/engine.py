@@ -100,7 +100,7 @@ class Engine:
         bank = build_bank(manager, config)
         runner = build_runner(manager, bank, config)
         card = _served_card(manager.card, runner, config)
-        store, library = build_store(bank, manager, config, self._run, self._wake)
+        store, library = build_store(bank, manager, config, self._run, self.processor.wake)
         service = AdapterService(self.processor, store, library, reserved=frozenset({card.name}))
         trainer = build_trainer(manager, bank, config)
         training = self._training(trainer, service, store, library, manager.tokenizer) if trainer else None
@@ -118,9 +118,6 @@ class Engine:
         )
         mx.reset_peak_memory()
         return parts
-
-    def _wake(self) -> None:
-        self.processor.run_on_device(lambda: None)
 
     def _training(
         self,

@@ -11,9 +11,12 @@ The budget counts whole slabs, that is, what is really held, and what adapters a
 
 from __future__ import annotations
 
+import math
+
 import mlx.core as mx
 
 from mlx_parallm.batch.slab import KVRow, Slab
+from mlx_parallm.model.device import is_out_of_memory
 from mlx_parallm.model.layout import KVLayout
 
 MIN_CAPACITY = 64
@@ -41,6 +44,7 @@ class LoRABatchedKVCache:
         self.budget_tokens = budget_bytes // layout.bytes_per_token
         self.max_length = max_length
         self._reserved_tokens = 0
+        self._refused_at = math.inf  # tokens held when the device last refused a slab
         self._classes: dict[int, list[Slab]] = {}
 
     def reserve(self, count: int) -> None:
@@ -53,13 +57,15 @@ class LoRABatchedKVCache:
     # -- rows ------------------------------------------------------------------------------------
 
     def allocate(self, tokens: int) -> KVRow | None:
-        """A row that can hold `tokens`; None when the budget is spent."""
+        """A row that can hold `tokens`; None when the budget is spent, or the device has no memory and rows that hold
+        some will end. Raises what the device raises where there is none; then, too, every row is as it was."""
         capacity = self.capacity_for(tokens)
         slab = self._slab_with_room(capacity) or self._add_slab(capacity, credit=0)
         return None if slab is None else _occupy(slab)
 
     def grow(self, row: KVRow, tokens: int) -> bool:
-        """Makes `row` hold `tokens`, moving it up a class if need be; False when the budget is spent."""
+        """Makes `row` hold `tokens`, moving it up a class if need be; False where `allocate` gives None. Raises as
+        `allocate` does."""
         if tokens <= row.capacity:
             return True
         capacity = self.capacity_for(tokens)
@@ -68,16 +74,12 @@ class LoRABatchedKVCache:
         slab = self._slab_with_room(capacity) or self._add_slab(capacity, credit)
         if slab is None:
             return False
-        self._move(row, slab)
-        return True
+        return self._move(row, slab)
 
     def fork(self, source: KVRow, length: int, tokens: int) -> KVRow | None:
         """A new row for `tokens` that starts as a copy of the first `length` tokens of `source`."""
         row = self.allocate(max(tokens, length))
-        if row is not None:
-            _copy(source.slab, source.index, row.slab, row.index, length)
-            row.length = length
-        return row
+        return row if row is not None and self._fill(row, source, length) else None
 
     def free(self, row: KVRow) -> None:
         self._vacate(row.slab, row.index)
@@ -150,11 +152,24 @@ class LoRABatchedKVCache:
         held = self.tokens_held - credit
         room = self.budget_tokens - held - (self._reserved_tokens if held else 0)
         rows = min(self._slab_rows(capacity), room // capacity)
-        if rows < 1:
+        if rows < 1 or held >= self._refused_at:
             return None
-        slab = Slab(self.layout, capacity, rows)
-        mx.eval(slab.arrays())  # here, where it is accounted for, not inside the next forward
-        self._classes.setdefault(capacity, []).append(slab)
+        slab = self._new_slab(capacity, rows, held) or self._new_slab(capacity, 1, held)
+        self._refused_at = math.inf if slab else held
+        if slab is not None:
+            self._classes.setdefault(capacity, []).append(slab)
+        return slab
+
+    def _new_slab(self, capacity: int, rows: int, held: int) -> Slab | None:
+        """None where the device has no memory for it, unless nothing that is held can ever be given back."""
+        try:
+            slab = Slab(self.layout, capacity, rows)
+            mx.eval(slab.arrays())  # here, where it is accounted for, not inside the next forward
+        except Exception as error:
+            if not is_out_of_memory(error) or (rows == 1 and not held):
+                raise
+            mx.clear_cache()
+            return None
         return slab
 
     def _slab_rows(self, capacity: int) -> int:
@@ -162,14 +177,29 @@ class LoRABatchedKVCache:
         first = max(1, min(_SLAB_ROWS, _SLAB_TOKENS // capacity))
         return min(_MOST_SLAB_ROWS, max(first, live))
 
-    def _move(self, row: KVRow, slab: Slab) -> None:
-        index = slab.free_index()
-        assert index is not None
-        old_slab, old_index = row.slab, row.index
-        _copy(old_slab, old_index, slab, index, row.length)
-        slab.places[index] = row
-        row.slab, row.index = slab, index
-        self._vacate(old_slab, old_index)
+    def _move(self, row: KVRow, slab: Slab) -> bool:
+        """False where `_fill` is."""
+        place = _occupy(slab)
+        if not self._fill(place, row, row.length):
+            return False
+        self._vacate(row.slab, row.index)
+        slab.places[place.index] = row
+        row.slab, row.index = slab, place.index
+        return True
+
+    def _fill(self, row: KVRow, source: KVRow, length: int) -> bool:
+        """Copies the first `length` tokens of `source` into a new row, or frees that; False where the device has no
+        memory and other rows hold some."""
+        try:
+            _copy(source.slab, source.index, row.slab, row.index, length)
+        except Exception as error:
+            self.free(row)
+            if not is_out_of_memory(error) or len(self.rows()) == 1:
+                raise
+            mx.clear_cache()
+            return False
+        row.length = length
+        return True
 
     def _vacate(self, slab: Slab, index: int) -> None:
         slab.places[index] = None

@@ -14,24 +14,46 @@ from mlx_parallm.batch.rowwise import RowSubset
 from mlx_parallm.core import SamplingParams
 
 
-class TokenCounts:
-    """What one penalised row has seen; owns its arrays, whatever batch the row is in.
+class _Table:
+    """`generated` fp32 [P, V]: how often each of P rows has drawn each token, launched steps included."""
 
-    `prompt` bool [V]: tokens of the prompt. `generated` fp32 [V]: how often each was drawn, up to and
-    including the step launched last.
+    __slots__ = ("generated",)
+
+    def __init__(self, generated: mx.array) -> None:
+        self.generated = generated
+
+
+class TokenCounts:
+    """What one penalised row has seen, whatever batch the row is in.
+
+    Host data until a plan first takes the row in; from then on one row of the plan's table, which the next plan copies.
     """
 
-    __slots__ = ("generated", "prompt")
+    __slots__ = ("_generated", "_place", "_prompt", "_table", "vocab_size")
 
     def __init__(self, prompt: Sequence[int], generated: Sequence[int], vocab_size: int) -> None:
         """Pass what was generated before when a preempted row starts again; ids must be < vocab_size."""
-        self.prompt = mx.array(np.bincount(np.asarray(prompt, np.int64), minlength=vocab_size) > 0)
-        counts = np.bincount(np.asarray(generated, np.int64), minlength=vocab_size)
-        self.generated = mx.array(counts.astype(np.float32))
+        self.vocab_size = vocab_size
+        self._prompt = np.unique(np.asarray(prompt, np.int64))
+        self._generated = np.asarray(generated, np.int64)
+        self._table: _Table | None = None
+        self._place = 0
 
-    def add(self, token: mx.array) -> None:
-        """Counts one drawn token, uint32 scalar, lazily."""
-        self.generated = self.generated.at[token].add(1.0)
+    def prompt(self) -> mx.array:
+        """bool [V]: tokens of the prompt."""
+        seen = np.zeros(self.vocab_size, bool)
+        seen[self._prompt] = True
+        return mx.array(seen)
+
+    def generated(self) -> mx.array:
+        """fp32 [V]: how often each token was drawn, up to and including the step launched last."""
+        if self._table is not None:
+            return self._table.generated[self._place]
+        return mx.array(np.bincount(self._generated, minlength=self.vocab_size).astype(np.float32))
+
+    def move(self, table: _Table, place: int) -> None:
+        """From now on the row is counted at `place` of `table`, which holds what was counted before."""
+        self._table, self._place = table, place
 
 
 def has_penalties(params: SamplingParams) -> bool:
@@ -42,16 +64,18 @@ def has_penalties(params: SamplingParams) -> bool:
 class Penalties:
     """The penalised rows of one batch; options as fp32 columns [P, 1]. None: no row has that penalty."""
 
-    __slots__ = ("_counts", "_frequency", "_presence", "_prompt", "_repetition", "_row_numbers", "_rows")
+    __slots__ = ("_frequency", "_places", "_presence", "_prompt", "_repetition", "_rows", "_table")
 
     def __init__(self, params: Sequence[SamplingParams], counts: Sequence[TokenCounts], rows: list[int], batch: int):
         self._rows = RowSubset.of(rows, batch)
-        self._row_numbers = rows
-        self._counts = counts
-        self._prompt = mx.stack([each.prompt for each in counts])
+        self._places = mx.arange(len(counts))
         self._presence = _column([p.presence_penalty for p in params], neutral=0.0)
         self._frequency = _column([p.frequency_penalty for p in params], neutral=0.0)
         self._repetition = _column([p.repetition_penalty for p in params], neutral=1.0)
+        self._prompt = None if self._repetition is None else mx.stack([each.prompt() for each in counts])
+        self._table = _Table(mx.stack([each.generated() for each in counts]))
+        for place, each in enumerate(counts):
+            each.move(self._table, place)
 
     def apply(self, logits: mx.array) -> mx.array:
         """fp32 [R, V] → fp32 [R, V]. vLLM's arithmetic, in its order:
@@ -59,10 +83,10 @@ class Penalties:
         repetition divides positive and multiplies negative logits of tokens in prompt or output;
         frequency subtracts its value per occurrence, presence once, over the output alone.
         """
-        generated = mx.stack([counts.generated for counts in self._counts])
+        generated = self._table.generated
         occurs = generated > 0
         x = self._rows.take(logits)
-        if self._repetition is not None:
+        if self._repetition is not None and self._prompt is not None:
             repeated = mx.maximum(x, 0.0) / self._repetition + mx.minimum(x, 0.0) * self._repetition
             x = mx.where(self._prompt | occurs, repeated, x)
         if self._frequency is not None:
@@ -72,9 +96,9 @@ class Penalties:
         return self._rows.put(x, logits)
 
     def count(self, tokens: mx.array) -> None:
-        """Counts the batch's drawn tokens, uint32 [R], each in its own row."""
-        for row, counts in zip(self._row_numbers, self._counts, strict=True):
-            counts.add(tokens[row])
+        """Counts the batch's drawn tokens, uint32 [R], each in its own row: one scatter."""
+        drawn = self._rows.take(tokens)
+        self._table.generated = self._table.generated.at[self._places, drawn].add(1.0)
 
 
 def _column(values: list[float], neutral: float) -> mx.array | None:

@@ -99,6 +99,11 @@ class BatchRunner:
         self._vocab_size = vocab_size
         self._planned: tuple[list[RowSampling], SamplingPlan] | None = None
 
+    def clear(self) -> None:
+        """Forgets every row and array. For use after a failed unit, whose arrays cannot be trusted."""
+        self._planned = None
+        self.cache.clear()
+
     # -- prefill ---------------------------------------------------------------------------------
 
     def prefill(self, chunks: Sequence[tuple[KVRow, Sequence[int]]]) -> None:

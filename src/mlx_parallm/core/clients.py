@@ -102,7 +102,10 @@ class DeviceThread(Protocol):
     async def on_device(self, start: Callable[[Callable[[T], None]], None]) -> T:
         """Runs `start(tell)` on the device thread between two units, and waits for what it tells, then or later.
 
+        `start` may use MLX, but must not write what rows read.
+
         Raises:
+            Exception: whatever `start` raises; it costs nobody else anything.
             EngineDeadError: the device thread has stopped.
         """
         ...

@@ -205,10 +205,13 @@ class AdapterService:
         """As they were published: from the files where they are unchanged, else from memory."""
         if version.readable:
             return await asyncio.to_thread(self._library.read_again, version)
-        weights: AdapterWeights | None = await self._processor.on_device(partial(self._store.extract, version))
-        if weights is None:
+        extracted: AdapterWeights | Exception | None
+        extracted = await self._processor.on_device(partial(self._store.extract, version))
+        if isinstance(extracted, Exception):
+            raise extracted
+        if extracted is None:
             raise ConflictError(f"the weights of {version.ref} are in no file and not in memory any more")
-        return weights
+        return extracted
 
     # -- the device thread -----------------------------------------------------------------------
 

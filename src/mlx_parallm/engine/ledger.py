@@ -17,6 +17,7 @@ from mlx_parallm.core import (
     SequenceOutput,
     WorkClass,
 )
+from mlx_parallm.engine.blame import Blame
 from mlx_parallm.engine.live import LiveRequest, LiveSequence, Vocabulary, expand
 from mlx_parallm.engine.snapshot import Counters
 from mlx_parallm.engine.text import TextDelta
@@ -32,18 +33,21 @@ class Ledger:
 
     Args:
         lives: live sequences by id, shared with whoever gives them rows.
+        blame: told which request is being worked for.
         publish: takes the events of one unit, in order, with the ids of their requests.
     """
 
     def __init__(
         self,
         lives: dict[int, LiveSequence],
+        blame: Blame,
         vocabulary: Vocabulary,
         scheduler: RLAwareScheduler,
         adapters: AdapterStore,
         publish: Publish,
     ) -> None:
         self.counters = Counters()
+        self.blame = blame
         self._lives = lives
         self._vocabulary = vocabulary
         self._scheduler = scheduler
@@ -57,9 +61,11 @@ class Ledger:
 
     def open(self, request: GenerationRequest) -> LiveRequest:
         """Queues a request's sequences."""
-        live = expand(request, self._vocabulary, self._next_id, time.monotonic())
-        self._next_id += request.sequences
+        live = LiveRequest(request, time.monotonic())
         self._requests[request.request_id] = live
+        with self.blame.on([live]):
+            live.unfinished = expand(live, self._vocabulary, self._next_id)
+        self._next_id += request.sequences
         self._adapters.hold(request.adapter)
         self.counters.prompt_tokens += sum(map(len, request.prompts))
         for sequence in tuple(live.unfinished):
@@ -76,12 +82,14 @@ class Ledger:
         for sequence in tuple(live.unfinished):
             self._end(sequence)
 
-    def fail(self, request: LiveRequest, error: Exception) -> None:
-        """Ends a request with `error`; its rows are free at once."""
-        self._requests.pop(request.request_id, None)
+    def fail(self, request: LiveRequest, error: Exception) -> bool:
+        """Ends a request with `error`; its rows are free at once. False when it had ended before."""
+        if self._requests.pop(request.request_id, None) is None:
+            return False
         for live in tuple(request.unfinished):
             self._end(live)
         self._emit(request, RequestFailed(error))
+        return True
 
     def fail_overdue(self, arrived_before: float) -> None:
         """Fails live requests that arrived before then and that the device has not begun with. Rollouts may wait."""
@@ -115,12 +123,14 @@ class Ledger:
             live.row.input_token = draw.token
         request.first_token_at = request.first_token_at or now
         request.completion_tokens += 1
+        request.recomputed = 0
         self.counters.generation_tokens += 1
-        try:
-            delta = live.text.accept(draw.token)
-        except GrammarError as error:
-            self.fail(request, error)
-            return
+        with self.blame.on([request]):
+            try:
+                delta = live.text.accept(draw.token)
+            except GrammarError as error:
+                self.fail(request, error)
+                return
         self._emit(request, _output(live.index, draw, delta))
         if delta.finish_reason is not None:
             self._end(live)

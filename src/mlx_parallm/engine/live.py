@@ -38,20 +38,22 @@ class LiveSequence:
     row: Row | None = None
     scores: list[TokenLogprob | None] | None = None
 
-    def forget_unread(self, vocab_size: int) -> None:
-        """Takes back the draws that were launched and will never be read; they will be drawn again."""
+    def forget_unread(self) -> None:
+        """Takes back the draws that were launched and will never be read; they will be drawn again. Penalties start
+        from the tokens that were read: what was counted on the device may be lost."""
         sequence = self.sequence
-        if sequence.unread == 0:
-            return
         sequence.drawn -= sequence.unread
-        if self.sampling.counts is not None:
+        if (counts := self.sampling.counts) is not None:
             prompt, generated = sequence.tokens[: sequence.prompt_length], sequence.tokens[sequence.prompt_length :]
-            self.sampling = replace(self.sampling, counts=TokenCounts(prompt, generated, vocab_size))
+            self.sampling = replace(self.sampling, counts=TokenCounts(prompt, generated, counts.vocab_size))
 
 
 @dataclass(eq=False, slots=True)
 class LiveRequest:
-    """Books of one request: `unfinished` are its sequences that have not ended."""
+    """Books of one request: `unfinished` are its sequences that have not ended.
+
+    `recomputed`: times that it started again after a fault, since its last token.
+    """
 
     request: GenerationRequest
     arrived_at: float
@@ -59,6 +61,7 @@ class LiveRequest:
     first_token_at: float = 0.0
     started_at: float = 0.0
     completion_tokens: int = 0
+    recomputed: int = 0
 
     @property
     def request_id(self) -> str:
@@ -80,16 +83,16 @@ class LiveRequest:
         )
 
 
-def expand(request: GenerationRequest, vocabulary: Vocabulary, first_id: int, now: float) -> LiveRequest:
+def expand(live: LiveRequest, vocabulary: Vocabulary, first_id: int) -> list[LiveSequence]:
     """The request's sequences, `n` for each prompt, numbered from `first_id`."""
-    live = LiveRequest(request, now)
+    request, sequences = live.request, []
     for prompt_index, prompt in enumerate(request.prompts):
         group = Group()
         for sample in range(request.n):
             index = prompt_index * request.n + sample
-            sequence = _sequence(request, prompt, group, first_id + index, now)
-            live.unfinished.append(_live_sequence(live, sequence, index, sample, vocabulary))
-    return live
+            sequence = _sequence(request, prompt, group, first_id + index, live.arrived_at)
+            sequences.append(_live_sequence(live, sequence, index, sample, vocabulary))
+    return sequences
 
 
 def _sequence(request: GenerationRequest, prompt: tuple[int, ...], group: Group, number: int, now: float) -> Sequence:

@@ -51,14 +51,21 @@ class _Abort:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
+    """`run` is called on the device thread between two units; `fail` gets what it raises."""
+
     run: Callable[[DeviceLoop], None]
+    fail: Callable[[Exception], None]
+
+
+class _Wake:
+    """Makes an idle loop look for work again."""
 
 
 class _Stop:
     """Ends the device thread."""
 
 
-_Message = GenerationRequest | _Abort | _Call | _Stop
+_Message = GenerationRequest | _Abort | _Call | _Wake | _Stop
 
 
 class ContinuousBatchProcessor:
@@ -100,12 +107,9 @@ class ContinuousBatchProcessor:
     def stats(self) -> EngineStats:
         return self._stats
 
-    def run_on_device(self, call: Callable[[], None]) -> None:
-        """Runs `call` on the device thread between two units; one that raises ends the thread.
-
-        An idle loop looks for work again after it.
-        """
-        self._inbox.put(_Call(lambda _: call()))
+    def wake(self) -> None:
+        """Makes an idle loop look for work again."""
+        self._inbox.put(_Wake())
 
     # -- the event loop's thread -----------------------------------------------------------------
 
@@ -154,50 +158,43 @@ class ContinuousBatchProcessor:
         await self._change(lambda _: mx.clear_cache())
 
     async def _vacate(self) -> None:
-        def call(tell: Callable[[Exception | None], None]) -> _Call:
-            return _Call(lambda loop: loop.vacate(tell))
-
-        error = await self._told(call)
+        error: Exception | None = await self._told(lambda loop, tell: loop.vacate(tell))
         if error is not None:
             raise error
 
     async def on_device(self, start: Callable[[Callable[[_T], None]], None]) -> _T:
-        """Runs `start(tell)` on the device thread between two units, and waits for what it tells, then or later.
-
-        `start` must not raise: that would end the thread; see `run_on_device`.
-
-        Raises:
-            EngineDeadError: the device thread has stopped.
-        """
-        return await self._told(lambda tell: _Call(lambda _: start(tell)))
+        """See `core.DeviceThread.on_device`."""
+        return await self._told(lambda _, tell: start(tell))
 
     async def _change(self, change: Callable[[DeviceLoop], None]) -> None:
         """Runs `change` on the device thread between two units, and returns when `stats` shows it."""
 
-        def call(tell: Callable[[None], None]) -> _Call:
-            def run(loop: DeviceLoop) -> None:
-                change(loop)
-                self._stats = loop.stats()
-                tell(None)
+        def run(loop: DeviceLoop, tell: Callable[[None], None]) -> None:
+            change(loop)
+            self._stats = loop.stats()
+            tell(None)
 
-            return _Call(run)
+        await self._told(run)
 
-        await self._told(call)
-
-    async def _told(self, call: Callable[[Callable[[_T], None]], _Call]) -> _T:
-        """Sends `call(tell)` to the device thread, and waits for what it tells."""
+    async def _told(self, start: Callable[[DeviceLoop, Callable[[_T], None]], None]) -> _T:
+        """Runs `start(loop, tell)` on the device thread, and waits for what it tells, then or later. Raises what it
+        raises."""
         loop = asyncio.get_running_loop()
         told: asyncio.Future[_T] = loop.create_future()
 
-        def settle(result: _T) -> None:
+        def settle(set_it: Callable[[], None]) -> None:
             if not told.done():  # else nobody waits any more
-                told.set_result(result)
+                set_it()
 
         def tell(result: _T) -> None:
             if not loop.is_closed():
-                loop.call_soon_threadsafe(settle, result)
+                loop.call_soon_threadsafe(settle, lambda: told.set_result(result))
 
-        self._inbox.put(call(tell))
+        def fail(error: Exception) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(settle, lambda: told.set_exception(error))
+
+        self._inbox.put(_Call(lambda device_loop: start(device_loop, tell), fail))
         while not told.done():
             if not self._stats.alive:
                 raise EngineDeadError("the device thread has stopped; restart the server")
@@ -233,7 +230,7 @@ class ContinuousBatchProcessor:
             self._started.set()
         try:
             self._serve(loop)
-        except Exception:  # noqa: BLE001 - a fault outside any unit: the books cannot be trusted, so stop and say so
+        except Exception:  # noqa: BLE001 - the device is lost, or the books cannot be trusted: stop, and say so
             _log.exception("the device thread failed")
         finally:
             self._stats = replace(self._stats, alive=False, ready=False)
@@ -245,8 +242,9 @@ class ContinuousBatchProcessor:
             busy = loop.step()
             now = time.monotonic()
             if not busy or now - taken_at > _SNAPSHOT_S:
-                loop.fail_overdue(now)
-                self._stats, taken_at = loop.stats(), now
+                with loop.surviving():
+                    loop.fail_overdue(now)
+                    self._stats, taken_at = loop.stats(), now
             if self._debug and not busy:
                 loop.check_integrity()
 
@@ -259,7 +257,7 @@ class ContinuousBatchProcessor:
                     loop.abort(message.request_id)
                 elif isinstance(message, _Call):
                     _run(message, loop)
-                else:
+                elif isinstance(message, GenerationRequest):
                     loop.submit(message)
                 message = self._inbox.get_nowait()
         except queue.Empty:
@@ -276,7 +274,12 @@ class ContinuousBatchProcessor:
 
 
 def _run(call: _Call, loop: DeviceLoop) -> None:
-    """Rows wait for it as for any unit."""
+    """Rows wait for it as for any unit. What it raises is its caller's: no step is in flight, and it writes nothing of
+    the pool's."""
     started = time.monotonic()
-    call.run(loop)
+    loop.settle()
+    try:
+        call.run(loop)
+    except Exception as error:  # noqa: BLE001 - whatever the call raises is raised where it is waited for
+        call.fail(error)
     loop.add_wait_time(time.monotonic() - started)

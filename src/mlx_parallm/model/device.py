@@ -30,6 +30,21 @@ def prepare_device() -> None:
         mx.disable_compile()
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the call that raised `error` found no memory for what it was to make.
+
+    MLX raises a RuntimeError that names its allocator: "[malloc]", "[metal::malloc]", "[cudaMalloc]". A Metal command
+    buffer that ran out of memory does not count: it was launched by an earlier call.
+    """
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "malloc" in str(error).lower())
+
+
+def check_device() -> None:
+    """Waits for whatever was launched and computes one number. Raises what the device raises."""
+    mx.synchronize()
+    mx.eval(mx.array([1.0]) + 1.0)
+
+
 def recommended_bytes() -> int | None:
     """The working set the device recommends, in bytes (Metal says one), else its memory (CUDA); None on a CPU."""
     info = mx.device_info()

@@ -104,15 +104,5 @@ class DeviceLearner:
         return await self._ask(self._policies[name].weights)
 
     async def _ask(self, call: Callable[[], T]) -> T:
-        """What `call` returns on the device thread; what it raises is raised here, and costs the thread nothing."""
-
-        def start(tell: Callable[[T | Exception], None]) -> None:
-            try:
-                tell(call())
-            except Exception as error:  # noqa: BLE001 - it is the caller's: raised where it waits
-                tell(error)
-
-        answer = await self._device.on_device(start)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        """What `call` returns on the device thread. Raises what it raises."""
+        return await self._device.on_device(lambda tell: tell(call()))

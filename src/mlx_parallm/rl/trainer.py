@@ -83,12 +83,13 @@ class GRPOTrainer:
         finished = self._go_on()
         while not finished and self._job is None and self._queue and self._pacer.has_room:
             finished = self._go_on()
+        outcomes = [(update, update.outcome()) for update in finished]
         for update in finished:
             self._queue.remove(update)
             update.settle()
         self._count_bytes()
-        for update in finished:
-            update.done(update.outcome())
+        for update, outcome in outcomes:
+            update.done(outcome)
 
     def _go_on(self) -> list[Update]:
         """With the job that is under way, or the next one. Returns the updates that are finished with it."""
@@ -106,11 +107,10 @@ class GRPOTrainer:
 
     def reset(self) -> None:
         """Gives up the updates of the unit that failed; their policies are as before."""
-        failed = tuple(self._parties)
+        failed = [update for update in self._queue if update in self._parties or update.finished] or self._queue[:1]
         self._end_job()
         for update in failed:
-            if update in self._queue:
-                self._queue.remove(update)
+            self._queue.remove(update)
         self._count_bytes()
         for update in failed:
             update.fail()

@@ -183,8 +183,10 @@ class Update:
 
     def fail(self) -> None:
         """Tells that the device gave it up. The policy is as before."""
-        self._go_back()
-        self.done(StepFailedError("the update failed on the device; the policy is as before"))
+        try:
+            self._go_back()
+        finally:  # whoever waits for it is told, whatever else fails
+            self.done(StepFailedError("the update failed on the device; the policy is as before"))
 
 
 def _norm(gradients: Params) -> float:
