@@ -108,3 +108,44 @@ def test_top_k_of_a_real_vocabulary(top_k):
     weights = rng.permutation(np.linspace(0.001, 1, 49152)).astype(np.float32)
     expected = np.sort(np.argsort(weights)[-top_k:])
     assert kept(weights.tolist(), SamplingParams(top_k=top_k))[0] == expected.tolist()
+
+
+# ---- top-k over blocks -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cpu", [True, False])
+def test_top_k_never_orders_the_whole_vocabulary(cpu, monkeypatch):
+    """On Metal `partition` and `argpartition` are full sorts."""
+    widths = []
+
+    def noting(call):
+        def noted(array, *args):
+            widths.append(array.shape[-1])
+            return call(array, *args)
+
+        return noted
+
+    monkeypatch.setattr("mlx_parallm.batch.filters.on_cpu", lambda: cpu)
+    for name in ("sort", "argsort", "partition", "argpartition"):
+        monkeypatch.setattr(mx, name, noting(getattr(mx, name)))
+    vocab = 49152
+    options = [SamplingParams(top_k=20, top_p=0.8), SamplingParams(top_k=50), SamplingParams(top_k=150)]
+    weights = mx.random.uniform(shape=(3, vocab), key=mx.random.key(1))
+    mx.eval(Filters.of(options, vocab).apply(weights / weights.max(-1, keepdims=True)))
+    assert max(widths) == 256 * 64, "the blocks that may hold the best 150"
+
+
+@pytest.mark.parametrize("cpu", [True, False])
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), top_k=st.integers(1, 700), ties=st.booleans())
+def test_top_k_keeps_what_a_full_sort_keeps(cpu, seed, top_k, ties):
+    """Beyond and below the width at which the whole vocabulary is looked at; the tie at the k-th place stays whole."""
+    rng = np.random.default_rng(seed)
+    weights = rng.random(20_000, np.float32) ** 8
+    weights = np.round(weights, 2) if ties else weights
+    weights /= weights.max()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("mlx_parallm.batch.filters.on_cpu", lambda: cpu)
+        left = np.array(Filters.of([SamplingParams(top_k=top_k)], weights.size).apply(mx.array(weights)[None]))[0]
+    floor = np.sort(weights)[-top_k]
+    assert np.array_equal(left, np.where(weights >= floor, weights, 0))

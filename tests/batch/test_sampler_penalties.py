@@ -1,10 +1,14 @@
 """Penalties over counts that nobody reads back."""
 
+import io
+
 import mlx.core as mx
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from mlx_parallm.batch.penalties import TokenCounts, has_penalties
+from mlx_parallm.batch.penalties import Penalties, TokenCounts, has_penalties
 from mlx_parallm.batch.sampler import RowSampling, plan_sampling, sample
 from mlx_parallm.core import SamplingParams
 
@@ -99,3 +103,49 @@ def test_repetition_pushes_negative_logits_further_down():
 )
 def test_which_rows_need_counts(params, expected):
     assert has_penalties(params) is expected
+
+
+def test_the_tokens_of_all_rows_are_counted_by_one_scatter():
+    params = [SamplingParams(presence_penalty=0.5, repetition_penalty=1.1)] * 8
+    penalties = Penalties(params, [TokenCounts(PROMPT, (), 12) for _ in params], list(range(8)), 9)
+    penalties.count(mx.arange(9, dtype=mx.uint32))
+    dot = io.StringIO()
+    mx.export_to_dot(dot, penalties.apply(mx.zeros((9, 12))))
+    assert dot.getvalue().count("Scatter") == 2, "one counts, and one puts the penalised rows back among the others"
+
+
+options = st.builds(
+    SamplingParams,
+    presence_penalty=st.sampled_from([0.0, -1.5, 0.7]),
+    frequency_penalty=st.sampled_from([0.0, 0.3, -0.2]),
+    repetition_penalty=st.sampled_from([1.0, 1.3, 0.8]),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    params=st.lists(options, min_size=1, max_size=5),
+    batches=st.lists(st.lists(st.integers(0, 4), unique=True, max_size=5), min_size=1, max_size=8),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_penalties_are_numpys_in_every_batch_a_row_is_in(params, batches, seed):
+    """Rows join, leave and come back in any order; a plan lasts for one to three steps."""
+    rng = np.random.default_rng(seed)
+    counts, generated = [TokenCounts(PROMPT, (), 10) for _ in params], [[] for _ in params]
+    for batch in batches:
+        present = [row for row in batch if row < len(params)]
+        chosen = [place for place, row in enumerate(present) if has_penalties(params[row])]
+        if not chosen:
+            continue
+        rows = [present[place] for place in chosen]
+        plan = Penalties([params[row] for row in rows], [counts[row] for row in rows], chosen, len(present))
+        for _ in range(rng.integers(1, 4)):
+            logits = rng.normal(0, 2, (len(present), 10)).astype(np.float32)
+            got = np.array(plan.apply(mx.array(logits)))
+            for place, row in enumerate(present):
+                want = penalised(logits[place], params[row], generated[row]) if place in chosen else logits[place]
+                np.testing.assert_allclose(got[place], want, rtol=1e-5, atol=1e-5)
+            tokens = rng.integers(0, 10, len(present))
+            plan.count(mx.array(tokens.astype(np.uint32)))
+            for row, token in zip(present, tokens, strict=True):
+                generated[row].append(int(token))
