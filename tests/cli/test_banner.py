@@ -21,6 +21,9 @@ INFO = BannerInfo(
     ),
     adapters=(),
     kv_bytes=2 * 2**30,
+    mlx_bytes=11 * 2**30,
+    mlx_cache_bytes=2**29,
+    mlx_wired_bytes=None,
     device="CPU",
     blas="libopenblas.so.0",
     host="127.0.0.1",
@@ -36,6 +39,7 @@ def test_says_what_is_served_and_where():
         "float32, quantization none",
         "8,192 tokens",
         "weights 513.1 MiB, KV cache up to 2.0 GiB",
+        "11.0 GiB in all, buffer cache up to 512.0 MiB, none wired",
         "CPU, BLAS libopenblas.so.0",
         "this machine only, no API key",
         "http://127.0.0.1:8000/v1\n",
@@ -44,6 +48,10 @@ def test_says_what_is_served_and_where():
     ):
         assert fact in text
     assert "WARNING" not in text
+
+
+def test_says_what_stays_in_memory():
+    assert "up to 512.0 MiB, 10.0 GiB wired" in render(replace(INFO, mlx_wired_bytes=10 * 2**30))
 
 
 def adapters_line(**fields: object) -> str:

@@ -12,6 +12,7 @@ def test_matmul_is_fast_here_and_the_report_says_so():
     assert mlx_parallm.BLAS.name in text
     assert f"{found.matmul_gflops:.0f} GFLOP/s" in text
     assert "SmolLM2-135M-Instruct" in text
+    assert f"{found.limits.memory / 2**30:.1f} GiB, 32 MiB of it cached buffers, none wired" in text
 
 
 @pytest.mark.parametrize(("ours", "numpys", "slow"), [(6, 200, True), (120, 400, False), (60, 100, False)])

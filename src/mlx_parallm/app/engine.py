@@ -28,8 +28,9 @@ from mlx_parallm.engine.processor import ContinuousBatchProcessor
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.model.attention import install_hook
 from mlx_parallm.model.detokenizer import Detokenizer
-from mlx_parallm.model.device import device_name, on_cpu, ram_bytes, recommended_bytes
+from mlx_parallm.model.device import device_name, on_cpu, ram_bytes
 from mlx_parallm.model.layout import KVLayout
+from mlx_parallm.model.limits import MemoryLimits, device_figures, memory_limits, set_limits
 from mlx_parallm.model.manager import SharedModelManager
 from mlx_parallm.model.tokenizer import Tokenizer
 from mlx_parallm.rl.learner import DeviceLearner
@@ -37,22 +38,23 @@ from mlx_parallm.rl.trainer import GRPOTrainer
 from mlx_parallm.scheduler.rl_aware import SchedulerConfig
 
 _CPU_SHARE = 0.25
-"""Of RAM, for the KV pool on a CPU."""
-_DEVICE_SHARE = 0.8
-"""Of what the weights leave of the device's recommended working set, elsewhere."""
+"""Of RAM, at most, for the KV pool on a CPU."""
+_POOL_SHARE = 0.8
+"""Of what weights and MLX's buffer cache leave of its memory limit, for the KV pool."""
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
     """What the HTTP face needs of a loaded model. `card.context_length` is what the server can hold.
 
-    `engine`: what requests are given to. `training` None: this server does not train. `run` None: it keeps no
+    `limits`: what MLX may take. `engine`: what requests are given to. `training` None: this server does not train. `run` None: it keeps no
     checkpoints.
     """
 
     card: ModelCard
     tokenizer: Tokenizer
     device: str
+    limits: MemoryLimits
     adapters: AdapterService
     engine: EngineClient
     training: Training | None
@@ -91,7 +93,8 @@ class Engine:
             self._run = None
 
     def _build(self) -> EngineParts:
-        config = self._config
+        config, limits = self._config, mlx_limits(self._config)
+        set_limits(limits)
         manager = SharedModelManager.load(
             config.model.base_model_path,
             trust_remote_code=config.model.trust_remote_code,
@@ -105,7 +108,7 @@ class Engine:
         trainer = build_trainer(manager, bank, config)
         training = self._training(trainer, service, store, library, manager.tokenizer) if trainer else None
         engine = training.engine if training else self.processor
-        self._served = Served(card, manager.tokenizer, device_name(), service, engine, training, self._run)
+        self._served = Served(card, manager.tokenizer, device_name(), limits, service, engine, training, self._run)
         parts = EngineParts(
             runner,
             store,
@@ -115,6 +118,7 @@ class Engine:
             trainer,
             lookahead=not on_cpu(),
             queue_timeout_s=config.server.queue_timeout,
+            limits=limits,
         )
         mx.reset_peak_memory()
         return parts
@@ -141,7 +145,7 @@ def build_runner(manager: SharedModelManager, bank: AdapterBank, config: Config)
         UnsupportedModelError: the architecture cannot be batched.
     """
     layout = KVLayout(manager.layers, manager.kv_dtype)
-    budget = config.server.kv_cache_memory or _default_budget(manager.card)
+    budget = config.server.kv_cache_memory or _default_budget(manager.card, mlx_limits(config))
     cache = LoRABatchedKVCache(layout, budget, _context_length(manager.card, config))
     if not cache.can_ever_hold(1):
         raise ConfigError(
@@ -160,11 +164,14 @@ def _context_length(card: ModelCard, config: Config) -> int:
     return wanted
 
 
-def _default_budget(card: ModelCard) -> int:
-    recommended = recommended_bytes()
-    if on_cpu() or recommended is None:
-        return int(_CPU_SHARE * ram_bytes())
-    return int(_DEVICE_SHARE * max(recommended - card.weight_bytes, 0))
+def mlx_limits(config: Config) -> MemoryLimits:
+    """What MLX may take on this device, as configured."""
+    return memory_limits(device_figures(), config.server.mlx_memory_limit, config.server.mlx_cache_limit)
+
+
+def _default_budget(card: ModelCard, limits: MemoryLimits) -> int:
+    free = int(_POOL_SHARE * max(limits.memory - limits.cache - card.weight_bytes, 0))
+    return min(free, int(_CPU_SHARE * ram_bytes())) if on_cpu() else free
 
 
 def _served_card(card: ModelCard, runner: BatchRunner, config: Config) -> ModelCard:

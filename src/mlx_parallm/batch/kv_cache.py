@@ -152,10 +152,12 @@ class LoRABatchedKVCache:
         held = self.tokens_held - credit
         room = self.budget_tokens - held - (self._reserved_tokens if held else 0)
         rows = min(self._slab_rows(capacity), room // capacity)
-        if rows < 1 or held >= self._refused_at:
+        if rows < 1 or (held and self.tokens_held >= self._refused_at):
             return None
-        slab = self._new_slab(capacity, rows, held) or self._new_slab(capacity, 1, held)
-        self._refused_at = math.inf if slab else held
+        slab = self._new_slab(capacity, rows, held)
+        if slab is None and rows > 1:
+            slab = self._new_slab(capacity, 1, held)
+        self._refused_at = math.inf if slab else self.tokens_held
         if slab is not None:
             self._classes.setdefault(capacity, []).append(slab)
         return slab

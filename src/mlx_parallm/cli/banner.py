@@ -23,6 +23,7 @@ _REACHABLE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 class BannerInfo:
     """`host` as configured, `port` as bound; `authenticated`: clients must send a key; `warnings` of one line each.
 
+    `mlx_bytes`: all that MLX may take, `mlx_cache_bytes` of it in freed buffers; `mlx_wired_bytes` None: it wires none.
     `run`: where checkpoints are kept; None: nowhere. `adapters`: names that requests can use now. `adapter_slots` of
     them fit in one batch, each of a rank up to `adapter_rank`; 0 slots: the server takes none.
     """
@@ -30,6 +31,9 @@ class BannerInfo:
     model: ModelCard
     adapters: tuple[str, ...]
     kv_bytes: int
+    mlx_bytes: int
+    mlx_cache_bytes: int
+    mlx_wired_bytes: int | None
     device: str
     blas: str
     host: str
@@ -58,6 +62,7 @@ def render(info: BannerInfo) -> str:
         "adapters": _adapters(info),
         "checkpoints": where_kept(info.run),
         "memory": f"weights {human_bytes(card.weight_bytes)}, KV cache up to {human_bytes(info.kv_bytes)}",
+        "MLX limits": _limits(info),
         "device": f"{info.device}, BLAS {info.blas}",
         "access": _access(info),
         "base URL": f"{url}/v1",
@@ -76,6 +81,11 @@ def show(info: BannerInfo, stream: TextIO | None = None) -> None:
     for number, line in enumerate(render(info).splitlines()):
         style = "bold red" if line.startswith(_WARNING) else "bold" if number == 0 else ""
         console.print(Text(line, style=style), soft_wrap=True)
+
+
+def _limits(info: BannerInfo) -> str:
+    wired = "none wired" if info.mlx_wired_bytes is None else f"{human_bytes(info.mlx_wired_bytes)} wired"
+    return f"{human_bytes(info.mlx_bytes)} in all, buffer cache up to {human_bytes(info.mlx_cache_bytes)}, {wired}"
 
 
 def _adapters(info: BannerInfo) -> str:

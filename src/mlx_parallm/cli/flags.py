@@ -37,6 +37,8 @@ FLAGS = (
     Flag("--max-batched-tokens", "server.max_batched_tokens", "TOKENS"),
     Flag("--max-queued", "server.max_queued", "SEQUENCES"),
     Flag("--kv-cache-memory", "server.kv_cache_memory", "SIZE"),
+    Flag("--mlx-memory-limit", "server.mlx_memory_limit", "SIZE"),
+    Flag("--mlx-cache-limit", "server.mlx_cache_limit", "SIZE"),
     Flag("--max-decode-stall-ms", "server.max_decode_stall_ms", "MILLISECONDS"),
     Flag("--max-model-len", "model.max_model_len", "TOKENS"),
     Flag("--adapter-dir", "adapters.adapter_dir", "DIR"),

@@ -71,7 +71,19 @@ class ServerConfig(Section):
     kv_cache_memory: AutoByteSize = Field(
         default=None,
         description="Memory for the KV cache, such as 4GB or 512MiB, shared with the adapter bank and training, which "
-        "come first; auto takes it from the device's recommended working set, or a quarter of RAM on a CPU.",
+        "come first; auto takes 80 % of what weights and MLX's buffer cache leave of mlx_memory_limit, and at most a "
+        "quarter of RAM on a CPU.",
+    )
+    mlx_memory_limit: AutoByteSize = Field(
+        default=None,
+        description="Memory that MLX may use in all; above it MLX waits for running work and frees cached buffers "
+        "first. auto takes Metal's recommended working set, 95 % of another GPU's memory, or 80 % of RAM on a CPU. On "
+        "Metal as much is wired, so that macOS does not page it out.",
+    )
+    mlx_cache_limit: AutoByteSize = Field(
+        default=None,
+        description="Memory of freed buffers that MLX keeps to use again, part of mlx_memory_limit; auto takes 5 % of "
+        "that, 256 MiB to 4 GiB, or 32 MiB on a CPU.",
     )
     max_decode_stall_ms: Integer | None = Field(
         default=None,

@@ -26,6 +26,7 @@ from mlx_parallm.engine.live import LiveRequest, LiveSequence, Vocabulary
 from mlx_parallm.engine.memory import PoolMemory
 from mlx_parallm.engine.snapshot import snapshot
 from mlx_parallm.errors import AbortedError, ContextLengthError
+from mlx_parallm.model.limits import MemoryLimits
 from mlx_parallm.scheduler.cost import CostModel
 from mlx_parallm.scheduler.rl_aware import RLAwareScheduler, SchedulerConfig
 from mlx_parallm.scheduler.units import DecodeUnit, PrefillUnit, StagingUnit, TrainingUnit
@@ -36,6 +37,7 @@ class EngineParts:
     """What the device thread builds before it serves. `training` None: this server does not train.
 
     `queue_timeout_s`: how long a request may wait until the device begins with it; None: any time.
+    `limits`: what was set of MLX's memory, for `/debug/state`.
     `lookahead`: a decode step is launched before the tokens of the one before are read.
     """
 
@@ -47,6 +49,7 @@ class EngineParts:
     training: TrainingWork | None = None
     lookahead: bool = True
     queue_timeout_s: float | None = None
+    limits: MemoryLimits | None = None
 
 
 class DeviceLoop:
@@ -60,6 +63,7 @@ class DeviceLoop:
         self._adapters = parts.adapters
         self._training = parts.training
         self._queue_timeout_s = parts.queue_timeout_s
+        self._limits = parts.limits
         self._scheduler = scheduler = RLAwareScheduler(parts.scheduler, memory, parts.cost)
         self._ledger = ledger = Ledger(lives, blame, parts.vocabulary, scheduler, parts.adapters, publish)
         self.counters = ledger.counters
@@ -238,7 +242,7 @@ class DeviceLoop:
     def stats(self) -> EngineStats:
         """A snapshot of counters and gauges."""
         peak = mx.get_peak_memory() if self._training is None else self._training.peak_bytes
-        return snapshot(self.counters, self._scheduler, self._runner.cache, self._ledger.lives(), peak)
+        return snapshot(self.counters, self._scheduler, self._runner.cache, self._ledger.lives(), peak, self._limits)
 
     def check_integrity(self) -> None:
         """Raises AssertionError when scheduler, pool, slots and live requests do not agree."""

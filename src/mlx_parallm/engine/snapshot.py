@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import mlx.core as mx
 
 from mlx_parallm.batch.kv_cache import LoRABatchedKVCache
 from mlx_parallm.core import EngineStats
 from mlx_parallm.engine.live import LiveSequence
+from mlx_parallm.model.limits import MemoryLimits
 from mlx_parallm.scheduler.rl_aware import RLAwareScheduler
 
 
@@ -37,6 +38,7 @@ def snapshot(
     cache: LoRABatchedKVCache,
     lives: Iterable[LiveSequence],
     peak: int,
+    limits: MemoryLimits | None,
 ) -> EngineStats:
     """Of an engine that is alive and ready. On the device thread. `peak`: bytes that MLX has held, at most."""
     return EngineStats(
@@ -60,6 +62,7 @@ def snapshot(
         paused=scheduler.paused,
         detail={
             "mlx_memory_bytes": {"active": mx.get_active_memory(), "peak": peak, "cache": mx.get_cache_memory()},
+            "mlx_limit_bytes": None if limits is None else asdict(limits),
             "prefilled_tokens_total": counters.prefilled_tokens,
             "training_units_total": counters.training_units,
             "failed_training_units_total": counters.failed_training_units,

@@ -16,6 +16,7 @@ from mlx_parallm.blas import INSTALL_HINT
 from mlx_parallm.errors import ModelNotFoundError
 from mlx_parallm.model.bundled import bundled_path
 from mlx_parallm.model.device import on_cpu, ram_bytes, recommended_bytes
+from mlx_parallm.model.limits import MemoryLimits, device_figures, memory_limits
 
 _SIDE = 1024
 _REPEATS = 7
@@ -26,7 +27,8 @@ _ENOUGH_GFLOPS = 100.0
 class DoctorReport:
     """Rates are GFLOP/s of a float32 1024³ matrix product, the median of several; sizes are bytes.
 
-    `recommended_bytes`: the working set the device recommends; None on a CPU, which recommends none.
+    `recommended_bytes`: the working set the device recommends; None on a CPU, which recommends none. `limits`: what a
+    server lets MLX take where nothing else is configured.
     """
 
     device: str
@@ -37,6 +39,7 @@ class DoctorReport:
     numpy_gflops: float
     ram_bytes: int
     recommended_bytes: int | None
+    limits: MemoryLimits
     bundled_model: str | None
     warnings: tuple[str, ...]
 
@@ -49,10 +52,16 @@ class DoctorReport:
             "BLAS": self.blas,
             f"{_SIDE}³ matmul": f"{self.matmul_gflops:.0f} GFLOP/s (NumPy: {self.numpy_gflops:.0f})",
             "memory": f"{self.ram_bytes / 2**30:.1f} GiB, recommended working set: {recommended}",
+            "MLX may take": _limits_text(self.limits),
             "bundled model": self.bundled_model or "not installed",
         }
         lines = [f"{name:<14} {value}" for name, value in facts.items()]
         return "\n".join(lines + [f"warning: {text}" for text in self.warnings])
+
+
+def _limits_text(limits: MemoryLimits) -> str:
+    wired = "none wired" if limits.wired is None else f"{limits.wired / 2**30:.1f} GiB wired"
+    return f"{limits.memory / 2**30:.1f} GiB, {limits.cache / 2**20:.0f} MiB of it cached buffers, {wired}"
 
 
 def report() -> DoctorReport:
@@ -68,6 +77,7 @@ def report() -> DoctorReport:
         numpy_gflops=numpys,
         ram_bytes=ram_bytes(),
         recommended_bytes=recommended_bytes(),
+        limits=memory_limits(device_figures()),
         bundled_model=model if isinstance(model, str) else None,
         warnings=tuple(_warnings(ours, numpys, model)),
     )
