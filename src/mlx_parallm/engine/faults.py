@@ -82,6 +82,8 @@ class Recovery:
         if work is not None:
             self._adapters.reset()
         self._ledger.flush()
+        self._scheduler.check_integrity()  # books that disagree are one fault more, and end the thread if they stay so
+        self._ledger.check_integrity()
         check_device()  # what is left of the fault surfaces here, where it costs nobody
         if any(failed):
             self._in_a_row = 0

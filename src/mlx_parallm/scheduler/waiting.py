@@ -103,8 +103,8 @@ class WaitingQueue:
         """Lanes that hold sequences, after a look at the blocked groups: one pass of admission begins."""
         for group in list(self._blocked):
             if first := _first(group):
-                del self._blocked[group]
                 self._enter_lane(group, first)
+                del self._blocked[group]
         return list(self._lanes)
 
     def best(self, lanes: Iterable[Lane], over_share: Callable[[WorkClass], bool]) -> Sequence | None:
