@@ -47,8 +47,8 @@ _POOL_SHARE = 0.8
 class Served:
     """What the HTTP face needs of a loaded model. `card.context_length` is what the server can hold.
 
-    `limits`: what MLX may take. `engine`: what requests are given to. `training` None: this server does not train. `run` None: it keeps no
-    checkpoints.
+    `limits`: what MLX may take. `engine`: what requests are given to. `training` None: this server does not train.
+    `run` None: it keeps no checkpoints.
     """
 
     card: ModelCard
