@@ -16,6 +16,7 @@ from tiny import save_tiny
 
 from mlx_parallm import LoRAConfig, RLConfig, RLIntegratedServer
 from mlx_parallm.app import IntegratedServer
+from mlx_parallm.app.training import Training
 from mlx_parallm.config import configure
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.grammar import trial
@@ -72,6 +73,21 @@ async def test_both_coroutines_serve_and_train_one_model(tmp_path: Path) -> None
     assert card["version"] == 1, "cancelled, it saves what it has learnt"
     while server._engine.processor.stats().alive:  # cancelled, it leaves no device thread behind
         await asyncio.sleep(0.02)
+
+
+@pytest.mark.timeout(120)
+async def test_the_first_request_after_ready_can_be_collected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = Training.start
+
+    async def slowly(self: Training) -> None:
+        await asyncio.sleep(0.5)
+        await start(self)
+
+    monkeypatch.setattr(Training, "start", slowly)
+    server, port = make(tmp_path), free_port()
+    async with running(server.run_inference(port=port), server.run_training_loop(), port=port) as client:
+        answer = await client.post("/v1/completions", json=MARKED)
+        assert len(answer.json()["trajectory_ids"]) == 4
 
 
 @pytest.mark.timeout(120)

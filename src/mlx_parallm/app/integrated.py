@@ -24,6 +24,8 @@ class IntegratedServer:
         self._engine = Engine(config)
         self._served: Served | None = None
         self._loading = asyncio.Lock()
+        self._trains = False  # `run_training_loop` was begun
+        self._started = asyncio.Event()  # training has started, or failed to
         self._ended = asyncio.Event()
         self._closing = asyncio.Lock()
         self._training_closed = False
@@ -54,6 +56,8 @@ class IntegratedServer:
             def announce(bound: int) -> None:
                 banner.show(self._banner(served, host, bound))
 
+            if self._trains:  # a request that is to be collected finds the adapter in training
+                await self._started.wait()
             return await serve(app, host, port, settings.shutdown_timeout, announce)
         finally:
             self._ended.set()
@@ -68,13 +72,16 @@ class IntegratedServer:
             ConfigError, ModelError: the model cannot be loaded.
             StorageError: what was learnt last could not be saved.
         """
-        served = await self._load()
-        if served.training is None:
-            return
+        self._trains = True
         try:
+            served = await self._load()
+            if served.training is None:
+                return
             await served.training.start()
+            self._started.set()
             await self._ended.wait()
         finally:
+            self._started.set()
             await self._close_training()
 
     async def _load(self) -> Served:
