@@ -2,7 +2,13 @@
 
 import pytest
 
-from mlx_parallm.errors import EngineError, InvalidRequestError, StepFailedError
+from mlx_parallm.errors import (
+    DeviceMemoryError,
+    EngineError,
+    InvalidRequestError,
+    QueueTimeoutError,
+    StepFailedError,
+)
 
 URL = "/v1/completions"
 
@@ -25,6 +31,17 @@ async def test_a_failed_request_is_an_error_and_the_next_one_works(client, engin
     engine.fail_before = None
     assert (await client.post(URL, json={"prompt": "x"})).status_code == 200
     assert client.app.state.services.gate.held == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(QueueTimeoutError("it waited 600 s"), "queue_timeout"), (DeviceMemoryError("no memory"), "out_of_memory")],
+)
+async def test_a_request_that_may_be_tried_again_says_when(client, engine, fault, error, code):
+    engine.fail_before, engine.error = 1, error
+    response = await client.post(URL, json={"prompt": "x"})
+    assert (response.status_code, fault(response)["code"]) == (503, code)
+    assert int(response.headers["retry-after"]) >= 1
 
 
 async def test_an_engine_that_breaks_its_contract_is_a_500(client, engine, fault):
