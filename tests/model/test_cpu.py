@@ -42,7 +42,8 @@ def test_gated_mlp_at_extreme_gates() -> None:
     adapt_to_cpu(model)
     assert isinstance(model.layers[0].mlp, CPUGatedMLP)
     assert mx.isfinite(expected).all()
-    assert mx.allclose(model.layers[0].mlp(x), expected, rtol=1e-4, atol=1e-3)
+    apart = mx.abs(model.layers[0].mlp(x) - expected).max()
+    assert apart <= 1e-6 * mx.abs(expected).max(), "the rounding of a sum is relative to its terms"
 
 
 @pytest.mark.parametrize(("dims", "base", "scale"), [(16, 10000.0, 1.0), (8, 500.0, 0.25)])
