@@ -78,6 +78,16 @@ async def test_the_header_is_bounded_whatever_the_body(client, metric):
     assert await metric(client, IGNORED) == 1000
 
 
+async def test_a_field_without_a_name_does_not_break_the_header(client):
+    for body in ({"": 1, "a": 1}, {"a": 1, "": 1}, {"": 1}):
+        response = await client.post(COMPLETIONS, json=BASE[COMPLETIONS] | body)
+        names = response.headers["x-ignored-fields"].split(", ")
+        assert [unquote(name) for name in names] == [name or '""' for name in body]
+    surrogate = b'{"prompt":"x","\\ud800":1}'
+    response = await client.post(COMPLETIONS, content=surrogate, headers={"content-type": "application/json"})
+    assert response.status_code in (200, 400)
+
+
 async def test_a_stream_and_an_error_have_the_header_too(client):
     stream = await client.post(CHAT, json=BASE[CHAT] | {"stream": True, "think": True})
     assert (stream.headers["x-ignored-fields"], stream.text.endswith("data: [DONE]\n\n")) == ("think", True)

@@ -43,7 +43,8 @@ class IgnoredFields:
         self.count += 1
         if len(self.names) == MAX_NAMES:
             return
-        encoded = _encoded(".".join([*self._path, name[:MAX_NAME]]))
+        path = ".".join([*self._path, name[:MAX_NAME]])
+        encoded = _encoded(path or '""')  # an empty element would make the header malformed
         if encoded not in self.names:
             self.names.append(encoded)
             if close := difflib.get_close_matches(name[:MAX_NAME], known, n=1, cutoff=MISTYPED):
