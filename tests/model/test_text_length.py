@@ -11,6 +11,7 @@ from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from mlx_parallm.errors import ContextLengthError
+from mlx_parallm.model.bundled import load_bundled
 from mlx_parallm.model.text_length import text_length_of
 from mlx_parallm.model.token_bytes import BYTE_ALPHABET
 from mlx_parallm.model.tokenizer import Tokenizer
@@ -18,9 +19,13 @@ from mlx_parallm.model.tokenizer import Tokenizer
 LONG_TOKENS = ["Ġ" * 8, "ab" * 16, "é".encode().decode("latin-1")]
 
 
-def wrapped(*, normalizer=None, pre_tokenizer=None, drops=False, model=None, added=()):
-    """A byte-level tokenizer with a few long tokens, changed in one way."""
-    alphabet = sorted(BYTE_ALPHABET)[: 200 if drops else 256]
+NEVER_FIRST = range(0x80, 0xC0)
+"""Bytes that only go on with a character of UTF-8."""
+
+
+def wrapped(*, normalizer=None, pre_tokenizer=None, lacks=(), model=None, added=()):
+    """A byte-level tokenizer with a few long tokens, changed in one way. `lacks`: bytes without a token."""
+    alphabet = sorted(letter for letter, byte in BYTE_ALPHABET.items() if byte not in lacks)
     words = [*alphabet, *LONG_TOKENS]
     backend = Backend(model or models.BPE({word: i for i, word in enumerate(words)}, [], ignore_merges=True))
     backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -39,13 +44,15 @@ KNOWN = {
     "replace": {"normalizer": normalizers.Replace("aaaa", "b")},
     "swallows space": {"added": [AddedToken("<x>", lstrip=True, rstrip=True)]},
     "isolated": {"pre_tokenizer": pre_tokenizers.Split(" ", "isolated")},
+    "lacks first bytes": {"lacks": (*range(9), 0x1D, 0xC0, 0xC1, *range(0xF0, 0x100))},
 }
 UNKNOWN = {
     "strip": {"normalizer": normalizers.Strip()},
     "any replacement": {"normalizer": normalizers.Replace(Regex(" +"), " ")},
     "removed": {"pre_tokenizer": pre_tokenizers.Split(" ", "removed")},
     "white space removed": {"pre_tokenizer": pre_tokenizers.WhitespaceSplit()},
-    "drops bytes": {"drops": True},
+    "lacks other bytes": {"lacks": NEVER_FIRST},
+    "lacks bytes and joins": {"lacks": (1,), "normalizer": normalizers.NFC()},
     "word level": {"model": models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>")},
 }
 PIECES = [
@@ -59,6 +66,8 @@ PIECES = [
     "ᾂ",
     "α\u0313\u0300\u0345",
     "日",
+    "🙂",
+    "\x01\x02" * 8,
     "<x>",
     "<eos>",
     "\n",
@@ -89,5 +98,6 @@ def test_nothing_is_refused_where_a_tokenizer_may_shorten_texts(changes):
 
 
 def test_the_kinds_that_models_have_are_known():
+    assert text_length_of(TokenizerWrapper(load_bundled(dequantize=False)[1])) is not None
     assert text_length_of(TokenizerWrapper(tiny_tokenizer())).spaces
     assert sentencepiece()._text_length is not None

@@ -21,6 +21,7 @@ from mlx_parallm.server import body as bodies
 from mlx_parallm.server import workers
 from mlx_parallm.server.respond.answer import Answer
 from mlx_parallm.server.shares import ClientShare
+from mlx_parallm.server.workers import Workers
 
 URL, CHAT = "/v1/completions", "/v1/chat/completions"
 PATIENCE_S = 10
@@ -238,3 +239,35 @@ async def test_scores_of_a_long_prompt_are_worded_beside_the_event_loop():
 
     scored = PromptScored(0, (None, *(TokenLogprob(1, -1.0, ((2, -2.0),) * 20) for _ in range(500))))
     assert _bytes_of([scored]) > workers.SMALL_BYTES
+
+
+async def test_large_bodies_of_all_clients_together_are_read_at_one_pace(monkeypatch):
+    """Each chunk waits for those before it; one that comes later than they need does not."""
+    now, pauses = [100.0], []
+
+    async def sleep(seconds):
+        pauses.append(seconds)
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now[0])
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    paced = Workers(body_patience_s=1)
+    for _ in range(3):
+        await paced.pace(workers._INTAKE_BYTES_S)
+    assert pauses == [1.0, 2.0, 3.0]
+    now[0] += 10
+    await paced.pace(workers._INTAKE_BYTES_S)
+    assert pauses[3:] == [1.0]
+
+
+async def test_a_large_body_is_paced_and_a_small_one_is_not(client, monkeypatch):
+    counts = []
+
+    async def pace(self, count):
+        counts.append(count)
+
+    monkeypatch.setattr(Workers, "pace", pace)
+    assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
+    assert not counts
+    body = json.dumps({"prompt": "x" * 100_000, "max_tokens": 1}).encode()
+    await client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert sum(counts) == len(body)

@@ -9,7 +9,8 @@ shorter before it looks tokens up:
   a replacement one of as many as its pattern has;
 - a normalizer or pre-tokenizer may remove characters, and a model may drop those that it does not know, or make one
   unknown token of a whole run: then nothing can be told, and the bound is None;
-- an added token may swallow the white space beside it: then white space is not counted.
+- an added token may swallow the white space beside it: then white space is not counted;
+- a byte-level vocabulary may lack bytes, which the model drops: then characters with such a byte are not counted.
 """
 
 from __future__ import annotations
@@ -33,14 +34,20 @@ _FALLBACK = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 
 @dataclass(frozen=True, slots=True)
 class TextLength:
-    """`per_token`: characters that one token stands for, at the most. `spaces`: whether white space counts."""
+    """`per_token`: characters that one token stands for, at the most. `spaces`: whether white space counts. `dropped`:
+    first bytes, in UTF-8, of characters that do not count."""
 
     per_token: int
     spaces: bool = True
+    dropped: bytes = b""
 
     def least_tokens(self, text: str) -> int:
         """Tokens that `text` has at least."""
-        characters = len(text) if self.spaces else len("".join(text.split()))
+        counted = text if self.spaces else "".join(text.split())
+        characters = len(counted)
+        if self.dropped:
+            raw = counted.encode("utf-8", "surrogatepass")
+            characters -= len(raw) - len(raw.translate(None, self.dropped))
         return -(-characters // self.per_token)
 
 
@@ -51,11 +58,13 @@ def text_length_of(tokenizer: TokenizerWrapper) -> TextLength | None:
         return None
     parts = json.loads(backend.to_str())
     vocabulary = backend.get_vocab(with_added_tokens=True).keys()
-    joined = _joined(parts["normalizer"])
-    if joined is None or not _removes_nothing(parts["pre_tokenizer"]) or not _keeps_all(parts, vocabulary):
+    joined, dropped = _joined(parts["normalizer"]), _dropped(parts, vocabulary)
+    if joined is None or dropped is None or not _removes_nothing(parts["pre_tokenizer"]):
+        return None
+    if dropped and joined > 1:  # it may make a character that is dropped of some that are not
         return None
     swallows = any(token["lstrip"] or token["rstrip"] for token in parts["added_tokens"])
-    return TextLength(joined * max(map(len, vocabulary)), spaces=not swallows)
+    return TextLength(joined * max(map(len, vocabulary)), not swallows, dropped)
 
 
 def _joined(normalizer: dict[str, Any] | None) -> int | None:
@@ -81,13 +90,16 @@ def _removes_nothing(pre_tokenizer: dict[str, Any] | None) -> bool:
     )
 
 
-def _keeps_all(parts: dict[str, Any], vocabulary: Collection[str]) -> bool:
-    """Whether the model has a token for every character, or for each of its bytes."""
+def _dropped(parts: dict[str, Any], vocabulary: Collection[str]) -> bytes | None:
+    """First bytes of the characters that the model drops; None where it may drop others as well."""
     if parts["model"]["type"] not in ("BPE", "Unigram"):
-        return False
+        return None
     if parts["model"].get("byte_fallback"):
-        return vocabulary >= _FALLBACK  # type: ignore[operator]
-    return _byte_level(parts) and vocabulary >= BYTE_ALPHABET  # type: ignore[operator]
+        return b"" if vocabulary >= _FALLBACK else None  # type: ignore[operator]
+    if not _byte_level(parts):
+        return None
+    lacking = bytes(byte for letter, byte in BYTE_ALPHABET.items() if letter not in vocabulary)
+    return None if any(0x80 <= byte < 0xC0 for byte in lacking) else lacking
 
 
 def _byte_level(parts: dict[str, Any]) -> bool:

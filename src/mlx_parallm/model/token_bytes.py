@@ -56,7 +56,7 @@ def _sentencepiece(token: str) -> bytes:
 def _byte_level(token: str) -> bytes:
     """Inverse of GPT-2's printable alphabet; a token with a character outside it stands for its own UTF-8."""
     try:
-        return bytes(_BYTE_OF[char] for char in token)
+        return bytes(BYTE_ALPHABET[char] for char in token)
     except KeyError:
         return token.encode()
 
@@ -68,7 +68,5 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-_BYTE_OF = _byte_alphabet()
-
-BYTE_ALPHABET = frozenset(_BYTE_OF)
-"""The 256 characters that byte-level tokens are written with."""
+BYTE_ALPHABET = _byte_alphabet()
+"""The 256 characters that byte-level tokens are written with, and the byte that each stands for."""

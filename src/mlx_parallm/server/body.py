@@ -26,6 +26,7 @@ from mlx_parallm.server.wire.ignored import IgnoredFields
 from mlx_parallm.server.workers import SMALL_BYTES
 
 M = TypeVar("M", bound=BaseModel)
+Pace = Callable[[int], Awaitable[None]]
 
 OPEN = "x-open"
 """Between `request_body` and `openapi.describe`: whether fields that are not declared are taken."""
@@ -51,7 +52,7 @@ def json_body(model: type[M], required: bool = True) -> Callable[..., Awaitable[
         if _declared_length(request, unknown=SMALL_BYTES + 1) <= SMALL_BYTES:
             return parse_body(model, await _read(request, services), ignored)
         async with services.workers.large_body(client_of(request.scope)):
-            raw = await _read(request, services)
+            raw = await _read(request, services, services.workers.pace)
             return await services.workers.run(len(raw), partial(_parse_large, model, raw, services, ignored))
 
     return parsed
@@ -90,25 +91,31 @@ def _too_large(limit: int) -> BodyTooLargeError:
     return BodyTooLargeError(f"The body is over the limit of {limit} bytes.")
 
 
-async def _read(request: Request, services: Services) -> bytes:
+async def _read(request: Request, services: Services, pace: Pace | None = None) -> bytes:
     """The body. `request.state.body_bytes` tells from now on how long it is."""
     limit_s = services.settings.body_timeout_s
     try:
         async with asyncio.timeout(limit_s):
-            raw = await read_body(request, services.settings.max_body_bytes)
+            raw = await read_body(request, services.settings.max_body_bytes, pace)
     except TimeoutError:
         raise BodyTimeoutError(f"The body did not arrive within {limit_s:g} seconds.") from None
     request.state.body_bytes = len(raw)
     return raw
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """The body, never holding more than `limit` bytes and one chunk. Raises BodyTooLargeError: it is longer."""
+async def read_body(request: Request, limit: int, pace: Pace | None = None) -> bytes:
+    """The body, never holding more than `limit` bytes and one chunk. Raises BodyTooLargeError: it is longer.
+
+    Args:
+        pace: waits before more is read; it is told how many bytes have just come.
+    """
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
         if len(body) > limit:
             raise _too_large(limit)
+        if pace is not None:
+            await pace(len(chunk))
     return bytes(body)
 
 

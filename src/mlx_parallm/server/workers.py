@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TypeVar
@@ -24,6 +25,9 @@ SMALL_BYTES = 64 * 1024
 _SMALL_THREADS, _LARGE_THREADS = 40, 2
 _GRAMMAR_PATIENCE_S = 10.0
 _BODIES, _BODIES_EACH = 16, 8
+_INTAKE_BYTES_S = 16 * 2**20
+"""Bytes of large bodies that are read in a second, of all clients together."""
+_LEAST_PAUSE_S = 0.01
 
 
 class Workers:
@@ -41,6 +45,7 @@ class Workers:
         self._grammars = ClientShare(CHILDREN, max(1, CHILDREN // 2), _GRAMMAR_PATIENCE_S, busy)
         busy = "Other large bodies are being read; try again."
         self._bodies = ClientShare(_BODIES, _BODIES_EACH, body_patience_s, busy)
+        self._intake_free_at = 0.0  # by the event loop's clock
 
     async def run(self, size: int, call: Callable[[], T]) -> T:
         """Runs `call`, whose work grows with `size` in bytes, in a thread of its pool."""
@@ -56,3 +61,11 @@ class Workers:
         """Held while a large body is in memory. Raises OverloadedError."""
         async with self._bodies.place(client):
             yield
+
+    async def pace(self, count: int) -> None:
+        """Waits until `count` more bytes of large bodies may be read. As fast as loopback brings them, bodies that are
+        refused would still take most of a core from the event loop and the device thread."""
+        now = asyncio.get_running_loop().time()
+        self._intake_free_at = max(self._intake_free_at, now) + count / _INTAKE_BYTES_S
+        if (pause := self._intake_free_at - now) > _LEAST_PAUSE_S:
+            await asyncio.sleep(pause)
