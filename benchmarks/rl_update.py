@@ -126,9 +126,9 @@ class _Ours:
     def _keep_gradients(self) -> None:
         apply = self.policy.apply
 
-        def applied(gradients: Params) -> None:
+        def applied(gradients: Params, scale: float = 1.0) -> None:
             self.gradients = {f"{path}.lora_{name}": g for path, pair in gradients.items() for name, g in pair.items()}
-            apply(gradients)
+            apply(gradients, scale)
 
         self.policy.apply = applied  # type: ignore[method-assign]
 
