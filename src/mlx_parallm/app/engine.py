@@ -76,7 +76,7 @@ class Engine:
         self._run = open_run(kept.checkpoint_dir, kept.resume, wanted=training)
         try:
             self.processor.start()
-        except BaseException:
+        except BaseException:  # an interrupt too: the folder must not stay locked
             self._close_run()
             raise
         assert self._served is not None
