@@ -71,7 +71,7 @@ class Moves:
                 if not tenant.pins:
                     yield from self._evict(tenant)
                     self._slots.leave(tenant.slot)
-        except Exception as error:  # whoever asked waits for an answer; the loop deals with the fault
+        except Exception as error:  # the caller waits for a result; the loop handles the fault
             told(error)
             raise
         if not len(self._slots):

@@ -187,7 +187,7 @@ class AdapterStore:
             return
         try:
             yield from self.moves.stage(want.version, slot)
-        except Exception as error:  # whoever asked waits for an answer; the loop deals with the fault
+        except Exception as error:  # the caller waits for a result; the loop handles the fault
             want.settle(error)
             want.faults += 1
             if want.faults > 1:  # its requests have waited for a second try; a third would stop the others again

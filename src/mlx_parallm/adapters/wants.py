@@ -18,7 +18,7 @@ Told = Callable[[Exception | None], None]
 
 @dataclass(eq=False, slots=True)
 class Want:
-    """A version that is to be in a slot. `staged` is told when it is, or that it cannot be. `urgent`: before others.
+    """A version that waits for a slot. `staged` is called when it has one, or with the error. `urgent`: before others.
     `faults`: times that the device failed to stage it."""
 
     version: Version

@@ -13,14 +13,14 @@ def end_with_parent() -> None:
     """Forks a process that kills this process's group, itself included, once stdin's other end is closed.
 
     The parent holds that end and closes it by ending, kill -9 included. A thread could not do it: a scorer may hold the
-    interpreter's lock for ever. Call it before `private_pipes` and before any thread is started, in a process that
+    interpreter's lock without end. Call it before `private_pipes` and before any thread is started, in a process that
     leads a group of its own.
     """
     if os.fork():
         return
     os.close(1)  # the parent reads the end of our output when the process itself has ended
     watch = select.poll()
-    watch.register(0, 0)  # a hangup is always told
+    watch.register(0, 0)  # poll always reports a hangup
     watch.poll()
     os.killpg(0, signal.SIGKILL)
 

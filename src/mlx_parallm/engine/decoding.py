@@ -55,7 +55,7 @@ class Decoder:
         self.commit()
         self._in_flight = launched  # only once the step that it builds on could be read
         if not follows and (unit.awaited or not self._lookahead):
-            self.commit()  # at once: else whoever waits would wait for the next step too
+            self.commit()  # now: else waiting work would wait for the next step too
 
     def commit(self) -> None:
         """Reads the step in flight, if there is one, and hands out its tokens."""
