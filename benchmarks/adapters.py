@@ -1,10 +1,10 @@
-"""What many adapters in one batch cost, and what publishing one costs those who are served.
+"""Measures the cost of many adapters in one batch, and of publishing a version while requests run.
 
     python benchmarks/adapters.py [--quick] [--repeats 3] [--only decode served publish memory] [--out FILE]
 
-`decode`, `publish` and `memory` each drive the bundled model in a process of their own, without HTTP; `served` asks a
-real server. About 20 minutes on two cores, 6 with --quick. Ends with a table and writes JSON beside it.
-Leave the machine alone meanwhile.
+`decode`, `publish` and `memory` each drive the bundled model in a process of their own, without HTTP; `served` sends
+requests to a real server. It takes about 20 minutes on two cores, 6 with --quick, prints a table and writes JSON.
+Nothing else should run on the machine meanwhile.
 """
 
 import argparse
@@ -18,28 +18,28 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import adapter_decode
-import adapter_figures
-import adapter_memory
-import adapter_publish
-import adapter_served
-import machine
-import report
-from adapter_decode import DecodeCost
-from adapter_memory import AdapterMemory
-from adapter_publish import Churn
-from adapter_served import ServedPoint
-from alone import alone
-from figures import Figure
+from lib import machine, report
+from lib.adapters import decode as adapter_decode
+from lib.adapters import figures as adapter_figures
+from lib.adapters import memory as adapter_memory
+from lib.adapters import publish as adapter_publish
+from lib.adapters import served as adapter_served
+from lib.adapters.decode import DecodeCost
+from lib.adapters.memory import AdapterMemory
+from lib.adapters.publish import Churn
+from lib.adapters.served import ServedPoint
+from lib.alone import alone
+from lib.figures import Figure
 
 HERE = Path(__file__).parent
+PROGRAMS = HERE / "lib" / "programs"
 PARTS = ("decode", "served", "publish", "memory")
 PUBLISHES, QUICK_PUBLISHES = 200, 12
 
 
 @dataclass(slots=True)
 class Results:
-    """What the parts that ran have measured."""
+    """The measurements of the parts that ran."""
 
     decode: DecodeCost | None = None
     served: list[ServedPoint] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Results:
         yield from adapter_figures.of_memory(self.memory)
 
     def record(self) -> dict[str, Any]:
-        """JSON, repeat by repeat where there are any."""
+        """The measurements as JSON, with one value per repeat where there are repeats."""
         return {
             "decode": asdict(self.decode) if self.decode else None,
             "served": [asdict(point) for point in self.served],
@@ -67,7 +67,7 @@ class Results:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """One run's setting."""
+    """The settings of one run."""
 
     arguments: argparse.Namespace
 
@@ -90,7 +90,7 @@ class Bench:
     def _served(self, results: Results) -> None:
         with tempfile.TemporaryDirectory(prefix="adapters_benchmark_") as folder:
             model, adapters = Path(folder) / "model", Path(folder) / "adapters"
-            subprocess.run([sys.executable, str(HERE / "model_dir.py"), str(model)], check=True)
+            subprocess.run([sys.executable, str(PROGRAMS / "model_dir.py"), str(model)], check=True)
             results.served = asyncio.run(adapter_served.measure(model, adapters, self._repeats, self.arguments.quick))
 
     def _publish(self, results: Results) -> None:
@@ -105,14 +105,14 @@ class Bench:
 
 
 def main() -> int:
-    """Exit code 0 when every figure that was judged is met, 1 when one is not."""
+    """Returns the exit code: 0 if every figure keeps to its limit, 1 if one does not."""
     arguments = _arguments()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: every child is killed on the way out
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # kills all child processes, as Ctrl-C does
     before = machine.describe()
     machine.warn_if_busy()
     results = Bench(arguments).run()
     judged = list(results.judged())
-    report.show([], {}, judged)
+    report.show(judged)
     report.write(arguments.out, {"machine": before, "setting": _setting(arguments), **results.record()}, judged)
     print(f"written to {arguments.out}")
     return int(any(figure.met is False for figure in judged))

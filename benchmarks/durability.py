@@ -1,11 +1,11 @@
-"""What SIGINT and SIGTERM at random moments cost a training run: no update that was reported as finished.
+"""Stops training runs by SIGINT and SIGTERM at random moments. No update that was reported as finished may be lost.
 
     python benchmarks/durability.py [--stops 20] [--longest 15] [--out benchmarks/results/durability.json]
 
-Half of the stops are of `mlx_parallm_train`, half of a server whose client asks for one update after another; each goes
-on where the last one stopped. A moment is drawn evenly from the process's start, so it may fall into loading, drawing,
-training or saving. After each the newest checkpoint has to hold every update that had been reported: as a line of
-training.jsonl, or as an answer. Rank 4.
+Half of the stops hit `mlx_parallm_train`, the other half a server whose client posts one update after another. Each
+process resumes the run of the one before. The moment is drawn uniformly from the time since the process started, so it
+may fall into loading, sampling, training or saving. After each stop, the newest checkpoint must contain every update
+that had been reported, as a line of training.jsonl or as an answer over HTTP. The adapters have rank 4.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import machine
+from lib import machine
 
 PACKAGE = """
-from mlx_parallm.core import Collection
-from mlx_parallm.rl.environments import Task
+from mlx_parallm.core import CollectionSpec
+from mlx_parallm.rl.rollouts import Task
 
 class Letters:
     def tasks(self, seed):
@@ -40,7 +40,7 @@ class Letters:
         while True:
             number += 1
             message = {"role": "user", "content": f"Say a word. {number}"}
-            yield Task((message,), Collection("regex", {"pattern": "[aeiou]{2}"}))
+            yield Task((message,), CollectionSpec("regex", {"pattern": "[aeiou]{2}"}))
 """
 STOPPED_S = 60
 COMMON = ("--lora-rank", "4", "--lora-alpha", "8", "--learning-rate", "1e-3", "--log-level", "error")
@@ -52,7 +52,8 @@ GIVEN = [
 
 @dataclass(frozen=True)
 class Stop:
-    """One process: `reported` and `kept` are optimizer steps, `kept` of the newest checkpoint."""
+    """One process that was stopped. `reported` and `kept` count optimizer steps; `kept` is that of the newest
+    checkpoint."""
 
     what: str
     signal: str
@@ -128,7 +129,7 @@ def _serve(run: Path, site: Path, chosen: signal.Signals, after: float) -> tuple
 
 
 def _ask(port: int, answered: Callable[[int], None], process: subprocess.Popen[bytes]) -> None:
-    """One update after another, until the process has ended."""
+    """Posts one update after another until the process has ended."""
     body = json.dumps({"trajectories": GIVEN}).encode()
     while process.poll() is None:
         try:
@@ -151,7 +152,7 @@ def _start(command: str, run: Path, site: Path, *flags: str) -> subprocess.Popen
 
 
 def _end(process: subprocess.Popen[bytes], chosen: signal.Signals, after: float) -> tuple[int, float]:
-    """Its exit code, and how long it took to end."""
+    """Sends the signal. Returns the process's exit code and the seconds that it took to end."""
     time.sleep(after)
     began = time.monotonic()
     process.send_signal(chosen)
@@ -162,7 +163,7 @@ def _end(process: subprocess.Popen[bytes], chosen: signal.Signals, after: float)
 
 
 def _kept(folder: Path) -> int:
-    """The optimizer step of the newest checkpoint."""
+    """The optimizer step of the newest checkpoint below the folder."""
     latest = folder / "default" / "latest"
     if not latest.exists():
         return 0

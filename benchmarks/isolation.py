@@ -1,10 +1,11 @@
-"""How long others wait while one client sends what is meant to stop the server.
+"""Measures how long other clients wait while one client attacks the server.
 
     python benchmarks/isolation.py [--seconds 8] [--only WORD] [--out FILE]
 
-A real server of the bundled model. For each attack: `/health` and a request for one token are timed on the quiet
-server, then while another process sends the attack over and over, then on the quiet server again. The 95th percentile
-beside the attack is judged. About 3 minutes on two cores. Leave the machine alone meanwhile.
+The server is a real one with the bundled model. For each attack, `/health` and a request for one token are timed on the
+quiet server, then while another process repeats the attack, then on the quiet server again. The limit applies to the
+95th percentile during the attack. It takes about 3 minutes on two cores. Nothing else should run on the machine
+meanwhile.
 """
 
 import argparse
@@ -17,26 +18,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import machine
-import peers
-import report
-from figures import Figure
-from isolation_attacks import Attack, attacks, sending
-from load import HOST
-from spread import Spread, percentile, spread
+from lib import machine, peers, report
+from lib.figures import Figure, Spread, percentile, spread
+from lib.load import HOST
+from lib.serving.attacks import Attack, attacks, sending
 
 HERE = Path(__file__).parent
 HEALTH_LIMIT_S = 0.1
 PAUSE_S = 0.05
 FEWEST = 20
-"""Probes of each kind, at least: fewer have no 95th percentile."""
+"""Least number of probes of each kind; fewer have no 95th percentile."""
 LIMIT_S = 120
 ONE_TOKEN = json.dumps({"prompt": "The capital of France is", "max_tokens": 1, "temperature": 0}).encode()
 
 
 @dataclass(slots=True)
 class Probes:
-    """Seconds that each probe took."""
+    """Seconds that each probe took, by kind."""
 
     health: list[float] = field(default_factory=list)
     one_token: list[float] = field(default_factory=list)
@@ -45,7 +43,7 @@ class Probes:
 
 @dataclass(slots=True)
 class Measured:
-    """One attack. `answers`: how often the attacker got each status."""
+    """The measurements of one attack. `answers` counts the attacker's responses by status."""
 
     name: str
     limit: float
@@ -67,13 +65,13 @@ class Measured:
 
 
 def _p95(values: Sequence[float]) -> Spread:
-    """The 95th percentile, between the median and the longest."""
+    """The 95th percentile as the value, with the median and the longest as its spread."""
     ordered = spread(values)
     return Spread(percentile(values, 95), ordered.median, ordered.high)
 
 
 async def probe(port: int, seconds: float) -> Probes:
-    """Sends both kinds of probe, one of each at a time."""
+    """Sends both kinds of probe for so many seconds, one of each kind at a time."""
     taken, until = Probes(), time.perf_counter() + seconds
     await asyncio.gather(
         _repeat(port, b"GET /health", b"", until, taken.health, taken.errors),
@@ -96,7 +94,7 @@ async def _repeat(port: int, route: bytes, body: bytes, until: float, taken: lis
 
 
 async def _ask(port: int, route: bytes, body: bytes) -> None:
-    """Raises OSError unless it is answered with 200."""
+    """Sends one request. Raises OSError unless the response has status 200."""
     reader, writer = await asyncio.open_connection(HOST, port)
     try:
         length = str(len(body)).encode()
@@ -139,13 +137,13 @@ def _tell(measured: Measured) -> None:
 
 
 def main() -> int:
-    """Exit code 0 when every figure that was judged is met, 1 when one is not."""
+    """Returns the exit code: 0 if every figure keeps to its limit, 1 if one does not."""
     arguments = _arguments()
     before = machine.describe()
     machine.warn_if_busy()
     measured = asyncio.run(measure(arguments.only, arguments.seconds))
     judged = [figure for attack in measured for figure in attack.judged()]
-    report.show([], {}, judged)
+    report.show(judged)
     setting = {"seconds": arguments.seconds, "only": arguments.only}
     attacked = [asdict(attack) for attack in measured]
     report.write(arguments.out, {"machine": before, "setting": setting, "attacks": attacked}, judged)

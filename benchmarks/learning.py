@@ -1,12 +1,13 @@
-"""Does it learn? Real runs on the bundled model through the real server.
+"""Trains the bundled model on several tasks through a real server, and compares rewards before and after.
 
     python benchmarks/learning.py [--only sentiment ending gym control sums letters] [--seeds 0 1 2] [--resume]
                                   [--out FILE]
 
-Each run starts a server with --enable-rl-training, draws groups over HTTP, has them rewarded (by the server's scorers,
-or by feedback), and compares held-out prompts at temperature 1 before and after, 64 of them, seeds fixed. The control
-gives random rewards; sums and letters are tried and only reported. Up to 8 minutes a run on two cores. Writes JSON, and
-a PNG of the curves beside it, after each run; --resume keeps the runs that the file has, and makes the others.
+Each run starts a server with --enable-rl-training, samples groups over HTTP, and gets rewards from the server's scorers
+or by feedback. It compares the rewards of 64 held-out prompts at temperature 1, with fixed seeds, before and after. The
+control task gives random rewards. The tasks sums and letters have no limit and are only reported. A run takes up to 8
+minutes on two cores. After each run, JSON and a PNG of the curves are written; --resume keeps the runs that the file
+has and makes the others.
 """
 
 import argparse
@@ -20,26 +21,25 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-import learning_run
-import machine
-import report
-from figures import Figure, reported
-from learning_run import Run
-from learning_tasks import TASKS
+from lib import machine, report
+from lib.figures import Figure, reported
+from lib.training import learning_run
+from lib.training.learning_run import Run
+from lib.training.learning_tasks import TASKS
 
 HERE = Path(__file__).parent
 SEEDS = {"sentiment": (0, 1, 2), "ending": (0, 1), "gym": (0, 1), "control": (0,), "sums": (0,), "letters": (0,)}
 GAINS = {"sentiment": 0.5, "ending": 0.3, "gym": 0.2}
 TRIED = ("sums", "letters")
-"""Tasks of reasoning-gym that no gain is asked of."""
+"""Tasks of reasoning-gym whose gain has no limit."""
 CONTROL_GAIN = 0.1
 _RUN_FIELDS = {field.name for field in fields(Run)}
 ERRORS = 3
-"""A gain on the reasoning-gym task is at least so many standard errors."""
+"""Least gain on the reasoning-gym task, in standard errors."""
 
 
 def main() -> int:
-    """Exit code 0 when every run learnt what it was to learn, 1 when one did not."""
+    """Returns the exit code: 0 if every run keeps to its limit, 1 if one does not."""
     arguments = _arguments()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     before = machine.describe()
@@ -51,13 +51,13 @@ def main() -> int:
     judged = list(_figures(runs))
     for run in runs:
         _print_answers(run)
-    report.show([], {}, judged)
+    report.show(judged)
     print(f"written to {arguments.out}")
     return int(any(figure.met is False for figure in judged))
 
 
 def _runs(arguments: argparse.Namespace, done: set[tuple[str, int]]) -> Iterator[Run]:
-    """Those that are not done."""
+    """The runs that the file does not have yet."""
     for name in arguments.only:
         task = TASKS[name]()
         for seed in SEEDS[name] if arguments.seeds is None else arguments.seeds:
@@ -75,7 +75,7 @@ def _runs(arguments: argparse.Namespace, done: set[tuple[str, int]]) -> Iterator
 
 
 def _earlier(file: Path) -> list[Run]:
-    """Those that the file has, if it is of the same flags."""
+    """The runs in the file, if they were made with the same flags."""
     record = json.loads(file.read_text()) if file.exists() else {"flags": None, "runs": []}
     if record["flags"] != list(learning_run.FLAGS):
         return []
@@ -100,7 +100,8 @@ def _figures(runs: Sequence[Run]) -> Iterator[Figure]:
 
 
 def _wanted(run: Run) -> float | None:
-    """The gain asked for (at most, of the control); None: only reported."""
+    """The limit of the run's gain: an upper one for the control, a lower one for the others. None if there is no
+    limit."""
     if run.task == TASKS["control"]().name:
         return CONTROL_GAIN
     if run.task in (TASKS[name]().name for name in TRIED):
@@ -111,7 +112,7 @@ def _wanted(run: Run) -> float | None:
 
 
 def _print_answers(run: Run) -> None:
-    """What the served adapter itself said, before and after."""
+    """Prints some answers to held-out prompts before and after training."""
     assert run.after is not None
     print(f"\n{run.task}, seed {run.seed}, served by {run.served_by}")
     for (prompt, then), (_, now) in zip(run.before.answers, run.after.answers, strict=True):
@@ -124,7 +125,7 @@ def _record(run: Run) -> dict[str, Any]:
 
 
 def _draw(runs: Sequence[Run], file: Path) -> None:
-    """Mean reward of each update's groups, a line a run."""
+    """Plots the mean reward of each update's groups, with one line per run."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,11 +1,11 @@
-"""What sampling one step costs, by option and number of rows.
+"""Measures the time of sampling one step, by sampling option and number of rows.
 
     python benchmarks/sampler.py [--rows 1 16 32] [--vocab 49152] [--exponent 1.75]
         [--repeats 15] [--out sampler.json]
 
-Probabilities follow a power law over the vocabulary, rank**-exponent: 1.75 is peaked like a language
-model's next token, 0.1 nearly flat (the worst case of top-p). The cases run interleaved, and the median
-of the repeats is reported in milliseconds, so that a busy machine disturbs all of them alike.
+Probabilities follow a power law over the vocabulary, rank**-exponent. An exponent of 1.75 is peaked like a language
+model's next token; 0.1 is nearly flat, the worst case for top-p. The cases take turns, so that a busy machine affects
+all of them alike. The medians of the repeats are reported in milliseconds.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from pathlib import Path
 import mlx_parallm  # before mlx.core: it chooses the BLAS
 
 import mlx.core as mx  # isort: skip
-from mlx_parallm.batch.penalties import TokenCounts, has_penalties
+from mlx_parallm.batch.logit_stages import TokenCounts, has_penalties
 from mlx_parallm.batch.sampler import RowSampling, plan_sampling, sample
 from mlx_parallm.core import SamplingParams
 

@@ -1,13 +1,14 @@
-"""What training costs those who are served, and what it costs in memory: two tables, and the figures behind them.
+"""Measures the cost of training for served requests, and its memory. Prints two tables and their figures.
 
     python benchmarks/serve_and_train.py [--quick] [--repeats 3] [--only serving publish update memory soak]
         [--minutes 30] [--out FILE]
 
-`serving`: a real server and 8 clients; inference only, inference + RL and training priority in turns. `publish`: from
-an optimizer step to the first request that has its version. `update`: the training part of an update beside a plain
-trainer. `memory`: what MLX holds, against a serving process and a separate trainer. `soak`, run when named only:
-half an hour of both. Each part in processes of its own; all but the soak take about half an hour on two cores, 10
-minutes with --quick. Ends with the tables and writes JSON beside them. Leave the machine alone meanwhile.
+`serving`: a real server with 8 clients; the modes inference only, inference with RL and training priority take turns.
+`publish`: the time from an optimizer step to the first request that uses its version. `update`: the training part of an
+update, compared with a plain trainer. `memory`: MLX's memory, compared with a serving process and a separate trainer.
+`soak`, which runs only if it is named: half an hour of serving and training. Each part has processes of its own. All
+but the soak take about half an hour on two cores, 10 minutes with --quick. Nothing else should run on the machine
+meanwhile.
 """
 
 import argparse
@@ -21,25 +22,25 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import machine
-import report
-import rl_batch
-import rl_figures
-import rl_memory
-import rl_publish
-import rl_served
-import rl_soak
-import rl_tables
-import rl_update
-from alone import alone
-from figures import Figure
-from rl_memory import ADAPTERS, SERVING, TRAINER, TRAINING, Load, Memory
-from rl_publish import Live
-from rl_served import Served
-from rl_soak import Soak
-from rl_update import Cost
+from lib import machine, report
+from lib.alone import alone
+from lib.figures import Figure
+from lib.training import batch as rl_batch
+from lib.training import figures as rl_figures
+from lib.training import memory as rl_memory
+from lib.training import publish as rl_publish
+from lib.training import served as rl_served
+from lib.training import soak as rl_soak
+from lib.training import tables as rl_tables
+from lib.training import update as rl_update
+from lib.training.memory import ADAPTERS, SERVING, TRAINER, TRAINING, Load, Memory
+from lib.training.publish import Live
+from lib.training.served import Served
+from lib.training.soak import Soak
+from lib.training.update import Cost
 
 HERE = Path(__file__).parent
+PROGRAMS = HERE / "lib" / "programs"
 PARTS = ("serving", "publish", "update", "memory")
 SOAK = "soak"
 PUBLISHES, QUICK_PUBLISHES = 20, 4
@@ -49,7 +50,7 @@ WIDE, WIDE_LOAD = "random model, 2 GB", Load(rows=4, tokens=16, updates=1)
 
 @dataclass(slots=True)
 class Results:
-    """What the parts that ran have measured."""
+    """The measurements of the parts that ran."""
 
     served: Served | None = None
     lives: list[Live] = field(default_factory=list)
@@ -68,7 +69,7 @@ class Results:
             yield from rl_figures.of_soak(self.soak)
 
     def record(self) -> dict[str, Any]:
-        """JSON, repeat by repeat."""
+        """The measurements as JSON, with one value per repeat."""
         return {
             "serving": asdict(self.served) if self.served else None,
             "publish": [asdict(live) for live in self.lives],
@@ -80,7 +81,7 @@ class Results:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """One run's setting. `folder`: for logs and models."""
+    """The settings of one run. `folder`: where logs and models are written."""
 
     arguments: argparse.Namespace
     folder: Path
@@ -120,9 +121,9 @@ class Bench:
         results.soak = alone(rl_soak.measure, self.arguments.minutes)
 
     def _model(self, script: str) -> Path:
-        """A directory that the script has written."""
+        """Runs a script of `lib/programs` that writes a model directory. Returns the directory."""
         folder = self.folder / Path(script).stem
-        subprocess.run([sys.executable, str(HERE / script), str(folder)], check=True)
+        subprocess.run([sys.executable, str(PROGRAMS / script), str(folder)], check=True)
         return folder
 
     @property
@@ -131,15 +132,15 @@ class Bench:
 
 
 def main() -> int:
-    """Exit code 0 when every figure that was judged is met, 1 when one is not."""
+    """Returns the exit code: 0 if every figure keeps to its limit, 1 if one does not."""
     arguments = _arguments()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: every child is killed on the way out
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # kills all child processes, as Ctrl-C does
     before = machine.describe()
     machine.warn_if_busy()
     with tempfile.TemporaryDirectory(prefix="serve_and_train_benchmark_") as folder:
         results = Bench(arguments, Path(folder)).run()
     judged = list(results.judged())
-    report.show([], {}, judged)
+    report.show(judged)
     rl_tables.show(results.served, results.memories)
     setting = {name: value for name, value in vars(arguments).items() if name != "out"} | {"batch": rl_batch.FACTS}
     report.write(arguments.out, {"machine": before, "setting": setting, **results.record()}, judged)

@@ -1,11 +1,11 @@
-"""The server beside its peers: this server, mlx_lm.server, and mlx-lm's batch loop without HTTP.
+"""Compares this server with mlx_lm.server, and with mlx-lm's batch loop without HTTP.
 
     python benchmarks/serving.py [--quick] [--repeats 3] [--only throughput decode fairness memory]
         [--peer-flags "--decode-concurrency 32 --prompt-concurrency 8"] [--out FILE]
 
-One run, one model directory (the bundled model in float32), one BLAS; the sides take turns and every figure is a
-median of repeats. About 15 minutes on two cores, 3 with --quick. Ends with a table and writes JSON beside it.
-Leave the machine alone meanwhile.
+All sides use one model directory (the bundled model in float32) and one BLAS. They take turns, and every figure is a
+median of repeats. It takes about 15 minutes on two cores, 3 with --quick, prints a table and writes JSON. Nothing else
+should run on the machine meanwhile.
 """
 
 import argparse
@@ -20,23 +20,20 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import decode
-import fairness
-import figures
-import machine
-import peers
-import report
-import throughput
-from decode import Decode
-from fairness import Fairness
-from figures import Figure
-from load import closed_loop
-from memory import Memory, watched
-from model_dir import kv_bytes_per_token
-from prompts import short_prompts
-from throughput import Point
+from lib import machine, peers, report, throughput
+from lib.figures import Figure
+from lib.load import closed_loop
+from lib.memory import Memory, watched
+from lib.programs.model_dir import kv_bytes_per_token
+from lib.prompts import short_prompts
+from lib.serving import decode, fairness, figures, tables
+from lib.serving.decode import Decode
+from lib.serving.fairness import Fairness
+from lib.throughput import Point
+from rich.table import Table
 
 HERE = Path(__file__).parent
+PROGRAMS = HERE / "lib" / "programs"
 SCENARIOS = ("throughput", "decode", "fairness", "memory")
 PEER_FLAGS = "--decode-concurrency 32 --prompt-concurrency 8"
 MEMORY_CLIENTS = 16
@@ -44,13 +41,19 @@ MEMORY_CLIENTS = 16
 
 @dataclass(slots=True)
 class Results:
-    """What the scenarios that ran have measured."""
+    """The measurements of the scenarios that ran."""
 
     bytes_per_token: int
     points: list[Point] = field(default_factory=list)
     decode: Decode | None = None
     fairness: Fairness | None = None
     memory: dict[str, Memory] = field(default_factory=dict)
+
+    def tables(self) -> Iterator[Table]:
+        if self.points:
+            yield tables.throughput(self.points)
+        if self.decode:
+            yield tables.decode(self.decode.rates)
 
     def judged(self) -> Iterator[Figure]:
         if self.points:
@@ -63,7 +66,7 @@ class Results:
             yield from figures.of_memory(name, measured, self.bytes_per_token)
 
     def record(self) -> dict[str, Any]:
-        """JSON, repeat by repeat."""
+        """The measurements as JSON, with one value per repeat."""
         return {
             "throughput": [asdict(point) for point in self.points],
             "decode": asdict(self.decode) if self.decode else None,
@@ -74,7 +77,7 @@ class Results:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """One run's setting."""
+    """The settings of one run."""
 
     arguments: argparse.Namespace
     model: Path
@@ -112,13 +115,14 @@ class Bench:
             results.decode = await decode.measure(ours, bare, self._repeats, self.arguments.quick)
 
     async def _fairness(self, results: Results) -> None:
-        """Not warmed up, so that the memory is this scenario's alone: the rows' quiet steps do that."""
+        """Measures fairness and its memory. The server is not warmed up, so that the memory is this scenario's
+        alone."""
         async with peers.our_server(self.model, self.logs) as ours, watched(ours) as measured:
             results.fairness = await fairness.measure(ours, max(1, self._repeats - 1))
         results.memory["fairness"] = measured
 
     async def _memory(self, results: Results) -> None:
-        """The throughput scenario's 16 clients on a server of their own: MLX's peak covers a server's whole life."""
+        """Measures memory with 16 clients on a new server, because MLX's peak covers a server's whole life."""
         prompts = short_prompts(2 * MEMORY_CLIENTS, "memory")
         bodies = [throughput.body(prompt, throughput.TOKENS) for prompt in prompts]
         async with peers.our_server(self.model, self.logs) as ours, watched(ours) as measured:
@@ -131,16 +135,16 @@ class Bench:
 
 
 def main() -> int:
-    """Exit code 0 when every figure that was judged is met, 1 when one is not."""
+    """Returns the exit code: 0 if every figure keeps to its limit, 1 if one does not."""
     arguments = _arguments()
     with tempfile.TemporaryDirectory(prefix="serving_benchmark_") as folder:
         bench = Bench(arguments, Path(folder) / "model", Path(folder))
-        subprocess.run([sys.executable, str(HERE / "model_dir.py"), str(bench.model)], check=True)
+        subprocess.run([sys.executable, str(PROGRAMS / "model_dir.py"), str(bench.model)], check=True)
         before = machine.describe()
         machine.warn_if_busy()
         results = asyncio.run(_cancelled_by_sigterm(bench))
     judged = list(results.judged())
-    report.show(results.points, results.decode.rates if results.decode else {}, judged)
+    report.show(judged, *results.tables())
     setting = {name: value for name, value in vars(arguments).items() if name != "out"}
     report.write(arguments.out, {"machine": before, "setting": setting, **results.record()}, judged)
     print(f"written to {arguments.out}")
@@ -148,7 +152,7 @@ def main() -> int:
 
 
 async def _cancelled_by_sigterm(bench: Bench) -> Results:
-    """Ctrl-C cancels already; with both, every child is killed on the way out."""
+    """Runs the benchmark. SIGTERM cancels it as Ctrl-C does, so that all child processes are killed."""
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)

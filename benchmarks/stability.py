@@ -1,11 +1,11 @@
-"""Does it stay learnt? Runs that go on long after their task is solved, beside other work.
+"""Trains long after a task is solved, while other requests run, and checks that the reward stays high.
 
     python benchmarks/stability.py [--seeds 0 1 2 3 4 5 6 7] [--rounds 40] [--at-once 2] [--resume] [--out FILE]
 
-Each run starts a server with --enable-rl-training and draws rounds of 4 prompts x 8 samples over HTTP, rewarded by the
-server's scorers; the server makes its updates by itself. Another client sends plain requests all the while, and runs go
-on beside each other. Whenever another version is live it answers 24 held-out prompts at temperature 1; the last one
-answers 64. Writes JSON after each run; --resume keeps the runs that the file has.
+Each run starts a server with --enable-rl-training and samples rounds of 4 prompts x 8 samples over HTTP. The server's
+scorers give rewards, and the server makes its updates by itself. Another client sends plain requests meanwhile, and
+several runs go on at the same time. Each new version answers 24 held-out prompts at temperature 1; the last one answers
+64. JSON is written after each run; --resume keeps the runs that the file has.
 """
 
 import argparse
@@ -24,33 +24,32 @@ from statistics import mean
 from typing import Any
 
 import httpx
-import learning_run
-import machine
-import peers
-import report
-from figures import Figure, reported
-from learning_run import CONFIG, FLAGS, GROUP, PROMPTS
-from learning_tasks import Prompt, Verdict
+from lib import machine, peers, report
+from lib.figures import Figure, reported
+from lib.training import learning_run
+from lib.training.learning_run import CONFIG, FLAGS, GROUP, PROMPTS
+from lib.training.learning_tasks import Prompt, Verdict
 
 HERE = Path(__file__).parent
 SEEDS = tuple(range(8))
 HELD_OUT, AT_THE_END = 24, 64
 LEAST_AT_THE_END = 0.85
 WORSE, LONGER = 0.15, 3
-"""The live version is not worse than the best by more than that for more updates than that."""
+"""The live version may be worse than the best one by more than `WORSE` for at most `LONGER` updates in a row."""
 
 PLAIN = {"model": "base", "prompt": "Once upon a time", "max_tokens": 32, "temperature": 0.7}
 PAUSE_S = 1.0
-"""Between two plain requests."""
+"""Seconds between two plain requests."""
 
 SHARE = ("--training-time-share", "0.8")
-"""Of device time beside plain requests: what is measured here is what is learnt, not what that costs others."""
+"""Training time share. It is high because this benchmark measures learning, not its cost for other requests."""
 REQUEST_LIMIT_S = 300
 
 
 @dataclass(slots=True)
 class StableRun:
-    """`versions`: each that was live, when it came (round) and its held-out reward. `rewards`: of the rounds."""
+    """The results of one run. `versions`: each live version with its round and held-out reward. `rewards`: of each
+    round."""
 
     seed: int
     before: float = 0.0
@@ -63,12 +62,12 @@ class StableRun:
 
     @property
     def solved_in(self) -> int | None:
-        """Rounds until a version had nine tenths of the held-out reward."""
+        """Rounds until a version had a held-out reward of 0.9; None if none had."""
         return next((version["round"] for version in self.versions if version["reward"] >= 0.9), None)
 
     @property
     def longest_fall(self) -> int:
-        """Versions in a row that were worse than the best before them by more than `WORSE`."""
+        """Largest number of versions in a row that were worse than the best before them by more than `WORSE`."""
         longest = row = 0
         best = 0.0
         for version in self.versions:
@@ -78,14 +77,14 @@ class StableRun:
 
 
 def main() -> int:
-    """Exit code 0 when every run stayed learnt, 1 when one did not or has no result."""
+    """Returns the exit code: 0 if every run keeps to its limits, 1 if one does not or has no result."""
     arguments = _arguments()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     before = machine.describe()
     runs = _earlier(arguments.out) if arguments.resume else []
     asyncio.run(_all(arguments, before, runs))
     judged = list(_figures(runs))
-    report.show([], {}, judged)
+    report.show(judged)
     print(f"written to {arguments.out}")
     missing = {*arguments.seeds} - {run.seed for run in runs}
     return int(bool(missing) or any(figure.met is False for figure in judged))
@@ -99,7 +98,7 @@ async def _all(arguments: argparse.Namespace, before: dict[str, object], runs: l
             with tempfile.TemporaryDirectory(prefix="stability_benchmark_") as folder:
                 try:
                     runs.append(await _run(seed, arguments.rounds, Path(folder)))
-                except (httpx.HTTPError, OSError) as error:  # the server is gone; the other runs go on
+                except (httpx.HTTPError, OSError) as error:  # this server is gone; the other runs continue
                     print(f"seed {seed} has no result: {error!r}; make it again with --resume", file=sys.stderr)
                     return
             _write(arguments.out, before, runs)
@@ -109,7 +108,7 @@ async def _all(arguments: argparse.Namespace, before: dict[str, object], runs: l
 
 
 async def _run(seed: int, rounds: int, logs: Path) -> StableRun:
-    """One server, from its start to the last evaluation. Raises RuntimeError: a request failed."""
+    """Makes one run on its own server. Raises RuntimeError if a request fails."""
     began = time.monotonic()
     config = logs / "config.yaml"
     config.write_text(CONFIG)
@@ -130,7 +129,7 @@ async def _run(seed: int, rounds: int, logs: Path) -> StableRun:
 
 
 async def _plain_requests(http: httpx.AsyncClient, run: StableRun) -> None:
-    """The other work: one request after another, of the base model."""
+    """Sends one request after another to the base model."""
     while True:
         learning_run.checked(await http.post("/v1/completions", json=PLAIN))
         run.plain_requests += 1
@@ -138,7 +137,7 @@ async def _plain_requests(http: httpx.AsyncClient, run: StableRun) -> None:
 
 
 class _Driver:
-    """What an RL program does over HTTP; it draws the next round when nothing is left to be done for the last one."""
+    """The requests of an RL program. It samples the next round when the server has finished with the last one."""
 
     def __init__(self, http: httpx.AsyncClient, run: StableRun) -> None:
         self._http = http
@@ -154,8 +153,8 @@ class _Driver:
             await asyncio.gather(*(self._draw(prompt, at) for at, prompt in drawn))
             status = await learning_run.settled(self._http)
             run.rounds = number
-            if (status["current_lora"], status["updates_total"]) != live:
-                live = (status["current_lora"], status["updates_total"])
+            if (status["live_lora"], status["updates_total"]) != live:
+                live = (status["live_lora"], status["updates_total"])
                 await self._judge(number, status)
         run.after = await self._held_out(AT_THE_END)
         run.status = await learning_run.training_status(self._http)
@@ -164,14 +163,14 @@ class _Driver:
         reward = await self._held_out(HELD_OUT)
         shown = ("reward_mean", "step_scale", "kl", "entropy", "grad_norm", "ratio_max")
         figures = {name: status["metrics"].get(name) for name in shown}
-        version = {"round": number, "version": status["current_lora"], "updates": status["updates_total"]}
+        version = {"round": number, "version": status["live_lora"], "updates": status["updates_total"]}
         self._run.versions.append({**version, "reward": reward, "skips": status["skips"], "metrics": figures})
         trained = figures["reward_mean"] or 0.0
-        print(f"  seed {self._run.seed}, round {number}: {status['current_lora']}, "
+        print(f"  seed {self._run.seed}, round {number}: {status['live_lora']}, "
               f"held out {reward:.2f}, update's rewards {trained:.2f}", flush=True)  # fmt: skip
 
     async def _draw(self, prompt: Prompt, number: int) -> None:
-        """One group, the run's `number`-th."""
+        """Samples group number `number` of the run."""
         marks = {"collect_trajectory": True, "scoring_function": prompt.scorer, "metadata": prompt.metadata}
         await self._complete(prompt, n=GROUP, seed=(self._run.seed * 1000 + number) * GROUP, **marks)
 
@@ -206,7 +205,7 @@ def _write(file: Path, before: dict[str, object], runs: Sequence[StableRun]) -> 
 
 
 def _earlier(file: Path) -> list[StableRun]:
-    """Those that the file has, if it is of the same flags."""
+    """The runs in the file, if they were made with the same flags."""
     record = json.loads(file.read_text()) if file.exists() else {"flags": None, "runs": []}
     return [StableRun(**run) for run in record["runs"]] if record["flags"] == [*FLAGS, *SHARE] else []
 

@@ -1,10 +1,11 @@
-"""Answers that must follow a JSON schema: how many are finished and valid, and what the masks cost.
+"""Measures answers that must follow a JSON schema: how many are finished and valid, and the cost of the masks.
 
     python benchmarks/structured.py [--quick] [--repeats 3] [--only schemas throughput] [--out FILE]
 
-`schemas`: a real server of the bundled model is asked for an answer to each of 200 schemas (`schemas.json`), 16 at a
-time, at most 256 tokens each; every answer that is finished is validated. `throughput`: decode of 16 rows with a schema
-of their own each, and of 16 free rows, in turns. About 8 minutes on two cores. Leave the machine alone meanwhile.
+`schemas`: a real server of the bundled model answers with each of 200 schemas (lib/structured/schemas.json), 16 at a
+time, with at most 256 tokens each. Every finished answer is validated. `throughput`: decoding of 16 rows, each with a
+schema of its own, compared with 16 rows without one. It takes about 8 minutes on two cores. Nothing else should run on
+the machine meanwhile.
 """
 
 import argparse
@@ -18,15 +19,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import machine
-import report
-import structured_answers
-import structured_decode
-from alone import alone
-from figures import Figure, errors, reported
-from spread import ratios
-from structured_answers import Answered
-from structured_decode import BOUND, FREE, Rates
+from lib import machine, report
+from lib.alone import alone
+from lib.figures import Figure, errors, ratios, reported
+from lib.structured import answers as structured_answers
+from lib.structured import decode as structured_decode
+from lib.structured.answers import Answered
+from lib.structured.decode import BOUND, FREE, Rates
 
 HERE = Path(__file__).parent
 PARTS = ("schemas", "throughput")
@@ -35,7 +34,7 @@ FINISHED, KEPT = 0.9, 0.8
 
 @dataclass(slots=True)
 class Results:
-    """What the parts that ran have measured."""
+    """The measurements of the parts that ran."""
 
     answers: list[Answered] = field(default_factory=list)
     rates: Rates = field(default_factory=dict)
@@ -61,14 +60,14 @@ def _of_answers(answers: list[Answered]) -> Iterator[Figure]:
 
 
 def main() -> int:
-    """Exit code 0 when every figure that was judged is met, 1 when one is not."""
+    """Returns the exit code: 0 if every figure keeps to its limit, 1 if one does not."""
     arguments = _arguments()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: every child is killed on the way out
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # kills all child processes, as Ctrl-C does
     before = machine.describe()
     machine.warn_if_busy()
     results = _run(arguments)
     judged = list(results.judged())
-    report.show([], {}, judged)
+    report.show(judged)
     report.write(arguments.out, {"machine": before, "setting": _setting(arguments), **asdict(results)}, judged)
     print(f"written to {arguments.out}")
     return int(any(figure.met is False for figure in judged))
@@ -77,7 +76,7 @@ def main() -> int:
 def _run(arguments: argparse.Namespace) -> Results:
     results = Results()
     if "schemas" in arguments.only:
-        schemas = json.loads((HERE / "schemas.json").read_text())["schemas"]
+        schemas = json.loads((HERE / "lib" / "structured" / "schemas.json").read_text())["schemas"]
         with tempfile.TemporaryDirectory(prefix="structured_benchmark_") as logs:
             chosen = schemas[::10] if arguments.quick else schemas
             results.answers = asyncio.run(structured_answers.measure(Path(logs), chosen))

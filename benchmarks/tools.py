@@ -1,11 +1,11 @@
-"""Tool calls of the bundled model: prompts x tool_choice, through a real server.
+"""Checks tool calls of the bundled model through a real server, for several prompts and values of `tool_choice`.
 
     python benchmarks/tools.py [--quick] [--out FILE]
 
-Each prompt is asked with `tool_choice` auto, none, required, and one call by name; greedily, once whole and once as a
-stream. A cell says what was called. Every call must be of a tool that there is, and where calls are enforced its
-arguments must be what the schema allows; `required` and a name must call, `none` must not, and a stream must be what
-the whole is. About 2 minutes on two cores.
+Each prompt is sent with `tool_choice` auto, none, required, and a named tool, greedily, once streamed and once not. A
+cell of the table shows the calls. Every call must name a tool of the request. Where calls are enforced, the arguments
+must follow the schema. `required` and a named tool must call, `none` must not, and the streamed answer must equal the
+other. It takes about 2 minutes on two cores.
 """
 
 import argparse
@@ -21,11 +21,9 @@ from typing import Any
 
 import httpx
 import jsonschema
-import machine
-import peers
-import report
-from figures import Figure, errors, reported
-from load import HOST
+from lib import machine, peers, report
+from lib.figures import Figure, errors, reported
+from lib.load import HOST
 from rich.table import Table
 
 HERE = Path(__file__).parent
@@ -70,7 +68,8 @@ NAMED = {"type": "function", "function": {"name": "calculate"}}
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One prompt with one `tool_choice`. `calls`: name and arguments (JSON text) of each; `fault`: what must not be."""
+    """One prompt with one `tool_choice`. `calls`: name and arguments (JSON text) of each call; `fault`: what is
+    wrong."""
 
     prompt: str
     choice: str
@@ -86,15 +85,14 @@ class Cell:
 
 
 def main() -> int:
-    """Exit code 0 when every figure that was judged is met, 1 when one is not."""
+    """Returns the exit code: 0 if every figure keeps to its limit, 1 if one does not."""
     arguments = _arguments()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: every child is killed on the way out
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # kills all child processes, as Ctrl-C does
     before = machine.describe()
     with tempfile.TemporaryDirectory(prefix="tools_benchmark_") as logs:
         cells = asyncio.run(measure(Path(logs), PROMPTS[:2] if arguments.quick else PROMPTS))
     judged = list(_judged(cells))
-    report.console().print(_table(cells))
-    report.show([], {}, judged)
+    report.show(judged, _table(cells))
     report.write(arguments.out, {"machine": before, "cells": [asdict(cell) for cell in cells]}, judged)
     print(f"written to {arguments.out}")
     return int(any(figure.met is False for figure in judged))
@@ -167,7 +165,7 @@ def _faults(cell: Cell) -> Iterator[str]:
         try:
             jsonschema.validate(json.loads(arguments), SCHEMAS[name])
         except (KeyError, ValueError, jsonschema.ValidationError):
-            # With auto nothing is enforced but that it is a call of a tool that there is.
+            # With auto, only the tool's name is enforced.
             if cell.choice != "auto" or name not in SCHEMAS:
                 yield f"{name}({arguments}) is not what its schema allows"
 

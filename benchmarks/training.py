@@ -1,11 +1,11 @@
-"""What training holds, and that nothing goes wrong while it learns beside clients. On the bundled model.
+"""Measures the memory of training, and checks training while clients are served. It uses the bundled model.
 
     python benchmarks/training.py [--updates 100] [--only memory load] [--out FILE]
 
-`memory`: what MLX holds more once training has begun, and its peak. `load`: updates while 8 clients are served, every
-answer of theirs learnt from; each stored logprob is then computed again under the version that drew it. Each in a
-process of its own, without HTTP; about 10 minutes on two cores. Ends with a table and writes JSON beside it, in which
-what --only leaves out stays as it was.
+`memory`: the additional memory that MLX holds once training has begun, and its peak. `load`: updates while 8 clients
+are served and all their answers are trained on; then each stored logprob is recomputed with the version that sampled
+it. Each part has a process of its own, without HTTP. It takes about 10 minutes on two cores, prints a table and writes
+JSON, in which parts that --only leaves out keep their values.
 """
 
 import argparse
@@ -19,11 +19,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import machine
-import report
-from alone import alone
-from figures import Figure, errors, reported
-from training_rig import Rig, rig
+from lib import machine, report
+from lib.alone import alone
+from lib.figures import Figure, errors, reported
+from lib.training.rig import Rig, rig
 
 import mlx.core as mx  # isort: skip  after training_rig, which chooses the BLAS
 from mlx_parallm.config import Config, LoRAConfig, RLConfig, configure
@@ -34,9 +33,9 @@ PARTS = ("memory", "load")
 MEMORY_LIMIT, LOGPROB_LIMIT = 1.1, 1e-4
 CLIENTS, GROUP, TOKENS, BATCH = 8, 4, 8, 8
 SETTLE_S = 1.5
-"""Until the engine's figures are of a server at rest."""
+"""Seconds until the engine's statistics are those of an idle server."""
 SHARE = 0.5
-"""Of the device, for training beside requests: a hundred updates in some minutes."""
+"""Training time share, so that a hundred updates take some minutes."""
 LORA = LoRAConfig(rank=16, alpha=32.0)
 T = TypeVar("T", "Memory", "Load")
 FACTS = {"rank": 16, "targets": "all seven linears", "clients": CLIENTS, "group": GROUP, "batch": BATCH}
@@ -44,11 +43,11 @@ FACTS = {"rank": 16, "targets": "all seven linears", "clients": CLIENTS, "group"
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes that MLX holds. `started` and `updating` are rises over what serving alone holds, the KV pool apart.
+    """MLX's bytes. `started` and `updating` are in addition to what serving alone holds, without the KV pool.
 
-    `updating`: the most after any micro-step, gradients included, activations not: those are in the peak. `bank`: the
-    slots of the versions that are served. `peak`: of everything, base model and activations of a micro-step included;
-    `peak_serving`: before training.
+    `updating`: the most after any micro-step, with gradients but without activations, which are part of the peak.
+    `bank`: the slots of served versions. `peak`: everything, with the base model and the activations of a micro-step.
+    `peak_serving`: the peak before training.
     """
 
     adapter: int
@@ -61,14 +60,15 @@ class Memory:
 
     @property
     def ratio(self) -> float:
-        """To adapter, gradients and AdamW's two moments."""
+        """Memory during an update, relative to adapter, gradients and AdamW's two moments."""
         return self.updating / (4 * self.adapter)
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """`worst_logprob`: difference of a stored one from one computed again. `changed`: base arrays that are not the
-    same objects with the same bits. `active` and `arrays`: MLX bytes and arrays held after 20 updates and at the end.
+    """Results of training under load. `worst_logprob`: largest difference between a stored and a recomputed logprob.
+    `changed`: number of base arrays that are not the same objects with the same bits. `active` and `arrays`: MLX's
+    bytes and number of arrays after 20 updates and at the end.
     """
 
     updates: int
@@ -86,7 +86,7 @@ class Load:
 
 
 def main() -> int:
-    """Exit code 0 when every figure is met."""
+    """Returns the exit code: 0 if every figure keeps to its limit, 1 if one does not."""
     arguments = _arguments()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     before = machine.describe()
@@ -95,7 +95,7 @@ def main() -> int:
     memory = alone(measure_memory) if "memory" in arguments.only else _known(Memory, earlier.get("memory"))
     load = alone(measure_load, arguments.updates) if "load" in arguments.only else _known(Load, earlier.get("load"))
     figures = [*(_of_memory(memory) if memory else ()), *(_of_load(load) if load else ())]
-    report.show([], {}, figures)
+    report.show(figures)
     record: dict[str, Any] = {"machine": before, "facts": FACTS}
     record |= {"memory": asdict(memory) if memory else None, "load": asdict(load) if load else None}
     report.write(arguments.out, record, figures)
@@ -104,7 +104,7 @@ def main() -> int:
 
 
 def _known(kind: type[T], record: dict[str, Any] | None) -> T | None:
-    """What the file has of a part that is not measured now."""
+    """The file's record of a part that is not measured now."""
     return None if record is None else kind(**record)
 
 
@@ -112,7 +112,7 @@ def _known(kind: type[T], record: dict[str, Any] | None) -> T | None:
 
 
 def measure_memory() -> Memory:
-    """In this process."""
+    """Runs this part in this process."""
     return asyncio.run(_memory())
 
 
@@ -138,7 +138,7 @@ async def _memory() -> Memory:
 
 
 def _watched(made: Rig) -> list[int]:
-    """What MLX holds after each micro-step of the first update, before its version is staged into the bank."""
+    """MLX's bytes after each micro-step of the first update, before its version is staged into the bank."""
     held: list[int] = []
     trainer, advance = made.trainer, made.trainer.advance
 

@@ -1,12 +1,12 @@
-"""How long a request waits behind others: beside burning CPUs, at a tight decode budget, and in a long queue.
+"""Measures how long a request waits: on a busy machine, at a small stall budget, and in a long queue.
 
     python benchmarks/waiting.py [--repeats 5] [--only burners budget admission] [--model DIR] [--out FILE]
 
-`burners`: two processes burn CPU time; the first token of a short request behind a long row, against the same request
-with no other beside the same burners. `budget`: a prompt of 32 tokens beside 8 rows, at --max-decode-stall-ms 50
-against the default. `admission`: the scheduler alone, what one pass of admission takes while memory is short and
-thousands wait, and what aborting 4,000 takes. About 3 minutes on two cores. Ends with a table and writes JSON beside
-it. Leave the machine alone meanwhile.
+`burners`: two processes use up CPU time; the first token of a short request behind a long row is compared with that of
+the same request alone. `budget`: a prompt of 32 tokens while 8 rows decode, with --max-decode-stall-ms 50 and with the
+default. `admission`: the scheduler alone; the time of one admission pass while memory is full and thousands of requests
+wait, and the time of aborting 4,000. It takes about 3 minutes on two cores. Nothing else should run on the machine
+meanwhile.
 """
 
 import argparse
@@ -23,20 +23,16 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
-import machine
-import report
-from figures import Figure, reported
-from load import Stream
-from peers import Peer, our_server
-from prompts import short_prompts
-from spread import ratios, spread
-from throughput import body, warm_up
+from lib import machine, report
+from lib.figures import Figure, ratios, reported, spread
+from lib.load import Stream
+from lib.peers import Peer, our_server
+from lib.prompts import short_prompts
+from lib.throughput import body, warm_up
 
-from mlx_parallm.core import AdapterRef
-from mlx_parallm.scheduler.cost import CostModel
-from mlx_parallm.scheduler.rl_aware import RLAwareScheduler, SchedulerConfig
-from mlx_parallm.scheduler.sequence import Group
-from mlx_parallm.scheduler.sequence import Sequence as Row
+from mlx_parallm.core import AdapterRef, PromptGroup, SequenceState
+from mlx_parallm.scheduler.prefill import CostModel
+from mlx_parallm.scheduler.scheduler import RLAwareScheduler, SchedulerConfig
 
 HERE = Path(__file__).parent
 PARTS = ("burners", "budget", "admission")
@@ -54,13 +50,13 @@ TICK_S = 0.02
 
 @dataclass(slots=True)
 class Waits:
-    """Seconds to the first token, pair by pair: `least` is what `most` is held against."""
+    """Seconds to the first token, in pairs. `most` is compared with `least`."""
 
     least: list[float] = field(default_factory=list)
     most: list[float] = field(default_factory=list)
 
     def figures(self, name: str, least: str, most: str) -> Iterator[Figure]:
-        """The ratio of the medians is judged, and the slowest request's."""
+        """The limits apply to the ratio of the medians, and to that of the slowest requests."""
         base, slow = spread(self.least), spread(self.most)
         ratio = ratios(self.most, [base.median] * len(self.most))
         yield Figure(f"first token, {least}", "s", base, base.median)
@@ -71,7 +67,7 @@ class Waits:
 
 @dataclass(slots=True)
 class Queue:
-    """Milliseconds: of passes of admission by how many wait, and of aborting them all."""
+    """Milliseconds of admission passes, by the number of waiting sequences, and of aborting all of them."""
 
     pass_ms: dict[int, list[float]] = field(default_factory=dict)
     abort_ms: list[float] = field(default_factory=list)
@@ -87,7 +83,7 @@ class Queue:
 
 
 async def beside_burners(model: Path | None, logs: Path, repeats: int) -> Waits:
-    """Alone and behind a long row take turns, the burners running all the time."""
+    """Measures the request alone and behind a long row in turns, while the burners run."""
     waits = Waits()
     async with our_server(model, logs) as peer, asyncio.timeout(LIMIT_S):
         await warm_up(peer)
@@ -100,7 +96,7 @@ async def beside_burners(model: Path | None, logs: Path, repeats: int) -> Waits:
 
 
 async def at_a_tight_budget(model: Path | None, logs: Path, repeats: int) -> Waits:
-    """Two servers take turns."""
+    """Measures two servers in turns."""
     waits = Waits()
     tight_flags = ["--max-decode-stall-ms", str(TIGHT_BUDGET_MS)]
     async with (
@@ -119,7 +115,7 @@ async def at_a_tight_budget(model: Path | None, logs: Path, repeats: int) -> Wai
 
 
 async def _beside_rows(peer: Peer, rows: int, prompt: str | list[int]) -> float:
-    """First token of a request while so many rows decode; they are given up afterwards."""
+    """Seconds to the first token of a request while `rows` rows decode. The rows are aborted afterwards."""
     streams = [_stream(peer, text, ROW_TOKENS) for text in short_prompts(rows, "rows")]
     async with asyncio.TaskGroup() as group:
         running = [group.create_task(stream.run()) for stream in streams]
@@ -138,12 +134,12 @@ async def _first_token_s(peer: Peer, prompt: str | list[int]) -> float:
 
 
 def _prompt(repeat: int) -> list[int]:
-    """32 token ids that every vocabulary has."""
+    """A prompt of 32 token ids that every vocabulary has."""
     return random.Random(repeat).choices(range(100, 250), k=PROMPT_TOKENS)
 
 
 def _stream(peer: Peer, prompt: str | list[int], tokens: int) -> Stream:
-    """`return_token_ids` makes every token an event, also one whose text is held back."""
+    """A streaming request. `return_token_ids` makes every token an event, even if its text is incomplete."""
     return Stream(peer.port, {**body(prompt, tokens), "ignore_eos": True, "return_token_ids": True})
 
 
@@ -166,7 +162,7 @@ def _tell(waits: Waits) -> None:
 
 
 class FullMemory:
-    """Rows for so many sequences and no more."""
+    """A row memory with room for a fixed number of sequences."""
 
     def __init__(self, rows: int) -> None:
         self._free = rows
@@ -174,21 +170,21 @@ class FullMemory:
     def ready(self, adapter: AdapterRef) -> bool:
         return True
 
-    def allocate(self, sequence: Row, source: Row | None) -> int | None:
+    def allocate(self, sequence: SequenceState, source: SequenceState | None) -> int | None:
         if self._free == 0:
             return None
         self._free -= 1
         return 0
 
-    def grow(self, sequence: Row, tokens: int) -> bool:
+    def grow(self, sequence: SequenceState, tokens: int) -> bool:
         return True
 
-    def free(self, sequence: Row) -> None:
+    def free(self, sequence: SequenceState) -> None:
         self._free += 1
 
 
 def in_the_queue(repeats: int) -> Queue:
-    """Passes after the first one, which ranks what is new."""
+    """Times admission passes after the first one, which sorts the new sequences."""
     queue = Queue()
     for waiting in WAITING:
         scheduler, _ = _crowded(waiting)
@@ -201,17 +197,17 @@ def in_the_queue(repeats: int) -> Queue:
     return queue
 
 
-def _crowded(waiting: int) -> tuple[RLAwareScheduler, Sequence[Row]]:
-    """A scheduler with a full memory, and what waits for it."""
+def _crowded(waiting: int) -> tuple[RLAwareScheduler, Sequence[SequenceState]]:
+    """A scheduler with full memory, and the sequences that wait."""
     scheduler = RLAwareScheduler(SchedulerConfig(), FullMemory(LIVE), CostModel(0.05, 0.002, 1e-6))
-    rows = [Row(number, [0] * 200, 100, float(number), Group()) for number in range(LIVE + waiting)]
+    rows = [SequenceState(number, [0] * 200, 100, float(number), PromptGroup()) for number in range(LIVE + waiting)]
     for row in rows:
         scheduler.add(row)
     scheduler.admit()
     return scheduler, rows[LIVE:]
 
 
-def _abort(scheduler: RLAwareScheduler, rows: Sequence[Row]) -> None:
+def _abort(scheduler: RLAwareScheduler, rows: Sequence[SequenceState]) -> None:
     for row in rows:
         scheduler.finish(row)
 
@@ -226,9 +222,9 @@ def _milliseconds(call: Callable[[], object]) -> float:
 
 
 def main() -> int:
-    """Exit code 0 when every figure that was judged is met, 1 when one is not."""
+    """Returns the exit code: 0 if every figure keeps to its limit, 1 if one does not."""
     arguments = _arguments()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: every child is killed on the way out
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # kills all child processes, as Ctrl-C does
     before = machine.describe()
     machine.warn_if_busy()
     record: dict[str, object] = {}
@@ -238,7 +234,7 @@ def main() -> int:
             print(name, flush=True)
             figures, record[name] = _measure(name, arguments, Path(folder))
             judged += figures
-    report.show([], {}, judged)
+    report.show(judged)
     setting = {"repeats": arguments.repeats, "only": arguments.only, "model": str(arguments.model or "bundled")}
     report.write(arguments.out, {"machine": before, "setting": setting, **record}, judged)
     print(f"written to {arguments.out}")

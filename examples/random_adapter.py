@@ -8,12 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from mlx_parallm.adapters.files import write_mlx_lm
-from mlx_parallm.adapters.layout import LinearSpec
-from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair
-from mlx_parallm.model.adapted import adapter_layout
+from mlx_parallm.adapters.files.write import write_mlx_lm
+from mlx_parallm.adapters.weights import AdapterWeights, LinearSpec, LoRAPair
 from mlx_parallm.model.bundled import load_bundled
 from mlx_parallm.model.families import classify
+from mlx_parallm.model.hooks import adapter_layout
 
 SCALE = 2.0
 

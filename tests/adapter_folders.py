@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from mlx_parallm.adapters.files import AdapterFile, read_adapter
-from mlx_parallm.adapters.layout import AdapterLayout, LinearSpec
+from mlx_parallm.adapters.files.read import AdapterFile, read_adapter
 from mlx_parallm.adapters.names import AdapterRoots
-from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair
+from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LinearSpec, LoRAPair
 from mlx_parallm.errors import AdapterFileError
 
 HIDDEN, KV, MLP, LAYERS = 16, 8, 24, 2

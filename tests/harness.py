@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -13,10 +14,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from tiny import tiny_model
 
 from mlx_parallm.adapters.bank import AdapterBank
-from mlx_parallm.adapters.books import AdapterBooks
+from mlx_parallm.adapters.registry import AdapterRegistry
 from mlx_parallm.adapters.store import AdapterStore
-from mlx_parallm.adapters.versions import VersionInfo
-from mlx_parallm.adapters.weights import AdapterWeights
+from mlx_parallm.adapters.weights import AdapterWeights, VersionInfo
 from mlx_parallm.batch.kv_cache import LoRABatchedKVCache
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.core import (
@@ -33,13 +33,12 @@ from mlx_parallm.core import (
 )
 from mlx_parallm.engine.live import Vocabulary
 from mlx_parallm.engine.loop import DeviceLoop, EngineParts
-from mlx_parallm.model.adapted import AdaptedLinear, adapter_layout, install_adapters
-from mlx_parallm.model.attention import install_hook
-from mlx_parallm.model.families import classify
-from mlx_parallm.model.layers import probe
-from mlx_parallm.model.layout import KVLayout
-from mlx_parallm.scheduler.cost import CostModel
-from mlx_parallm.scheduler.rl_aware import SchedulerConfig
+from mlx_parallm.model.families import classify, probe
+from mlx_parallm.model.hooks import AdaptedLinear, adapter_layout, install_adapters, install_hook
+from mlx_parallm.scheduler.prefill import CostModel
+from mlx_parallm.scheduler.scheduler import SchedulerConfig
+
+T = TypeVar("T")
 
 GREEDY = SamplingParams(temperature=0.0)
 SCHEDULE = DeviceSchedule()
@@ -72,7 +71,7 @@ class Harness:
         self.loop.submit(GenerationRequest(request_id, (tuple(prompt),), sampling, stopping, **fields))
 
     def run(self, check: Callable[[], None] | None = None, limit: int = 5000) -> None:
-        """Steps until idle, checking every book after every step."""
+        """Steps until idle, with all integrity checks after every step."""
         for _ in range(limit):
             self.wakes.clear()
             busy = self.loop.step()
@@ -86,17 +85,19 @@ class Harness:
     def publish(self, name: str, weights: AdapterWeights, *, staged: bool = True) -> AdapterRef:
         """Adds a version that can be read again and flips the name to it; `staged`: runs until it is in a slot."""
         info = VersionInfo(weights.rank, weights.alpha, weights.targets, weights.nbytes, root=f"/{name}/{id(weights)}")
-        version = self.adapters.books.add(name, info)
+        version = self.adapters.registry.add(name, info)
         self.files[info.root] = weights
-        done: list[Exception | None] = [] if staged else [None]
         if staged:
-            self.adapters.stage(version, weights, done.append)
-        while not done:
+            self.wait(self.adapters.stage(version, weights))
+        self.adapters.registry.flip(version.ref)
+        return version.ref
+
+    def wait(self, future: Future[T]) -> T:
+        """Steps until the future is completed. Raises its exception."""
+        while not future.done():
             self.loop.step()
             self.loop.check_integrity()
-        assert done == [None]
-        self.adapters.books.flip(version.ref)
-        return version.ref
+        return future.result()
 
     def of(self, request_id: str) -> list[Event]:
         return [event for rid, event in self.events if rid == request_id]
@@ -127,22 +128,22 @@ def make_harness(
     copies: int = 8,
     training: TrainingWork | None = None,
     schedule: DeviceSchedule = SCHEDULE,
+    **switches: Any,
 ) -> Harness:
-    """A loop over `model` (tiny llama by default) with a pool of `budget_tokens`."""
+    """A loop over `model` (tiny llama by default) with a pool of `budget_tokens`; `switches` go to `EngineParts`."""
     model = model or tiny_model("llama")
-    shape = probe(model)
-    layout = KVLayout(shape.layers, shape.kv_dtype)
+    layout, vocab_size = probe(model)
     cache = LoRABatchedKVCache(layout, budget_tokens * layout.bytes_per_token, max_length)
-    bank = _bank(model, slots, max_rank, shape.kv_dtype)
-    runner = BatchRunner(model, cache, bank, install_hook(model), shape.vocab_size)
+    bank = _bank(model, slots, max_rank, layout.dtype)
+    runner = BatchRunner(model, cache, bank, install_hook(model), vocab_size)
     files: dict[str, AdapterWeights] = {}
     wakes: list[None] = []
     store = AdapterStore(
-        bank, AdapterBooks(), lambda v: files[v.info.root], Inline(), copies, lambda: wakes.append(None)
+        bank, AdapterRegistry(), lambda v: files[v.info.root], Inline(), copies, lambda: wakes.append(None)
     )
-    vocabulary = Vocabulary(shape.vocab_size, frozenset(eos_ids), lambda prompt, spelled: PlainText())
+    vocabulary = Vocabulary(vocab_size, frozenset(eos_ids), lambda prompt, visible_specials: PlainText())
     scheduler = SchedulerConfig(max_rows=max_rows, max_batched_tokens=max_batched_tokens, schedule=schedule)
-    parts = EngineParts(runner, store, vocabulary, scheduler, CostModel(0.01, 1e-4, 1e-8), training)
+    parts = EngineParts(runner, store, vocabulary, scheduler, CostModel(0.01, 1e-4, 1e-8), training, **switches)
     events: list[tuple[str, Event]] = []
     return Harness(DeviceLoop(parts, events.extend), runner, store, files, wakes, events)
 

@@ -8,10 +8,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_parallm.adapters.layout import AdapterLayout
-from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair
-from mlx_parallm.model.adapted import adapter_layout
+from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LoRAPair
 from mlx_parallm.model.families import classify
+from mlx_parallm.model.hooks import adapter_layout
 
 QV = ("q_proj", "v_proj")
 

@@ -15,9 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mlx_parallm.adapters.checkpoints import CheckpointManager, LoadedCheckpoint
-from mlx_parallm.adapters.layout import AdapterLayout, LinearSpec
-from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair
+from mlx_parallm.adapters.checkpoints.store import CheckpointStore, LoadedCheckpoint
+from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LinearSpec, LoRAPair
 from mlx_parallm.core import AdapterRef, CheckpointCard
 
 NAME = "math"
@@ -62,15 +61,15 @@ def hidden(folder: Path) -> list[str]:
     return [entry.name for entry in folder.iterdir() if entry.name.startswith(".")]
 
 
-def manager(folder: Path, keep: int = 10, base: str = BASE) -> CheckpointManager:
-    return CheckpointManager(folder, LAYOUT, base, max_rank=8, keep=keep)
+def manager(folder: Path, keep: int = 10, base: str = BASE) -> CheckpointStore:
+    return CheckpointStore(folder, LAYOUT, base, max_rank=8, keep=keep)
 
 
 def write_optimizer(folder: Path) -> None:
     (folder / "optimizer.bin").write_bytes(b"state" * 100)
 
 
-def one_checkpoint(folder: Path) -> CheckpointManager:
+def one_checkpoint(folder: Path) -> CheckpointStore:
     checkpoints = manager(folder)
     checkpoints.save_checkpoint(ref(1), weights(1), metrics={"reward": 0.5}, extra=write_optimizer)
     return checkpoints

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from mlx_parallm.model.tools.families import Family, syntax_of
+from mlx_parallm.model.tools.formats import FamilyToolFormat, syntax_of
 
 PARSERS = (
     "function_gemma",
@@ -29,10 +29,12 @@ def tool(name: str, **parameters: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": {"type": "object", **parameters}}}
 
 
-def family(name: str, template: str = "[ARGS]") -> Family:
+def family(name: str, template: str = "[ARGS]") -> FamilyToolFormat:
     parser = importlib.import_module(f"mlx_lm.tool_parsers.{name}")
     syntax = syntax_of(parser.parse_tool_call, template)
-    return Family(parser.tool_call_start, parser.tool_call_end, True, frozenset(), parser.parse_tool_call, syntax)
+    return FamilyToolFormat(
+        parser.tool_call_start, parser.tool_call_end, True, frozenset(), parser.parse_tool_call, syntax
+    )
 
 
 FAMILIES = {name: family(name) for name in PARSERS} | {"mistral_list": family("mistral", "no such mark")}

@@ -9,39 +9,42 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from configs import TRAINING, changed
 from mlx.utils import tree_flatten, tree_unflatten
 from tiny import tiny_model
 
 from mlx_parallm.adapters.bank import AdapterBank
-from mlx_parallm.model.adapted import AdaptedLinear, adapter_layout, install_adapters
-from mlx_parallm.model.attention import install_hook
+from mlx_parallm.config import ModelConfig, ResolvedTraining
 from mlx_parallm.model.families import classify
-from mlx_parallm.rl.policy import Policy
-from mlx_parallm.rl.samples import Sample, UpdateBatch, UpdateOutcome
-from mlx_parallm.rl.settings import LoRASettings, OptimizerSettings, TrainerSettings
-from mlx_parallm.rl.snapshot import PolicySnapshot
-from mlx_parallm.rl.trainable import Params, Span, TrainableModel, TrainingContext
-from mlx_parallm.rl.trainer import GRPOTrainer
+from mlx_parallm.model.hooks import AdaptedLinear, adapter_layout, install_adapters, install_hook
+from mlx_parallm.rl.events import UpdateOutcome
+from mlx_parallm.rl.learn.model import Params, Span, TrainableModel, TrainingContext
+from mlx_parallm.rl.learn.policy import Policy, PolicySnapshot
+from mlx_parallm.rl.learn.trainer import GRPOTrainer
+from mlx_parallm.rl.objectives.batches import Sample, UpdateBatch
 
-LORA = LoRASettings(rank=4, alpha=8.0, targets=("q_proj", "v_proj", "o_proj", "down_proj"), seed=3)
-SETTINGS = TrainerSettings(
-    lora=LORA, optimizer=OptimizerSettings(learning_rate=1e-2), micro_batch_tokens=64, checkpoint_layers=False
-)
+LORA = ModelConfig(lora_rank=4, lora_alpha=8.0, lora_target_modules=("q_proj", "v_proj", "o_proj", "down_proj"))
+SETTINGS = changed(TRAINING, learning_rate=1e-2, micro_batch_tokens=64, gradient_checkpointing=False, seed=3)
 VOCABULARY = 250
 
 
 def make_trainer(
-    settings: TrainerSettings = SETTINGS, family: str = "llama", **config: Any
+    settings: ResolvedTraining = SETTINGS,
+    family: str = "llama",
+    lora: ModelConfig = LORA,
+    measure_kl: bool = True,
+    **config: Any,
 ) -> tuple[GRPOTrainer, nn.Module]:
     """A trainer over the tiny model, whose linears read a bank of no adapters; `config` as in `tiny_model`."""
     if family == "qwen3_moe":  # LoRA on experts is refused
-        settings = replace(settings, lora=replace(settings.lora, targets=("q_proj", "v_proj", "o_proj")))
+        lora = changed(lora, lora_target_modules=("q_proj", "v_proj", "o_proj"))
     model = tiny_model(family, **config)
     linears = [(path, part.base) for path, part in model.named_modules() if isinstance(part, AdaptedLinear)]
     model.update_modules(tree_unflatten(linears))
     bank = AdapterBank(adapter_layout(model, classify(model)), 4, 8, mx.float32)
     install_adapters(model, bank)
-    return GRPOTrainer(TrainableModel(model, bank, install_hook(model), settings.checkpoint_layers), settings), model
+    trainable = TrainableModel(model, bank, install_hook(model), settings.gradient_checkpointing)
+    return GRPOTrainer(trainable, settings, lora, measure_kl), model
 
 
 def make_policy(trainer: GRPOTrainer, moved: float = 0.0, name: str = "default", seed: int = 5) -> Policy:
@@ -79,8 +82,8 @@ def everywhere(params: Params, scale: float) -> TrainingContext:
 def plain_logprobs(trainer: GRPOTrainer, model: nn.Module, params: Params | None, sample: Sample) -> list[float]:
     """Of the completion's tokens, from the served model's own forward over one unpadded row and a full log-softmax."""
     bank = trainer.model.bank
-    lora = trainer.settings.lora
-    context = None if params is None else everywhere(params, lora.alpha / lora.rank)
+    lora = trainer.lora
+    context = None if params is None else everywhere(params, lora.lora_alpha / lora.lora_rank)
     with bank.using(context):
         logits = model(mx.array([[*sample.prompt_ids, *sample.completion_ids]]))[0].astype(mx.float32)
     logits = logits / sample.temperature
@@ -96,18 +99,15 @@ def with_logprobs(trainer: GRPOTrainer, model: nn.Module, policy: Policy, drawn:
 
 def learn(trainer: GRPOTrainer, policy: Policy, drawn: Sequence[Sample]) -> UpdateOutcome:
     """One update, to its end."""
-    told: list[UpdateOutcome | Exception] = []
-    trainer.begin(policy, UpdateBatch(tuple(drawn)), told.append)
+    outcome = trainer.begin(policy, UpdateBatch(tuple(drawn)))
     while trainer.waits():
         trainer.advance()
-    (outcome,) = told
-    assert isinstance(outcome, UpdateOutcome), outcome
-    return outcome
+    return outcome.result(timeout=0)
 
 
 def snapshot(policy: Policy) -> PolicySnapshot:
     """A copy of the policy as it is, made in many turns."""
-    *turns, copy = policy.keep().copied(100)
+    *turns, copy = policy.state().copied(100)
     assert len(turns) > 1
     assert set(turns) == {None}
     return copy
@@ -120,7 +120,7 @@ def leaves(policy: Policy) -> dict[str, np.ndarray]:
 def gradients(trainer: GRPOTrainer, policy: Policy, drawn: Sequence[Sample]) -> dict[str, np.ndarray]:
     """Of one update over `drawn`, before clipping."""
     update = Recorder(policy)
-    trainer.begin(update, UpdateBatch(tuple(drawn)), lambda outcome: None)
+    trainer.begin(update, UpdateBatch(tuple(drawn)))
     while trainer.waits():
         trainer.advance()
     return update.seen
@@ -134,15 +134,16 @@ class Recorder:
         self.nbytes, self.gradient_nbytes = policy.nbytes, policy.gradient_nbytes
         self.seen: dict[str, np.ndarray] = {}
 
-    def keep(self):
-        return None
-
-    def apply(self, gradients, scale=1.0) -> None:
+    def stepped(self, gradients, scale=1.0):
         self.seen = {name: np.array(leaf) for name, leaf in tree_flatten(gradients)}
+        return self
+
+    def restore(self, goal) -> None:
+        pass
 
 
 def unclipped(settings=SETTINGS, **fields):
-    return replace(settings, optimizer=replace(settings.optimizer, max_grad_norm=1e9), **fields)
+    return changed(settings, max_grad_norm=1e9, **fields)
 
 
 def assert_close(got: dict[str, np.ndarray], want: dict[str, np.ndarray], relative: float) -> None:

@@ -27,7 +27,7 @@ from saves import (
     write_optimizer,
 )
 
-from mlx_parallm.adapters.checkpoints import CheckpointManager
+from mlx_parallm.adapters.checkpoints.store import CheckpointStore
 from mlx_parallm.core import CheckpointCard
 from mlx_parallm.errors import (
     ConfigError,
@@ -118,7 +118,7 @@ def test_a_full_disk_costs_only_the_save_it_stopped(tmp_path: Path, monkeypatch:
     assert attempt > 1
 
 
-def _stopped(checkpoints: CheckpointManager) -> str:
+def _stopped(checkpoints: CheckpointStore) -> str:
     """What the third save says of the disk; "" where it succeeds."""
     try:
         checkpoints.save_checkpoint(ref(3), weights(3), tags=["best"])

@@ -23,7 +23,7 @@ from adapter_folders import (
     safetensors,
 )
 
-from mlx_parallm.adapters.layout import AdapterLayout
+from mlx_parallm.adapters.weights import AdapterLayout
 
 A, B = f"{Q0}.lora_a", f"{Q0}.lora_b"
 

@@ -22,8 +22,8 @@ from adapter_folders import (
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlx_parallm.adapters.layout import AdapterLayout
 from mlx_parallm.adapters.names import AdapterRoots
+from mlx_parallm.adapters.weights import AdapterLayout
 from mlx_parallm.errors import AdapterFileError
 
 A, B = f"{Q0}.lora_a", f"{Q0}.lora_b"

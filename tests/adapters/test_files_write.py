@@ -12,11 +12,12 @@ from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 from safetensors import safe_open
 from tiny import tiny_model
 
-from mlx_parallm.adapters.files import read_adapter, write_mlx_lm, write_peft
+from mlx_parallm.adapters.files.read import read_adapter
+from mlx_parallm.adapters.files.write import write_mlx_lm, write_peft
 from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair
 from mlx_parallm.errors import AdapterFileError
-from mlx_parallm.model.adapted import adapter_layout
 from mlx_parallm.model.families import classify, relative_error
+from mlx_parallm.model.hooks import adapter_layout
 
 TOKENS = mx.array([[1, 5, 9, 33, 77, 2, 250, 100, 30, 4, 66, 7]])
 FILES = {"adapters.safetensors": "mlx", "adapter_model.safetensors": "pt"}

@@ -16,16 +16,15 @@ from rl.user_package import install
 from safetensors.numpy import load_file
 from tiny import save_tiny
 
-from mlx_parallm.app.train import FINAL, run
-from mlx_parallm.cli.train_view import TrainOptions
+from mlx_parallm.app.train import FINAL, TrainOptions, run
 from mlx_parallm.config import Config, LoRAConfig, RLConfig, configure
 from mlx_parallm.core import UpdateReport
 from mlx_parallm.errors import ConfigError, StorageError, TrainingFailedError
 
 STEPS, PROMPTS, GROUP = 3, 2, 4
 SCORED = """
-from mlx_parallm.core import Collection
-from mlx_parallm.rl.environments import Task
+from mlx_parallm.core import CollectionSpec
+from mlx_parallm.rl.rollouts import Task
 
 class letters:
     def tasks(self, seed):
@@ -34,7 +33,7 @@ class letters:
             number += 1
             long = number in LONG
             message = {"role": "user", "content": "word " * 9000 if long else f"{seed} {number}"}
-            yield Task((message,), Collection(SCORER, {"pattern": PATTERN}))
+            yield Task((message,), CollectionSpec(SCORER, {"pattern": PATTERN}))
 """
 
 
@@ -185,7 +184,7 @@ def test_a_full_disk_at_the_end_is_an_error_and_leaves_nothing_half_written(
         def refuse(*_: object) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr("mlx_parallm.adapters.atomic.write_file", refuse)
+        monkeypatch.setattr("mlx_parallm.adapters.checkpoints.atomic.write_file", refuse)
 
     with pytest.raises(StorageError, match="a checkpoint of default was not saved: No space left"):
         run(config(tmp_path, checkpointing__checkpoint_dir=kept), OPTIONS, View(then=full))

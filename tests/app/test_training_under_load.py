@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,16 +16,14 @@ import pytest
 from mlx.utils import tree_flatten
 from tiny import save_tiny
 
-from mlx_parallm.adapters.versions import Version
-from mlx_parallm.adapters.wants import Told
-from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair
-from mlx_parallm.app.engine import Engine, Served
-from mlx_parallm.app.training import Training
+from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair, Version
+from mlx_parallm.app.build import Engine, Served
+from mlx_parallm.app.training import TrainingRuntime
 from mlx_parallm.config import LoRAConfig, RLConfig, configure
 from mlx_parallm.core import (
     BASE_ADAPTER,
     AdapterRef,
-    Collection,
+    CollectionSpec,
     GenerationRequest,
     GivenTrajectory,
     RequestFailed,
@@ -34,10 +33,10 @@ from mlx_parallm.core import (
     Trajectory,
     WorkClass,
 )
-from mlx_parallm.rl.packing import pack
-from mlx_parallm.rl.samples import Sample
-from mlx_parallm.rl.trainable import Params
-from mlx_parallm.rl.trainer import GRPOTrainer
+from mlx_parallm.rl.learn.model import Params
+from mlx_parallm.rl.learn.packing import pack
+from mlx_parallm.rl.learn.trainer import GRPOTrainer
+from mlx_parallm.rl.objectives.batches import Sample
 
 CLIENTS, UPDATES = 8, 100
 LORA = LoRAConfig(rank=4, alpha=8.0)
@@ -52,14 +51,14 @@ class Rig:
 
     engine: Engine
     served: Served
-    training: Training
+    training: TrainingRuntime
     weights: dict[AdapterRef, AdapterWeights | None] = field(default_factory=lambda: {BASE_ADAPTER: None})
     drawn: list[Trajectory] = field(default_factory=list)
     failed: list[Exception] = field(default_factory=list)
 
     @property
     def trainer(self) -> GRPOTrainer:
-        return self.training.publisher._learner._trainer
+        return self.training.publisher._learner.trainer
 
     async def complete(self, number: int, group: int = 2) -> None:
         """One collected request of whatever the route gives."""
@@ -72,9 +71,10 @@ class Rig:
                 n=group,
                 adapter=adapter,
                 work_class=WorkClass.INFERENCE,
-                collection=Collection(),
+                collection=CollectionSpec(),
             )
-            async for event in self.served.engine.generate(request):
+            events = self.served.engine.generate(request)
+            async for event in self.training.service.collect(request, events):
                 if isinstance(event, RequestFailed):
                     self.failed.append(event.error)
                 if isinstance(event, RequestFinished):
@@ -85,13 +85,13 @@ class Rig:
             self.training.service.feedback(trajectory_id, random.Random(trajectory_id).random())
 
     async def on_device(self, call):
-        return await self.engine.processor.on_device(lambda tell: tell(call()))
+        return await self.engine.processor.run(call)
 
 
 @asynccontextmanager
 async def rig(path: Path, **keys: object) -> AsyncIterator[Rig]:
     save_tiny("llama", path / "model")
-    config = configure(path / "model", LORA, RL, server__kv_cache_memory="16MB", server__debug=True, **keys)
+    config = configure(path / "model", LORA, RL, server__kv_cache_memory="16MB", debug__check_when_idle=True, **keys)
     engine = Engine(config)
     served = await asyncio.to_thread(engine.start)
     assert served.training is not None
@@ -108,20 +108,21 @@ async def rig(path: Path, **keys: object) -> AsyncIterator[Rig]:
 def _watch(made: Rig) -> None:
     """Keeps each version's weights as they were when it was staged, and every trajectory."""
     store, service = made.served.adapters._store, made.training.service
-    stage, collected = store.stage, service.collected
+    stage, add_group = store.stage, service._add_group
 
-    def staged(version: Version, weights: AdapterWeights | None, told: Told, urgent: bool = False) -> None:
+    def staged(version: Version, weights: AdapterWeights | None, urgent: bool = False) -> Future[None]:
         if weights is not None:
             made.weights[version.ref] = _copied(weights)
-        stage(version, weights, told, urgent)
+        return stage(version, weights, urgent)
 
-    def kept(group: Sequence[Trajectory]) -> None:
+    def kept(group: Sequence[Trajectory]) -> str:
         made.drawn.extend(group)
-        collected(group)
+        return add_group(group)
 
-    store.stage, service.collected = staged, kept
+    store.stage, service._add_group = staged, kept
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 async def test_a_hundred_updates_beside_eight_clients(tmp_path: Path) -> None:
     async with rig(tmp_path, rl_training__gate__rollback_drop=None) as made:  # random rewards fall by chance
@@ -219,9 +220,9 @@ async def test_an_adapter_beside_the_default_one_is_trained_with_a_state_of_its_
         second = await made.training.service.update("tone", given)
         assert (second.adapter, second.step) == (AdapterRef("tone", 2), 1)
         learner = made.training.publisher._learner
-        default, tone = [await learner.copy(await learner.keep(name)) for name in ("default", "tone")]
+        default, tone = [await learner.snapshot(await learner.state(name)) for name in ("default", "tone")]
         for path, pair in default.weights.pairs.items():
             assert np.array_equal(pair.b, tone.weights.pairs[path].b), "the same start and data give the same update"
         await made.training.service.update("tone", given)
-        assert (await learner.keep("default")).step == 1
-        assert (await learner.keep("tone")).step == 2
+        assert (await learner.state("default")).step == 1
+        assert (await learner.state("tone")).step == 2

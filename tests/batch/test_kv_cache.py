@@ -1,4 +1,4 @@
-"""The KV pool: waste bounded by construction, one row touched at a time, books that always agree."""
+"""The KV pool: bounded waste, one row touched at a time, slabs and rows that always agree."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from tiny import tiny_model
 
 from mlx_parallm.batch.kv_cache import LoRABatchedKVCache
 from mlx_parallm.batch.slab import KVRow
-from mlx_parallm.model.layers import LayerSpec
-from mlx_parallm.model.layout import KVLayout
+from mlx_parallm.model.families import KVLayout, LayerSpec
 
 LAYOUT = KVLayout((LayerSpec(2, 4, 3), LayerSpec(1, 2, 2, window=8)), mx.float32)
 TOKEN_BYTES = (2 * (4 + 3) + 1 * (2 + 2)) * 4
@@ -269,10 +268,10 @@ def test_rows_wait_for_memory_that_others_hold_and_ask_again_once_they_hold_less
     fill(first, 64, 3.0)
     device.most = 0
     assert cache.allocate(2000) is None
-    asked = device.refusals
+    refusals = device.refusals
     assert cache.allocate(2000) is None
     assert cache.grow(first, 65) is False
-    assert device.refusals == asked, "it is not asked at every step"
+    assert device.refusals == refusals, "the device is not tried at every step"
     cache.check_integrity()
     device.most = 1 << 30
     assert cache.allocate(2000) is None
@@ -283,7 +282,7 @@ def test_rows_wait_for_memory_that_others_hold_and_ask_again_once_they_hold_less
     cache.check_integrity()
 
 
-def test_a_row_that_is_alone_is_told_that_there_is_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_that_is_alone_gets_the_memory_error(monkeypatch: pytest.MonkeyPatch) -> None:
     cache, device = pool(1 << 20), Device(monkeypatch)
     device.most = 0
     with pytest.raises(RuntimeError, match="malloc"):

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from mlx_parallm.batch.penalties import TokenCounts, has_penalties
+from mlx_parallm.batch.logit_stages import TokenCounts, has_penalties
+from mlx_parallm.batch.rowwise import streams, uniforms
 from mlx_parallm.batch.sampler import RowSampling, plan_sampling, sample
-from mlx_parallm.batch.uniforms import streams, uniforms
 from mlx_parallm.core import SamplingParams
 
 NEUTRAL = SamplingParams()

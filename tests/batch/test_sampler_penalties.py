@@ -1,4 +1,4 @@
-"""Penalties over counts that nobody reads back."""
+"""Penalties over counts that stay on the device."""
 
 import io
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_parallm.batch.penalties import Penalties, TokenCounts, has_penalties
+from mlx_parallm.batch.logit_stages import Penalties, TokenCounts, has_penalties
 from mlx_parallm.batch.sampler import RowSampling, plan_sampling, sample
 from mlx_parallm.core import SamplingParams
 

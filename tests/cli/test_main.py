@@ -9,7 +9,7 @@ import pytest
 
 import mlx_parallm
 from mlx_parallm.cli.flags import FLAGS, TRAIN_ONLY
-from mlx_parallm.cli.main import main, serve
+from mlx_parallm.cli.main import main, serve, train
 from mlx_parallm.config import Mode
 from mlx_parallm.errors import ModelNotFoundError
 
@@ -17,23 +17,51 @@ from mlx_parallm.errors import ModelNotFoundError
 @pytest.fixture
 def app(monkeypatch):
     """A stand-in for the server: remembers the configuration it was started with."""
-    module = ModuleType("mlx_parallm.app")
+    module = ModuleType("mlx_parallm.app.server")
     module.started = []
     module.run = lambda config: module.started.append(config) or 0
-    monkeypatch.setitem(sys.modules, "mlx_parallm.app", module)
+    monkeypatch.setitem(sys.modules, "mlx_parallm.app.server", module)
     return module
 
 
 def test_flags_reach_the_server(app, tmp_path, monkeypatch):
     file = tmp_path / "settings.yaml"
-    file.write_text("server: {port: 1, host: 127.0.0.2, debug: true}")
+    file.write_text("server: {port: 1, host: 127.0.0.2}\ndebug: {check_when_idle: true}")
     monkeypatch.setenv("MLX_PARALLM_SERVER__HOST", "127.0.0.3")
     argv = ["--config", str(file), "--port", "9000", "--no-debug", "--kv-cache-memory", "1GiB", "--model-path", "m"]
     assert serve(argv) == main(["serve", *argv]) == 0
     first, second = app.started
     assert first == second
-    assert (first.server.port, first.server.host, first.server.debug) == (9000, "127.0.0.3", False)
+    assert (first.server.port, first.server.host, first.debug.check_when_idle) == (9000, "127.0.0.3", False)
     assert (first.server.kv_cache_memory, first.model.base_model_path) == (2**30, "m")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--served-model-name", "a", "b"],
+        ["--served-model-name", "a,b"],
+        ["--served-model-name", "a", "--served-model-name", "b"],
+    ],
+)
+def test_several_names_for_the_served_model(app, argv):
+    assert serve(argv) == 0
+    assert app.started[0].server.served_model_name == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("command", "argv"),
+    [
+        (serve, ["--mode", "inference", "--share-model"]),
+        (serve, ["--mode", "inference", "--connect-to", "node1:8000"]),
+        (train, ["--mode", "rl", "--connect-to", "node1:8000"]),
+        (serve, ["--enable-rl-training", "--atropos-url", "http://localhost:8001"]),
+    ],
+)
+def test_flags_of_later_versions_say_so(app, capsys, command, argv):
+    assert command(argv) == 2
+    assert "not available in this version" in capsys.readouterr().err
+    assert not app.started
 
 
 def test_every_flag_sets_its_own_key(app):
@@ -47,7 +75,7 @@ def test_every_flag_sets_its_own_key(app):
     values |= dict.fromkeys(numbers, "7")
     floats = ("--learning-rate", "--kl-coef", "--training-time-share", "--checkpoint-minutes")
     values |= dict.fromkeys(floats, "5e-4")
-    flags = [flag for flag in FLAGS if flag.path not in TRAIN_ONLY]
+    flags = [flag for flag in FLAGS if flag.path not in {*TRAIN_ONLY, "rl_training.atropos_url"}]
     for flag in flags:
         value = [values.get(flag.name, "text")] if flag.metavar else []
         assert serve([flag.name, *value]) == 0
@@ -91,7 +119,10 @@ def test_print_config_shows_sources_and_no_secret(app, capsys):
         (["--port", "x"], "error: server.port: must be a valid integer"),
         (["--environment", "gsm8k"], "error: --environment: unknown flag"),
         (["--rl-algorithm", "ppo"], "error: rl_training.algorithm: must be 'grpo', 'bnpo'"),
-        (["--mode", "rl", "--lora-rank", "32"], "error: model.lora_rank: 32 is above adapters.max_lora_rank 16"),
+        (
+            ["--mode", "rl", "--lora-rank", "32", "--max-lora-rank", "16"],
+            "error: model.lora_rank: 32 is above adapters.max_lora_rank 16",
+        ),
         (["--mode", "inference", "--enable-rl-training"], "error: server.mode: inference_only contradicts"),
         (["--config", "/nonexistent/x.yaml"], "error: /nonexistent/x.yaml: the configuration file cannot be read"),
     ],
@@ -158,7 +189,7 @@ def test_list_shows_bundled_and_downloaded_models(capsys, monkeypatch):
 
 @pytest.fixture
 def merged(monkeypatch):
-    """A stand-in for the merge: remembers what it was asked for."""
+    """A stand-in for the merge: remembers its arguments."""
     module = ModuleType("mlx_parallm.model.merge")
     calls = []
     module.merge = lambda *args, **options: calls.append((*args, options))

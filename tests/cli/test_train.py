@@ -5,7 +5,6 @@ import math
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -52,10 +51,7 @@ class Training:
 def training(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     stand_in = Training()
-    module = ModuleType("mlx_parallm.app.train")
-    module.run = stand_in.run
-    monkeypatch.setitem(sys.modules, "mlx_parallm.app", ModuleType("mlx_parallm.app"))
-    monkeypatch.setitem(sys.modules, "mlx_parallm.app.train", module)
+    monkeypatch.setattr("mlx_parallm.app.train.run", stand_in.run)
     return stand_in
 
 
@@ -95,7 +91,10 @@ def test_one_update_is_one_step_whatever_the_file_says(training, tmp_path):
         ([*RUN, "--group-size", "1"], "error: argument --group-size: must be a whole number, 2 at least"),
         ([*RUN, "--prompts-per-step", "x"], "error: argument --prompts-per-step: must be a whole number"),
         ([*RUN, "--group-size", "1000"], "error: rl_training: trajectory_buffer_size 1000 is below update_frequency"),
-        ([*RUN, "--lora-rank", "32"], "error: model.lora_rank: 32 is above adapters.max_lora_rank 16"),
+        (
+            [*RUN, "--lora-rank", "32", "--max-lora-rank", "16"],
+            "error: model.lora_rank: 32 is above adapters.max_lora_rank 16",
+        ),
         ([*RUN, "--log", "none/x.jsonl"], "error: --log: none/x.jsonl cannot be written: No such file or directory"),
         ([*RUN, "--plot", "none/x.png"], "error: --plot: none/x.png cannot be written: name a file in a folder"),
         ([*RUN, "--plot", "."], "error: --plot: . cannot be written"),
@@ -109,6 +108,16 @@ def test_wrong_arguments_exit_2_before_anything_is_loaded(training, capsys, argv
     assert errors.startswith(message)
     assert errors.count("\n") == 1
     assert training.asked == []
+
+
+def test_without_matplotlib_the_run_says_so_first_and_draws_nothing(training, capsys, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert train(RUN) == 0
+    printed = capsys.readouterr()
+    assert "WARNING: no curves will be drawn: matplotlib is not installed" in printed.err
+    assert "pip install 'mlx-parallm[plots]'" in printed.err
+    assert "curves in" not in printed.out
+    assert not (tmp_path / "training.png").exists()
 
 
 def test_print_config_needs_no_run(training, capsys):
@@ -194,7 +203,7 @@ def test_curves_that_cannot_be_written_cost_only_themselves(training, tmp_path, 
     def refuse(path, data):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("mlx_parallm.adapters.atomic.replace_file", refuse)
+    monkeypatch.setattr("mlx_parallm.adapters.checkpoints.atomic.replace_file", refuse)
     assert train(RUN) == 0
     assert "WARNING: training.png could not be written: No space left on device" in capsys.readouterr().err
 

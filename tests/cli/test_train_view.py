@@ -6,9 +6,8 @@ import re
 
 import pytest
 
-from mlx_parallm.cli.curves import _figure, draw
-from mlx_parallm.cli.train_table import heading, line, summary
-from mlx_parallm.cli.train_view import RichTrainView
+from mlx_parallm.cli.train_files import _figure, draw_curves
+from mlx_parallm.cli.train_view import RichTrainView, heading, line, summary
 from mlx_parallm.core import AdapterRef, UpdateReport
 
 FULL = {
@@ -119,7 +118,7 @@ def test_band_of_the_reward_is_one_standard_deviation_wide():
 def test_png_is_written_whole_over_an_older_one(tmp_path, reports):
     path = tmp_path / "curves.png"
     path.write_bytes(b"old")
-    draw(reports, path, "reasoning_gym:leg_counting")
+    draw_curves(reports, path, "reasoning_gym:leg_counting")
     assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert path.read_bytes().endswith(b"IEND\xaeB`\x82")
     assert list(tmp_path.iterdir()) == [path]

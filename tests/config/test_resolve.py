@@ -64,14 +64,14 @@ def test_texts_of_flags_and_environment_are_read_by_type():
         "MLX_PARALLM_SERVER__MAX_BODY_BYTES": "64KB",
         "MLX_PARALLM_SERVER__ALLOWED_HOSTS": "box.local, fe80::1,*",
         "MLX_PARALLM_SERVER__LOG_LEVEL": "WARNING",
-        "MLX_PARALLM_SERVER__DEBUG": "true",
+        "MLX_PARALLM_SERVER__ACCESS_LOG": "false",
         "MLX_PARALLM_SERVER__SHUTDOWN_TIMEOUT": "0.5",
     }
     server = resolve({}, environ).config.server
     assert server.kv_cache_memory == 3 * 2**29
     assert server.max_body_bytes == 64_000
     assert server.allowed_hosts == ("box.local", "fe80::1", "*")
-    assert (server.log_level, server.debug, server.shutdown_timeout) == ("warning", True, 0.5)
+    assert (server.log_level, server.access_log, server.shutdown_timeout) == ("warning", False, 0.5)
 
 
 def test_auto_memory_overrides_a_size(yaml_file):

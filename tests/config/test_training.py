@@ -1,13 +1,23 @@
 """The keys of training: their bounds, the rules between them, and when a server trains at all."""
 
+import math
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
-from mlx_parallm.config import Config, LossConfig, Mode, ServerConfig, Setting, render, resolve, training
+from mlx_parallm.config import (
+    Algorithm,
+    Mode,
+    OldLogprobs,
+    RewardScale,
+    RLTrainingConfig,
+    ServerConfig,
+    Setting,
+    render,
+    resolve,
+)
+from mlx_parallm.config.training import ALGORITHM_DEFAULTS
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.rl import settings as rl
 
 
 def flags(**values):
@@ -102,20 +112,33 @@ def test_what_turned_the_other_on_is_shown_and_reads_back(yaml_file):
 # ---- rules between keys ------------------------------------------------------------------------
 
 
-def test_rank_must_fit_the_bank_when_the_server_trains():
+def test_rank_of_training_raises_that_of_the_bank(yaml_file):
     wide = flags(model__lora_rank=32)
-    assert resolve(wide).config.model.lora_rank == 32
-    (line,) = problems(wide | flags(rl_training__enabled=True))
+    assert resolve(wide).config.adapters.max_lora_rank == 16
+    on = wide | flags(rl_training__enabled=True)
+    resolved = resolve(on)
+    assert resolved.config.adapters.max_lora_rank == 32
+    assert resolved.sources["adapters.max_lora_rank"] == "--model.lora_rank"
+    assert resolve(on, {}, yaml_file("adapters: {max_lora_rank: 16}")).config.adapters.max_lora_rank == 32
+    assert resolve(on | flags(adapters__max_lora_rank=64)).config.adapters.max_lora_rank == 64
+
+
+def test_rank_of_training_must_fit_a_bank_that_is_set_as_strongly():
+    (line,) = problems(flags(rl_training__enabled=True, model__lora_rank=32, adapters__max_lora_rank=16))
     assert line == (
         "model.lora_rank: 32 is above adapters.max_lora_rank 16; raise --max-lora-rank or lower --lora-rank "
-        "(from --model.lora_rank)"
+        "(from --model.lora_rank and --adapters.max_lora_rank)"
     )
-    assert resolve(wide | flags(rl_training__enabled=True, adapters__max_lora_rank=32)).config.rl_training.enabled
+    (line,) = problems(flags(rl_training__enabled=True, model__lora_rank=513))
+    assert line.startswith("model.lora_rank: 513 is above adapters.max_lora_rank 512")
+    weaker = {"MLX_PARALLM_ADAPTERS__MAX_LORA_RANK": "4"}
+    assert problems(flags(rl_training__enabled=True, adapters__max_lora_rank=8), {"MLX_PARALLM_MODEL__LORA_RANK": "9"})
+    assert resolve(flags(rl_training__enabled=True, model__lora_rank=9), weaker).config.adapters.max_lora_rank == 9
 
 
 def test_bank_must_hold_the_live_version_and_the_next():
     (line,) = problems(flags(rl_training__enabled=True, adapters__max_loras=1))
-    assert line.startswith("adapters.max_loras: training needs 2")
+    assert line.startswith("adapters.max_loras: training needs at least 2")
     assert resolve(flags(adapters__max_loras=1)).config.adapters.max_loras == 1
 
 
@@ -193,66 +216,36 @@ def test_a_key_of_an_inner_section_is_found_by_its_name(yaml_file):
     assert line.startswith("rl_training.learning_rate: unknown key; did you mean rl_training.optimizer.learning_rate?")
 
 
-# ---- the same words and defaults as the trainer's ------------------------------------------------
+# ---- what the trainer reads ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", Algorithm)
+def test_null_and_auto_become_the_algorithms_own_values(algorithm):
+    loss, own = RLTrainingConfig(algorithm=algorithm).resolved(float32=True).loss, ALGORITHM_DEFAULTS[algorithm]
+    assert (loss.clip_low, loss.clip_high, loss.scale_rewards) == (own.clip_low, own.clip_high, own.scale_rewards)
+    assert (loss.algorithm, loss.dual_clip, loss.max_completion_tokens) == (algorithm, 3.0, 1024)
+    assert loss.imitates == (algorithm is Algorithm.CROSS_ENTROPY)
 
 
 @pytest.mark.parametrize(
-    ("literal", "enum"),
+    ("written", "float32", "resolved"),
     [
-        (training.Algorithm, rl.Algorithm),
-        (training.RewardScale, rl.RewardScale),
-        (training.Schedule, rl.Schedule),
+        ("auto", True, OldLogprobs.SAMPLER),
+        ("auto", False, OldLogprobs.TRAINER),
+        ("trainer", True, OldLogprobs.TRAINER),
+        ("sampler", False, OldLogprobs.SAMPLER),
     ],
 )
-def test_choices_are_the_trainers(literal, enum):
-    assert set(get_args(get_args(literal)[0])) == set(enum)
+def test_old_logprobs_depend_on_the_models_precision_unless_they_are_set(written, float32, resolved):
+    assert RLTrainingConfig(loss={"old_logprobs": written}).resolved(float32).loss.old_logprobs is resolved
 
 
-def test_old_logprobs_are_the_trainers_or_auto():
-    assert set(get_args(get_args(training.OldLogprobs)[0])) == {"auto", *rl.OldLogprobs}
-
-
-def test_defaults_are_the_trainers():
-    config = Config()
-    ours, loss, optimizer, gate = (
-        config.rl_training,
-        config.rl_training.loss,
-        config.rl_training.optimizer,
-        config.rl_training.gate,
-    )
-    assert loss == LossConfig()
-    assert rl.LossSettings() == rl.LossSettings(
-        algorithm=rl.Algorithm(ours.algorithm),
-        dual_clip=loss.dual_clip,
-        kl_coef=loss.kl_coef,
-        entropy_coef=loss.entropy_coef,
-        mismatch_cap=loss.mismatch_cap,
-        max_length=ours.max_completion_tokens,
-    )
-    assert rl.OptimizerSettings() == rl.OptimizerSettings(
-        learning_rate=optimizer.learning_rate,
-        schedule=rl.Schedule(optimizer.schedule),
-        warmup_steps=optimizer.warmup_updates,
-        decay_steps=optimizer.decay_updates,
-        betas=(optimizer.beta1, optimizer.beta2),
-        eps=optimizer.eps,
-        weight_decay=optimizer.weight_decay,
-        max_grad_norm=optimizer.max_grad_norm,
-    )
-    assert rl.LoRASettings() == rl.LoRASettings(
-        config.model.lora_rank, config.model.lora_alpha, config.model.lora_target_modules, ours.seed
-    )
-    assert rl.LoopSettings() == rl.LoopSettings(
-        update_frequency=ours.update_frequency,
-        buffer_size=ours.trajectory_buffer_size,
-        max_staleness=ours.max_staleness,
-        group_timeout_s=ours.group_timeout_s,
-        kl_bound=gate.kl_bound,
-        checkpoint_interval=config.checkpointing.interval,
-        rollback_drop=gate.rollback_drop,
-        max_skips=ours.max_skips,
-    )
-    assert (ours.micro_batch_tokens, ours.gradient_checkpointing) == (
-        rl.TrainerSettings().micro_batch_tokens,
-        rl.TrainerSettings().checkpoint_layers,
-    )
+def test_what_the_operator_sets_is_kept():
+    loss = {"clip_low": 0.0, "clip_high": 5.0, "dual_clip": None, "scale_rewards": "batch", "kl_coef": 0.1}
+    config = RLTrainingConfig(algorithm="dr_grpo", loss=loss, optimizer={"beta1": 0.5}, max_completion_tokens=7)
+    resolved = config.resolved(float32=True)
+    assert (resolved.loss.clip_low, resolved.loss.clip_high, resolved.loss.dual_clip) == (0.0, 5.0, math.inf)
+    assert (resolved.loss.scale_rewards, resolved.loss.kl_coef) == (RewardScale.BATCH, 0.1)
+    assert resolved.loss.max_completion_tokens == 7
+    inner = {"loss"}
+    assert resolved.model_dump(exclude=inner) == config.model_dump(exclude=inner)

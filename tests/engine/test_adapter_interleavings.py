@@ -56,7 +56,7 @@ def test_any_interleaving_of_publishes_requests_aborts_and_unloads(world: World,
         budget_tokens=data.draw(st.sampled_from([512, 4000]), label="budget"),
         max_rows=5,
     )
-    books = harness.adapters.books
+    registry = harness.adapters.registry
     which: dict[AdapterRef, int] = {BASE_ADAPTER: len(world.weights)}
     requests: dict[str, tuple[AdapterRef, int, object]] = {}
     aborted: set[str] = set()
@@ -67,8 +67,8 @@ def test_any_interleaving_of_publishes_requests_aborts_and_unloads(world: World,
         which[harness.publish(name, world.weights[number], staged=data.draw(st.booleans()))] = number
 
     def request() -> None:
-        names = [name for name in "abc" if books.live(name)]
-        lease = books.lease(data.draw(st.sampled_from(["base", *names]), label="adapter"))
+        names = [name for name in "abc" if registry.live(name)]
+        lease = registry.lease(data.draw(st.sampled_from(["base", *names]), label="adapter"))
         ref, row = lease.__enter__().ref, data.draw(st.integers(0, len(world.rows) - 1), label="row")
         rid = str(len(requests))
         requests[rid] = (ref, row, lease)
@@ -81,16 +81,16 @@ def test_any_interleaving_of_publishes_requests_aborts_and_unloads(world: World,
             harness.loop.abort(rid)
 
     def unload() -> None:
-        names = [name for name in "abc" if books.live(name)]
+        names = [name for name in "abc" if registry.live(name)]
         if names:
-            books.unload(data.draw(st.sampled_from(names), label="unload"))
+            registry.unload(data.draw(st.sampled_from(names), label="unload"))
 
     for _ in range(data.draw(st.integers(3, 14), label="actions")):
         data.draw(st.sampled_from([publish, publish, request, request, request, abort, unload]), label="action")()
         for _ in range(data.draw(st.integers(0, 6), label="steps")):
             harness.loop.step()
             harness.loop.check_integrity()
-        books.check_integrity()
+        registry.check_integrity()
     harness.run()
     for rid, (ref, row, lease) in requests.items():
         lease.__exit__(None, None, None)
@@ -99,4 +99,4 @@ def test_any_interleaving_of_publishes_requests_aborts_and_unloads(world: World,
         if rid not in aborted:
             assert isinstance(harness.terminal(rid), RequestFinished), (rid, ref)
     assert harness.adapters.slots.pinned == 0
-    books.check_integrity()
+    registry.check_integrity()

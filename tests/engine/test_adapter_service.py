@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,15 +13,14 @@ from harness import Inline, make_harness, solo
 from lora import layout_of, merged, random_adapter
 from tiny import tiny_model
 
-from mlx_parallm.adapters.books import AdapterBooks
-from mlx_parallm.adapters.checkpoints import CheckpointManager
-from mlx_parallm.adapters.files import write_mlx_lm
+from mlx_parallm.adapters.checkpoints.store import CheckpointStore
+from mlx_parallm.adapters.files.write import write_mlx_lm
 from mlx_parallm.adapters.library import AdapterLibrary
+from mlx_parallm.adapters.registry import AdapterRegistry
+from mlx_parallm.adapters.service import AdapterService
 from mlx_parallm.adapters.store import AdapterStore
-from mlx_parallm.adapters.versions import VersionInfo
-from mlx_parallm.adapters.weights import AdapterWeights
+from mlx_parallm.adapters.weights import AdapterWeights, VersionInfo
 from mlx_parallm.core import AdapterRef, GenerationRequest, Residence, SamplingParams, SequenceOutput, StopParams
-from mlx_parallm.engine.adapters import AdapterService
 from mlx_parallm.engine.live import Vocabulary
 from mlx_parallm.engine.loop import EngineParts
 from mlx_parallm.engine.processor import ContinuousBatchProcessor
@@ -33,8 +32,8 @@ from mlx_parallm.errors import (
     InvalidRequestError,
     UnknownModelError,
 )
-from mlx_parallm.scheduler.cost import CostModel
-from mlx_parallm.scheduler.rl_aware import SchedulerConfig
+from mlx_parallm.scheduler.prefill import CostModel
+from mlx_parallm.scheduler.scheduler import SchedulerConfig
 
 LAYOUT = layout_of(tiny_model("llama"))
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -55,7 +54,7 @@ class World:
     processor: ContinuousBatchProcessor
     service: AdapterService
     store: AdapterStore
-    books: AdapterBooks
+    registry: AdapterRegistry
     root: Path
     requests: int = 0
     known: list[AdapterRef] = field(default_factory=list)
@@ -83,22 +82,22 @@ def expected(weights: AdapterWeights, max_tokens: int = 12) -> list[int]:
 async def world(tmp_path: Path) -> AsyncIterator[World]:
     root = tmp_path / "adapters"
     root.mkdir()
-    checkpoints = CheckpointManager(tmp_path / "checkpoints", LAYOUT, "the base", max_rank=8, keep=3)
+    checkpoints = CheckpointStore(tmp_path / "checkpoints", LAYOUT, "the base", max_rank=8, keep=3)
     library = AdapterLibrary(LAYOUT, 8, root, (), checkpoints)
-    books = AdapterBooks("policy", library.find_checkpoint, library.first_version)
+    registry = AdapterRegistry("policy", library.find_checkpoint, library.first_version)
     made: list[AdapterStore] = []
 
     def build() -> EngineParts:
         harness = make_harness(slots=2)
         wake = processor.wake
-        made.append(AdapterStore(harness.adapters.bank, books, library.read_again, Inline(), 4, wake))
-        vocabulary = Vocabulary(263, frozenset(), lambda prompt, spelled: Text())
+        made.append(AdapterStore(harness.adapters.bank, registry, library.read_again, Inline(), 4, wake))
+        vocabulary = Vocabulary(263, frozenset(), lambda prompt, visible_specials: Text())
         return EngineParts(harness.runner, made[0], vocabulary, SchedulerConfig(), CostModel(0.01, 1e-4, 1e-8))
 
     processor = ContinuousBatchProcessor(build, debug=True)
     await asyncio.to_thread(processor.start)
     service = AdapterService(processor, made[0], library, reserved=frozenset({"tiny"}))
-    yield World(processor, service, made[0], books, root)
+    yield World(processor, service, made[0], registry, root)
     await asyncio.to_thread(processor.stop)
 
 
@@ -193,7 +192,7 @@ async def test_what_was_published_in_this_process_is_saved_as_it_was(world: Worl
     assert not version.readable
     await world.service.save_checkpoint(None, 7, [], {})
     assert version.readable
-    again = CheckpointManager(world.root.parent / "checkpoints", LAYOUT, "the base", 8).load_checkpoint("policy")
+    again = CheckpointStore(world.root.parent / "checkpoints", LAYOUT, "the base", 8).load_checkpoint("policy")
     for path, pair in weights.pairs.items():
         assert np.array_equal(again.weights.pairs[path].a, pair.a)
         assert np.array_equal(again.weights.pairs[path].b, pair.b)
@@ -253,19 +252,22 @@ async def test_a_dead_device_thread_is_an_error_not_a_wait(world: World) -> None
         await world.service.load("math", "m", replace=False)
 
 
-async def learnt(world: World, weights: AdapterWeights, then: Callable[[], None] = lambda: None) -> object:
-    """What comes of weights that are published where they were made, on the device thread; told names, in `known`."""
-    info = VersionInfo(weights.rank, weights.alpha, weights.targets, weights.nbytes)
-    return await world.processor.on_device(
-        lambda tell: world.service.publish_here("policy", info, weights, world.known.append, then, tell)
-    )
+async def learnt(world: World, weights: AdapterWeights) -> AdapterRef:
+    """Publishes weights from the device thread. The version's name is appended to `known`."""
+    return await world.processor.run(lambda: world.service.publish_on_device("policy", weights, world.known.append))
 
 
-async def test_a_version_goes_live_from_the_device_thread(world: World) -> None:
-    weights, at_flip = random_adapter(LAYOUT, 5), []
-    ref = await learnt(world, weights, lambda: at_flip.append((world.books.live("policy").ref, list(world.known))))
-    assert ref == AdapterRef("policy", 1)
-    assert at_flip == [(ref, [ref])], "told its name before it was live"
+async def test_a_version_goes_live_from_the_device_thread(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, known_at_flip, flip = random_adapter(LAYOUT, 5), [], world.registry.flip
+
+    def watched(ref: AdapterRef) -> None:
+        known_at_flip.extend(world.known)
+        flip(ref)
+
+    monkeypatch.setattr(world.registry, "flip", watched)
+    ref = await learnt(world, weights)
+    assert ref == world.registry.live("policy").ref == AdapterRef("policy", 1)
+    assert known_at_flip == [ref], "its name is known before it is live"
     assert world.service.find("policy").residence is Residence.SLOT
     assert await world.generate("policy") == (ref, expected(weights))
 
@@ -280,12 +282,14 @@ async def test_a_version_that_cannot_go_live_is_forgotten(world: World, monkeypa
         raise MemoryError("injected")
 
     monkeypatch.setattr(type(world.store.bank), "write", failing)
-    assert isinstance(await learnt(world, random_adapter(LAYOUT, 6)), MemoryError)
+    with pytest.raises(MemoryError):
+        await learnt(world, random_adapter(LAYOUT, 6))
     monkeypatch.undo()
     assert [card.ref.version for card in world.service.cards()] == [1]
 
     world.known = Unloading(world.service)
-    assert isinstance(await learnt(world, random_adapter(LAYOUT, 7)), AdapterUnavailableError)
+    with pytest.raises(AdapterUnavailableError):
+        await learnt(world, random_adapter(LAYOUT, 7))
     assert world.service.cards() == ()
 
 
@@ -293,10 +297,10 @@ class Unloading(list):
     """The adapter is unloaded while its new version is staged."""
 
     def __init__(self, service: AdapterService) -> None:
-        self.books = service._books
+        self.registry = service._registry
 
     def append(self, ref: AdapterRef) -> None:
-        self.books.unload(ref.name)
+        self.registry.unload(ref.name)
 
 
 async def test_asleep_the_bank_is_given_back_and_what_was_in_it_is_served_again(world: World) -> None:

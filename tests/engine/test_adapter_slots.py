@@ -10,9 +10,8 @@ from harness import Harness, assert_same_tokens, make_harness, solo
 from lora import QV, layout_of, merged, random_adapter
 from tiny import tiny_model
 
-from mlx_parallm.adapters.versions import VersionInfo
-from mlx_parallm.adapters.wants import READ_AHEAD
-from mlx_parallm.adapters.weights import AdapterWeights
+from mlx_parallm.adapters.staging import READ_AHEAD
+from mlx_parallm.adapters.weights import VersionInfo
 from mlx_parallm.core import (
     RequestFailed,
     RequestFinished,
@@ -104,15 +103,15 @@ def test_a_unit_of_staging_brings_one_version_though_it_has_time_for_more() -> N
     harness.submit("long", [1, 2, 3], 60, adapter=refs[0])
     while not harness.tokens("long"):
         harness.loop.step()
-    staged = harness.adapters.moves.staged
+    staged = harness.adapters.transfers.staged
     for name, ref in (("first", refs[1]), ("second", refs[2])):
         harness.submit(name, [1, 2, 3], 3, adapter=ref)
     harness.loop._scheduler.admit()
     assert harness.adapters.waits(), "for the other slot"
     harness.loop._stage(StagingUnit(0.5))
-    assert harness.adapters.moves.staged == staged + 1
+    assert harness.adapters.transfers.staged == staged + 1
     harness.run()
-    assert harness.adapters.moves.staged == staged + 2
+    assert harness.adapters.transfers.staged == staged + 2
     assert len(harness.tokens("first")) == len(harness.tokens("second")) == 3
 
 
@@ -124,12 +123,12 @@ def test_rows_admitted_before_a_write_begins_keep_their_slot() -> None:
     harness = make_harness(model, slots=1)
     old = harness.publish("a", weights)
     new = harness.publish("b", random_adapter(layout, 2), staged=False)
-    version, told = harness.adapters.books.version(new), list[Exception | None]()
-    harness.adapters.stage(version, random_adapter(layout, 2), told.append)
+    version = harness.adapters.registry.version(new)
+    staged = harness.adapters.stage(version, random_adapter(layout, 2))
     assert harness.adapters.waits()
     harness.submit("row", row, 12, adapter=old)
     harness.run()
-    assert told == [None]
+    assert staged.exception(timeout=0) is None
     assert_same_tokens(harness.tokens("row"), solo(merged(tiny_model("llama"), weights), row, 12), TINY)
 
 
@@ -160,7 +159,7 @@ def test_a_failed_write_costs_no_request(monkeypatch: pytest.MonkeyPatch) -> Non
     harness.submit("running", row, 30, adapter=ref)
     for _ in range(8):
         harness.loop.step()
-    bank, told = harness.adapters.bank, list[Exception | None]()
+    bank = harness.adapters.bank
     original = type(bank).write
 
     def failing(self, slot, weights):
@@ -168,13 +167,11 @@ def test_a_failed_write_costs_no_request(monkeypatch: pytest.MonkeyPatch) -> Non
         yield next(units)
         raise MemoryError("injected")
 
-    other = harness.adapters.books.add("b", VersionInfo(4, 8.0, (), 0))
+    other = harness.adapters.registry.add("b", VersionInfo(4, 8.0, (), 0))
     monkeypatch.setattr(type(bank), "write", failing)
-    harness.adapters.stage(other, random_adapter(layout, 2), told.append)
-    while not told:
-        harness.loop.step()
+    with pytest.raises(MemoryError):
+        harness.wait(harness.adapters.stage(other, random_adapter(layout, 2)))
     monkeypatch.undo()
-    assert isinstance(told[0], MemoryError)
     harness.run()
     assert_same_tokens(harness.tokens("running"), solo(merged(tiny_model("llama"), weights), row, 30), TINY)
     assert isinstance(harness.terminal("running"), RequestFinished)
@@ -187,16 +184,14 @@ def test_weights_come_out_as_they_were_published() -> None:
     harness = make_harness(model, slots=1)
     ref = harness.publish("a", weights)
     for place in (Residence.SLOT, Residence.COPY):
-        version = harness.adapters.books.version(ref)
+        version = harness.adapters.registry.version(ref)
         assert harness.adapters.residence(version) is place
-        taken: list[AdapterWeights | None] = []
-        harness.adapters.extract(version, taken.append)
-        harness.run()
-        assert taken[0].pairs.keys() == weights.pairs.keys()
+        taken = harness.wait(harness.adapters.extract(version))
+        assert taken.pairs.keys() == weights.pairs.keys()
         for path, pair in weights.pairs.items():
-            assert np.array_equal(taken[0].pairs[path].a, pair.a)
-            assert np.array_equal(taken[0].pairs[path].b, pair.b)
-            assert taken[0].pairs[path].scale == 4.0
+            assert np.array_equal(taken.pairs[path].a, pair.a)
+            assert np.array_equal(taken.pairs[path].b, pair.b)
+            assert taken.pairs[path].scale == 4.0
         harness.publish("b", random_adapter(layout_of(tiny_model("llama")), 6))
 
 
@@ -225,11 +220,11 @@ def test_a_version_that_is_urgent_finds_room_that_was_made_before_it_came() -> N
     def publish(seed: int) -> None:
         weights = random_adapter(layout, seed)
         info = VersionInfo(weights.rank, weights.alpha, weights.targets, weights.nbytes, root=f"/{seed}")
-        version, told = harness.adapters.books.add("a", info), []
+        version = harness.adapters.registry.add("a", info)
         harness.files[info.root] = weights
-        harness.adapters.stage(version, weights, told.append, urgent=True)
+        staged = harness.adapters.stage(version, weights, urgent=True)
         units.append(0)
-        while not told:
+        while not staged.done():
             harness.loop.step()
             units[-1] += 1
         harness.run()

@@ -163,11 +163,11 @@ def test_rows_in_flight_keep_their_version_and_new_ones_get_the_new_one() -> Non
     layout = layout_of(model)
     versions = [random_adapter(layout, seed) for seed in range(3)]
     harness = make_harness(model)
-    books = harness.adapters.books
+    registry = harness.adapters.registry
     refs = []
     for number, weights in enumerate(versions):
         harness.publish("policy", weights)
-        refs.append(books.find("policy").ref)
+        refs.append(registry.find("policy").ref)
         harness.submit(str(number), row, 40, adapter=refs[-1])
         for _ in range(5):
             harness.loop.step()

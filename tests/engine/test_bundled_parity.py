@@ -24,7 +24,7 @@ BUNDLED = 1e-4
 
 @pytest.fixture(scope="module")
 def manager() -> SharedModelManager:
-    return SharedModelManager.load(None, progress=False)
+    return SharedModelManager(progress=False)
 
 
 @pytest.fixture(scope="module")

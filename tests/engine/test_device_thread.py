@@ -1,10 +1,12 @@
-"""`on_device`: what the event loop has done on the thread that owns MLX, between two units."""
+"""`run`: calls from the event loop on the thread that owns MLX, between two units."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
+from concurrent.futures import Future
+from functools import partial
 
 import mlx.core as mx
 import pytest
@@ -12,25 +14,26 @@ from harness import PlainText, make_harness, solo
 from tiny import tiny_model
 
 from mlx_parallm.core import DeviceSchedule, GenerationRequest, SamplingParams, SequenceOutput, StopParams
+from mlx_parallm.core.futures import completed, then
 from mlx_parallm.engine.live import Vocabulary
 from mlx_parallm.engine.loop import EngineParts
 from mlx_parallm.engine.processor import ContinuousBatchProcessor
 from mlx_parallm.errors import EngineDeadError
-from mlx_parallm.scheduler.cost import CostModel
-from mlx_parallm.scheduler.rl_aware import SchedulerConfig
+from mlx_parallm.scheduler.prefill import CostModel
+from mlx_parallm.scheduler.scheduler import SchedulerConfig
 
 PROMPT = [3, 1, 4, 1, 5]
 
 
 class Countdown:
-    """Training of so many micro-steps, then `tell(their number)`."""
+    """Training of so many micro-steps, then `future` gets their number."""
 
     def __init__(self) -> None:
         self.left = self.done = 0
-        self.tell: Callable[[int], None] = lambda done: None
 
-    def begin(self, micro_steps: int, tell: Callable[[int], None]) -> None:
-        self.left, self.tell = micro_steps, tell
+    def begin(self, micro_steps: int) -> Future[int]:
+        self.left, self.future = micro_steps, Future[int]()
+        return self.future
 
     def waits(self) -> bool:
         return self.left > 0
@@ -39,7 +42,7 @@ class Countdown:
         self.left -= 1
         self.done += 1
         if self.left == 0:
-            self.tell(self.done)
+            self.future.set_result(self.done)
 
     def reset(self) -> None:
         raise AssertionError("nothing fails here")
@@ -59,7 +62,7 @@ def training() -> Countdown:
 async def engine(training: Countdown) -> AsyncIterator[ContinuousBatchProcessor]:
     def build() -> EngineParts:
         harness = make_harness()
-        vocabulary = Vocabulary(263, frozenset(), lambda prompt, spelled: PlainText())
+        vocabulary = Vocabulary(263, frozenset(), lambda prompt, visible_specials: PlainText())
         cost = CostModel(0.01, 1e-4, 1e-8)
         return EngineParts(harness.runner, harness.adapters, vocabulary, SchedulerConfig(), cost, training)
 
@@ -75,48 +78,53 @@ async def generate(engine: ContinuousBatchProcessor, request_id: str, max_tokens
     return [token for output in outputs for token in output.token_ids]
 
 
-async def test_it_runs_on_the_device_thread_and_gives_what_is_told(engine: ContinuousBatchProcessor) -> None:
-    assert await engine.on_device(lambda tell: tell(threading.current_thread().name)) == "device"
+async def test_it_runs_on_the_device_thread_and_returns_the_result(engine: ContinuousBatchProcessor) -> None:
+    assert await engine.run(lambda: threading.current_thread().name) == "device"
 
 
-async def test_what_is_told_later_is_waited_for_beside_requests(
-    engine: ContinuousBatchProcessor, training: Countdown
-) -> None:
+async def test_a_future_is_waited_for_beside_requests(engine: ContinuousBatchProcessor, training: Countdown) -> None:
     """Training that is begun so wakes an idle loop, and runs to its end."""
     expected = solo(tiny_model("llama"), PROMPT, 30).tokens
-    assert await engine.on_device(lambda tell: training.begin(5, tell)) == 5
+    assert await engine.run(lambda: training.begin(5)) == 5
     learnt, *said = await asyncio.gather(
-        engine.on_device(lambda tell: training.begin(5, tell)), *(generate(engine, str(i)) for i in range(4))
+        engine.run(lambda: training.begin(5)), *(generate(engine, str(i)) for i in range(4))
     )
     assert learnt == 10
     assert said == [expected] * 4
 
 
 async def test_many_at_once_each_get_their_own(engine: ContinuousBatchProcessor) -> None:
-    answers = await asyncio.gather(*(engine.on_device(lambda tell, i=i: tell(i)) for i in range(20)))
+    answers = await asyncio.gather(*(engine.run(lambda i=i: i) for i in range(20)))
     assert answers == list(range(20))
 
 
 async def test_who_stops_waiting_harms_nobody(engine: ContinuousBatchProcessor) -> None:
-    kept: list[Callable[[int], None]] = []
-    task = asyncio.create_task(engine.on_device(kept.append))
-    while not kept:
-        await asyncio.sleep(0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    kept[0](1)
-    assert await engine.on_device(lambda tell: tell("alive")) == "alive"
+    futures: list[Future[int]] = []
+
+    def later() -> Future[int]:
+        futures.append(Future())
+        return futures[-1]
+
+    for finish in (lambda future: future.set_result(1), lambda future: future.set_exception(RuntimeError("late"))):
+        task = asyncio.create_task(engine.run(later))
+        while not futures:
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        future = futures.pop()
+        await engine.run(partial(finish, future))
+        assert await engine.run(lambda: "alive") == "alive"
 
 
 async def test_a_stopped_thread_is_an_error_not_a_wait(engine: ContinuousBatchProcessor) -> None:
-    waiting = asyncio.create_task(engine.on_device(lambda tell: None))
-    await engine.on_device(lambda tell: tell(None))
+    waiting = asyncio.create_task(engine.run(Future))
+    await engine.run(lambda: None)
     await asyncio.to_thread(engine.stop)
     with pytest.raises(EngineDeadError):
         await waiting
     with pytest.raises(EngineDeadError):
-        await engine.on_device(lambda tell: tell(None))
+        await engine.run(lambda: None)
 
 
 async def test_what_raises_costs_whoever_asked_and_nobody_else(engine: ContinuousBatchProcessor) -> None:
@@ -124,12 +132,15 @@ async def test_what_raises_costs_whoever_asked_and_nobody_else(engine: Continuou
     expected = solo(tiny_model("llama"), PROMPT, 60).tokens
     running = asyncio.create_task(generate(engine, "r", 60))
 
-    def broken(tell: Callable[[None], None]) -> None:
+    def broken() -> None:
         raise RuntimeError("[metal::malloc] injected")
 
-    for _ in range(3):
+    def broken_later() -> Future[None]:
+        return then(completed(None), lambda _: broken())
+
+    for call in (broken, broken_later, broken):
         with pytest.raises(RuntimeError, match="injected"):
-            await engine.on_device(broken)
+            await engine.run(call)
     assert await running == expected
     stats = engine.stats()
     assert (stats.alive, stats.failed_steps_total, stats.preemptions_total) == (True, 0, 0)
@@ -142,16 +153,16 @@ async def test_a_new_schedule_is_in_force_when_it_returns(engine: ContinuousBatc
 
 
 async def test_sleep_waits_for_requests_and_gives_the_pool_back(engine: ContinuousBatchProcessor) -> None:
-    before = await engine.on_device(lambda tell: tell(mx.get_active_memory()))
+    before = await engine.run(mx.get_active_memory)
     running = asyncio.create_task(generate(engine, "r", 400))
     await asyncio.sleep(0.01)
     assert not running.done()
     await engine.sleep()
     assert running.done()
     assert engine.stats().kv_bytes_held == 0
-    after = await engine.on_device(lambda tell: tell(mx.get_active_memory()))
+    after = await engine.run(mx.get_active_memory)
     assert after - before < 20_000, "nothing keeps a slab"
-    assert await engine.on_device(lambda tell: tell(mx.get_cache_memory())) == 0
+    assert await engine.run(mx.get_cache_memory) == 0
     assert len(await generate(engine, "s", 5)) == 5, "and the next request takes it again"
 
 

@@ -76,7 +76,7 @@ def submit_all(harness: Harness) -> Iterator[None]:
     harness.submit("base", [5, 3, 1] * 8, 60)
     harness.submit("group", [2, 7] * 50, 12, n=2, sampling=SAMPLED)
     for name in "abc":
-        live = harness.adapters.books.live(name)
+        live = harness.adapters.registry.live(name)
         harness.submit(f"on {name}", [ord(name), 4, 8], 10, adapter=live.ref)
     harness.submit("scored", [9, 8, 7, 6, 5], 3, prompt_logprobs=2)
     yield
@@ -84,7 +84,7 @@ def submit_all(harness: Harness) -> Iterator[None]:
 
 
 def play(harness: Harness, limit: int = 1500) -> None:
-    """Everything, to its end. No step raises, and all the books agree after each."""
+    """Everything, to its end. No step raises, and all integrity checks pass after each."""
     for _ in submit_all(harness):
         for _ in range(12):
             harness.loop.step()

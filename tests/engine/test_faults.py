@@ -25,9 +25,9 @@ from mlx_parallm.engine.live import Vocabulary
 from mlx_parallm.engine.loop import EngineParts
 from mlx_parallm.engine.processor import ContinuousBatchProcessor
 from mlx_parallm.errors import DeviceMemoryError, EngineDeadError, StepFailedError
-from mlx_parallm.model.layout import KVLayout
-from mlx_parallm.scheduler.cost import CostModel
-from mlx_parallm.scheduler.rl_aware import SchedulerConfig
+from mlx_parallm.model.families import KVLayout
+from mlx_parallm.scheduler.prefill import CostModel
+from mlx_parallm.scheduler.scheduler import SchedulerConfig
 
 PROMPTS = [[i, 3, 5, 7, 11, 13] * 4 for i in range(3)]
 
@@ -134,10 +134,10 @@ def test_abort_in_every_phase_frees_everything(steps: int) -> None:
 
 
 def build(broken: bool = False) -> EngineParts:
-    """Parts made on the device thread; `broken` breaks the scheduler's books from the first unit on."""
+    """Parts made on the device thread. `broken`: the cost model has no methods, so the first unit ends the thread."""
     harness = make_harness()
-    vocabulary = Vocabulary(263, frozenset(), lambda prompt, spelled: Text())
-    cost = None if broken else CostModel(0.01, 1e-4, 1e-8)
+    vocabulary = Vocabulary(263, frozenset(), lambda prompt, visible_specials: Text())
+    cost = object() if broken else CostModel(0.01, 1e-4, 1e-8)
     return EngineParts(harness.runner, harness.adapters, vocabulary, SchedulerConfig(), cost)  # type: ignore[arg-type]
 
 
@@ -283,7 +283,7 @@ async def test_a_request_that_cannot_be_read_fails_alone(
         raise ValueError("injected")
 
     with monkeypatch.context() as patched:
-        patched.setattr("mlx_parallm.engine.ledger.expand", broken)
+        patched.setattr("mlx_parallm.engine.requests.expand", broken)
         events = await collect(engine, request("bad", PROMPTS[0], 3))
     assert isinstance(events[-1], RequestFailed)
     assert isinstance((await collect(engine, request("good", PROMPTS[0], 3)))[-1], RequestFinished)

@@ -15,8 +15,8 @@ from mlx_parallm.engine.live import Vocabulary
 from mlx_parallm.engine.loop import EngineParts
 from mlx_parallm.engine.processor import ContinuousBatchProcessor
 from mlx_parallm.errors import AbortedError, EngineDeadError
-from mlx_parallm.scheduler.cost import CostModel
-from mlx_parallm.scheduler.rl_aware import SchedulerConfig
+from mlx_parallm.scheduler.prefill import CostModel
+from mlx_parallm.scheduler.scheduler import SchedulerConfig
 
 PROMPT = [3, 1, 4, 1, 5]
 LONG = 200
@@ -131,7 +131,7 @@ async def test_who_leaves_while_paused_leaves_nothing_behind(engine: ContinuousB
 
 async def test_the_device_thread_does_other_work_meanwhile(engine: ContinuousBatchProcessor) -> None:
     await engine.pause(PauseMode.KEEP)
-    assert await engine.on_device(lambda tell: tell(int(mx.array(2).item()))) == 2
+    assert await engine.run(lambda: int(mx.array(2).item())) == 2
 
 
 async def test_a_stopped_thread_cannot_be_paused_or_resumed(engine: ContinuousBatchProcessor) -> None:

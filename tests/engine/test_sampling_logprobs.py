@@ -11,12 +11,12 @@ from harness import Harness, make_harness
 from lora import layout_of, merged, random_adapter
 from tiny import tiny_model
 
-from mlx_parallm.core import Collection, RequestFinished, SamplingParams, SequenceOutput, WorkClass
+from mlx_parallm.core import CollectionSpec, RequestFinished, SamplingParams, SequenceOutput, WorkClass
 
 TINY = 1e-5
 """Invariant 8's bound on logprobs across shapes, for tiny float32 models."""
 
-COLLECTED = Collection()
+COLLECTED = CollectionSpec()
 
 
 def prompt(length: int, seed: int) -> list[int]:

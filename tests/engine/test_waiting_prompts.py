@@ -6,8 +6,8 @@ import pytest
 from harness import make_harness
 
 from mlx_parallm.core import RequestFinished
-from mlx_parallm.scheduler.cost import CostModel
-from mlx_parallm.scheduler.rl_aware import RLAwareScheduler
+from mlx_parallm.scheduler.prefill import CostModel
+from mlx_parallm.scheduler.scheduler import RLAwareScheduler
 
 
 @pytest.fixture
@@ -34,13 +34,13 @@ def test_short_requests_are_served_behind_a_long_one() -> None:
 def test_the_time_in_the_queue_ends_with_the_first_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     harness = make_harness()
     order: list[float] = []
-    prefilled = RLAwareScheduler.prefilled
+    prefilled = RLAwareScheduler.record_prefill
 
     def noted(self: RLAwareScheduler, unit: object, seconds: float, now: float) -> None:
         order.append(now - seconds)
         prefilled(self, unit, seconds, now)
 
-    monkeypatch.setattr(RLAwareScheduler, "prefilled", noted)
+    monkeypatch.setattr(RLAwareScheduler, "record_prefill", noted)
     harness.submit("one", list(range(1, 200)), max_tokens=1)
     harness.run()
     end = harness.terminal("one")

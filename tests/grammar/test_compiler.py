@@ -18,7 +18,7 @@ from server.fakes import EOS, VOCAB, ByteTokenizer
 from mlx_parallm.core import GrammarKind, GrammarSpec, GrammarState
 from mlx_parallm.errors import EngineError, GrammarError, InvalidRequestError, OverloadedError
 from mlx_parallm.grammar import trial
-from mlx_parallm.grammar.compiler import KEPT, LLCompiler
+from mlx_parallm.grammar.compiler import MAX_CACHED, LLCompiler
 
 WIDTH = VOCAB + 40
 """Of the logits: some models have more than their tokenizer."""
@@ -202,7 +202,7 @@ def test_a_hostile_grammar_is_bounded_in_time(compiler: LLCompiler, name: str) -
 def test_a_grammar_that_comes_again_is_compiled_once(compiler: LLCompiler) -> None:
     first = compiler.compile(GrammarSpec(GrammarKind.REGEX, "again"))
     assert compiler.compile(GrammarSpec(GrammarKind.REGEX, "again")) is first
-    for number in range(KEPT):
+    for number in range(MAX_CACHED):
         compiler.compile(GrammarSpec(GrammarKind.REGEX, f"other{number}"))
     assert compiler.compile(GrammarSpec(GrammarKind.REGEX, "again")) is not first, "only so many are kept"
 

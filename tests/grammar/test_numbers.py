@@ -11,9 +11,9 @@ from server.fakes import EOS, VOCAB, ByteTokenizer
 from walks import allowed, follows
 
 from mlx_parallm.core import Grammar, GrammarKind, GrammarSpec
-from mlx_parallm.core.integers import LEAST
+from mlx_parallm.core.grammar import LEAST
 from mlx_parallm.grammar.compiler import LLCompiler
-from mlx_parallm.grammar.numbers import DIGITS
+from mlx_parallm.grammar.wrappers import MAX_DIGITS
 
 NUMBERS = set(b"0123456789")
 
@@ -41,7 +41,7 @@ def after(grammar: Grammar, text: str) -> set[int]:
 @pytest.mark.parametrize("before", ["", "-", "0.", "1.5e"])
 def test_after_so_many_digits_a_number_goes_on_otherwise_or_ends(compiler: LLCompiler, before: str) -> None:
     grammar = of_schema(compiler, {"type": "number"})
-    digits = "1" * (DIGITS - 1)
+    digits = "1" * (MAX_DIGITS - 1)
     assert after(grammar, before + digits) > NUMBERS
     assert not NUMBERS & after(grammar, before + digits + "1")
     assert EOS in after(grammar, before + digits + "1")
@@ -60,7 +60,7 @@ def test_digits_of_strings_are_not_counted(compiler: LLCompiler) -> None:
 
 def test_each_number_has_its_own(compiler: LLCompiler) -> None:
     grammar = of_schema(compiler, {"type": "array", "items": {"type": "number"}})
-    assert follows(grammar, json.dumps([int("1" * DIGITS)] * 3))
+    assert follows(grammar, json.dumps([int("1" * MAX_DIGITS)] * 3))
 
 
 INTEGER = {"type": "integer"}

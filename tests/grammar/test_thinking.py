@@ -8,7 +8,7 @@ import pytest
 from server.fakes import EOS, VOCAB, ByteTokenizer
 from walks import allowed, follows
 
-from mlx_parallm.core import Grammar, GrammarKind, GrammarSpec, Reasoning, Thinks
+from mlx_parallm.core import Grammar, GrammarKind, GrammarSpec, Reasoning, ReasoningPrefix
 from mlx_parallm.errors import GrammarError
 from mlx_parallm.grammar.compiler import LLCompiler
 
@@ -22,26 +22,28 @@ def compiler() -> Iterator[LLCompiler]:
     made.close()
 
 
-def compiled(compiler: LLCompiler, thinks: Thinks) -> Grammar:
-    return compiler.compile(GrammarSpec(GrammarKind.REGEX, "[0-9]{2}", thinks=thinks))
+def compiled(compiler: LLCompiler, reasoning_prefix: ReasoningPrefix) -> Grammar:
+    return compiler.compile(GrammarSpec(GrammarKind.REGEX, "[0-9]{2}", reasoning_prefix=reasoning_prefix))
 
 
 @pytest.mark.parametrize(
-    ("thinks", "good", "bad"),
+    ("reasoning_prefix", "good", "bad"),
     [
-        (Thinks.NO, ["42"], ["<t></t>42", "x</t>42"]),
-        (Thinks.MAY, ["42", "<t>Hm </t </t>42", "<t></t>42"], ["x</t>42", "<x", "<t>42", "4</t>42"]),
-        (Thinks.ALREADY, ["</t>42", "Hm, 42? </t>42", "<t></t>42"], ["42", "</t>x", "</t>4"]),
+        (ReasoningPrefix.NONE, ["42"], ["<t></t>42", "x</t>42"]),
+        (ReasoningPrefix.OPTIONAL, ["42", "<t>Hm </t </t>42", "<t></t>42"], ["x</t>42", "<x", "<t>42", "4</t>42"]),
+        (ReasoningPrefix.OPEN, ["</t>42", "Hm, 42? </t>42", "<t></t>42"], ["42", "</t>x", "</t>4"]),
     ],
 )
-def test_what_may_come_before(compiler: LLCompiler, thinks: Thinks, good: list[str], bad: list[str]) -> None:
-    grammar = compiled(compiler, thinks)
+def test_what_may_come_before(
+    compiler: LLCompiler, reasoning_prefix: ReasoningPrefix, good: list[str], bad: list[str]
+) -> None:
+    grammar = compiled(compiler, reasoning_prefix)
     assert [text for text in good if not follows(grammar, text)] == []
     assert [text for text in bad if follows(grammar, text)] == []
 
 
 def test_nothing_ends_a_text_while_it_thinks(compiler: LLCompiler) -> None:
-    state = compiled(compiler, Thinks.ALREADY).start()
+    state = compiled(compiler, ReasoningPrefix.OPEN).start()
     for token in b"Hm":
         assert set(range(256)) <= allowed(state)
         assert EOS not in allowed(state)
@@ -50,14 +52,14 @@ def test_nothing_ends_a_text_while_it_thinks(compiler: LLCompiler) -> None:
 
 
 def test_a_start_mark_that_was_begun_is_gone_on_with(compiler: LLCompiler) -> None:
-    state = compiled(compiler, Thinks.MAY).start()
+    state = compiled(compiler, ReasoningPrefix.OPTIONAL).start()
     assert allowed(state) == {ord("<"), *b"0123456789"}
     state.accept(ord("<"))
     assert allowed(state) == {ord("t")}
 
 
 def test_texts_are_strangers(compiler: LLCompiler) -> None:
-    grammar = compiled(compiler, Thinks.MAY)
+    grammar = compiled(compiler, ReasoningPrefix.OPTIONAL)
     one, other = grammar.start(), grammar.start()
     one.accept(ord("<"))
     assert ord("4") in allowed(other)
@@ -75,12 +77,14 @@ class WideTokenizer(ByteTokenizer):
 def test_what_a_token_says_after_the_end_mark_is_the_grammars() -> None:
     compiler = LLCompiler(WideTokenizer(), VOCAB)
     try:
-        state = compiled(compiler, Thinks.ALREADY).start()
+        state = compiled(compiler, ReasoningPrefix.OPEN).start()
         state.accept(256)
         assert allowed(state) == set(b"0123456789")
         state.accept(ord("2"))
         assert state.ended
-        letters = compiler.compile(GrammarSpec(GrammarKind.REGEX, "[a-z]", thinks=Thinks.ALREADY)).start()
+        letters = compiler.compile(
+            GrammarSpec(GrammarKind.REGEX, "[a-z]", reasoning_prefix=ReasoningPrefix.OPEN)
+        ).start()
         with pytest.raises(GrammarError):
             letters.accept(256)
     finally:

@@ -87,6 +87,7 @@ def test_with_tools_and_a_format_every_finished_answer_is_a_call_or_has_the_form
         assert not (calls and choice.message.content)
 
 
+@pytest.mark.slow
 def test_many_at_once_say_what_each_says_alone(server: Server) -> None:
     """Greedy answers of a mixed batch; a sampled row with a seed beside other neighbours."""
     client = server.client()
@@ -125,9 +126,10 @@ def test_books_are_clean_afterwards(server: Server) -> None:
 
 
 def test_sigterm_drains(tmp_path: Path) -> None:
-    """A stream under way finishes; then the process ends with 0."""
+    """A running stream finishes, then the process ends with 0. Every unit of device work is in the debug trace."""
     save_tiny("llama", tmp_path)
-    running = start("--model-path", str(tmp_path))
+    trace = tmp_path / "trace.json"
+    running = start("--model-path", str(tmp_path), "--debug-trace", str(trace))
     try:
         stream = running.client().completions.create(
             model="base", prompt="Hello", max_tokens=600, temperature=0, stream=True, extra_body={"ignore_eos": True}
@@ -138,6 +140,7 @@ def test_sigterm_drains(tmp_path: Path) -> None:
         assert first.choices[0].finish_reason is None
         assert reasons[-1] == "length"
         assert running.process.wait(timeout=20) == 0
+        assert [unit["name"] for unit in json.loads(trace.read_text() + "]")].count("decode") >= 600
     finally:
         running.process.kill()
 
@@ -146,11 +149,14 @@ def test_sigterm_drains(tmp_path: Path) -> None:
     ("flags", "status", "message"),
     [
         (["--model-path", "/no/such/model"], 1, "no model directory"),
-        (["--enable-rl-training", "--lora-rank", "32"], 2, "max_lora_rank"),
+        (["--enable-rl-training", "--lora-rank", "32", "--max-lora-rank", "16"], 2, "max_lora_rank"),
         (["--max-model-len", "1000000"], 2, "max_model_len"),
     ],
 )
-def test_a_server_that_cannot_start_says_why_and_exits(flags: list[str], status: int, message: str) -> None:
-    done = subprocess.run([*COMMAND, *flags], capture_output=True, text=True, timeout=60)
+def test_a_server_that_cannot_start_says_why_and_exits(
+    flags: list[str], status: int, message: str, tmp_path: Path
+) -> None:
+    save_tiny("llama", tmp_path)
+    done = subprocess.run([*COMMAND, "--model-path", str(tmp_path), *flags], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (status, "")
     assert message in done.stderr

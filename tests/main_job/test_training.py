@@ -6,6 +6,7 @@ import json
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -78,6 +79,7 @@ def checkpoint(folder: Path, step: int) -> dict[str, bytes]:
     return {name: (path / name).read_bytes() for name in ("adapters.safetensors", "optimizer.safetensors")}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_killed_server_goes_on_from_its_last_checkpoint_and_makes_the_same_updates(
     model: Path, tmp_path: Path
@@ -135,6 +137,39 @@ def waited_for(server: Server, updates: int) -> Any:
     return status
 
 
+def test_without_an_answer_a_collected_request_waits_for_feedback_and_its_answer_says_so(server: Server) -> None:
+    answer = collected(server, scoring_function="gsm8k", metadata={"environment": "math", "difficulty": "hard"})
+    assert "wait for feedback" in answer["trajectory_warning"]
+    status = server.get("/v1/training/status")
+    assert (status["trajectories_waiting"], status["drops"]) == (GROUP, {})
+    server.post("/v1/training/feedback", trajectory_id=answer["trajectory_ids"][0], score=1.0)
+    assert server.get("/v1/training/status")["groups_ready"] == 1
+
+
+def test_under_load_collected_and_live_requests_share_the_rows_by_the_ratios(model: Path, tmp_path: Path) -> None:
+    """Counted over some ten waves of ten rows each, so that the first one weighs little."""
+    server = start(*flags(model, tmp_path, "--max-batch-size", "10"))
+    body = {"prompt": [5, 6, 7], "max_tokens": 200, "n": 60, "seed": 1}
+    asking = [
+        threading.Thread(target=server.http.post, args=("/v1/completions",), kwargs={"json": {**body, **more}})
+        for more in ({}, {"collect_trajectory": True})
+    ]
+    rows: Counter[str] = Counter()
+    try:
+        for thread in asking:
+            thread.start()
+        while any(thread.is_alive() for thread in asking):
+            sequences = server.get("/debug/state")["engine"]["detail"]["sequences"]
+            waiting = {each["class"] for each in sequences if not each["computed_tokens"]}
+            if len(waiting) == 2:
+                rows.update(each["class"] for each in sequences if each["generated_tokens"])
+    finally:
+        stop(server)
+        for thread in asking:
+            thread.join()
+    assert 0.2 < rows["training"] / rows.total() < 0.4, rows
+
+
 def test_requests_become_a_new_version_that_serves_the_next_ones(server: Server) -> None:
     assert server.get("/v1/training/status")["current_lora"] is None
     answers = [
@@ -146,7 +181,7 @@ def test_requests_become_a_new_version_that_serves_the_next_ones(server: Server)
     status = waited_for(server, 1)
     assert status["current_lora"] == "default@1"
     assert status["trajectories_collected"] == 2 * GROUP
-    assert status["available_checkpoints"] == ["checkpoint-1"]
+    assert status["available_checkpoints"] == ["checkpoint-1", "latest"]
     assert status["last_update"].endswith("Z")
     answer = server.post("/v1/completions", prompt="Hello", max_tokens=2)
     assert answer["lora_adapter"] == "default@1"

@@ -13,7 +13,7 @@ from mlx_parallm.model.manager import SharedModelManager
 
 @pytest.fixture(scope="module")
 def loaded():
-    return SharedModelManager.load(None, progress=False)
+    return SharedModelManager(progress=False)
 
 
 def greedy(model, prompt, steps):
@@ -42,10 +42,10 @@ def test_card_and_layers_say_what_it_is(loaded):
     assert loaded.card.parameters == 134_515_008
     assert loaded.card.weight_bytes == 4 * loaded.card.parameters
     assert loaded.card.quantization == "4-bit, dequantized"
-    assert len(loaded.layers) == 30
-    assert {(layer.kv_heads, layer.head_dim_k, layer.head_dim_v, layer.window) for layer in loaded.layers} == {
-        (3, 64, 64, None)
-    }
+    assert len(loaded.kv_layout.layers) == 30
+    assert {
+        (layer.kv_heads, layer.head_dim_k, layer.head_dim_v, layer.window) for layer in loaded.kv_layout.layers
+    } == {(3, 64, 64, None)}
 
 
 def test_unpermuting_undoes_llama_cpps_interleaving():

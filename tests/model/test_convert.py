@@ -9,9 +9,10 @@ import pytest
 from lora import layout_of, random_adapter
 from tiny import save_tiny
 
-from mlx_parallm.adapters.files import read_adapter, write_mlx_lm
+from mlx_parallm.adapters.files.read import read_adapter
+from mlx_parallm.adapters.files.write import write_mlx_lm
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.model.convert import convert
+from mlx_parallm.model.merge import convert
 
 
 def test_there_and_back_to_the_bit(tmp_path: Path) -> None:

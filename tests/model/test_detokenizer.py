@@ -8,8 +8,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mlx_parallm.model.bundled import load_bundled
-from mlx_parallm.model.detokenizer import Detokenizer
-from mlx_parallm.model.tokenizer import Tokenizer
+from mlx_parallm.model.tokenizer import Detokenizer, Tokenizer
 
 SMOLLM = Tokenizer(TokenizerWrapper(load_bundled(dequantize=False)[1]))
 EMOJI = "a 👨‍👩‍👧 日本語"
@@ -81,14 +80,14 @@ def test_special_and_padding_tokens_add_nothing():
     [([], [1, 2, 4, 5, 3, 6], "playing the games ."), ([4], [1, 2], " playing"), ([4, 1], [2, 5], "ing game")],
 )
 def test_decoders_that_look_at_neighbours_join_as_in_the_whole_text(prompt, ids, text):
-    assert word_piece().text_pieces is None
+    assert word_piece().text_bytes is None
     assert streamed(word_piece(), ids, prompt) == text
 
 
 def test_tokens_without_text_are_not_decoded_again_and_again(monkeypatch):
     """Each step decodes a few tokens, however many have said nothing."""
     tokenizer = Tokenizer(TokenizerWrapper(tiny_tokenizer()))
-    monkeypatch.setattr(tokenizer, "text_pieces", None)
+    monkeypatch.setattr(tokenizer, "text_bytes", None)
     lengths, decode = [], tokenizer.decode
     monkeypatch.setattr(tokenizer, "decode", lambda ids, **skip: lengths.append(len(ids)) or decode(ids, **skip))
     detokenizer = Detokenizer(tokenizer)

@@ -12,8 +12,7 @@ from mlx_lm.utils import quantize_model, save_config, save_model
 from tiny import EOS_ID, FAMILIES, VOCAB_SIZE, build_model, save_directory, save_tiny, tiny_config, tiny_model
 
 from mlx_parallm.errors import ModelNotFoundError, UnsupportedModelError
-from mlx_parallm.model.families import Standing, relative_error
-from mlx_parallm.model.layers import LayerSpec, probe
+from mlx_parallm.model.families import LayerSpec, Support, probe, relative_error
 from mlx_parallm.model.loading import to_float32
 from mlx_parallm.model.manager import SharedModelManager
 
@@ -33,7 +32,7 @@ MAMBA = {
 
 
 def load(path, **options):
-    return SharedModelManager.load(str(path), progress=False, **options)
+    return SharedModelManager(str(path), progress=False, **options)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -41,8 +40,8 @@ def test_every_family_loads_from_a_directory(family, tmp_path):
     model = save_tiny(family, tmp_path / "some-model")
     loaded = load(tmp_path / "some-model")
     assert relative_error(loaded.model(TOKENS), model(TOKENS)) < 1e-5
-    assert loaded.family.standing is Standing.PROVED
-    assert loaded.kv_dtype == mx.float32
+    assert loaded.family.support is Support.TESTED
+    assert loaded.kv_layout.dtype == mx.float32
     assert (loaded.card.name, loaded.card.dtype, loaded.card.quantization) == ("some-model", "float32", "none")
     assert (loaded.card.context_length, loaded.card.vocab_size) == (4096, VOCAB_SIZE)
     assert loaded.tokenizer.eos_token_ids == {EOS_ID}
@@ -50,10 +49,10 @@ def test_every_family_loads_from_a_directory(family, tmp_path):
 
 def test_windows_are_those_of_mlx_lms_own_caches():
     full, sliding = LayerSpec(2, 16, 16), LayerSpec(2, 16, 16, window=8)
-    assert probe(tiny_model("gemma3")).layers == (sliding, full, sliding, full)
-    assert probe(tiny_model("llama")).layers == (full, full)
+    assert probe(tiny_model("gemma3"))[0].layers == (sliding, full, sliding, full)
+    assert probe(tiny_model("llama"))[0].layers == (full, full)
     mixed = tiny_model("llama", layer_types=["full_attention", "sliding_attention"], sliding_window=8)
-    assert probe(mixed).layers == (full, sliding)
+    assert probe(mixed)[0].layers == (full, sliding)
 
 
 def test_a_window_without_its_cache_is_refused(monkeypatch):
@@ -103,7 +102,7 @@ def test_a_packing_that_cannot_be_dequantized_is_refused():
 @pytest.mark.parametrize("path", ["/no/such/dir", "./nowhere", "~/nowhere-at-all", "too/many/parts"])
 def test_a_missing_directory_is_said_to_be_missing(path):
     with pytest.raises(ModelNotFoundError, match="no model directory"):
-        SharedModelManager.load(path, progress=False)
+        SharedModelManager(path, progress=False)
 
 
 def test_a_directory_without_a_model_says_what_lacks(tmp_path):
@@ -117,7 +116,7 @@ def test_a_directory_without_a_model_says_what_lacks(tmp_path):
 def test_an_unreachable_hub_id_is_not_found(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ModelNotFoundError, match="no hub model"):
-        SharedModelManager.load("nobody/no-such-model", progress=False)
+        SharedModelManager("nobody/no-such-model", progress=False)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +155,7 @@ def test_recurrent_state_is_refused(tmp_path):
 
 def test_progress_goes_to_stderr_as_plain_lines(tmp_path, capfd):
     save_tiny("llama", tmp_path / "m")
-    SharedModelManager.load(str(tmp_path / "m"), progress=True)
+    SharedModelManager(str(tmp_path / "m"), progress=True)
     out, err = capfd.readouterr()
     assert out == ""
     assert "loaded m: " in err
@@ -170,7 +169,7 @@ def test_generation_neither_needs_nor_calls_a_compiler(path, tmp_path):
     save_tiny("gemma3_text", tmp_path / "model")
     program = (
         "from mlx_parallm.model.manager import SharedModelManager; import mlx.core as mx, sys;"
-        "mx.eval(SharedModelManager.load(sys.argv[1], progress=False).model(mx.array([[1, 2, 3]])))"
+        "mx.eval(SharedModelManager(sys.argv[1], progress=False).model(mx.array([[1, 2, 3]])))"
     )
     command = [sys.executable, "-c", program, str(tmp_path / "model")]
     environment = {**os.environ, "PATH": path, "TMPDIR": str(tmp_path)}

@@ -10,13 +10,13 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import quantize_model, save_config, save_model
 from tiny import save_directory, save_tiny, tiny_config, tiny_model
 
-from mlx_parallm.adapters.files import write_mlx_lm, write_peft
+from mlx_parallm.adapters.files.write import write_mlx_lm, write_peft
 from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair
 from mlx_parallm.errors import AdapterFileError, ConfigError, ModelNotFoundError, UnsupportedModelError
 from mlx_parallm.model import merge as merging
-from mlx_parallm.model.adapted import adapter_layout
 from mlx_parallm.model.bundled import load_bundled
 from mlx_parallm.model.families import classify, relative_error
+from mlx_parallm.model.hooks import adapter_layout
 from mlx_parallm.model.merge import fuse, merge
 
 TOKENS = mx.array([[1, 5, 9, 33, 77, 2, 250, 100, 30, 4, 66, 7]])

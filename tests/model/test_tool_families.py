@@ -18,9 +18,8 @@ from walks import follows, walk
 
 from mlx_parallm.core import GrammarKind, GrammarSpec, ToolCall, UnwritableToolError
 from mlx_parallm.grammar.compiler import LLCompiler
-from mlx_parallm.model.detokenizer import Detokenizer
-from mlx_parallm.model.tokenizer import Tokenizer
-from mlx_parallm.model.tools.families import Family
+from mlx_parallm.model.tokenizer import Detokenizer, Tokenizer
+from mlx_parallm.model.tools.formats import FamilyToolFormat
 
 MOST = 3
 TRIP = tool(
@@ -55,11 +54,11 @@ def compiler() -> Iterator[LLCompiler]:
     made.close()
 
 
-def of(family: Family, *tools: dict[str, Any], most: int = MOST, free: bool = False) -> GrammarSpec:
+def of(family: FamilyToolFormat, *tools: dict[str, Any], most: int = MOST, free: bool = False) -> GrammarSpec:
     return GrammarSpec(GrammarKind.GRAMMAR, family.grammar(tools, most, free))
 
 
-def calls_in(family: Family, text: str, tools: tuple[dict[str, Any], ...]) -> list[ToolCall]:
+def calls_in(family: FamilyToolFormat, text: str, tools: tuple[dict[str, Any], ...]) -> list[ToolCall]:
     """Of a text that is calls and nothing else."""
     assert text.startswith(family.start)
     blocks = text.split(family.start)[1:]
@@ -73,7 +72,7 @@ def calls_in(family: Family, text: str, tools: tuple[dict[str, Any], ...]) -> li
     return found
 
 
-def pull(family: Family) -> list[str]:
+def pull(family: FamilyToolFormat) -> list[str]:
     assert family.syntax is not None
     ends = [(family.syntax.argument or ("", ""))[1], (family.syntax.bare or ("", ""))[1]]
     return ['"', *filter(None, ends)]
@@ -194,13 +193,13 @@ def test_marks_that_are_special_tokens_are_text_where_they_are_wanted() -> None:
     text = "ä[TOOL_CALLS]now[ARGS]{}[IMG]"
     ids = tokenizer.encode(text, add_special_tokens=False)
 
-    def shown(spelled: frozenset[int]) -> str:
-        detokenizer = Detokenizer(tokenizer, (), spelled)
+    def shown(visible_specials: frozenset[int]) -> str:
+        detokenizer = Detokenizer(tokenizer, (), visible_specials)
         return "".join(map(detokenizer.add, ids)) + detokenizer.finish()
 
     assert shown(frozenset()) == "änow{}"
-    assert shown(tokenizer.tool_format.spelled) == "ä[TOOL_CALLS]now[ARGS]{}"
-    assert len(tokenizer.tool_format.spelled) == 2
+    assert shown(tokenizer.tool_format.visible_specials) == "ä[TOOL_CALLS]now[ARGS]{}"
+    assert len(tokenizer.tool_format.visible_specials) == 2
 
 
 def test_the_grammar_takes_marks_as_special_tokens() -> None:
@@ -209,7 +208,7 @@ def test_the_grammar_takes_marks_as_special_tokens() -> None:
     family = tokenizer.tool_format
     try:
         state = compiler.compile(
-            GrammarSpec(GrammarKind.GRAMMAR, family.grammar(TOOLS, 1, False), family.spelled)
+            GrammarSpec(GrammarKind.GRAMMAR, family.grammar(TOOLS, 1, False), family.visible_specials)
         ).start()
         for token in tokenizer.encode("[TOOL_CALLS]now[ARGS]{}", add_special_tokens=False):
             state.accept(token)

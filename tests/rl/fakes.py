@@ -1,10 +1,11 @@
-"""Stand-ins for what the training loop asks of others. A policy is one number; learning adds to it."""
+"""Test doubles of `Learner`, `Publisher`, scorers and engine. A policy is one number; learning adds to it."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 
 import numpy as np
@@ -13,7 +14,7 @@ from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair
 from mlx_parallm.core import (
     AdapterRef,
     CheckpointCard,
-    Collection,
+    CollectionSpec,
     EngineStats,
     Event,
     FinishReason,
@@ -21,9 +22,11 @@ from mlx_parallm.core import (
     Trajectory,
 )
 from mlx_parallm.errors import AdapterFileError, ConflictError, InvalidRequestError, UnknownModelError
-from mlx_parallm.rl.parts import Publish, Published, ScoringError
-from mlx_parallm.rl.samples import UpdateBatch, UpdateOutcome
-from mlx_parallm.rl.snapshot import PolicySnapshot
+from mlx_parallm.rl.events import UpdateOutcome
+from mlx_parallm.rl.learn.learner import Publish
+from mlx_parallm.rl.learn.policy import PolicySnapshot
+from mlx_parallm.rl.objectives.batches import UpdateBatch
+from mlx_parallm.rl.scoring.pool import ScoringError
 
 
 def policy(value: float, step: int) -> PolicySnapshot:
@@ -57,13 +60,9 @@ class FakeLearner:
         await asyncio.sleep(0)
         if publish is None:
             return outcome, None
-        loop = asyncio.get_running_loop()
-        told: asyncio.Future[Published] = loop.create_future()
-        publish(outcome, policy(*self.policies[name]).weights, lambda result: loop.call_soon(told.set_result, result))
-        published = await told  # on another turn of the event loop, as from another thread
-        if isinstance(published, Exception):
-            raise published
-        return outcome, published
+        live = publish(outcome, policy(*self.policies[name]).weights)
+        await asyncio.sleep(0)
+        return outcome, None if live is None else live.result(timeout=0)
 
     async def _learnt(self, name: str, batch: UpdateBatch) -> UpdateOutcome:
         self.busy += 1
@@ -82,10 +81,10 @@ class FakeLearner:
         finally:
             self.busy -= 1
 
-    async def keep(self, name: str) -> PolicySnapshot:
+    async def state(self, name: str) -> PolicySnapshot:
         return policy(*self.policies[name])
 
-    async def copy(self, kept: PolicySnapshot) -> PolicySnapshot:
+    async def snapshot(self, kept: PolicySnapshot) -> PolicySnapshot:
         return kept
 
     async def restore(self, name: str, goal: PolicySnapshot | None) -> None:
@@ -112,34 +111,29 @@ class FakePublisher:
     def live(self, name: str) -> AdapterRef | None:
         return self.names.get(name)
 
-    def at_once(
-        self, name: str, agreed: Callable[[UpdateOutcome], bool], told: Callable[[AdapterRef], None]
-    ) -> Publish:
-        def publish(outcome: UpdateOutcome, weights: AdapterWeights, tell: Callable[[Published], None]) -> None:
-            if not agreed(outcome):
-                tell(None)
-                return
-            ref = self._added(name, float(weights.pairs["w"].a[0, 0]), told)
-            try:
-                self._flip(ref)
-            except Exception as error:  # noqa: BLE001 - as the real one: whoever waits is told
-                self.discard(ref)
-                tell(error)
-            else:
-                tell(ref)
+    def publish_on_device(
+        self, name: str, weights: AdapterWeights, on_added: Callable[[AdapterRef], None]
+    ) -> Future[AdapterRef]:
+        ref, live = self._added(name, float(weights.pairs["w"].a[0, 0]), on_added), Future[AdapterRef]()
+        try:
+            self._flip(ref)
+        except Exception as error:  # noqa: BLE001 - as in the real one, the future has it
+            self.discard(ref)
+            live.set_exception(error)
+        else:
+            live.set_result(ref)
+        return live
 
-        return publish
-
-    async def stage(self, name: str, told: Callable[[AdapterRef], None]) -> AdapterRef:
-        ref = self._added(name, self.learner.policies[name][0], told)
+    async def stage(self, name: str, on_added: Callable[[AdapterRef], None]) -> AdapterRef:
+        ref = self._added(name, self.learner.policies[name][0], on_added)
         await asyncio.sleep(0)
         return ref
 
-    def _added(self, name: str, value: float, told: Callable[[AdapterRef], None]) -> AdapterRef:
+    def _added(self, name: str, value: float, on_added: Callable[[AdapterRef], None]) -> AdapterRef:
         self._next[name] += 1
         ref = AdapterRef(name, self._next[name])
         self.versions[ref] = value
-        told(ref)
+        on_added(ref)
         return ref
 
     async def flip(self, ref: AdapterRef) -> None:
@@ -159,7 +153,7 @@ class FakePublisher:
         self.discarded.append(ref)
 
     @contextmanager
-    def keep(self, ref: AdapterRef) -> Iterator[None]:
+    def lease(self, ref: AdapterRef) -> Iterator[None]:
         if ref not in self.versions:
             raise UnknownModelError(str(ref))
         self.kept[ref] += 1
@@ -186,7 +180,7 @@ class FakePublisher:
         self.latest = card.name
         return card
 
-    async def go_on_from(self, name: str, checkpoint: str) -> None:
+    async def set_latest(self, name: str, checkpoint: str) -> None:
         assert checkpoint in [card.name for card in self.checkpoints(name)]
         self.latest = checkpoint
 
@@ -210,7 +204,7 @@ class FakeScorers:
         self.rewards = rewards
         self.gate: asyncio.Event | None = None
 
-    async def check(self, collection: Collection) -> None:
+    async def check(self, collection: CollectionSpec) -> None:
         if collection.scorer == "unknown":
             raise InvalidRequestError("unknown scorer", param="scoring_function")
 
@@ -260,7 +254,7 @@ def trajectories(
             temperature=1.0,
             text=f"{group} {index}",
             finish_reason=FinishReason.STOP,
-            collection=Collection(scorer, metadata or {}),
+            collection=CollectionSpec(scorer, metadata or {}),
             created=0.0,
         )
         for index in range(n)

@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.rl.losses import TokenBatch, loss
-from mlx_parallm.rl.reductions import UpdateTotals
-from mlx_parallm.rl.samples import Sample
-from mlx_parallm.rl.settings import Algorithm, LossSettings
+from mlx_parallm.config import Algorithm, ResolvedLoss
+from mlx_parallm.rl.objectives.batches import Sample
+from mlx_parallm.rl.objectives.losses import TokenBatch, UpdateTotals, loss
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ def mixed_rows(seed: int = 0) -> list[Row]:
     return [row(rng, n, (-1.0, 1.0), a, g) for n, g, a in zip(lengths, groups, signs, strict=True)]
 
 
-def reference_loss(rows: Sequence[Row], settings: LossSettings, frozen: Sequence[Row] | None = None) -> float:
+def reference_loss(rows: Sequence[Row], settings: ResolvedLoss, frozen: Sequence[Row] | None = None) -> float:
     """`frozen`: where factors without a gradient are taken; the rows themselves if not given."""
     total = 0.0
     for each, still in zip(rows, frozen or rows, strict=True):
@@ -63,7 +62,7 @@ def reference_loss(rows: Sequence[Row], settings: LossSettings, frozen: Sequence
     return float(total)
 
 
-def reference_gradient(rows: Sequence[Row], settings: LossSettings) -> list[np.ndarray]:
+def reference_gradient(rows: Sequence[Row], settings: ResolvedLoss) -> list[np.ndarray]:
     """d loss / d logp of each row, in closed form."""
     return [
         _weight(rows, each, settings) * np.array([_slope(each, t, settings) for t in range(len(each.logp))], np.float64)
@@ -71,7 +70,7 @@ def reference_gradient(rows: Sequence[Row], settings: LossSettings) -> list[np.n
     ]
 
 
-def finite_differences(rows: Sequence[Row], settings: LossSettings, step: float = 1e-6) -> list[np.ndarray]:
+def finite_differences(rows: Sequence[Row], settings: ResolvedLoss, step: float = 1e-6) -> list[np.ndarray]:
     """Central ones of `reference_loss`."""
     slopes = [np.zeros(len(each.logp)) for each in rows]
     for i, each in enumerate(rows):
@@ -86,7 +85,7 @@ def finite_differences(rows: Sequence[Row], settings: LossSettings, step: float 
     return slopes
 
 
-def _weight(rows: Sequence[Row], each: Row, settings: LossSettings) -> float:
+def _weight(rows: Sequence[Row], each: Row, settings: ResolvedLoss) -> float:
     lengths = {id(r): len(r.logp) for r in rows}
     if settings.algorithm in (Algorithm.GRPO, Algorithm.GSPO):
         return 1 / len(rows) / lengths[id(each)]
@@ -94,11 +93,11 @@ def _weight(rows: Sequence[Row], each: Row, settings: LossSettings) -> float:
         groups = {r.group for r in rows}
         return 1 / len(groups) / sum(lengths[id(r)] for r in rows if r.group == each.group)
     if settings.algorithm is Algorithm.DR_GRPO:
-        return 1 / len(rows) / settings.max_length
+        return 1 / len(rows) / settings.max_completion_tokens
     return 1 / sum(lengths.values())
 
 
-def _policy(each: Row, frozen: Row, t: int, settings: LossSettings) -> float:
+def _policy(each: Row, frozen: Row, t: int, settings: ResolvedLoss) -> float:
     if settings.algorithm is Algorithm.CROSS_ENTROPY:
         return -each.logp[t]
     w = min(np.exp(each.old[t] - each.mu[t]), settings.mismatch_cap)
@@ -113,7 +112,7 @@ def _policy(each: Row, frozen: Row, t: int, settings: LossSettings) -> float:
     return -w * bound
 
 
-def _slope(each: Row, t: int, settings: LossSettings) -> float:
+def _slope(each: Row, t: int, settings: ResolvedLoss) -> float:
     """d / d logp[t] of the row's summed token losses."""
     kl = settings.kl_coef * (1 - np.exp(each.ref[t] - each.logp[t]))
     if settings.algorithm is Algorithm.CROSS_ENTROPY:
@@ -131,7 +130,7 @@ def _slope(each: Row, t: int, settings: LossSettings) -> float:
     return kl - reach * r * each.advantage
 
 
-def _clip_ratio(each: Row, t: int, settings: LossSettings) -> float:
+def _clip_ratio(each: Row, t: int, settings: ResolvedLoss) -> float:
     if settings.algorithm is Algorithm.GSPO:
         return float(np.exp(np.mean(each.logp - each.old)))
     return float(np.exp(each.logp[t] - each.old[t]))
@@ -177,7 +176,7 @@ def token_batch(
 
 
 def computed(
-    rows: Sequence[Row], settings: LossSettings, whole: Sequence[Row] | None = None, padding: Padding = Padding()
+    rows: Sequence[Row], settings: ResolvedLoss, whole: Sequence[Row] | None = None, padding: Padding = Padding()
 ) -> tuple[float, list[np.ndarray]]:
     """Ours: the loss of these rows as a micro-batch of `whole`, and d loss / d logp of each row."""
     batch = token_batch(rows, padding)

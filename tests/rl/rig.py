@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
+from configs import TRAINING, changed
 from rl.fakes import FakeLearner, FakePublisher, trajectories
 
+from mlx_parallm.config import CheckpointingConfig, ResolvedTraining, RewardScale
 from mlx_parallm.core import AdapterRef
-from mlx_parallm.rl.buffer import TrajectoryBuffer
+from mlx_parallm.rl.adapter_training import AdapterTraining, AdapterTrainingParts, PolicyOf
+from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
+from mlx_parallm.rl.collect.groups import TrajectoryGroup
 from mlx_parallm.rl.gate import Evaluate, Gate
-from mlx_parallm.rl.groups import Group
 from mlx_parallm.rl.loop import TrainingLoop
-from mlx_parallm.rl.settings import LoopSettings, RewardScale
-from mlx_parallm.rl.trainee import PolicyOf, Trainee, TraineeParts
 
 NAME = "math"
-SETTINGS = LoopSettings(update_frequency=4, scale_rewards=RewardScale.NONE, checkpoint_interval=1000)
+SETTINGS = changed(TRAINING, update_frequency=4, scale_rewards=RewardScale.NONE)
+RARELY_SAVED = CheckpointingConfig(interval=1000)
 
 
 def ref(version: int) -> AdapterRef:
@@ -27,10 +29,10 @@ def ref(version: int) -> AdapterRef:
 class Rig:
     """A loop over fakes, and every event it emitted."""
 
-    settings: LoopSettings = SETTINGS
+    settings: ResolvedTraining = SETTINGS
+    checkpointing: CheckpointingConfig = RARELY_SAVED
     evaluate: Evaluate | None = None
     serves_base: bool = True
-    imitation: bool = False
     policy_of: PolicyOf | None = None
     learner: FakeLearner = field(default_factory=FakeLearner)
     events: list[tuple[str, dict[str, object]]] = field(default_factory=list)
@@ -43,11 +45,13 @@ class Rig:
 
     def restart(self) -> None:
         """The process ends, whenever; what is on disk and live stays."""
-        self.buffer = TrajectoryBuffer(self.settings.buffer_size)
-        gate = Gate(self.settings.kl_bound, self.evaluate)
-        parts = TraineeParts(self.learner, self.publisher, gate, self.settings, self.emit, self.policy_of)
-        self.trainee = Trainee(NAME, parts, self.serves_base)
-        self.loop = TrainingLoop(self.trainee, self.buffer, self.settings, self.emit, self.imitation)
+        self.buffer = TrajectoryBuffer(self.settings.trajectory_buffer_size)
+        gate = Gate(self.settings.gate.kl_bound, self.evaluate)
+        parts = AdapterTrainingParts(
+            self.learner, self.publisher, gate, self.settings, self.checkpointing, self.emit, self.policy_of
+        )
+        self.training = AdapterTraining(NAME, parts, self.serves_base)
+        self.loop = TrainingLoop(self.training, self.buffer, self.settings, self.emit)
 
     def emit(self, kind: str, **data: object) -> None:
         self.events.append((kind, data))
@@ -60,11 +64,11 @@ class Rig:
     def saves(self) -> list[tuple[str, AdapterRef, tuple[str, ...]]]:
         return [(card.name, card.adapter, card.tags) for card, _ in self.publisher.saved]
 
-    def drawn(self, *rewards: float, by: AdapterRef | None = None, scorer: str | None = "exact") -> Group:
+    def drawn(self, *rewards: float, by: AdapterRef | None = None, scorer: str | None = "exact") -> TrajectoryGroup:
         """A complete group, of the last version."""
         self.groups += 1
-        drawn_by = by or self.trainee.lineage.tip
-        group = Group.of(NAME, trajectories(f"g{self.groups}", drawn_by, len(rewards), scorer))
+        drawn_by = by or self.training.versions.latest
+        group = TrajectoryGroup.of(NAME, trajectories(f"g{self.groups}", drawn_by, len(rewards), scorer))
         self.buffer.add(group)
         self.buffer.score(group, rewards)
         self.loop.wake()
@@ -74,9 +78,9 @@ class Rig:
         """Nothing is taken, and learner, live version and books tell the same."""
         self.buffer.check_integrity()
         assert self.loop.status().state != "updating"
-        if (live := self.publisher.live(NAME)) is not None and not self.trainee.drifted:
+        if (live := self.publisher.live(NAME)) is not None and not self.training.unpublished:
             assert self.publisher.versions[live] == self.learner.policies[NAME][0]
-        assert self.trainee.reports.step == self.learner.policies[NAME][1]
+        assert self.training.reports.step == self.learner.policies[NAME][1]
 
     async def updated(self, *rewards: float, **options: object):
         """One update of one group of these rewards."""

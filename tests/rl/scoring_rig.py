@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mlx_parallm.core import AdapterRef, Collection, FinishReason, Trajectory
-from mlx_parallm.rl.parts import ScoringError
+from mlx_parallm.core import AdapterRef, CollectionSpec, FinishReason, Trajectory
+from mlx_parallm.rl.scoring.pool import ScoringError
 
 SHORT_S = 2.0
 LONG_S = 60.0
@@ -104,7 +104,7 @@ def group(scorer, *texts, finish_reason=FinishReason.STOP, client="", **metadata
             temperature=1.0,
             text=text,
             finish_reason=finish_reason,
-            collection=Collection(scorer, metadata, client),
+            collection=CollectionSpec(scorer, metadata, client),
             created=0.0,
         )
         for index, text in enumerate(texts)

@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 
-from mlx_parallm.rl.advantages import PEOPLE, RunningBaseline, Unusable, group_advantages
-from mlx_parallm.rl.settings import RewardScale
+from mlx_parallm.config import RewardScale
+from mlx_parallm.rl.collect.groups import DropReason
+from mlx_parallm.rl.objectives.advantages import group_advantages
+from mlx_parallm.rl.objectives.rewards import FEEDBACK_BASELINE, RunningBaseline
 
 
 def values(rewards, scale=RewardScale.GROUP):
@@ -36,14 +38,14 @@ def test_every_group_adds_up_to_zero_and_keeps_its_order(scale):
 @pytest.mark.parametrize(
     ("rewards", "reason"),
     [
-        ([0.7], Unusable.SINGLE_MEMBER),
-        ([], Unusable.SINGLE_MEMBER),
-        ([0, 0, 0], Unusable.ZERO_VARIANCE),
-        ([0.1 + 0.2, 0.3, 0.3], Unusable.ZERO_VARIANCE),
-        ([1e6, 1e6 + 0.01], Unusable.ZERO_VARIANCE),
-        ([-5.0, -5.0 - 1e-7], Unusable.ZERO_VARIANCE),
-        ([1.0, float("nan")], Unusable.NOT_FINITE),
-        ([float("inf")], Unusable.NOT_FINITE),
+        ([0.7], DropReason.SINGLE),
+        ([], DropReason.SINGLE),
+        ([0, 0, 0], DropReason.ZERO_VARIANCE),
+        ([0.1 + 0.2, 0.3, 0.3], DropReason.ZERO_VARIANCE),
+        ([1e6, 1e6 + 0.01], DropReason.ZERO_VARIANCE),
+        ([-5.0, -5.0 - 1e-7], DropReason.ZERO_VARIANCE),
+        ([1.0, float("nan")], DropReason.NOT_FINITE),
+        ([float("inf")], DropReason.NOT_FINITE),
     ],
 )
 def test_groups_that_teach_nothing_are_reported_and_zero(scale, rewards, reason):
@@ -110,7 +112,7 @@ def test_a_running_baseline_follows_the_rewards_and_not_their_whole_life():
 
 
 def test_scaled_advantages_are_bounded_whatever_came_before():
-    baseline = PEOPLE
+    baseline = FEEDBACK_BASELINE
     for _ in range(500):
         baseline = baseline.including(1.0)
     assert abs(baseline.advantage(0.999, scaled=True)) < 0.1  # all but equal rewards are not blown up
@@ -119,4 +121,4 @@ def test_scaled_advantages_are_bounded_whatever_came_before():
 
 @pytest.mark.parametrize(("score", "sign"), [(1, 1), (0, -1), (-1, -1)])
 def test_the_first_thumb_counts(score, sign):
-    assert sign * PEOPLE.advantage(score, scaled=True) > 0.5
+    assert sign * FEEDBACK_BASELINE.advantage(score, scaled=True) > 0.5

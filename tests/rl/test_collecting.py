@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 
 import pytest
@@ -10,7 +10,7 @@ from rl.fakes import FakeEngine
 
 from mlx_parallm.core import (
     AdapterRef,
-    Collection,
+    CollectionSpec,
     Event,
     FinishReason,
     GenerationRequest,
@@ -22,7 +22,7 @@ from mlx_parallm.core import (
     Trajectory,
 )
 from mlx_parallm.errors import EngineError, StepFailedError
-from mlx_parallm.rl.collecting import CollectingEngine
+from mlx_parallm.rl.collect.intake import collect
 
 REF = AdapterRef("math", 3)
 FINISHED = RequestFinished(4, 4, 0.0, 0.0, 0.0, 1.0)
@@ -31,18 +31,22 @@ FINISHED = RequestFinished(4, 4, 0.0, 0.0, 0.0, 1.0)
 class Seen:
     def __init__(self) -> None:
         self.groups: list[list[Trajectory]] = []
-        self.lost_ones: list[tuple[AdapterRef, int]] = []
+        self.aborted = 0
+        self.warning = ""
 
-    def collected(self, group: Sequence[Trajectory]) -> str:
+    def on_group(self, group: Sequence[Trajectory]) -> str:
         self.groups.append(list(group))
-        return ""
+        return self.warning
 
-    def lost(self, adapter: AdapterRef, trajectories: int) -> None:
-        self.lost_ones.append((adapter, trajectories))
+    def on_abort(self) -> None:
+        self.aborted += 1
+
+    def collect(self, engine: FakeEngine, asked: GenerationRequest) -> AsyncIterator[Event]:
+        return collect(asked, engine.generate(asked), self.on_group, self.on_abort)
 
 
 def request(prompts: tuple[tuple[int, ...], ...] = ((1, 2),), n: int = 2, **fields: object) -> GenerationRequest:
-    values = {"adapter": REF, "collection": Collection("exact", {"answer": "4"}), **fields}
+    values = {"adapter": REF, "collection": CollectionSpec("exact", {"answer": "4"}), **fields}
     return GenerationRequest("cmpl-7", prompts, SamplingParams(temperature=0.7), StopParams(8), n=n, **values)
 
 
@@ -52,7 +56,7 @@ def out(index: int, tokens: tuple[int, ...], text: str, end: FinishReason | None
 
 async def run(events: Sequence[Event], asked: GenerationRequest) -> tuple[list[Event], Seen]:
     seen = Seen()
-    return [event async for event in CollectingEngine(FakeEngine(events), seen).generate(asked)], seen
+    return [event async for event in seen.collect(FakeEngine(events), asked)], seen
 
 
 async def test_each_prompt_becomes_a_group_of_exactly_what_was_drawn() -> None:
@@ -79,41 +83,41 @@ async def test_each_prompt_becomes_a_group_of_exactly_what_was_drawn() -> None:
     assert (first.prompt_ids, third.prompt_ids) == ((1, 2), (3,))
     assert first.group_id == second.group_id != third.group_id
     assert (first.adapter, first.temperature, first.group_size) == (REF, 0.7, 2)
-    assert first.collection == Collection("exact", {"answer": "4"})
-    assert seen.lost_ones == []
+    assert first.collection == CollectionSpec("exact", {"answer": "4"})
+    assert seen.aborted == 0
 
 
-@pytest.mark.parametrize("asked", [request(collection=None), GenerationRequest(
-    "cmpl-8", ((1,),), SamplingParams(), StopParams(0), collection=Collection())])  # fmt: skip
-async def test_what_is_not_marked_or_draws_nothing_is_not_collected(asked: GenerationRequest) -> None:
-    events = [out(0, (), "", FinishReason.LENGTH), FINISHED]
-    got, seen = await run(events, asked)
-    assert got == events
-    assert (seen.groups, seen.lost_ones) == ([], [])
+async def test_the_first_warning_is_in_the_last_event() -> None:
+    seen = Seen()
+    seen.warning = "too old"
+    events = [out(0, (5,), "a", FinishReason.STOP), FINISHED]
+    *_, last = [event async for event in seen.collect(FakeEngine(events), request(n=1))]
+    assert isinstance(last, RequestFinished)
+    assert last.trajectory_warning == "too old"
 
 
 async def test_a_request_that_fails_leaves_nothing_but_a_count() -> None:
     failed = RequestFailed(StepFailedError("a fault"))
     got, seen = await run([out(0, (5,), "a", FinishReason.LENGTH), failed], request(((1,), (2,))))
     assert got[-1] is failed
-    assert (seen.groups, seen.lost_ones) == ([], [(REF, 4)])
+    assert (seen.groups, seen.aborted) == ([], 1)
 
 
 async def test_a_request_that_is_aborted_leaves_nothing_and_is_aborted_in_the_engine() -> None:
     seen, engine = Seen(), FakeEngine([out(0, (5,), "a"), out(0, (6,), "b"), FINISHED])
-    async with aclosing(CollectingEngine(engine, seen).generate(request(n=1))) as events:
+    async with aclosing(seen.collect(engine, request(n=1))) as events:
         assert await anext(events) == engine.events[0]
     assert engine.closed == 1
-    assert (seen.groups, seen.lost_ones) == ([], [(REF, 1)])
+    assert (seen.groups, seen.aborted) == ([], 1)
 
 
 async def test_a_client_that_leaves_after_the_last_event_loses_nothing() -> None:
     seen, engine = Seen(), FakeEngine([out(0, (5,), "a", FinishReason.STOP), FINISHED])
-    async with aclosing(CollectingEngine(engine, seen).generate(request(n=1))) as events:
+    async with aclosing(seen.collect(engine, request(n=1))) as events:
         await anext(events)
         assert isinstance(await anext(events), RequestFinished)
     assert len(seen.groups) == 1
-    assert seen.lost_ones == []
+    assert seen.aborted == 0
 
 
 async def test_tokens_without_logprobs_are_never_handed_over() -> None:

@@ -10,9 +10,9 @@ import pytest
 from rl.user_package import install
 
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.rl.environments import GROUP, environment
-from mlx_parallm.rl.scoring import Sample
+from mlx_parallm.rl.rollouts import GROUP, environment
 from mlx_parallm.rl.scoring.registry import load
+from mlx_parallm.rl.scoring.sample import ScorerInput
 
 NAME = "reasoning_gym:chain_sum"
 
@@ -28,8 +28,8 @@ def test_a_task_of_reasoning_gym_poses_questions_and_says_how_they_are_scored():
         assert message == {"role": "user", "content": entry["question"]}
         assert task.collection.scorer == NAME
         scorer = load(NAME)
-        assert scorer(Sample(entry["answer"], 9, 3, "stop", task.collection.metadata)) == 1
-        assert scorer(Sample("no idea", 9, 3, "stop", task.collection.metadata)) < 0.5
+        assert scorer(ScorerInput(entry["answer"], 9, 3, "stop", task.collection.metadata)) == 1
+        assert scorer(ScorerInput("no idea", 9, 3, "stop", task.collection.metadata)) < 0.5
         assert json.loads(json.dumps(entry)) == entry
 
 
@@ -71,13 +71,13 @@ def test_a_generator_that_makes_nothing_is_a_fault(monkeypatch):
 
 
 SOURCE = """
-from mlx_parallm.core import Collection
-from mlx_parallm.rl.environments import Task
+from mlx_parallm.core import CollectionSpec
+from mlx_parallm.rl.rollouts import Task
 
 class Capitals:
     def tasks(self, seed):
         while True:
-            yield Task(({"role": "user", "content": f"Capital {seed}?"},), Collection("exact", {"answer": "Paris"}))
+            yield Task(({"role": "user", "content": f"Capital {seed}?"},), CollectionSpec("exact", {"answer": "Paris"}))
 
 capitals = Capitals()
 nothing = 3
@@ -124,5 +124,5 @@ def test_names_that_give_no_environment_are_refused(package, name, message):
 
 def test_without_reasoning_gym_the_error_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(ConfigError, match="uv sync --extra reasoning-gym"):
+    with pytest.raises(ConfigError, match="uv sync --inexact --extra reasoning-gym"):
         environment(NAME)

@@ -10,7 +10,7 @@ from rl.fakes import FakeEngine, FakeScorers
 
 from mlx_parallm.core import (
     AdapterRef,
-    Collection,
+    CollectionSpec,
     FinishReason,
     GenerationRequest,
     RequestFailed,
@@ -19,18 +19,18 @@ from mlx_parallm.core import (
     WorkClass,
 )
 from mlx_parallm.errors import ConfigError, InvalidRequestError, StepFailedError
-from mlx_parallm.rl.evaluation import EvalPrompt, Evaluation, read_prompts
-from mlx_parallm.rl.parts import ScoringError
+from mlx_parallm.rl.gate import EvalPrompt, Evaluation, read_prompts
+from mlx_parallm.rl.scoring.pool import ScoringError
 
 NEW = AdapterRef("math", 7)
 
 
-def check(collection: Collection) -> None:
+def check(collection: CollectionSpec) -> None:
     if collection.scorer == "unknown":
         raise InvalidRequestError("unknown scorer", param="scoring_function")
 
 
-PROMPTS = tuple(EvalPrompt((at,), Collection("exact", {"answer": str(at)})) for at in range(4))
+PROMPTS = tuple(EvalPrompt((at,), CollectionSpec("exact", {"answer": str(at)})) for at in range(4))
 
 
 class Engine(FakeEngine):
@@ -103,8 +103,8 @@ def test_a_line_is_a_request_body(tmp_path: Path) -> None:
     chat = {"messages": [{"role": "user", "content": "a"}], "scoring_function": "exact", "metadata": {"answer": "4"}}
     got = read(tmp_path / "eval.jsonl", chat, "", {"prompt": "bc", "scoring_function": "length"})
     assert got == (
-        EvalPrompt((100, 97), Collection("exact", {"answer": "4"})),
-        EvalPrompt((98, 99), Collection("length", {})),
+        EvalPrompt((100, 97), CollectionSpec("exact", {"answer": "4"})),
+        EvalPrompt((98, 99), CollectionSpec("length", {})),
     )
 
 

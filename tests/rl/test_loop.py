@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import math
-from dataclasses import replace
 
 import pytest
+from configs import changed, loss_config
 from rl.fakes import trajectories
 from rl.rig import NAME, SETTINGS, opened, ref, running, settle
 
+from mlx_parallm.config import Algorithm, RewardScale
 from mlx_parallm.core import BASE_ADAPTER, GivenTrajectory
 from mlx_parallm.errors import (
     InvalidRequestError,
     StepFailedError,
 )
-from mlx_parallm.rl.groups import Drop, Group, State
-from mlx_parallm.rl.rewards import RewardMemory
-from mlx_parallm.rl.settings import RewardScale
+from mlx_parallm.rl.collect.groups import DropReason, TrajectoryGroup, TrajectoryState
+from mlx_parallm.rl.objectives.rewards import RewardHistory
 
 
 async def test_an_update_begins_when_complete_groups_hold_enough_trajectories() -> None:
@@ -36,8 +36,8 @@ async def test_an_update_begins_when_complete_groups_hold_enough_trajectories() 
     assert batch.samples[0].sampling_logprobs == (-0.5, -1.0)
     assert batch.metrics["reward_mean"] == 0.5
     assert batch.metrics["reward_std"] == pytest.approx(math.sqrt((0.25 * 4) / 5))
-    assert {member.state for group in (first, second) for member in group.members} == {State.TRAINED}
-    assert rig.publisher.live(NAME) == ref(1) == rig.trainee.lineage.tip
+    assert {member.state for group in (first, second) for member in group.members} == {TrajectoryState.TRAINED}
+    assert rig.publisher.live(NAME) == ref(1) == rig.training.versions.latest
     assert rig.publisher.versions[ref(1)] == 1.0
     assert rig.kinds == ["update"]
     assert rig.events[0][1]["version"] == "math@1"
@@ -45,7 +45,7 @@ async def test_an_update_begins_when_complete_groups_hold_enough_trajectories() 
 
 
 async def test_a_batch_takes_the_oldest_groups_and_leaves_the_rest() -> None:
-    rig = await opened(settings=replace(SETTINGS, max_staleness=2))
+    rig = await opened(settings=changed(SETTINGS, max_staleness=2))
     async with running(rig):
         rig.learner.hold = asyncio.Event()
         for _ in range(5):
@@ -60,33 +60,33 @@ async def test_a_batch_takes_the_oldest_groups_and_leaves_the_rest() -> None:
 
 
 async def test_staleness_is_bounded_counted_and_told_to_the_trainer() -> None:
-    rig = await opened(settings=replace(SETTINGS, max_staleness=1))
+    rig = await opened(settings=changed(SETTINGS, max_staleness=1))
     old = [rig.drawn(1.0, 0.0, by=BASE_ADAPTER) for _ in range(4)]
-    unscored = Group.of(NAME, trajectories("late", BASE_ADAPTER))
+    unscored = TrajectoryGroup.of(NAME, trajectories("late", BASE_ADAPTER))
     rig.buffer.add(unscored)
     async with running(rig):
         pass
     # two groups were on-policy, two were one version old by then, and the unscored one came to be two
     assert [batch.samples[0].on_policy for batch in rig.learner.batches] == [True, False]
     assert [batch.metrics["staleness"] for batch in rig.learner.batches] == [0.0, 1.0]
-    assert [group.members[0].state for group in old] == [State.TRAINED] * 4
-    assert [member.reason for member in unscored.members] == [Drop.STALE] * 2
-    assert rig.buffer.drops[NAME] == {Drop.STALE: 2}
-    assert rig.loop.judge(BASE_ADAPTER) is Drop.STALE
-    assert rig.loop.judge(ref(1)) is None
-    assert rig.loop.judge(ref(9)) is Drop.FOREIGN
+    assert [group.members[0].state for group in old] == [TrajectoryState.TRAINED] * 4
+    assert [member.reason for member in unscored.members] == [DropReason.STALE] * 2
+    assert rig.buffer.drops[NAME] == {DropReason.STALE: 2}
+    assert rig.loop.reason_against(BASE_ADAPTER) is DropReason.STALE
+    assert rig.loop.reason_against(ref(1)) is None
+    assert rig.loop.reason_against(ref(9)) is DropReason.UNKNOWN_VERSION
 
 
 async def test_what_a_version_draws_before_the_loop_hears_of_it_is_not_a_strangers() -> None:
     """It is live on the device thread before the event loop appends it."""
     rig = await opened()
     await rig.updated(1.0, 0.0)
-    rig.trainee.lineage.expect(ref(2))
-    assert rig.loop.judge(ref(2)) is None
-    assert rig.loop.judge(ref(1)) is None
-    assert rig.loop.judge(ref(3)) is Drop.FOREIGN
-    rig.trainee.lineage.append(ref(2))
-    assert (rig.trainee.lineage.lag(ref(1)), rig.trainee.lineage.lag(ref(2))) == (1, 0)
+    rig.training.versions.announce(ref(2))
+    assert rig.loop.reason_against(ref(2)) is None
+    assert rig.loop.reason_against(ref(1)) is None
+    assert rig.loop.reason_against(ref(3)) is DropReason.UNKNOWN_VERSION
+    rig.training.versions.append(ref(2))
+    assert (rig.training.versions.staleness(ref(1)), rig.training.versions.staleness(ref(2))) == (1, 0)
 
 
 async def test_groups_without_a_signal_are_dropped_and_the_others_learnt_from() -> None:
@@ -96,13 +96,13 @@ async def test_groups_without_a_signal_are_dropped_and_the_others_learnt_from() 
     assert report.status == "published"
     assert len(rig.learner.batches[0].samples) == 2
     assert rig.learner.batches[0].metrics["reward_mean"] == 0.75
-    assert [member.reason for member in flat.members] == [Drop.ZERO_VARIANCE] * 2
-    assert good.members[0].state is State.TRAINED
+    assert [member.reason for member in flat.members] == [DropReason.ZERO_VARIANCE] * 2
+    assert good.members[0].state is TrajectoryState.TRAINED
     assert rig.loop.status().drops == {"zero_variance": 2}
 
 
 async def test_an_update_without_any_signal_teaches_nothing_and_never_pauses() -> None:
-    rig = await opened(settings=replace(SETTINGS, max_skips=1))
+    rig = await opened(settings=changed(SETTINGS, max_skips=1))
     for _ in range(3):
         report = await rig.updated(1.0, 1.0)
         assert (report.status, report.reason) == ("skipped", "no_signal")
@@ -118,12 +118,12 @@ async def test_single_samples_are_compared_with_their_scorers_past() -> None:
     singles = [rig.drawn(reward, scorer=scorer) for reward, scorer in ((1.0, "math"), (5.0, "exact"), (0.0, "math"))]
     assert (await rig.loop.update(None)).status == "published"
     assert [sample.advantage for sample in rig.learner.batches[0].samples] == [-1.0]
-    assert [group.members[0].reason for group in singles] == [Drop.SINGLE, Drop.SINGLE, None]
+    assert [group.members[0].reason for group in singles] == [DropReason.SINGLE, DropReason.SINGLE, None]
     rig.drawn(2.0, scorer="math")
     rig.drawn(5.0, scorer="exact")
     await rig.loop.update(None)
     assert [sample.advantage for sample in rig.learner.batches[1].samples] == [1.5]
-    assert rig.buffer.drops[NAME] == {Drop.SINGLE: 2, Drop.ZERO_VARIANCE: 1}
+    assert rig.buffer.drops[NAME] == {DropReason.SINGLE: 2, DropReason.ZERO_VARIANCE: 1}
 
 
 async def test_people_are_compared_within_a_group_where_they_tell_samples_apart_and_else_with_their_past() -> None:
@@ -134,11 +134,11 @@ async def test_people_are_compared_within_a_group_where_they_tell_samples_apart_
     await rig.loop.update(None)
     advantages = [sample.advantage for sample in rig.learner.batches[0].samples]
     assert advantages == pytest.approx([0.5, -0.5, 0.5, 0.25])
-    assert rig.buffer.drops[NAME] == {Drop.ZERO_VARIANCE: 2}
+    assert rig.buffer.drops[NAME] == {DropReason.ZERO_VARIANCE: 2}
 
 
 async def test_single_samples_are_scaled_where_groups_are() -> None:
-    rig = await opened(settings=replace(SETTINGS, scale_rewards=RewardScale.GROUP))
+    rig = await opened(settings=changed(SETTINGS, scale_rewards=RewardScale.GROUP))
     rig.drawn(1.0, scorer=None)
     await rig.loop.update(None)
     (sample,) = rig.learner.batches[0].samples
@@ -146,25 +146,25 @@ async def test_single_samples_are_scaled_where_groups_are() -> None:
 
 
 async def test_what_a_checkpoint_remembers_of_rewards_is_all_there_is() -> None:
-    memory, again = RewardMemory(), RewardMemory()
+    history, again = RewardHistory(), RewardHistory()
     for scorer, reward in (("feedback", 1.0), ("exact", 4.0), ("feedback", -1.0), ("exact", 2.0)):
-        memory.advantage(scorer, reward)
+        history.advantage(scorer, reward)
         for _ in range(5):
-            memory.trend.observe(scorer, reward, current=True)
-    assert memory.trend.mark_best()
-    again.restore(memory.to_metrics())
+            history.trend.observe(scorer, reward, current=True)
+    assert history.trend.mark_best()
+    again.restore(history.to_metrics())
     for scorer in ("feedback", "exact", "math"):
-        assert memory.advantage(scorer, 0.3, scaled=True) == again.advantage(scorer, 0.3, scaled=True)
-    assert (again.trend.mean, again.trend.best) == (memory.trend.mean, memory.trend.best)
-    for one in (memory, again):
+        assert history.advantage(scorer, 0.3, scaled=True) == again.advantage(scorer, 0.3, scaled=True)
+    assert (again.trend.mean, again.trend.best) == (history.trend.mean, history.trend.best)
+    for one in (history, again):
         for _ in range(3):
             one.trend.observe("exact", -20.0, current=True)
-    assert again.trend.fell_by(0.1) == memory.trend.fell_by(0.1)
-    assert again.to_metrics() == memory.to_metrics()
+    assert again.trend.fell_by(0.1) == history.trend.fell_by(0.1)
+    assert again.to_metrics() == history.to_metrics()
 
 
 async def test_imitation_learns_from_what_is_above_the_threshold() -> None:
-    rig = await opened(imitation=True, settings=replace(SETTINGS, imitation_threshold=0.5))
+    rig = await opened(settings=changed(SETTINGS, loss=loss_config(Algorithm.CROSS_ENTROPY, imitation_threshold=0.5)))
     mixed, bad = rig.drawn(1.0, 0.5, 0.75, -1.0), rig.drawn(0.0, 0.5)
     assert (await rig.loop.update(None)).status == "published"
     assert [sample.completion_ids[1] for sample in rig.learner.batches[0].samples] == [4, 6]
@@ -172,12 +172,12 @@ async def test_imitation_learns_from_what_is_above_the_threshold() -> None:
     assert [m.reason for m in bad.members] == ["low_reward"] * 2
     rig.drawn(0.0)
     assert (await rig.loop.update(None)).reason == "no_signal"
-    assert rig.trainee.memory.trend.mean is None
+    assert rig.training.rewards.trend.mean is None
     rig.check()
 
 
 async def test_imitation_of_given_trajectories_needs_no_rewards_and_minds_those_it_gets() -> None:
-    rig = await opened(imitation=True)
+    rig = await opened(settings=changed(SETTINGS, loss=loss_config(Algorithm.CROSS_ENTROPY)))
     assert (await rig.loop.update([GivenTrajectory((1,), (2, 3))])).status == "published"
     assert rig.learner.batches[0].samples[0].completion_ids == (2, 3)
     await rig.loop.update([GivenTrajectory((1,), (4,), 1.0), GivenTrajectory((1,), (5,), 0.0)])
@@ -232,7 +232,7 @@ async def test_trajectories_that_cannot_be_learnt_from_are_refused_by_number(bad
 
 
 async def test_training_pauses_after_so_many_skips_in_a_row_and_resumes_when_asked() -> None:
-    rig = await opened(settings=replace(SETTINGS, max_skips=2, update_frequency=2))
+    rig = await opened(settings=changed(SETTINGS, max_skips=2, update_frequency=2))
     async with running(rig):
         rig.learner.skip = "loss_not_finite"
         rig.drawn(1.0, 0.0)
@@ -248,7 +248,11 @@ async def test_training_pauses_after_so_many_skips_in_a_row_and_resumes_when_ask
         assert status.state == "paused"
         assert status.skips == {"loss_not_finite": 1, "gradient_not_finite": 2}
         assert "gradient_not_finite" in str(status.detail["pause_reason"])
-        assert [group.members[0].state for group in bad] == [State.DROPPED, State.DROPPED, State.SCORED]
+        assert [group.members[0].state for group in bad] == [
+            TrajectoryState.DROPPED,
+            TrajectoryState.DROPPED,
+            TrajectoryState.SCORED,
+        ]
         assert rig.kinds[-1] == "paused"
         rig.learner.skip = ""
         rig.loop.wake()
@@ -257,14 +261,14 @@ async def test_training_pauses_after_so_many_skips_in_a_row_and_resumes_when_ask
         rig.loop.resume()
         await settle()
         assert rig.kinds[-2:] == ["resumed", "update"]
-    assert bad[2].members[0].state is State.TRAINED
+    assert bad[2].members[0].state is TrajectoryState.TRAINED
     rig.check()
 
 
 async def test_faults_of_the_device_pause_training_and_kill_nothing() -> None:
-    rig = await opened(settings=replace(SETTINGS, max_skips=2, update_frequency=2))
+    rig = await opened(settings=changed(SETTINGS, max_skips=2, update_frequency=2))
     async with running(rig):
-        rig.learner.error = StepFailedError("out of memory")
+        rig.learner.error = StepFailedError("out of history")
         for _ in range(3):
             rig.drawn(1.0, 0.0)
         await settle()
@@ -277,7 +281,7 @@ async def test_faults_of_the_device_pause_training_and_kill_nothing() -> None:
 
 
 async def test_a_paused_loop_updates_on_request_only() -> None:
-    rig = await opened(settings=replace(SETTINGS, update_frequency=2))
+    rig = await opened(settings=changed(SETTINGS, update_frequency=2))
     async with running(rig):
         rig.loop.pause()
         rig.loop.pause()
@@ -292,7 +296,7 @@ async def test_a_paused_loop_updates_on_request_only() -> None:
 
 
 async def test_updates_asked_for_and_automatic_ones_take_turns() -> None:
-    rig = await opened(settings=replace(SETTINGS, update_frequency=2))
+    rig = await opened(settings=changed(SETTINGS, update_frequency=2))
     async with running(rig):
         rig.learner.hold = asyncio.Event()
         for _ in range(3):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import pytest
+from configs import changed
 from rl.fakes import policy, trajectories, value_of
 from rl.rig import NAME, SETTINGS, opened, ref, running, settle
 
+from mlx_parallm.config import CheckpointingConfig
 from mlx_parallm.core import BASE_ADAPTER
 from mlx_parallm.errors import (
     AdapterUnavailableError,
@@ -16,11 +17,11 @@ from mlx_parallm.errors import (
     StorageError,
     UnknownModelError,
 )
-from mlx_parallm.rl.groups import Drop, Group, State
+from mlx_parallm.rl.collect.groups import DropReason, TrajectoryGroup, TrajectoryState
 
 
 async def test_every_few_updates_are_saved_and_the_best_version_before_them() -> None:
-    rig = await opened(settings=replace(SETTINGS, checkpoint_interval=2, rollback_drop=None))
+    rig = await opened(settings=changed(SETTINGS, rollback_drop=None), checkpointing=CheckpointingConfig(interval=2))
     for mean in (0.25, 0.5, 0.4, 0.3):
         await rig.updated_at(mean)
     # the running mean is best at the second batch, which version 1 drew, and again at the third
@@ -51,17 +52,27 @@ async def test_a_named_checkpoint_is_saved_at_once_published_or_not() -> None:
 
 async def test_a_checkpoint_on_request_holds_the_policy_and_its_optimizer() -> None:
     rig = await opened()
-    with pytest.raises(ConflictError, match="equal to the base"):
-        await rig.loop.save(None, [], {})
     await rig.updated(1.0, 0.0)
     card = await rig.loop.save(None, ["good"], {"mine": 2.0})
     assert (card.name, card.adapter, card.tags) == ("checkpoint-1", ref(1), ("good",))
-    assert card.metrics == {"mine": 2.0, **rig.trainee.memory.to_metrics()}
+    assert card.metrics == {"mine": 2.0, **rig.training.rewards.to_metrics()}
     assert rig.publisher.saved[-1][1] == policy(1.0, 1)
     assert (await rig.loop.save(70, [], {})).name == "checkpoint-70"
     await rig.updated(1.0, 0.0)
     with pytest.raises(ConflictError):
         await rig.loop.save(70, [], {})
+    rig.check()
+
+
+async def test_before_the_first_update_step_0_is_saved_and_restores() -> None:
+    rig = await opened()
+    card = await rig.loop.save(None, ["start"], {})
+    assert (card.name, rig.publisher.saved[-1][1]) == ("checkpoint-0", policy(0.0, 0))
+    assert rig.publisher.live(NAME) is None, "requests still get the base model"
+    assert (await rig.loop.save(None, [], {})).name == "checkpoint-0", "the same content is not saved twice"
+    await rig.updated(1.0, 0.0)
+    await rig.loop.roll_back("start")
+    assert rig.learner.policies[NAME] == (0.0, 0)
     rig.check()
 
 
@@ -71,7 +82,7 @@ async def test_a_policy_that_is_not_published_is_saved_as_a_version_of_its_own()
     await rig.updated(1.0, 0.0, publish=False)
     card = await rig.loop.save(None, [], {})
     assert (card.adapter, rig.publisher.saved[-1][1]) == (ref(2), policy(2.0, 2))
-    assert rig.publisher.names[NAME] == ref(1) == rig.trainee.lineage.tip
+    assert rig.publisher.names[NAME] == ref(1) == rig.training.versions.latest
     rig.check()
 
 
@@ -90,7 +101,7 @@ async def test_a_save_waits_for_the_update_that_is_under_way() -> None:
 
 
 async def test_a_checkpoint_that_cannot_be_saved_costs_only_itself() -> None:
-    rig = await opened(settings=replace(SETTINGS, checkpoint_interval=1))
+    rig = await opened(checkpointing=CheckpointingConfig(interval=1))
     rig.publisher.save_error = StorageError("the disk is full")
     report = await rig.updated(1.0, 0.0)
     assert (report.status, report.checkpoint) == ("published", None)
@@ -102,23 +113,27 @@ async def test_a_checkpoint_that_cannot_be_saved_costs_only_itself() -> None:
 
 
 async def test_training_goes_back_to_the_best_version_when_rewards_fall() -> None:
-    rig = await opened(settings=replace(SETTINGS, rollback_drop=0.3, checkpoint_interval=3, max_staleness=9))
+    rig = await opened(
+        settings=changed(SETTINGS, rollback_drop=0.3, max_staleness=9), checkpointing=CheckpointingConfig(interval=3)
+    )
     for mean in (0.5, 0.6, 0.9):  # drawn by the base, versions 1 and 2
         await rig.updated_at(mean)
     assert rig.loop.status().best == ref(2)
     assert +rig.publisher.kept == {ref(2): 1}, "and no earlier one"
     assert rig.publisher.names[NAME] == ref(3)
-    foreign, ours = (Group.of(NAME, trajectories(name, by)) for name, by in (("foreign", ref(3)), ("ours", ref(2))))
+    foreign, ours = (
+        TrajectoryGroup.of(NAME, trajectories(name, by)) for name, by in (("foreign", ref(3)), ("ours", ref(2)))
+    )
     rig.buffer.add(foreign)
     rig.buffer.add(ours)
     report = await rig.updated_at(0.0)
     assert (report.status, report.adapter) == ("skipped", ref(2))
     assert "rolled_back" in rig.loop.status().skips
-    assert rig.publisher.names[NAME] == ref(2) == rig.trainee.lineage.tip
+    assert rig.publisher.names[NAME] == ref(2) == rig.training.versions.latest
     assert rig.learner.policies[NAME] == (2.0, 2)
-    assert [member.reason for member in foreign.members] == [Drop.FOREIGN] * 2
-    assert [member.state for member in ours.members] == [State.WAITING] * 2
-    assert rig.trainee.memory.trend.mean is None
+    assert [member.reason for member in foreign.members] == [DropReason.UNKNOWN_VERSION] * 2
+    assert [member.state for member in ours.members] == [TrajectoryState.WAITING] * 2
+    assert rig.training.rewards.trend.mean is None
     assert rig.kinds.count("rollback") == 1
     rollback = rig.kinds.index("rollback")
     assert rig.events[rollback][1]["version"] == "math@2"
@@ -132,7 +147,7 @@ async def test_training_goes_back_to_the_best_version_when_rewards_fall() -> Non
 
 
 async def test_rewards_that_never_rose_bring_back_the_base() -> None:
-    rig = await opened(settings=replace(SETTINGS, rollback_drop=0.05))
+    rig = await opened(settings=changed(SETTINGS, rollback_drop=0.05))
     await rig.updated_at(0.5, groups=10)
     assert rig.loop.status().best == BASE_ADAPTER
     report = await rig.updated_at(0.0)
@@ -140,8 +155,8 @@ async def test_rewards_that_never_rose_bring_back_the_base() -> None:
     assert rig.publisher.names[NAME] == report.adapter == ref(2)
     assert rig.publisher.versions[ref(2)] == 0.0
     assert rig.learner.policies[NAME] == (0.0, 0)
-    assert rig.trainee.lineage.lag(BASE_ADAPTER) == 1
-    assert rig.trainee.lineage.lag(ref(1)) is None
+    assert rig.training.versions.staleness(BASE_ADAPTER) == 1
+    assert rig.training.versions.staleness(ref(1)) is None
     rig.check()
 
 
@@ -163,7 +178,7 @@ async def test_rollback_on_request_to_the_best_or_a_checkpoint() -> None:
     await rig.updated(0.5, 0.0, tag="second")
     assert rig.publisher.latest == "checkpoint-2"
     await rig.loop.roll_back("checkpoint-1")
-    assert rig.trainee.lineage.newest(9) == ("base@0", "math@1")
+    assert rig.training.versions.last(9) == ("base@0", "math@1")
     assert rig.publisher.latest == "checkpoint-1"
     rig.check()
 
@@ -175,7 +190,7 @@ async def test_a_rollback_that_fails_leaves_everything_as_it_was() -> None:
     rig.publisher.flip_error = AdapterUnavailableError("gone")
     with pytest.raises(AdapterUnavailableError):
         await rig.loop.roll_back("first")
-    assert rig.publisher.names[NAME] == ref(2) == rig.trainee.lineage.tip
+    assert rig.publisher.names[NAME] == ref(2) == rig.training.versions.latest
     assert "rollback" not in rig.kinds
     rig.check()
 
@@ -205,26 +220,25 @@ async def test_closing_on_a_full_disk_is_an_error() -> None:
 
 
 async def test_an_update_waits_for_its_checkpoint_only_so_long() -> None:
-    rig = await opened(settings=replace(SETTINGS, checkpoint_s=0.05))
+    rig = await opened(checkpointing=CheckpointingConfig(interval=1000, minutes=0.05 / 60))
     async with running(rig):
         await rig.updated(1.0, 0.0)
         assert rig.saves == []
         while not rig.saves:
             await asyncio.sleep(0.01)
     assert rig.saves == [("checkpoint-1", ref(1), ())]
-    assert rig.trainee.saves_in is None
+    assert rig.training.saves_in is None
 
 
 async def test_a_checkpoint_that_was_asked_for_is_saved_or_an_error() -> None:
     rig = await opened()
-    with pytest.raises(ConflictError, match="equal to the base"):
-        await rig.loop.update(None, tag="nothing")
+    assert (await rig.loop.update(None, tag="nothing")).checkpoint == "checkpoint-0"
     rig.publisher.save_error = StorageError("the disk is full")
     with pytest.raises(StorageError, match=r"the update ended as 'published', step 1, but the disk is full"):
         await rig.updated(1.0, 0.0, tag="good")
-    assert rig.publisher.names[NAME] == ref(1), "it is live all the same"
+    assert rig.publisher.names[NAME] == ref(2), "it is live all the same"
     rig.publisher.save_error = None
     skipped = await rig.loop.update(None, tag="later")
     assert (skipped.status, skipped.checkpoint) == ("skipped", "checkpoint-1")
-    assert rig.saves[-1] == ("checkpoint-1", ref(1), ("later",))
+    assert rig.saves[-1] == ("checkpoint-1", ref(2), ("later",))
     rig.check()

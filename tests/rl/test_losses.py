@@ -5,6 +5,7 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
+from configs import changed, loss_config
 from rl.loss_reference import (
     Padding,
     Row,
@@ -18,15 +19,15 @@ from rl.loss_reference import (
     token_batch,
 )
 
-from mlx_parallm.rl.advantages import group_advantages
-from mlx_parallm.rl.losses import ALGORITHMS, defaults, k3, loss, means
-from mlx_parallm.rl.reductions import UpdateTotals
-from mlx_parallm.rl.settings import Algorithm, LossSettings, RewardScale
+from mlx_parallm.config import Algorithm, RewardScale
+from mlx_parallm.config.training import ALGORITHM_DEFAULTS
+from mlx_parallm.rl.objectives.advantages import group_advantages
+from mlx_parallm.rl.objectives.losses import ALGORITHMS, UpdateTotals, k3, loss, means
 
 POLICY = [each for each in Algorithm if each is not Algorithm.CROSS_ENTROPY]
 ZONES = {"below": (-1.2, -0.6), "inside": (-0.15, 0.15), "above": (0.6, 1.0), "far above": (1.2, 8.0)}
 """Of log ratios. The dual clip of 3 lies between the last two."""
-SETTINGS = LossSettings(clip_low=0.2, clip_high=0.28, kl_coef=0.07, entropy_coef=0.03, max_length=16)
+SETTINGS = loss_config(clip_low=0.2, clip_high=0.28, kl_coef=0.07, entropy_coef=0.03, max_completion_tokens=16)
 PLAIN = Padding()
 FLOAT32 = 1e-6
 """Eight roundings of 2^-24 and a little: inputs are exact in float32, each token takes an exp and a few products.
@@ -57,7 +58,7 @@ def stats(rows, settings, padding=PLAIN):
 def test_loss_and_gradient_equal_the_reference_and_finite_differences(algorithm, advantage, zone):
     rng = np.random.default_rng(len(zone))
     rows = [row(rng, n, ZONES[zone], advantage, group) for n, group in ((4, 0), (1, 0), (6, 1))]
-    settings = replace(SETTINGS, algorithm=algorithm)
+    settings = changed(SETTINGS, algorithm=algorithm)
     value, gradient = computed(rows, settings)
     expected = reference_gradient(rows, settings)
     close([value], [reference_loss(rows, settings)])
@@ -68,8 +69,8 @@ def test_loss_and_gradient_equal_the_reference_and_finite_differences(algorithm,
 
 @pytest.mark.parametrize("algorithm", Algorithm)
 def test_mixed_lengths_signs_and_groups_equal_the_reference_with_its_own_clip_range(algorithm):
-    own = defaults(algorithm)
-    settings = replace(SETTINGS, algorithm=algorithm, clip_low=own.clip_low, clip_high=own.clip_high)
+    own = ALGORITHM_DEFAULTS[algorithm]
+    settings = changed(SETTINGS, algorithm=algorithm, clip_low=own.clip_low, clip_high=own.clip_high)
     rows = mixed_rows()
     value, gradient = computed(rows, settings)
     close([value], [reference_loss(rows, settings)])
@@ -79,7 +80,7 @@ def test_mixed_lengths_signs_and_groups_equal_the_reference_with_its_own_clip_ra
 @pytest.mark.parametrize("algorithm", Algorithm)
 def test_entropy_is_rewarded_with_the_weight_of_its_token(algorithm):
     rows = mixed_rows()
-    settings = replace(SETTINGS, algorithm=algorithm)
+    settings = changed(SETTINGS, algorithm=algorithm)
     batch = token_batch(rows)
     whole = UpdateTotals.of(samples(rows)).for_rows(samples(rows))
     slopes = np.array(mx.grad(lambda h: loss(replace(batch, entropy=h), whole, settings)[0])(batch.entropy))
@@ -90,7 +91,7 @@ def test_entropy_is_rewarded_with_the_weight_of_its_token(algorithm):
 
 
 def test_clipping_by_hand():
-    settings = LossSettings(clip_low=0.2, clip_high=0.2)
+    settings = loss_config(clip_low=0.2, clip_high=0.2)
     # A = 1: min(1.5, 1.2) = 1.2 and min(0.5, 0.8) = 0.5; half of each, two tokens; the first is held
     value, (slopes,) = computed([single([1.5, 0.5], 1.0)], settings)
     assert value == pytest.approx(-0.85, rel=1e-6)
@@ -104,7 +105,7 @@ def test_clipping_by_hand():
 @pytest.mark.parametrize("algorithm", [Algorithm.GRPO, Algorithm.BNPO, Algorithm.DAPO, Algorithm.DR_GRPO])
 def test_one_far_token_of_a_bad_stale_sample_is_not_the_whole_update(algorithm):
     """Its ratio is e^8: without a bound it would weigh 2,981 times as much as any other token."""
-    settings = LossSettings(algorithm, max_length=8)
+    settings = loss_config(algorithm, max_completion_tokens=8)
     ratios = [1.0] * 7 + [np.exp(8.0)]
     value, (slopes,) = computed([single(ratios, -1.0)], settings)
     assert value == pytest.approx((7 + 3) / 8, rel=1e-6)
@@ -117,15 +118,15 @@ def test_one_far_token_of_a_bad_stale_sample_is_not_the_whole_update(algorithm):
 
 def test_dual_clip_by_hand():
     # A = -2: up to 3 · 2 = 6; 2.5 is beneath the bound, 4 beyond it
-    settings = LossSettings(dual_clip=3.0)
+    settings = loss_config(dual_clip=3.0)
     value, (slopes,) = computed([single([2.5, 4.0], -2.0)], settings)
     assert value == pytest.approx((5 + 6) / 2, rel=1e-6)
     np.testing.assert_allclose(slopes, [2.5, 0.0], rtol=1e-6)
-    value, (slopes,) = computed([single([2.5, 4.0], -2.0)], replace(settings, dual_clip=np.inf))
+    value, (slopes,) = computed([single([2.5, 4.0], -2.0)], changed(settings, dual_clip=np.inf))
     assert value == pytest.approx((5 + 8) / 2, rel=1e-6)
     np.testing.assert_allclose(slopes, [2.5, 4.0], rtol=1e-6)
     # gspo: the ratio of the sequence is 4, so all its tokens are bounded
-    value, (slopes,) = computed([single([2.0, 8.0], -2.0)], replace(settings, algorithm=Algorithm.GSPO))
+    value, (slopes,) = computed([single([2.0, 8.0], -2.0)], changed(settings, algorithm=Algorithm.GSPO))
     assert value == pytest.approx(6.0, rel=1e-6)
     assert not slopes.any()
 
@@ -144,20 +145,20 @@ def test_dual_clip_by_hand():
 )
 def test_reductions_by_hand(algorithm, groups, expected):
     rows = [single([1.0], 1.0, group=groups[0]), single([1.0, 1.0, 1.0], -1.0, group=groups[1])]
-    value, _ = computed(rows, LossSettings(algorithm, max_length=10))
+    value, _ = computed(rows, loss_config(algorithm, max_completion_tokens=10))
     assert value == pytest.approx(-expected if algorithm is Algorithm.CISPO else expected, abs=1e-7)
 
 
 def test_gspo_by_hand():
     # ratios 4 and 1: the sequence's is √4 = 2; each token gets half of -2 A
-    value, (slopes,) = computed([single([4.0, 1.0], 0.5)], LossSettings(Algorithm.GSPO, clip_high=3.0))
+    value, (slopes,) = computed([single([4.0, 1.0], 0.5)], loss_config(Algorithm.GSPO, clip_high=3.0))
     assert value == pytest.approx(-1.0, rel=1e-6)
     np.testing.assert_allclose(slopes, [-0.5, -0.5], rtol=1e-6)
 
 
 def test_cispo_keeps_the_gradient_of_a_token_beyond_its_cap():
     # min(6, 1 + 4) · 2 · log π = 10 · -0.5, and its slope 10
-    settings = LossSettings(Algorithm.CISPO, clip_high=4.0)
+    settings = loss_config(Algorithm.CISPO, clip_high=4.0)
     value, (slopes,) = computed([single([6.0], 2.0, logp=[-0.5])], settings)
     assert (value, slopes[0]) == (pytest.approx(5.0, rel=1e-6), pytest.approx(-10.0, rel=1e-6))
 
@@ -165,7 +166,7 @@ def test_cispo_keeps_the_gradient_of_a_token_beyond_its_cap():
 @pytest.mark.parametrize("algorithm", POLICY)
 @pytest.mark.parametrize(("factor", "weight"), [(0.25, 0.25), (1.5, 1.5), (2.0, 2.0), (7.0, 2.0), (1e12, 2.0)])
 def test_the_mismatch_weight_is_truncated_at_its_cap(algorithm, factor, weight):
-    settings = LossSettings(algorithm, mismatch_cap=2.0)
+    settings = loss_config(algorithm, mismatch_cap=2.0)
     plain, (slopes,) = computed([single([1.0, 1.1], 1.0)], settings)
     value, (weighed,) = computed([single([1.0, 1.1], 1.0, mu_factor=factor)], settings)
     assert value == pytest.approx(weight * plain, rel=1e-5)
@@ -175,13 +176,13 @@ def test_the_mismatch_weight_is_truncated_at_its_cap(algorithm, factor, weight):
 @pytest.mark.parametrize("algorithm", POLICY)
 def test_where_sampler_and_trainer_agree_the_correction_is_exactly_one(algorithm):
     rows = [replace(each, mu=each.old) for each in mixed_rows()]
-    low, high = (computed(rows, replace(SETTINGS, algorithm=algorithm, mismatch_cap=cap)) for cap in (1.0, 1e6))
+    low, high = (computed(rows, changed(SETTINGS, algorithm=algorithm, mismatch_cap=cap)) for cap in (1.0, 1e6))
     assert low[0] == high[0]
     assert all((a == b).all() for a, b in zip(low[1], high[1], strict=True))
 
 
 def test_cross_entropy_ignores_advantages_and_the_sampler():
-    settings = LossSettings(Algorithm.CROSS_ENTROPY)
+    settings = loss_config(Algorithm.CROSS_ENTROPY)
     rows = [single([1.0], 0.0, logp=[-2.0]), single([1.0, 1.0, 1.0], -5.0, logp=[-1.0, -4.0, -1.0], mu_factor=9.0)]
     value, slopes = computed(rows, settings)
     assert value == pytest.approx(2.0, rel=1e-6)
@@ -191,7 +192,7 @@ def test_cross_entropy_ignores_advantages_and_the_sampler():
 @pytest.mark.parametrize("algorithm", Algorithm)
 @pytest.mark.parametrize("split", [[1] * 7, [2, 2, 2, 1], [5, 2], [3, 4]])
 def test_micro_batches_add_up_to_the_whole_however_it_is_split(algorithm, split):
-    rows, settings = mixed_rows(), replace(SETTINGS, algorithm=algorithm)
+    rows, settings = mixed_rows(), changed(SETTINGS, algorithm=algorithm)
     value, gradient = computed(rows, settings)
     ends = np.cumsum(split)
     parts = [computed(rows[end - n : end], settings, rows) for n, end in zip(split, ends, strict=True)]
@@ -203,7 +204,7 @@ def test_micro_batches_add_up_to_the_whole_however_it_is_split(algorithm, split)
 @pytest.mark.parametrize("fill", [0.0, 3.0, float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize(("extra", "left"), [(0, True), (1, False), (20, True)])
 def test_what_lies_on_padding_how_much_and_on_which_side_changes_nothing(algorithm, fill, extra, left):
-    rows, settings = mixed_rows(), replace(SETTINGS, algorithm=algorithm)
+    rows, settings = mixed_rows(), changed(SETTINGS, algorithm=algorithm)
     value, gradient = computed(rows, settings, padding=Padding(fill=0.0))
     padding = Padding(extra, left, fill)
     other, slopes = computed(rows, settings, padding=padding)
@@ -215,7 +216,7 @@ def test_what_lies_on_padding_how_much_and_on_which_side_changes_nothing(algorit
 
 @pytest.mark.parametrize("algorithm", Algorithm)
 def test_a_row_without_trained_tokens_changes_nothing(algorithm):
-    rows, settings = mixed_rows()[:2], replace(SETTINGS, algorithm=algorithm)
+    rows, settings = mixed_rows()[:2], changed(SETTINGS, algorithm=algorithm)
     nothing = np.zeros(0)
     empty = Row(nothing, nothing, nothing, nothing, nothing, float("nan"), 0)
     value, gradient = computed(rows, settings)
@@ -226,7 +227,7 @@ def test_a_row_without_trained_tokens_changes_nothing(algorithm):
 
 @pytest.mark.parametrize("algorithm", Algorithm)
 def test_the_order_of_rows_changes_nothing(algorithm):
-    rows, settings = mixed_rows(), replace(SETTINGS, algorithm=algorithm)
+    rows, settings = mixed_rows(), changed(SETTINGS, algorithm=algorithm)
     value, gradient = computed(rows, settings)
     order = [3, 6, 0, 2, 5, 1, 4]
     other, slopes = computed([rows[i] for i in order], settings)
@@ -237,8 +238,8 @@ def test_the_order_of_rows_changes_nothing(algorithm):
 @pytest.mark.parametrize("algorithm", Algorithm)
 def test_before_the_first_step_ratio_is_one_and_nothing_is_clipped_or_diverges(algorithm):
     rows = [replace(r, old=r.logp, mu=r.logp, ref=r.logp) for r in mixed_rows()]
-    own = defaults(algorithm)
-    settings = replace(SETTINGS, algorithm=algorithm, clip_low=own.clip_low, clip_high=own.clip_high)
+    own = ALGORITHM_DEFAULTS[algorithm]
+    settings = changed(SETTINGS, algorithm=algorithm, clip_low=own.clip_low, clip_high=own.clip_high)
     measured = stats(rows, settings)
     assert measured.pop("entropy") == pytest.approx(np.mean(np.concatenate([r.entropy for r in rows])), rel=1e-6)
     at_rest = {"ratio_mean": 1.0, "ratio_max": 1.0, "clip_fraction": 0.0, "dual_clip_fraction": 0.0}
@@ -249,61 +250,10 @@ def test_before_the_first_step_ratio_is_one_and_nothing_is_clipped_or_diverges(a
 @pytest.mark.parametrize("other", ["old_logp", "sampling_logp", "ref_logp"])
 def test_the_other_policies_have_no_gradient_even_where_they_are_made_of_the_trained_one(algorithm, other):
     batch, whole = token_batch(mixed_rows()), UpdateTotals.of(samples(mixed_rows())).for_rows(samples(mixed_rows()))
-    settings = replace(SETTINGS, algorithm=algorithm)
+    settings = changed(SETTINGS, algorithm=algorithm)
     still = mx.grad(lambda x: loss(replace(batch, logp=x, **{other: batch.logp}), whole, settings)[0])
     moving = mx.grad(lambda x: loss(replace(batch, logp=x, **{other: x}), whole, settings)[0])
     assert mx.array_equal(still(batch.logp), moving(batch.logp))
-
-
-@pytest.mark.parametrize("algorithm", POLICY)
-def test_figures_equal_the_reference(algorithm):
-    rows = mixed_rows()
-    settings = replace(SETTINGS, algorithm=algorithm, dual_clip=1.1 if algorithm is Algorithm.GSPO else 1.8)
-    log_ratios = [r.logp - r.old for r in rows]
-    if algorithm is Algorithm.GSPO:
-        log_ratios = [np.full(x.size, x.mean()) for x in log_ratios]
-    ratio = np.exp(np.concatenate(log_ratios))
-    sign = np.concatenate([np.full(r.logp.size, r.advantage) for r in rows])
-    clipped = np.where(sign > 0, ratio > 1.28, ratio < 0.8) if algorithm is not Algorithm.CISPO else ratio > 1.28
-    dual = (sign < 0) & (ratio > settings.dual_clip) & (algorithm is not Algorithm.CISPO)
-    mismatch = np.concatenate([r.old - r.mu for r in rows])
-    delta = np.concatenate([r.ref - r.logp for r in rows])
-    expected = {
-        "ratio_mean": ratio.mean(),
-        "ratio_max": ratio.max(),
-        "clip_fraction": clipped.mean(),
-        "dual_clip_fraction": dual.mean(),
-        "mismatch_kl": (np.exp(mismatch) - mismatch - 1).mean(),
-        "kl": (np.exp(delta) - delta - 1).mean(),
-        "entropy": np.concatenate([r.entropy for r in rows]).mean(),
-    }
-    assert 0 < expected["clip_fraction"] < 1
-    assert (0 < expected["dual_clip_fraction"] < 1) == (algorithm is not Algorithm.CISPO)
-    assert stats(rows, settings) == pytest.approx(expected, rel=1e-5)
-
-
-def test_figures_of_micro_batches_are_means_over_all_tokens():
-    rows = mixed_rows()
-    whole = UpdateTotals.of(samples(rows))
-    parts = [
-        loss(token_batch(part), whole.for_rows(samples(part)), SETTINGS)[1] for part in (rows[:1], rows[1:5], rows[5:])
-    ]
-    assert means(parts) == pytest.approx(stats(rows, SETTINGS), rel=1e-6)
-
-
-def test_figures_that_cannot_be_known_are_absent():
-    batch = replace(token_batch(mixed_rows()), ref_logp=None, entropy=None)
-    whole = UpdateTotals.of(samples(mixed_rows())).for_rows(samples(mixed_rows()))
-    known = {"ratio_mean", "ratio_max", "clip_fraction", "dual_clip_fraction", "mismatch_kl"}
-    assert set(means([loss(batch, whole, LossSettings())[1]])) == known
-
-
-@pytest.mark.parametrize("missing", ["ref_logp", "entropy"])
-def test_a_coefficient_without_what_it_weighs_is_refused(missing):
-    batch = replace(token_batch(mixed_rows()), **{missing: None})
-    whole = UpdateTotals.of(samples(mixed_rows())).for_rows(samples(mixed_rows()))
-    with pytest.raises(ValueError, match="kl_coef" if missing == "ref_logp" else "entropy_coef"):
-        loss(batch, whole, SETTINGS)
 
 
 @pytest.mark.parametrize("algorithm", POLICY)
@@ -313,7 +263,7 @@ def test_groups_that_teach_nothing_give_zero_gradient_even_if_trained_on(algorit
     groups = [[0.3, 0.3], [1.0, 1.0 + 1e-12, 1.0], [5.0], [2.0]]
     advantages = [value for group in group_advantages(groups, scale) for value in group.values]
     rows = [replace(r, advantage=a) for r, a in zip(rows, advantages, strict=True)]
-    value, gradient = computed(rows, LossSettings(algorithm))
+    value, gradient = computed(rows, loss_config(algorithm))
     assert value == 0.0
     assert not np.concatenate(gradient).any()
 
@@ -325,7 +275,7 @@ def test_ratios_beyond_float32_leave_loss_and_gradient_finite(algorithm, log_rat
     logp = np.array([-400.0, -1.0])
     other = logp - np.array([log_ratio, 0])
     far = Row(logp, other, logp, 2 * logp - other, logp * 0, advantage, 0)
-    value, gradient = computed([far], replace(SETTINGS, algorithm=algorithm))
+    value, gradient = computed([far], changed(SETTINGS, algorithm=algorithm))
     assert np.isfinite(value)
     assert np.isfinite(gradient[0]).all()
 
@@ -334,7 +284,7 @@ def test_ratios_beyond_float32_leave_loss_and_gradient_finite(algorithm, log_rat
 def test_a_trained_token_that_is_not_a_number_is_not_hidden(algorithm):
     rows = mixed_rows()
     broken = replace(rows[2], logp=np.where(np.arange(9) == 4, np.nan, rows[2].logp))
-    value, _ = computed([*rows[:2], broken, *rows[3:]], LossSettings(algorithm))
+    value, _ = computed([*rows[:2], broken, *rows[3:]], loss_config(algorithm))
     assert np.isnan(value)
 
 
@@ -360,7 +310,7 @@ def test_the_mean_of_k3_is_the_kl_divergence():
 
 def test_every_algorithm_has_the_clip_range_and_scale_of_its_paper():
     assert set(ALGORITHMS) == set(Algorithm)
-    figures = {each: (defaults(each).clip_low, defaults(each).clip_high) for each in POLICY}
+    figures = {each: (ALGORITHM_DEFAULTS[each].clip_low, ALGORITHM_DEFAULTS[each].clip_high) for each in POLICY}
     symmetric = (0.2, 0.2)
     assert figures == {
         Algorithm.GRPO: symmetric,
@@ -370,5 +320,5 @@ def test_every_algorithm_has_the_clip_range_and_scale_of_its_paper():
         Algorithm.GSPO: (3e-4, 4e-4),
         Algorithm.CISPO: (1.0, 4.0),
     }
-    unscaled = {each for each in POLICY if defaults(each).scale_rewards is RewardScale.NONE}
+    unscaled = {each for each in POLICY if ALGORITHM_DEFAULTS[each].scale_rewards is RewardScale.NONE}
     assert unscaled == {Algorithm.DR_GRPO}

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from mlx_parallm.rl.pacing import Kind, Pacer, Stage
+from mlx_parallm.rl.learn.pacing import Pacer, Stage, StageKind
 
 LAYERS = 30
-FORWARD, HEAD, TURN, BACKWARD = Kind.FORWARD, Kind.HEAD, Kind.TURN, Kind.BACKWARD
-SECONDS = {FORWARD: 0.010, HEAD: 0.050, TURN: 0.150, BACKWARD: 0.030}
+FORWARD, HEAD, HEAD_BACKWARD, BACKWARD = StageKind.FORWARD, StageKind.HEAD, StageKind.HEAD_BACKWARD, StageKind.BACKWARD
+SECONDS = {FORWARD: 0.010, HEAD: 0.050, HEAD_BACKWARD: 0.150, BACKWARD: 0.030}
 """Of each kind of stage of 100 tokens, on the machine of these tests."""
-MICRO_STEP = [FORWARD] * LAYERS + [HEAD, TURN] + [BACKWARD] * (LAYERS - 1)
+MICRO_STEP = [FORWARD] * LAYERS + [HEAD, HEAD_BACKWARD] + [BACKWARD] * (LAYERS - 1)
 
 
 class Machine:
@@ -22,15 +22,15 @@ class Machine:
         self.now = 0.0
         self.slow = 1.0
         self.order: list[object] = []
-        monkeypatch.setattr("mlx_parallm.rl.pacing.time.monotonic", lambda: self.now)
-        monkeypatch.setattr("mlx_parallm.rl.pacing.mx.eval", self._eval)
+        monkeypatch.setattr("mlx_parallm.rl.learn.pacing.time.monotonic", lambda: self.now)
+        monkeypatch.setattr("mlx_parallm.rl.learn.pacing.mx.eval", self._eval)
 
-    def _eval(self, stage: tuple[int, Kind, int]) -> None:
+    def _eval(self, stage: tuple[int, StageKind, int]) -> None:
         at, kind, tokens = stage
         self.now += self.slow * SECONDS[kind] * tokens / 100
         self.order.append(at)
 
-    def units(self, pacer: Pacer, kinds: Sequence[Kind] = MICRO_STEP, tokens: int = 100) -> list[float]:
+    def units(self, pacer: Pacer, kinds: Sequence[StageKind] = MICRO_STEP, tokens: int = 100) -> list[float]:
         """Seconds of each unit of one micro-step."""
         stages = [Stage(kind, (at, kind, tokens)) for at, kind in enumerate(kinds)]
         job, seconds, ended = pacer.run(stages, tokens), [], False

@@ -11,7 +11,7 @@ from rl.fakes import FakeEngine
 
 from mlx_parallm.core import (
     AdapterRef,
-    Collection,
+    CollectionSpec,
     GenerationRequest,
     RequestFailed,
     RequestFinished,
@@ -20,8 +20,7 @@ from mlx_parallm.core import (
     WorkClass,
 )
 from mlx_parallm.errors import ContextLengthError, EngineDeadError, EngineError, StepFailedError, TrainingFailedError
-from mlx_parallm.rl.environments import Task
-from mlx_parallm.rl.rollouts import Drawn, Rollouts, RolloutSettings, finished
+from mlx_parallm.rl.rollouts import DrawResult, Rollouts, RolloutSettings, Task, events_of
 
 LIVE = AdapterRef("math", 3)
 
@@ -62,20 +61,32 @@ class Tokenizer:
 
 def tasks(first: int = 1):
     for number in count(first):
-        yield Task(({"role": "user", "content": "x" * number},), Collection("exact", {"answer": str(number)}))
+        yield Task(({"role": "user", "content": "x" * number},), CollectionSpec("exact", {"answer": str(number)}))
 
 
 def rollouts(seed: int = 0, **options: object) -> tuple[Rollouts, Engine, Leases, list[int]]:
     leases, told = Leases(), []
     engine = Engine(leases)
     settings = RolloutSettings(group_size=4, max_tokens=9, seed=seed, **options)
-    return Rollouts(engine, leases, Tokenizer(), tasks(settings.taken + 1), settings, told.append), engine, leases, told
+    return (
+        Rollouts(
+            lambda request: engine.generate(request),
+            leases,
+            Tokenizer(),
+            tasks(settings.taken + 1),
+            settings,
+            told.append,
+        ),
+        engine,
+        leases,
+        told,
+    )
 
 
 async def test_each_task_becomes_one_collected_group_of_class_training() -> None:
     drawing, engine, leases, told = rollouts(temperature=0.8)
-    assert await drawing.draw(3, "math") == Drawn(12, ())
-    assert await drawing.draw(1, "math") == Drawn(4, ())
+    assert await drawing.draw(3, "math") == DrawResult(12, ())
+    assert await drawing.draw(1, "math") == DrawResult(4, ())
     assert [request.prompts for request in engine.requests] == [((1,),), ((2,),), ((3,),), ((4,),)]
     assert [request.collection.metadata["answer"] for request in engine.requests] == ["1", "2", "3", "4"]
     for request in engine.requests:
@@ -125,7 +136,7 @@ async def test_a_task_that_fails_costs_itself_only() -> None:
         raise KeyError("column")
 
     engine.generate = long_prompts_fail
-    assert await drawing.draw(3, "math") == Drawn(8, ("task 1: too long",))
+    assert await drawing.draw(3, "math") == DrawResult(8, ("task 1: too long",))
     assert sum(told) == 8
     assert leases.held == {str(LIVE): 0}
     drawing._tasks = broken_tasks(drawing._tasks)
@@ -154,7 +165,7 @@ async def test_an_engine_that_fails_costs_its_task_and_gives_the_lease_back() ->
         yield RequestFailed(StepFailedError("out of memory"))
 
     engine.generate = fails
-    assert await drawing.draw(1, "math") == Drawn(0, ("task 0: out of memory",))
+    assert await drawing.draw(1, "math") == DrawResult(0, ("task 0: out of memory",))
     assert leases.held == {str(LIVE): 0}
     assert told == []
 
@@ -162,4 +173,4 @@ async def test_an_engine_that_fails_costs_its_task_and_gives_the_lease_back() ->
 async def test_a_request_without_an_end_is_an_error() -> None:
     request = GenerationRequest("r", ((1,),), SamplingParams(), StopParams(1))
     with pytest.raises(EngineError, match="terminal"):
-        await finished(FakeEngine([]), request)
+        [event async for event in events_of(FakeEngine([]).generate(request))]

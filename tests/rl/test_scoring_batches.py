@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from mlx_parallm.rl.scoring.batching import BatchSize
+from mlx_parallm.rl.scoring.pool import BatchSize
 
 
 def after(*batches: tuple[int, float], most: int = 32) -> int:
     size = BatchSize(most)
     for trajectories, seconds in batches:
-        size.took(trajectories, seconds)
+        size.observe(trajectories, seconds)
     return size.now
 
 

@@ -14,9 +14,9 @@ import pytest
 from rl.scoring_rig import file_of, gone, group
 from rl.user_package import install
 
-from mlx_parallm.core import Collection
+from mlx_parallm.core import CollectionSpec
 from mlx_parallm.errors import InvalidRequestError, OverloadedError
-from mlx_parallm.rl.parts import ScoringError
+from mlx_parallm.rl.scoring.pool import ScoringError
 from mlx_parallm.rl.scoring.registry import GROUP
 
 # -- several clients -------------------------------------------------------------------------------
@@ -85,15 +85,15 @@ def test_children_end_with_a_server_that_is_killed(package):
 
 async def test_a_users_scorer_is_checked_without_importing_it_here(service):
     check = service().check
-    await check(Collection("size"))
-    await check(Collection("0.5*seen + 0.5*size", {"bonus": 0}))
+    await check(CollectionSpec("size"))
+    await check(CollectionSpec("0.5*seen + 0.5*size", {"bonus": 0}))
     for name, metadata, param, message in (
         ("seen", {}, "metadata", "metadata.bonus is missing"),
         ("sise", {}, "scoring_function", "did you mean size"),
         ("absent", {}, "scoring_function", "absent cannot be used"),
     ):
         with pytest.raises(InvalidRequestError, match=message) as caught:
-            await check(Collection(name, metadata))
+            await check(CollectionSpec(name, metadata))
         assert caught.value.param == param
     assert "user_scorers" not in sys.modules
 
@@ -104,7 +104,7 @@ async def test_a_package_that_breaks_on_import_is_refused(service, tmp_path):
     check = service().check
     for name, message in (("broken", "no licence"), ("dying", "could not be loaded")):
         with pytest.raises(InvalidRequestError, match=message) as caught:
-            await check(Collection(name))
+            await check(CollectionSpec(name))
         assert caught.value.param == "scoring_function"
 
 
@@ -125,15 +125,15 @@ async def test_what_takes_long_to_check_is_refused_and_takes_none_of_the_servers
     used = time.process_time()
     for _ in range(2):  # the second time it is known
         with pytest.raises(InvalidRequestError, match="is too complex: checking it took more than 1 s") as caught:
-            await check(Collection(scorer, metadata))
+            await check(CollectionSpec(scorer, metadata))
         assert caught.value.param == "metadata"
     assert time.process_time() - used < 0.5  # the child used a second
 
 
 async def test_what_is_wrong_and_what_is_right_is_told_by_the_child(service):
     check = service().check
-    await check(Collection("json_schema", {"schema": {"type": "object"}}))
-    await check(Collection("0.5*regex + 0.5*exact", {"pattern": "a+", "answer": "a"}))
+    await check(CollectionSpec("json_schema", {"schema": {"type": "object"}}))
+    await check(CollectionSpec("0.5*regex + 0.5*exact", {"pattern": "a+", "answer": "a"}))
     for scorer, metadata, message in (
         ("regex", {"pattern": "("}, "metadata.pattern is not a regular expression"),
         ("regex", {"pattern": "a" * 5000}, "metadata.pattern must be text of at most 4096 characters"),
@@ -142,13 +142,13 @@ async def test_what_is_wrong_and_what_is_right_is_told_by_the_child(service):
         ("json_schema", {}, "metadata.schema is missing"),
     ):
         with pytest.raises(InvalidRequestError, match=message):
-            await check(Collection(scorer, metadata))
+            await check(CollectionSpec(scorer, metadata))
 
 
 async def test_a_check_that_waits_too_long_says_so_and_leaves_its_place(service, monkeypatch):
-    monkeypatch.setattr("mlx_parallm.rl.scoring.checks._PATIENCE_S", 0.0)
+    monkeypatch.setattr("mlx_parallm.rl.scoring.service._WAIT_S", 0.0)
     scoring = service()
     with pytest.raises(OverloadedError):
-        await scoring.check(Collection("regex", {"pattern": "a"}))
+        await scoring.check(CollectionSpec("regex", {"pattern": "a"}))
     monkeypatch.undo()
-    await scoring.check(Collection("regex", {"pattern": "a"}))
+    await scoring.check(CollectionSpec("regex", {"pattern": "a"}))

@@ -10,8 +10,8 @@ import pytest
 from rl.scoring_rig import LONG_S, SHORT_S, fault, file_of, group
 
 from mlx_parallm.core import FinishReason
-from mlx_parallm.rl.parts import ScoringError
 from mlx_parallm.rl.scoring import pool as pool_module
+from mlx_parallm.rl.scoring.pool import ScoringError
 from mlx_parallm.rl.scoring.service import ScoringService
 
 # -- rewards ---------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ async def test_what_is_no_json_from_the_child_is_a_fault(service):
         scoring.score(group("vandal", "x")), scoring.score(group("size", "ab")), return_exceptions=True
     )
     assert isinstance(bad, ScoringError)
-    assert "no answer" in str(bad)
+    assert "not an answer" in str(bad)
     assert after == (2,)
 
 
@@ -216,7 +216,7 @@ async def test_groups_are_sent_in_batches_of_bounded_size(monkeypatch):
         async def kill(self):
             log.append("kill")
 
-    monkeypatch.setattr(pool_module, "Worker", FakeWorker)
+    monkeypatch.setattr(pool_module, "ScoringProcess", FakeWorker)
     scoring = ScoringService(1, 4, LONG_S)
     await asyncio.gather(*(scoring.score(group("size", *["x"] * size)) for size in sizes))
     batches = [[1], [2, 2], [3], [9], [1]]

@@ -7,6 +7,7 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
+from configs import changed
 from mlx.utils import tree_flatten
 from trainers import (
     LORA,
@@ -25,14 +26,11 @@ from trainers import (
     with_logprobs,
 )
 
-from mlx_parallm.errors import ConfigError, InvalidRequestError, UnsupportedModelError
+from mlx_parallm.config import Algorithm, OldLogprobs
 from mlx_parallm.rl.gate import Gate
-from mlx_parallm.rl.packing import pack, portions
-from mlx_parallm.rl.policy import Policy
-from mlx_parallm.rl.samples import Sample, UpdateBatch
-from mlx_parallm.rl.settings import Algorithm, OldLogprobs, OptimizerSettings, Schedule
-from mlx_parallm.rl.snapshot import PolicySnapshot
-from mlx_parallm.rl.update import Update
+from mlx_parallm.rl.learn.packing import pack, split_samples
+from mlx_parallm.rl.learn.update import Update
+from mlx_parallm.rl.objectives.batches import Sample, UpdateBatch
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "gemma3", "gemma3_text")
 
@@ -47,7 +45,7 @@ NEAR = 1e-4
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_logprobs_are_those_of_the_served_model(family: str, checkpointed: bool) -> None:
     """The prompt computed once, padding, position picking, head and fused cross-entropy, against plain forwards."""
-    trainer, model = make_trainer(replace(SETTINGS, checkpoint_layers=checkpointed), family)
+    trainer, model = make_trainer(changed(SETTINGS, gradient_checkpointing=checkpointed), family)
     policy = make_policy(trainer, moved=0.05)
     drawn = [replace(sample, temperature=0.7) for sample in samples()]
     batch = pack(drawn)
@@ -84,8 +82,8 @@ def test_serving_is_untouched_by_a_trainer() -> None:
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_gradients_equal_those_of_a_full_log_softmax(family: str, checkpointed: bool) -> None:
     """−Σ A logπ / ΣT of plain forwards, differentiated by MLX itself through every logit."""
-    settings = unclipped(checkpoint_layers=checkpointed)
-    settings = replace(settings, loss=replace(settings.loss, algorithm=Algorithm.CROSS_ENTROPY))
+    settings = unclipped(gradient_checkpointing=checkpointed)
+    settings = changed(settings, loss=changed(settings.loss, algorithm=Algorithm.CROSS_ENTROPY))
     trainer, model = make_trainer(settings, family)
     policy = make_policy(trainer, moved=0.05)
     drawn = samples(4)
@@ -109,7 +107,7 @@ def test_gradients_equal_those_of_a_full_log_softmax(family: str, checkpointed: 
 def test_entropy_gradients_equal_finite_differences() -> None:
     """Of the fused entropy term, along the gradient itself."""
     settings = unclipped()
-    settings = replace(settings, loss=replace(settings.loss, entropy_coef=1.0, algorithm=Algorithm.DAPO))
+    settings = changed(settings, loss=changed(settings.loss, entropy_coef=1.0, algorithm=Algorithm.DAPO))
     trainer, _ = make_trainer(settings)
     policy = make_policy(trainer, moved=0.3)
     drawn = [replace(sample, advantage=0.0) for sample in samples(4)]
@@ -151,14 +149,14 @@ def with_last(drawn: list[Sample], token: int) -> list[Sample]:
 @pytest.mark.parametrize("algorithm", list(Algorithm))
 def test_gradients_do_not_depend_on_how_the_update_is_split(algorithm: Algorithm) -> None:
     settings = unclipped()
-    settings = replace(settings, loss=replace(settings.loss, algorithm=algorithm, clip_low=0.5, clip_high=0.5))
-    whole, model = make_trainer(replace(settings, micro_batch_tokens=10_000))
+    settings = changed(settings, loss=changed(settings.loss, algorithm=algorithm, clip_low=0.5, clip_high=0.5))
+    whole, model = make_trainer(changed(settings, micro_batch_tokens=10_000))
     policy = make_policy(whole, moved=0.05)
     drawn = with_logprobs(whole, model, policy, samples(7, groups=3))
     want = gradients(whole, policy, drawn)
     for most in (1, 30):
-        split, _ = make_trainer(replace(settings, micro_batch_tokens=most))
-        assert len(list(portions(drawn, most))) > 1
+        split, _ = make_trainer(changed(settings, micro_batch_tokens=most))
+        assert len(list(split_samples(drawn, most))) > 1
         assert_close(gradients(split, policy, drawn), want, 1e-5)
     assert_close(gradients(whole, policy, drawn[::-1]), want, 1e-5)
 
@@ -185,7 +183,7 @@ def kl(pairs) -> float:
 
 @pytest.mark.parametrize("known", [True, False])
 def test_kl_to_the_base_is_that_of_the_policy_before_the_step(known: bool) -> None:
-    trainer, model = make_trainer(replace(SETTINGS, micro_batch_tokens=1000))
+    trainer, model = make_trainer(changed(SETTINGS, micro_batch_tokens=1000))
     policy = make_policy(trainer, moved=0.05)
     drawn = with_logprobs(trainer, model, policy, samples(8))
     expected = kl((s.sampling_logprobs, plain_logprobs(trainer, model, None, s)) for s in drawn)
@@ -196,17 +194,17 @@ def test_kl_to_the_base_is_that_of_the_policy_before_the_step(known: bool) -> No
 
 def test_kl_to_the_base_is_an_unbiased_estimate_however_the_update_is_split() -> None:
     """Over all seeds (the step's number) the mean is that of all tokens, though each update looks at a part of them."""
-    trainer, model = make_trainer(replace(SETTINGS, micro_batch_tokens=1))
+    trainer, model = make_trainer(changed(SETTINGS, micro_batch_tokens=1))
     policy = make_policy(trainer, moved=0.3)
     drawn = with_logprobs(trainer, model, policy, samples(24, groups=6))
     pairs = [(s.sampling_logprobs, plain_logprobs(trainer, model, None, s)) for s in drawn]
     of_sample = {id(s): kl([pair]) for s, pair in zip(drawn, pairs, strict=True)}
 
     def estimate(step: int) -> float:
-        update = Update(policy, UpdateBatch(tuple(drawn)), lambda _: None)
+        update = Update(policy, UpdateBatch(tuple(drawn)))
         update.start(1)
         policy.step = step
-        picked = update.sampled_portions()
+        picked = update.sampled_batches()
         assert len(picked) == 6
         return float(np.mean([of_sample[id(s)] for portion in picked for s in portion.samples]))
 
@@ -257,10 +255,10 @@ def test_every_factor_moves_by_the_second_update_and_the_base_never() -> None:
 def test_only_the_targets_are_trained() -> None:
     trainer, _ = make_trainer()
     policy = make_policy(trainer)
-    assert {path.rpartition(".")[2] for path in policy.params} == set(LORA.targets)
+    assert {path.rpartition(".")[2] for path in policy.params} == set(LORA.lora_target_modules)
     assert all(pair["a"].dtype == pair["b"].dtype == mx.float32 for pair in policy.params.values())
-    assert policy.weights().rank == LORA.rank
-    assert policy.weights().alpha == LORA.alpha
+    assert policy.weights().rank == LORA.lora_rank
+    assert policy.weights().alpha == LORA.lora_alpha
 
 
 def test_a_half_precision_base_has_float32_masters_and_gradients() -> None:
@@ -274,7 +272,7 @@ def test_a_half_precision_base_has_float32_masters_and_gradients() -> None:
 
 
 def test_gradients_are_clipped_by_their_global_norm() -> None:
-    settings = replace(SETTINGS, optimizer=replace(SETTINGS.optimizer, max_grad_norm=1e-3))
+    settings = changed(SETTINGS, optimizer=changed(SETTINGS.optimizer, max_grad_norm=1e-3))
     trainer, _ = make_trainer(settings)
     policy = make_policy(trainer, moved=0.05)
     full = learn(trainer, policy, samples()).metrics["grad_norm"]
@@ -290,7 +288,7 @@ def test_a_batch_with_part_of_its_signal_makes_as_much_smaller_a_step() -> None:
         trainer, _ = make_trainer(unclipped())
         policy = make_policy(trainer, moved=0.05)
         before = leaves(policy)
-        trainer.begin(policy, UpdateBatch(tuple(samples()), step_scale=scale), lambda _: None)
+        trainer.begin(policy, UpdateBatch(tuple(samples()), step_scale=scale))
         while trainer.waits():
             trainer.advance()
         moved[scale] = np.concatenate([(leaf - before[name]).ravel() for name, leaf in leaves(policy).items()])
@@ -318,7 +316,7 @@ def test_an_update_that_is_not_finite_is_skipped_and_leaves_no_trace(bad: float)
 
 def test_trainers_own_logprobs_as_old_ones_correct_for_the_sampler_up_to_the_cap() -> None:
     """π_old is the trainer's: ratio 1; μ is e^-1 of it at each token: weight min(e, 2) = 2."""
-    loss = replace(SETTINGS.loss, old_logprobs=OldLogprobs.TRAINER)
+    loss = changed(SETTINGS.loss, old_logprobs=OldLogprobs.TRAINER)
     trainer, model = make_trainer(unclipped(loss=loss))
     policy = make_policy(trainer, moved=0.05)
     exact = with_logprobs(trainer, model, policy, samples())
@@ -331,7 +329,7 @@ def test_trainers_own_logprobs_as_old_ones_correct_for_the_sampler_up_to_the_cap
 @pytest.mark.parametrize("drawn_by", ["the policy", "an older one", "nobody knows"])
 @pytest.mark.parametrize("most", [20, 1000])
 def test_how_far_the_step_moved_is_measured_against_the_policy_before_it(drawn_by: str, most: int) -> None:
-    trainer, model = make_trainer(replace(SETTINGS, measure_step_kl=True, micro_batch_tokens=most))
+    trainer, model = make_trainer(changed(SETTINGS, kl_bound=1e9, micro_batch_tokens=most))
     policy = make_policy(trainer, moved=0.05)
     drawn = samples(8)  # with logprobs of nobody's: far from the policy's own
     if drawn_by == "the policy":
@@ -346,80 +344,3 @@ def test_how_far_the_step_moved_is_measured_against_the_policy_before_it(drawn_b
     assert metrics["kl_step"] == pytest.approx(expected, rel=1e-3)
     assert Gate(kl_bound=expected / 2).judge(metrics) is not None
     assert Gate(kl_bound=expected * 2).judge(metrics) is None
-
-
-# ---- saving and going on -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("schedule", list(Schedule))
-def test_a_restored_policy_makes_the_same_next_update_to_the_bit(tmp_path, schedule: Schedule) -> None:
-    optimizer = OptimizerSettings(learning_rate=1e-2, schedule=schedule, warmup_steps=2, decay_steps=8)
-    settings = replace(SETTINGS, optimizer=optimizer)
-    trainer, _ = make_trainer(settings)
-    policy = make_policy(trainer)
-    for seed in range(3):
-        learn(trainer, policy, samples(seed=seed))
-    saved = snapshot(policy)
-    saved.save(tmp_path)
-    learn(trainer, policy, samples(seed=9))
-    again = Policy(trainer.model.layout, LORA, optimizer, PolicySnapshot.load(tmp_path, saved.weights))
-    assert again.step == 3
-    learn(trainer, again, samples(seed=9)[::-1])
-    assert all(np.array_equal(leaf, leaves(policy)[name]) for name, leaf in leaves(again).items())
-    assert all(
-        np.array_equal(leaf, snapshot(policy).optimizer[name]) for name, leaf in snapshot(again).optimizer.items()
-    )
-
-
-def test_a_policy_of_another_rank_is_refused() -> None:
-    trainer, _ = make_trainer()
-    saved = snapshot(make_policy(trainer))
-    with pytest.raises(InvalidRequestError, match=r"rank is 4.*trains rank 2"):
-        Policy(trainer.model.layout, replace(LORA, rank=2, alpha=4.0), SETTINGS.optimizer, saved)
-
-
-def test_a_target_that_the_model_lacks_is_refused() -> None:
-    trainer, _ = make_trainer()
-    with pytest.raises(ConfigError, match="nothing_proj"):
-        Policy(trainer.model.layout, replace(LORA, targets=("nothing_proj",)), SETTINGS.optimizer)
-
-
-def test_a_bandit_is_learnt_and_with_shuffled_rewards_it_is_not() -> None:
-    """One prompt, one token to draw; token 7 pays. It comes to be drawn; with rewards dealt at random it does not."""
-    assert _probability_after(shuffled=False) > 0.9
-    assert _probability_after(shuffled=True) < 0.2
-
-
-def _probability_after(shuffled: bool) -> float:
-    trainer, model = make_trainer(replace(SETTINGS, optimizer=OptimizerSettings(learning_rate=3e-2)))
-    policy, random = make_policy(trainer), np.random.default_rng(0)
-    prompt = (1, 2, 3)
-    for _ in range(30):
-        # half of each group are drawn uniformly, so that the paying token is found at all
-        tokens = [7, 7, *(int(t) for t in random.integers(0, 250, 6))]
-        rewards = np.array([float(token == 7) for token in tokens])
-        if shuffled:
-            random.shuffle(rewards)
-        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
-        drawn = [Sample(prompt, (t,), (), 1.0, float(a), 0) for t, a in zip(tokens, advantages, strict=True)]
-        learn(trainer, policy, with_logprobs(trainer, model, policy, drawn))
-    return float(np.exp(plain_logprobs(trainer, model, policy.params, Sample(prompt, (7,), (), 1.0, 0.0, 0))[0]))
-
-
-def test_a_model_that_attends_by_itself_is_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match="gemma2 can be served and not trained"):
-        make_trainer(family="gemma2")
-
-
-@pytest.mark.parametrize("schedule", [Schedule.CONSTANT, Schedule.COSINE])
-def test_the_configured_learning_rate_counts_after_a_resume(schedule: Schedule) -> None:
-    """Not the one of the checkpoint."""
-    trainer, _ = make_trainer()
-    policy = make_policy(trainer)
-    learn(trainer, policy, samples())
-    optimizer = OptimizerSettings(learning_rate=1e-5, schedule=schedule, decay_steps=10**6)
-    again = Policy(trainer.model.layout, LORA, optimizer, snapshot(policy))
-    outcome = learn(trainer, again, samples(seed=1))
-    assert outcome.metrics["learning_rate"] == pytest.approx(1e-5, rel=1e-3)
-    moved = max(np.abs(leaf - leaves(policy)[name]).max() for name, leaf in leaves(again).items())
-    assert moved < 5e-5

@@ -4,34 +4,38 @@ from __future__ import annotations
 
 import gc
 import math
-from dataclasses import replace
+from concurrent.futures import Future
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from configs import changed
 from mlx.utils import tree_flatten
-from trainers import SETTINGS, learn, make_policy, make_trainer, samples
+from trainers import LORA, SETTINGS, learn, make_policy, make_trainer, samples
 
+from mlx_parallm.config import ModelConfig, ResolvedTraining
 from mlx_parallm.errors import StepFailedError
-from mlx_parallm.rl.pacing import Pacer
-from mlx_parallm.rl.samples import UpdateBatch, UpdateOutcome
-from mlx_parallm.rl.settings import TrainerSettings
-from mlx_parallm.rl.trainer import GRPOTrainer
+from mlx_parallm.rl.events import UpdateOutcome
+from mlx_parallm.rl.learn.pacing import Pacer
+from mlx_parallm.rl.learn.trainer import GRPOTrainer
+from mlx_parallm.rl.objectives.batches import UpdateBatch
 
-WIDE = replace(
-    SETTINGS.lora,
-    rank=64,
-    targets=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
-)
-LARGE = replace(SETTINGS, lora=WIDE, micro_batch_tokens=1, checkpoint_layers=True)
+WIDE = changed(LORA, lora_rank=64, lora_target_modules=ModelConfig().lora_target_modules)
+LARGE = changed(SETTINGS, micro_batch_tokens=1, gradient_checkpointing=True)
 """Gradients of 4 MB, beside which the activations of a micro-step of one short sample are little."""
 SMALL_STEP = {"hidden_size": 128, "num_hidden_layers": 8, "intermediate_size": 256, "head_dim": 32}
 SET = 4 * 8 * 64 * (2 * (128 + 128) + 2 * (128 + 64) + 3 * (128 + 256))
 """Bytes of one set of gradients."""
 
 
-def large(settings: TrainerSettings = LARGE) -> GRPOTrainer:
-    return make_trainer(settings, **SMALL_STEP)[0]
+def large(settings: ResolvedTraining = LARGE, lora: ModelConfig = WIDE) -> GRPOTrainer:
+    return make_trainer(settings, lora=lora, **SMALL_STEP)[0]
+
+
+def advance_to_the_end(trainer: GRPOTrainer) -> None:
+    """One unit may hold several micro-steps, so their number is not known."""
+    while trainer.waits():
+        trainer.advance()
 
 
 def active() -> int:
@@ -46,11 +50,11 @@ def test_a_micro_step_adds_its_gradients_in_place(policies: int, monkeypatch: py
     trainer = large()
     trainer.pace(math.inf)  # each micro-step in one unit, however slow the machine
     trainer._take = lambda updates: [(update, update.take(math.inf)) for update in updates]  # all in every micro-step
-    told: list[object] = []
+    futures: list[Future[UpdateOutcome]] = []
     for at in range(policies):
         policy = make_policy(trainer, moved=0.01, name=str(at))
         assert policy.gradient_nbytes == SET
-        trainer.begin(policy, UpdateBatch(tuple(samples(4, groups=1))), told.append)
+        futures.append(trainer.begin(policy, UpdateBatch(tuple(samples(4, groups=1)))))
     mx.eval([policy.params for policy in trainer._policies.values()])
     before = active()
     trainer.advance()
@@ -60,7 +64,7 @@ def test_a_micro_step_adds_its_gradients_in_place(policies: int, monkeypatch: py
         trainer.advance()
         assert mx.get_peak_memory() - first < 0.6 * policies * SET
         assert active() == pytest.approx(first, abs=0.1 * SET)
-    assert told == []
+    assert not any(future.done() for future in futures)
 
 
 def test_an_update_leaves_nothing_behind() -> None:
@@ -93,9 +97,9 @@ def test_open_policies_count_with_their_optimizer_state() -> None:
 
 def test_gradients_and_activations_count_while_updates_wait() -> None:
     trainer = large()
-    policy, told = make_policy(trainer, moved=0.01), []
+    policy = make_policy(trainer, moved=0.01)
     resting = trainer.bytes_held
-    trainer.begin(policy, UpdateBatch(tuple(samples(4, groups=1))), told.append)
+    trainer.begin(policy, UpdateBatch(tuple(samples(4, groups=1))))
     assert trainer.bytes_held == resting + SET, "activations are not known yet"
     trainer.advance()
     working = trainer.bytes_held - resting - SET
@@ -106,7 +110,7 @@ def test_gradients_and_activations_count_while_updates_wait() -> None:
         if trainer.waits():
             assert mx.get_peak_memory() - held <= trainer.bytes_held - resting - SET + 1000  # the loss, and such
     assert trainer.bytes_held == resting
-    trainer.begin(policy, UpdateBatch(tuple(samples(4, groups=1))), told.append)
+    trainer.begin(policy, UpdateBatch(tuple(samples(4, groups=1))))
     assert trainer.bytes_held >= resting + SET + working, "as last measured"
 
 
@@ -114,39 +118,42 @@ def test_activations_grow_with_the_micro_step() -> None:
     """Measured, not guessed."""
 
     def working(micro_batch_tokens: int) -> int:
-        trainer = large(replace(LARGE, lora=SETTINGS.lora, micro_batch_tokens=micro_batch_tokens))
+        trainer = large(changed(LARGE, micro_batch_tokens=micro_batch_tokens), LORA)
         learn(trainer, make_policy(trainer), samples(40))
-        return trainer._footprint.working
+        return trainer._memory.working
 
     assert working(1000) > 3 * working(1)
 
 
 def test_an_update_that_failed_counts_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = large()
-    policy, told = make_policy(trainer), []
+    policy = make_policy(trainer)
     resting = trainer.bytes_held
-    trainer.begin(policy, UpdateBatch(tuple(samples())), told.append)
-    trainer.advance()
-    monkeypatch.setattr(trainer._forwards, "gradients", lambda shares: 1 / 0)
+    future = trainer.begin(policy, UpdateBatch(tuple(samples())))
+    of_micro_steps = [trainer._forwards.gradients, lambda parts: 1 / 0]  # the first succeeds, the second fails
+    monkeypatch.setattr(trainer._forwards, "gradients", lambda parts: of_micro_steps.pop(0)(parts))
     with pytest.raises(ZeroDivisionError):
-        trainer.advance()
+        advance_to_the_end(trainer)
     trainer.reset()
-    assert isinstance(told[0], StepFailedError)
+    assert isinstance(future.exception(timeout=0), StepFailedError)
     assert trainer.bytes_held == resting
 
 
-def test_the_count_is_told_to_who_listens_when_an_update_ends() -> None:
-    """`done` may begin the next update: what it sees is as if this one had never been."""
+def test_callbacks_of_an_update_see_the_count_without_it() -> None:
+    """A callback of its future may begin the next update."""
     trainer, seen = large(), []
     policy = make_policy(trainer)
     resting = trainer.bytes_held
 
-    def again(outcome: UpdateOutcome | Exception) -> None:
+    def again(_: Future[UpdateOutcome]) -> None:
         seen.append(trainer.bytes_held)
         if len(seen) == 1:
-            trainer.begin(policy, UpdateBatch(tuple(samples())), again)
+            begin()
 
-    trainer.begin(policy, UpdateBatch(tuple(samples())), again)
+    def begin() -> None:
+        trainer.begin(policy, UpdateBatch(tuple(samples()))).add_done_callback(again)
+
+    begin()
     while trainer.waits():
         trainer.advance()
     assert seen == [resting, resting]
@@ -172,8 +179,8 @@ def test_what_is_kept_to_go_back_to_is_shared_and_counts_while_it_is_held() -> N
     policy = make_policy(trainer, moved=0.01)
     learn(trainer, policy, samples(3))
     resting, before = trainer.bytes_held, active()
-    kept = policy.keep()
-    assert policy.keep() is kept
+    kept = policy.state()
+    assert policy.state() is kept
     assert active() == pytest.approx(before, abs=0.01 * SET)
     assert trainer.bytes_held == resting, "it is the policy as it is"
     learn(trainer, policy, samples(3, 1))
@@ -187,13 +194,13 @@ def test_what_is_kept_to_go_back_to_is_shared_and_counts_while_it_is_held() -> N
 
 def test_updates_that_are_given_up_leave_the_policy_as_it_was() -> None:
     trainer = large()
-    policy, told = make_policy(trainer, moved=0.01), []
+    policy, futures = make_policy(trainer, moved=0.01), []
     before = policy.params
     for _ in range(2):
-        trainer.begin(policy, UpdateBatch(tuple(samples(4, groups=1))), told.append)
+        futures.append(trainer.begin(policy, UpdateBatch(tuple(samples(4, groups=1)))))
     trainer.advance()
     trainer.abandon(policy)
-    assert [type(each) for each in told] == [StepFailedError] * 2
+    assert [type(each.exception(timeout=0)) for each in futures] == [StepFailedError] * 2
     assert not trainer.waits()
     assert policy.params is before
     assert trainer.bytes_held == policy.nbytes

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from configs import changed
 from trainers import (
     SETTINGS,
     Recorder,
@@ -24,24 +25,26 @@ from trainers import (
     with_logprobs,
 )
 
+from mlx_parallm.config import Algorithm
 from mlx_parallm.errors import StepFailedError
-from mlx_parallm.rl.policy import Policy
-from mlx_parallm.rl.samples import Sample, UpdateBatch, UpdateOutcome
-from mlx_parallm.rl.settings import Algorithm
-from mlx_parallm.rl.trainer import GRPOTrainer
+from mlx_parallm.rl.events import UpdateOutcome
+from mlx_parallm.rl.learn.policy import Policy
+from mlx_parallm.rl.learn.trainer import GRPOTrainer
+from mlx_parallm.rl.objectives.batches import Sample, UpdateBatch
 
-ROOM = replace(SETTINGS, micro_batch_tokens=200)
+ROOM = changed(SETTINGS, micro_batch_tokens=200)
 """Two small updates in one micro-step."""
 
 
 @dataclass
-class Told:
-    """What became of updates, in the order in which they ended."""
+class Outcomes:
+    """The outcomes of updates, in the order in which they ended."""
 
     ended: list[tuple[str, UpdateOutcome | Exception]] = field(default_factory=list)
 
     def begin(self, trainer: GRPOTrainer, policy: Policy | Recorder, drawn: Sequence[Sample], name: str) -> None:
-        trainer.begin(policy, UpdateBatch(tuple(drawn)), lambda outcome: self.ended.append((name, outcome)))
+        future = trainer.begin(policy, UpdateBatch(tuple(drawn)))
+        future.add_done_callback(lambda done: self.ended.append((name, done.exception() or done.result())))
 
     def of(self, name: str) -> UpdateOutcome | Exception:
         (outcome,) = [outcome for ended, outcome in self.ended if ended == name]
@@ -86,20 +89,20 @@ def trio(trainer: GRPOTrainer, model: nn.Module) -> list[tuple[str, Policy, list
 def test_gradients_and_figures_are_those_of_one_after_the_other(
     family: str, algorithm: Algorithm, kl_coef: float, checkpointed: bool
 ) -> None:
-    settings = unclipped(ROOM, checkpoint_layers=checkpointed)
-    settings = replace(settings, loss=replace(settings.loss, algorithm=algorithm, kl_coef=kl_coef))
+    settings = unclipped(ROOM, gradient_checkpointing=checkpointed)
+    settings = changed(settings, loss=changed(settings.loss, algorithm=algorithm, kl_coef=kl_coef))
     trainer, model = make_trainer(settings, family)
     jobs = trio(trainer, model)
     want = [gradients(trainer, policy, drawn) for _, policy, drawn in jobs]
     figures = [learn(trainer, Recorder(policy), drawn).metrics for _, policy, drawn in jobs]
 
-    told, recorders = Told(), [Recorder(policy) for _, policy, _ in jobs]
+    outcomes, recorders = Outcomes(), [Recorder(policy) for _, policy, _ in jobs]
     for recorder, (name, _, drawn) in zip(recorders, jobs, strict=True):
-        told.begin(trainer, recorder, drawn, name)
+        outcomes.begin(trainer, recorder, drawn, name)
     finish(trainer)
     for recorder, alone, metrics, (name, _, _) in zip(recorders, want, figures, jobs, strict=True):
         assert_close(recorder.seen, alone, 1e-5)
-        outcome = told.of(name)
+        outcome = outcomes.of(name)
         assert isinstance(outcome, UpdateOutcome)
         assert outcome.metrics.keys() == metrics.keys()
         for figure in metrics.keys() - {"seconds", "device_seconds"}:
@@ -108,18 +111,18 @@ def test_gradients_and_figures_are_those_of_one_after_the_other(
 
 def test_updates_leave_policies_as_if_made_one_after_the_other() -> None:
     """Two of one policy among them, the second from where the first ends."""
-    settings = replace(ROOM, optimizer=replace(ROOM.optimizer, eps=1e-2))
+    settings = changed(ROOM, optimizer=changed(ROOM.optimizer, eps=1e-2))
     solo, model = make_trainer(settings)
     order = [0, 1, 0, 2]
     jobs = trio(solo, model)
     for at in order:
         learn(solo, jobs[at][1], jobs[at][2])
     trainer, model = make_trainer(settings)
-    others, told = trio(trainer, model), Told()
+    others, outcomes = trio(trainer, model), Outcomes()
     for number, at in enumerate(order):
-        told.begin(trainer, others[at][1], others[at][2], f"{at} {number}")
+        outcomes.begin(trainer, others[at][1], others[at][2], f"{at} {number}")
     finish(trainer)
-    names = [name for name, _ in told.ended]
+    names = [name for name, _ in outcomes.ended]
     assert names.index("0 0") < names.index("0 2")
     for (_, policy, _), (_, other, _) in zip(jobs, others, strict=True):
         assert policy.step == other.step
@@ -129,16 +132,16 @@ def test_updates_leave_policies_as_if_made_one_after_the_other() -> None:
 
 def test_they_share_passes_over_the_trunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """With and without factors; the tokens are as many."""
-    trainer, model = make_trainer(replace(ROOM, loss=replace(ROOM.loss, kl_coef=0.1)))
+    trainer, model = make_trainer(changed(ROOM, loss=changed(ROOM.loss, kl_coef=0.1)))
     jobs = trio(trainer, model)[:2]
     seen = passes(trainer, monkeypatch)
     for _, policy, drawn in jobs:
         learn(trainer, policy, drawn)
     alone = seen.copy()
     seen.clear()
-    told = Told()
+    outcomes = Outcomes()
     for name, policy, drawn in jobs:
-        told.begin(trainer, policy, drawn, name)
+        outcomes.begin(trainer, policy, drawn, name)
     finish(trainer)
     assert (len(alone), len(seen)) == (4, 2)
     assert sum(seen) == sum(alone)
@@ -146,11 +149,11 @@ def test_they_share_passes_over_the_trunk(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_micro_step_of_several_keeps_to_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """And however they are combined, each is split as it would be alone."""
-    trainer, model = make_trainer(replace(SETTINGS, micro_batch_tokens=80, measure_kl=False))
+    trainer, model = make_trainer(changed(SETTINGS, micro_batch_tokens=80), measure_kl=False)
     seen, sizes = passes(trainer, monkeypatch), []
-    add_up = trainer._add_up
+    add_up = trainer._stages
     monkeypatch.setattr(
-        trainer, "_add_up", lambda parts: (sizes.append(sum(part.size for _, part in parts)), add_up(parts))[1]
+        trainer, "_stages", lambda parts: (sizes.append(sum(part.size for _, part in parts)), add_up(parts))[1]
     )
     jobs = trio(trainer, model)
     for _, policy, drawn in jobs:
@@ -158,9 +161,9 @@ def test_a_micro_step_of_several_keeps_to_the_size(monkeypatch: pytest.MonkeyPat
     alone, alone_sizes = seen.copy(), sizes.copy()
     seen.clear()
     sizes.clear()
-    told = Told()
+    outcomes = Outcomes()
     for name, policy, drawn in jobs:
-        told.begin(trainer, policy, drawn, name)
+        outcomes.begin(trainer, policy, drawn, name)
     finish(trainer)
     assert max(sizes) <= 80
     assert len(seen) < len(alone)
@@ -168,31 +171,31 @@ def test_a_micro_step_of_several_keeps_to_the_size(monkeypatch: pytest.MonkeyPat
 
 
 def test_they_go_on_side_by_side_though_none_fits_beside_another() -> None:
-    trainer, model = make_trainer(replace(SETTINGS, micro_batch_tokens=1))
-    told = Told()
+    trainer, model = make_trainer(changed(SETTINGS, micro_batch_tokens=1))
+    outcomes = Outcomes()
     for name, policy, drawn in trio(trainer, model):
-        told.begin(trainer, policy, drawn, name)
+        outcomes.begin(trainer, policy, drawn, name)
     finish(trainer)
-    assert [name for name, _ in told.ended] == ["0", "1", "2"]
-    assert all(isinstance(outcome, UpdateOutcome) for _, outcome in told.ended)
+    assert [name for name, _ in outcomes.ended] == ["0", "1", "2"]
+    assert all(isinstance(outcome, UpdateOutcome) for _, outcome in outcomes.ended)
 
 
 def test_device_time_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """By what each had of a micro-step: together it is the time that passed."""
     trainer, model = make_trainer(ROOM)
-    now, told = [0.0], Told()
-    monkeypatch.setattr("mlx_parallm.rl.trainer.time.monotonic", lambda: now[0])
-    inner = trainer._add_up
+    now, outcomes = [0.0], Outcomes()
+    monkeypatch.setattr("mlx_parallm.rl.learn.trainer.time.monotonic", lambda: now[0])
+    inner = trainer._stages
 
     def slow(parts):
         now[0] += 1.0
         return inner(parts)
 
-    monkeypatch.setattr(trainer, "_add_up", slow)
+    monkeypatch.setattr(trainer, "_stages", slow)
     for name, policy, drawn in trio(trainer, model)[:2]:
-        told.begin(trainer, policy, drawn, name)
+        outcomes.begin(trainer, policy, drawn, name)
     finish(trainer)
-    shares = [outcome.metrics["device_seconds"] for _, outcome in told.ended]
+    shares = [outcome.metrics["device_seconds"] for _, outcome in outcomes.ended]
     assert sum(shares) == pytest.approx(1.0)
     assert shares[0] == pytest.approx(0.5), "the same samples"
 
@@ -220,60 +223,59 @@ def fall(trainer: GRPOTrainer) -> None:
 
 def test_a_failed_micro_step_costs_the_updates_that_were_in_it_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, model = make_trainer(ROOM)
-    jobs, told = trio(trainer, model), Told()
+    jobs, outcomes = trio(trainer, model), Outcomes()
     before = [leaves(policy) for _, policy, _ in jobs]
     for name, policy, drawn in [*jobs[:2], ("second", jobs[0][1], jobs[0][2])]:
-        told.begin(trainer, policy, drawn, name)
-    told.begin(trainer, jobs[2][1], samples(60, 4), "large")
+        outcomes.begin(trainer, policy, drawn, name)
+    outcomes.begin(trainer, jobs[2][1], samples(60, 4), "large")
     failing(trainer, monkeypatch, trainer._forwards, "gradients")
     fall(trainer)
-    assert sorted(name for name, _ in told.ended) == ["0", "1"]
-    assert all(isinstance(outcome, StepFailedError) for _, outcome in told.ended)
+    assert sorted(name for name, _ in outcomes.ended) == ["0", "1"]
+    assert all(isinstance(outcome, StepFailedError) for _, outcome in outcomes.ended)
     for kept, (_, policy, _) in zip(before, jobs, strict=True):
         assert all(np.array_equal(leaf, kept[name]) for name, leaf in leaves(policy).items())
     assert trainer.waits()
     finish(trainer)
-    assert isinstance(told.of("second"), UpdateOutcome)
-    assert isinstance(told.of("large"), UpdateOutcome)
+    assert isinstance(outcomes.of("second"), UpdateOutcome)
+    assert isinstance(outcomes.of("large"), UpdateOutcome)
     assert (jobs[0][1].step, jobs[1][1].step, jobs[2][1].step) == (1, 0, 1)
 
 
 def test_an_update_half_made_goes_on_after_anothers_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its gradients so far are kept."""
-    settings = replace(unclipped(), micro_batch_tokens=1)
+    settings = changed(unclipped(), micro_batch_tokens=1)
     trainer, model = make_trainer(settings)
     (_, one, drawn), (_, two, _), _ = trio(trainer, model)
     want = gradients(trainer, one, drawn)
-    told, recorder = Told(), Recorder(one)
-    told.begin(trainer, two, drawn[:1], "first")
-    told.begin(trainer, recorder, drawn, "half")
+    outcomes, recorder = Outcomes(), Recorder(one)
+    outcomes.begin(trainer, two, drawn[:1], "first")
+    outcomes.begin(trainer, recorder, drawn, "half")
     trainer.advance()
-    failing(trainer, monkeypatch, two, "apply")
+    failing(trainer, monkeypatch, two, "stepped")
     fall(trainer)
-    assert [name for name, _ in told.ended] == ["first"]
+    assert [name for name, _ in outcomes.ended] == ["first"]
     finish(trainer)
     assert_close(recorder.seen, want, 1e-6)
 
 
 @pytest.mark.parametrize("place", ["step", "measurement", "outcome"])
 def test_a_fault_after_the_micro_steps_leaves_the_policy_as_it_was(monkeypatch, place: str) -> None:
-    trainer, _ = make_trainer(replace(ROOM, measure_step_kl=True))
-    policy, told = make_policy(trainer, moved=0.05), Told()
+    trainer, _ = make_trainer(changed(ROOM, kl_bound=1e9))
+    policy, outcomes = make_policy(trainer, moved=0.05), Outcomes()
     learn(trainer, policy, samples(seed=3))
     before, state = leaves(policy), snapshot(policy)
-    told.begin(trainer, policy, samples(), "update")
+    outcomes.begin(trainer, policy, samples(), "update")
     trainer.advance()
     if place == "step":
         failing(trainer, monkeypatch, mx, "isfinite")
     elif place == "outcome":
         failing(trainer, monkeypatch, trainer._queue[0], "outcome")
     else:
-        while policy.step == state.step:
+        while trainer._queue[0].after is None:
             trainer.advance()
-        assert not np.array_equal(leaves(policy)[next(iter(before))], before[next(iter(before))])
         failing(trainer, monkeypatch, trainer._forwards, "scores")
     fall(trainer)
-    assert isinstance(told.of("update"), StepFailedError)
+    assert isinstance(outcomes.of("update"), StepFailedError)
     assert not trainer.waits()
     assert policy.step == state.step
     assert all(np.array_equal(leaf, before[name]) for name, leaf in leaves(policy).items())
@@ -285,9 +287,9 @@ def test_a_fault_after_the_micro_steps_leaves_the_policy_as_it_was(monkeypatch, 
 def test_samples_that_cannot_be_packed_cost_their_update(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a micro-step is made of them: the trainer does not try again for ever."""
     trainer, _ = make_trainer(ROOM)
-    policy, told = make_policy(trainer), Told()
-    told.begin(trainer, policy, samples(), "bad")
+    policy, outcomes = make_policy(trainer), Outcomes()
+    outcomes.begin(trainer, policy, samples(), "bad")
     failing(trainer, monkeypatch, trainer._queue[0], "start")
     fall(trainer)
-    assert isinstance(told.of("bad"), StepFailedError)
+    assert isinstance(outcomes.of("bad"), StepFailedError)
     assert not trainer.waits()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mlx_parallm.scheduler.cost import Chunk, CostModel
+from mlx_parallm.scheduler.prefill import CostModel
+from mlx_parallm.scheduler.units import Chunk
 
 PROMPT, ROWS = [Chunk(100, 0)], [Chunk(1, 50)] * 4
 STEP_RATIO = 1.4

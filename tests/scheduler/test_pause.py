@@ -1,8 +1,8 @@
-"""A pause: what comes later waits, and what is there goes on or stands still."""
+"""A pause: new sequences wait, and running ones continue or stand still."""
 
 from driver import Driver
 
-from mlx_parallm.scheduler.sequence import Status
+from mlx_parallm.core import SequenceStatus
 from mlx_parallm.scheduler.units import DecodeUnit, PrefillUnit, StagingUnit, TrainingUnit
 
 
@@ -14,11 +14,12 @@ def test_what_comes_while_paused_waits_and_what_was_there_ends() -> None:
     driver.scheduler.pause(freeze=False)
     later = driver.add(20)
     driver.run()
-    assert (first.status, queued.status, later.status) == (Status.FINISHED, Status.FINISHED, Status.WAITING)
+    assert [first.status, queued.status] == [SequenceStatus.FINISHED] * 2
+    assert later.status is SequenceStatus.WAITING
     assert driver.scheduler.waiting == 1
     driver.scheduler.resume()
     driver.run()
-    assert later.status is Status.FINISHED
+    assert later.status is SequenceStatus.FINISHED
 
 
 def test_frozen_rows_keep_their_places_and_go_on() -> None:
@@ -30,11 +31,11 @@ def test_frozen_rows_keep_their_places_and_go_on() -> None:
     queued = driver.add(20)
     drawn, held = running.drawn, dict(driver.memory.held)
     assert driver.run() == []
-    assert (running.status, running.drawn, driver.memory.held) == (Status.RUNNING, drawn, held)
+    assert (running.status, running.drawn, driver.memory.held) == (SequenceStatus.RUNNING, drawn, held)
     driver.scheduler.resume()
     units = driver.run()
     assert sum(isinstance(unit, DecodeUnit) and running in unit.sequences for unit in units) == 30 - drawn
-    assert queued.status is Status.FINISHED
+    assert queued.status is SequenceStatus.FINISHED
     assert driver.scheduler.preemptions == 0
 
 
@@ -71,7 +72,7 @@ def test_a_pause_is_no_gap_between_two_steps() -> None:
     driver.now += 1000
     driver.scheduler.resume()
     driver.run()
-    assert driver.scheduler.gaps.gaps.largest < 1
+    assert driver.scheduler.decode_gaps.largest < 1
 
 
 def test_a_second_pause_keeps_what_the_first_one_holds() -> None:
@@ -80,11 +81,11 @@ def test_a_second_pause_keeps_what_the_first_one_holds() -> None:
     held = driver.add(20)
     driver.scheduler.pause(freeze=False)
     driver.run()
-    assert held.status is Status.WAITING
+    assert held.status is SequenceStatus.WAITING
     driver.scheduler.resume()
     driver.scheduler.resume()
     driver.run()
-    assert held.status is Status.FINISHED
+    assert held.status is SequenceStatus.FINISHED
 
 
 def test_what_is_held_can_be_given_up() -> None:

@@ -1,4 +1,4 @@
-"""Rollouts beside live requests: what they get, and what they leave."""
+"""Rollouts beside live requests: their share of rows, and how they give way."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from driver import STEP, Driver
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_parallm.core import DeviceSchedule, WorkClass
-from mlx_parallm.scheduler.sequence import Status
+from mlx_parallm.core import DeviceSchedule, SequenceStatus, WorkClass
 from mlx_parallm.scheduler.units import DecodeUnit, PrefillUnit
 
 LIVE, ROLLOUT = WorkClass.INFERENCE, WorkClass.TRAINING
@@ -25,7 +24,7 @@ def decoding(driver: Driver) -> DecodeUnit:
     """The next decode step; nothing is left to prefill."""
     while True:
         unit = driver.step()
-        if isinstance(unit, DecodeUnit) and all(s.status is Status.RUNNING for s in driver.scheduler.live):
+        if isinstance(unit, DecodeUnit) and all(s.status is SequenceStatus.RUNNING for s in driver.scheduler.live):
             return unit
 
 
@@ -34,7 +33,7 @@ def test_beside_live_requests_rollouts_draw_by_their_share(live: int, drawing: i
     driver = Driver()
     for _ in range(8):
         driver.add(5, max_tokens=ENDLESS, work_class=ROLLOUT)
-    assert classes(decoding(driver)) == {ROLLOUT: 8}, "what is idle is all theirs"
+    assert classes(decoding(driver)) == {ROLLOUT: 8}, "idle rows are all theirs"
     for _ in range(live):
         driver.add(5, max_tokens=ENDLESS)
     assert classes(decoding(driver)) == {LIVE: live, ROLLOUT: drawing}
@@ -85,7 +84,7 @@ def test_rollouts_make_way_when_memory_is_spent() -> None:
     live = [driver.add(10, max_tokens=20) for _ in range(2)]
     while not all(sequence in driver.finished for sequence in live):
         driver.step()
-        assert all(sequence.status is not Status.WAITING or not sequence.drawn for sequence in live)
+        assert all(sequence.status is not SequenceStatus.WAITING or not sequence.drawn for sequence in live)
     assert driver.scheduler.preemptions > 0
     driver.run()
     assert set(driver.finished) == {*rollouts, *live}
@@ -133,25 +132,25 @@ def test_a_new_schedule_takes_effect_at_once() -> None:
     assert run_for(driver, 200) == pytest.approx(0.05, rel=0.1)
 
 
-def test_gaps_and_shares_are_told_as_they_were() -> None:
+def test_gaps_and_shares_are_measured() -> None:
     driver = beside_rows(0.2)
     run_for(driver, 100)
-    gaps, shares = driver.scheduler.gaps.gaps, driver.scheduler.shares
+    gaps, shares = driver.scheduler.decode_gaps, driver.scheduler.share_meter
     assert STEP < gaps.largest <= 0.4 + STEP + 1e-6
     micro_steps = round(driver.training_seconds / driver.micro_step)
     longer = sum(count for bound, count in zip(gaps.bounds, gaps.counts, strict=False) if bound > 0.3)
     assert longer == pytest.approx(micro_steps, abs=1), "a gap with a micro-step in it for each of them"
     assert shares.last == pytest.approx(0.2, abs=0.05)
-    assert sum(shares.shares.counts) == pytest.approx(100 / 10, abs=1)
-    assert shares.shares.total / sum(shares.shares.counts) == pytest.approx(0.2, rel=0.1)
+    assert sum(shares.contended.counts) == pytest.approx(100 / 10, abs=1)
+    assert shares.contended.total / sum(shares.contended.counts) == pytest.approx(0.2, rel=0.1)
 
 
 def test_a_window_in_which_training_had_nothing_to_do_says_nothing_of_its_share() -> None:
     driver = Driver()
     driver.add(5, max_tokens=ENDLESS)
     run_for(driver, 50)
-    assert sum(driver.scheduler.shares.shares.counts) == 0
-    assert driver.scheduler.shares.last == 0.0
+    assert sum(driver.scheduler.share_meter.contended.counts) == 0
+    assert driver.scheduler.share_meter.last == 0.0
 
 
 def test_idle_time_between_requests_is_no_gap() -> None:
@@ -161,4 +160,4 @@ def test_idle_time_between_requests_is_no_gap() -> None:
     driver.now += 100.0
     driver.add(5, max_tokens=3)
     driver.run()
-    assert driver.scheduler.gaps.gaps.largest < 1.0
+    assert driver.scheduler.decode_gaps.largest < 1.0

@@ -1,12 +1,11 @@
-"""Micro-steps of training beside requests: their share of time, and what they may not hold up."""
+"""Training micro-steps beside requests: their share of time, and the delays that they may cause."""
 
 from __future__ import annotations
 
 import pytest
 from driver import STEP, Driver
 
-from mlx_parallm.core import AdapterRef
-from mlx_parallm.scheduler.sequence import Sequence, Status
+from mlx_parallm.core import AdapterRef, SequenceState, SequenceStatus
 from mlx_parallm.scheduler.units import DecodeUnit, PrefillUnit, StagingUnit, TrainingUnit
 
 ENDLESS = 10**9
@@ -69,7 +68,7 @@ def test_a_gap_between_two_decode_steps_holds_one_micro_step_and_no_prefill_befo
 
 @pytest.mark.parametrize("micro_step", [0.1, 2.0])
 def test_training_slows_prefill_by_little_more_than_its_share(micro_step: float) -> None:
-    """A long prompt with nobody beside it, and one beside rows that decode, where both wait for gaps."""
+    """A long prompt alone, and one beside rows that decode, where prefill and training both wait for gaps."""
     for rows in (0, 4):
         seconds = []
         for micro_steps in (0, ENDLESS):
@@ -145,8 +144,8 @@ def test_a_trainer_that_pauses_between_micro_steps_does_not_get_round_its_share(
 def test_preempted_rows_come_back_beside_training() -> None:
     driver = learning(0.5)
     driver.memory.budget = 120
-    rows: list[Sequence] = [driver.add(30, max_tokens=40) for _ in range(3)]
-    while any(row.status is not Status.FINISHED for row in rows):
+    rows: list[SequenceState] = [driver.add(30, max_tokens=40) for _ in range(3)]
+    while any(row.status is not SequenceStatus.FINISHED for row in rows):
         driver.step()
         assert driver.now < 60.0
     assert driver.scheduler.preemptions > 0

@@ -1,4 +1,4 @@
-"""Thousands of waiting sequences: what a pass of admission does for them, and in what order they are admitted."""
+"""Thousands of waiting sequences: the cost of a pass of admission, and the order in which they are admitted."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from collections import Counter
 import pytest
 from driver import Driver
 
-from mlx_parallm.core import AdapterRef, WorkClass
-from mlx_parallm.scheduler.cost import CostModel
-from mlx_parallm.scheduler.rl_aware import RLAwareScheduler
-from mlx_parallm.scheduler.sequence import Group, Sequence, Status
+from mlx_parallm.core import AdapterRef, PromptGroup, SequenceState, SequenceStatus, WorkClass
+from mlx_parallm.scheduler.prefill import CostModel
+from mlx_parallm.scheduler.scheduler import RLAwareScheduler
 
 LIVE, ROLLOUT = WorkClass.INFERENCE, WorkClass.TRAINING
 ADAPTERS = [AdapterRef(name, 1) for name in ("one", "two", "three")]
@@ -76,7 +75,7 @@ def test_a_sequence_is_ranked_once_while_it_waits(work: Counter[str]) -> None:
 def test_a_group_is_ranked_as_one(work: Counter[str]) -> None:
     driver = crowded(0)
     work.clear()
-    group = Group()
+    group = PromptGroup()
     for _ in range(64):
         driver.add(200, group=group)
     for _ in range(20):
@@ -89,16 +88,16 @@ def test_aborting_thousands_ranks_none_of_them(work: Counter[str]) -> None:
     driver.scheduler.admit()
     work.clear()
     for sequence in list(driver.scheduler.sequences()):
-        if sequence.status is Status.WAITING:
+        if sequence.status is SequenceStatus.WAITING:
             driver.scheduler.finish(sequence)
     assert driver.scheduler.waiting == 0
     assert not work
     driver.scheduler.check_integrity()
 
 
-def admitted(driver: Driver) -> list[Sequence]:
+def admitted(driver: Driver) -> list[SequenceState]:
     """All that wait, in the order in which they get the only row."""
-    order: list[Sequence] = []
+    order: list[SequenceState] = []
     while driver.scheduler.sequences():
         driver.step()
         order += [sequence for sequence in driver.scheduler.live if sequence not in order]
@@ -130,7 +129,7 @@ def test_a_preempted_sequence_keeps_its_age() -> None:
     young = driver.add(30, max_tokens=40)
     while not driver.scheduler.preemptions:
         driver.step()
-    assert young.status is Status.WAITING
+    assert young.status is SequenceStatus.WAITING
     new = driver.add(30, max_tokens=1)
     order = admitted(driver)
     assert order.index(young) < order.index(new)
@@ -139,10 +138,10 @@ def test_a_preempted_sequence_keeps_its_age() -> None:
 
 def test_the_rest_of_a_group_is_admitted_when_its_leader_is_aborted() -> None:
     driver = Driver(max_batched_tokens=16)
-    group = Group()
+    group = PromptGroup()
     leader, *others = [driver.add(100, group=group) for _ in range(4)]
     driver.step()
-    assert [s.status for s in others] == [Status.WAITING] * 3
+    assert [s.status for s in others] == [SequenceStatus.WAITING] * 3
     driver.scheduler.finish(leader)
     driver.run()
     assert set(driver.finished) == set(others)

@@ -9,7 +9,8 @@ import pytest
 from server.fake_control import FakeAdapters, FakeTraining
 from server.fakes import CARD, ByteTokenizer, FakeEngine
 
-from mlx_parallm.server import ServerSettings, create_app
+from mlx_parallm.config import ServerConfig
+from mlx_parallm.server.app import create_app
 from mlx_parallm.server.run import DrainingServer, bind
 
 
@@ -33,7 +34,7 @@ def make_client(engine, adapters, training):
     """`make_client(**settings)` → an httpx client on an in-process app; `client.app` is the app."""
 
     def make(**settings):
-        app = create_app(engine, adapters, training, ByteTokenizer(), CARD, ServerSettings(**settings))
+        app = create_app(engine, adapters, training, ByteTokenizer(), CARD, ServerConfig(**settings))
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         client = httpx.AsyncClient(transport=transport, base_url="http://localhost:8000")
         client.app = app
@@ -47,17 +48,31 @@ def client(make_client):
     return make_client()
 
 
+@pytest.fixture(scope="session")
+def document():
+    """The OpenAPI document, which takes long to make. Not to be changed."""
+    app = create_app(FakeEngine(), FakeAdapters(), FakeTraining(), ByteTokenizer(), CARD, ServerConfig())
+
+    async def get():
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost:8000") as client:
+            return (await client.get("/openapi.json")).json()
+
+    return asyncio.run(get())
+
+
 @pytest.fixture
 def serving(engine, adapters, training):
     """`async with serving(**settings) as server`: a real uvicorn on a free port (`server.port`, `.app`, `.url`)."""
 
     @contextlib.asynccontextmanager
-    async def serve(shutdown_timeout_s=5.0, card=CARD, **settings):
-        app = create_app(engine, adapters, training, ByteTokenizer(), card, ServerSettings(**settings))
+    async def serve(card=CARD, **settings):
+        settings = {"shutdown_timeout": 5.0, **settings}
+        app = create_app(engine, adapters, training, ByteTokenizer(), card, ServerConfig(**settings))
         listening = bind("127.0.0.1", 0)
         port = listening.getsockname()[1]
         started = asyncio.Event()
-        uvicorn_server = DrainingServer(app, shutdown_timeout_s, started.set)
+        uvicorn_server = DrainingServer(app, started.set)
         task = asyncio.create_task(uvicorn_server.serve(sockets=[listening]))
         await started.wait()
         server = SimpleNamespace(

@@ -150,17 +150,18 @@ class FakeAdapters:
 class FakeTraining:
     """Trains the adapters of `state`, `policy` by default; has the scorer `exact`, which reads `metadata.answer`.
 
-    `checked`: (collection, adapter) of each check, `checks_go_on` set: they end. `calls`: what else was
-    asked. `saves`: names that `trains` says yes to. `error`, `hold`, `held`, `resume_work`: as the adapters'. `told`:
-    the events, the last one None; `listening`: listeners now.
+    `checked`: (collection, adapter) of each check; `checks_go_on` set: they end. `collected`: requests whose events
+    `collect` was given. `calls`: what else was asked. `saves`: names that `trains` says yes to. `error`, `hold`,
+    `held`, `resume_work`: as the adapters'. `told`: the events, the last one None; `listening`: listeners now.
     """
 
     def __init__(self):
-        self.state = {"policy": TrainingStatus(enabled=True, state="running", adapter="policy", trained=("policy",))}
+        self.state = {"policy": TrainingStatus(state="running", adapter="policy", trained=("policy",))}
         self.report = UpdateReport(AdapterRef("policy", 2), 1, "published")
         self.known = {"traj-0"}
         self.cards = ()
         self.checked = []
+        self.collected = []
         self.checks_go_on = asyncio.Event()
         self.checks_go_on.set()
         self.calls = []
@@ -181,6 +182,11 @@ class FakeTraining:
             raise InvalidRequestError(f"unknown scorer {collection.scorer!r}", param="scoring_function")
         if collection.scorer and "answer" not in collection.metadata:
             raise InvalidRequestError("exact reads metadata.answer", param="metadata")
+        return collection
+
+    def collect(self, request, events):
+        self.collected.append(request)
+        return events
 
     def feedback(self, trajectory_id, score):
         if self.error:
@@ -203,7 +209,7 @@ class FakeTraining:
         name = adapter or "policy"
         trained = (*self.state, name) if name not in self.state else tuple(self.state)
         self.state = {known: replace(status, trained=trained) for known, status in self.state.items()}
-        self.state.setdefault(name, TrainingStatus(enabled=True, state="idle", adapter=name, trained=trained))
+        self.state.setdefault(name, TrainingStatus(state="idle", adapter=name, trained=trained))
         return await self._work("start", adapter)
 
     async def pause(self, adapter=None):

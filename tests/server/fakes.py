@@ -20,7 +20,7 @@ from mlx_parallm.errors import (
     EngineDeadError,
     InvalidRequestError,
 )
-from mlx_parallm.model.tools.families import HERMES
+from mlx_parallm.model.tools.formats import HERMES
 
 VOCAB = 258
 EOS = 257

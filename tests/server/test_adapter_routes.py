@@ -139,8 +139,10 @@ async def test_checkpoints(client, path):
     assert got == {"name": "checkpoint-7", **told, "metrics": {"loss": 0.5, "n": 2.0}}
     second = await post(client, path)
     assert (second["name"], second["tags"], second["metrics"]) == ("checkpoint-2", ["latest"], {})
+    third = await client.post(path)
+    assert (third.status_code, third.json()["name"]) == (200, "checkpoint-3"), "without a body"
     listed = await client.get("/v1/checkpoints")
-    assert listed.json() == {"object": "list", "data": [got, second]}
+    assert listed.json() == {"object": "list", "data": [got, second, third.json()]}
     assert "/secret" not in listed.text
 
 

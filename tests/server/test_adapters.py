@@ -2,11 +2,16 @@
 
 import asyncio
 import json
+from dataclasses import replace
 
+import httpx
 import pytest
+from server.fakes import CARD, ByteTokenizer
 
+from mlx_parallm.config import ServerConfig
 from mlx_parallm.core import BASE_ADAPTER, AdapterRef
 from mlx_parallm.errors import AdapterUnavailableError, StepFailedError
+from mlx_parallm.server.app import create_app
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 BODIES = {COMPLETIONS: {"prompt": "x"}, CHAT: {"messages": [{"role": "user", "content": "x"}]}}
@@ -96,6 +101,19 @@ async def test_fields_that_disagree_are_both_named(client, engine, adapters, mat
     assert not engine.requests
 
 
+@pytest.mark.parametrize("name", ["tiny/byte-model", "second", "third", "base-model"])
+async def test_every_name_of_the_served_model_may_come_with_an_adapter(engine, adapters, training, math, name):
+    card = replace(CARD, aliases=("second", "third"))
+    app = create_app(engine, adapters, training, ByteTokenizer(), card, ServerConfig())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost:8000") as client:
+        answer = (await client.post(COMPLETIONS, json={"model": name, "lora_adapter": "math@1", "prompt": "x"})).json()
+        assert (answer["model"], answer["lora_adapter"]) == ("math", "math@1")
+        assert engine.requests[-1].adapter == AdapterRef("math", 1)
+        ids = [model["id"] for model in (await client.get("/v1/models")).json()["data"]]
+        assert ids == ["tiny/byte-model", "second", "third", "math"]
+        assert (await client.get(f"/v1/models/{name}")).status_code == 200
+
+
 STRANGE = ["../x", "/etc/passwd", "a/b", "@", "math@", "math@99", "@1", "%2e%2e", "nul\0", "ä", "", " math", "x" * 160]
 
 
@@ -182,8 +200,8 @@ async def test_a_refused_request_holds_no_version(client, adapters, math, stream
 
 
 async def test_no_version_is_asked_for_where_the_queue_is_full(make_client, adapters, math):
-    client = make_client(max_batch_size=1, max_queued=0)
-    response = await client.post(COMPLETIONS, json={"prompt": "x", "model": "math", "n": 2})
+    client = make_client(max_batch_size=1, max_queued=1)
+    response = await client.post(COMPLETIONS, json={"prompt": "x", "model": "math", "n": 3})
     assert response.status_code == 429
     assert not adapters.asked
 

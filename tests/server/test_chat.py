@@ -1,4 +1,4 @@
-"""Messages to prompt, and the chat's own wording."""
+"""Chat: from messages to the prompt, and the answer."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def prompt_text(engine):
     return bytes(engine.requests[-1].prompts[0]).decode()
 
 
-async def test_the_plain_answer(client):
+async def test_the_whole_answer(client):
     got = await chat(client, metadata={"k": "v"})
     assert got.pop("id").startswith("chatcmpl-")
     assert got.pop("created") > 1.7e9

@@ -1,11 +1,11 @@
-"""Requests marked `collect_trajectory`: what the engine is told, what the client is told, what is refused."""
+"""Requests with `collect_trajectory`: the request to the engine, the answer, and what is refused."""
 
 import asyncio
 import json
 
 import pytest
 
-from mlx_parallm.core import BASE_ADAPTER, AdapterRef, Collection, PromptScored
+from mlx_parallm.core import BASE_ADAPTER, AdapterRef, CollectionSpec, PromptScored, WorkClass
 from mlx_parallm.errors import ConflictError, InvalidRequestError, StepFailedError, TrainingDisabledError
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -33,15 +33,33 @@ async def transcript(client, path, **fields):
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_the_engine_is_told_and_the_answer_names_the_trajectories(client, engine, training, path):
+async def test_the_engine_collects_and_the_answer_has_the_trajectory_ids(client, engine, training, path):
     metadata = {"answer": 4, "entry": {"steps": [1, 2.5, None, True], "é": "ü"}}
     response = await post(client, path, n=2, collect_trajectory=True, scoring_function="exact", metadata=metadata)
-    collection = Collection("exact", metadata)
+    collection = CollectionSpec("exact", metadata)
     assert [request.collection for request in engine.requests] == [collection]
     assert [request.collection.client for request in engine.requests] == ["127.0.0.1"]
     assert training.checked == [(collection, BASE_ADAPTER)]
+    assert training.collected == engine.requests
     assert response.json()["trajectory_ids"] == ["traj-0", "traj-1"]
     assert "metadata" not in response.json()
+
+
+@pytest.mark.parametrize("path", [*BODIES, "/v1/responses"])
+async def test_collected_requests_use_the_share_of_rollouts_and_others_that_of_live_requests(engine, make_client, path):
+    body = BODIES.get(path, {"input": "x"})
+    for settings, fields, wanted in (
+        ({}, {}, WorkClass.INFERENCE),
+        ({}, {"collect_trajectory": True}, WorkClass.TRAINING),
+        ({}, {"collect_trajectory": True, "traffic_class": "live"}, WorkClass.INFERENCE),
+        ({}, {"traffic_class": "rollout"}, WorkClass.TRAINING),
+        ({"collected_traffic_class": "live"}, {"collect_trajectory": True}, WorkClass.INFERENCE),
+        ({"collected_traffic_class": "live"}, {"traffic_class": "rollout"}, WorkClass.TRAINING),
+    ):
+        async with make_client(**settings) as client:
+            response = await client.post(path, json=body | fields)
+        assert response.status_code == 200, response.text
+        assert engine.requests[-1].work_class is wanted, (settings, fields)
 
 
 async def test_each_prompt_has_its_trajectories_in_order_of_choice(client):
@@ -55,6 +73,7 @@ async def test_an_unmarked_request_is_not_collected(client, engine, training, pa
     response = await post(client, path, **fields)
     assert engine.requests[0].collection is None
     assert not training.checked
+    assert not training.collected
     assert "trajectory_ids" not in response.json()
 
 
@@ -65,15 +84,15 @@ async def test_probes_are_not_collected(client, engine, training):
     assert not training.checked
 
 
-async def test_the_version_that_draws_it_is_checked(client, adapters, training):
+async def test_the_sampling_version_is_checked(client, adapters, training):
     adapters.publish("policy")
     adapters.publish("policy")
     await post(client, COMPLETIONS, model="policy", **MARKED)
-    assert training.checked == [(Collection("exact", {"answer": "4"}), AdapterRef("policy", 2))]
+    assert training.checked == [(CollectionSpec("exact", {"answer": "4"}), AdapterRef("policy", 2))]
     assert adapters.leased == 0
 
 
-async def test_a_check_that_takes_its_time_holds_up_nobody(client, training):
+async def test_a_slow_check_delays_no_other_request(client, training):
     """The first one may import a scorer's library; a long one compiles a pattern in a child."""
     training.checks_go_on.clear()
     waiting = asyncio.create_task(post(client, COMPLETIONS, **MARKED))
@@ -89,7 +108,7 @@ def text_chunk(index, content, reason="null", more="", tail=""):
     return f'data: {head},"choices":[{choice}]{tail}}}\n\n'
 
 
-async def test_a_streams_last_chunk_with_a_finish_reason_names_them(client):
+async def test_the_last_finish_reason_of_a_stream_comes_with_the_trajectory_ids(client):
     got = await transcript(client, COMPLETIONS, n=2, max_tokens=2, **MARKED)
     assert got == (
         text_chunk(0, "H")
@@ -100,7 +119,7 @@ async def test_a_streams_last_chunk_with_a_finish_reason_names_them(client):
     )
 
 
-async def test_a_stream_with_usage_has_it_last(client):
+async def test_usage_is_the_last_chunk_of_a_stream(client):
     got = await transcript(
         client, COMPLETIONS, max_tokens=1, return_token_ids=True, stream_options={"include_usage": True}, **MARKED
     )
@@ -114,7 +133,7 @@ async def test_a_stream_with_usage_has_it_last(client):
     )
 
 
-async def test_a_chat_stream_names_them(client, engine):
+async def test_a_chat_stream_has_the_trajectory_ids(client, engine):
     engine.text = "Hi"
     got = await transcript(client, CHAT, **MARKED)
     head = 'data: {"id":"ID","object":"chat.completion.chunk","created":0,"model":"tiny/byte-model"'
@@ -137,7 +156,7 @@ async def test_an_answer_says_why_its_trajectories_will_not_be_trained_on(client
     assert "trajectory_warning" not in response.text
 
 
-async def test_an_echo_whose_scores_come_late_is_named_once(client, engine):
+async def test_late_scores_of_an_echo_do_not_repeat_the_trajectory_ids(client, engine):
     """Here the choices' ends come out with the scores, after the engine's own end of them."""
     forward = engine._events
 
@@ -154,7 +173,7 @@ async def test_an_echo_whose_scores_come_late_is_named_once(client, engine):
     ]  # fmt: skip
 
 
-async def test_a_stream_that_fails_names_none(client, engine):
+async def test_a_failed_stream_has_no_trajectory_ids(client, engine):
     engine.fail_before, engine.error = 2, StepFailedError("x")
     got = await transcript(client, COMPLETIONS, max_tokens=2, **MARKED)
     assert "trajectory_ids" not in got
@@ -189,14 +208,14 @@ async def test_options_that_bias_the_distribution_are_refused_by_name(client, en
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_options_that_leave_it_alone_are_taken(client, engine, path):
+async def test_options_that_do_not_bias_the_distribution_are_accepted(client, engine, path):
     fields = {"top_p": 1, "top_k": -1, "min_p": 0, "logit_bias": {}, "temperature": 0.01, "ignore_eos": False}
     more = {"stop": ["\n"], "seed": 3, "priority": 2, "repetition_penalty": 1}
     assert (await post(client, path, **MARKED, **fields, **more)).status_code == 200
     assert engine.requests[0].sampling.temperature == 0.01
 
 
-async def test_nothing_drawn_is_nothing_to_collect(client, fault):
+async def test_a_request_that_generates_nothing_is_not_collected(client, fault):
     error = await refused(client, fault, COMPLETIONS, max_tokens=0, echo=True, **MARKED)
     assert error["param"] == "max_tokens"
 
@@ -232,7 +251,7 @@ async def test_metadata_may_be_long_and_deep_up_to_a_bound(client, engine, fault
         )
 
 
-async def test_metadata_has_no_number_that_json_lacks(client, fault):
+async def test_metadata_with_nan_or_infinity_is_refused(client, fault):
     for number in ("1e999", "-1e999", "NaN"):
         raw = f'{{"prompt":"x","collect_trajectory":true,"metadata":{{"a":[{number}]}}}}'
         response = await client.post(COMPLETIONS, content=raw, headers={"content-type": "application/json"})
@@ -245,7 +264,7 @@ async def test_a_scorer_without_a_trajectory_is_refused(client, fault):
     assert "collect_trajectory" in error["message"]
 
 
-async def test_metadata_of_an_unmarked_request_is_still_openais(client, fault):
+async def test_metadata_of_a_request_that_is_not_collected_has_openais_limits(client, fault):
     error = await refused(client, fault, COMPLETIONS, metadata={"answer": 4})
     assert error["param"] == "metadata"
     assert "collect_trajectory" in error["message"]
@@ -263,7 +282,7 @@ async def test_metadata_of_an_unmarked_request_is_still_openais(client, fault):
     ],
     ids=["invalid", "conflict", "disabled"],
 )
-async def test_what_cannot_be_collected_is_not_generated(
+async def test_a_request_that_cannot_be_collected_is_not_generated(
     client, engine, adapters, training, fault, path, stream, error, status, code
 ):
     training.error = error
@@ -274,7 +293,7 @@ async def test_what_cannot_be_collected_is_not_generated(
     assert (await post(client, path)).status_code == 200
 
 
-async def test_neighbours_of_a_collected_request_are_their_own(client, engine):
+async def test_other_requests_are_not_collected(client, engine):
     both = await asyncio.gather(post(client, COMPLETIONS, **MARKED), post(client, COMPLETIONS))
     assert ["trajectory_ids" in response.json() for response in both] == [True, False]
     assert sorted(request.collection is None for request in engine.requests) == [False, True]

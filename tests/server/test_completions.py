@@ -1,4 +1,4 @@
-"""What a completion asks of the engine, and how its answer is worded."""
+"""Completions: the request to the engine, and the answer."""
 
 import math
 from dataclasses import replace
@@ -7,8 +7,7 @@ import pytest
 from server.fakes import ByteTokenizer
 
 from mlx_parallm.core import SamplingParams, StopParams, TokenLogprob
-from mlx_parallm.server.respond.logprobs import prompt_logprobs
-from mlx_parallm.server.respond.pieces import score
+from mlx_parallm.server.api.logprobs import prompt_logprobs, scored_prompt
 
 URL = "/v1/completions"
 
@@ -19,7 +18,7 @@ async def complete(client, **body):
     return response.json()
 
 
-async def test_the_plain_answer(client, engine):
+async def test_the_whole_answer(client, engine):
     engine.cached_tokens = 1
     got = await complete(client, metadata={"k": "v"})
     assert got.pop("id").startswith("cmpl-")
@@ -116,19 +115,19 @@ async def test_max_tokens_0_scores_and_generates_nothing(client):
     assert got["usage"]["completion_tokens"] == 0
 
 
-async def test_logprobs_0_reports_the_drawn_token_alone(client):
+async def test_logprobs_0_reports_only_the_sampled_token(client):
     logprobs = (await complete(client, max_tokens=1, logprobs=0))["choices"][0]["logprobs"]
     assert logprobs["top_logprobs"] == [{"H": -0.5}]
 
 
-async def test_the_drawn_token_is_reported_beside_better_ones(client, engine):
+async def test_the_sampled_token_is_reported_beside_more_likely_ones(client, engine):
     engine._output = drawing(engine, TokenLogprob(72, -4.0, ((65, -0.1), (66, -0.2))))
     logprobs = (await complete(client, max_tokens=1, logprobs=2))["choices"][0]["logprobs"]
     assert logprobs["top_logprobs"] == [{"A": -0.1, "B": -0.2, "H": -4.0}]
     assert logprobs["token_logprobs"] == [-4.0]
 
 
-async def test_tokens_with_one_text_keep_the_better_logprob(client, engine):
+async def test_of_tokens_with_equal_texts_the_more_likely_is_reported(client, engine):
     """Two halves of characters are both U+FFFD alone."""
     engine._output = drawing(engine, TokenLogprob(0xC3, -0.7, ((0xA4, -0.1), (0xC3, -0.7))))
     logprobs = (await complete(client, max_tokens=1, logprobs=2))["choices"][0]["logprobs"]
@@ -164,7 +163,7 @@ async def test_prompt_logprobs_and_token_ids(client, engine):
     assert first["logprobs"] is None
 
 
-async def test_prompt_logprobs_and_echo_each_take_their_share(client, engine):
+async def test_prompt_logprobs_and_echo_may_ask_for_different_numbers(client, engine):
     got = await complete(client, max_tokens=1, echo=True, logprobs=0, prompt_logprobs=2)
     assert engine.requests[0].prompt_logprobs == 2
     (choice,) = got["choices"]
@@ -182,7 +181,7 @@ def drawing(engine, logprob):
     return output
 
 
-def test_every_candidate_of_a_prompt_token_has_its_rank_and_the_own_one_is_first():
-    scored = score([0, 97], [None, TokenLogprob(97, -7.0, ((98, -1.0), (99, -1.0), (100, -2.0)), rank=40)])
+def test_candidates_of_a_prompt_token_have_ranks_and_its_own_is_first():
+    scored = scored_prompt([0, 97], [None, TokenLogprob(97, -7.0, ((98, -1.0), (99, -1.0), (100, -2.0)), rank=40)])
     (_, candidates) = prompt_logprobs(ByteTokenizer(), scored, 3)
     assert [(token, each.rank) for token, each in candidates.items()] == [("97", 40), ("98", 1), ("99", 1), ("100", 3)]

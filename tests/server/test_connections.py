@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from mlx_parallm.core import FinishReason, SequenceOutput
-from mlx_parallm.server.open_files import FILES_BESIDE, allow_connections
+from mlx_parallm.server.http.connection import OTHER_FILES, reserve_open_files
 
 BEGUN = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nX: "
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
@@ -36,7 +36,7 @@ async def eventually(condition):
 
 
 async def test_headers_that_never_end_are_answered_and_closed(serving):
-    async with serving(header_timeout_s=0.2) as server:
+    async with serving(header_timeout=0.2) as server:
         reader, writer = await opened(server, BEGUN)
         status, head, error = await answer_of(reader)
         assert (status, error["code"]) == (408, "header_timeout")
@@ -45,7 +45,7 @@ async def test_headers_that_never_end_are_answered_and_closed(serving):
 
 
 async def test_a_drip_of_headers_does_not_restart_the_clock(serving):
-    async with serving(header_timeout_s=0.3) as server:
+    async with serving(header_timeout=0.3) as server:
         _, writer = await opened(server, BEGUN)
         with contextlib.suppress(ConnectionError):
             async with asyncio.timeout(5):
@@ -57,14 +57,14 @@ async def test_a_drip_of_headers_does_not_restart_the_clock(serving):
 
 
 async def test_a_connection_that_sends_nothing_is_closed(serving):
-    async with serving(header_timeout_s=0.2) as server:
+    async with serving(header_timeout=0.2) as server:
         reader, writer = await opened(server, b"")
         assert await asyncio.wait_for(reader.read(), 5) == b""
         writer.close()
 
 
 async def test_headers_are_timed_on_a_used_connection_too(serving):
-    async with serving(header_timeout_s=0.3) as server:
+    async with serving(header_timeout=0.3) as server:
         reader, writer = await opened(server, b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
         assert b"200" in await reader.readuntil(b"}")
         writer.write(BEGUN)
@@ -74,7 +74,7 @@ async def test_headers_are_timed_on_a_used_connection_too(serving):
 
 async def test_an_answer_may_take_longer_than_headers_and_body(serving, engine):
     engine.pause_before = 0
-    short = serving(header_timeout_s=0.1, body_timeout_s=0.1)
+    short = serving(header_timeout=0.1, body_timeout=0.1)
     async with short as server, httpx.AsyncClient(base_url=server.url) as client:
         request = asyncio.create_task(client.post("/v1/completions", json={"prompt": "x"}))
         await engine.paused.wait()
@@ -85,7 +85,7 @@ async def test_an_answer_may_take_longer_than_headers_and_body(serving, engine):
 
 @pytest.mark.parametrize("length", [20, 200_000], ids=["small", "large"])
 async def test_a_body_that_never_ends_is_answered_and_closed(serving, engine, length):
-    async with serving(body_timeout_s=0.2) as server:
+    async with serving(body_timeout=0.2) as server:
         reader, writer = await opened(server, HEAD + f'Content-Length: {length}\r\n\r\n{{"prompt":'.encode())
         status, head, error = await answer_of(reader)
         assert (status, error["code"]) == (408, "body_timeout")
@@ -109,7 +109,7 @@ def endless(engine, text):
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_client_that_reads_nothing_is_disconnected_and_its_rows_are_free(serving, engine, metric, stream):
     endless(engine, "x" * 8000)
-    async with serving(write_timeout_s=0.3) as server:
+    async with serving(write_timeout=0.3) as server:
         raw = json.dumps({"prompt": "x", "stream": stream}).encode()
         _, writer = await opened(server, HEAD + f"Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
         gate = server.app.state.services.gate
@@ -123,7 +123,7 @@ async def test_a_client_that_reads_nothing_is_disconnected_and_its_rows_are_free
 
 async def test_a_client_that_reads_slowly_is_served(serving, engine):
     endless(engine, "x" * 8000)
-    async with serving(write_timeout_s=0.3) as server:
+    async with serving(write_timeout=0.3) as server:
         raw = json.dumps({"prompt": "x"}).encode()
         reader, writer = await opened(server, HEAD + f"Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
         length = int((await reader.readuntil(b"\r\n\r\n")).lower().partition(b"content-length:")[2].split()[0])
@@ -135,7 +135,7 @@ async def test_a_client_that_reads_slowly_is_served(serving, engine):
 
 async def test_half_sent_requests_make_room_for_whole_ones(serving):
     """All connections that there may be are taken by requests whose headers never end."""
-    async with serving(max_connections=8, header_timeout_s=60) as server:
+    async with serving(max_connections=8, header_timeout=60) as server:
         held = [await opened(server, BEGUN) for _ in range(8)]
         await eventually(lambda: len(server.uvicorn.server_state.connections) == 8)
         for _ in range(3):
@@ -181,7 +181,7 @@ async def test_the_limit_of_open_files_is_raised_at_start(serving, open_files):
     open_files(256)
     async with serving(max_connections=300) as server:
         held = [await opened(server, BEGUN) for _ in range(200)]
-        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 300 + FILES_BESIDE
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 300 + OTHER_FILES
         async with httpx.AsyncClient(base_url=server.url, timeout=5) as client:
             assert (await client.get("/health")).status_code == 200
         for _, writer in held:
@@ -191,9 +191,9 @@ async def test_the_limit_of_open_files_is_raised_at_start(serving, open_files):
 def test_fewer_files_than_needed_are_fewer_connections_and_a_warning(monkeypatch, caplog):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 512))
     monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
-    assert allow_connections(100) == 100
+    assert reserve_open_files(100) == 100
     assert not caplog.records
-    assert allow_connections(900) == 512 - FILES_BESIDE
+    assert reserve_open_files(900) == 512 - OTHER_FILES
     assert "ulimit -n" in caplog.text
 
 
@@ -206,4 +206,4 @@ def test_a_maximum_below_the_hard_limit_is_found(monkeypatch):
 
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, resource.RLIM_INFINITY))
     monkeypatch.setattr(resource, "setrlimit", setrlimit)
-    assert 256 <= allow_connections(900) + FILES_BESIDE <= 300
+    assert 256 <= reserve_open_files(900) + OTHER_FILES <= 300

@@ -1,4 +1,4 @@
-"""Bad input, each with the answer it must get (numbers are the cases of the fault table)."""
+"""Invalid input and the errors for it."""
 
 import json
 import math
@@ -87,7 +87,7 @@ async def test_5_content_types(client, fault, kind):
 
 
 @pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "Application/JSON; charset=utf-8"])
-async def test_5_what_curl_sends_is_taken(client, kind):
+async def test_5_curls_default_content_type_is_accepted(client, kind):
     response = await client.post(COMPLETIONS, content=b'{"prompt":"x"}', headers={"content-type": kind})
     assert response.status_code == 200
 
@@ -296,7 +296,7 @@ async def test_unsupported_fields_are_refused_by_name(client, fault, path, field
     assert "not supported" in error["message"]
 
 
-async def test_fields_that_ask_for_nothing_are_taken(client):
+async def test_fields_without_effect_are_accepted(client):
     harmless = {
         "user": "u",
         "store": True,

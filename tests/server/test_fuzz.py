@@ -8,13 +8,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlx_parallm.server.wire import adapters as wire
-from mlx_parallm.server.wire import schedule as schedule_wire
-from mlx_parallm.server.wire import training as training_wire
-from mlx_parallm.server.wire.chat import ChatBody, ChatCompletion
-from mlx_parallm.server.wire.completions import Completion, CompletionBody
-from mlx_parallm.server.wire.response_object import ResponseObject
-from mlx_parallm.server.wire.responses import ResponsesBody
+from mlx_parallm.server.api.adapters import schema as wire
+from mlx_parallm.server.api.chat.schema import ChatBody, ChatCompletion
+from mlx_parallm.server.api.completions import Completion, CompletionBody
+from mlx_parallm.server.api.responses.objects import ResponseObject
+from mlx_parallm.server.api.responses.schema import ResponsesBody
+from mlx_parallm.server.api.training import schedule as schedule_wire
+from mlx_parallm.server.api.training import schema as training_wire
 
 scalars = st.one_of(
     st.none(),
@@ -118,7 +118,7 @@ def test_unload(make_client, adapters, body):
     )
 )
 def test_route(make_client, adapters, body):
-    check_change(make_client, adapters, "/v1/adapters/route", wire.Route, body)
+    check_change(make_client, adapters, "/v1/adapters/route", wire.AdapterRoute, body)
 
 
 @fuzzed
@@ -151,19 +151,19 @@ def test_save(make_client, adapters, body):
     )
 )
 def test_update(make_client, adapters, body):
-    check_change(make_client, adapters, "/v1/training/update", training_wire.Update, body)
+    check_change(make_client, adapters, "/v1/training/update", training_wire.UpdateObject, body)
 
 
 @fuzzed
 @given(body=bodies(training_wire.TrainingRollbackBody, {}))
 def test_training_rollback(make_client, adapters, body):
-    check_change(make_client, adapters, "/v1/training/rollback", training_wire.Training, body)
+    check_change(make_client, adapters, "/v1/training/rollback", training_wire.TrainingObject, body)
 
 
 @fuzzed
 @given(body=bodies(training_wire.FeedbackBody, {"trajectory_id": "traj-0", "score": 1}))
 def test_feedback(make_client, adapters, body):
-    check_change(make_client, adapters, "/v1/training/feedback", training_wire.Scored, body)
+    check_change(make_client, adapters, "/v1/training/feedback", training_wire.FeedbackObject, body)
 
 
 @fuzzed
@@ -172,7 +172,7 @@ def test_feedback(make_client, adapters, body):
     | bodies(schedule_wire.PriorityRatiosBody, {}).map(lambda ratios: {"priority_ratios": ratios})
 )
 def test_schedule(make_client, adapters, engine, body):
-    check_change(make_client, adapters, "/v1/training/schedule", schedule_wire.Schedule, body)
+    check_change(make_client, adapters, "/v1/training/schedule", schedule_wire.ScheduleObject, body)
     for schedule in engine.schedules:
         assert 0 < schedule.training_time_share <= 1
         assert 0 < schedule.max_decode_stall_s <= 60

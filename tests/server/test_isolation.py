@@ -17,11 +17,10 @@ from mlx_parallm.core import (
 )
 from mlx_parallm.errors import OverloadedError
 from mlx_parallm.grammar.compiler import LLCompiler
-from mlx_parallm.server import body as bodies
-from mlx_parallm.server import workers
-from mlx_parallm.server.respond.answer import Answer
-from mlx_parallm.server.shares import ClientShare
-from mlx_parallm.server.workers import Workers
+from mlx_parallm.server.api.answer import ChoiceWriter
+from mlx_parallm.server.http import body as bodies
+from mlx_parallm.server.http import workers
+from mlx_parallm.server.http.workers import PerClientSemaphore, Workers
 
 URL, CHAT = "/v1/completions", "/v1/chat/completions"
 PATIENCE_S = 10
@@ -124,7 +123,7 @@ async def test_one_client_does_not_hold_all_places_for_large_bodies(make_client)
 @pytest.mark.parametrize(("path", "asked"), [(URL, {"prompt": "x", "logprobs": 20}), (CHAT, {
     "messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 20})])  # fmt: skip
 async def test_long_answers_are_worded_beside_the_event_loop(client, engine, monkeypatch, path, asked):
-    threads, whole = [], Answer.whole
+    threads, whole = [], ChoiceWriter.whole
 
     def recorded(answer, events):
         threads.append(threading.current_thread())
@@ -136,7 +135,7 @@ async def test_long_answers_are_worded_beside_the_event_loop(client, engine, mon
         yield SequenceOutput(0, (65,), "", (TokenLogprob(65, -0.5, best),), FinishReason.STOP)
         yield engine._finished(request, 201)
 
-    monkeypatch.setattr(Answer, "whole", recorded)
+    monkeypatch.setattr(ChoiceWriter, "whole", recorded)
     monkeypatch.setattr(engine, "_events", events)
     answer = (await client.post(path, json=asked)).json()
     assert len(answer["choices"][0]["logprobs"].get("content") or answer["choices"][0]["logprobs"]["tokens"]) == 201
@@ -154,16 +153,15 @@ async def test_long_answers_are_worded_beside_the_event_loop(client, engine, mon
     ],
 )
 async def test_an_answer_written_in_pieces_is_the_same_text(client, monkeypatch, path, asked):
-    worded, whole = [], Answer.whole
-    monkeypatch.setattr(Answer, "whole", lambda *given: worded.append(whole(*given)) or worded[-1])
+    worded, whole = [], ChoiceWriter.whole
+    monkeypatch.setattr(ChoiceWriter, "whole", lambda *given: worded.append(whole(*given)) or worded[-1])
     assert (await client.post(path, json=asked)).text == worded[0].json_text()
 
 
 def test_pieces_of_a_long_answer_are_short():
     from server.fakes import ByteTokenizer
 
-    from mlx_parallm.server.respond.logprobs import chat_logprobs
-    from mlx_parallm.server.respond.pieces import ScoredToken
+    from mlx_parallm.server.api.logprobs import ScoredToken, chat_logprobs
 
     drawn = TokenLogprob(65, -0.5, tuple((token, -1.0) for token in range(20)))
     worded = chat_logprobs(ByteTokenizer(), [ScoredToken(65, drawn)] * 1000, 20)
@@ -206,7 +204,7 @@ async def test_grammars_of_one_client_keep_nobody_waiting(make_client, bombs):
 
 
 async def test_a_grammar_waits_for_its_clients_others_only_so_long(make_client, bombs, fault, monkeypatch):
-    monkeypatch.setattr(workers, "_GRAMMAR_PATIENCE_S", 0.1)
+    monkeypatch.setattr(workers, "_GRAMMAR_TIMEOUT_S", 0.1)
     client = make_client()
     first = asyncio.create_task(client.post(URL, json={"prompt": "x", "guided_regex": "bomb1"}))
     await asyncio.sleep(0.02)
@@ -218,27 +216,27 @@ async def test_a_grammar_waits_for_its_clients_others_only_so_long(make_client, 
 
 
 async def test_places_are_shared_and_given_back():
-    share = ClientShare(places=2, each=1, patience_s=0.05, busy="busy")
-    async with share.place("a"):
+    share = PerClientSemaphore(total=2, per_client=1, timeout_s=0.05, busy="busy")
+    async with share.hold("a"):
         with pytest.raises(OverloadedError, match="busy"):
-            async with share.place("a"):
+            async with share.hold("a"):
                 pass
-        async with share.place("b"):
+        async with share.hold("b"):
             with pytest.raises(OverloadedError):
-                async with share.place("c"):
+                async with share.hold("c"):
                     pass
-        async with share.place("c"):
+        async with share.hold("c"):
             pass
     assert not share._own
-    async with share.place("a"), share.place("b"):
+    async with share.hold("a"), share.hold("b"):
         pass
 
 
 async def test_scores_of_a_long_prompt_are_worded_beside_the_event_loop():
-    from mlx_parallm.server.generation import _bytes_of
+    from mlx_parallm.server.generation import _answer_bytes
 
     scored = PromptScored(0, (None, *(TokenLogprob(1, -1.0, ((2, -2.0),) * 20) for _ in range(500))))
-    assert _bytes_of([scored]) > workers.SMALL_BYTES
+    assert _answer_bytes([scored]) > workers.SMALL_BYTES
 
 
 async def test_large_bodies_of_all_clients_together_are_read_at_one_pace(monkeypatch):
@@ -250,12 +248,12 @@ async def test_large_bodies_of_all_clients_together_are_read_at_one_pace(monkeyp
 
     monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now[0])
     monkeypatch.setattr(asyncio, "sleep", sleep)
-    paced = Workers(body_patience_s=1)
+    paced = Workers(body_timeout_s=1)
     for _ in range(3):
-        await paced.pace(workers._INTAKE_BYTES_S)
+        await paced.pace(workers._LARGE_BODY_BYTES_PER_S)
     assert pauses == [1.0, 2.0, 3.0]
     now[0] += 10
-    await paced.pace(workers._INTAKE_BYTES_S)
+    await paced.pace(workers._LARGE_BODY_BYTES_PER_S)
     assert pauses[3:] == [1.0]
 
 

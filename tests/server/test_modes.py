@@ -1,8 +1,6 @@
-"""Servers that do one of the two only: no training, or nothing else."""
+"""Servers that do not train, or only train; `/server_info` and `/debug/state` show the mode in force."""
 
 import pytest
-
-from mlx_parallm.server import NoTraining
 
 BODIES = {
     "/v1/completions": {"prompt": "x"},
@@ -20,7 +18,7 @@ CHANGES = {
 }
 
 
-without_training = pytest.mark.parametrize("training", [NoTraining()])
+without_training = pytest.mark.parametrize("training", [None])
 
 
 @without_training
@@ -64,7 +62,7 @@ async def test_without_training_nothing_is_collected(client, engine, fault, path
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("path", BODIES)
 async def test_a_server_that_only_trains_refuses_generation(make_client, engine, adapters, fault, path, stream):
-    client = make_client(inference=False)
+    client = make_client(mode="training_only")
     for fields in ({}, {"collect_trajectory": True}):
         response = await client.post(path, json={**BODIES[path], **fields, "stream": stream})
         assert (response.status_code, fault(response)["code"]) == (503, "inference_disabled")
@@ -75,7 +73,7 @@ async def test_a_server_that_only_trains_refuses_generation(make_client, engine,
 
 
 async def test_a_server_that_only_trains_is_healthy_and_not_ready(make_client, fault):
-    client = make_client(inference=False)
+    client = make_client(mode="training_only")
     ready = await client.get("/ready")
     assert (ready.status_code, fault(ready)["code"]) == (503, "inference_disabled")
     assert (await client.get("/health")).status_code == 200
@@ -84,7 +82,7 @@ async def test_a_server_that_only_trains_is_healthy_and_not_ready(make_client, f
 
 
 async def test_a_server_that_only_trains_says_so_asleep_too(make_client, engine, fault):
-    client = make_client(inference=False)
+    client = make_client(mode="training_only")
     assert (await client.post("/sleep")).json() == {"is_sleeping": True}
     assert engine.slept == 1
     assert fault(await client.post("/v1/completions", json={"prompt": "x"}))["code"] == "inference_disabled"
@@ -92,7 +90,50 @@ async def test_a_server_that_only_trains_says_so_asleep_too(make_client, engine,
 
 
 async def test_a_server_that_only_trains_and_drains_says_that_it_drains(make_client, fault):
-    client = make_client(inference=False)
+    client = make_client(mode="training_only")
     client.app.state.services.lifecycle.begin_drain()
     assert fault(await client.post("/v1/completions", json={"prompt": "x"}))["code"] == "draining"
     assert fault(await client.get("/ready"))["code"] == "draining"
+
+
+async def state_of(client):
+    info, state = [(await client.get(path)).json() for path in ("/server_info", "/debug/state")]
+    for name in ("mode", "paused", "asleep", "draining"):
+        assert info[name] == state["server"][name]
+    return info
+
+
+@without_training
+async def test_the_mode_of_a_server_that_does_not_train(client):
+    assert (await state_of(client))["mode"] == "inference_only"
+
+
+async def test_the_mode_of_a_server_that_only_trains(make_client):
+    assert (await state_of(make_client(mode="training_only")))["mode"] == "training_only"
+
+
+@pytest.mark.parametrize(
+    ("body", "mode"),
+    [
+        ({"mode": "training_priority"}, "training_priority"),
+        ({"training_time_share": 0.3}, "custom"),
+        ({"max_decode_stall_ms": 50}, "inference_and_training"),
+    ],
+    ids=str,
+)
+async def test_a_change_of_the_schedule_is_shown(client, body, mode):
+    assert (await state_of(client))["mode"] == "inference_and_training"
+    assert (await client.post("/v1/training/schedule", json=body)).status_code == 200
+    assert (await state_of(client))["mode"] == mode
+
+
+async def test_pause_sleep_and_drain_are_shown(client):
+    names = ("paused", "asleep", "draining")
+    assert [(await state_of(client))[name] for name in names] == [False, False, False]
+    await client.post("/pause")
+    assert [(await state_of(client))[name] for name in names] == [True, False, False]
+    await client.post("/resume")
+    await client.post("/sleep")
+    assert [(await state_of(client))[name] for name in names] == [False, True, False]
+    client.app.state.services.lifecycle.begin_drain()
+    assert [(await state_of(client))[name] for name in names] == [False, True, True]

@@ -138,9 +138,9 @@ async def test_errors_become_the_clients_exceptions(serving):
 
 
 async def test_a_full_queue_is_retried(serving, engine):
-    async with serving(max_batch_size=1, max_queued=0) as server, connect(server, max_retries=3) as client:
+    async with serving(max_batch_size=1, max_queued=1) as server, connect(server, max_retries=3) as client:
         gate = server.app.state.services.gate
-        place = gate.reserve(1)
+        place = gate.reserve(2)
         place.__enter__()
         slept = []
 

@@ -5,17 +5,11 @@ import re
 
 import pytest
 
-from mlx_parallm.server.examples import BODIES
-from mlx_parallm.server.openapi import KINDS
+from mlx_parallm.server.openapi import EXAMPLES, KINDS
 
 EVENTS = "/v1/training/events"
 CANCEL = "/v1/responses/{response_id}/cancel"
 """Always an error."""
-
-
-@pytest.fixture
-async def document(client):
-    return (await client.get("/openapi.json")).json()
 
 
 def operations(document):
@@ -111,17 +105,17 @@ async def test_an_event_of_a_stream_is_described_as_a_client_reads_it(document):
 async def test_every_body_has_an_example(document):
     for path, body in bodies(document).items():
         examples = {name: example["value"] for name, example in body.get("examples", {}).items()}
-        assert examples == BODIES.get(path, {}), path
-    assert set(bodies(document)) == set(BODIES)
+        assert examples == EXAMPLES.get(path, {}), path
+    assert set(bodies(document)) == set(EXAMPLES)
 
 
-@pytest.mark.parametrize(("path", "name"), [(path, name) for path, examples in BODIES.items() for name in examples])
+@pytest.mark.parametrize(("path", "name"), [(path, name) for path, examples in EXAMPLES.items() for name in examples])
 async def test_every_example_runs(client, adapters, engine, path, name):
     for _ in range(2):
         adapters.publish("math")
-    response = await client.post(path, json=BODIES[path][name])
+    response = await client.post(path, json=EXAMPLES[path][name])
     assert response.status_code == 200, response.text
-    if "stream" in BODIES[path][name]:
+    if "stream" in EXAMPLES[path][name]:
         assert '"error":{' not in response.text
 
 

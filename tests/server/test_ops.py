@@ -8,15 +8,15 @@ from pydantic import BaseModel
 
 from mlx_parallm import __version__
 from mlx_parallm.core import DeviceSchedule, WorkClass
-from mlx_parallm.server.wire import adapters as wire
-from mlx_parallm.server.wire import schedule as schedule_wire
-from mlx_parallm.server.wire import training as training_wire
-from mlx_parallm.server.wire.base import OpenBody
-from mlx_parallm.server.wire.chat import ChatBody, ChatCompletion
-from mlx_parallm.server.wire.completions import Completion, CompletionBody
-from mlx_parallm.server.wire.control import Sleeping
-from mlx_parallm.server.wire.response_object import ResponseObject
-from mlx_parallm.server.wire.responses import ResponsesBody
+from mlx_parallm.server.api.adapters import schema as wire
+from mlx_parallm.server.api.chat.schema import ChatBody, ChatCompletion
+from mlx_parallm.server.api.completions import Completion, CompletionBody
+from mlx_parallm.server.api.control import SleepStatus
+from mlx_parallm.server.api.fields import OpenBody
+from mlx_parallm.server.api.responses.objects import ResponseObject
+from mlx_parallm.server.api.responses.schema import ResponsesBody
+from mlx_parallm.server.api.training import schedule as schedule_wire
+from mlx_parallm.server.api.training import schema as training_wire
 
 
 async def test_models(client):
@@ -137,8 +137,7 @@ async def test_two_apps_in_one_process_have_their_own_metrics(make_client, metri
     assert await metric(second, "mlx_parallm_e2e_request_latency_seconds_count") == 0
 
 
-async def test_the_document_describes_bodies_answers_and_errors(client):
-    document = (await client.get("/openapi.json")).json()
+def test_the_document_describes_bodies_answers_and_errors(document):
     schemas = document["components"]["schemas"]
     references = {part.split('"')[0] for part in json.dumps(document).split("#/components/schemas/")[1:]}
     assert references <= set(schemas)
@@ -163,23 +162,23 @@ async def test_the_document_describes_bodies_answers_and_errors(client):
         ("/v1/responses", ResponsesBody, ResponseObject),
         ("/v1/load_lora_adapter", wire.LoadLoraBody, wire.LoadedLora),
         ("/v1/unload_lora_adapter", wire.UnloadLoraBody, wire.UnloadedLora),
-        ("/v1/adapters/route", wire.RouteBody, wire.Route),
+        ("/v1/adapters/route", wire.RouteBody, wire.AdapterRoute),
         ("/v1/adapters/rollback", wire.RollbackBody, wire.RolledBack),
         ("/model/switch-lora", wire.SwitchLoraBody, wire.SwitchedLora),
         ("/v1/model/switch-lora", wire.SwitchLoraBody, wire.SwitchedLora),
         ("/training/checkpoint", wire.SaveCheckpointBody, wire.Checkpoint),
         ("/v1/training/checkpoint", wire.SaveCheckpointBody, wire.Checkpoint),
-        ("/v1/training/update", training_wire.UpdateBody, training_wire.Update),
-        ("/v1/training/start", training_wire.ControlBody, training_wire.Training),
-        ("/v1/training/pause", training_wire.ControlBody, training_wire.Training),
-        ("/v1/training/resume", training_wire.ControlBody, training_wire.Training),
-        ("/v1/training/rollback", training_wire.TrainingRollbackBody, training_wire.Training),
-        ("/v1/training/feedback", training_wire.FeedbackBody, training_wire.Scored),
-        ("/v1/training/schedule", schedule_wire.ScheduleBody, schedule_wire.Schedule),
+        ("/v1/training/update", training_wire.UpdateBody, training_wire.UpdateObject),
+        ("/v1/training/start", training_wire.ControlBody, training_wire.TrainingObject),
+        ("/v1/training/pause", training_wire.ControlBody, training_wire.TrainingObject),
+        ("/v1/training/resume", training_wire.ControlBody, training_wire.TrainingObject),
+        ("/v1/training/rollback", training_wire.TrainingRollbackBody, training_wire.TrainingObject),
+        ("/v1/training/feedback", training_wire.FeedbackBody, training_wire.FeedbackObject),
+        ("/v1/training/schedule", schedule_wire.ScheduleBody, schedule_wire.ScheduleObject),
     ],
 )
-async def test_the_document_describes_adapter_and_training_routes(client, path, body, answer):
-    operation = (await client.get("/openapi.json")).json()["paths"][path]["post"]
+def test_the_document_describes_adapter_and_training_routes(document, path, body, answer):
+    operation = document["paths"][path]["post"]
     assert_describes(operation["requestBody"]["content"]["application/json"]["schema"], body)
     answered = operation["responses"]["200"]["content"]["application/json"]["schema"]
     assert answered == {"$ref": f"#/components/schemas/{answer.__name__}"}
@@ -188,31 +187,31 @@ async def test_the_document_describes_adapter_and_training_routes(client, path, 
 @pytest.mark.parametrize(
     ("path", "answer"),
     [
-        ("/v1/training/status", training_wire.Training),
-        ("/v1/training/schedule", schedule_wire.Schedule),
+        ("/v1/training/status", training_wire.TrainingObject),
+        ("/v1/training/schedule", schedule_wire.ScheduleObject),
         ("/debug/training", training_wire.DebugTraining),
         ("/debug/trajectories", training_wire.DebugTrajectories),
     ],
 )
-async def test_the_document_describes_what_is_asked_of_training(client, path, answer):
-    operation = (await client.get("/openapi.json")).json()["paths"][path]["get"]
+def test_the_document_describes_what_is_asked_of_training(document, path, answer):
+    operation = document["paths"][path]["get"]
     answered = operation["responses"]["200"]["content"]["application/json"]["schema"]
     assert answered == {"$ref": f"#/components/schemas/{answer.__name__}"}
 
 
-async def test_the_document_gives_the_schedules_bounds(client):
-    operation = (await client.get("/openapi.json")).json()["paths"]["/v1/training/schedule"]["post"]
+def test_the_document_gives_the_schedules_bounds(document):
+    operation = document["paths"]["/v1/training/schedule"]["post"]
     fields = operation["requestBody"]["content"]["application/json"]["schema"]["properties"]
     assert fields["mode"]["anyOf"][0]["enum"] == ["inference_and_training", "training_priority"]
     assert fields["training_time_share"]["anyOf"][0] == {"exclusiveMinimum": 0, "maximum": 1, "type": "number"}
     assert fields["max_decode_stall_ms"]["anyOf"][0] == {"minimum": 1, "maximum": 60_000, "type": "number"}
 
 
-async def test_the_document_describes_sleep(client):
-    paths = (await client.get("/openapi.json")).json()["paths"]
+def test_the_document_describes_sleep(document):
+    paths = document["paths"]
     for method, path in (("post", "/sleep"), ("post", "/wake_up"), ("get", "/is_sleeping")):
         answered = paths[path][method]["responses"]["200"]["content"]["application/json"]["schema"]
-        assert answered == {"$ref": f"#/components/schemas/{Sleeping.__name__}"}
+        assert answered == {"$ref": f"#/components/schemas/{SleepStatus.__name__}"}
         assert paths[path][method]["description"]
         assert "requestBody" not in paths[path][method]
     (level,) = paths["/sleep"]["post"]["parameters"]
@@ -221,19 +220,19 @@ async def test_the_document_describes_sleep(client):
     assert (schema["minimum"], schema["maximum"], schema["default"]) == (1, 2, 1)
 
 
-async def test_the_document_knows_the_stream_of_events(client):
-    operation = (await client.get("/openapi.json")).json()["paths"]["/v1/training/events"]["get"]
+def test_the_document_knows_the_stream_of_events(document):
+    operation = document["paths"]["/v1/training/events"]["get"]
     assert set(operation["responses"]["200"]["content"]) == {"text/event-stream"}
 
 
-async def test_the_document_says_which_bodies_may_be_left_out(client):
-    paths = (await client.get("/openapi.json")).json()["paths"]
+def test_the_document_says_which_bodies_may_be_left_out(document):
+    paths = document["paths"]
     required = {
         path: paths[path]["post"]["requestBody"]["required"]
         for path in paths
         if "training/" in path and "post" in paths[path]
     }
-    optional = {"update", "start", "pause", "resume", "rollback"}
+    optional = {"update", "start", "pause", "resume", "rollback", "checkpoint"}
     assert required == {path: path.rpartition("/")[2] not in optional for path in required}
     assert len(required) == 9
 

@@ -99,7 +99,7 @@ async def test_draining_begins_no_pause(client, engine, fault):
 
 async def test_a_drain_ends_a_pause_so_that_what_it_holds_can_finish(serving, engine):
     engine.pause_before = 2
-    async with serving(shutdown_timeout_s=60) as server, httpx.AsyncClient(base_url=server.url) as client:
+    async with serving(shutdown_timeout=60) as server, httpx.AsyncClient(base_url=server.url) as client:
         request = asyncio.create_task(client.post("/v1/completions", json=COMPLETION))
         await engine.paused.wait()
         await client.post("/pause?mode=keep")
@@ -117,7 +117,7 @@ async def test_a_drain_ends_a_pause_so_that_what_it_holds_can_finish(serving, en
 
 
 async def test_a_drain_ends_though_the_pause_cannot(serving, engine):
-    async with serving(shutdown_timeout_s=60) as server, httpx.AsyncClient(base_url=server.url) as client:
+    async with serving(shutdown_timeout=60) as server, httpx.AsyncClient(base_url=server.url) as client:
         await client.post("/pause?mode=keep")
         engine.call_error = EngineDeadError("gone")
         server.uvicorn.begin_drain()

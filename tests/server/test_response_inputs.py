@@ -1,4 +1,4 @@
-"""`input_items`, `input_tokens` and `cancel` of `/v1/responses`, as the openai client asks for them."""
+"""`input_items`, `input_tokens` and `cancel` of `/v1/responses`."""
 
 import openai
 import pytest
@@ -60,13 +60,13 @@ async def test_a_response_that_is_not_stored_is_a_404(client, fault, method, pat
 
 
 @pytest.mark.parametrize("query", ["limit=0", "limit=101", "order=up", "after=nope", "x=1"])
-async def test_a_query_that_means_nothing_is_refused(client, fault, query):
+async def test_an_invalid_query_is_refused(client, fault, query):
     stored = await create(client, input="a")
     response = await client.get(f"{URL}/{stored['id']}/input_items?{query}")
     assert (response.status_code, fault(response)["param"]) == (400, query.partition("=")[0])
 
 
-async def test_the_tokens_are_those_of_the_whole_prompt(client, engine):
+async def test_the_whole_prompt_is_counted(client, engine):
     first = await create(client, input="a")
     fields = {"input": "b", "instructions": "I", "previous_response_id": first["id"], "num_ctx": 1}
     counted = await client.post(f"{URL}/input_tokens", json=fields)
@@ -84,6 +84,6 @@ async def test_the_tokens_are_those_of_the_whole_prompt(client, engine):
     ],
     ids=str,
 )
-async def test_tokens_of_what_cannot_be_asked(client, fault, fields, status, param):
+async def test_an_invalid_request_is_not_counted(client, fault, fields, status, param):
     response = await client.post(f"{URL}/input_tokens", json=fields)
     assert (response.status_code, fault(response)["param"]) == (status, param)

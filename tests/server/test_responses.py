@@ -1,4 +1,4 @@
-"""`/v1/responses`: items to prompt, and the whole answer."""
+"""`/v1/responses`: from items to the prompt, and the whole response."""
 
 import pytest
 from openai.types.responses import Response
@@ -17,7 +17,7 @@ def prompt_text(engine):
     return bytes(engine.requests[-1].prompts[0]).decode()
 
 
-async def test_the_plain_answer(client, engine):
+async def test_the_whole_response(client, engine):
     engine.cached_tokens = 3
     response = await client.post(URL, json={"input": "hi", "metadata": {"k": "v"}})
     got = response.json()
@@ -98,7 +98,7 @@ async def test_items_are_rendered_by_the_template(client, engine, fields, render
     assert prompt_text(engine) == rendered
 
 
-async def test_what_is_asked_reaches_the_engine(client, engine):
+async def test_options_reach_the_engine(client, engine):
     got = await respond(
         client,
         temperature=0.5,
@@ -121,7 +121,7 @@ async def test_cut_by_max_output_tokens(client):
     assert (message["status"], message["content"][0]["text"]) == ("incomplete", "Hi")
 
 
-async def test_an_answer_that_says_nothing_is_an_empty_message(client, engine):
+async def test_an_empty_answer_is_an_empty_message(client, engine):
     engine.text, engine.silent_end = "$", True
     (message,) = (await respond(client))["output"]
     assert message["content"] == [{"type": "output_text", "text": "", "annotations": []}]
@@ -150,13 +150,13 @@ async def test_collected(client, engine):
         {"type": "json_schema", "name": "n", "description": "d", "schema": {"type": "array"}},
     ],
 )
-async def test_text_formats_are_enforced_and_told(client, engine, form):
+async def test_text_formats_are_enforced_and_returned(client, engine, form):
     got = await respond(client, text={"format": form, "verbosity": "low"})
     assert got["text"] == {"format": form}
     assert engine.requests[0].grammar is not None
 
 
-async def test_what_changes_nothing_is_taken(client):
+async def test_fields_without_effect_are_accepted(client):
     await respond(
         client,
         user="u",
@@ -219,7 +219,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("fields", "param"), REFUSED, ids=str)
-async def test_faults_name_the_field_that_was_sent(client, engine, fault, fields, param, stream):
+async def test_errors_name_the_field_that_was_sent(client, engine, fault, fields, param, stream):
     response = await client.post(URL, json={"input": "hi", **fields, "stream": stream})
     error = fault(response)
     assert (response.status_code, error["param"]) == (400, param)
@@ -241,7 +241,7 @@ async def test_unknown_models(client, fault):
         assert (response.status_code, error["code"], error["param"]) == (404, "model_not_found", next(iter(fields)))
 
 
-async def test_a_failure_is_a_status(client, engine, fault):
+async def test_an_engine_failure_has_an_error_status(client, engine, fault):
     engine.fail_before, engine.error = 1, RuntimeError("secret")
     response = await client.post(URL, json={"input": "hi"})
     assert (response.status_code, fault(response)["code"]) == (500, "internal_error")

@@ -1,12 +1,12 @@
-"""Conversations that are kept: what can be gone on from, asked for and forgotten, and how much of it."""
+"""Stored responses: how they are continued, retrieved and deleted, and how many are kept."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from server.test_disconnect import post, within_a_second
 
+from mlx_parallm.server.api.responses.store import ResponseStore, StoredResponse
 from mlx_parallm.server.errors import UnknownResponseError
-from mlx_parallm.server.response_store import ResponseStore, StoredResponse
 
 URL = "/v1/responses"
 
@@ -29,7 +29,7 @@ async def refused(fault, asked):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_conversation_goes_on(client, engine, stream):
+async def test_a_response_is_continued(client, engine, stream):
     engine.text = "A"
     first = await respond(client, input="1", instructions="be kind")
     response = await client.post(URL, json={"input": "2", "previous_response_id": first["id"], "stream": stream})
@@ -40,7 +40,7 @@ async def test_a_conversation_goes_on(client, engine, stream):
     assert prompt_text(engine) == "s:be brief\nu:1\na:A\nu:2\na:A\nu:3\na:"
 
 
-async def test_a_conversation_branches(client, engine):
+async def test_a_response_is_continued_twice(client, engine):
     engine.text = "A"
     first = await respond(client, input="1")
     for turn in ("2", "3"):
@@ -48,7 +48,7 @@ async def test_a_conversation_branches(client, engine):
         assert prompt_text(engine) == f"u:1\na:A\nu:{turn}\na:"
 
 
-async def test_forgetting_an_earlier_turn_leaves_the_later_whole(client, engine, fault):
+async def test_deleting_an_earlier_turn_leaves_later_ones_whole(client, engine, fault):
     engine.text = "A"
     first = await respond(client, input="1")
     second = await respond(client, input="2", previous_response_id=first["id"])
@@ -61,21 +61,21 @@ async def test_forgetting_an_earlier_turn_leaves_the_later_whole(client, engine,
     assert await refused(fault, client.delete(f"{URL}/{first['id']}")) == "response_id"
 
 
-async def test_a_stored_response_is_asked_for(client, fault):
+async def test_a_stored_response_is_retrieved(client, fault):
     for fields in ({}, {"max_output_tokens": 1}):
         got = await respond(client, **fields)
         assert (await client.get(f"{URL}/{got['id']}")).json() == got
     assert await refused(fault, client.get(f"{URL}/resp_other")) == "response_id"
 
 
-async def test_what_is_not_to_be_stored_is_not(client, fault):
+async def test_store_false_stores_nothing(client, fault):
     got = await respond(client, store=False)
     assert got["store"] is False
     assert await refused(fault, client.get(f"{URL}/{got['id']}")) == "response_id"
     assert len(client.app.state.services.responses) == 0
 
 
-async def test_what_its_client_left_is_not_stored(serving, engine):
+async def test_a_response_whose_client_left_is_not_stored(serving, engine):
     engine.pause_before = 2
     async with serving() as server:
         _, writer = await post(server.port, {"input": "hi", "stream": True}, URL)
@@ -86,14 +86,14 @@ async def test_what_its_client_left_is_not_stored(serving, engine):
         assert (engine.aborted, services.gate.held, len(services.responses)) == (1, 0, 0)
 
 
-async def test_a_query_that_asks_for_more_is_refused(client, fault):
+async def test_an_unknown_query_parameter_is_refused(client, fault):
     got = await respond(client)
     response = await client.get(f"{URL}/{got['id']}?stream=true")
     assert (response.status_code, fault(response)["param"]) == (400, "stream")
 
 
-async def test_the_oldest_make_room(make_client, fault):
-    client = make_client(max_stored_responses=2)
+async def test_the_least_recently_used_is_dropped(client, fault, monkeypatch):
+    monkeypatch.setattr(client.app.state.services.responses, "_most", 2)
     first, second = await respond(client), await respond(client)
     await client.get(f"{URL}/{first['id']}")
     third = await respond(client)
@@ -106,7 +106,7 @@ def stored(size):
     return StoredResponse(b"x" * size, b"")
 
 
-def test_one_that_is_larger_than_all_the_room_costs_no_other():
+def test_a_response_that_is_too_large_drops_no_other():
     store = ResponseStore(9, 10)
     store.put("a", stored(10))
     store.put("b", stored(11))
@@ -116,7 +116,7 @@ def test_one_that_is_larger_than_all_the_room_costs_no_other():
 
 
 @given(st.lists(st.tuples(st.sampled_from(["put", "find", "forget"]), st.integers(0, 12)), max_size=60))
-def test_the_store_is_bounded_and_keeps_the_ones_used_last(steps):
+def test_the_store_is_bounded_and_keeps_the_most_recently_used(steps):
     most, most_bytes = 3, 20
     store, model = ResponseStore(most, most_bytes), {}
     for number, (step, value) in enumerate(steps):
@@ -130,7 +130,7 @@ def test_the_store_is_bounded_and_keeps_the_ones_used_last(steps):
             assert store.find(name, "p") == model[name]
             model[name] = model.pop(name)
             if step == "forget":
-                store.forget(name)
+                store.delete(name)
                 del model[name]
         assert (len(store), store.held_bytes) == (len(model), sum(kept.size for kept in model.values()))
     for name in model:

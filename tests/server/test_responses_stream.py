@@ -1,4 +1,4 @@
-"""`/v1/responses`, streamed: events byte for byte, and in sum what the whole answer is."""
+"""Streams of `/v1/responses`, byte for byte, and their agreement with the whole response."""
 
 import json
 import re
@@ -85,7 +85,7 @@ async def test_a_message(client, engine):
     )
 
 
-async def test_cut(client):
+async def test_a_message_that_is_cut_off(client):
     events = events_of(await transcript(client, max_output_tokens=1))
     assert [event["type"].removeprefix("response.") for event in events[-2:]] == ["output_item.done", "incomplete"]
     assert events[-2]["item"]["status"] == "incomplete"
@@ -146,7 +146,7 @@ async def test_failure_in_mid_stream_is_the_last_event(client, engine, error, co
     assert gone.status_code == 404
 
 
-async def test_a_drain_that_runs_out_is_a_failure(client, engine: FakeEngine):
+async def test_a_request_that_outlives_the_shutdown_limit_fails(client, engine: FakeEngine):
     engine.pause_before = 2
     client.app.state.services.lifecycle.expired.set()
     events = events_of(await transcript(client))

@@ -1,4 +1,4 @@
-"""Functions and reasoning in `/v1/responses`: as items, as events, and as turns of the conversation that goes on."""
+"""Functions and reasoning in `/v1/responses`: items, events, and turns of the conversation."""
 
 import json
 from dataclasses import replace
@@ -12,9 +12,10 @@ from server.fakes import CARD, ByteTokenizer
 from server.test_responses_stream import assert_sums_up, events_of
 from walks import follows
 
+from mlx_parallm.config import ServerConfig
 from mlx_parallm.core import Reasoning
-from mlx_parallm.server import ServerSettings, create_app
-from mlx_parallm.server.wire.response_items import ITEM_LIST, messages_of
+from mlx_parallm.server.api.responses.items import ITEM_LIST, messages_of
+from mlx_parallm.server.app import create_app
 
 URL = "/v1/responses"
 NOW = {"type": "function", "name": "now", "description": "d", "parameters": {"type": "object", "properties": {}}}
@@ -47,7 +48,7 @@ def tokenizer():
 @pytest.fixture
 def client(engine, adapters, training, tokenizer):
     card = replace(CARD, context_length=10_000)
-    app = create_app(engine, adapters, training, tokenizer, card, ServerSettings())
+    app = create_app(engine, adapters, training, tokenizer, card, ServerConfig())
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     return httpx.AsyncClient(transport=transport, base_url="http://localhost:8000")
 
@@ -84,14 +85,14 @@ async def test_reasoning_is_an_item_and_counted(client, engine):
     assert got["usage"]["output_tokens_details"] == {"reasoning_tokens": len("{think}Hm.")}
 
 
-async def test_cut_while_it_thinks(client, engine):
+async def test_reasoning_that_is_cut_off(client, engine):
     engine.text = "{think}Hm. So{/think}"
     got = await respond(client, max_output_tokens=12)
     (thought,) = got["output"]
     assert (got["status"], thought["status"], thought["content"][0]["text"]) == ("incomplete", "incomplete", "Hm. S")
 
 
-async def test_a_call_that_is_cut_off_is_incomplete_and_not_told_again(client, engine, tokenizer):
+async def test_a_call_that_is_cut_off_is_incomplete_and_left_out_of_later_prompts(client, engine, tokenizer):
     engine.text = f"I look.\n{CALLS}"
     got = await respond(client, tools=[NOW, ADD], max_output_tokens=len(engine.text) - len("1}}\n</tool_call>"))
     message, now, add = got["output"]
@@ -106,7 +107,7 @@ async def test_a_call_that_is_cut_off_is_incomplete_and_not_told_again(client, e
 
 
 @pytest.mark.parametrize("limit", [len("<tool_call>"), len('<tool_call>\n{"name": "no')])
-async def test_cut_off_before_the_name_there_is_an_empty_message(client, engine, limit):
+async def test_a_call_that_is_cut_off_before_its_name_is_an_empty_message(client, engine, limit):
     engine.text = CALLS
     (message,) = (await respond(client, tools=[NOW, ADD], max_output_tokens=limit))["output"]
     assert (message["type"], message["status"], message["content"][0]["text"]) == ("message", "incomplete", "")
@@ -116,7 +117,7 @@ async def test_cut_off_before_the_name_there_is_an_empty_message(client, engine,
     "text", ["Hi", "{think}Hm.{/think}Hi", CALLS, f"{{think}}Hm.{{/think}}I look.{CALLS}", "$ <tool"]
 )
 @pytest.mark.parametrize("limit", [None, 12, 40, 60])
-async def test_a_stream_is_the_whole(client, engine, text, limit):
+async def test_a_stream_equals_the_whole(client, engine, text, limit):
     engine.text = text
     asked = {"tools": [NOW, ADD], "max_output_tokens": limit}
     whole = await respond(client, **asked)
@@ -133,7 +134,7 @@ def without_ids(response):
     return response | {"created_at": 0}
 
 
-async def test_events_of_a_thought_and_a_call(client, engine):
+async def test_events_of_reasoning_and_a_call(client, engine):
     engine.text = '{think}H{/think}<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     response = await client.post(URL, json={"input": "hi", "stream": True, "tools": [NOW]})
     kinds = [(event["type"].removeprefix("response."), event.get("output_index")) for event in events_of(response.text)]
@@ -154,7 +155,7 @@ async def test_events_of_a_thought_and_a_call(client, engine):
     ]
 
 
-async def test_the_conversation_goes_on_with_what_was_called(client, engine, tokenizer):
+async def test_a_conversation_continues_after_a_call(client, engine, tokenizer):
     engine.text = "{think}Hm.{/think}" + CALLS
     first = await respond(client, tools=[NOW, ADD])
     _, now, add = first["output"]
@@ -206,7 +207,7 @@ async def test_functions_and_a_format_go_together(client, engine):
     ],
     ids=str,
 )
-async def test_faults_of_tools(client, engine, fault, fields, param):
+async def test_invalid_tools(client, engine, fault, fields, param):
     response = await client.post(URL, json={"input": "hi", **fields})
     error = fault(response)
     assert (response.status_code, error["param"]) == (400, param)
@@ -255,7 +256,7 @@ def said(text):
         ([thought("", [{"type": "summary_text", "text": "s"}])], []),
     ],
 )
-def test_what_an_assistant_does_in_a_row_is_one_turn(items, messages):
+def test_consecutive_items_of_the_assistant_are_one_message(items, messages):
     assert messages_of(ITEM_LIST.validate_python(items)) == messages
 
 

@@ -20,18 +20,20 @@ import sys
 sys.path.insert(0, sys.argv[1])
 from server.fake_control import FakeAdapters, FakeTraining
 from server.fakes import CARD, ByteTokenizer, FakeEngine
-from mlx_parallm.server import ServerSettings, create_app
+from mlx_parallm.config import ServerConfig
+from mlx_parallm.server.app import create_app
 engine = FakeEngine()
 engine.pause_before = int(sys.argv[2])
 if sys.argv[3] == "dies":
     engine.state["alive"] = False
-app = create_app(engine, FakeAdapters(), FakeTraining(), ByteTokenizer(), CARD, ServerSettings())
+config = ServerConfig(port=0, shutdown_timeout=1.0)
+app = create_app(engine, FakeAdapters(), FakeTraining(), ByteTokenizer(), CARD, config)
 if sys.argv[3] == "resumes":  # once draining, the work that was under way goes on to its end
     begin = app.state.services.lifecycle.begin_drain
     app.state.services.lifecycle.begin_drain = lambda: (begin(), engine.go_on.set())
-from mlx_parallm.server import serve
+from mlx_parallm.server.run import serve
 import asyncio
-sys.exit(asyncio.run(serve(app, "127.0.0.1", 0, 1.0, lambda port: print(port, flush=True))))
+sys.exit(asyncio.run(serve(app, lambda port: print(port, flush=True))))
 """
 
 
@@ -106,7 +108,7 @@ async def test_an_engine_that_dies_later_stops_the_server(serving, engine):
 
 
 async def test_idle_servers_stop_at_once(serving):
-    async with serving(shutdown_timeout_s=60) as server:
+    async with serving(shutdown_timeout=60) as server:
         server.uvicorn.handle_exit(signal.SIGTERM, None)
         await asyncio.wait_for(asyncio.shield(server.stopped), 2)
         assert server.uvicorn.exit_code == 0
@@ -114,7 +116,7 @@ async def test_idle_servers_stop_at_once(serving):
 
 async def test_the_drain_waits_for_a_change_of_adapters(serving, adapters):
     adapters.hold = True
-    async with serving(shutdown_timeout_s=60) as server, httpx.AsyncClient(base_url=server.url) as client:
+    async with serving(shutdown_timeout=60) as server, httpx.AsyncClient(base_url=server.url) as client:
         body = {"lora_name": "new", "lora_path": "x"}
         request = asyncio.create_task(client.post("/v1/load_lora_adapter", json=body))
         await adapters.held.wait()
@@ -129,7 +131,7 @@ async def test_the_drain_waits_for_a_change_of_adapters(serving, adapters):
 
 async def test_a_second_signal_does_not_wait(serving, engine):
     engine.pause_before = 0
-    async with serving(shutdown_timeout_s=60) as server, httpx.AsyncClient(base_url=server.url) as client:
+    async with serving(shutdown_timeout=60) as server, httpx.AsyncClient(base_url=server.url) as client:
         request = asyncio.create_task(client.post("/v1/completions", json={"prompt": "x"}))
         await engine.paused.wait()
         server.uvicorn.handle_exit(signal.SIGINT, None)

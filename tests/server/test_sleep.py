@@ -109,7 +109,7 @@ async def test_sleep_waits_for_requests_under_way_and_takes_no_more(client, engi
 
 
 async def test_sleep_waits_for_a_request_that_the_engine_has_not_seen(client, engine):
-    with client.app.state.services.admit(1):
+    with client.app.state.services.gate.reserve(1):
         sleep = await falling(client)
         assert engine.slept == 0
     assert (await sleep).json() == ASLEEP
@@ -215,7 +215,7 @@ async def test_draining_begins_no_sleep(client, engine, fault):
 
 async def test_the_drain_waits_for_a_sleep_and_says_that_it_drains(serving, engine, fault):
     engine.hold_calls = True
-    async with serving(shutdown_timeout_s=60) as server, httpx.AsyncClient(base_url=server.url) as client:
+    async with serving(shutdown_timeout=60) as server, httpx.AsyncClient(base_url=server.url) as client:
         sleep = asyncio.create_task(client.post("/sleep"))
         await engine.called.wait()
         server.uvicorn.begin_drain()

@@ -1,4 +1,4 @@
-"""One text, however it is cut, is the same reasoning, text and calls."""
+"""The splitter returns the same reasoning, text and calls however a text is cut into pieces."""
 
 import json
 import random
@@ -8,8 +8,7 @@ import pytest
 from tool_families import ASKED, FAMILIES, TEXTS, TOOLS
 
 from mlx_parallm.core import Reasoning
-from mlx_parallm.server.respond.parts import told
-from mlx_parallm.server.respond.splitter import Splitter
+from mlx_parallm.server.api.chat.splitter import AnswerSyntax, Splitter, join_parts
 
 THINK = Reasoning("<think>", "</think>")
 XTML = Reasoning(
@@ -28,9 +27,9 @@ def split(pieces, cut=False, **options):
 
 
 def parts_of(pieces, cut=False, **options):
-    splitter = Splitter(**options)
+    splitter = Splitter(AnswerSyntax(**options))
     parts = [part for piece in pieces for part in splitter.feed(piece)] + list(splitter.end(cut))
-    said = told(parts)
+    said = join_parts(parts)
     assert splitter.called == (bool(said.calls) and all(call.complete for call in said.calls))
     assert all(sum([bool(part.reasoning), bool(part.text), part.call is not None]) == 1 for part in parts)
     assert [call.position for call in said.calls] == list(range(len(said.calls)))
@@ -53,7 +52,7 @@ def every_way(text, **options):
 
 
 def tools(family=HERMES, most=8):
-    return {"calls": family, "tools": TOOLS, "most": most}
+    return {"calls": family, "tools": TOOLS, "max_calls": most}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -104,12 +103,12 @@ def without_id(said):
         "Hello \n",
     ],
 )
-def test_what_only_looks_like_a_call_stays_text_where_it_is_cut_off(text):
+def test_text_that_only_looks_like_a_call_stays_text_when_cut_off(text):
     assert split(list(text), cut=True, **tools()) == ("", text, [])
     assert split([text], cut=True, **tools()) == ("", text, [])
 
 
-def test_a_call_that_lacks_its_end_mark_alone_is_complete():
+def test_a_call_that_lacks_only_its_end_mark_is_complete():
     for end in range(len(CALL) - len("</tool_call>"), len(CALL)):
         said = parts_of(list(CALL[:end]), cut=True, **tools())
         assert [call.complete for call in said.calls] == [True]
@@ -126,7 +125,7 @@ def test_mistral_has_no_end_mark():
     assert every_way(several, **tools(FAMILIES["mistral"])) == ("", "", [ASKED, ASKED])
 
 
-def test_as_many_calls_as_wanted_and_then_nothing_more():
+def test_text_after_the_last_allowed_call_is_dropped():
     assert every_way(f"{CALL}\n{CALL} and so on", **tools(most=1)) == ("", "", [ASKED])
 
 
@@ -143,7 +142,7 @@ def test_as_many_calls_as_wanted_and_then_nothing_more():
         " ",
     ],
 )
-def test_what_is_no_call_is_the_text_it_was(text):
+def test_text_that_is_not_a_call_is_unchanged(text):
     assert every_way(text, **tools(), reasoning=THINK) == ("", text, [])
 
 
@@ -151,7 +150,7 @@ def test_a_call_after_garbage_is_still_a_call():
     assert every_way(f"<tool_call>x</tool_call>{CALL}", **tools()) == ("", "<tool_call>x</tool_call>", [ASKED])
 
 
-def test_an_end_mark_in_a_value_ends_nothing():
+def test_an_end_mark_inside_a_value_does_not_end_the_call():
     text = '<tool_call>{"name": "get_weather", "arguments": {"city": "\\"</tool_call>"}}</tool_call>'
     assert every_way(text, **tools()) == ("", "", [("get_weather", {"city": '"</tool_call>'})])
 
@@ -177,16 +176,16 @@ def test_without_tools_a_call_is_text():
     ],
 )
 def test_reasoning(text, begun, expected):
-    assert every_way(text, reasoning=THINK, begun=begun) == (*expected, [])
+    assert every_way(text, reasoning=THINK, in_reasoning=begun) == (*expected, [])
 
 
 def test_reasoning_text_and_calls():
     text = f"<think>\nWhere?\n</think>\n\nI look.\n{CALL}\n{CALL}\n"
     assert every_way(text, reasoning=THINK, **tools()) == ("Where?", "I look.", [ASKED, ASKED])
-    assert every_way(f"{CALL}</think>{CALL}", reasoning=THINK, begun=True, **tools()) == (CALL, "", [ASKED])
+    assert every_way(f"{CALL}</think>{CALL}", reasoning=THINK, in_reasoning=True, **tools()) == (CALL, "", [ASKED])
 
 
-def test_marks_around_the_answer_are_no_text():
+def test_marks_around_the_answer_are_removed():
     text = (
         "<|open|>think<|sep|>Hm.<|close|>think<|sep|><|open|>response<|sep|>I look.<|close|>response<|sep|>"
         f"{TEXTS['kimi_k3']}<|close|>message<|sep|>"
@@ -194,22 +193,22 @@ def test_marks_around_the_answer_are_no_text():
     assert every_way(text, reasoning=XTML, **tools(FAMILIES["kimi_k3"])) == ("Hm.", "I look.", [ASKED])
 
 
-def test_ids_of_the_model_are_kept_and_never_twice():
-    splitter = Splitter(**tools(FAMILIES["kimi_k2"]))
+def test_call_ids_of_the_model_are_kept_if_unique():
+    splitter = Splitter(AnswerSyntax(**tools(FAMILIES["kimi_k2"])))
     parts = [*splitter.feed(TEXTS["kimi_k2"] * 2), *splitter.end()]
-    first, second = (call.call_id for call in told(parts).calls)
+    first, second = (call.call_id for call in join_parts(parts).calls)
     assert first == "functions.get_weather:0"
     assert second.startswith("call_")
 
 
-def test_text_is_told_as_soon_as_it_can_be():
-    splitter = Splitter(reasoning=THINK, **tools())
-    shown = [told(splitter.feed(piece)).text for piece in ("Hel", "lo ", "<to", "ol> ", "x")]
+def test_text_is_returned_as_soon_as_possible():
+    splitter = Splitter(AnswerSyntax(reasoning=THINK, **tools()))
+    shown = [join_parts(splitter.feed(piece)).text for piece in ("Hel", "lo ", "<to", "ol> ", "x")]
     assert shown == ["Hel", "lo", "", " <tool>", " x"]
-    plain = Splitter()
-    assert told(plain.feed(" <tool_")).text == " <tool_"
+    plain = Splitter(AnswerSyntax())
+    assert join_parts(plain.feed(" <tool_")).text == " <tool_"
 
 
-def test_a_parser_that_trips_costs_nothing():
+def test_text_that_a_parser_fails_on_stays_text():
     broken = replace(HERMES, parser=lambda text, tools: text.nowhere)
     assert every_way(CALL, **tools(broken)) == ("", CALL, [])

@@ -1,4 +1,4 @@
-"""Streams, byte for byte."""
+"""Streams of completions and chat, byte for byte."""
 
 import asyncio
 import json
@@ -7,6 +7,7 @@ import re
 import pytest
 
 from mlx_parallm.errors import StepFailedError
+from mlx_parallm.server import generation
 
 DONE = "data: [DONE]\n\n"
 
@@ -129,7 +130,7 @@ async def test_echo_with_logprobs_streams_the_scores_of_the_prompt(client):
     assert got == text_chunk(prompt) + text_chunk(drawn) + DONE
 
 
-async def test_a_sibling_faster_than_the_prompts_scores_waits_for_them(client, engine):
+async def test_a_sample_that_is_faster_than_the_prompts_scores_waits_for_them(client, engine):
     forward = engine._events
 
     def scores_late(request):
@@ -169,9 +170,9 @@ async def test_failure_in_mid_stream_is_an_event_then_done(client, engine, error
     assert got == text_chunk(text(0, "H")) + failure + DONE
 
 
-async def test_pings_while_nothing_else_is_said(make_client, engine):
+async def test_a_silent_stream_has_pings(client, engine, monkeypatch):
     engine.pause_before = 0
-    client = make_client(ping_interval_s=0.05)
+    monkeypatch.setattr(generation, "PING_INTERVAL_S", 0.05)
     request = asyncio.create_task(client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1, "stream": True}))
     await engine.paused.wait()
     await asyncio.sleep(0.17)

@@ -1,4 +1,4 @@
-"""What an answer must look like: every way to say it becomes the one grammar of the engine's request."""
+"""Structured output: every field that asks for it becomes the grammar of the engine's request."""
 
 import json
 
@@ -39,14 +39,14 @@ async def grammar_of(client, engine, fields, url="/v1/completions"):
     ],
     ids=lambda value: json.dumps(value)[:50] if isinstance(value, dict) else None,
 )  # fmt: skip
-async def test_every_way_to_say_it(client, engine, url, fields, good, bad):
+async def test_every_field_that_asks_for_it(client, engine, url, fields, good, bad):
     grammar = await grammar_of(client, engine, fields, url)
     assert follows(grammar, good)
     assert not follows(grammar, bad)
 
 
 @pytest.mark.parametrize("fields", [{}, {"response_format": {"type": "text"}}, {"response_format": None}])
-async def test_text_follows_nothing(client, engine, fields):
+async def test_free_text_has_no_grammar(client, engine, fields):
     assert await grammar_of(client, engine, fields) is None
 
 
@@ -80,7 +80,7 @@ async def test_text_follows_nothing(client, engine, fields):
     ],
     ids=lambda value: json.dumps(value)[:60] if isinstance(value, dict) else None,
 )  # fmt: skip
-async def test_what_cannot_be_is_refused_by_name(client, engine, fault, fields, param):
+async def test_invalid_fields_are_refused_by_name(client, engine, fault, fields, param):
     response = await client.post("/v1/completions", json={"prompt": "x", **fields})
     assert response.status_code == 400
     assert fault(response)["param"] == param

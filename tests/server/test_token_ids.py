@@ -1,4 +1,4 @@
-"""`return_tokens_as_token_ids`: the tokens of logprobs, written as `token_id:<id>`."""
+"""`return_tokens_as_token_ids`: tokens in logprobs are written as `token_id:<id>`."""
 
 import pytest
 
@@ -51,6 +51,6 @@ async def test_streams_say_the_same(client, engine, path, body):
 
 
 @pytest.mark.parametrize(("path", "body"), [("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)])
-async def test_it_is_true_or_false(client, fault, path, body):
+async def test_other_values_are_refused(client, fault, path, body):
     response = await client.post(path, json={**body, "return_tokens_as_token_ids": "yes"})
     assert (response.status_code, fault(response)["param"]) == (400, "return_tokens_as_token_ids")

@@ -1,4 +1,4 @@
-"""Tools and reasoning over HTTP: what is asked of the engine, and how its text is answered."""
+"""Tools and reasoning in chat: the request to the engine, and the answer."""
 
 import json
 from dataclasses import replace
@@ -10,9 +10,10 @@ from server.fakes import CARD, ByteTokenizer
 from tool_families import ASKED, FAMILIES, TEXTS, TOOLS, tool
 from walks import follows
 
+from mlx_parallm.config import ServerConfig
 from mlx_parallm.core import Reasoning
-from mlx_parallm.model.tools.families import HERMES
-from mlx_parallm.server import ServerSettings, create_app
+from mlx_parallm.model.tools.formats import HERMES
+from mlx_parallm.server.app import create_app
 
 URL = "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
@@ -30,7 +31,7 @@ def make(engine, adapters, training):
         tokenizer = ByteTokenizer()
         tokenizer.tool_format, tokenizer.reasoning = tool_format, reasoning
         card = replace(CARD, context_length=100_000)
-        app = create_app(engine, adapters, training, tokenizer, card, ServerSettings())
+        app = create_app(engine, adapters, training, tokenizer, card, ServerConfig())
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         return httpx.AsyncClient(transport=transport, base_url="http://localhost:8000")
 
@@ -128,7 +129,7 @@ async def test_finish_reasons_are_openais(client, engine, choice, reason):
     assert ("tool_calls" in whole["message"]) == (choice != "none")
 
 
-async def test_a_call_cut_by_the_length_says_so(client, engine):
+async def test_a_call_cut_off_by_the_token_limit_has_that_finish_reason(client, engine):
     engine.text = f"{NOW}\n{CALL}"
     (choice,) = await ask(client, max_tokens=len(NOW) + 20)
     assert (choice["finish_reason"], len(choice["message"]["tool_calls"])) == ("length", 1)
@@ -162,7 +163,7 @@ async def test_a_stop_string_cuts_a_call_off_too(client, engine):
     assert len(unfinished(whole)) == 1
 
 
-async def test_one_call_at_the_most(client, engine):
+async def test_at_most_one_call(client, engine):
     engine.text = f"{CALL}\n{NOW}"
     (choice,) = await ask(client, parallel_tool_calls=False)
     assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["get_weather"]
@@ -210,7 +211,7 @@ def written(family, name):
     return family.start + syntax.block[0] + before + inside + after + syntax.block[1] + family.end
 
 
-async def test_auto_binds_nothing_unless_a_tool_is_strict(client, engine):
+async def test_auto_enforces_nothing_unless_a_tool_is_strict(client, engine):
     await ask(client)
     assert engine.requests[-1].grammar is None
     strict = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
@@ -221,7 +222,7 @@ async def test_auto_binds_nothing_unless_a_tool_is_strict(client, engine):
     assert not follows(grammar, f"Words. {CALL.replace('city', 'town')}")
 
 
-async def test_the_template_is_given_the_tools_unless_none_may_be_called(client, engine):
+async def test_the_template_gets_the_tools_unless_none_may_be_called(client, engine):
     await ask(client)
     assert "tools=" in prompt_text(engine)
     await ask(client, tool_choice="none")
@@ -229,7 +230,7 @@ async def test_the_template_is_given_the_tools_unless_none_may_be_called(client,
     assert engine.requests[-1].grammar is None
 
 
-async def test_a_template_that_knows_no_tools_is_helped(make, engine):
+async def test_tools_are_described_in_messages_if_the_template_has_none(make, engine):
     client = make(HERMES)
     call = {"id": "c", "type": "function", "function": {"name": "now", "arguments": "{}"}}
     turns = [
@@ -272,7 +273,7 @@ async def test_calls_of_earlier_turns_reach_the_template_as_objects(client, engi
 
 
 @pytest.mark.parametrize("begun", [False, True])
-async def test_reasoning_is_told_apart(make, engine, begun):
+async def test_reasoning_is_a_field_of_its_own(make, engine, begun):
     client = make(HERMES, THINK)
     messages = [{"role": "assistant", "content": "{think}"}] if begun else USER
     engine.text = ("" if begun else "{think}\n") + f"Hm.\n{{/think}}\n\nI look.\n{NOW}"
@@ -357,7 +358,7 @@ FUNCTION = {"name": "f", "parameters": {"type": "object"}}
     ],
     ids=lambda value: json.dumps(value)[:60] if isinstance(value, dict) else None,
 )  # fmt: skip
-async def test_what_cannot_be_is_refused_by_name(client, engine, fault, fields, param):
+async def test_invalid_tools_are_refused_by_name(client, engine, fault, fields, param):
     response = await client.post(URL, json={"messages": USER, "tools": TOOLS, **fields})
     assert response.status_code == 400, response.text
     assert fault(response)["param"] == param
@@ -365,7 +366,7 @@ async def test_what_cannot_be_is_refused_by_name(client, engine, fault, fields, 
     assert (await client.post(URL, json={"messages": USER})).status_code == 200
 
 
-async def test_collection_and_tools_go_together_where_nothing_is_enforced(client, engine):
+async def test_tools_can_be_collected_unless_calls_are_enforced(client, engine):
     await ask(client, collect_trajectory=True)
     assert engine.requests[-1].grammar is None
     assert engine.requests[-1].collection is not None

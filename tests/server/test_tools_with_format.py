@@ -1,4 +1,4 @@
-"""Tools together with a format of the answer: an answer is calls, or has the format."""
+"""Tools together with structured output: an answer is either calls, or has the format."""
 
 import json
 
@@ -45,7 +45,7 @@ async def test_every_way_to_ask_for_a_format_goes_with_tools(client, engine, fie
     assert not follows(grammar, "Words.")
 
 
-async def test_with_a_format_numbers_end_and_those_of_calls_are_left_alone(make, engine):
+async def test_numbers_are_bounded_in_the_format_and_not_in_calls(make, engine):
     client = make(FAMILIES["qwen3_coder"])
     text = tool("f", properties={"a": {"type": "string"}}, required=["a"])
     await ask(client, tools=[text], guided_json={"type": "number"})
@@ -77,7 +77,7 @@ async def test_with_a_format_reasoning_comes_first(make, engine):
 
 
 @pytest.mark.parametrize("text", [ANSWER, NOW, f"{NOW}\n{CALL}", json.dumps({"a": f"x {NOW} y"})])
-async def test_with_a_format_what_is_in_a_string_is_no_call(client, engine, text):
+async def test_a_call_inside_a_string_of_the_format_is_not_a_call(client, engine, text):
     engine.text = text
     (whole,), (stream,) = await ask(client, **FORMATS["object"]), await streamed(client, **FORMATS["object"])
     assert without_ids([whole]) == without_ids([stream])

@@ -4,11 +4,11 @@ import math
 
 import pytest
 
-from mlx_parallm.core import BASE_ADAPTER, AdapterRef, Collection, FinishReason, Trajectory, TrajectoryCard
+from mlx_parallm.core import BASE_ADAPTER, AdapterRef, CollectionSpec, FinishReason, Trajectory, TrajectoryCard
 
 
 def trajectory(number):
-    collection = Collection("exact", {"answer": {"value": 4}})
+    collection = CollectionSpec("exact", {"answer": {"value": 4}})
     return Trajectory(
         f"traj-{number}",
         "group-0",

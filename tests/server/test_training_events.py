@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from mlx_parallm.core import AdapterRef, TrainingEvent
-from mlx_parallm.server import NoTraining
+from mlx_parallm.server import generation
 
 URL = "/v1/training/events"
 AT = 1_800_000_000.25
@@ -42,9 +42,10 @@ async def test_the_transcript(client, training):
     assert training.listening == 0
 
 
-async def test_pings_while_nothing_happens(serving):
+async def test_pings_while_nothing_happens(serving, monkeypatch):
+    monkeypatch.setattr(generation, "PING_INTERVAL_S", 0.01)
     async with (
-        serving(ping_interval_s=0.01) as server,
+        serving() as server,
         httpx.AsyncClient(base_url=server.url) as client,
         client.stream("GET", URL) as stream,
     ):
@@ -88,7 +89,7 @@ async def test_a_client_that_leaves_is_forgotten_and_others_are_not(serving, tra
 
 
 async def test_listeners_do_not_hold_up_the_shutdown(serving, training):
-    async with serving(shutdown_timeout_s=60) as server, httpx.AsyncClient(base_url=server.url) as client:
+    async with serving(shutdown_timeout=60) as server, httpx.AsyncClient(base_url=server.url) as client:
         async with client.stream("GET", URL) as stream:
             await asyncio.wait_for(until(lambda: training.listening), 5)
             server.uvicorn.begin_drain()
@@ -96,7 +97,7 @@ async def test_listeners_do_not_hold_up_the_shutdown(serving, training):
         await asyncio.wait_for(asyncio.shield(server.stopped), 5)
 
 
-@pytest.mark.parametrize("training", [NoTraining()])
+@pytest.mark.parametrize("training", [None])
 async def test_with_training_off_there_is_nothing_to_listen_to(client, fault):
     response = await client.get(URL)
     assert (response.status_code, fault(response)["code"]) == (409, "training_disabled")

@@ -5,10 +5,8 @@ import math
 import pytest
 
 from mlx_parallm.core import TrainingStatus
-from mlx_parallm.server import NoTraining
 
 POLICY = TrainingStatus(
-    enabled=True,
     state="updating",
     adapter="policy",
     step=6,
@@ -35,9 +33,7 @@ POLICY = TrainingStatus(
     reward_running_mean=0.875,
     trained=("policy", "code"),
 )
-CODE = TrainingStatus(
-    enabled=True, state="paused", adapter="code", trajectories_collected=3, trained=("policy", "code")
-)
+CODE = TrainingStatus(state="paused", adapter="code", trajectories_collected=3, trained=("policy", "code"))
 NAMES = {
     "trajectories_collected": ("gauge", 640),
     "training_loss": ("gauge", -0.5),
@@ -104,11 +100,11 @@ async def test_what_is_not_known_yet_has_no_sample(client, training):
 
 
 async def test_a_loss_that_is_no_number_does_not_break_the_scrape(client, training):
-    training.state = {"policy": TrainingStatus(enabled=True, adapter="policy", metrics={"loss": math.nan})}
+    training.state = {"policy": TrainingStatus(adapter="policy", metrics={"loss": math.nan})}
     assert 'mlx_parallm_rl_training_loss{adapter="policy"} NaN' in await rl_lines(client)
 
 
-@pytest.mark.parametrize("training", [NoTraining()])
+@pytest.mark.parametrize("training", [None])
 async def test_with_training_off_the_names_are_there_and_nothing_is_collected(client):
     lines = await rl_lines(client)
     for name, (kind, _) in NAMES.items():

@@ -24,7 +24,6 @@ START, PAUSE, RESUME, ROLLBACK = (f"/v1/training/{name}" for name in ("start", "
 ASYNC = (UPDATE, START, PAUSE, RESUME, ROLLBACK)
 JSON = {"content-type": "application/json"}
 FULL = TrainingStatus(
-    enabled=True,
     state="updating",
     adapter="policy",
     current=AdapterRef("policy", 7),
@@ -58,7 +57,8 @@ FULL_JSON = {
     "training_enabled": True,
     "state": "updating",
     "lora_adapter": "policy",
-    "current_lora": "policy@7",
+    "live_lora": "policy@7",
+    "current_lora": None,
     "step": 6,
     "trajectories_collected": 640,
     "trajectories_waiting": 32,
@@ -113,16 +113,26 @@ async def test_status(client, training):
     assert list(response.json()) == list(FULL_JSON)
 
 
+async def test_the_current_lora_of_the_status_is_what_the_route_gives(client, training, adapters):
+    training.state["policy"] = FULL
+    adapters.publish("math")
+    adapters.shares = {"math": 0.75, "base": 0.25}
+    assert (await client.get(STATUS)).json()["current_lora"] == "math@1"
+    assert (await client.get("/debug/training")).json()["adapters"][0]["current_lora"] == "math@1"
+    adapters.shares = {"math": 0.25, "base": 0.75}
+    assert (await client.get(STATUS)).json()["current_lora"] is None
+
+
 async def test_status_before_the_first_update(client):
     got = (await client.get(STATUS)).json()
     assert (got["training_enabled"], got["state"], got["lora_adapter"]) == (True, "running", "policy")
-    for unknown in ("current_lora", "last_update", "loss", "reward_mean", "kl", "ratio", "best_lora"):
+    for unknown in ("live_lora", "current_lora", "last_update", "loss", "reward_mean", "kl", "ratio", "best_lora"):
         assert got[unknown] is None
     assert (got["metrics"], got["drops"], got["available_checkpoints"]) == ({}, {}, [])
 
 
 async def test_status_of_a_name(client, training, fault):
-    training.state["code"] = TrainingStatus(enabled=True, state="paused", adapter="code")
+    training.state["code"] = TrainingStatus(state="paused", adapter="code")
     assert (await client.get(STATUS, params={"lora_adapter": "code"})).json()["state"] == "paused"
     for name in ("nope", "x" * 5000):
         response = await client.get(STATUS, params={"lora_adapter": name})
@@ -293,7 +303,7 @@ async def test_other_sites_cannot_train(client, training):
 async def test_debug_training(client, training):
     training.state = {
         "policy": replace(FULL, trained=("policy", "code")),
-        "code": TrainingStatus(enabled=True, state="idle", adapter="code"),
+        "code": TrainingStatus(state="idle", adapter="code"),
     }
     got = (await client.get("/debug/training")).json()
     assert got["training_enabled"] is True
@@ -304,7 +314,7 @@ async def test_debug_training(client, training):
 
 async def test_the_drain_waits_for_an_update(serving, training):
     training.hold = True
-    async with serving(shutdown_timeout_s=60) as server, httpx.AsyncClient(base_url=server.url) as client:
+    async with serving(shutdown_timeout=60) as server, httpx.AsyncClient(base_url=server.url) as client:
         request = asyncio.create_task(client.post(UPDATE))
         await training.held.wait()
         server.uvicorn.begin_drain()

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from mlx_parallm.core import AdapterRef, GivenTrajectory, UpdateReport
+from mlx_parallm.core import BASE_ADAPTER, AdapterRef, GivenTrajectory, UpdateReport
 
 UPDATE = "/v1/training/update"
 GIVEN = {"prompt_token_ids": [1, 2], "completion_token_ids": [3, 257]}
@@ -50,6 +50,45 @@ async def test_update_of_given_trajectories(client, training):
         GivenTrajectory((1, 2), (3, 257), 0.25, "a"),
     ]
     assert training.calls == [("update", "policy", trajectories, False, "good")]
+
+
+async def test_texts_are_encoded_once_and_logprobs_and_versions_may_come_with_them(client, training, adapters):
+    adapters.publish("policy")
+    given = [
+        {"prompt": "ab", "output": "c", "logprobs": [-0.5], "reward": 1, "lora_version": "policy@1"},
+        {"prompt": "ab", "tokens": [3, 257], "logprobs": [-0.5, 0], "reward": 0, "lora_version": "base"},
+    ]
+    await post(client, UPDATE, trajectories=given)
+    assert training.calls[0][2] == [
+        GivenTrajectory((97, 98), (99,), 1.0, "", (-0.5,), adapter=AdapterRef("policy", 1)),
+        GivenTrajectory((97, 98), (3, 257), 0.0, "", (-0.5, 0.0), adapter=BASE_ADAPTER),
+    ]
+
+
+async def test_three_lists_are_a_batch(client, training):
+    await post(client, UPDATE, prompts=["a", "b"], outputs=["c", "d"], rewards=[1, 0.5])
+    assert training.calls[0][2] == [GivenTrajectory((97,), (99,), 1.0), GivenTrajectory((98,), (100,), 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"trajectories": [{"prompt": "a", "output": "bc", "logprobs": [0]}]}, "trajectories[0].logprobs", "2 tokens"),
+        (
+            {"trajectories": [{"prompt": "a", "output": "b", "tokens": [1]}]},
+            "trajectories[0].completion_token_ids",
+            "one",
+        ),
+        ({"trajectories": [{**GIVEN, "lora_version": "nope@1"}]}, "trajectories[0].lora_version", "nope"),
+        ({"prompts": ["a"], "outputs": ["b", "c"], "rewards": [1]}, "outputs", "length"),
+        ({"prompts": ["a"], "rewards": [1]}, "prompts", "need each other"),
+        ({"prompts": ["a"], "outputs": ["b"], "trajectories": [GIVEN]}, "prompts", "or the three lists"),
+    ],
+)
+async def test_texts_that_do_not_fit_together(client, fault, fields, param, says):
+    error = await refused(client, fault, UPDATE, 404 if "version" in param else 400, **fields)
+    assert error["param"] == param
+    assert says in error["message"]
 
 
 async def test_supervised_data_needs_no_reward(client, training):

@@ -1,4 +1,4 @@
-"""`truncation: "auto"` of `/v1/responses`: the oldest messages go until the rest fits (the context has 64 tokens)."""
+"""`truncation: "auto"` of `/v1/responses`: the oldest messages are left out until the rest fits the context."""
 
 import pytest
 
@@ -18,13 +18,13 @@ async def post(client, **fields):
     return await client.post(URL, json={"truncation": "auto", **fields})
 
 
-async def test_what_fits_is_left_alone(client, engine):
+async def test_a_conversation_that_fits_is_unchanged(client, engine):
     response = await post(client, input=turns(7), max_output_tokens=4)
     assert response.json()["truncation"] == "auto"
     assert len(prompt_of(engine)) == 7 * len("u:0000\n") + len("a:")
 
 
-async def test_the_oldest_go_and_instructions_and_system_messages_stay(client, engine):
+async def test_the_oldest_messages_go_and_instructions_and_system_messages_stay(client, engine):
     system = {"role": "system", "content": "S"}
     response = await post(client, instructions="I", input=[system, *turns(21)], max_output_tokens=10)
     assert response.status_code == 200, response.text

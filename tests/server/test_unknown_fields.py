@@ -1,4 +1,4 @@
-"""Fields that this server does not know or serve: ignored and named, left out, or refused."""
+"""Unknown and unsupported fields: ignored and reported, treated as left out, or refused."""
 
 import json
 import re
@@ -128,7 +128,7 @@ async def test_null_empty_and_neutral_values_are_as_if_left_out(client, path, fi
     ],
     ids=str,
 )
-async def test_a_known_field_that_cannot_be_honoured_is_refused_by_name(client, engine, fault, path, fields, param):
+async def test_an_unsupported_value_is_refused_by_name(client, engine, fault, path, fields, param):
     response = await client.post(path, json=BASE[path] | fields)
     assert (response.status_code, fault(response)["param"]) == (400, param)
     assert "not supported" in fault(response)["message"]
@@ -145,7 +145,7 @@ async def test_a_strict_server_refuses_unknown_fields(make_client, fault, path):
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, RESPONSES])
-async def test_a_request_that_is_trained_on_is_strict(client, engine, fault, path):
+async def test_a_collected_request_is_strict(client, engine, fault, path):
     body = BASE[path] | {"collect_trajectory": True, "scoring_functon": "exact"}
     response = await client.post(path, json=body)
     assert (response.status_code, fault(response)["param"]) == (400, "scoring_functon")

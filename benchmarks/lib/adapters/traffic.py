@@ -1,0 +1,174 @@
+"""Sends greedy requests to a `DeviceLoop` that the calling thread runs, and times the loop's work."""
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
+from mlx_parallm.adapters.store import AdapterStore
+from mlx_parallm.batch.runner import BatchRunner, PendingStep
+from mlx_parallm.core import (
+    AdapterRef,
+    Event,
+    GenerationRequest,
+    RequestFailed,
+    RequestFinished,
+    SamplingParams,
+    SequenceOutput,
+    StopParams,
+)
+from mlx_parallm.engine.loop import DeviceLoop, EngineParts
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """The time between the launches of two decode steps: its seconds without prefill, and its units of staging."""
+
+    seconds: float
+    units: int
+
+
+class Stopwatch:
+    """Collects the times from `TimedRunner` and `TimedStore`. `pinned`: when the first row of each version was
+    admitted."""
+
+    def __init__(self) -> None:
+        self.intervals: list[Interval] = []
+        self.steps = self.units = 0
+        self.longest_unit_s = 0.0
+        self.pinned: dict[AdapterRef, float] = {}
+        self._launched_at: float | None = None
+        self._prefill_s = 0.0
+        self._units_then = 0
+
+    def restart(self) -> None:
+        """Drops the intervals so far. The next one begins with the last launch."""
+        self.intervals = []
+        self.longest_unit_s = 0.0
+
+    def launches(self) -> None:
+        now = time.perf_counter()
+        if self._launched_at is not None:
+            seconds = now - self._launched_at - self._prefill_s
+            self.intervals.append(Interval(seconds, self.units - self._units_then))
+        self.steps += 1
+        self._launched_at, self._prefill_s, self._units_then = now, 0.0, self.units
+
+    def prefilled(self, seconds: float) -> None:
+        self._prefill_s += seconds
+
+    def stages(self) -> None:
+        self.units += 1
+
+    def staged(self, seconds: float) -> None:
+        self.longest_unit_s = max(self.longest_unit_s, seconds)
+
+
+class TimedRunner:
+    """A runner that reports its calls to the stopwatch."""
+
+    def __init__(self, runner: BatchRunner, watch: Stopwatch) -> None:
+        self._runner = runner
+        self._watch = watch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def begin(self, *arguments: Any) -> PendingStep:
+        self._watch.launches()
+        return self._runner.begin(*arguments)
+
+    def prefill(self, *arguments: Any) -> None:
+        started = time.perf_counter()
+        self._runner.prefill(*arguments)
+        self._watch.prefilled(time.perf_counter() - started)
+
+
+class TimedStore:
+    """An adapter store that reports its calls to the stopwatch."""
+
+    def __init__(self, store: AdapterStore, watch: Stopwatch) -> None:
+        self._store = store
+        self._watch = watch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def advance(self) -> None:
+        self._watch.stages()
+        started = time.perf_counter()
+        self._store.advance()
+        self._watch.staged(time.perf_counter() - started)
+
+    def pin(self, ref: AdapterRef) -> int:
+        self._watch.pinned.setdefault(ref, time.perf_counter())
+        return self._store.pin(ref)
+
+
+@dataclass(slots=True, eq=False)
+class Answer:
+    """A request to continue prompt number `prompt`, and its result so far.
+
+    `gaps`: for each token, the difference between the two best logprobs; empty if logprobs were not requested.
+    """
+
+    prompt: int
+    ref: AdapterRef
+    max_tokens: int
+    tokens: list[int] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    error: str = ""
+
+    def take(self, output: SequenceOutput) -> None:
+        self.tokens += output.token_ids
+        self.gaps += [entry.top[0][1] - entry.top[1][1] for entry in output.logprobs]
+
+
+class Traffic:
+    """Requests to the loop. Each leases the version that its selector means when it is sent, until it ends."""
+
+    def __init__(self, parts: EngineParts, prompts: Sequence[tuple[int, ...]]) -> None:
+        self.ended: list[Answer] = []
+        self._registry = parts.adapters.registry
+        self._loop = DeviceLoop(parts, self._take)
+        self._prompts = prompts
+        self._open: dict[str, tuple[Answer, ExitStack]] = {}
+        self._sent = 0
+
+    @property
+    def rows(self) -> int:
+        return len(self._open)
+
+    def send(self, prompt: int, selector: str, max_tokens: int, top_logprobs: int | None = None) -> Answer:
+        lease = ExitStack()
+        ref = lease.enter_context(self._registry.lease(selector)).ref
+        answer, name = Answer(prompt, ref, max_tokens), str(self._sent)
+        self._sent += 1
+        self._open[name] = (answer, lease)
+        sampling = SamplingParams(temperature=0.0, top_logprobs=top_logprobs)
+        stopping = StopParams(max_tokens, ignore_eos=True)
+        self._loop.submit(GenerationRequest(name, (self._prompts[prompt],), sampling, stopping, adapter=ref))
+        return answer
+
+    def step(self) -> None:
+        """Runs one unit of device work."""
+        self._loop.step()
+
+    def drain(self) -> None:
+        """Runs until every request has ended, then checks the loop's integrity."""
+        while self._open:
+            self._loop.step()
+        self._loop.check_integrity()
+
+    def _take(self, events: list[tuple[str, Event]]) -> None:
+        for name, event in events:
+            answer = self._open[name][0]
+            if isinstance(event, SequenceOutput):
+                answer.take(event)
+            elif isinstance(event, RequestFailed):
+                answer.error = f"{type(event.error).__name__}: {event.error}"
+            if isinstance(event, RequestFinished | RequestFailed):
+                self.ended.append(answer)
+                self._open.pop(name)[1].close()

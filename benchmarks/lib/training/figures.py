@@ -1,0 +1,105 @@
+"""The figures of training while serving, with their limits."""
+
+from collections.abc import Iterator, Sequence
+
+from lib.figures import Figure, errors, ratios, reported, spread
+from lib.training.memory import ADAPTERS, SERVING, TRAINER, TRAINING, Memory
+from lib.training.publish import Live
+from lib.training.served import LEARNING, PRIORITY, Served, Window
+from lib.training.served import SERVING as ONLY_SERVING
+from lib.training.soak import Soak
+from lib.training.update import Cost
+
+RATE_OF_REST, LEARNING_RATE, LEARNING_GAP = 0.95, 0.83, 1.2
+PRIORITY_RATE, PRIORITY_GAP, PRIORITY_UPDATES = 0.45, 1.8, 2.5
+LIVE_LIMIT_MS = 50
+SPEED_UP, MILLIONTHS_APART = 3, 10
+ONE_COPY = 0.6
+GROWTH_PERCENT = 1
+
+
+def of_served(served: Served) -> Iterator[Figure]:
+    """Repeats are compared in pairs. The limit on stalls applies to the longest of all."""
+    alone, learning, priority = (served.of(kind) for kind in (ONLY_SERVING, LEARNING, PRIORITY))
+    rates = ratios(_rates(learning), _rates(alone))
+    rest = ratios(
+        _rates(learning), [each.rate * (1 - other.share) for each, other in zip(alone, learning, strict=True)]
+    )
+    yield Figure("RL: throughput against inference only", "x", rates, rates.median, LEARNING_RATE, at_least=True)
+    yield Figure("RL: the same, over the time that training leaves", "x", rest, rest.median, RATE_OF_REST, True)
+    gaps = ratios(_gaps(learning), _gaps(alone))
+    yield Figure("RL: median inter-token latency", "x", gaps, gaps.median, LEARNING_GAP)
+    yield from _stalls(served)
+    rates, gaps = ratios(_rates(priority), _rates(alone)), ratios(_gaps(priority), _gaps(alone))
+    yield Figure("priority: throughput against inference only", "x", rates, rates.median, PRIORITY_RATE, at_least=True)
+    yield Figure("priority: median inter-token latency", "x", gaps, gaps.median, PRIORITY_GAP)
+    updates = ratios(*([each.updates_per_minute for each in windows] for windows in (priority, learning)))
+    yield Figure("priority: updates against RL's", "x", updates, updates.median, PRIORITY_UPDATES, at_least=True)
+    yield Figure("device time of an update", "s", *reported(served.update_device_s))
+    yield errors("requests that failed while served", len(served.errors))
+
+
+def _stalls(served: Served) -> Iterator[Figure]:
+    """In both training modes, the limit is the configured stall plus one decode step of inference only."""
+    limit = 1e3 * (served.budget_s + spread(_gaps(served.of(ONLY_SERVING))).median)
+    for mode, kind in (("RL", LEARNING), ("priority", PRIORITY)):
+        windows = served.of(kind)
+        for name, stalls in (
+            ("longest wait for a token, clients'", [1e3 * each.longest_gap_s for each in windows]),
+            ("longest decode gap, server's", [1e3 * each.stall_s for each in windows]),
+        ):
+            value = spread(stalls)
+            yield Figure(f"{mode}: {name}", "ms", value, value.high, limit)
+
+
+def of_publish(lives: Sequence[Live]) -> Iterator[Figure]:
+    """The limits apply to the slowest publish."""
+    beyond = spread(1e3 * live.beyond_s for live in lives)
+    yield Figure("update to live, less the unit in progress: worst", "ms", beyond, beyond.high, LIVE_LIMIT_MS)
+    yield Figure("update to live", "ms", *reported([1e3 * live.seconds for live in lives]))
+    yield Figure("the unit in progress", "ms", *reported([1e3 * live.unit_s for live in lives]))
+    yield Figure("units of device work between update and live", "", *reported([live.units for live in lives]))
+
+
+def of_update(costs: Sequence[Cost]) -> Iterator[Figure]:
+    for cost in costs:
+        speed_up = ratios(cost.plain_s, cost.ours_s)
+        yield Figure(f"update: plain over ours, {cost.name}", "x", speed_up, speed_up.median, SPEED_UP, at_least=True)
+        yield Figure(f"update: ours, {cost.name}", "s", *reported(cost.ours_s))
+        yield Figure(f"update: plain, {cost.name}", "s", *reported(cost.plain_s))
+        apart, plainly = reported([1e6 * cost.difference]), reported([1e6 * cost.plain_difference])
+        yield Figure(f"update: gradients apart, {cost.name}", "1e-6", *apart, MILLIONTHS_APART)
+        yield Figure(f"update: the plain ones, summed by MLX, {cost.name}", "1e-6", *plainly)
+
+
+def of_memory(memories: Sequence[Memory]) -> Iterator[Figure]:
+    """Models below 2 GB have no limit, because the adapter is a large part of their memory."""
+    for memory in memories:
+        for kind in (SERVING, ADAPTERS, TRAINING, TRAINER):
+            if kind in memory.held:
+                yield Figure(f"{memory.model}: peak, {kind}", "MB", *reported([memory.held[kind].peak / 1e6]))
+        limit = ONE_COPY if memory.weights >= 2e9 else None
+        yield Figure(f"{memory.model}: peak, one process over two", "x", *reported([memory.ratio]), limit)
+
+
+def of_soak(soak: Soak) -> Iterator[Figure]:
+    """Compares the memory at the end with the memory after the first part."""
+    first, last = soak.points[0], soak.points[-1]
+    yield Figure("soak: minutes", "", *reported([last.minutes]))
+    yield Figure("soak: updates", "", *reported([last.updates]))
+    yield Figure("soak: requests", "", *reported([soak.requests]))
+    yield errors("soak: requests that failed", len(soak.failed))
+    for name, before, after, limit in (
+        ("MLX's active bytes", first.active, last.active, GROWTH_PERCENT),
+        ("live arrays", first.arrays, last.arrays, GROWTH_PERCENT),
+        ("the process", first.resident, last.resident, None),
+    ):
+        yield Figure(f"soak: growth of {name}", "%", *reported([100 * (after / before - 1)]), limit)
+
+
+def _rates(windows: Sequence[Window]) -> list[float]:
+    return [window.rate for window in windows]
+
+
+def _gaps(windows: Sequence[Window]) -> list[float]:
+    return [window.gap_s for window in windows]

@@ -1,0 +1,132 @@
+"""A straightforward LoRA trainer with mlx-lm: padded rows, logits at all positions.
+
+It uses mlx-lm's own LoRA layers and checkpointing. The loss is that of GRPO with the trainer's logprobs as π_old.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
+
+import mlx.core as mx  # isort: skip
+import mlx.nn as nn
+from lib.training.batch import GROUP, LORA
+from mlx.optimizers import AdamW
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
+from mlx_lm.tuner.trainer import grad_checkpoint
+from mlx_lm.tuner.utils import linear_to_lora_layers
+
+from mlx_parallm.rl.objectives.batches import Sample
+
+ROWS = GROUP
+"""Rows of one forward and backward. All 32 together are no faster, and their logits take gigabytes."""
+
+TARGETS = (
+    *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
+    *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+)
+CLIP = 0.2
+SUM_BLOCK = 256
+
+Gradients = Mapping[str, mx.array]
+"""Gradients by the names of mlx-lm's parameters: `<path of the linear>.lora_a` and `.lora_b`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """One micro-batch.
+
+    tokens: int32 [B, T], padded on the right. mask: fp32 [B, T - 1], 1 if the next token is trained. advantages:
+    fp32 [B, 1].
+    """
+
+    tokens: mx.array
+    mask: mx.array
+    advantages: mx.array
+
+
+class PlainTrainer:
+    """Trains an mlx-lm model in place, with AdamW in float32. The model must not have adapters yet."""
+
+    def __init__(self, model: nn.Module) -> None:
+        model.freeze()
+        config = {"rank": LORA.rank, "scale": LORA.alpha / LORA.rank, "dropout": 0.0, "keys": TARGETS}
+        linear_to_lora_layers(model, len(model.layers), config)
+        mx.eval(model.parameters())
+        self._model = model
+        self._factors: Any = model.trainable_parameters()
+        self._optimizer = AdamW(learning_rate=1e-5, betas=[0.9, 0.95], bias_correction=True)
+
+    def put(self, params: Mapping[str, Mapping[str, mx.array]]) -> None:
+        """Sets the factors: {"a": ..., "b": ...} by the path of the linear."""
+        named = [(f"{path}.lora_{name}", array) for path, pair in params.items() for name, array in pair.items()]
+        self._factors = tree_unflatten(named)
+
+    def update(self, samples: Sequence[Sample], checkpointed: bool, precise: bool = False) -> Gradients:
+        """Makes one optimizer step. Returns its gradients, evaluated.
+
+        Args:
+            checkpointed: whether to use mlx-lm's `grad_checkpoint`.
+            precise: whether to sum over the vocabulary in blocks. MLX's own sum on a CPU is off by up to 1e-4, too much
+                for a comparison. A normal trainer would not pay for this.
+        """
+        total: Any = None
+        for start in range(0, len(samples), ROWS):
+            rows = _rows(samples[start : start + ROWS])
+            with _checkpointing(self._model.layers[0]) if checkpointed else nullcontext():
+                gradients = self._gradients(rows, len(samples), precise)
+            total = gradients if total is None else tree_map(mx.add, total, gradients)
+            mx.eval(total)
+        self._factors = self._optimizer.apply_gradients(total, self._factors)
+        self._model.update(self._factors)
+        mx.eval(self._factors, self._optimizer.state)
+        return dict(tree_flatten(total))
+
+    def _gradients(self, rows: _Rows, sequences: int, precise: bool) -> Any:
+        def objective(factors: Any) -> mx.array:
+            self._model.update(factors)
+            return self._loss(rows, precise) / sequences
+
+        return mx.value_and_grad(objective)(self._factors)[1]
+
+    def _loss(self, rows: _Rows, precise: bool) -> mx.array:
+        """The sum over rows of the mean loss over a row's trained tokens."""
+        logits = self._model(rows.tokens[:, :-1]).astype(mx.float32)
+        logprobs = logits - (_normaliser(logits) if precise else mx.logsumexp(logits, -1, keepdims=True))
+        logp = mx.take_along_axis(logprobs, rows.tokens[:, 1:, None], -1).squeeze(-1)
+        ratio = mx.exp(logp - mx.stop_gradient(logp))
+        held = mx.clip(ratio, 1 - CLIP, 1 + CLIP)
+        losses = -mx.minimum(ratio * rows.advantages, held * rows.advantages) * rows.mask
+        return (losses.sum(-1) / rows.mask.sum(-1)).sum()
+
+
+def _rows(samples: Sequence[Sample]) -> _Rows:
+    longest = max(sample.tokens for sample in samples)
+    tokens = [[*each.prompt_ids, *each.completion_ids, *([0] * (longest - each.tokens))] for each in samples]
+    starts = [len(each.prompt_ids) - 1 for each in samples]
+    trained = [range(start, start + len(each.completion_ids)) for start, each in zip(starts, samples, strict=True)]
+    mask = [[float(place in places) for place in range(longest - 1)] for places in trained]
+    return _Rows(mx.array(tokens, mx.int32), mx.array(mask), mx.array([[each.advantage] for each in samples]))
+
+
+def _normaliser(logits: mx.array) -> mx.array:
+    """logsumexp over the vocabulary, summed in blocks: [..., V] → [..., 1]."""
+    most = mx.stop_gradient(logits.max(-1, keepdims=True))
+    weights = mx.exp(logits - most)
+    padding = -weights.shape[-1] % SUM_BLOCK
+    blocks = mx.pad(weights, [(0, 0)] * (weights.ndim - 1) + [(0, padding)])
+    return mx.log(blocks.reshape(*weights.shape[:-1], -1, SUM_BLOCK).sum(-1).sum(-1, keepdims=True)) + most
+
+
+@contextmanager
+def _checkpointing(layer: nn.Module) -> Iterator[None]:
+    """Checkpoints layers as mlx-lm does, by changing their class. The change is undone at the end, because other models
+    have layers of the same class."""
+    call = type(layer).__call__
+    grad_checkpoint(layer)
+    try:
+        yield
+    finally:
+        type(layer).__call__ = call

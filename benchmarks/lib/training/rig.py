@@ -1,0 +1,187 @@
+"""An engine that trains, without HTTP: clients whose answers are trained on, and checks of what must hold meanwhile."""
+
+import asyncio
+import gc
+import random
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TypeVar
+
+import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
+
+import mlx.core as mx  # isort: skip
+import numpy as np
+from lib.prompts import short_prompts
+from mlx.utils import tree_flatten
+
+from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair, Version
+from mlx_parallm.app.build import Engine, Served
+from mlx_parallm.app.training import TrainingRuntime
+from mlx_parallm.config import Config
+from mlx_parallm.core import (
+    BASE_ADAPTER,
+    AdapterRef,
+    CollectionSpec,
+    GenerationRequest,
+    RequestFailed,
+    RequestFinished,
+    SamplingParams,
+    StopParams,
+    TrainingStatus,
+    Trajectory,
+)
+from mlx_parallm.rl.learn.model import Params
+from mlx_parallm.rl.learn.packing import pack
+from mlx_parallm.rl.learn.trainer import GRPOTrainer
+from mlx_parallm.rl.objectives.batches import Sample
+
+T = TypeVar("T")
+PROMPTS = 16
+AT_ONCE = 16
+"""Number of trajectories of one version whose logprobs are recomputed together."""
+
+
+@dataclass
+class Rig:
+    """The engine, and what it made. `weights`: each version's weights when it was staged, None for the base.
+    `drawn`: all collected trajectories."""
+
+    engine: Engine
+    served: Served
+    training: TrainingRuntime
+    group: int
+    max_tokens: int
+    prompts: Sequence[tuple[int, ...]]
+    weights: dict[AdapterRef, AdapterWeights | None] = field(default_factory=lambda: {BASE_ADAPTER: None})
+    drawn: list[Trajectory] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    requests: Iterator[int] = field(default_factory=count)
+
+    @property
+    def trainer(self) -> GRPOTrainer:
+        return self.training.publisher._learner.trainer
+
+    def status(self) -> TrainingStatus:
+        return self.training.service.status()
+
+    async def on_device(self, call: Callable[[], T]) -> T:
+        """Runs a call on the device thread between two units of device work."""
+        answer: T = await self.engine.processor.run(call)
+        return answer
+
+    async def load(self, clients: int, until: Callable[[], bool]) -> None:
+        """Runs `clients` clients, each with one collected request after the other, until `until()` is true."""
+
+        async def client() -> None:
+            while not until():
+                await self.complete()
+
+        await asyncio.gather(*(client() for _ in range(clients)))
+
+    async def complete(self, collect: bool = True) -> None:
+        """Samples one group from the live version, and gives it random rewards if it is collected."""
+        number = next(self.requests)
+        with self.served.adapters.lease(None) as adapter:
+            request = GenerationRequest(
+                request_id=f"r{number}",
+                prompts=(self.prompts[number % len(self.prompts)],),
+                sampling=SamplingParams(seed=self.group * number),
+                stopping=StopParams(self.max_tokens),
+                n=self.group,
+                adapter=adapter,
+                collection=CollectionSpec() if collect else None,
+            )
+            events = self.served.engine.generate(request)
+            if collect:
+                events = self.training.service.collect(request, events)
+            async for event in events:
+                if isinstance(event, RequestFailed):
+                    self.failed.append(f"{type(event.error).__name__}: {event.error}")
+                if isinstance(event, RequestFinished):
+                    for trajectory_id in event.trajectory_ids:
+                        self.training.service.feedback(trajectory_id, random.Random(trajectory_id).random())
+
+    # -- what must hold --------------------------------------------------------------------------
+
+    def base_arrays(self) -> dict[str, tuple[int, int]]:
+        """The base model's parameters in the trainer: the identity of each array, and a digest of its bits."""
+        model = self.trainer.model
+        parts = {"head": model._head, "embedding": model._trunk.embed_tokens}
+        parts |= {f"layers.{at}": layer._layer for at, layer in enumerate(model._trunk.layers)}
+        leaves = [
+            (f"{at}.{name}", leaf) for at, part in parts.items() for name, leaf in tree_flatten(part.parameters())
+        ]
+        return {name: (id(leaf), hash(np.array(leaf).tobytes())) for name, leaf in leaves}
+
+    def worst_logprob(self) -> float:
+        """Largest difference between a stored logprob and one recomputed with the version that sampled it."""
+        return max(self._difference(ref) for ref in {trajectory.adapter for trajectory in self.drawn})
+
+    def _difference(self, ref: AdapterRef) -> float:
+        mine = sorted((t for t in self.drawn if t.adapter == ref), key=lambda t: t.prompt_ids)
+        weights, worst = self.weights[ref], 0.0
+        params = None if weights is None else _params(weights)
+        scale = 0.0 if weights is None else weights.alpha / weights.rank
+        for start in range(0, len(mine), AT_ONCE):
+            batch = pack([_sample(t) for t in mine[start : start + AT_ONCE]])
+            logp, _ = self.trainer._scores(batch, params, scale)
+            apart = mx.abs(batch.padded(logp) - batch.sampling_logprobs) * batch.mask
+            worst = max(worst, float(apart.max().item()))
+        return worst
+
+    def footprint(self) -> tuple[int, int]:
+        """MLX's bytes without the KV pool, and the number of arrays that Python's garbage collector knows."""
+        gc.collect()
+        mx.clear_cache()
+        pool = self.engine.processor.stats().kv_bytes_held
+        return mx.get_active_memory() - pool, sum(isinstance(thing, mx.array) for thing in gc.get_objects())
+
+
+@asynccontextmanager
+async def rig(config: Config, group: int, max_tokens: int) -> AsyncIterator[Rig]:
+    """A rig that serves the bundled model. Training has not begun."""
+    engine = Engine(config)
+    served = await asyncio.to_thread(engine.start)
+    assert served.training is not None
+    prompts = [tuple(served.tokenizer.encode(text)) for text in short_prompts(PROMPTS, "training")]
+    made = Rig(engine, served, served.training, group, max_tokens, prompts)
+    _watch(made)
+    try:
+        yield made
+    finally:
+        await made.training.close()
+        await asyncio.to_thread(engine.stop)
+
+
+def _watch(made: Rig) -> None:
+    """Keeps a copy of each version's weights when it is staged, and every trajectory."""
+    store, service = made.served.adapters._store, made.training.service
+    stage, add_group = store.stage, service._add_group
+
+    def staged(version: Version, weights: AdapterWeights | None, urgent: bool = False) -> Future[None]:
+        if weights is not None:
+            made.weights[version.ref] = _copied(weights)
+        return stage(version, weights, urgent)
+
+    def kept(group: Sequence[Trajectory]) -> str:
+        made.drawn.extend(group)
+        return add_group(group)
+
+    store.stage, service._add_group = staged, kept  # type: ignore[method-assign]
+
+
+def _copied(weights: AdapterWeights) -> AdapterWeights:
+    """A copy of the weights as numpy arrays."""
+    pairs = weights.pairs.items()
+    return AdapterWeights({path: LoRAPair(np.array(p.a), np.array(p.b), p.scale) for path, p in pairs})
+
+
+def _sample(drawn: Trajectory) -> Sample:
+    return Sample(drawn.prompt_ids, drawn.completion_ids, drawn.sampling_logprobs, drawn.temperature, 0.0, 0)
+
+
+def _params(weights: AdapterWeights) -> Params:
+    return {path: {"a": mx.array(pair.a), "b": mx.array(pair.b)} for path, pair in weights.pairs.items()}

@@ -1,0 +1,157 @@
+"""Compares the training part of an update with the plain trainer, with and without checkpointed layers.
+
+Both train the bundled model from the same factors on the same batch, in turns, without serving; the plain trainer has
+its own copy of the model. Our trainer uses micro-steps of the size that it uses while serving.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
+
+import mlx.core as mx  # isort: skip
+from lib.training.batch import samples
+from lib.training.plain_trainer import Gradients, PlainTrainer
+
+from mlx_parallm.app.build import device_schedule
+from mlx_parallm.config import Config, ModelConfig, OptimizerConfig, RLTrainingConfig
+from mlx_parallm.model.device import on_cpu
+from mlx_parallm.model.hooks import install_hook
+from mlx_parallm.model.manager import SharedModelManager
+from mlx_parallm.rl.learn.model import Params, TrainableModel
+from mlx_parallm.rl.learn.policy import Policy, PolicyState
+from mlx_parallm.rl.learn.trainer import GRPOTrainer
+from mlx_parallm.rl.objectives.batches import UpdateBatch
+
+CHECKPOINTED, KEPT = "layers checkpointed", "activations kept"
+KINDS = {CHECKPOINTED: True, KEPT: False}
+WARM_UPS = 2
+"""Updates before the first one that counts, because micro-steps are sized by the duration of earlier ones."""
+SIZE = 0.02
+"""Standard deviation of the random factors b. If they were zero, factors a would have no gradient."""
+
+
+@dataclass(slots=True)
+class Cost:
+    """Seconds in each repeat. `difference`: norm of the difference between the gradients, relative to the plain ones;
+    `plain_difference`: the same for the plain trainer with MLX's own sum over the vocabulary.
+    """
+
+    name: str
+    ours_s: list[float] = field(default_factory=list)
+    plain_s: list[float] = field(default_factory=list)
+    micro_steps: int = 0
+    difference: float = math.nan
+    plain_difference: float = math.nan
+
+
+def measure(repeats: int) -> list[Cost]:
+    """Runs the benchmark in this process."""
+    bench = _Bench()
+    exact = bench.exact()
+    costs = [Cost(name) for name in KINDS]
+    for cost in costs:
+        bench.warm_up(cost, exact)
+    for _ in range(repeats):
+        for cost in costs:
+            bench.time(cost)
+    return costs
+
+
+class _Bench:
+    def __init__(self) -> None:
+        manager = SharedModelManager(progress=False)
+        adapters = Config().adapters
+        bank = manager.install_bank(adapters.max_loras, adapters.max_lora_rank)
+        style = install_hook(manager.model)
+        self._ours = {
+            name: _Ours(TrainableModel(manager.model, bank, style, checkpointed), checkpointed)
+            for name, checkpointed in KINDS.items()
+        }
+        self._start = _factors(self._ours[KEPT].policy.params)
+        self._plain = PlainTrainer(SharedModelManager(progress=False).model)
+
+    def exact(self) -> Gradients:
+        """The plain trainer's gradients with the precise sum over the vocabulary."""
+        return self._plain_update(KEPT, precise=True)
+
+    def warm_up(self, cost: Cost, exact: Gradients) -> None:
+        """Runs the first updates, and records the differences between the gradients."""
+        ours = self._ours[cost.name]
+        cost.plain_difference = _difference(self._plain_update(cost.name), exact)
+        for _ in range(WARM_UPS):
+            ours.update(self._start)
+        cost.difference = _difference(ours.gradients, exact)
+
+    def time(self, cost: Cost) -> None:
+        """Times both trainers, one after the other."""
+        ours = self._ours[cost.name]
+        cost.plain_s.append(_seconds(lambda: self._plain_update(cost.name)))
+        cost.ours_s.append(_seconds(lambda: ours.update(self._start)))
+        cost.micro_steps = ours.units
+        print(f"  {cost.name:<20} plain {cost.plain_s[-1]:5.2f} s, ours {cost.ours_s[-1]:5.2f} s", flush=True)
+
+    def _plain_update(self, name: str, precise: bool = False) -> Gradients:
+        self._plain.put(self._start)
+        return self._plain.update(samples(0), KINDS[name], precise)
+
+
+class _Ours:
+    """A trainer that the calling thread runs. `gradients` and `units` (of device work) are those of the last update."""
+
+    def __init__(self, model: TrainableModel, checkpointed: bool) -> None:
+        unclipped = OptimizerConfig(max_grad_norm=1e30)
+        training = RLTrainingConfig(optimizer=unclipped, gradient_checkpointing=checkpointed).resolved(float32=True)
+        self.gradients: Gradients = {}
+        self.units = 0
+        self._trainer = GRPOTrainer(model, training, ModelConfig(), measure_kl=False)
+        self._trainer.pace(device_schedule(Config(), on_cpu()).max_decode_stall_s)
+        self.policy = Policy(model.layout, ModelConfig(), training.optimizer)
+        self._keep_gradients()
+
+    def update(self, start: Params) -> None:
+        """Makes one update from these factors. Raises its error."""
+        self.policy.params, self.units = start, 0
+        outcome = self._trainer.begin(self.policy, UpdateBatch(samples(0)))
+        while self._trainer.waits():
+            self._trainer.advance()
+            self.units += 1
+        outcome.result(timeout=0)
+
+    def _keep_gradients(self) -> None:
+        stepped = self.policy.stepped
+
+        def watched(gradients: Params, scale: float = 1.0) -> PolicyState:
+            self.gradients = {f"{path}.lora_{name}": g for path, pair in gradients.items() for name, g in pair.items()}
+            return stepped(gradients, scale)
+
+        self.policy.stepped = watched  # type: ignore[method-assign]
+
+
+def _factors(fresh: Params) -> Params:
+    """The factors with random b."""
+    keys = iter(mx.random.split(mx.random.key(0), len(fresh)))
+    made = {
+        path: {"a": p["a"], "b": SIZE * mx.random.normal(p["b"].shape, key=next(keys))} for path, p in fresh.items()
+    }
+    mx.eval(made)
+    return made
+
+
+def _difference(gradients: Gradients, exact: Gradients) -> float:
+    """Norm of the difference divided by the norm, over all arrays together."""
+    assert gradients.keys() == exact.keys()
+    apart = {name: gradients[name] - exact[name] for name in exact}
+    return _norm(apart) / _norm(exact)
+
+
+def _norm(arrays: Mapping[str, mx.array]) -> float:
+    return math.sqrt(sum(float(array.square().sum()) for array in arrays.values()))
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started

@@ -1,0 +1,60 @@
+"""MLX ParaLLM: one resident model, served to many clients in one continuous batch, and trained while it serves."""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from mlx_parallm import blas
+
+if TYPE_CHECKING:
+    from mlx_parallm.app.server import RLIntegratedServer
+    from mlx_parallm.batch.kv_cache import LoRABatchedKVCache
+    from mlx_parallm.config import LoRAConfig, RLConfig
+    from mlx_parallm.engine.processor import ContinuousBatchProcessor
+    from mlx_parallm.model.checkpoints import CheckpointManager
+    from mlx_parallm.model.manager import SharedModelManager
+    from mlx_parallm.rl.learn.trainer import GRPOTrainer
+    from mlx_parallm.scheduler.scheduler import RLAwareScheduler
+
+__all__ = [
+    "BLAS",
+    "CheckpointManager",
+    "ContinuousBatchProcessor",
+    "GRPOTrainer",
+    "LoRABatchedKVCache",
+    "LoRAConfig",
+    "RLAwareScheduler",
+    "RLConfig",
+    "RLIntegratedServer",
+    "SharedModelManager",
+    "__version__",
+]
+
+__version__ = "0.1.0"
+
+# This runs before anything imports mlx.core, because MLX's Linux CPU build binds its BLAS symbols when it is loaded.
+BLAS = blas.preload()
+
+# Set before anything imports transformers, which would warn that PyTorch is missing; only its tokenizers are used.
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
+_LAZY = {
+    "CheckpointManager": "mlx_parallm.model.checkpoints",
+    "ContinuousBatchProcessor": "mlx_parallm.engine.processor",
+    "GRPOTrainer": "mlx_parallm.rl.learn.trainer",
+    "LoRABatchedKVCache": "mlx_parallm.batch.kv_cache",
+    "LoRAConfig": "mlx_parallm.config",
+    "RLAwareScheduler": "mlx_parallm.scheduler.scheduler",
+    "RLConfig": "mlx_parallm.config",
+    "RLIntegratedServer": "mlx_parallm.app.server",
+    "SharedModelManager": "mlx_parallm.model.manager",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public class at its first use, because importing MLX and its dependencies takes a second."""
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)

@@ -1,0 +1,272 @@
+"""The adapter bank: the low-rank factors of adapter versions, one version per slot, and their use in a forward pass.
+
+    group q_proj k_proj v_proj      a  [slots, in, columns]        columns: max_rank for each linear that some
+                                    b  [slots, max_rank, out]      adapter changes, in order of first use
+
+Slot 0 is all zeros and stands for the base model. Smaller ranks are padded with zeros to max_rank, and an adapter's
+scale is multiplied into its b. Arrays are made when the first adapter needs them and grow by doubling, so a server
+without adapters allocates none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Protocol
+
+import mlx.core as mx
+
+from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LinearSpec, LoRAPair
+
+_FIRST_SLOTS = 4
+"""Slots of a new array, slot 0 included."""
+
+
+class LinearGroup:
+    """The factors of linears that share an input.
+
+    In slot s, the linear at place p has the factors a[s, :, p·rank : (p+1)·rank] and b[path][s]. `places`: path → p of
+    the linears that have factors. `written`: slots that may hold values other than zero.
+    """
+
+    def __init__(self, specs: Sequence[LinearSpec], rank: int, dtype: mx.Dtype) -> None:
+        self.specs = {spec.path: spec for spec in specs}
+        self.rank = rank
+        self.places: dict[str, int] = {}
+        self.b: dict[str, mx.array] = {}
+        self.written: set[int] = set()
+        self._dtype = dtype
+        self.a = self._empty()
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.a.nbytes) + sum(int(b.nbytes) for b in self.b.values())
+
+    def fit(self, slots: int, paths: Sequence[str]) -> bool:
+        """Grows the arrays to at least `slots` slots with the linears `paths`, and keeps their values.
+
+        Returns False if they had this size already.
+        """
+        new = [path for path in paths if path not in self.b]
+        held = self.a.shape[0]
+        more = max(slots - held, 0)
+        if not more and not new:
+            return False
+        self.a = mx.pad(self.a, [(0, more), (0, 0), (0, len(new) * self.rank)])
+        self.b = {path: mx.pad(b, [(0, more), (0, 0), (0, 0)]) for path, b in self.b.items()}
+        for path in new:
+            self.places[path] = len(self.places)
+            self.b[path] = mx.zeros((held + more, self.rank, self.specs[path].out_features), self._dtype)
+        mx.eval(self.a, self.b)
+        return True
+
+    def write(self, slot: int, pairs: dict[str, LoRAPair]) -> None:
+        """Writes one slot, and waits until it is written. Linears without a pair get zeros. Call `fit` before.
+
+        MLX updates the arrays in place only while nothing else refers to them, so no forward pass that reads them may
+        be in flight.
+        """
+        for path, place in self.places.items():
+            column = place * self.rank
+            self.a[slot, :, column : column + self.rank] = self._padded_a(path, pairs.get(path))
+            self.b[path][slot] = self._padded_b(path, pairs.get(path))
+        mx.eval(self.a, self.b)
+        self.written.add(slot)
+        if not pairs:
+            self.written.discard(slot)
+
+    def read(self, slot: int, ranks: dict[str, int]) -> dict[str, LoRAPair]:
+        """Copies of one slot's factors, unpadded and with scale 1. Writing them again restores the slot bit for bit."""
+        pairs = {path: self._unpadded(slot, path, rank) for path, rank in ranks.items()}
+        mx.eval([(pair.a, pair.b) for pair in pairs.values()])
+        return pairs
+
+    def clear(self) -> None:
+        """Frees the arrays."""
+        self.places, self.b, self.written = {}, {}, set()
+        self.a = self._empty()
+
+    def _empty(self) -> mx.array:
+        inputs = next(iter(self.specs.values())).in_features
+        return mx.zeros((0, inputs, 0), self._dtype)
+
+    def _unpadded(self, slot: int, path: str, rank: int) -> LoRAPair:
+        column = self.rank * self.places[path]
+        a = mx.contiguous(self.a[slot, :, column : column + rank])
+        return LoRAPair(a, mx.contiguous(self.b[path][slot, :rank]), 1.0)
+
+    def _padded_a(self, path: str, pair: LoRAPair | None) -> mx.array:
+        if pair is None:
+            return mx.zeros((self.specs[path].in_features, self.rank), self._dtype)
+        a = mx.array(pair.a).astype(self._dtype)
+        return a if pair.rank == self.rank else mx.pad(a, [(0, 0), (0, self.rank - pair.rank)])
+
+    def _padded_b(self, path: str, pair: LoRAPair | None) -> mx.array:
+        if pair is None:
+            return mx.zeros((self.rank, self.specs[path].out_features), self._dtype)
+        b = mx.array(pair.b)
+        scaled = b if pair.scale == 1.0 else b.astype(mx.float32) * pair.scale
+        scaled = scaled.astype(self._dtype)
+        return scaled if pair.rank == self.rank else mx.pad(scaled, [(0, self.rank - pair.rank), (0, 0)])
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Tokens [start, stop) of the flattened batch: `batch` parts of equal length, which use one slot each.
+
+    `slots`: the slot of each part, uint32 [batch]; None if all tokens use the base model.
+    """
+
+    start: int
+    stop: int
+    batch: int
+    slots: mx.array | None
+
+
+class ForwardContext:
+    """Adds the adapters' products to the linears' outputs in one forward pass, in which each token has its slot.
+
+        decode, several slots   [n, 1, in]   gather_mm picks each row's own factors
+        decode, one slot        [n, 1, in]   one dense product
+        prefill                 [1, T, in]   one row with one slot: one dense product
+        packed prefill          [T, 1, in]   runs of tokens with one slot each: a dense product for each run
+
+    Args:
+        slots: the slot of each row.
+        lengths: the number of tokens of each row.
+    """
+
+    def __init__(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
+        self._runs = _runs(slots, lengths)
+        self._last: tuple[LinearGroup, mx.array, list[mx.array]] | None = None
+
+    def adapt(self, group: LinearGroup, path: str, x: mx.array, y: mx.array) -> mx.array:
+        """y + scale · (x A[slot]) B[slot] for the linear at `path`, with x [B, T, in] and y [B, T, out]."""
+        place = group.places.get(path)
+        if place is None:  # no adapter in the bank changes this linear
+            return y
+        return y + self._product(self._down(group, x)[place], group.b[path])
+
+    def _down(self, group: LinearGroup, x: mx.array) -> list[mx.array]:
+        """x A[slot] of each linear of the group, [B, T, rank]; computed once for linears with the same input."""
+        last = self._last
+        if last is None or last[0] is not group or last[1] is not x:
+            h = self._product(x, group.a)
+            places = len(group.places)
+            last = self._last = (group, x, list(mx.split(h, places, axis=-1)) if places > 1 else [h])
+        return last[2]
+
+    def _product(self, x: mx.array, factors: mx.array) -> mx.array:
+        """[B, T, k] by [slots, k, m] → [B, T, m]."""
+        shape = (*x.shape[:-1], factors.shape[-1])
+        if len(self._runs) == 1:
+            return _gathered(x, self._runs[0], factors).reshape(shape)
+        rows = x.reshape(1, -1, x.shape[-1])
+        parts = [_gathered(rows[:, run.start : run.stop], run, factors) for run in self._runs]
+        return mx.concatenate(parts, axis=1).reshape(shape)
+
+
+def _gathered(x: mx.array, run: _Run, factors: mx.array) -> mx.array:
+    if run.slots is None:
+        return mx.zeros((1, run.stop - run.start, factors.shape[-1]), x.dtype)
+    return mx.gather_mm(x.reshape(run.batch, -1, x.shape[-1]), factors, rhs_indices=run.slots)
+
+
+def _runs(slots: Sequence[int], lengths: Sequence[int]) -> list[_Run]:
+    mixed = len(set(slots)) > 1
+    if mixed and set(lengths) == {1}:
+        return [_Run(0, len(slots), len(slots), mx.array(list(slots), mx.uint32))]
+    runs: list[_Run] = []
+    start = 0
+    for slot, rows in groupby(zip(slots, lengths, strict=True), key=lambda row: row[0]):
+        stop = start + sum(length for _, length in rows)
+        runs.append(_Run(start, stop, 1, mx.array([slot], mx.uint32) if slot else None))
+        start = stop
+    return runs
+
+
+class AdapterContext(Protocol):
+    """The object that adapted linears call during a forward pass: a `ForwardContext`, or the trainer's own class."""
+
+    def adapt(self, group: LinearGroup, path: str, x: mx.array, y: mx.array) -> mx.array:
+        """The output of the linear at `path`, with input x [B, T, in] and the base model's output y [B, T, out]."""
+        ...
+
+
+class AdapterBank:
+    """The LoRA factors of all linears of a model, for several adapter versions. Device thread only.
+
+    Args:
+        layout: the linears that adapters may change.
+        slots: number of adapter versions that it can hold, not counting slot 0.
+        max_rank: the rank to which every slot is padded.
+        dtype: dtype of the model's activations.
+    """
+
+    def __init__(self, layout: AdapterLayout, slots: int, max_rank: int, dtype: mx.Dtype) -> None:
+        self.layout = layout
+        self.slots = slots
+        self.max_rank = max_rank
+        self.context: AdapterContext | None = None
+        by_group: dict[str, list[LinearSpec]] = {}
+        for spec in layout.linears.values():
+            by_group.setdefault(spec.group, []).append(spec)
+        self.groups = {name: LinearGroup(specs, max_rank, dtype) for name, specs in by_group.items()}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(group.nbytes for group in self.groups.values())
+
+    def forward(self, slots: Sequence[int], lengths: Sequence[int]) -> AbstractContextManager[None]:
+        """While the block runs, the model's adapted linears use slot `slots[i]` for the `lengths[i]` tokens of row i.
+        If all rows use the base model, adapted linears add nothing."""
+        return self.using(ForwardContext(slots, lengths) if any(slots) else None)
+
+    @contextmanager
+    def using(self, context: AdapterContext | None) -> Iterator[None]:
+        """While the block runs, the model's adapted linears call `context`. None: they add nothing."""
+        before, self.context = self.context, context
+        try:
+            yield
+        finally:
+            self.context = before
+
+    def write(self, slot: int, weights: AdapterWeights) -> Iterator[None]:
+        """Writes one slot. Each `next` grows or writes one group of linears, a short unit of device work."""
+        assert 1 <= slot <= self.slots
+        for group in self.groups.values():
+            pairs = {path: weights.pairs[path] for path in group.specs if path in weights.pairs}
+            if pairs and group.fit(self._capacity(slot), tuple(pairs)):
+                yield
+            if pairs or slot in group.written:
+                group.write(slot, pairs)
+                yield
+
+    def has_room(self, slot: int) -> bool:
+        """Whether the arrays have this slot already."""
+        return all(group.a.shape[0] > slot for group in self.groups.values() if group.places)
+
+    def make_room(self, slot: int) -> Iterator[None]:
+        """Grows the arrays so that they have this slot, one group at a time."""
+        for group in self.groups.values():
+            if group.places and group.fit(self._capacity(slot), ()):
+                yield
+
+    def read(self, slot: int, ranks: dict[str, int], into: dict[str, LoRAPair]) -> Iterator[None]:
+        """Copies one slot's pairs, unpadded, into `into`, one group at a time. `ranks` is by path."""
+        for group in self.groups.values():
+            mine = {path: ranks[path] for path in group.specs if path in ranks}
+            if mine:
+                into.update(group.read(slot, mine))
+                yield
+
+    def clear(self) -> None:
+        """Frees all slots. Needed after a failed write, because the arrays may hold wrong values."""
+        for group in self.groups.values():
+            group.clear()
+
+    def _capacity(self, slot: int) -> int:
+        """The number of slots, slot 0 included, of arrays that include `slot`: a power of two, or all slots."""
+        return min(max(_FIRST_SLOTS, 1 << slot.bit_length()), self.slots + 1)

@@ -1,0 +1,110 @@
+"""Files and folders that appear whole or not at all: written under a temporary name, fsynced, then renamed.
+
+An interrupted process leaves hidden entries with one of two prefixes, which `sweep` removes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_ASIDE = ".tmp-"
+_TRASH = ".trash-"
+
+_log = logging.getLogger(__name__)
+
+
+def sync(path: Path) -> None:
+    """Returns once a file's bytes, or a folder's entries, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Writes and fsyncs; not atomic by itself."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Replaces a file's content. Every reader, after a crash too, finds the whole old content or the whole new one."""
+    aside = _unused(path.parent, _ASIDE)
+    try:
+        write_file(aside, data)
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+@contextmanager
+def folder_aside(parent: Path) -> Iterator[Path]:
+    """A new hidden folder to fill and rename. When the block ends, it is removed if it was not renamed."""
+    aside = _unused(parent, _ASIDE)
+    try:
+        aside.mkdir()
+        yield aside
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A hidden folder to fill with files. When the block ends, it is fsynced and renamed to `path`; if the block
+    raises, it is removed."""
+    parent = path.absolute().parent
+    make_folder(parent)
+    with folder_aside(parent) as aside:
+        yield aside
+        for entry in (*aside.iterdir(), aside):
+            sync(entry)
+        os.rename(aside, path)
+    sync(parent)
+
+
+def make_folder(path: Path) -> None:
+    """Makes `path` and its parents, and returns when their entries are on the disk."""
+    if not path.is_dir():
+        make_folder(path.parent)
+        path.mkdir(exist_ok=True)
+        sync(path.parent)
+
+
+def hide(folder: Path) -> Path:
+    """Renames `folder` to a hidden name in one step. Returns the hidden path, for `remove`."""
+    trash = _unused(folder.parent, _TRASH)
+    os.rename(folder, trash)
+    return trash
+
+
+def remove(trash: Path) -> None:
+    """Removes a hidden folder. If that fails, a later `sweep` removes it."""
+    try:
+        sync(trash.parent)  # otherwise a crash could bring the folder back under its name, half empty
+        shutil.rmtree(trash)
+    except OSError as error:
+        _log.warning("%s could not be removed: %s", trash, error.strerror)
+
+
+def sweep(parent: Path) -> None:
+    """Removes what interrupted writes left in `parent`. Nothing else may be writing there."""
+    for entry in list(parent.iterdir()):
+        if entry.name.startswith((_ASIDE, _TRASH)):
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry, ignore_errors=True)
+            else:
+                entry.unlink(missing_ok=True)
+
+
+def _unused(parent: Path, prefix: str) -> Path:
+    return parent / f"{prefix}{secrets.token_hex(8)}"

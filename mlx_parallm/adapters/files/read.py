@@ -1,0 +1,277 @@
+"""Reads an adapter's directory, in mlx-lm's or PEFT's format, and checks that the adapter fits the model.
+
+mlx-lm   adapters.safetensors       `<path>.lora_a` [in, rank], `<path>.lora_b` [rank, out]; one rank and scale
+PEFT     adapter_model.safetensors  see `peft`
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from mlx_parallm.adapters.files.disk import (
+    CONFIG_FILE,
+    Float32,
+    Header,
+    TensorInfo,
+    described,
+    number_of,
+    open_weights,
+    problem,
+    rank_of,
+    read_config,
+    read_header,
+    read_tensors,
+)
+from mlx_parallm.adapters.files.peft import PeftFormat
+from mlx_parallm.adapters.names import AdapterRoots, shown
+from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LinearSpec, LoRAPair
+
+MLX_LM_WEIGHTS = "adapters.safetensors"
+_MLX_LM_KINDS = {"dora": "DoRA", "full": "full fine-tuning"}
+
+_TEXT = "language_model"
+_EXPERTS = re.compile(r"(^|\.)(experts|switch_mlp)(\.|$)")
+_REFUSED_KINDS = {"embed_tokens": "embedding LoRA", "lm_head": "head LoRA"}
+
+FormatName = Literal["mlx-lm", "peft"]
+Factor = Literal["a", "b"]
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFile:
+    """An adapter that was read from files and fits the model.
+
+    `weights`: C-contiguous float32 NumPy arrays. `digest`: SHA-256 (hex) of the weights file and the scales; the other
+    keys of the config do not change it. `nbytes`: bytes of the tensors as stored.
+    """
+
+    weights: AdapterWeights
+    digest: str
+    format: FormatName
+    path: Path
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """The tensor names of one LoRA pair, and its scale. Names, shapes and rank have been checked."""
+
+    a: str
+    b: str
+    scale: float
+
+
+def read_adapter(folder: Path, layout: AdapterLayout, max_rank: int, roots: AdapterRoots | None = None) -> AdapterFile:
+    """Reads and checks the adapter in `folder`. If `roots` is given, reads no file outside of them. Blocks on the disk,
+    so call it neither on the event loop nor on the device thread.
+
+    Raises:
+        AdapterFileError: the files are malformed, unsafe, of another model, or of a kind that is not supported.
+    """
+    form = format_of(read_config(folder, roots))
+    with open_weights(folder, form.weights_file, roots) as file:
+        header = read_header(file, form.weights_file)
+        plans = _planned(form, header, layout, max_rank)
+        data, tensors = read_tensors(file, header, form.weights_file)
+    pairs = {path: _pair(plans[path], tensors, form.transposed) for path in layout.linears if path in plans}
+    return AdapterFile(AdapterWeights(pairs), _digest(data, plans), form.name, folder, header.nbytes)
+
+
+def _planned(form: Format, header: Header, layout: AdapterLayout, max_rank: int) -> dict[str, _Plan]:
+    """The checked pairs, by path in the model. These checks limit how many bytes are read afterwards."""
+    if not header.tensors:
+        raise problem(f"{form.weights_file} holds no tensors: an empty adapter changes nothing")
+    plans: dict[str, _Plan] = {}
+    for path, names in _by_module(form, header).items():
+        spec = locate(path, layout)
+        if spec.path in plans:
+            raise problem(f"{spec.path} has two adapters in {form.weights_file}: keep one")
+        plans[spec.path] = _checked(form, path, names, spec, header, max_rank)
+    return plans
+
+
+def _by_module(form: Format, header: Header) -> dict[str, dict[Factor, str]]:
+    modules: dict[str, dict[Factor, str]] = {}
+    for name in header.tensors:
+        path, factor = form.factor(name)
+        first = modules.setdefault(path, {}).setdefault(factor, name)
+        if first != name:
+            raise problem(f"{shown(first)} and {shown(name)} are the same factor: keep one")
+    return modules
+
+
+def _checked(
+    form: Format, path: str, names: Mapping[Factor, str], spec: LinearSpec, header: Header, max_rank: int
+) -> _Plan:
+    if len(names) < 2:
+        (present,) = names.values()
+        raise problem(f"{shown(present)} has no lora_{'b' if 'a' in names else 'a'} beside it: both factors are needed")
+    a, b = (_matrix(names[factor], header, form.transposed) for factor in ("a", "b"))
+    declared, scale = form.declared(path)
+    if a[0] != spec.in_features or b[1] != spec.out_features or a[1] != b[0]:
+        raise problem(
+            f"{spec.path} maps {spec.in_features} to {spec.out_features} features, but {shown(names['a'])} is "
+            f"{list(a)} and {shown(names['b'])} {list(b)} (as [in, rank] and [rank, out]): is it of another base model?"
+        )
+    if a[1] > max_rank:
+        raise problem(f"rank {a[1]} is over --max-lora-rank {max_rank}: {spec.path}; raise it or train a smaller rank")
+    if a[1] != declared:
+        raise problem(f"{shown(names['a'])} has rank {a[1]}, but the config says {declared}: correct the config")
+    if not math.isfinite(scale):
+        raise problem(f"the scale of {spec.path} is not finite: correct the config")
+    return _Plan(names["a"], names["b"], scale)
+
+
+def _matrix(name: str, header: Header, transposed: bool) -> tuple[int, int]:
+    """The shape as [in, rank] or [rank, out]."""
+    info: TensorInfo = header.tensors[name]
+    if len(info.shape) != 2 or min(info.shape) < 1:
+        raise problem(f"{shown(name)} has shape {list(info.shape)}: a LoRA factor of a linear is a matrix")
+    rows, columns = info.shape
+    return (columns, rows) if transposed else (rows, columns)
+
+
+def _pair(plan: _Plan, tensors: Mapping[str, Float32], transposed: bool) -> LoRAPair:
+    a, b = (tensors[name].T if transposed else tensors[name] for name in (plan.a, plan.b))
+    return LoRAPair(np.ascontiguousarray(a), np.ascontiguousarray(b), plan.scale)
+
+
+def _digest(data: bytes, plans: Mapping[str, _Plan]) -> str:
+    digest = hashlib.sha256(data)
+    digest.update(json.dumps({path: plan.scale for path, plan in sorted(plans.items())}).encode())
+    return digest.hexdigest()
+
+
+# -- formats ---------------------------------------------------------------------------------------
+
+
+class Format(Protocol):
+    """An adapter's config, in one of the formats. `transposed`: a is stored as [rank, in] and b as [out, rank]."""
+
+    @property
+    def name(self) -> FormatName: ...
+
+    @property
+    def weights_file(self) -> str: ...
+
+    @property
+    def transposed(self) -> bool: ...
+
+    def factor(self, tensor: str) -> tuple[str, Factor]:
+        """The module path in a tensor's name, and which factor it is.
+
+        Raises:
+            AdapterFileError: it is not a factor of a LoRA pair.
+        """
+        ...
+
+    def declared(self, path: str) -> tuple[int, float]:
+        """Rank and scale of a module, from the config."""
+        ...
+
+
+def format_of(config: Mapping[str, Any]) -> Format:
+    """The format of a config. Raises AdapterFileError: it has neither format, or needs an unsupported feature."""
+    is_peft = "peft_type" in config
+    is_mlx_lm = "fine_tune_type" in config or "lora_parameters" in config
+    if is_peft and is_mlx_lm:
+        raise problem(f"{CONFIG_FILE} has keys of both formats, PEFT's peft_type and mlx-lm's: keep those of one")
+    if is_peft:
+        return PeftFormat(config)
+    if is_mlx_lm:
+        return MlxLmFormat(config)
+    raise problem(f"{CONFIG_FILE} has neither peft_type (PEFT) nor lora_parameters (mlx-lm): what wrote it?")
+
+
+class MlxLmFormat:
+    """The config of an mlx-lm adapter.
+
+    Raises:
+        AdapterFileError: `fine_tune_type` is not lora, or `lora_parameters` are malformed.
+    """
+
+    name: Literal["mlx-lm"] = "mlx-lm"
+    weights_file = MLX_LM_WEIGHTS
+    transposed = False
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        kind = config.get("fine_tune_type", "lora")
+        if kind != "lora":
+            called = _MLX_LM_KINDS.get(kind) if isinstance(kind, str) else None
+            raise problem(
+                f"{CONFIG_FILE}: {called or 'this kind of adapter'} is not supported: "
+                f"fine_tune_type must be 'lora', got {described(kind)}"
+            )
+        parameters = config.get("lora_parameters")
+        if not isinstance(parameters, dict):
+            raise problem(f"{CONFIG_FILE}: lora_parameters must be an object with rank and scale")
+        if "scale" not in parameters and "alpha" in parameters:
+            raise problem(f"{CONFIG_FILE}: lora_parameters has alpha but no scale: give scale, alpha / rank")
+        self._rank = rank_of(parameters.get("rank"), "lora_parameters.rank")
+        self._scale = number_of(parameters.get("scale"), "lora_parameters.scale")
+
+    def factor(self, tensor: str) -> tuple[str, Literal["a", "b"]]:
+        path, _, part = tensor.rpartition(".")
+        if part == "lora_a":
+            return path, "a"
+        if part == "lora_b":
+            return path, "b"
+        if part == "m":
+            raise problem(f"DoRA is not supported: {shown(tensor)} is its magnitude; train with fine_tune_type lora")
+        raise problem(f"{shown(tensor)} is no lora_a or lora_b: only LoRA factors are supported")
+
+    def declared(self, path: str) -> tuple[int, float]:
+        return self._rank, self._scale
+
+
+# -- paths -----------------------------------------------------------------------------------------
+
+
+def locate(path: str, layout: AdapterLayout) -> LinearSpec:
+    """The model's linear that a path in a file names, in any of the spellings in use.
+
+    Raises:
+        AdapterFileError: the model has no such linear, or adapters may not change that module.
+    """
+    for spelling in _spellings(path):
+        if spelling in layout.linears:
+            return layout.linears[spelling]
+    kind = _refusal(path, layout)
+    if kind:
+        raise problem(f"{kind} is not supported: {shown(path)[1:-1]}; train the adapter without it")
+    raise problem(f"the model has no such linear: {shown(path)[1:-1]}; is the adapter of another base model?")
+
+
+def hugging_face_path(path: str) -> str:
+    """Transformers' spelling of a path in the model: the text part of a multimodal model is inside `model`."""
+    inner = path.removeprefix(f"{_TEXT}.model.")
+    return path if inner == path else f"model.{_TEXT}.{inner}"
+
+
+def _spellings(path: str) -> Iterator[str]:
+    """The spellings of a path that programs use: mlx-lm writes language_model.model.layers…, and Transformers writes
+    the same, model.language_model.layers… or model.layers…"""
+    yield path
+    *head, tail = path.split(".", 2)
+    bare = ".".join([*(part for part in head if part != _TEXT), tail])
+    yield bare
+    yield f"{_TEXT}.{bare}"
+    yield hugging_face_path(f"{_TEXT}.{bare}")
+
+
+def _refusal(path: str, layout: AdapterLayout) -> str:
+    for spelling in _spellings(path):
+        if spelling in layout.refused:
+            return layout.refused[spelling]
+    if _EXPERTS.search(path):
+        return "expert LoRA"
+    return _REFUSED_KINDS.get(path.rpartition(".")[2], "")

@@ -1,0 +1,138 @@
+"""Writes an adapter in mlx-lm's or PEFT's format. The files are on the disk when a call returns; use
+`checkpoints.atomic` to make the directory appear whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import save
+
+from mlx_parallm.adapters.files.disk import CONFIG_FILE
+from mlx_parallm.adapters.files.peft import PEFT_WEIGHTS, PREFIX
+from mlx_parallm.adapters.files.read import MLX_LM_WEIGHTS, hugging_face_path
+from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, Array, LoRAPair
+
+Float = NDArray[np.floating[Any]]
+
+
+def write_mlx_lm(
+    folder: Path, weights: AdapterWeights, layout: AdapterLayout, extra: Mapping[str, Any] | None = None
+) -> None:
+    """Writes `adapters.safetensors` and a config that mlx-lm's `load_adapters` reads. `extra`: more keys of the config.
+
+    The format has one rank and one scale for all linears. Smaller ranks are padded with zeros, and other scales are
+    multiplied into b.
+    """
+    rank, scale = weights.rank, max((pair.scale for pair in weights.pairs.values()), key=abs)
+    tensors: dict[str, Float] = {}
+    for path, pair in weights.pairs.items():
+        tensors[f"{path}.lora_a"] = _padded(_stored(pair.a), rank, axis=1)
+        tensors[f"{path}.lora_b"] = _padded(_rescaled(pair, scale), rank, axis=0)
+    blocks = [_block(path) for path in weights.pairs]
+    first = min((index for index, _ in blocks if index is not None), default=layout.layers)
+    config = {
+        **(extra or {}),
+        "fine_tune_type": "lora",
+        "num_layers": layout.layers - first,
+        "lora_parameters": {"rank": rank, "scale": scale, "dropout": 0.0, "keys": sorted({key for _, key in blocks})},
+    }
+    _write(folder, MLX_LM_WEIGHTS, save(tensors, {"format": "mlx"}), config)
+
+
+def write_peft(folder: Path, weights: AdapterWeights, layout: AdapterLayout, base_model: str | None) -> None:
+    """Writes `adapter_model.safetensors` and a LoraConfig that PEFT, Transformers and vLLM read.
+
+    `base_model`: the hub id or directory for `base_model_name_or_path`.
+    """
+    tensors: dict[str, Float] = {}
+    for path, pair in weights.pairs.items():
+        prefix = f"{PREFIX}{hugging_face_path(path)}"
+        tensors[f"{prefix}.lora_A.weight"] = np.ascontiguousarray(_stored(pair.a).T)
+        tensors[f"{prefix}.lora_B.weight"] = np.ascontiguousarray(_stored(pair.b).T)
+    _write(folder, PEFT_WEIGHTS, save(tensors, {"format": "pt"}), _lora_config(weights, layout, base_model))
+
+
+def _lora_config(weights: AdapterWeights, layout: AdapterLayout, base_model: str | None) -> dict[str, Any]:
+    ranks = {hugging_face_path(path): pair.rank for path, pair in weights.pairs.items()}
+    alphas = {hugging_face_path(path): _alpha(pair) for path, pair in weights.pairs.items()}
+    rank, alpha = _most_common(ranks), _most_common(alphas)
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "inference_mode": True,
+        "r": rank,
+        "lora_alpha": alpha,
+        "rank_pattern": {path: value for path, value in ranks.items() if value != rank},
+        "alpha_pattern": {path: value for path, value in alphas.items() if value != alpha},
+        "target_modules": _target_modules(weights, layout),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+        "use_dora": False,
+        "use_rslora": False,
+    }
+
+
+def _target_modules(weights: AdapterWeights, layout: AdapterLayout) -> list[str]:
+    """The last part of a path, such as q_proj, if all linears with that name have a pair; else whole paths."""
+    partial = {spec.target for path, spec in layout.linears.items() if path not in weights.pairs}
+    names = {path.rpartition(".")[2]: path for path in weights.pairs}
+    whole = {hugging_face_path(path) for path in weights.pairs if path.rpartition(".")[2] in partial}
+    return sorted((names.keys() - partial) | whole)
+
+
+def _alpha(pair: LoRAPair) -> int | float:
+    """The pair's alpha, as an int if it is a whole number, because PEFT declares an int."""
+    alpha = pair.scale * pair.rank
+    return int(alpha) if float(alpha).is_integer() else float(alpha)
+
+
+def _most_common(values: Mapping[str, Any]) -> Any:
+    return Counter(values.values()).most_common(1)[0][0]
+
+
+def _block(path: str) -> tuple[int | None, str]:
+    """The index of a path's transformer block, and the path inside the block, which mlx-lm uses as key."""
+    parts = path.split(".")
+    index = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
+    return (None, path) if index is None else (int(parts[index]), ".".join(parts[index + 1 :]))
+
+
+def _stored(array: Array) -> Float:
+    """A NumPy array: float16 stays as it is, everything else becomes float32."""
+    plain: Float = np.asarray(array)
+    return plain if plain.dtype in (np.float16, np.float32) else plain.astype(np.float32)
+
+
+def _rescaled(pair: LoRAPair, scale: float) -> Float:
+    """The b that gives the same product with `scale` in place of the pair's own scale."""
+    b = _stored(pair.b)
+    return b if pair.scale == scale else b.astype(np.float32) * np.float32(pair.scale / scale)
+
+
+def _padded(array: Float, rank: int, axis: int) -> Float:
+    missing = [(0, rank - size if i == axis else 0) for i, size in enumerate(array.shape)]
+    return np.ascontiguousarray(np.pad(array, missing))
+
+
+def _write(folder: Path, name: str, data: bytes, config: Mapping[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_file(folder / name, data)
+    _write_file(folder / CONFIG_FILE, (json.dumps(config, indent=2) + "\n").encode())
+
+
+def _write_file(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())

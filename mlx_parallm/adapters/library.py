@@ -1,0 +1,92 @@
+"""AdapterLibrary finds adapters on disk: in the adapter folder, under the allowed roots, and in checkpoints."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from mlx_parallm.adapters.checkpoints.store import CheckpointStore
+from mlx_parallm.adapters.files.read import AdapterFile, read_adapter
+from mlx_parallm.adapters.names import AdapterRoots, check_name
+from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, Version, VersionInfo
+from mlx_parallm.core import AdapterRef, CheckpointCard
+from mlx_parallm.errors import AdapterFileError, InvalidRequestError
+
+_log = logging.getLogger(__name__)
+
+
+class AdapterLibrary:
+    """Reads and checks adapter files. Any thread may use it. `read`, `read_again` and `discover` block on the disk, so
+    call them neither on the event loop nor on the device thread.
+
+    Args:
+        folder: each subfolder is an adapter, served by the subfolder's name.
+        roots: more folders that adapters may be read from by path.
+        checkpoints: None if there is no checkpoint folder.
+    """
+
+    def __init__(
+        self,
+        layout: AdapterLayout,
+        max_rank: int,
+        folder: Path | None = None,
+        roots: Sequence[Path] = (),
+        checkpoints: CheckpointStore | None = None,
+    ) -> None:
+        self.layout = layout
+        self.max_rank = max_rank
+        self.checkpoints = checkpoints
+        self._folder = folder
+        self._roots = AdapterRoots([*([folder] if folder else []), *roots])
+
+    def read(self, path: str) -> AdapterFile:
+        """Reads the adapter at a path that a client gave.
+
+        Raises:
+            InvalidRequestError: the path is not inside an allowed root.
+            AdapterFileError: its files cannot be used.
+        """
+        return read_adapter(self._roots.resolve(path), self.layout, self.max_rank, self._roots)
+
+    def read_again(self, version: Version) -> AdapterWeights:
+        """Reads a version's weights again, as they were when it was added.
+
+        Raises:
+            AdapterFileError, UnknownModelError: the files are gone, damaged or changed.
+        """
+        if version.info.checkpoint and self.checkpoints:
+            return self.checkpoints.load_checkpoint(version.ref.name, version.info.checkpoint).weights
+        file = read_adapter(Path(version.info.root), self.layout, self.max_rank, self._roots)
+        if file.digest != version.info.digest:
+            raise AdapterFileError(f"the files of {version.ref} have changed: load them again as a new version")
+        return file.weights
+
+    def discover(self) -> Iterator[tuple[str, AdapterFile]]:
+        """Reads the adapters in the folder, with their names. Skips unusable ones with a warning."""
+        for path in sorted(self._folder.iterdir()) if self._folder else ():
+            if not (path / "adapter_config.json").is_file():
+                continue
+            try:
+                yield check_name(path.name), self.read(path.name)
+            except InvalidRequestError as error:
+                _log.warning("adapter %s is skipped: %s", path.name, error)
+
+    def find_checkpoint(self, adapter: str, which: str) -> tuple[AdapterRef, VersionInfo] | None:
+        """The version in the checkpoint `which` (a name, a tag, or `latest`), None if there is none. Reads no file."""
+        card = self.checkpoints.find(adapter, which) if self.checkpoints else None
+        return (card.adapter, info_of_checkpoint(card)) if card else None
+
+    def first_version(self, adapter: str) -> int:
+        """The first version number that no checkpoint of this adapter has used."""
+        return 1 + (self.checkpoints.newest_version(adapter) if self.checkpoints else 0)
+
+
+def info_of_file(file: AdapterFile) -> VersionInfo:
+    weights = file.weights
+    return VersionInfo(weights.rank, weights.alpha, weights.targets, file.nbytes, file.digest, str(file.path))
+
+
+def info_of_checkpoint(card: CheckpointCard, digest: str = "") -> VersionInfo:
+    """Facts about a checkpoint's version. `digest`: `AdapterFile.digest` if the files have been read."""
+    return VersionInfo(card.rank, card.alpha, card.targets, card.bytes, digest, card.path, card.name)

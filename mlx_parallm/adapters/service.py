@@ -1,0 +1,265 @@
+"""AdapterService: loads, publishes, routes and saves adapters from the event loop.
+
+Files are read on worker threads, and arrays are used on the device thread only:
+
+load ─▶ read and check (worker) ─▶ add the version (registry) ─▶ stage it (device, between steps) ─▶ make it live
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
+
+from mlx_parallm.adapters.checkpoints.store import CheckpointStore
+from mlx_parallm.adapters.library import AdapterLibrary, info_of_file
+from mlx_parallm.adapters.names import check_name
+from mlx_parallm.adapters.registry import AdapterRegistry
+from mlx_parallm.adapters.store import AdapterStore
+from mlx_parallm.adapters.weights import AdapterWeights, Version, VersionInfo
+from mlx_parallm.core import (
+    BASE_ADAPTER,
+    AdapterCard,
+    AdapterRef,
+    AdapterStats,
+    CheckpointCard,
+    DeviceThread,
+    Residence,
+)
+from mlx_parallm.core.futures import then
+from mlx_parallm.errors import ConflictError, InvalidRequestError, UnknownModelError
+
+
+class AdapterService:
+    """Implements `core.AdapterClient`. Event loop's thread only, except `publish_on_device`.
+
+    Args:
+        store: its statistics are read on the event loop; all else that it does runs on the device thread.
+        reserved: names that no adapter may have, such as the model's own.
+    """
+
+    def __init__(
+        self,
+        device: DeviceThread,
+        store: AdapterStore,
+        library: AdapterLibrary,
+        reserved: frozenset[str] = frozenset(),
+    ) -> None:
+        self._device = device
+        self._store = store
+        self._registry: AdapterRegistry = store.registry
+        self._library = library
+        self._reserved = reserved
+        self._publishing = asyncio.Lock()
+        self._flip_s_last = self._flip_s_max = 0.0
+
+    # -- selectors -------------------------------------------------------------------------------
+
+    @contextmanager
+    def lease(self, selector: str | None) -> Iterator[AdapterRef]:
+        """See `core.AdapterClient.lease`."""
+        with self._registry.lease(selector) as version:
+            yield version.ref
+
+    def find(self, selector: str) -> AdapterCard:
+        version = self._registry.find(selector)
+        if version.ref == BASE_ADAPTER:
+            raise UnknownModelError(f"{selector!r} is the base model, not an adapter.")
+        return self._card(version)
+
+    def cards(self) -> tuple[AdapterCard, ...]:
+        return tuple(map(self._card, self._registry.versions()))
+
+    def route(self) -> Mapping[str, float]:
+        return self._registry.route()
+
+    # -- loading and publishing ------------------------------------------------------------------
+
+    async def load(self, name: str, path: str, replace: bool) -> AdapterCard:
+        """See `core.AdapterClient.load`."""
+        if check_name(name) in self._reserved:
+            raise InvalidRequestError(f"lora_name: {name!r} is the model's own name: choose another", "lora_name")
+        file = await asyncio.to_thread(self._library.read, path)
+        async with self._publishing:
+            live = self._registry.live(name)
+            if live is not None and not replace:
+                raise InvalidRequestError(
+                    f"{name!r} is loaded already; send load_inplace true to replace it.", param="lora_name"
+                )
+            if live is None or live.info.digest != file.digest:
+                live = await self.publish(name, info_of_file(file), file.weights)
+        return self._card(live)
+
+    async def publish(self, name: str, info: VersionInfo, weights: AdapterWeights) -> Version:
+        """Adds a version of `name`, stages it between decode steps and makes it live."""
+        version = self._registry.add(name, info)
+        with self._discarded_on_error(version):
+            await self._device.run(lambda: self._stage_and_flip(version, weights))
+        return version
+
+    async def stage_trained(
+        self, name: str, weights: AdapterWeights, on_added: Callable[[AdapterRef], None]
+    ) -> AdapterRef:
+        """Adds a version of `name` and stages it before all others. It is not live, but `name@version` selects it.
+
+        Args:
+            weights: MLX arrays.
+            on_added: called with the version before any request can use it.
+        """
+        version = self._registry.add(name, VersionInfo.of(weights))
+        on_added(version.ref)
+        with self._discarded_on_error(version):
+            await self._device.run(lambda: self._store.stage(version, weights, urgent=True))
+        return version.ref
+
+    async def flip(self, ref: AdapterRef) -> None:
+        """Makes a version live, after staging it if it is in no slot.
+
+        Raises:
+            UnknownModelError: it was unloaded.
+        """
+        version = self._registry.version(ref)
+        if version is None:
+            raise UnknownModelError(f"{ref} was unloaded; it cannot go live any more.")
+        await self._device.run(lambda: self._stage_and_flip(version))
+
+    def publish_on_device(
+        self, name: str, weights: AdapterWeights, on_added: Callable[[AdapterRef], None]
+    ) -> Future[AdapterRef]:
+        """Does `stage_trained` and `flip` in one call on the device thread, where the future is completed too. This
+        avoids trips to the event loop, each of which would delay the version by some decode steps."""
+        version = self._registry.add(name, VersionInfo.of(weights))
+        on_added(version.ref)
+        live = then(self._stage_and_flip(version, weights, urgent=True), lambda _: version.ref)
+        live.add_done_callback(lambda done: self._registry.discard(version.ref) if done.exception() else None)
+        return live
+
+    def _stage_and_flip(
+        self, version: Version, weights: AdapterWeights | None = None, urgent: bool = False
+    ) -> Future[None]:
+        """Stages a version, and makes it live right after the last unit of staging. Device thread only."""
+        staged = self._store.stage(version, weights, urgent)
+        return then(staged, lambda _: self._timed(lambda: self._registry.flip(version.ref)))
+
+    def _timed(self, flip: Callable[[], None]) -> None:
+        started = time.perf_counter()
+        flip()
+        self._flip_s_last = time.perf_counter() - started
+        self._flip_s_max = max(self._flip_s_max, self._flip_s_last)
+
+    @contextmanager
+    def _discarded_on_error(self, version: Version) -> Iterator[None]:
+        """Forgets the version if the block fails or is cancelled before it goes live."""
+        try:
+            yield
+        except BaseException:
+            if self._registry.live(version.ref.name) is not version:
+                self._registry.discard(version.ref)
+            raise
+
+    # -- unloading, routes and rollbacks ---------------------------------------------------------
+
+    async def unload(self, selector: str) -> tuple[AdapterRef, ...]:
+        """See `core.AdapterClient.unload`."""
+        return tuple(version.ref for version in self._registry.unload(selector))
+
+    async def set_route(self, weights: Mapping[str, float]) -> Mapping[str, float]:
+        """See `core.AdapterClient.set_route`."""
+        shares, versions = self._registry.check_route(weights)
+        async with self._publishing:
+            for version in versions:
+                await self._device.run(partial(self._store.stage, version, None))
+            self._timed(lambda: self._registry.set_route(shares))
+        return self._registry.route()
+
+    async def rollback(self, name: str | None) -> tuple[AdapterRef, Mapping[str, float]]:
+        """See `core.AdapterClient.rollback`. Takes effect at once; the version is staged when a request needs it."""
+        if name is None:
+            route = self._registry.rollback_route()
+            heaviest = max(route, key=lambda selector: route[selector])
+            return self._registry.find(heaviest).ref, route
+        version = self._registry.rollback(name, self._available)
+        return version.ref, self._registry.route()
+
+    def _available(self, version: Version) -> bool:
+        return version.readable or self._store.residence(version) is not Residence.FILE
+
+    # -- checkpoints -----------------------------------------------------------------------------
+
+    def checkpoints(self) -> tuple[CheckpointCard, ...]:
+        return self._library.checkpoints.cards() if self._library.checkpoints else ()
+
+    async def save_checkpoint(
+        self, selector: str | None, step: int | None, tags: Sequence[str], metrics: Mapping[str, float]
+    ) -> CheckpointCard:
+        """See `core.AdapterClient.save_checkpoint`."""
+        checkpoints = self._checkpoint_store()
+        with self._registry.lease(selector or self._registry.default_adapter) as version:
+            if version.ref == BASE_ADAPTER:
+                raise InvalidRequestError("The base model is no adapter; name one to save.", param="lora_name")
+            weights = await self.weights(version)
+            save = partial(checkpoints.save_checkpoint, version.ref, weights, step, tags, metrics)
+            card = await asyncio.to_thread(save)
+            self._registry.set_checkpoint(version, card.path, card.name)
+            return card
+
+    def _checkpoint_store(self) -> CheckpointStore:
+        if self._library.checkpoints is None:
+            raise InvalidRequestError("This server keeps no checkpoints; start it with --checkpoint-dir.")
+        return self._library.checkpoints
+
+    async def weights(self, version: Version) -> AdapterWeights:
+        """A version's weights as they were published, NumPy float32: from its files if they are unchanged, else from
+        memory.
+
+        Raises:
+            ConflictError: they are in neither.
+        """
+        if version.readable:
+            return await asyncio.to_thread(self._library.read_again, version)
+        weights = await self._device.run(lambda: self._store.extract(version))
+        if weights is None:
+            raise ConflictError(f"the weights of {version.ref} are in no file and not in memory any more")
+        return weights
+
+    # -- figures ---------------------------------------------------------------------------------
+
+    def _card(self, version: Version) -> AdapterCard:
+        info, name = version.info, version.ref.name
+        return AdapterCard(
+            ref=version.ref,
+            live=self._registry.live(name) is version,
+            residence=self._store.residence(version),
+            root=info.root,
+            rank=info.rank,
+            alpha=info.alpha,
+            targets=info.targets,
+            bytes=info.nbytes,
+            created=version.created,
+            leases=version.leases,
+            checkpoint=info.checkpoint,
+        )
+
+    def stats(self) -> AdapterStats:
+        """See `core.AdapterClient.stats`."""
+        store, checkpoints = self._store, self._library.checkpoints
+        running, waiting = store.names()
+        return AdapterStats(
+            slots=store.bank.slots,
+            slots_used=len(store.slots),
+            slots_pinned=store.slots.pinned,
+            bank_bytes=store.bytes_held,
+            copies=len(store.copies),
+            running=running,
+            waiting=waiting,
+            swaps_total=self._registry.swaps,
+            staged_total=store.transfers.staged,
+            evicted_total=store.transfers.evicted,
+            checkpoint_saves_total=checkpoints.saves_total if checkpoints else 0,
+            flip_s_last=self._flip_s_last,
+            flip_s_max=self._flip_s_max,
+            stage_s_last=store.transfers.stage_seconds,
+        )

@@ -1,0 +1,138 @@
+"""What an adapter consists of: its low-rank factors, the linears that they may change, and its published versions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from mlx_parallm.core import AdapterRef
+
+Array = Any
+"""A float array of NumPy or MLX. Files, and threads other than the device thread, use NumPy only."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearSpec:
+    """One linear, [in_features] → [out_features], at `path` in the model, such as `model.layers.0.self_attn.q_proj`.
+
+    Linears of one `group` get the same input array, so that their products with a can be computed as one. In most
+    models q_proj, k_proj and v_proj are one group, gate_proj and up_proj another.
+    """
+
+    path: str
+    in_features: int
+    out_features: int
+    group: str
+
+    @property
+    def target(self) -> str:
+        """The last part of the path, as `target_modules` of adapter configs names it."""
+        return self.path.rpartition(".")[2]
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLayout:
+    """Which linears of a model an adapter may change.
+
+    `linears`: by path, in the model's order. `refused`: modules that adapter files may name but that cannot be
+    adapted, as path → name of the unsupported feature, such as `lm_head` → "head LoRA". `layers`: number of transformer
+    blocks, for file formats that store it.
+    """
+
+    linears: Mapping[str, LinearSpec]
+    refused: Mapping[str, str]
+    layers: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoRAPair:
+    """y = x W + scale · (x a) b with a [in, rank], b [rank, out], scale = alpha / rank (LoRA, arXiv 2106.09685)."""
+
+    a: Array
+    b: Array
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        return int(self.a.shape[1])
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.a.nbytes + self.b.nbytes)
+
+
+@dataclass(frozen=True)
+class AdapterWeights:
+    """The pairs of one adapter, by the path of their linear. Their ranks and scales may differ."""
+
+    pairs: Mapping[str, LoRAPair]
+
+    @cached_property
+    def rank(self) -> int:
+        """The largest rank of a pair."""
+        return max(pair.rank for pair in self.pairs.values())
+
+    @cached_property
+    def alpha(self) -> float:
+        """The largest scale · rank of a pair."""
+        return max(pair.scale * pair.rank for pair in self.pairs.values())
+
+    @cached_property
+    def targets(self) -> tuple[str, ...]:
+        """The last parts of the paths, sorted."""
+        return tuple(sorted({path.rpartition(".")[2] for path in self.pairs}))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(pair.nbytes for pair in self.pairs.values())
+
+
+@dataclass(frozen=True, slots=True)
+class VersionInfo:
+    """Facts about the content of a version; see `core.AdapterCard`.
+
+    `root`: the directory of its files, "" if it has none. `digest`: identifies the content of the files, "" for a
+    version published by this process. `checkpoint`: the checkpoint's name if `root` is one.
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    nbytes: int
+    digest: str = ""
+    root: str = ""
+    checkpoint: str | None = None
+
+    @classmethod
+    def of(cls, weights: AdapterWeights) -> VersionInfo:
+        """The facts about weights that are in no file."""
+        return cls(weights.rank, weights.alpha, weights.targets, weights.nbytes)
+
+
+@dataclass(eq=False, slots=True)
+class Version:
+    """One version of an adapter. Its weights never change.
+
+    Attributes:
+        leases: number of requests and other users of it; it is not deleted while there are any.
+        superseded: the files it came from hold other content now.
+        forgotten: no selector finds it any more. It exists until its last lease ends.
+        ranks, scales: of its pairs, by path. `AdapterStore` sets them when it first gets the weights.
+    """
+
+    ref: AdapterRef
+    info: VersionInfo
+    created: int = field(default_factory=lambda: int(time.time()))
+    leases: int = 0
+    superseded: bool = False
+    forgotten: bool = False
+    ranks: dict[str, int] = field(default_factory=dict)
+    scales: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def readable(self) -> bool:
+        """Whether its weights can be read from its files again."""
+        return bool(self.info.root) and not self.superseded

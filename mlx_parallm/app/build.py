@@ -1,0 +1,288 @@
+"""Builds the parts of a server from its configuration, in this order:
+
+configuration → memory limits → base model → adapter bank → KV pool and runner → adapters → training → engine
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+
+import mlx.core as mx
+
+from mlx_parallm.adapters.bank import AdapterBank
+from mlx_parallm.adapters.checkpoints.runs import Run, open_run
+from mlx_parallm.adapters.checkpoints.store import CheckpointStore, LoadedCheckpoint
+from mlx_parallm.adapters.library import AdapterLibrary, info_of_checkpoint, info_of_file
+from mlx_parallm.adapters.registry import AdapterRegistry
+from mlx_parallm.adapters.service import AdapterService
+from mlx_parallm.adapters.store import AdapterStore
+from mlx_parallm.app.training import TrainingRuntime, build_trainer, build_training
+from mlx_parallm.batch.kv_cache import LoRABatchedKVCache
+from mlx_parallm.batch.runner import BatchRunner
+from mlx_parallm.config import Config
+from mlx_parallm.core import (
+    MODE_SHARES,
+    DeviceSchedule,
+    EngineClient,
+    Event,
+    GenerationRequest,
+    ModelCard,
+    WorkClass,
+)
+from mlx_parallm.engine.live import Vocabulary
+from mlx_parallm.engine.loop import EngineParts
+from mlx_parallm.engine.processor import ContinuousBatchProcessor
+from mlx_parallm.engine.startup import calibrate, check_unproved
+from mlx_parallm.errors import ConfigError, InvalidRequestError, UnknownModelError
+from mlx_parallm.model.device import (
+    MemoryLimits,
+    device_memory,
+    device_name,
+    memory_limits,
+    on_cpu,
+    ram_bytes,
+    set_limits,
+)
+from mlx_parallm.model.hooks import install_hook
+from mlx_parallm.model.manager import SharedModelManager
+from mlx_parallm.model.tokenizer import Detokenizer, Tokenizer
+from mlx_parallm.scheduler.scheduler import SchedulerConfig
+
+_log = logging.getLogger(__name__)
+
+_CPU_SHARE = 0.25
+"""Largest share of RAM that the KV pool takes on a CPU."""
+_POOL_SHARE = 0.8
+"""Share of the memory limit that the KV pool takes, after the weights and MLX's buffer cache."""
+_STALL_S, _CPU_STALL_S = 0.1, 0.5
+"""Default limits of a decode stall on a GPU and on a CPU, where a single decode step takes most of 0.1 s."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A loaded model, as the HTTP server and the train command use it.
+
+    card: the base model; its `context_length` is the longest sequence that the server can hold
+    limits: the memory that MLX may take
+    engine: answers generation requests
+    training: None if the server does not train
+    run: the folder of checkpoints; None if no checkpoints are saved
+    """
+
+    card: ModelCard
+    tokenizer: Tokenizer
+    device: str
+    limits: MemoryLimits
+    adapters: AdapterService
+    engine: EngineClient
+    training: TrainingRuntime | None
+    run: Run | None
+
+    def generate(self, request: GenerationRequest) -> AsyncIterator[Event]:
+        """Answers a request (see `core.EngineClient`), and collects it for training if it has a `collection`."""
+        events = self.engine.generate(request)
+        if self.training is None or request.collection is None:
+            return events
+        return self.training.service.collect(request, events)
+
+
+class Engine:
+    """A model on its own device thread, ready to generate between `start` and `stop`."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._served: Served | None = None
+        self._run: Run | None = None
+        self.processor = ContinuousBatchProcessor(self._build, debug=config.debug.check_when_idle)
+
+    def start(self) -> Served:
+        """Loads the model, its adapters and checkpoints.
+
+        Raises:
+            ModelError, ConfigError: they cannot be loaded.
+        """
+        checkpointing, training = self._config.checkpointing, self._config.rl_training.enabled
+        self._run = open_run(checkpointing.checkpoint_dir, checkpointing.resume, wanted=training)
+        try:
+            self.processor.start()
+        except BaseException:  # an interrupt too: the folder must not stay locked
+            self._close_run()
+            raise
+        assert self._served is not None
+        return self._served
+
+    def stop(self) -> None:
+        """Ends the device thread and releases the run's folder to other processes."""
+        self.processor.stop()
+        self._close_run()
+
+    def _close_run(self) -> None:
+        if self._run is not None:
+            self._run.close()
+            self._run = None
+
+    def _build(self) -> EngineParts:
+        parts, self._served = build(self._config, self.processor, self._run)
+        return parts
+
+
+def build(config: Config, processor: ContinuousBatchProcessor, run: Run | None) -> tuple[EngineParts, Served]:
+    """Builds all parts of the server. It runs on the device thread, which then owns the arrays."""
+    limits = mlx_limits(config)
+    set_limits(limits)
+    manager = SharedModelManager(
+        config.model.base_model_path,
+        trust_remote_code=config.model.trust_remote_code,
+        allow_special_tokens=config.model.allow_special_tokens,
+    )
+    bank = manager.install_bank(config.adapters.max_loras, config.adapters.max_lora_rank)
+    runner = build_runner(manager, bank, config)
+    name, *aliases = config.server.served_model_name or (manager.card.name,)
+    card = replace(manager.card, name=name, aliases=tuple(aliases), context_length=runner.cache.longest_row)
+    store, library = build_store(manager, bank, config, run, processor.wake, card.names)
+    adapters = AdapterService(processor, store, library, reserved=frozenset(card.names))
+    tokenizer = manager.tokenizer
+    trainer = build_trainer(manager, bank, config)
+    training = build_training(processor, trainer, adapters, store, library, tokenizer, config) if trainer else None
+    served = Served(card, tokenizer, device_name(), limits, adapters, processor, training, run)
+    parts = EngineParts(
+        runner,
+        store,
+        Vocabulary(card.vocab_size, tokenizer.eos_token_ids, partial(Detokenizer, tokenizer)),
+        SchedulerConfig(
+            max_rows=config.server.max_batch_size,
+            max_batched_tokens=config.server.max_batched_tokens,
+            schedule=device_schedule(config, on_cpu()),
+        ),
+        calibrate(runner),
+        trainer,
+        lookahead=not on_cpu() if config.debug.lookahead is None else config.debug.lookahead,
+        trace=config.debug.trace,
+        check_every_unit=config.debug.check_every_unit,
+        queue_timeout_s=config.server.queue_timeout,
+        limits=limits,
+    )
+    mx.reset_peak_memory()
+    return parts, served
+
+
+# -- memory, KV pool and runner ------------------------------------------------------------------
+
+
+def mlx_limits(config: Config) -> MemoryLimits:
+    """The memory that MLX may take on this device, as configured."""
+    return memory_limits(device_memory(), config.server.mlx_memory_limit, config.server.mlx_cache_limit)
+
+
+def build_runner(manager: SharedModelManager, bank: AdapterBank, config: Config) -> BatchRunner:
+    """The runner with its KV pool, checked for this architecture. On the device thread.
+
+    Raises:
+        ConfigError: the memory budget does not hold one short row.
+        UnsupportedModelError: the architecture cannot be batched.
+    """
+    layout = manager.kv_layout
+    budget = config.server.kv_cache_memory or _default_budget(manager.card, mlx_limits(config))
+    cache = LoRABatchedKVCache(layout, budget, _context_length(manager.card, config))
+    if not cache.can_ever_hold(1):
+        raise ConfigError(
+            f"kv_cache_memory of {budget} bytes holds {cache.budget_tokens} tokens of this model; "
+            f"give at least {cache.capacity_for(1) * layout.bytes_per_token}"
+        )
+    runner = BatchRunner(manager.model, cache, bank, install_hook(manager.model), manager.card.vocab_size)
+    check_unproved(manager, runner)
+    return runner
+
+
+def _default_budget(card: ModelCard, limits: MemoryLimits) -> int:
+    free = int(_POOL_SHARE * max(limits.memory - limits.cache - card.weight_bytes, 0))
+    return min(free, int(_CPU_SHARE * ram_bytes())) if on_cpu() else free
+
+
+def _context_length(card: ModelCard, config: Config) -> int:
+    wanted = config.model.max_model_len or card.context_length
+    if wanted > card.context_length:
+        raise ConfigError(f"max_model_len {wanted} is more than the model's context of {card.context_length}; lower it")
+    return wanted
+
+
+# -- adapters ------------------------------------------------------------------------------------
+
+
+def build_store(
+    manager: SharedModelManager,
+    bank: AdapterBank,
+    config: Config,
+    run: Run | None,
+    wake: Callable[[], None],
+    model_names: Sequence[str] = (),
+) -> tuple[AdapterStore, AdapterLibrary]:
+    """The adapter store and library, with the checkpoints of `run` and the adapters of `adapter_dir` registered.
+    `model_names`: see `AdapterRegistry`.
+
+    Raises:
+        ConfigError: a folder cannot be used, or `adapters.serve` names no adapter or checkpoint.
+    """
+    adapters = config.adapters
+    keep = config.checkpointing.keep_n_checkpoints
+    checkpoints = CheckpointStore(run.path, bank.layout, manager.fingerprint, bank.max_rank, keep) if run else None
+    roots = (*adapters.allowed_adapter_roots, *((adapters.adapter_dir,) if adapters.adapter_dir else ()))
+    library = AdapterLibrary(bank.layout, bank.max_rank, adapters.adapter_dir, roots, checkpoints)
+    registry = AdapterRegistry(adapters.default_adapter, library.find_checkpoint, library.first_version, model_names)
+    if checkpoints:
+        checkpoints.in_use = registry.needs_files
+        _restore(checkpoints, registry)
+    for name, file in library.discover():
+        if registry.live(name) is None:
+            registry.flip(registry.add(name, info_of_file(file)).ref)
+    if adapters.serve is not None:
+        _route(registry, adapters.serve)
+    reader = ThreadPoolExecutor(1, thread_name_prefix="adapter-reader")
+    return AdapterStore(bank, registry, library.read_again, reader, adapters.max_cpu_loras, wake), library
+
+
+def _restore(checkpoints: CheckpointStore, registry: AdapterRegistry) -> None:
+    """Makes each adapter's latest checkpoint live. One that cannot be used is left out with a warning."""
+    for name in sorted({card.adapter.name for card in checkpoints.cards()}):
+        try:
+            checkpoints.hot_swap(name, "latest", publish=partial(_publish, registry))
+        except InvalidRequestError as error:
+            _log.warning("the latest checkpoint of %s is not restored: %s", name, error)
+
+
+def _publish(registry: AdapterRegistry, checkpoint: LoadedCheckpoint) -> None:
+    version = registry.restore(checkpoint.card.adapter, info_of_checkpoint(checkpoint.card, checkpoint.digest))
+    registry.flip(version.ref)
+
+
+def _route(registry: AdapterRegistry, selector: str) -> None:
+    """Sends requests that name no adapter to `selector`."""
+    try:
+        registry.set_route({selector: 1.0})
+    except UnknownModelError as error:
+        raise ConfigError(
+            f"adapters.serve: no adapter or checkpoint is called {selector!r}; give --serve-adapter a name of "
+            "--adapter-dir or --checkpoint-dir, or leave it out"
+        ) from error
+
+
+# -- scheduling ----------------------------------------------------------------------------------
+
+
+def device_schedule(config: Config, cpu: bool) -> DeviceSchedule:
+    """How the device is shared, with the defaults of the mode and the device. `cpu`: MLX computes on the CPU."""
+    server = config.server
+    mode_share = MODE_SHARES.get(server.mode.value, DeviceSchedule().training_time_share)
+    stall_ms = server.max_decode_stall_ms
+    return DeviceSchedule(
+        training_time_share=config.rl_training.training_time_share or mode_share,
+        max_decode_stall_s=stall_ms / 1000 if stall_ms else _CPU_STALL_S if cpu else _STALL_S,
+        row_shares={
+            WorkClass.INFERENCE: server.priority_ratios.inference,
+            WorkClass.TRAINING: server.priority_ratios.training,
+        },
+    )

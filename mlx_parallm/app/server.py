@@ -1,0 +1,192 @@
+"""`RLIntegratedServer`: one model in one process, served and trained at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from mlx_parallm import BLAS
+from mlx_parallm.app import banner
+from mlx_parallm.app.build import Engine, Served
+from mlx_parallm.config import Config, LoRAConfig, RLConfig, configure
+from mlx_parallm.server.app import create_app
+from mlx_parallm.server.http import request_log
+from mlx_parallm.server.run import serve
+
+
+def run(config: Config) -> int:
+    """Loads the model, then serves (and trains, if configured) until a signal; returns the process's exit code.
+
+    Raises:
+        ConfigError, ModelError: before anything is served.
+    """
+    logging.basicConfig(level=config.server.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    request_log.write_plain_lines()
+    return asyncio.run(_run(config))
+
+
+async def _run(config: Config) -> int:
+    """Runs the HTTP server and the training loop. An error in either ends both."""
+    server = IntegratedServer(config)
+    exit_code, _ = await asyncio.gather(server.run_inference(), server.run_training_loop())
+    return exit_code
+
+
+class IntegratedServer:
+    """A model that is served and, if `config` says so, trained.
+
+    With HTTP: `run_inference` and `run_training_loop` share the model. Run them in one `asyncio.gather`, in any order.
+    Without HTTP: `session`.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._engine = Engine(config)
+        self._served: Served | None = None
+        self._loading = asyncio.Lock()
+        self._trains = False  # `run_training_loop` was called
+        self._training_started = asyncio.Event()  # or has failed to start
+        self._inference_ended = asyncio.Event()
+        self._closing = asyncio.Lock()
+        self._training_closed = False
+
+    async def run_inference(self, host: str | None = None, port: int | None = None) -> int:
+        """Serves HTTP until SIGTERM or SIGINT, and returns the process's exit code. `run_training_loop` ends with it.
+
+        Args:
+            host, port: replace those of the configuration.
+
+        Raises:
+            ConfigError, ModelError: before anything is served.
+            StorageError: the last updates could not be saved.
+        """
+        server = self._config.server
+        server = server.model_copy(update={"host": host or server.host, "port": server.port if port is None else port})
+        try:
+            served = await self._load()
+            app = create_app(
+                served.engine,
+                served.adapters,
+                served.training.service if served.training else None,
+                served.tokenizer,
+                served.card,
+                server,
+            )
+
+            def announce(bound: int) -> None:
+                banner.show(self._banner(served, server.host, bound))
+
+            if self._trains:  # requests can only be collected once the adapter is trained
+                await self._training_started.wait()
+            return await serve(app, announce)
+        finally:
+            self._inference_ended.set()
+            await self._stop()
+
+    async def run_training_loop(self) -> None:
+        """Trains on collected trajectories until `run_inference` ends, or until it is cancelled.
+
+        Returns at once if training is off.
+
+        Raises:
+            InvalidRequestError, ConflictError: the live adapter cannot be trained with this configuration.
+            ConfigError, ModelError: the model cannot be loaded.
+            StorageError: the last updates could not be saved.
+        """
+        self._trains = True
+        try:
+            served = await self._load()
+            if served.training is None:
+                return
+            await served.training.start()
+            self._training_started.set()
+            await self._inference_ended.wait()
+        finally:
+            self._training_started.set()
+            await self._close_training()
+
+    @asynccontextmanager
+    async def session(self) -> AsyncIterator[Served]:
+        """The loaded model, for a Python program that needs no HTTP. It is trained if the configuration says so.
+
+        Raises:
+            InvalidRequestError, ConflictError: the live adapter cannot be trained with this configuration.
+            ConfigError, ModelError: the model cannot be loaded.
+            StorageError: the last updates could not be saved.
+        """
+        try:
+            served = await self._load()
+            if served.training is not None:
+                await served.training.start()
+            yield served
+        finally:
+            await self._stop()
+
+    async def _load(self) -> Served:
+        async with self._loading:
+            if self._served is None:
+                self._served = await asyncio.to_thread(self._engine.start)
+            return self._served
+
+    async def _stop(self) -> None:
+        """Ends training first, because saving the last updates needs the device thread."""
+        try:
+            await self._close_training()
+        finally:
+            await asyncio.to_thread(self._engine.stop)
+
+    async def _close_training(self) -> None:
+        """Closes training once. A second caller waits until it is closed."""
+        async with self._closing:
+            if self._served is None or self._served.training is None or self._training_closed:
+                return
+            self._training_closed = True
+            await self._served.training.close()
+
+    def _banner(self, served: Served, host: str, port: int) -> banner.BannerInfo:
+        config = self._config
+        return banner.BannerInfo(
+            model=served.card,
+            adapters=tuple(card.ref.name for card in served.adapters.cards() if card.live),
+            adapter_slots=config.adapters.max_loras,
+            adapter_rank=config.adapters.max_lora_rank,
+            run=served.run,
+            kv_bytes=self._engine.processor.stats().kv_bytes_budget,
+            mlx_bytes=served.limits.memory,
+            mlx_cache_bytes=served.limits.cache,
+            mlx_wired_bytes=served.limits.wired,
+            device=served.device,
+            blas=BLAS.name,
+            host=host,
+            port=port,
+            authenticated=config.server.api_key is not None,
+            warnings=() if BLAS.fast else (BLAS.problem,),
+        )
+
+
+class RLIntegratedServer(IntegratedServer):
+    """An IntegratedServer that trains, configured by a Python program.
+
+        server = RLIntegratedServer(lora_config=LoRAConfig(rank=16), rl_config=RLConfig(batch_size=32))
+        await asyncio.gather(server.run_inference(port=8000), server.run_training_loop())
+
+    Args:
+        base_model: a model directory or a hub id. None means the bundled model.
+        keys: any other key of server_config.yaml, with two underscores for the dots of its path:
+            `adapters__max_loras=4`.
+
+    Raises:
+        ConfigError: one line per problem.
+    """
+
+    def __init__(
+        self,
+        base_model: str | Path | None = None,
+        lora_config: LoRAConfig | None = None,
+        rl_config: RLConfig | None = None,
+        **keys: object,
+    ) -> None:
+        super().__init__(configure(base_model, lora_config, rl_config, **keys))

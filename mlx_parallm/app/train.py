@@ -1,0 +1,281 @@
+"""`mlx_parallm_train`: trains an adapter on the tasks of an environment, without clients and without HTTP.
+
+Each step draws groups of answers to some tasks, waits for their rewards, and makes one update.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Coroutine, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn, Protocol
+
+from mlx_parallm.app.banner import checkpoints_text
+from mlx_parallm.app.build import Engine, Served
+from mlx_parallm.app.training import TrainingRuntime
+from mlx_parallm.config import Config
+from mlx_parallm.core import BASE_ADAPTER, UpdateReport
+from mlx_parallm.errors import ConfigError, EngineDeadError, InvalidRequestError, TrainingFailedError
+from mlx_parallm.rl.collect.groups import DropReason
+from mlx_parallm.rl.rollouts import DrawResult, Rollouts, RolloutSettings, Task, environment
+from mlx_parallm.rl.scoring.service import ScorerCatalogue
+from mlx_parallm.rl.selection import REFILLS
+
+FINAL = "final"
+"""Tag of the checkpoint that a run ends with."""
+
+STEPS, TASKS = "run_steps", "run_tasks"
+"""Keys of a checkpoint's progress: the steps made so far, and the tasks taken from the environment for them."""
+
+_POLL_S = 0.05
+_UNSCORED = "a task's answers could not be scored"
+_SHOW_CURSOR = b"\x1b[?25h"
+_MIN_WINDOW = 4
+"""A run stops when most of its last tasks failed. It looks at as many tasks as a step has, but at least this many."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainOptions:
+    """What a run does, besides its configuration.
+
+    Each of `steps` draws `prompts_per_step` groups of `group_size` trajectories from `environment` and makes one update
+    from them. Steps that a resumed run made before count.
+    """
+
+    environment: str
+    steps: int
+    group_size: int
+    prompts_per_step: int
+
+
+class TrainView(Protocol):
+    """Receives the progress of a run, all from one thread. No method raises or blocks."""
+
+    def started(self, facts: Mapping[str, str], steps_done: int) -> None:
+        """The model is loaded and nothing is drawn yet.
+
+        Args:
+            facts: short names and their texts, in order.
+            steps_done: steps that the run made before it was resumed.
+        """
+        ...
+
+    def rollout(self, done: int, wanted: int) -> None:
+        """In the current step, `done` of `wanted` trajectories are drawn."""
+        ...
+
+    def task_failed(self, reason: str) -> None:
+        """A task of the current step could not be answered, or its answers could not be scored."""
+        ...
+
+    def updated(self, report: UpdateReport) -> None:
+        """A step has ended, with or without a published version.
+
+        Its metrics include tokens_per_second (drawn in this step) and seconds (of the whole step).
+        """
+        ...
+
+
+def run(config: Config, options: TrainOptions, view: TrainView) -> int:
+    """Makes the updates that are left of `options.steps`.
+
+    The updates are saved however the run ends, unless a second signal ends the process at once.
+
+    Returns:
+        The process's exit code: 0, or 128 plus the signal's number if SIGINT or SIGTERM stopped it.
+
+    Raises:
+        ConfigError, ModelError: before anything is drawn.
+        TrainingFailedError: most tasks failed.
+        StorageError: the last updates could not be saved.
+        EngineError: the device thread ended, or could not draw.
+    """
+    logging.basicConfig(level=config.server.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    environment(options.environment)  # refuses an unknown name before the model is loaded
+    engine = Engine(config)
+    served = engine.start()
+    assert served.training is not None  # the command's configuration trains
+    try:
+        return asyncio.run(_until_signal(_TrainingRun(config, options, view, engine, served, served.training).run()))
+    finally:
+        engine.stop()
+
+
+async def _until_signal(work: Coroutine[Any, Any, None]) -> int:
+    """Runs `work` and returns the exit code. SIGINT and SIGTERM cancel it. Main thread only."""
+    task, loop = asyncio.ensure_future(work), asyncio.get_running_loop()
+    received: list[int] = []
+
+    def stop(number: int) -> None:
+        if received:
+            _exit_now(128 + number)
+        received.append(number)
+        task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop, number)
+    try:
+        await task
+    except asyncio.CancelledError:
+        if not received:
+            raise
+    return 128 + received[0] if received else 0
+
+
+def _exit_now(code: int) -> NoReturn:
+    """Ends the process at once. Checkpoints are written whole or not at all, so nothing is left half-written."""
+    if sys.stdout.isatty():
+        os.write(sys.stdout.fileno(), _SHOW_CURSOR)
+    os._exit(code)
+
+
+class _TrainingRun:
+    """The steps of one run."""
+
+    def __init__(
+        self,
+        config: Config,
+        options: TrainOptions,
+        view: TrainView,
+        engine: Engine,
+        served: Served,
+        training: TrainingRuntime,
+    ) -> None:
+        self._config = config
+        self._options = options
+        self._view = view
+        self._engine = engine
+        self._served = served
+        self._training = training
+        self._service = training.service
+        self._drawn = self._wanted = 0
+        self._failures = deque[str](maxlen=max(options.prompts_per_step, _MIN_WINDOW))  # "" for a task that succeeded
+
+    async def run(self) -> None:
+        """Makes the steps that are left. The checkpoint of the last one is tagged."""
+        options = self._options
+        try:
+            await self._training.start()
+            await self._service.pause()  # each step makes its own update when its trajectories are scored
+            done, taken = self._progress()
+            rollouts = self._rollouts(await asyncio.to_thread(self._tasks, taken), taken)
+            self._view.started(_facts(self._config, options, self._served), done)
+            for step in range(done + 1, options.steps + 1):
+                self._view.updated(await self._step(rollouts, step))
+                self._check_failures()
+        finally:
+            await self._training.close()
+
+    def _progress(self) -> tuple[int, int]:
+        """The steps made and the tasks taken before the run was resumed."""
+        progress = self._service.progress()
+        return int(progress.get(STEPS, 0)), int(progress.get(TASKS, 0))
+
+    def _tasks(self, taken: int) -> Iterator[Task]:
+        """The environment's tasks after the first `taken`. Raises ConfigError: they cannot be scored."""
+        tasks = environment(self._options.environment).tasks(self._config.rl_training.seed)
+        first = next(tasks)
+        try:
+            ScorerCatalogue().check(first.collection)
+        except InvalidRequestError as error:
+            raise ConfigError(f"environment: {error}") from error
+        return itertools.islice(itertools.chain([first], tasks), taken, None)
+
+    def _rollouts(self, tasks: Iterator[Task], taken: int) -> Rollouts:
+        training, served = self._config.rl_training, self._served
+        assert served.run is not None  # the command's configuration keeps checkpoints
+        settings = RolloutSettings(
+            self._options.group_size,
+            training.max_completion_tokens,
+            seed=training.seed,
+            run=served.run.id,
+            taken=taken,
+        )
+        return Rollouts(served.generate, served.adapters, served.tokenizer, tasks, settings, self._report_rollout)
+
+    async def _step(self, rollouts: Rollouts, step: int) -> UpdateReport:
+        """Makes one update. Its report includes the speed of the whole step."""
+        started, self._drawn, self._wanted = time.monotonic(), 0, 0
+        tokens, drawing, failures = 0, 0.0, 0
+        for _ in range(1 + self._refills):
+            if missing := self._options.prompts_per_step - self._service.status().groups_ready:
+                began = time.monotonic()
+                drawn, unscored = await self._draw(rollouts, missing), self._unscored()
+                drawing += time.monotonic() - began
+                await self._wait_for_rewards()
+                failures += self._count(missing, [*drawn.failures, *[_UNSCORED] * (self._unscored() - unscored)])
+                tokens += drawn.tokens
+        report = await self._service.update(progress={STEPS: step, TASKS: rollouts.taken})
+        speed = {"tokens_per_second": tokens / drawing if drawing else 0.0, "seconds": time.monotonic() - started}
+        report = replace(report, metrics={**report.metrics, **speed, "failed_tasks": float(failures)})
+        return await self._save_tagged(report) if step == self._options.steps and report.step else report
+
+    async def _save_tagged(self, report: UpdateReport) -> UpdateReport:
+        card = await self._service.save(None, None, [FINAL], report.metrics)
+        return replace(report, checkpoint=card.name)
+
+    def _count(self, tasks: int, failures: list[str]) -> int:
+        """Reports the tasks that failed, and returns their number."""
+        for failure in failures:
+            self._view.task_failed(failure)
+        self._failures.extend([""] * (tasks - len(failures)) + failures)
+        return len(failures)
+
+    def _check_failures(self) -> None:
+        """Raises TrainingFailedError: most of the last tasks failed."""
+        failed = [failure for failure in self._failures if failure]
+        if len(self._failures) == self._failures.maxlen and 2 * len(failed) > len(self._failures):
+            raise TrainingFailedError(
+                f"{len(failed)} of the last {len(self._failures)} tasks failed, the last of them with: {failed[-1]}; "
+                "repair the environment and continue with --resume"
+            )
+
+    def _unscored(self) -> int:
+        """Tasks whose answers could not be scored so far."""
+        return self._service.status().drops.get(DropReason.SCORING_FAILED.value, 0) // self._options.group_size
+
+    @property
+    def _refills(self) -> int:
+        """How many times groups without a learning signal are replaced: dapo's dynamic sampling (arXiv 2503.14476)."""
+        return REFILLS if self._config.rl_training.algorithm == "dapo" else 0
+
+    async def _draw(self, rollouts: Rollouts, groups: int) -> DrawResult:
+        """Draws groups from the live version."""
+        self._wanted += groups * self._options.group_size
+        self._report_rollout(0)
+        return await rollouts.draw(groups, str(self._service.status().current or BASE_ADAPTER.name))
+
+    async def _wait_for_rewards(self) -> None:
+        """Returns when every trajectory has its reward.
+
+        Raises:
+            EngineDeadError: the device thread has stopped.
+        """
+        while self._service.status().trajectories_waiting:
+            if not self._engine.processor.stats().alive:
+                raise EngineDeadError("the device thread has stopped")
+            await asyncio.sleep(_POLL_S)
+
+    def _report_rollout(self, ended: int) -> None:
+        self._drawn += ended
+        self._view.rollout(self._drawn, self._wanted)
+
+
+def _facts(config: Config, options: TrainOptions, served: Served) -> Mapping[str, str]:
+    training, model = config.rl_training, config.model
+    return {
+        "model": f"{served.card.name}, {served.card.parameters / 1e6:,.0f}M parameters",
+        "environment": options.environment,
+        "adapter": f"{config.adapters.default_adapter}, rank {model.lora_rank}, alpha {model.lora_alpha:g}, "
+        f"{', '.join(model.lora_target_modules)}",
+        "update": f"{training.algorithm}, {options.prompts_per_step} prompts x {options.group_size} samples, "
+        f"learning rate {training.optimizer.learning_rate:g}",
+        "checkpoints": checkpoints_text(served.run),
+    }

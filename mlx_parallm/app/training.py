@@ -1,0 +1,116 @@
+"""Builds the trainer of the served model, and the service that publishes the versions it makes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlx_parallm.adapters.bank import AdapterBank
+from mlx_parallm.adapters.library import AdapterLibrary
+from mlx_parallm.adapters.service import AdapterService
+from mlx_parallm.adapters.store import AdapterStore
+from mlx_parallm.config import Config
+from mlx_parallm.core import AdapterRef, EngineClient, TextTokenizer
+from mlx_parallm.engine.processor import ContinuousBatchProcessor
+from mlx_parallm.model.hooks import install_hook
+from mlx_parallm.model.manager import SharedModelManager
+from mlx_parallm.rl.collect.log import TrajectoryLog
+from mlx_parallm.rl.gate import Evaluation, read_prompts
+from mlx_parallm.rl.learn.learner import Learner
+from mlx_parallm.rl.learn.model import TrainableModel
+from mlx_parallm.rl.learn.policy import PolicySnapshot
+from mlx_parallm.rl.learn.trainer import GRPOTrainer
+from mlx_parallm.rl.publisher import Publisher
+from mlx_parallm.rl.scoring.service import ScorerCatalogue, ScoringService
+from mlx_parallm.rl.service import TrainingParts, TrainingService
+
+
+def build_trainer(manager: SharedModelManager, bank: AdapterBank, config: Config) -> GRPOTrainer | None:
+    """The trainer, which holds no array of its own; None if training is off. On the device thread.
+
+    Raises:
+        UnsupportedModelError: the model cannot be trained.
+    """
+    if not config.rl_training.enabled:
+        return None
+    training = config.rl_training.resolved(float32=manager.kv_layout.dtype == mx.float32)
+    model = TrainableModel(manager.model, bank, install_hook(manager.model), training.gradient_checkpointing)
+    return GRPOTrainer(model, training, config.model)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingRuntime:
+    """The service that collects and learns, and its parts.
+
+    `routed`: `adapters.serve` says what serves requests that name no adapter, so `start` leaves the route as it is.
+    """
+
+    service: TrainingService
+    scorers: ScoringService
+    publisher: Publisher
+    default_adapter: str
+    routed: bool
+
+    async def start(self) -> None:
+        """Trains the default adapter. Requests that name no adapter go to it once it has a version.
+
+        Raises:
+            InvalidRequestError, ConflictError: its live version cannot be trained with this configuration.
+        """
+        await self.service.start_adapter(self.default_adapter)
+        if not self.routed:
+            self.publisher.serve_default()
+
+    async def close(self) -> None:
+        try:
+            await self.service.close()
+        finally:
+            await self.scorers.close()
+
+
+def build_training(
+    processor: ContinuousBatchProcessor,
+    trainer: GRPOTrainer,
+    adapters: AdapterService,
+    store: AdapterStore,
+    library: AdapterLibrary,
+    tokenizer: TextTokenizer,
+    config: Config,
+) -> TrainingRuntime:
+    """The service that learns from collected trajectories, with its scorers.
+
+    Raises:
+        ConfigError: the evaluation prompts cannot be used.
+    """
+    assert library.checkpoints is not None  # a server that trains has a run
+    learner = Learner(processor, trainer)
+    publisher = Publisher(adapters, store.registry, learner, library.checkpoints)
+    training, default = trainer.config, config.adapters.default_adapter
+    scorers = ScoringService(training.scoring_processes, training.scoring_batch_size, training.scoring_timeout_s)
+
+    async def policy_of(ref: AdapterRef) -> PolicySnapshot:
+        return PolicySnapshot((await publisher.weights(str(ref)))[1], {}, 0)
+
+    parts = TrainingParts(
+        learner=learner,
+        publisher=publisher,
+        scorers=scorers,
+        config=training,
+        checkpointing=config.checkpointing,
+        evaluate=_evaluation(processor, tokenizer, scorers, config),
+        policy_of=policy_of,
+        log=TrajectoryLog(training.trajectory_log) if training.trajectory_log else None,
+    )
+    service = TrainingService(parts, default)
+    return TrainingRuntime(service, scorers, publisher, default, routed=config.adapters.serve is not None)
+
+
+def _evaluation(
+    engine: EngineClient, tokenizer: TextTokenizer, scorers: ScoringService, config: Config
+) -> Evaluation | None:
+    gate = config.rl_training.gate
+    if gate.eval_prompts is None or gate.eval_floor is None:
+        return None
+    prompts = read_prompts(gate.eval_prompts, tokenizer, ScorerCatalogue().check)
+    return Evaluation(engine, scorers, prompts, gate.eval_floor, config.rl_training.max_completion_tokens)

@@ -1,0 +1,252 @@
+"""Draws one token for every row of a batch in one vectorised pass, with each row's own options.
+
+    raw logits ─ penalties ─ logit_bias, min_tokens ─ grammar ─┬─ argmax ──────────────────────────────┬─ tokens
+                                                               └─ temperature ─ filters ─ inverse CDF ─┘
+    raw logits ─ logprobs, top logprobs
+
+`plan_sampling` reads the options once per batch composition, and leaves out the stages that no row uses. `sample` only
+builds a lazy graph: it evaluates nothing and reads nothing back, so the next step can be launched before this step's
+tokens are known. The exception is a row with a grammar, whose mask depends on the token before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_parallm.batch.filters import Filters
+from mlx_parallm.batch.logit_stages import LogitEdit, LogitEdits, Penalties, TokenCounts, TokenMasks, has_penalties
+from mlx_parallm.batch.rowwise import (
+    RowSubset,
+    draw,
+    exp,
+    log_normaliser,
+    streams,
+    token_logprobs,
+    top_logprobs,
+    uniforms,
+)
+from mlx_parallm.core import GrammarState, SamplingParams
+
+COLDEST = 1e-5
+"""Temperatures below this are greedy (vLLM's limit)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowSampling:
+    """The sampling options and state of one row, which the row keeps until it ends.
+
+    Attributes:
+        params: with the row's own seed.
+        end_ids: tokens that cannot be drawn while the row has generated fewer than `min_tokens`.
+        sampling_logprobs: return the logprobs of the distribution that draws the tokens.
+        counts: exists if `has_penalties(params)`. `sample` adds the tokens that it draws.
+        grammar: its state, which accepts each token after the token has been read back.
+    """
+
+    params: SamplingParams
+    min_tokens: int = 0
+    end_ids: tuple[int, ...] = ()
+    sampling_logprobs: bool = False
+    counts: TokenCounts | None = None
+    grammar: GrammarState | None = None
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the argmax is drawn. top_k = 1 counts as greedy, so the first of several best tokens is drawn."""
+        return self.params.temperature < COLDEST or self.params.top_k == 1
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnRows:
+    """The D rows of a batch that are not greedy.
+
+    `numbers`: their numbers in the batch, [D]. `starts`: the starts of their random streams, [D]. `temperature`: fp32
+    [D, 1]. `filters`: None if none of them filters.
+    """
+
+    rows: RowSubset
+    numbers: NDArray[np.int64]
+    starts: NDArray[np.uint64]
+    temperature: mx.array
+    filters: Filters | None
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingPlan:
+    """The stages of one batch composition; None for a stage that no row uses. Valid until a row joins or leaves.
+
+    With `masks`, a step can be sampled only after the tokens of the step before have been read back.
+    """
+
+    rows: int
+    penalties: Penalties | None
+    edits: LogitEdits | None
+    masks: TokenMasks | None
+    drawn: DrawnRows | None
+    sampling_logprobs: bool
+    logprobs: RowSubset | None
+    any_top: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One step's result: lazy arrays with R rows in the plan's order.
+
+    Attributes:
+        tokens: uint32 [R].
+        logprobs: fp32 [R], of the drawn token under the raw model. NaN in rows without logprobs.
+        sampling_logprobs: fp32 [R], of the drawn token under the distribution that drew it (after penalties, bias,
+            temperature and filters). 0 in greedy rows, which draw their token with certainty.
+        top_ids, top_logprobs: int32 and fp32 [R, K], the raw model's best tokens, best first. A row uses the first
+            `params.top_logprobs` of them. 0 and NaN in rows without logprobs.
+    """
+
+    tokens: mx.array
+    logprobs: mx.array | None = None
+    sampling_logprobs: mx.array | None = None
+    top_ids: mx.array | None = None
+    top_logprobs: mx.array | None = None
+
+    def arrays(self) -> list[mx.array]:
+        """The arrays that exist, for `mx.async_eval`."""
+        every = (self.tokens, self.logprobs, self.sampling_logprobs, self.top_ids, self.top_logprobs)
+        return [array for array in every if array is not None]
+
+
+def plan_sampling(rows: Sequence[RowSampling], vocab_size: int) -> SamplingPlan:
+    """The stages that these rows need. The rows are in the order of the logits' rows."""
+    with_logprobs = [i for i, row in enumerate(rows) if row.params.top_logprobs is not None]
+    return SamplingPlan(
+        rows=len(rows),
+        penalties=_plan_penalties(rows),
+        edits=_plan_edits(rows),
+        masks=_plan_masks(rows, vocab_size),
+        drawn=_plan_drawn(rows, vocab_size),
+        sampling_logprobs=any(row.sampling_logprobs for row in rows),
+        logprobs=RowSubset.of(with_logprobs, len(rows)) if with_logprobs else None,
+        any_top=any(row.params.top_logprobs for row in rows),
+    )
+
+
+def sample(logits: mx.array, plan: SamplingPlan, positions: Sequence[int]) -> Sampled:
+    """Draws the next token of every row.
+
+    Args:
+        logits: the model's own, [R, V], any float dtype.
+        plan: for these rows, in this order.
+        positions: tokens that each row has generated so far, [R]. Tokens of launched steps count.
+
+    Raises:
+        ValueError: plan, logits and positions disagree in the number of rows.
+    """
+    if len(positions) != plan.rows or logits.shape[0] != plan.rows:
+        raise ValueError(f"a plan of {plan.rows} rows got {len(positions)} positions and logits {logits.shape}")
+    at = np.asarray(positions, np.int64)
+    raw = logits.astype(mx.float32)
+    tokens, sampling_logprobs = _choose(_edited(raw, plan, at), plan, at)
+    if plan.penalties is not None:
+        plan.penalties.count(tokens)
+    logprobs, top_ids, best = _raw_logprobs(raw, tokens, plan)
+    return Sampled(tokens, logprobs, sampling_logprobs, top_ids, best)
+
+
+def _plan_penalties(rows: Sequence[RowSampling]) -> Penalties | None:
+    chosen = [i for i, row in enumerate(rows) if has_penalties(row.params)]
+    counts = [rows[i].counts for i in chosen]
+    known = [each for each in counts if each is not None]
+    if len(known) < len(counts):
+        raise ValueError("a row with penalties needs TokenCounts")
+    return Penalties([rows[i].params for i in chosen], known, chosen, len(rows)) if chosen else None
+
+
+def _plan_edits(rows: Sequence[RowSampling]) -> LogitEdits | None:
+    edits = [LogitEdit(i, token, value) for i, row in enumerate(rows) for token, value in row.params.logit_bias]
+    edits += [
+        LogitEdit(i, token, -float("inf"), until=row.min_tokens)
+        for i, row in enumerate(rows)
+        if row.min_tokens > 0
+        for token in row.end_ids
+    ]
+    return LogitEdits(edits) if edits else None
+
+
+def _plan_masks(rows: Sequence[RowSampling], vocab_size: int) -> TokenMasks | None:
+    states = {i: row.grammar for i, row in enumerate(rows) if row.grammar is not None}
+    return TokenMasks(list(states.values()), list(states), len(rows), vocab_size) if states else None
+
+
+def _plan_drawn(rows: Sequence[RowSampling], vocab_size: int) -> DrawnRows | None:
+    numbers = [i for i, row in enumerate(rows) if not row.is_greedy]
+    if not numbers:
+        return None
+    params = [rows[i].params for i in numbers]
+    return DrawnRows(
+        rows=RowSubset.of(numbers, len(rows)),
+        numbers=np.array(numbers, np.int64),
+        starts=streams([each.seed for each in params]),
+        temperature=mx.array([[each.temperature] for each in params], mx.float32),
+        filters=Filters.of(params, vocab_size),
+    )
+
+
+def _edited(logits: mx.array, plan: SamplingPlan, positions: NDArray[np.int64]) -> mx.array:
+    if plan.penalties is not None:
+        logits = plan.penalties.apply(logits)
+    if plan.edits is not None:
+        logits = plan.edits.apply(logits, positions)
+    if plan.masks is not None:
+        logits = plan.masks.apply(logits)
+    return logits
+
+
+def _choose(logits: mx.array, plan: SamplingPlan, positions: NDArray[np.int64]) -> tuple[mx.array, mx.array | None]:
+    """Tokens [R], and their sampling logprobs [R] if requested. In drawn rows, the argmax gives the maximum."""
+    best = logits.argmax(-1, keepdims=True)
+    tokens = best.squeeze(-1)
+    logprobs = mx.zeros(tokens.shape, mx.float32) if plan.sampling_logprobs else None
+    if plan.drawn is None:
+        return tokens, logprobs
+    rows = plan.drawn.rows
+    peak = mx.take_along_axis(logits, best, -1)
+    drawn, drawn_logprobs = _draw(rows.take(logits), rows.take(peak), plan.drawn, positions)
+    if logprobs is not None:
+        logprobs = rows.put(drawn_logprobs, logprobs)
+    return rows.put(drawn, tokens), logprobs
+
+
+def _draw(
+    logits: mx.array, peak: mx.array, drawn: DrawnRows, positions: NDArray[np.int64]
+) -> tuple[mx.array, mx.array]:
+    """Logits [D, V] and their row maxima [D, 1] → tokens [D], and logprobs [D] under the distribution drawn from."""
+    scaled = (logits - peak) / drawn.temperature
+    weights = exp(scaled)
+    if drawn.filters is not None:
+        weights = drawn.filters.apply(weights)
+    u = mx.array(uniforms(drawn.starts, positions[drawn.numbers]))
+    tokens, total = draw(weights, u[:, None])
+    return tokens, mx.take_along_axis(scaled, tokens[:, None], -1).squeeze(-1) - mx.log(total)
+
+
+def _raw_logprobs(raw: mx.array, tokens: mx.array, plan: SamplingPlan) -> tuple[mx.array | None, ...]:
+    """Raw-model logprobs of the drawn tokens [R], and the best ids and their logprobs [R, K]; None if not needed."""
+    if plan.logprobs is None:
+        return None, None, None
+    logits, rows = plan.logprobs.take(raw), plan.logprobs
+    normaliser = log_normaliser(logits)
+    found = rows.put(
+        token_logprobs(logits, rows.take(tokens), normaliser), mx.full((plan.rows,), float("nan"), mx.float32)
+    )
+    if not plan.any_top:
+        return found, None, None
+    ids, best = top_logprobs(logits, normaliser)
+    shape = (plan.rows, ids.shape[-1])
+    return (
+        found,
+        rows.put(ids, mx.zeros(shape, mx.int32)),
+        rows.put(best, mx.full(shape, float("nan"), mx.float32)),
+    )

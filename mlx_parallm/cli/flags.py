@@ -1,0 +1,148 @@
+"""The flags for settings. Each names the configuration key that it sets; its help comes from that key."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from mlx_parallm.config import KEYS, Config, Key, Setting
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """`metavar` is the name of the value in the help. A flag without one takes no value and has a --no- form.
+
+    `several`: the flag takes several values, and may be given several times, as in vLLM.
+    """
+
+    name: str
+    path: str
+    metavar: str = ""
+    several: bool = False
+
+    @property
+    def key(self) -> Key:
+        return KEYS[self.path]
+
+    @property
+    def help(self) -> str:
+        text = f"{self.key.description} Default: {self.key.default_text}. [{self.key.env_name}]"
+        return text.replace("%", "%%")
+
+
+TRAIN_ONLY = frozenset({"rl_training.environment", "rl_training.max_completion_tokens"})
+"""Keys whose flags only `mlx_parallm_train` has."""
+
+FLAGS = (
+    Flag("--model-path", "model.base_model_path", "DIR_OR_HUB_ID"),
+    Flag("--max-model-len", "model.max_model_len", "TOKENS"),
+    Flag("--lora-rank", "model.lora_rank", "RANK"),
+    Flag("--lora-alpha", "model.lora_alpha", "NUMBER"),
+    Flag("--lora-target-modules", "model.lora_target_modules", "NAME,NAME"),
+    Flag("--trust-remote-code", "model.trust_remote_code"),
+    Flag("--allow-special-tokens", "model.allow_special_tokens"),
+    Flag("--served-model-name", "server.served_model_name", "NAME", several=True),
+    Flag("--host", "server.host", "ADDRESS"),
+    Flag("--port", "server.port", "PORT"),
+    Flag("--mode", "server.mode", "MODE"),
+    Flag("--max-batch-size", "server.max_batch_size", "ROWS"),
+    Flag("--max-batched-tokens", "server.max_batched_tokens", "TOKENS"),
+    Flag("--max-queued", "server.max_queued", "SEQUENCES"),
+    Flag("--kv-cache-memory", "server.kv_cache_memory", "SIZE"),
+    Flag("--mlx-memory-limit", "server.mlx_memory_limit", "SIZE"),
+    Flag("--mlx-cache-limit", "server.mlx_cache_limit", "SIZE"),
+    Flag("--max-decode-stall-ms", "server.max_decode_stall_ms", "MILLISECONDS"),
+    Flag("--api-key", "server.api_key", "KEY"),
+    Flag("--strict-fields", "server.strict_fields"),
+    Flag("--allowed-hosts", "server.allowed_hosts", "NAME,NAME"),
+    Flag("--cors-origins", "server.cors_origins", "ORIGIN,ORIGIN"),
+    Flag("--shutdown-timeout", "server.shutdown_timeout", "SECONDS"),
+    Flag("--log-level", "server.log_level", "LEVEL"),
+    Flag("--access-log", "server.access_log", "BOOL"),
+    Flag("--adapter-dir", "adapters.adapter_dir", "DIR"),
+    Flag("--allowed-adapter-roots", "adapters.allowed_adapter_roots", "DIR,DIR"),
+    Flag("--max-loras", "adapters.max_loras", "VERSIONS"),
+    Flag("--max-cpu-loras", "adapters.max_cpu_loras", "VERSIONS"),
+    Flag("--max-lora-rank", "adapters.max_lora_rank", "RANK"),
+    Flag("--default-adapter", "adapters.default_adapter", "NAME"),
+    Flag("--serve-adapter", "adapters.serve", "NAME_OR_CHECKPOINT"),
+    Flag("--checkpoint-dir", "checkpointing.checkpoint_dir", "DIR"),
+    Flag("--checkpoint-interval", "checkpointing.interval", "UPDATES"),
+    Flag("--checkpoint-minutes", "checkpointing.minutes", "MINUTES"),
+    Flag("--resume", "checkpointing.resume"),
+    Flag("--keep-n-checkpoints", "checkpointing.keep_n_checkpoints", "CHECKPOINTS"),
+    Flag("--enable-rl-training", "rl_training.enabled"),
+    Flag("--rl-algorithm", "rl_training.algorithm", "NAME"),
+    Flag("--learning-rate", "rl_training.optimizer.learning_rate", "NUMBER"),
+    Flag("--kl-coef", "rl_training.loss.kl_coef", "NUMBER"),
+    Flag("--update-frequency", "rl_training.update_frequency", "TRAJECTORIES"),
+    Flag("--max-staleness", "rl_training.max_staleness", "VERSIONS"),
+    Flag("--training-time-share", "rl_training.training_time_share", "SHARE"),
+    Flag("--micro-batch-tokens", "rl_training.micro_batch_tokens", "TOKENS"),
+    Flag("--trajectory-buffer-size", "rl_training.trajectory_buffer_size", "TRAJECTORIES"),
+    Flag("--trajectory-log", "rl_training.trajectory_log", "FILE"),
+    Flag("--environment", "rl_training.environment", "NAME"),
+    Flag("--max-tokens", "rl_training.max_completion_tokens", "TOKENS"),
+    Flag("--atropos-url", "rl_training.atropos_url", "URL"),
+    Flag("--seed", "rl_training.seed", "SEED"),
+    Flag("--debug", "debug.check_when_idle"),
+    Flag("--debug-trace", "debug.trace", "FILE"),
+)
+"""In the order of the help, which has a group for each section of the configuration."""
+
+_SEVERAL_NODES = "Not available in this version: several nodes with one model."
+
+_PRECEDENCE = (
+    "A flag takes precedence over its environment variable (in brackets), the variable over the file given with "
+    "--config, and the file over the default."
+)
+
+
+def add_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
+    """Adds --config, --print-config and every flag whose key is not in `without`."""
+    parser.usage = "%(prog)s [flags]"  # argparse would list all of them
+    sources = parser.add_argument_group("settings", _PRECEDENCE)
+    sources.add_argument("--config", type=Path, metavar="FILE", help="A yaml file such as server_config.yaml.")
+    sources.add_argument(
+        "--print-config", action="store_true", help="Print the resolved configuration with secrets masked, and exit."
+    )
+    for name in ("--connect-to", "--share-model"):
+        parser.add_argument(name, nargs="?", action=_RefuseSeveralNodes, help=_SEVERAL_NODES)
+    for section, flags in groupby(FLAGS, key=lambda flag: flag.path.partition(".")[0]):
+        group = parser.add_argument_group(section, Config.model_fields[section].annotation.__doc__)
+        for flag in flags:
+            if flag.path not in without:
+                group.add_argument(flag.name, dest=flag.path, default=None, help=flag.help, **_value_options(flag))
+
+
+class _RefuseSeveralNodes(argparse.Action):
+    """Refuses a flag of a server that spans several nodes."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        parser.error(
+            f"{self.option_strings[0]}: not available in this version: several nodes with one model; one process "
+            "serves and trains: mlx_parallm_serve --enable-rl-training"
+        )
+
+
+def settings(args: argparse.Namespace) -> dict[str, Setting]:
+    """The settings of the flags that were given, by key path. Values stay text until the configuration checks them."""
+    given = vars(args)
+    return {
+        flag.path: Setting(_text(value), flag.name) for flag in FLAGS if (value := given.get(flag.path)) is not None
+    }
+
+
+def _text(value: object) -> object:
+    """Several values of one flag as one text, as in the environment; any other value unchanged."""
+    return ",".join(value) if isinstance(value, list) else value
+
+
+def _value_options(flag: Flag) -> dict[str, Any]:
+    if not flag.metavar:
+        return {"action": argparse.BooleanOptionalAction}
+    return {"metavar": flag.metavar, **({"nargs": "+", "action": "extend"} if flag.several else {})}

@@ -1,0 +1,182 @@
+"""The train command: its arguments, and a run whose updates are shown on the screen and kept in files."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mlx_parallm.cli.flags import add_flags, settings
+from mlx_parallm.cli.train_files import UpdateLog, draw_curves
+from mlx_parallm.cli.train_view import RichTrainView, summary
+from mlx_parallm.config import Config, Mode, Resolved, Setting, render, resolve
+from mlx_parallm.core import UpdateReport
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.extras import PLOTS
+
+if TYPE_CHECKING:  # imports MLX
+    from mlx_parallm.app.train import TrainOptions, TrainView
+
+_FIXED = {
+    "server.mode": Setting(Mode.TRAINING_ONLY.value, "mlx_parallm_train"),
+    "rl_training.enabled": Setting(True, "mlx_parallm_train"),
+}
+_HTTP = ("host", "port", "max_queued", "api_key", "allowed_hosts", "cors_origins", "served_model_name")
+_WITHOUT_FLAGS = frozenset(
+    (
+        *_FIXED,
+        *(f"server.{name}" for name in (*_HTTP, "shutdown_timeout")),
+        *("adapters.serve", "adapters.allowed_adapter_roots", "rl_training.update_frequency"),
+    )
+)
+"""Keys that have no effect on a training run."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of a run, and the flags of all settings that have an effect on it."""
+    group = parser.add_argument_group("run")
+    add = group.add_argument
+    steps = "Required. Number of updates of the whole run. A resumed run makes those that are left."
+    add("--steps", type=_at_least(1), metavar="N", help=steps)
+    add("--group-size", type=_at_least(2), default=8, metavar="N", help="Samples of each prompt. Default: %(default)s.")
+    add(
+        "--prompts-per-step",
+        type=_at_least(1),
+        default=4,
+        metavar="N",
+        help="Prompts for each update. Default: %(default)s.",
+    )
+    add(
+        "--log",
+        type=Path,
+        default=Path("training.jsonl"),
+        metavar="FILE",
+        help="JSONL file to which a line is appended for each update. Default: %(default)s.",
+    )
+    add(
+        "--plot",
+        type=Path,
+        default=Path("training.png"),
+        metavar="FILE",
+        help="PNG of the curves, written at the end. An older file is overwritten. Default: %(default)s.",
+    )
+    add_flags(parser, without=_WITHOUT_FLAGS)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trains as the arguments say.
+
+    Raises:
+        ConfigError: an argument or a setting is missing, or cannot be used.
+        ParaLLMError: the run failed; see `app.train.run`.
+    """
+    resolved = _resolve(args)
+    if args.print_config:
+        print(render(resolved), end="")
+        return 0
+    environment = _check_required(args, resolved.config)
+    _check_writable(args.plot)
+    if not PLOTS.installed:
+        print(f"WARNING: no curves will be drawn: {PLOTS.missing}", file=sys.stderr)
+    from mlx_parallm.app.train import TrainOptions
+
+    options = TrainOptions(environment, args.steps, args.group_size, args.prompts_per_step)
+    with UpdateLog(args.log) as log:
+        return _train(resolved.config, options, log, args.plot)
+
+
+def _resolve(args: argparse.Namespace) -> Resolved:
+    trajectories = Setting(args.group_size * args.prompts_per_step, "--group-size and --prompts-per-step")
+    fixed = {**_FIXED, "rl_training.update_frequency": trajectories}
+    return resolve(settings(args) | fixed, os.environ, args.config)
+
+
+def _check_required(args: argparse.Namespace, config: Config) -> str:
+    """The environment's name. Raises ConfigError: a required argument is missing."""
+    environment = config.rl_training.environment
+    problems = []
+    if environment is None:
+        problems.append("--environment: name what to train on, such as reasoning_gym:leg_counting")
+    if args.steps is None:
+        problems.append("--steps: say how many updates to make")
+    if problems or environment is None:
+        raise ConfigError("\n".join(problems))
+    return environment
+
+
+def _check_writable(plot: Path) -> None:
+    """Raises ConfigError before hours of training, not after, if the plot cannot be written."""
+    if plot.is_dir() or not os.access(plot.parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"--plot: {plot} cannot be written: name a file in a folder that is there and writable")
+
+
+def _train(config: Config, options: TrainOptions, log: UpdateLog, plot: Path) -> int:
+    """Runs the training. The curves are drawn even if the run fails or is interrupted."""
+    from mlx_parallm.app.train import run as run_training
+
+    view = RichTrainView(options.steps)
+    recorder = _Recorder(view, log)
+    try:
+        with view:
+            return run_training(config, options, recorder)
+    finally:
+        if recorder.reports:
+            _finish(recorder, options.environment, log.path, plot)
+
+
+def _finish(recorder: _Recorder, title: str, log: Path, plot: Path) -> None:
+    print(summary(recorder.reports))
+    if "checkpoints" in recorder.facts:
+        print(f"checkpoints in {recorder.facts['checkpoints']}")
+    print(f"updates in {log}")
+    if not PLOTS.installed:
+        return
+    try:
+        draw_curves(recorder.reports, plot, title)
+    except OSError as error:
+        print(f"WARNING: {plot} could not be written: {error.strerror}", file=sys.stderr)
+    else:
+        print(f"curves in {plot}")
+
+
+class _Recorder:
+    """Implements `app.train.TrainView`: passes everything to another view, and keeps the updates in memory and in the
+    log."""
+
+    def __init__(self, view: TrainView, log: UpdateLog) -> None:
+        self._view = view
+        self._log = log
+        self.reports: list[UpdateReport] = []
+        self.facts: Mapping[str, str] = {}
+        self._steps_before = 0
+        self._failures: list[str] = []
+
+    def started(self, facts: Mapping[str, str], steps_done: int) -> None:
+        self.facts, self._steps_before = facts, steps_done
+        self._view.started(facts, steps_done)
+
+    def rollout(self, done: int, wanted: int) -> None:
+        self._view.rollout(done, wanted)
+
+    def task_failed(self, reason: str) -> None:
+        self._failures.append(reason)
+        self._view.task_failed(reason)
+
+    def updated(self, report: UpdateReport) -> None:
+        self.reports.append(report)
+        self._log.write(self._steps_before + len(self.reports), report, self._failures)
+        self._failures = []
+        self._view.updated(report)
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.isascii() or not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be a whole number, {least} at least, got {text!r}")
+        return int(text)
+
+    return parse

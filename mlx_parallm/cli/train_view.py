@@ -1,0 +1,142 @@
+"""A training run on the screen: a table with a line for each update, and progress bars on a terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self, TextIO
+
+from mlx_parallm.core import UpdateReport
+
+_MISSING = "-"
+_GAP = "  "
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A metric in the table: its heading, the width of its cells, and the format of its number."""
+
+    title: str
+    metric: str
+    width: int
+    form: str
+
+
+_COLUMNS = (
+    Column("loss", "loss", 8, "+.4f"),
+    Column("KL", "kl", 6, ".4f"),
+    Column("entropy", "entropy", 7, ".3f"),
+    Column("clip", "clip_fraction", 5, ".3f"),
+    Column("tok/s", "tokens_per_second", 6, ".0f"),
+    Column("seconds", "seconds", 7, ".1f"),
+)
+_STEP_WIDTH, _REWARD_WIDTH = 9, 15
+
+
+class RichTrainView:
+    """Implements `app.train.TrainView`: writes to `stream` (default: stdout), with styles and progress bars on a
+    terminal and plain lines elsewhere.
+
+    A context manager. While it is entered on a terminal, everything else that is printed appears above the bars.
+    """
+
+    def __init__(self, steps: int, stream: TextIO | None = None) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self._steps = steps
+        self._console = Console(file=stream or sys.stdout, highlight=False)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._progress = Progress(*columns, console=self._console, disable=not self._console.is_terminal)
+        self._updates = self._progress.add_task("updates", total=steps)
+        self._rollout = self._progress.add_task("rollout", total=None)
+        self._steps_done = 0
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def started(self, facts: Mapping[str, str], steps_done: int) -> None:
+        self._steps_done = steps_done
+        self._progress.update(self._updates, completed=steps_done)
+        width = max(map(len, facts), default=0)
+        for name, fact in facts.items():
+            self._print(f"{name:<{width}}  {fact}")
+        self._print("")
+        if steps_done:
+            rest = f"{self._steps - steps_done} are left" if self._steps > steps_done else "raise --steps to continue"
+            self._print(f"{steps_done} of {self._steps} steps were made before; {rest}")
+        self._print(heading(), "bold")
+
+    def rollout(self, done: int, wanted: int) -> None:
+        self._progress.update(self._rollout, completed=done, total=wanted)
+
+    def task_failed(self, reason: str) -> None:
+        self._print(f"FAILED {reason}", "red")
+
+    def updated(self, report: UpdateReport) -> None:
+        self._steps_done += 1
+        style = {"held": "yellow", "skipped": "yellow"}.get(report.status, "")
+        self._print(line(self._steps_done, self._steps, report), style)
+        self._progress.update(self._updates, completed=self._steps_done)
+
+    def _print(self, text: str, style: str = "") -> None:
+        from rich.text import Text
+
+        self._console.print(Text(text, style=style), soft_wrap=True)
+
+
+# -- the table -----------------------------------------------------------------------------------
+
+
+def heading() -> str:
+    """The first line of the table."""
+    titles = [f"{column.title:>{column.width}}" for column in _COLUMNS]
+    return _GAP.join([f"{'step':>{_STEP_WIDTH}}", f"{'reward':>{_REWARD_WIDTH}}", *titles, "result"])
+
+
+def line(step: int, steps: int, report: UpdateReport) -> str:
+    """The table's line for step `step` of `steps`. Metrics that the report lacks are dashes."""
+    cells = [f"{_number(report, column.metric, column.form):>{column.width}}" for column in _COLUMNS]
+    step_cell = f"{f'{step}/{steps}':>{_STEP_WIDTH}}"
+    return _GAP.join([step_cell, f"{_reward(report):>{_REWARD_WIDTH}}", *cells, _result(report)])
+
+
+def summary(reports: Sequence[UpdateReport]) -> str:
+    """A run in one sentence: the updates by status, the first and last mean reward, and the live version."""
+    counts = Counter(report.status for report in reports)
+    parts = [", ".join(f"{count} {status}" for status, count in counts.items()) or "no update was made"]
+    if rewards := [mean for report in reports if (mean := report.metrics.get("reward_mean")) is not None]:
+        parts.append(f"mean reward {rewards[0]:.3f} in the first, {rewards[-1]:.3f} in the last")
+    if versions := [report.adapter for report in reports if _is_live(report)]:
+        parts.append(f"{versions[-1]} is live")
+    return "; ".join(parts)
+
+
+def _is_live(report: UpdateReport) -> bool:
+    return report.status == "published" and report.adapter is not None
+
+
+def _number(report: UpdateReport, metric: str, form: str) -> str:
+    value = report.metrics.get(metric)
+    return _MISSING if value is None else format(value, form)
+
+
+def _reward(report: UpdateReport) -> str:
+    mean, deviation = (_number(report, f"reward_{part}", ".3f") for part in ("mean", "std"))
+    return _MISSING if mean == _MISSING else f"{mean} ± {deviation}"
+
+
+def _result(report: UpdateReport) -> str:
+    """The version that went live, or the reason why none did; and the checkpoint, if one was saved."""
+    result = str(report.adapter) if _is_live(report) else report.status
+    reason = f": {report.reason}" if report.reason else ""
+    return f"{result}{reason}" + (f", {report.checkpoint}" if report.checkpoint else "")

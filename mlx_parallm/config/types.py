@@ -1,0 +1,173 @@
+"""Building blocks of the configuration: the base class of every section, the field types, and byte sizes.
+
+Each field type reads a yaml value as well as the text of a flag or an environment variable.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, SecretStr
+
+AUTO = "auto"
+_DECIMAL_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_BINARY_UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_BYTES_PER_UNIT = _DECIMAL_UNITS | _BINARY_UNITS
+_LONGEST_UNITS = ("TiB", "TB", "GiB", "GB", "MiB", "MB")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", re.ASCII)
+_PLAIN_NAME = r"(?!\.)[A-Za-z0-9._-]{1,64}"
+_RESERVED_NAME = re.compile(r"base|base-model|latest|best|route|rollback|checkpoint-[0-9]+")
+
+
+class Section(BaseModel):
+    """Base class of the configuration's sections: frozen, and unknown keys are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+# -- byte sizes ----------------------------------------------------------------------------------
+
+
+def parse_bytes(value: object) -> int:
+    """Bytes from a whole number, or from text such as `4GB` (4 · 10^9) or `1.5 GiB` (1.5 · 2^30), in any case.
+
+    Raises:
+        ValueError: the value is not a size, or is less than one byte.
+    """
+    text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    match = _SIZE.fullmatch(text.strip()) if isinstance(text, str) else None
+    unit = _BYTES_PER_UNIT.get(match[2].upper() or "B") if match else None
+    if match is None or unit is None:
+        raise ValueError("must be a size in bytes such as 4GB, 512MiB or 1048576")
+    size = int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
+    if size < 1:
+        raise ValueError("must be at least one byte")
+    return size
+
+
+def exact_bytes(size: int) -> int | str:
+    """The shortest text (or number) that `parse_bytes` reads back as exactly `size`."""
+    units = ((name, _BYTES_PER_UNIT[name.upper()]) for name in _LONGEST_UNITS)
+    return next((f"{size // unit}{name}" for name, unit in units if size and size % unit == 0), size)
+
+
+def human_bytes(size: int) -> str:
+    """The size rounded for people: `257.0 MiB`."""
+    amount = float(size)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if amount < 1024:
+            return f"{amount:.1f} {unit}" if unit != "B" else f"{size} B"
+        amount /= 1024
+    return f"{amount:.1f} TiB"
+
+
+def _parse_auto_bytes(value: object) -> int | None:
+    return None if value is None or value == AUTO else parse_bytes(value)
+
+
+# -- network addresses ---------------------------------------------------------------------------
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can connect to `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def _check_host(host: str) -> str:
+    if ":" in host:
+        try:
+            ipaddress.IPv6Address(host)
+        except ValueError:
+            raise ValueError("must be a host name or an address, without http:// and port") from None
+    return host
+
+
+def _check_origin(origin: str) -> str:
+    parts = urlsplit(origin)
+    if origin != "*" and (not parts.netloc or f"{parts.scheme}://{parts.netloc}" != origin):
+        raise ValueError("must be '*' or an origin such as https://example.org:8080, without a path")
+    return origin
+
+
+def _check_api_key(key: SecretStr) -> SecretStr:
+    text = key.get_secret_value()
+    if not text or any(not "!" <= character <= "~" for character in text):
+        raise ValueError("must be visible ASCII characters without spaces, or be left out")
+    if set(text) == {"*"}:
+        raise ValueError("is the mask that --print-config shows; put the key itself there")
+    return key
+
+
+# -- names, paths and plain values ---------------------------------------------------------------
+
+
+def lower(value: object) -> object:
+    """Text in lower case, other values unchanged. A BeforeValidator for words that may be written in any case."""
+    return value.lower() if isinstance(value, str) else value
+
+
+def _refuse_bool(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("must be a number")
+    return value
+
+
+def _split_commas(value: object) -> object:
+    if isinstance(value, str):
+        return tuple(item.strip() for item in value.split(",") if item.strip())
+    return value
+
+
+def _parse_path(value: object, kind: str) -> Path:
+    text = str(value) if isinstance(value, Path) else value
+    if not isinstance(text, str) or not text.strip() or "\0" in text:
+        raise ValueError(f"must be the path of a {kind}")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise ValueError("starts with ~, and that home folder is not known; write the path out") from None
+
+
+def _check_adapter_name(name: str) -> str:
+    if not re.fullmatch(_PLAIN_NAME, name):
+        raise ValueError("must be 1 to 64 of the characters A-Z a-z 0-9 . _ - and not start with a dot")
+    if _RESERVED_NAME.fullmatch(name):
+        raise ValueError("is reserved, like base, latest, best and checkpoint-<step>; choose another name")
+    return name
+
+
+def _check_selector(selector: str) -> str:
+    if not re.fullmatch(rf"{_PLAIN_NAME}(@[0-9]{{1,9}})?", selector):
+        raise ValueError("must be a name, name@version, checkpoint-<step>, latest or a checkpoint's tag")
+    return selector
+
+
+Integer = Annotated[int, BeforeValidator(_refuse_bool)]
+Number = Annotated[float, BeforeValidator(_refuse_bool), Field(allow_inf_nan=False)]
+Text = Annotated[str, Field(min_length=1)]
+Host = Annotated[Text, AfterValidator(_check_host)]
+Names = Annotated[tuple[Text, ...], BeforeValidator(_split_commas)]
+OptionalNames = Annotated[tuple[Text, ...], BeforeValidator(lambda value: _split_commas(value or ()))]
+"""Names; null means none."""
+Hosts = Annotated[tuple[Host, ...], BeforeValidator(_split_commas)]
+Origins = Annotated[tuple[Annotated[str, AfterValidator(_check_origin)], ...], BeforeValidator(_split_commas)]
+Folder = Annotated[Path, BeforeValidator(partial(_parse_path, kind="folder"))]
+File = Annotated[Path, BeforeValidator(partial(_parse_path, kind="file"))]
+Folders = Annotated[tuple[Folder, ...], BeforeValidator(_split_commas)]
+AdapterName = Annotated[str, AfterValidator(_check_adapter_name)]
+Selector = Annotated[str, AfterValidator(_check_selector)]
+ApiKey = Annotated[SecretStr, AfterValidator(_check_api_key)]
+ByteSize = Annotated[int, BeforeValidator(parse_bytes), PlainSerializer(exact_bytes)]
+AutoByteSize = Annotated[
+    int | None,
+    BeforeValidator(_parse_auto_bytes),
+    PlainSerializer(lambda size: AUTO if size is None else exact_bytes(size)),
+]

@@ -1,0 +1,85 @@
+"""The data types and protocols that all packages share. This package imports none of the others, no MLX and no HTTP.
+
+The server builds a `GenerationRequest`, the engine answers it with a stream of events, and neither knows how the other
+works. Objects that one package passes to another are frozen; only `SequenceState` changes, on the device thread.
+
+Glossary:
+    request: one call of a client. It has one or more sequences.
+    sequence: one row of a batch. `n=4` is four sequences, which are a prompt group.
+    row: the place of a live sequence in the KV pool and in the batch.
+    prefill, decode, step: computing a prompt's keys and values in chunks; drawing one token for each row; one such
+        pass over the rows.
+    unit: one uninterrupted piece of work on the device thread: a decode step, a prefill unit, staging, or a part of a
+        training micro-step.
+    adapter, adapter version: a set of LoRA weights with a name; an immutable version of it, `AdapterRef`.
+    bank, slot: the stacked weights of all adapters on the device; one version's place there.
+    staging: copying a version's weights into a slot.
+    publish: making a version the live one, which the name without a version means.
+    lease, pin: keeps a version until the request that uses it ends; keeps a slot until the row that uses it ends.
+    rollout, trajectory: a sequence drawn as training data; its tokens, logprobs and reward.
+    group, advantage: the trajectories of one prompt; the result of comparing one's reward with the others'.
+    behaviour policy: the distribution that drew a token. Its logprobs are `sampling_logprobs`; the trainer's are
+        `trainer_logprobs`.
+    staleness: the number of versions between the behaviour policy and the policy in training.
+    micro-step, update: one micro-batch forward and backward; one optimizer step.
+    checkpoint: a version on disk, with the optimizer's state if it was trained here.
+"""
+
+from mlx_parallm.core.adapters import (
+    BASE_ADAPTER,
+    AdapterCard,
+    AdapterClient,
+    AdapterRef,
+    AdapterStats,
+    CheckpointCard,
+    Residence,
+)
+from mlx_parallm.core.device import (
+    DECODE_GAPS,
+    MODE_SHARES,
+    TRAINING_SHARES,
+    DeviceSchedule,
+    DeviceThread,
+    DeviceWork,
+    Histogram,
+    PauseMode,
+    TrainingWork,
+)
+from mlx_parallm.core.engine import EngineClient, EngineStats, ModelCard
+from mlx_parallm.core.grammar import (
+    COMPACT_JSON,
+    Grammar,
+    GrammarCompiler,
+    GrammarKind,
+    GrammarSpec,
+    GrammarState,
+    ReasoningPrefix,
+    combined,
+    parts_of,
+    with_bounded_integers,
+)
+from mlx_parallm.core.requests import (
+    CollectionSpec,
+    Event,
+    FinishReason,
+    GenerationRequest,
+    PromptScored,
+    RequestFailed,
+    RequestFinished,
+    SamplingParams,
+    SequenceOutput,
+    StopParams,
+    TokenLogprob,
+    WorkClass,
+)
+from mlx_parallm.core.sequence import PromptGroup, SequenceState, SequenceStatus
+from mlx_parallm.core.text import Reasoning, TextTokenizer, Tool, ToolCall, ToolFormat, UnwritableToolError
+from mlx_parallm.core.training import (
+    GivenTrajectory,
+    TrainingClient,
+    TrainingEvent,
+    TrainingStatus,
+    Trajectory,
+    TrajectoryCard,
+    UpdateReport,
+)

@@ -1,0 +1,200 @@
+"""Adapters as the other packages see them: names, descriptions, and the protocol that manages them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRef:
+    """One immutable version of one adapter."""
+
+    name: str
+    version: int
+
+    def __str__(self) -> str:
+        return f"{self.name}@{self.version}"
+
+
+BASE_ADAPTER = AdapterRef("base", 0)
+"""The base model without an adapter: slot 0 of the bank."""
+
+
+class Residence(StrEnum):
+    """Where the weights of an adapter version are."""
+
+    SLOT = "slot"
+    """In a slot of the bank, where rows can use them."""
+    COPY = "copy"
+    """In memory without padding. They are staged into a slot again when a row needs them."""
+    FILE = "file"
+    """On disk only."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterCard:
+    """One version of an adapter.
+
+    Attributes:
+        live: whether the name without a version means this version.
+        root: the directory it was loaded from; empty if it was published in this process.
+        rank: the largest rank of its modules.
+        alpha: scale times rank.
+        targets: the last names of its modules, such as `q_proj`.
+        bytes: size of its weights as stored.
+        created: Unix time in seconds.
+        leases: requests that hold this version.
+        checkpoint: the name of its checkpoint, if it has one.
+    """
+
+    ref: AdapterRef
+    live: bool
+    residence: Residence
+    root: str
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    bytes: int
+    created: int
+    leases: int = 0
+    checkpoint: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointCard:
+    """One checkpoint on disk. `rank`, `alpha`, `targets` and `bytes` as in AdapterCard.
+
+    Attributes:
+        name: `checkpoint-<step>`.
+        created: Unix time in seconds.
+        tags: names given to it. `latest` is a tag of the newest checkpoint, or of the one restored since.
+    """
+
+    name: str
+    adapter: AdapterRef
+    step: int
+    path: str
+    created: int
+    tags: tuple[str, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    rank: int = 0
+    alpha: float = 0.0
+    targets: tuple[str, ...] = ()
+    bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterStats:
+    """A snapshot of counters and gauges. Names ending in `_total` only grow. Sizes in bytes, times in seconds.
+
+    Attributes:
+        running, waiting: names of the adapters of live and of queued sequences.
+        swaps_total: how often the live version of a name, or the route, changed.
+        flip_s_last, flip_s_max: how long a change of a live version blocked the device thread.
+        stage_s_last: duration of the last staging, from its first unit to its last.
+    """
+
+    slots: int = 0
+    slots_used: int = 0
+    slots_pinned: int = 0
+    bank_bytes: int = 0
+    copies: int = 0
+    running: tuple[str, ...] = ()
+    waiting: tuple[str, ...] = ()
+    swaps_total: int = 0
+    staged_total: int = 0
+    evicted_total: int = 0
+    checkpoint_saves_total: int = 0
+    flip_s_last: float = 0.0
+    flip_s_max: float = 0.0
+    stage_s_last: float = 0.0
+
+
+class AdapterClient(Protocol):
+    """The asyncio interface of the adapters, used on the event loop's thread only.
+
+    A *selector* names a version: `name` (its live version), `name@version`, or a checkpoint of the default adapter
+    (`checkpoint-<step>`, a tag, or `latest`). `base` is the base model. The *route* decides which versions serve
+    requests that name no adapter. Every method with a selector or name raises UnknownModelError if it is unknown.
+    """
+
+    def lease(self, selector: str | None) -> AbstractContextManager[AdapterRef]:
+        """Gives the version that `selector` means now (None: one that the route draws), kept until the block ends."""
+        ...
+
+    def find(self, selector: str) -> AdapterCard:
+        """The card of a version. `base` has none."""
+        ...
+
+    def cards(self) -> tuple[AdapterCard, ...]:
+        """All versions that can be requested, sorted by name and version."""
+        ...
+
+    async def load(self, name: str, path: str, replace: bool) -> AdapterCard:
+        """Loads an adapter from disk and makes it the live version of `name`.
+
+        If the live version has the same content already, no new version is made.
+
+        Raises:
+            InvalidRequestError: the name is not plain, or it exists and `replace` is false; the path is outside the
+                allowed roots; the files are not an adapter that fits this model.
+        """
+        ...
+
+    async def unload(self, selector: str) -> tuple[AdapterRef, ...]:
+        """Removes all versions of a name, or one version. Running sequences continue to their end.
+
+        Raises:
+            ConflictError: the version is the live one of its name, or the route uses it.
+        """
+        ...
+
+    def route(self) -> Mapping[str, float]:
+        """The share of requests without an adapter that each selector gets. The shares sum to 1."""
+        ...
+
+    async def set_route(self, weights: Mapping[str, float]) -> Mapping[str, float]:
+        """Stages the selected versions, and then distributes requests without an adapter in proportion to `weights`.
+
+        Raises:
+            InvalidRequestError: no weight is above 0.
+        """
+        ...
+
+    async def rollback(self, name: str | None) -> tuple[AdapterRef, Mapping[str, float]]:
+        """Makes the previous version of `name` live again. None restores the previous route.
+
+        Returns:
+            The version that is live now (for None, the version with the largest share), and the route.
+
+        Raises:
+            ConflictError: there is nothing to go back to.
+        """
+        ...
+
+    def checkpoints(self) -> tuple[CheckpointCard, ...]:
+        """The checkpoints on disk, oldest first. Empty without a checkpoint folder."""
+        ...
+
+    async def save_checkpoint(
+        self, selector: str | None, step: int | None, tags: Sequence[str], metrics: Mapping[str, float]
+    ) -> CheckpointCard:
+        """Writes a version to disk as a checkpoint.
+
+        Args:
+            selector: None is the live version of the default adapter.
+            step: None is the next free step.
+
+        Raises:
+            InvalidRequestError: no checkpoint folder is configured, or a tag is not a plain name.
+            ConflictError: there is a checkpoint of that step with different content.
+        """
+        ...
+
+    def stats(self) -> AdapterStats:
+        """The current counters and gauges. Never waits for the device."""
+        ...

@@ -1,0 +1,145 @@
+"""The device thread: how its time is shared, what may run on it, and how the event loop reaches it."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol, TypeVar, overload
+
+from mlx_parallm.core.requests import WorkClass
+
+T = TypeVar("T")
+
+MODE_SHARES: Mapping[str, float] = {"inference_and_training": 0.12, "training_priority": 0.5}
+"""The default `training_time_share` of each mode in which a server both serves and trains."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSchedule:
+    """How requests and training share the device. A new schedule takes effect between two units of device work.
+
+    Attributes:
+        training_time_share: share of device time for training while rows decode, in (0, 1]. Training also gets all
+            idle time.
+        max_decode_stall_s: seconds of other work allowed between two decode steps, > 0. Units of prefill and training
+            are cut so that their predicted time fits, and are not interrupted. A stall can still be longer by the
+            smallest unit: one layer of one sample for training, 16 tokens for prefill. Every few steps a prompt gets a
+            chunk even if it is predicted not to fit.
+        row_shares: share of each work class, summing to 1. While sequences of both classes wait, they share the rows
+            of the batch; while rows of both classes are live, they share the rows of a decode step. A class that is
+            alone gets all.
+    """
+
+    training_time_share: float = MODE_SHARES["inference_and_training"]
+    max_decode_stall_s: float = 0.5
+    row_shares: Mapping[WorkClass, float] = field(
+        default_factory=lambda: {WorkClass.INFERENCE: 0.7, WorkClass.TRAINING: 0.3}
+    )
+
+
+class PauseMode(StrEnum):
+    """What happens to running requests when the engine pauses. The values are vLLM's."""
+
+    ABORT = "abort"
+    """They fail at once."""
+    WAIT = "wait"
+    """They run to their end."""
+    KEEP = "keep"
+    """They stop where they are, and continue after the pause."""
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """Counts of values by size, like a Prometheus histogram whose buckets are not cumulative.
+
+    `counts[i]` is the number of values in (bounds[i-1], bounds[i]]; the last count is of values above all bounds.
+    `total` is the sum of the values, `largest` the largest of them, or 0.0.
+    """
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    total: float = 0.0
+    largest: float = 0.0
+
+    @classmethod
+    def of(cls, *bounds: float) -> Histogram:
+        """An empty histogram with these bounds, in ascending order."""
+        return cls(bounds, (0,) * (len(bounds) + 1))
+
+    def with_value(self, value: float) -> Histogram:
+        """A copy with one more value."""
+        at = bisect_left(self.bounds, value)
+        counts = (*self.counts[:at], self.counts[at] + 1, *self.counts[at + 1 :])
+        return Histogram(self.bounds, counts, self.total + value, max(self.largest, value))
+
+
+DECODE_GAPS = Histogram.of(0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0)
+"""Seconds from one decode step to the next while rows wait for the second one."""
+
+TRAINING_SHARES = Histogram.of(0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
+"""Training's share of device time in time windows in which training and rows both had work throughout."""
+
+
+class DeviceThread(Protocol):
+    """The one thread that owns MLX, seen from the event loop."""
+
+    @overload
+    async def run(self, call: Callable[[], Future[T]]) -> T: ...
+
+    @overload
+    async def run(self, call: Callable[[], T]) -> T: ...
+
+    async def run(self, call: Callable[[], T | Future[T]]) -> T:
+        """Runs `call` on the device thread between two units and returns its result.
+
+        If `call` returns a future, because its work continues in later units, waits for it and returns its result.
+        `call` may use MLX, but must not write arrays that rows read. Cancelling the caller does not stop the call.
+
+        Raises:
+            Exception: raised by `call` or set on its future; requests and other calls are not affected.
+            EngineDeadError: the device thread has stopped.
+        """
+        ...
+
+
+class DeviceWork(Protocol):
+    """Work on the device thread other than requests, cut into units that are short enough to run between steps."""
+
+    def waits(self) -> bool:
+        """Whether `advance` has a unit to run. Cheap; does not use the device."""
+        ...
+
+    def advance(self) -> None:
+        """Runs one unit. It is called only while no decode step is in flight.
+
+        Raises:
+            Exception: any error of the device; the engine then calls `reset`. After a failure in staging, whose
+                arrays rows read, the engine also removes all rows from the device before `reset` and computes them
+                again afterwards.
+        """
+        ...
+
+    def reset(self) -> None:
+        """Gives up the unit that failed and everything that it left half done on the device."""
+        ...
+
+    @property
+    def bytes_held(self) -> int:
+        """Device memory that the work holds, plus what its next unit will allocate. Does not use the device."""
+        ...
+
+
+class TrainingWork(DeviceWork, Protocol):
+    """Adapter updates as device work."""
+
+    def pace(self, seconds: float) -> None:
+        """Limits the length of the next unit to `seconds`, if the work can be cut that small."""
+        ...
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak device memory of the process since start. MLX's own counter is reset when a unit is measured."""
+        ...

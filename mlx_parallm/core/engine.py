@@ -1,0 +1,103 @@
+"""The engine as the event loop sees it: its state, and the protocol that runs requests."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from mlx_parallm.core.device import DECODE_GAPS, TRAINING_SHARES, DeviceSchedule, Histogram, PauseMode
+from mlx_parallm.core.requests import Event, GenerationRequest
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """The base model's properties for the model list. `aliases`: more names that requests may give for it."""
+
+    name: str
+    context_length: int
+    vocab_size: int
+    quantization: str
+    dtype: str
+    parameters: int
+    weight_bytes: int
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names of the served model. The first one is used in responses."""
+        return (self.name, *self.aliases)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot of counters and gauges, taken without stopping the engine. Names ending in `_total` only grow.
+
+    Attributes:
+        kv_bytes_held, kv_bytes_budget: the memory of the KV pool, and its limit.
+        training_share: training's share of device time in the last time window, with or without rows waiting.
+        paused: `pause` was called and `resume` was not. Requests may still be running.
+        detail: JSON values for `/debug/state`.
+    """
+
+    alive: bool
+    ready: bool
+    running: int = 0
+    waiting: int = 0
+    kv_bytes_held: int = 0
+    kv_bytes_budget: int = 0
+    kv_tokens_used: int = 0
+    preemptions_total: int = 0
+    steps_total: int = 0
+    prompt_tokens_total: int = 0
+    generation_tokens_total: int = 0
+    aborted_total: int = 0
+    failed_steps_total: int = 0
+    schedule: DeviceSchedule = field(default_factory=DeviceSchedule)
+    decode_gaps: Histogram = DECODE_GAPS
+    training_shares: Histogram = TRAINING_SHARES
+    training_share: float = 0.0
+    paused: bool = False
+    detail: Mapping[str, Any] = field(default_factory=dict)
+
+
+class EngineClient(Protocol):
+    """The asyncio interface of the engine, used on the event loop's thread only.
+
+    Every coroutine and iterator raises EngineDeadError if the device thread is not running.
+    """
+
+    def generate(self, request: GenerationRequest) -> AsyncIterator[Event]:
+        """Yields the request's events; the last one is terminal.
+
+        Closing the iterator (`aclose`, or cancelling the task that reads it) aborts the request and frees its rows.
+        """
+        ...
+
+    def stats(self) -> EngineStats:
+        """The current counters and gauges. Never waits for the device."""
+        ...
+
+    async def reschedule(self, schedule: DeviceSchedule) -> None:
+        """Applies a new schedule from the next unit on. When it returns, `stats` shows the new schedule."""
+        ...
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Pauses sampling: new requests wait for `resume`, and `mode` says what happens to running ones.
+
+        Returns when the mode's effect is complete, or when a later `pause` or `resume` has replaced this one. Training
+        and staging continue.
+        """
+        ...
+
+    async def resume(self) -> None:
+        """Ends a pause. Does nothing if the engine is not paused."""
+        ...
+
+    async def sleep(self, bank: bool = False) -> None:
+        """Frees the memory that only sampling needs, once running requests have ended.
+
+        This is the KV pool and MLX's buffer cache. With `bank`, adapter slots are freed too; versions without a file
+        stay in memory as copies. The next request allocates everything again, so the caller must hold requests back.
+        """
+        ...

@@ -1,0 +1,170 @@
+"""Grammars that a text must follow: their notation, the protocols that enforce them, and bounds on JSON integers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any, Protocol
+
+COMPACT_JSON: Mapping[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""llguidance's options for JSON on one line with the usual spaces. If a grammar allows any white space, small models
+write little else."""
+
+
+class GrammarKind(StrEnum):
+    """The notation of a grammar's source."""
+
+    JSON_SCHEMA = "json_schema"
+    """JSON text that is valid against a JSON schema."""
+    REGEX = "regex"
+    """A regular expression in Rust's syntax that matches the whole text."""
+    CHOICE = "choice"
+    """A JSON list of strings."""
+    GRAMMAR = "grammar"
+    """GBNF (llama.cpp's notation), or Lark in llguidance's dialect."""
+    COMBINATION = "combination"
+    """Several grammars; a text follows one of them. See `combined`."""
+
+
+class ReasoningPrefix(StrEnum):
+    """What may come before the text that a grammar describes."""
+
+    NONE = "none"
+    """Nothing."""
+    OPTIONAL = "optional"
+    """Reasoning, if the text begins with the model's start mark."""
+    OPEN = "open"
+    """The rest of reasoning that the prompt has begun."""
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSpec:
+    """A grammar as the client sent it. `visible_specials`: ids of special tokens that are text for this grammar."""
+
+    kind: GrammarKind
+    source: str
+    visible_specials: frozenset[int] = frozenset()
+    reasoning_prefix: ReasoningPrefix = ReasoningPrefix.NONE
+
+
+def combined(specs: Sequence[GrammarSpec]) -> GrammarSpec:
+    """The grammar of texts that follow any one of `specs`, which differ in `kind` and `source` only."""
+    source = json.dumps([{"kind": spec.kind, "source": spec.source} for spec in specs])
+    return replace(specs[0], kind=GrammarKind.COMBINATION, source=source)
+
+
+def parts_of(spec: GrammarSpec) -> tuple[GrammarSpec, ...]:
+    """The specs of a combination; for any other kind, the spec itself."""
+    if spec.kind is not GrammarKind.COMBINATION:
+        return (spec,)
+    parts = json.loads(spec.source)
+    return tuple(replace(spec, kind=GrammarKind(part["kind"]), source=part["source"]) for part in parts)
+
+
+class GrammarState(Protocol):
+    """One text's position in a grammar. Used by one thread at a time."""
+
+    def fill(self, mask: memoryview) -> None:
+        """Writes the tokens that may come next as bits: token t is bit t % 32 of the 32-bit word t // 32.
+
+        An end token is allowed where the text may end. Never raises; `accept` reports errors.
+
+        Args:
+            mask: writable and contiguous, with enough words for the vocabulary.
+        """
+        ...
+
+    def accept(self, token: int) -> None:
+        """Advances by the token that was drawn.
+
+        Raises:
+            GrammarError: the token is not allowed here, or a limit was reached.
+        """
+        ...
+
+    @property
+    def ended(self) -> bool:
+        """Whether no token can follow."""
+        ...
+
+
+class Grammar(Protocol):
+    """A compiled grammar, which any number of texts may follow. Safe to use from any thread."""
+
+    def start(self) -> GrammarState:
+        """The state of an empty text."""
+        ...
+
+
+class GrammarCompiler(Protocol):
+    """Compiles grammars within limits of time and size. Safe to use from any thread."""
+
+    def compile(self, spec: GrammarSpec) -> Grammar:
+        """Compiles a grammar; this may take seconds.
+
+        Raises:
+            InvalidRequestError: the grammar is malformed or too complex, or it cannot be enforced.
+        """
+        ...
+
+    def close(self) -> None:
+        """Refuses further compilations, and waits for the current ones."""
+        ...
+
+
+# ---- integers in JSON schemas ------------------------------------------------------------------
+
+LEAST, MOST = -(2**63) + 1024, 2**63 - 1
+"""Bounds of integers in answers, because most programs that read JSON hold integers in 64 bits. llguidance reads bounds
+as doubles and cannot enforce a minimum of -2**63, so `LEAST` is the next double above it."""
+
+LARGEST_DIVISOR = 1000
+"""Integers with a larger `multipleOf` get no bounds, because these would make the grammar too large."""
+
+_LITERAL = frozenset({"enum", "const", "default", "examples", "not", "if"})
+"""Keywords whose value is left unchanged: it is no schema, or (`not`, `if`) bounds there would allow more values."""
+
+_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+"""Keywords whose value maps names to schemas."""
+
+
+def with_bounded_integers(schema: Any) -> Any:
+    """A copy of a JSON schema in which every integer is between `LEAST` and `MOST`. Constants stay as they are."""
+    if isinstance(schema, list):
+        return [with_bounded_integers(part) for part in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    inner = {key: _bounded_value(key, value) for key, value in schema.items()}
+    return {**inner, **_missing_bounds(schema)} if _is_integer(schema.get("type")) else inner
+
+
+def _bounded_value(key: str, value: Any) -> Any:
+    if key in _LITERAL:
+        return value
+    if key in _NAMED and isinstance(value, Mapping):
+        return {name: with_bounded_integers(part) for name, part in value.items()}
+    return with_bounded_integers(value)
+
+
+def _is_integer(kind: object) -> bool:
+    """Whether a schema's `type` allows integers and no other numbers."""
+    return kind == "integer" or (isinstance(kind, list) and "integer" in kind and "number" not in kind)
+
+
+def _missing_bounds(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The bounds that an integer's schema lacks, and `LEAST` to replace a lower bound below it.
+
+    llguidance itself clips an upper bound that is too high.
+    """
+    divisor = schema.get("multipleOf", 1)
+    if not (isinstance(divisor, int | float) and divisor <= LARGEST_DIVISOR):
+        return {}
+    bounds = {}
+    lower = [schema[word] for word in ("minimum", "exclusiveMinimum") if word in schema]
+    if all(isinstance(value, int | float) and value < LEAST for value in lower):
+        bounds = {"minimum": LEAST, **({"exclusiveMinimum": LEAST} if "exclusiveMinimum" in schema else {})}
+    if not schema.keys() & {"maximum", "exclusiveMaximum"}:
+        bounds["maximum"] = MOST
+    return bounds

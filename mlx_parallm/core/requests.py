@@ -1,0 +1,203 @@
+"""Generation requests, and the events that answer them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
+from mlx_parallm.core.grammar import Grammar
+
+
+class WorkClass(StrEnum):
+    """What a sequence is for. The two classes share the rows of the batch by `priority_ratios`."""
+
+    INFERENCE = "inference"
+    """A live request: someone waits for the answer."""
+    TRAINING = "training"
+    """A rollout: the answer becomes training data."""
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended. The values are OpenAI's."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one row draws its tokens. The default value of a parameter turns its stage off.
+
+    The stages run in vLLM's order: penalties, logit_bias, temperature, top_k, top_p, min_p. `temperature` 0 is greedy
+    (argmax after penalties and bias). `seed` is the key of a counter-based generator, so equal seeds give equal tokens
+    in any batch.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    top_logprobs: int | None = None
+    """None: no logprobs. k >= 0: logprobs of the drawn token and of the k best tokens, from the raw model."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopParams:
+    """When one row ends. `max_tokens` counts generated tokens; 0 only scores the prompt.
+
+    `fallbacks` are the failure tables of the search for stop strings (Knuth, Morris and Pratt, 1977), computed here to
+    save time on the device thread. When character `k` of `stop[i]` does not match, the search continues at character
+    `fallbacks[i][k]`, or with the text's next character if that is -1.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    fallbacks: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fallbacks", tuple(map(_fallbacks, self.stop)))
+
+
+def _fallbacks(stop: str) -> tuple[int, ...]:
+    fallbacks, border = [-1] * len(stop), 0
+    for place in range(1, len(stop)):
+        fallbacks[place] = fallbacks[border] if stop[place] == stop[border] else border
+        while border >= 0 and stop[place] != stop[border]:
+            border = fallbacks[border]
+        border += 1
+    return tuple(fallbacks)
+
+
+@dataclass(frozen=True, slots=True)
+class CollectionSpec:
+    """Marks a request as training data: the `n` sequences of each prompt become one group of trajectories.
+
+    `scorer` names the scoring function, which computes the rewards and reads `metadata`. None: clients send the rewards
+    as feedback. `client` is the client's address; the trajectories of different clients are scored in turns.
+    `unscored`: why the scorer that the request named does not reward it, so that it waits for feedback; else empty.
+    """
+
+    scorer: str | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    client: str = field(default="", compare=False)
+    unscored: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """A request for `n` sequences of each prompt. Choice index = prompt index * n + sample index.
+
+    Attributes:
+        sampling: sample j of a prompt uses the seed `sampling.seed + j`.
+        prompt_logprobs: None: not wanted. k >= 0: logprobs of each prompt token and of the k best tokens.
+        priority: requests with a lower value run earlier, as in vLLM.
+        collection: None: nothing of the request is kept for training.
+        grammar: each sequence's text must follow it. A sequence ends when the grammar allows no further token.
+        visible_specials: ids of special tokens that appear in the text. Other special tokens add no text.
+    """
+
+    request_id: str
+    prompts: tuple[tuple[int, ...], ...]
+    sampling: SamplingParams
+    stopping: StopParams
+    n: int = 1
+    prompt_logprobs: int | None = None
+    adapter: AdapterRef = BASE_ADAPTER
+    work_class: WorkClass = WorkClass.INFERENCE
+    priority: int = 0
+    collection: CollectionSpec | None = None
+    grammar: Grammar | None = None
+    visible_specials: frozenset[int] = frozenset()
+
+    @property
+    def sequences(self) -> int:
+        """The number of sequences, over all prompts."""
+        return len(self.prompts) * self.n
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """The raw model's logprob (fp32, nats) of one token, and the best alternatives, best first.
+
+    `rank` is 1 for the most likely token. It is computed for prompt tokens only.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    rank: int | None = None
+
+
+# ---- events of one request ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScored:
+    """Logprobs of the tokens of prompt `prompt_index`. The first is None, because it has no context."""
+
+    prompt_index: int
+    logprobs: tuple[TokenLogprob | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceOutput:
+    """What one decode step adds to choice `index`.
+
+    Attributes:
+        text: empty while a UTF-8 character or a possible stop string is incomplete. The final text is all texts joined.
+        logprobs: one for each of `token_ids` if requested, else empty.
+        finish_reason: set on the sequence's last output only.
+        stop_reason: the stop string that matched, if one did.
+        sampling_logprobs: if the request is collected, the logprob (fp32, nats) of each of `token_ids` under the
+            distribution that drew it; else empty.
+    """
+
+    index: int
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_reason: str | None = None
+    sampling_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFinished:
+    """Terminal: every sequence has ended. Times are seconds on `time.monotonic`'s clock.
+
+    Attributes:
+        started_at: when the device began its first unit of work for the request, which ends its time in the queue.
+            That is a prefill chunk, or a decode step if a prompt has one token.
+        trajectory_ids: ids of a collected request's trajectories, in the order of its choices.
+        trajectory_warning: why the trajectories will not be trained on, or empty.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    arrived_at: float
+    started_at: float
+    first_token_at: float
+    finished_at: float
+    cached_tokens: int = 0
+    trajectory_ids: tuple[str, ...] = ()
+    trajectory_warning: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFailed:
+    """Terminal: the request failed. `error` belongs to the exception tree in `mlx_parallm.errors`."""
+
+    error: Exception
+
+
+Event = PromptScored | SequenceOutput | RequestFinished | RequestFailed

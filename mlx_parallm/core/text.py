@@ -1,0 +1,152 @@
+"""Text and tokens: the tokenizer, and how a model marks its reasoning and its tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+Tool = Mapping[str, Any]
+"""A tool as chat templates take it: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call of a tool that a model wrote.
+
+    `arguments` is the JSON text of an object. If the call is not `complete`, it is the beginning of one, or empty.
+    `call_id` is None in families whose calls have no ids.
+    """
+
+    name: str
+    arguments: str
+    call_id: str | None = None
+    complete: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """The marks around a model's reasoning, which comes before its answer.
+
+    Attributes:
+        start, end: the marks around the reasoning.
+        around: marks that some families put around the answer itself. They are removed from the text.
+        visible_specials: ids of the special tokens that the marks consist of.
+    """
+
+    start: str
+    end: str
+    around: tuple[str, ...] = ()
+    visible_specials: frozenset[int] = frozenset()
+
+
+class ToolFormat(Protocol):
+    """How a model family writes tool calls. Safe to use from any thread."""
+
+    @property
+    def start(self) -> str:
+        """The mark before the calls."""
+        ...
+
+    @property
+    def end(self) -> str:
+        """The mark after the calls; empty if they extend to the end of the text."""
+        ...
+
+    @property
+    def in_template(self) -> bool:
+        """Whether the chat template describes tools, calls and results to the model.
+
+        If it does not, the messages must, and a call is a JSON object with `name` and `arguments`.
+        """
+        ...
+
+    @property
+    def visible_specials(self) -> frozenset[int]:
+        """Ids of the special tokens that calls are written with."""
+        ...
+
+    def inside_value(self, text: str) -> bool:
+        """Whether `text`, which follows the start mark, ends inside a value. An end mark there is part of the value."""
+        ...
+
+    def parse(self, text: str, tools: Sequence[Tool]) -> tuple[ToolCall, ...]:
+        """The calls in a text between two marks, at least one.
+
+        Raises:
+            ValueError: there is no call, or it is malformed.
+        """
+        ...
+
+    def unfinished(self, text: str, tools: Sequence[Tool]) -> tuple[ToolCall, ...]:
+        """The calls in a text that was cut off after a start mark.
+
+        Only the last call may be incomplete. It is left out while its name is incomplete.
+
+        Raises:
+            ValueError: the text is not the beginning of a call.
+        """
+        ...
+
+    def grammar(self, tools: Sequence[Tool], most: int, free: bool) -> str:
+        """Lark source for texts of 1 to `most` calls and nothing else; with `free`, for any text with valid calls.
+
+        Raises:
+            UnwritableToolError: the family cannot write a tool's arguments unambiguously.
+        """
+        ...
+
+
+class UnwritableToolError(ValueError):
+    """A tool whose calls a family cannot write. `index` is the tool's place in the list."""
+
+    def __init__(self, index: int, reason: str) -> None:
+        super().__init__(reason)
+        self.index = index
+
+
+class TextTokenizer(Protocol):
+    """Converts text to token ids and back. Safe to use from any thread.
+
+    Attributes:
+        special_ids: tokens that are not text, including the end-of-sequence tokens.
+        reasoning: None if the model does not mark its reasoning.
+    """
+
+    vocab_size: int
+    eos_token: str | None
+    bos_token: str | None
+    eos_token_ids: frozenset[int]
+    special_ids: frozenset[int]
+    chat_template: str | None
+    tool_format: ToolFormat
+    reasoning: Reasoning | None
+
+    def encode(self, text: str, add_special_tokens: bool = True, at_most: int | None = None) -> list[int]:
+        """The token ids of a text.
+
+        Raises:
+            ContextLengthError: the text is so long that it must have more than `at_most` tokens.
+        """
+        ...
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str: ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token, which may be a part of a UTF-8 character."""
+        ...
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        at_most: int | None = None,
+        **kwargs: Any,
+    ) -> list[int]:
+        """Renders the model's chat template in a sandbox and encodes the result.
+
+        Raises:
+            InvalidRequestError: the model has no template, or the template refuses the messages.
+            ContextLengthError: the rendered text must have more than `at_most` tokens.
+        """
+        ...

@@ -1,0 +1,246 @@
+"""Training as the event loop sees it: trajectories, reports, and the protocol that manages updates."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from mlx_parallm.core.adapters import AdapterRef, CheckpointCard
+from mlx_parallm.core.requests import CollectionSpec, Event, FinishReason, GenerationRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One finished sequence with the token ids as they were drawn. It is never tokenised again.
+
+    Attributes:
+        group_size: the number of trajectories that its group will have.
+        adapter: the version that drew the tokens.
+        completion_ids: includes the end-of-sequence token if that ended the sequence; `text` does not.
+        sampling_logprobs: one for each of `completion_ids`, fp32 nats, of the distribution that drew the token: the
+            model's with `adapter` at `temperature`, without filters and penalties.
+        created: Unix time in seconds.
+    """
+
+    trajectory_id: str
+    group_id: str
+    group_size: int
+    adapter: AdapterRef
+    prompt_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]
+    sampling_logprobs: tuple[float, ...]
+    temperature: float
+    text: str
+    finish_reason: FinishReason
+    collection: CollectionSpec
+    created: float
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryCard:
+    """A trajectory and its state: waiting (for a reward), scored, training, trained or dropped.
+
+    `reward` is None until it is scored. `reason` says why it was dropped, and is empty otherwise.
+    """
+
+    trajectory: Trajectory
+    reward: float | None
+    state: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GivenTrajectory:
+    """One trajectory that a client sends as training data, as ids of the model's tokenizer.
+
+    Attributes:
+        reward: may be None for the loss `cross_entropy`, which imitates the completion; other losses need it.
+        group_id: shared by the trajectories of one prompt, whose rewards are compared.
+        sampling_logprobs: empty if unknown. The trainer's own logprobs are used then, as if the current version had
+            drawn the completion.
+        adapter: the version that drew the completion; None if unknown.
+    """
+
+    prompt_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]
+    reward: float | None = None
+    group_id: str = ""
+    sampling_logprobs: tuple[float, ...] = ()
+    temperature: float = 1.0
+    adapter: AdapterRef | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateReport:
+    """The result of one update.
+
+    Attributes:
+        step: optimizer steps of this adapter so far.
+        status: published (the new version is live), trained (not published, as requested), held (the gate refused it,
+            so the adapter is unchanged) or skipped (nothing was learnt).
+        reason: why the update was held or skipped.
+        metrics: loss, reward_mean, reward_std, kl, entropy and others by name.
+    """
+
+    adapter: AdapterRef | None
+    step: int
+    status: str
+    reason: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    checkpoint: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingStatus:
+    """A snapshot of one adapter's training.
+
+    Attributes:
+        state: disabled, idle, running, updating or paused.
+        current: the live version; None before the first one.
+        trajectories_waiting: trajectories without a reward.
+        last_update: Unix time in seconds.
+        metrics: of the last update.
+        checkpoints: names of its checkpoints, oldest first, each followed by its tags.
+        drops, skips: counts by reason since start.
+    """
+
+    state: str = "disabled"
+    adapter: str = ""
+    current: AdapterRef | None = None
+    step: int = 0
+    trajectories_collected: int = 0
+    trajectories_waiting: int = 0
+    groups_ready: int = 0
+    updates_total: int = 0
+    updates_per_second: float = 0.0
+    last_update: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    drops: Mapping[str, int] = field(default_factory=dict)
+    skips: Mapping[str, int] = field(default_factory=dict)
+    reward_running_mean: float | None = None
+    best: AdapterRef | None = None
+    checkpoints: tuple[str, ...] = ()
+    trained: tuple[str, ...] = ()
+    detail: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingEvent:
+    """One entry of the event stream. `at`: Unix time in seconds.
+
+    `kind` is collected, scored, dropped, update, held, skipped, rollback, checkpoint, paused, resumed, started, or
+    events_lost. The last one replaces events that a slow listener has missed; `data["events"]` is their number.
+    """
+
+    kind: str
+    at: float
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+
+class TrainingClient(Protocol):
+    """The asyncio interface of training, used on the event loop's thread only. `adapter` None is the default adapter.
+
+    Methods that name an adapter raise UnknownModelError if it is not trained. A server that does not train has no
+    TrainingClient.
+    """
+
+    async def check(self, collection: CollectionSpec, adapter: AdapterRef) -> CollectionSpec:
+        """Checks before generation whether a request may be collected. This may wait for a child process.
+
+        Returns:
+            The collection; without a scorer, to wait for feedback, if its scorer reads an answer that `metadata` lacks.
+
+        Raises:
+            OverloadedError: too many other requests are being checked.
+            InvalidRequestError: the scorer is unknown, or `metadata` lacks what it reads.
+            ConflictError: the adapter that would draw the tokens is not trained here.
+        """
+        ...
+
+    def collect(self, request: GenerationRequest, events: AsyncIterator[Event]) -> AsyncIterator[Event]:
+        """Passes the events of a request with `collection` through, and collects its trajectories when it finishes.
+
+        RequestFinished gets the ids of the trajectories, and a warning if they will not be trained on. A request that
+        draws no token (max_tokens 0) leaves no trajectory. Closing the result closes `events`.
+        """
+        ...
+
+    def feedback(self, trajectory_id: str, score: float) -> None:
+        """Sets a reward. The last one before training counts. One rewarded sample is enough to train on its group.
+
+        Raises:
+            UnknownTrajectoryError: the trajectory does not exist, or does not exist any more.
+            ConflictError: it was trained on, or dropped.
+        """
+        ...
+
+    async def update(
+        self,
+        adapter: str | None = None,
+        given: Sequence[GivenTrajectory] | None = None,
+        publish: bool = True,
+        checkpoint_name: str | None = None,
+    ) -> UpdateReport:
+        """Runs one update and returns when its version is live.
+
+        Args:
+            given: the data to train on; None uses the complete groups that wait.
+            checkpoint_name: also saves the policy under this tag, even if the update was held or skipped.
+
+        Raises:
+            StorageError: the update succeeded but could not be saved.
+        """
+        ...
+
+    def status(self, adapter: str | None = None) -> TrainingStatus: ...
+
+    async def start(self, adapter: str | None = None) -> TrainingStatus:
+        """Trains this adapter too. Training starts from its live version, or from new weights if it has none."""
+        ...
+
+    async def pause(self, adapter: str | None = None) -> TrainingStatus:
+        """Stops automatic updates. Trajectories are still collected."""
+        ...
+
+    async def resume(self, adapter: str | None = None) -> TrainingStatus: ...
+
+    async def rollback(self, adapter: str | None = None, to: str | None = None) -> TrainingStatus:
+        """Serves an earlier version and continues training from it.
+
+        Args:
+            to: a checkpoint's name or tag; None is `best`.
+
+        Raises:
+            ConflictError: there is no such version.
+        """
+        ...
+
+    def trains(self, selector: str | None) -> bool:
+        """Whether the selector names the live version of an adapter that is trained here: `save` must save it."""
+        ...
+
+    async def save(
+        self, adapter: str | None, step: int | None, tags: Sequence[str], metrics: Mapping[str, float]
+    ) -> CheckpointCard:
+        """Writes the policy and its optimizer state as a checkpoint, after the running update has ended.
+
+        Args:
+            step: None is the step that the policy has reached.
+
+        Raises:
+            InvalidRequestError: a tag is not a plain name.
+            ConflictError: there is a checkpoint of that step with different content.
+        """
+        ...
+
+    def events(self) -> AsyncIterator[TrainingEvent]:
+        """Events from now on, until the iterator is closed.
+
+        A listener that is too slow loses the oldest events and gets an event `events_lost` instead.
+        """
+        ...
+
+    def trajectories(self, limit: int) -> tuple[TrajectoryCard, ...]:
+        """The newest trajectories, newest first."""
+        ...

@@ -1,0 +1,130 @@
+"""Recovery from faults on the device thread. `DeviceLoop.surviving` is the one place that catches them.
+
+A fault fails the requests for which the failing call was made, or the update if the call was training. All other rows
+are computed again on fresh arrays, because the failed call may have left wrong values in the arrays that it was writing
+and in others of the same slab.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from mlx_parallm.adapters.store import AdapterStore
+from mlx_parallm.batch.runner import BatchRunner
+from mlx_parallm.core import TrainingWork
+from mlx_parallm.engine.live import LiveRequest
+from mlx_parallm.engine.requests import LiveRequests
+from mlx_parallm.engine.steps import Decoder
+from mlx_parallm.errors import DeviceLostError, DeviceMemoryError, EngineError, StepFailedError
+from mlx_parallm.model.device import check_device, is_out_of_memory
+from mlx_parallm.scheduler.scheduler import RLAwareScheduler
+
+_log = logging.getLogger(__name__)
+
+_MAX_FAULTS_IN_A_ROW = 8
+"""Faults in a row that failed no request, after which the device counts as lost."""
+
+_MAX_RECOMPUTED = 3
+"""How often other requests' faults may make a request start again before its next token; after that it fails too."""
+
+
+class Recovery:
+    """Restores a consistent state after a fault. Device thread only."""
+
+    def __init__(
+        self,
+        runner: BatchRunner,
+        decoder: Decoder,
+        requests: LiveRequests,
+        scheduler: RLAwareScheduler,
+        adapters: AdapterStore,
+        training: TrainingWork | None,
+    ) -> None:
+        self._runner = runner
+        self._decoder = decoder
+        self._requests = requests
+        self._scheduler = scheduler
+        self._adapters = adapters
+        self._training = training
+        self._in_a_row = 0
+
+    def went_well(self) -> None:
+        """Resets the count of faults in a row, after a unit without a fault."""
+        self._in_a_row = 0
+
+    def survive(self, error: Exception) -> None:
+        """Recovers from `error`. Recovery calls MLX itself; if that raises, it is one more fault.
+
+        Raises:
+            DeviceLostError: there were too many faults in a row, and none of them failed a request.
+        """
+        _log.error("a unit of device work failed", exc_info=error)
+        self._in_a_row += 1
+        if self._in_a_row > _MAX_FAULTS_IN_A_ROW:
+            raise DeviceLostError(
+                f"the device failed {self._in_a_row} times in a row, whatever it was given"
+            ) from error
+        try:
+            self._recover(error)
+        except Exception as another:  # noqa: BLE001 - the thread survives a failed recovery and tries again
+            self.survive(another)
+
+    def _recover(self, error: Exception) -> None:
+        affected, work = self._requests.scope.take()
+        if work is not None and work is self._training:
+            self._give_up_update()
+            return
+        self._requests.counters.failed_steps += 1
+        failing = self._requests_to_fail(error, affected)
+        failed = [self._requests.fail(request, _explained(error)) for request in failing]
+        self._recompute_rows(error)
+        if work is not None:
+            self._adapters.reset()
+        self._requests.flush()
+        self._scheduler.check_integrity()  # a failed check is one more fault, and ends the thread if it keeps failing
+        self._requests.check_integrity()
+        check_device()  # an error that the fault left behind surfaces here, where it fails no request
+        if any(failed):
+            self._in_a_row = 0
+
+    def _give_up_update(self) -> None:
+        """Gives up the update whose unit failed. No row is affected: training writes its own arrays only."""
+        assert self._training is not None
+        self._requests.counters.failed_training_units += 1
+        self._training.reset()
+        self._in_a_row = 0
+
+    def _requests_to_fail(self, error: Exception, affected: Iterable[LiveRequest]) -> set[LiveRequest]:
+        """The requests for which the failing call was made, unless the error may belong to a step in flight.
+
+        Metal reports the error of a command buffer at the next call, whatever that call is. The step's requests fail
+        then, and `affected` start again.
+        """
+        if not self._decoder.in_flight:
+            return set(affected)
+        if isinstance(error, RuntimeError) and not is_out_of_memory(error):
+            return self._decoder.drop()
+        self._decoder.commit()
+        return set(affected)
+
+    def _recompute_rows(self, error: Exception) -> None:
+        self._decoder.drop()
+        disturbed = {self._requests.live(sequence).request for sequence in self._scheduler.live}
+        for sequence in self._scheduler.live:
+            self._scheduler.preempt(sequence)
+        for live in self._requests.lives():
+            live.forget_unread()
+        self._runner.clear()
+        for request in disturbed:
+            request.recomputed += 1
+            if request.recomputed > _MAX_RECOMPUTED:
+                self._requests.fail(request, _explained(error))
+
+
+def _explained(error: Exception) -> EngineError:
+    if isinstance(error, EngineError):
+        return error
+    if is_out_of_memory(error):
+        return DeviceMemoryError("the device ran out of memory while computing this request")
+    return StepFailedError(f"the model failed while computing this request: {type(error).__name__}")

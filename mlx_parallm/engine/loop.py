@@ -1,0 +1,273 @@
+"""DeviceLoop: the work of the device thread, one unit at a time: schedule → run → commit → publish.
+
+A decode step may be in flight between two units (see `steps`). It is committed before any other unit (a prefill chunk,
+staging an adapter, part of a training micro-step) runs. `DeviceLoop.surviving` catches the errors of all units.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+
+from mlx_parallm.adapters.store import AdapterStore
+from mlx_parallm.batch.runner import BatchRunner
+from mlx_parallm.core import DeviceSchedule, EngineStats, GenerationRequest, PauseMode, TrainingWork
+from mlx_parallm.engine.faults import Recovery
+from mlx_parallm.engine.live import FaultScope, LiveRequest, LiveSequence, PoolMemory, Vocabulary
+from mlx_parallm.engine.requests import LiveRequests, PublishEvents
+from mlx_parallm.engine.stats import snapshot
+from mlx_parallm.engine.steps import Decoder, Prefiller
+from mlx_parallm.engine.trace import UnitTrace
+from mlx_parallm.errors import AbortedError, ContextLengthError
+from mlx_parallm.model.device import MemoryLimits
+from mlx_parallm.scheduler.prefill import CostModel
+from mlx_parallm.scheduler.scheduler import RLAwareScheduler, SchedulerConfig
+from mlx_parallm.scheduler.units import DecodeUnit, OtherWork, PrefillUnit, StagingUnit, TrainingUnit, Unit
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """The parts of the engine, which the device thread builds before it serves.
+
+    `training`: None if this server does not train. `lookahead`: see `Decoder`. `queue_timeout_s`: longest time that an
+    inference request may wait for its first prefill chunk; None for no limit. `limits`: the limits set on MLX's memory,
+    for `/debug/state`. `trace` and `check_every_unit`: see `config.DebugConfig`.
+    """
+
+    runner: BatchRunner
+    adapters: AdapterStore
+    vocabulary: Vocabulary
+    scheduler: SchedulerConfig
+    cost: CostModel
+    training: TrainingWork | None = None
+    lookahead: bool = True
+    queue_timeout_s: float | None = None
+    limits: MemoryLimits | None = None
+    trace: Path | None = None
+    check_every_unit: bool = False
+
+
+class DeviceLoop:
+    """Owns scheduler, runner and live requests. Every method runs on the device thread."""
+
+    def __init__(self, parts: EngineParts, publish: PublishEvents) -> None:
+        lives: dict[int, LiveSequence] = {}
+        self._scope = scope = FaultScope()
+        self._runner = runner = parts.runner
+        self._adapters = adapters = parts.adapters
+        self._training = parts.training
+        self._queue_timeout_s = parts.queue_timeout_s
+        self._limits = parts.limits
+        memory = PoolMemory(runner.cache, adapters, lives, scope)
+        self._scheduler = scheduler = RLAwareScheduler(parts.scheduler, memory, parts.cost)
+        self._requests = requests = LiveRequests(lives, scope, parts.vocabulary, scheduler, adapters, publish)
+        self.counters = requests.counters
+        self._prefiller = Prefiller(runner, requests)
+        self._decoder = decoder = Decoder(runner, requests, scheduler, parts.lookahead)
+        self._trace = UnitTrace(parts.trace)
+        self._check_every_unit = parts.check_every_unit
+        self._recovery = Recovery(runner, decoder, requests, scheduler, adapters, parts.training)
+
+    def reschedule(self, schedule: DeviceSchedule) -> None:
+        """Applies a schedule from the next unit on."""
+        self._scheduler.reschedule(schedule)
+
+    def add_wait_time(self, seconds: float) -> None:
+        """Counts time that rows have waited for calls on this thread between two units."""
+        self._scheduler.add_wait_time(seconds)
+
+    # -- requests --------------------------------------------------------------------------------
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Queues a request. A request that can never fit in the KV pool fails at once."""
+        with self.surviving():
+            live = self._requests.open(request)
+            self._refuse_oversized(live)
+            for sequence in tuple(live.unfinished):
+                self._requests.finish_if_nothing_to_do(sequence)
+            self._requests.flush()
+
+    def fail_overdue(self, now: float) -> None:
+        """Fails requests that have waited in the queue for longer than `queue_timeout_s`."""
+        if self._queue_timeout_s is not None:
+            self._requests.fail_overdue(now - self._queue_timeout_s)
+            self._requests.flush()
+
+    def abort(self, request_id: str) -> None:
+        """Frees everything that a request holds. Publishes nothing, because its client is gone."""
+        with self.surviving():
+            self._requests.abort(request_id)
+
+    def commit_step(self) -> None:
+        """Reads the step in flight, so that an error in the next call on this thread was caused by that call."""
+        with self.surviving():
+            self._decoder.commit()
+            self._requests.flush()
+
+    def pause(self, mode: PauseMode) -> None:
+        """Makes new requests wait for `resume`; `mode` says what happens to those in progress."""
+        self._scheduler.pause(freeze=mode is PauseMode.KEEP)
+        if mode is PauseMode.WAIT:
+            return
+        self.commit_step()  # its tokens are published
+        if mode is PauseMode.ABORT:
+            self._requests.fail_all(AbortedError("the server was paused"))
+        self._requests.flush()
+
+    def resume(self) -> None:
+        """Ends a pause."""
+        self._scheduler.resume()
+
+    def evict_adapters(self) -> Future[None]:
+        """See `AdapterStore.evict_idle`."""
+        return self._adapters.evict_idle()
+
+    def _refuse_oversized(self, live: LiveRequest) -> None:
+        longest = max(map(len, live.request.prompts)) + live.request.stopping.max_tokens
+        cache = self._runner.cache
+        if not cache.can_ever_hold(longest):
+            message = (
+                f"prompt and max_tokens need {longest} tokens of KV memory, the server has room for "
+                f"{min(cache.max_length, cache.budget_tokens)}; shorten them or raise --kv-cache-memory"
+            )
+            self._requests.fail(live, ContextLengthError(message))
+
+    # -- the loop --------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Runs the next unit of device work. False if there is none."""
+        busy = True
+        with self.surviving():
+            busy = self._step()
+            self._recovery.went_well()
+        if busy and self._check_every_unit:
+            self.check_integrity()
+        return busy
+
+    @contextmanager
+    def surviving(self) -> Iterator[None]:
+        """A block for calls into MLX, which are made nowhere else. `Recovery` handles errors, and the thread continues.
+
+        Raises:
+            DeviceLostError: the device keeps failing.
+        """
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - MLX may raise anything at any call, and one client's fault must not stop the others
+            self._recovery.survive(error)
+
+    def _step(self) -> bool:
+        started = time.monotonic()
+        self._fail_without_adapter()
+        self._runner.cache.reserve(self._bytes_outside_pool())
+        self._scheduler.admit()
+        admitted = time.monotonic()
+        self._scheduler.add_wait_time(admitted - started)
+        unit = self._scheduler.next_unit(admitted, self._other_work())
+        if self._decoder.in_flight and not isinstance(unit, DecodeUnit):
+            with self._trace.span("read tokens"):
+                self._decoder.commit()  # the next call schedules again, with the tokens that were drawn
+        elif unit is not None:
+            with self._trace.unit(unit):
+                self._run(unit)
+        else:
+            return False
+        self._requests.flush()
+        return True
+
+    def _run(self, unit: Unit) -> None:
+        match unit:
+            case DecodeUnit():
+                self._decoder.run(unit)
+            case PrefillUnit():
+                self._prefill(unit)
+            case StagingUnit():
+                self._stage(unit)
+            case TrainingUnit():
+                self._train(unit)
+
+    def close(self) -> None:
+        """Closes the debug trace. Called once, after the last step."""
+        self._trace.close()
+
+    # -- prefill ---------------------------------------------------------------------------------
+
+    def _prefill(self, unit: PrefillUnit) -> None:
+        started = time.monotonic()
+        self._prefiller.run(unit)
+        now = time.monotonic()
+        self.counters.prefilled_tokens += unit.tokens
+        self._scheduler.record_prefill(unit, now - started, now)
+        for part in unit.parts:
+            if part.sequence.to_prefill == 0:
+                self._requests.prefilled(self._requests.live(part.sequence))
+
+    # -- adapters and training -------------------------------------------------------------------
+
+    def _stage(self, unit: StagingUnit) -> None:
+        """Stages at most one version. Rows waiting for it are admitted before the next version may take the slot;
+        otherwise two versions competing for one slot would evict each other forever."""
+        adapters, transfers, started = self._adapters, self._adapters.transfers, time.monotonic()
+        staged = transfers.staged
+        with self._scope.covering(work=adapters):
+            adapters.advance()
+            while time.monotonic() - started < unit.seconds and transfers.staged == staged and adapters.waits():
+                adapters.advance()
+        self._scheduler.record_staging(time.monotonic() - started)
+
+    def _bytes_outside_pool(self) -> int:
+        """Bytes that adapters and training hold. They share one memory budget with the KV pool."""
+        return self._adapters.bytes_held + (self._training.bytes_held if self._training is not None else 0)
+
+    def _other_work(self) -> OtherWork:
+        return OtherWork(
+            staging=self._adapters.waits(),
+            staging_is_urgent=self._adapters.urgent,
+            training=self._training is not None and self._training.waits(),
+        )
+
+    def _train(self, unit: TrainingUnit) -> None:
+        """Runs one unit of an update. Its time counts even if it fails."""
+        assert self._training is not None
+        started = time.monotonic()
+        try:
+            with self._scope.covering(work=self._training):
+                self._training.pace(unit.seconds)
+                self._training.advance()
+        finally:
+            now = time.monotonic()
+            self.counters.training_units += 1
+            self.counters.training_seconds += now - started
+            self._scheduler.record_training(now - started, now)
+
+    # -- faults ----------------------------------------------------------------------------------
+
+    def _fail_without_adapter(self) -> None:
+        """Fails requests whose adapter cannot be staged. They hold no row."""
+        for ref, error in self._adapters.take_failures().items():
+            for request in self._requests.of_adapter(ref):
+                self._requests.fail(request, error)
+        self._requests.flush()
+
+    # -- state -----------------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges now."""
+        peak = mx.get_peak_memory() if self._training is None else self._training.peak_bytes
+        return snapshot(self.counters, self._scheduler, self._runner.cache, self._requests.lives(), peak, self._limits)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if scheduler, KV pool, adapter slots and live requests do not agree."""
+        self._scheduler.check_integrity()
+        self._runner.cache.check_integrity()
+        self._adapters.check_integrity()
+        self._requests.check_integrity()
+        rows = {id(live.row.kv): live.row.kv for live in self._requests.lives() if live.row is not None}
+        assert set(rows) == {id(row) for row in self._runner.cache.rows()}
+        assert self._adapters.slots.pinned == len({row.adapter_slot for row in rows.values()} - {0})

@@ -1,0 +1,272 @@
+"""ContinuousBatchProcessor: starts the device thread and lets the event loop use it.
+
+    event loop                         device thread
+    generate(), run() ──▶ inbox ──────▶ DeviceLoop.step(), again and again
+        ▲                                  │
+        └─ one asyncio.Queue per request ◀─┘ call_soon_threadsafe(events of one unit)
+
+The two threads share nothing else: requests and events are frozen, and arrays never leave the device thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar, overload
+
+import mlx.core as mx
+
+from mlx_parallm.core import (
+    DeviceSchedule,
+    EngineStats,
+    Event,
+    GenerationRequest,
+    PauseMode,
+    RequestFailed,
+    RequestFinished,
+)
+from mlx_parallm.core.futures import complete
+from mlx_parallm.engine.loop import DeviceLoop, EngineParts
+from mlx_parallm.errors import EngineDeadError
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+_IDLE_WAIT_S = 1.0
+_ALIVE_CHECK_S = 1.0
+_DRAIN_CHECK_S = 0.05
+_SNAPSHOT_S = 0.1
+"""While the loop is busy, it renews the snapshot that `stats` returns when that is older than this."""
+_DEAD = "the device thread has stopped; restart the server"
+
+
+@dataclass(frozen=True, slots=True)
+class _Abort:
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A function to run on the device thread between two units, and the future of its result."""
+
+    function: Callable[[DeviceLoop], Any]
+    done: Future[Any]
+
+
+class _Wake:
+    """Wakes the loop when it is idle."""
+
+
+class _Stop:
+    """Ends the device thread."""
+
+
+_Message = GenerationRequest | _Abort | _Call | _Wake | _Stop
+
+
+class ContinuousBatchProcessor:
+    """Implements `core.EngineClient` and `core.DeviceThread`.
+
+    Args:
+        build: loads the model and makes the parts. Runs on the device thread, because MLX arrays belong to the
+            thread that makes them.
+        debug: run `DeviceLoop.check_integrity` whenever the loop is idle. If a check fails, the error is logged and
+            the device thread ends.
+    """
+
+    def __init__(self, build: Callable[[], EngineParts], debug: bool = False) -> None:
+        self._build = build
+        self._debug = debug
+        self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
+        self._queues: dict[str, asyncio.Queue[Event]] = {}
+        self._event_loop: asyncio.AbstractEventLoop | None = None
+        self._pauses = 0  # calls of `pause` and `resume`; a later call ends the wait of an earlier one
+        self._stats = EngineStats(alive=True, ready=False)
+        self._started = threading.Event()
+        self._start_error: BaseException | None = None
+        self._thread = threading.Thread(target=self._main, name="device", daemon=True)
+
+    # -- any thread ------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Starts the device thread and waits until the model is loaded. Raises the exception of `build`, if any."""
+        self._thread.start()
+        self._started.wait()
+        if self._start_error is not None:
+            self._thread.join()  # it must clear MLX's streams before the process may end
+            raise self._start_error
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """Ends the device thread after its current unit. Running requests fail."""
+        self._inbox.put(_Stop())
+        self._thread.join(timeout_s)
+
+    def stats(self) -> EngineStats:
+        return self._stats
+
+    def wake(self) -> None:
+        """Wakes the loop when it is idle."""
+        self._inbox.put(_Wake())
+
+    # -- the event loop's thread -----------------------------------------------------------------
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Event]:
+        """See `core.EngineClient.generate`."""
+        self._event_loop = asyncio.get_running_loop()
+        if not self._stats.alive:
+            raise EngineDeadError(_DEAD)
+        events: asyncio.Queue[Event] = asyncio.Queue()
+        self._queues[request.request_id] = events
+        self._inbox.put(request)
+        ended = False
+        try:
+            while not ended:
+                event = await events.get()
+                ended = isinstance(event, RequestFinished | RequestFailed)
+                yield event
+        finally:
+            del self._queues[request.request_id]
+            if not ended:
+                self._inbox.put(_Abort(request.request_id))
+
+    async def reschedule(self, schedule: DeviceSchedule) -> None:
+        """See `core.EngineClient.reschedule`."""
+        await self._change(lambda loop: loop.reschedule(schedule))
+
+    async def pause(self, mode: PauseMode) -> None:
+        """See `core.EngineClient.pause`."""
+        self._pauses += 1
+        this_pause, under_way = self._pauses, set(self._queues)
+        await self._change(lambda loop: loop.pause(mode))
+        while mode is PauseMode.WAIT and this_pause == self._pauses and under_way & self._queues.keys():
+            await asyncio.sleep(_DRAIN_CHECK_S)
+
+    async def resume(self) -> None:
+        """See `core.EngineClient.resume`."""
+        self._pauses += 1
+        await self._change(DeviceLoop.resume)
+
+    async def sleep(self, bank: bool = False) -> None:
+        """See `core.EngineClient.sleep`."""
+        while self._queues:
+            await asyncio.sleep(_DRAIN_CHECK_S)
+        if bank:
+            await self._run(DeviceLoop.evict_adapters)
+        await self._change(lambda _: mx.clear_cache())
+
+    @overload
+    async def run(self, call: Callable[[], Future[T]]) -> T: ...
+
+    @overload
+    async def run(self, call: Callable[[], T]) -> T: ...
+
+    async def run(self, call: Callable[[], Any]) -> Any:
+        """See `core.DeviceThread.run`."""
+        return await self._run(lambda _: call())
+
+    async def _change(self, change: Callable[[DeviceLoop], None]) -> None:
+        """Applies `change` between two units. When it returns, `stats` shows the change."""
+
+        def change_and_measure(loop: DeviceLoop) -> None:
+            change(loop)
+            self._stats = loop.stats()
+
+        await self._run(change_and_measure)
+
+    async def _run(self, function: Callable[[DeviceLoop], Any]) -> Any:
+        done: Future[Any] = Future()
+        self._inbox.put(_Call(function, done))
+        waiting = asyncio.wrap_future(done)
+        waiting.add_done_callback(asyncio.Future.exception)  # else asyncio would warn if the caller is cancelled
+        while not waiting.done():
+            if not self._stats.alive:
+                raise EngineDeadError(_DEAD)
+            await asyncio.wait([waiting], timeout=_ALIVE_CHECK_S)
+        return waiting.result()
+
+    def _deliver(self, events: list[tuple[str, Event]]) -> None:
+        for request_id, event in events:
+            if (listener := self._queues.get(request_id)) is not None:
+                listener.put_nowait(event)
+
+    def _fail_all(self, error: EngineDeadError) -> None:
+        for listener in self._queues.values():
+            listener.put_nowait(RequestFailed(error))
+
+    # -- the device thread -----------------------------------------------------------------------
+
+    def _main(self) -> None:
+        try:
+            self._build_and_serve()
+        finally:
+            mx.clear_streams()  # MLX wants each thread that used it to do this before it ends
+
+    def _build_and_serve(self) -> None:
+        try:
+            loop = DeviceLoop(self._build(), self._publish_events)
+            self._stats = loop.stats()
+        except BaseException as error:  # noqa: BLE001 - handed to the thread that called start(), which raises it
+            self._start_error = error
+            self._stats = EngineStats(alive=False, ready=False)
+            return
+        finally:
+            self._started.set()
+        try:
+            self._serve(loop)
+        except Exception:  # noqa: BLE001 - the device is lost, or a check of integrity failed: log it and end the thread
+            _log.exception("the device thread failed")
+        finally:
+            self._stats = replace(self._stats, alive=False, ready=False)
+            self._call_soon(self._fail_all, EngineDeadError(_DEAD))
+            loop.close()
+
+    def _serve(self, loop: DeviceLoop) -> None:
+        taken_at, busy = 0.0, True
+        while self._take_messages(loop, wait_s=0.0 if busy else _IDLE_WAIT_S):
+            busy = loop.step()
+            now = time.monotonic()
+            if not busy or now - taken_at > _SNAPSHOT_S:
+                with loop.surviving():
+                    loop.fail_overdue(now)
+                    self._stats, taken_at = loop.stats(), now
+            if self._debug and not busy:
+                loop.check_integrity()
+
+    def _take_messages(self, loop: DeviceLoop, wait_s: float) -> bool:
+        """Handles the messages in the inbox, waiting up to `wait_s` seconds for the first one. False after `_Stop`."""
+        try:
+            message = self._inbox.get(block=wait_s > 0.0, timeout=wait_s or None)
+            while not isinstance(message, _Stop):
+                if isinstance(message, _Abort):
+                    loop.abort(message.request_id)
+                elif isinstance(message, _Call):
+                    _execute(message, loop)
+                elif isinstance(message, GenerationRequest):
+                    loop.submit(message)
+                message = self._inbox.get_nowait()
+        except queue.Empty:
+            return True
+        return False
+
+    def _publish_events(self, events: list[tuple[str, Event]]) -> None:
+        self._call_soon(self._deliver, events)
+
+    def _call_soon(self, callback: Callable[[T], None], argument: T) -> None:
+        if self._event_loop is None or self._event_loop.is_closed():
+            return
+        self._event_loop.call_soon_threadsafe(callback, argument)
+
+
+def _execute(call: _Call, loop: DeviceLoop) -> None:
+    """Runs a call with no decode step in flight. Its error concerns only the caller: no row's arrays are written."""
+    started = time.monotonic()
+    loop.commit_step()
+    complete(call.done, lambda: call.function(loop))
+    loop.add_wait_time(time.monotonic() - started)

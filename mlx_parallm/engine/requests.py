@@ -1,0 +1,201 @@
+"""Live requests, from their submission to their terminal event."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+
+from mlx_parallm.adapters.store import AdapterStore
+from mlx_parallm.batch.runner import Draw
+from mlx_parallm.core import (
+    AdapterRef,
+    Event,
+    FinishReason,
+    GenerationRequest,
+    PromptScored,
+    RequestFailed,
+    SequenceOutput,
+    SequenceState,
+    WorkClass,
+)
+from mlx_parallm.engine.live import FaultScope, LiveRequest, LiveSequence, Vocabulary, expand
+from mlx_parallm.engine.stats import Counters
+from mlx_parallm.engine.text import TextDelta
+from mlx_parallm.errors import GrammarError, QueueTimeoutError
+from mlx_parallm.scheduler.scheduler import RLAwareScheduler
+
+PublishEvents = Callable[[list[tuple[str, Event]]], None]
+"""Takes the events of one unit of work, in order, each with the id of its request."""
+
+
+class LiveRequests:
+    """Requests and sequences by id, and the events of the current unit of work. Device thread only.
+
+    Args:
+        lives: live sequences by sequence id; `PoolMemory` reads it to give them rows.
+        scope: records which requests MLX is called for.
+    """
+
+    def __init__(
+        self,
+        lives: dict[int, LiveSequence],
+        scope: FaultScope,
+        vocabulary: Vocabulary,
+        scheduler: RLAwareScheduler,
+        adapters: AdapterStore,
+        publish: PublishEvents,
+    ) -> None:
+        self.counters = Counters()
+        self.scope = scope
+        self._lives = lives
+        self._vocabulary = vocabulary
+        self._scheduler = scheduler
+        self._adapters = adapters
+        self._publish = publish
+        self._requests: dict[str, LiveRequest] = {}
+        self._events: list[tuple[str, Event]] = []
+        self._next_id = 0
+
+    # -- requests --------------------------------------------------------------------------------
+
+    def open(self, request: GenerationRequest) -> LiveRequest:
+        """Adds a request and queues its sequences."""
+        live = LiveRequest(request, time.monotonic())
+        self._requests[request.request_id] = live
+        with self.scope.covering([live]):
+            live.unfinished = expand(live, self._vocabulary, self._next_id)
+        self._next_id += request.sequences
+        self._adapters.add_request(request.adapter)
+        self.counters.prompt_tokens += sum(map(len, request.prompts))
+        for sequence in tuple(live.unfinished):
+            self._lives[sequence.sequence.sequence_id] = sequence
+            self._scheduler.add(sequence.sequence)
+        return live
+
+    def abort(self, request_id: str) -> None:
+        """Frees everything that a request holds. Publishes nothing, because its client is gone."""
+        live = self._requests.pop(request_id, None)
+        if live is None:
+            return
+        self.counters.aborted += 1
+        for sequence in tuple(live.unfinished):
+            self._end(sequence)
+
+    def fail(self, request: LiveRequest, error: Exception) -> bool:
+        """Ends a request with `error` and frees its rows. False if it has ended already."""
+        if self._requests.pop(request.request_id, None) is None:
+            return False
+        for live in tuple(request.unfinished):
+            self._end(live)
+        self._emit(request, RequestFailed(error))
+        return True
+
+    def fail_overdue(self, arrived_before: float) -> None:
+        """Fails inference requests that arrived before this time and have not begun to prefill. Rollouts may wait."""
+        for request in tuple(self._requests.values()):
+            if request.arrived_at >= arrived_before:
+                return  # requests are in order of arrival
+            if request.request.work_class is WorkClass.INFERENCE and not request.begun:
+                waited = time.monotonic() - request.arrived_at
+                self.fail(request, QueueTimeoutError(f"The request waited {waited:.0f} s in the queue; try again."))
+
+    def fail_all(self, error: Exception) -> None:
+        for request in tuple(self._requests.values()):
+            self.fail(request, error)
+
+    def live(self, sequence: SequenceState) -> LiveSequence:
+        return self._lives[sequence.sequence_id]
+
+    def lives(self) -> Collection[LiveSequence]:
+        return self._lives.values()
+
+    def of_adapter(self, ref: AdapterRef) -> list[LiveRequest]:
+        return [request for request in self._requests.values() if request.request.adapter == ref]
+
+    # -- sequences -------------------------------------------------------------------------------
+
+    def accept(self, live: LiveSequence, draw: Draw, now: float) -> None:
+        """Takes one drawn token: emits its text, and ends the sequence if it is the last one. If its grammar fails,
+        the request fails."""
+        request = live.request
+        live.sequence.tokens.append(draw.token)
+        if live.row is not None and live.sequence.unread == 0:
+            live.row.input_token = draw.token
+        request.first_token_at = request.first_token_at or now
+        request.completion_tokens += 1
+        request.recomputed = 0
+        self.counters.generation_tokens += 1
+        with self.scope.covering([request]):
+            try:
+                delta = live.text.accept(draw.token)
+            except GrammarError as error:
+                self.fail(request, error)
+                return
+        self._emit(request, _output(live.index, draw, delta))
+        if delta.finish_reason is not None:
+            self._end(live)
+
+    def prefilled(self, live: LiveSequence) -> None:
+        """Sends the scores of a prompt that is computed, and ends the sequence if `max_tokens` is 0."""
+        self._send_scores(live)
+        self.finish_if_nothing_to_do(live)
+
+    def finish_if_nothing_to_do(self, live: LiveSequence) -> None:
+        """Ends a sequence with `max_tokens` 0, unless its prompt has yet to be scored."""
+        sequence = live.sequence
+        if live.scores is not None and sequence.prompt_length == 1:
+            self._send_scores(live)
+        if sequence.max_tokens == 0 and live.scores is None:
+            self._emit(live.request, SequenceOutput(live.index, (), "", finish_reason=FinishReason.LENGTH))
+            self._end(live)
+
+    def _send_scores(self, live: LiveSequence) -> None:
+        if live.scores is not None:
+            live.sequence.scored = False
+            prompt_index = live.index // live.request.request.n
+            self._emit(live.request, PromptScored(prompt_index, tuple(live.scores)))
+            live.scores = None
+
+    def _end(self, live: LiveSequence) -> None:
+        """Frees a sequence's row. If it was its request's last one, the request ends too."""
+        request = live.request
+        if live.sequence.started_at:
+            request.started_at = min(request.started_at or live.sequence.started_at, live.sequence.started_at)
+        self._scheduler.finish(live.sequence)
+        del self._lives[live.sequence.sequence_id]
+        request.unfinished.remove(live)
+        if request.unfinished:
+            return
+        self._adapters.remove_request(request.request.adapter)
+        if self._requests.pop(request.request_id, None):
+            self._emit(request, request.finished(time.monotonic()))
+
+    # -- events ----------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Publishes the events since the last call."""
+        if self._events:
+            events, self._events = self._events, []
+            self._publish(events)
+
+    def _emit(self, request: LiveRequest, event: Event) -> None:
+        self._events.append((request.request_id, event))
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if requests and sequences do not agree."""
+        assert {s.sequence_id for s in self._scheduler.sequences()} == set(self._lives)
+        assert sum(len(request.unfinished) for request in self._requests.values()) == len(self._lives)
+        for live in self._lives.values():
+            assert live.row is None or live.row.kv.length == live.sequence.computed
+
+
+def _output(index: int, draw: Draw, delta: TextDelta) -> SequenceOutput:
+    return SequenceOutput(
+        index=index,
+        token_ids=(draw.token,),
+        text=delta.text,
+        logprobs=() if draw.logprob is None else (draw.logprob,),
+        finish_reason=delta.finish_reason,
+        stop_reason=delta.stop_reason,
+        sampling_logprobs=() if draw.sampling_logprob is None else (draw.sampling_logprob,),
+    )

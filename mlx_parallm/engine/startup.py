@@ -1,0 +1,68 @@
+"""Runs of the loaded model before the server takes requests: they check that it can be batched and time prefill."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from mlx_parallm.batch.runner import BatchRunner
+from mlx_parallm.model.families import Support, check_offsets
+from mlx_parallm.model.manager import SharedModelManager
+from mlx_parallm.scheduler.prefill import CostModel
+
+_SHORT, _LONG, _CONTEXT = 16, 128, 1024
+"""Chunk lengths and a context length, in tokens, far enough apart to separate the terms of the cost model."""
+
+
+def check_unproved(manager: SharedModelManager, runner: BatchRunner) -> None:
+    """Compares two rows of different lengths in the KV pool with their solo runs. Does nothing for a tested family.
+
+    Raises:
+        UnsupportedModelError: the rows differ from their solo runs, or cannot run.
+    """
+    if manager.family.support is not Support.TESTED:
+        check_offsets(manager.model, lambda *rows: _batched(runner, *rows), manager.card.vocab_size)
+
+
+def _batched(runner: BatchRunner, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]) -> mx.array:
+    """Implements `families.BatchedForward` with the KV pool."""
+    rows = [runner.cache.allocate(len(p) + len(c)) for p, c in zip(prompts, continuations, strict=True)]
+    live = [row for row in rows if row is not None]
+    try:
+        runner.prefill(list(zip(live, prompts, strict=True)))
+        return mx.stack([runner.forward(live, tokens) for tokens in zip(*continuations, strict=True)], axis=1)
+    finally:
+        for row in live:
+            runner.cache.free(row)
+
+
+def calibrate(runner: BatchRunner) -> CostModel:
+    """Measures the terms of the prefill cost model, in about a second on a CPU.
+
+    Times three prefill chunks on a scratch row, after one to warm up. The content of the context does not change the
+    time, so the row's length is simply set.
+    """
+    context = min(_CONTEXT, runner.cache.max_length - _LONG)
+    if context < _LONG:
+        return CostModel()  # so short a context needs no measured model
+    _seconds(runner, _SHORT, 0)
+    short, long = _seconds(runner, _SHORT, 0), _seconds(runner, _LONG, 0)
+    deep = _seconds(runner, _LONG, context)
+    per_pair = max(deep - long, 0.0) / (_LONG * context)
+    per_token = max(long - short, 1e-6) / (_LONG - _SHORT)
+    return CostModel(fixed=max(short - _SHORT * per_token, 1e-4), per_token=per_token, per_pair=per_pair)
+
+
+def _seconds(runner: BatchRunner, tokens: int, context: int) -> float:
+    row = runner.cache.allocate(context + tokens)
+    if row is None:
+        return 0.0
+    row.length = context
+    try:
+        started = time.perf_counter()
+        runner.prefill([(row, [0] * tokens)])
+        return time.perf_counter() - started
+    finally:
+        runner.cache.free(row)

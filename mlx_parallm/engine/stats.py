@@ -1,0 +1,90 @@
+"""The engine's statistics: counters, gauges, and the JSON of `/debug/state`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+
+import mlx.core as mx
+
+from mlx_parallm.batch.kv_cache import LoRABatchedKVCache
+from mlx_parallm.core import EngineStats
+from mlx_parallm.engine.live import LiveSequence
+from mlx_parallm.model.device import MemoryLimits
+from mlx_parallm.scheduler.scheduler import RLAwareScheduler
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since start.
+
+    `prefilled_tokens`: tokens computed; a group's prompt counts once, a preempted prompt again. `training_units` and
+    `training_seconds` include failed units.
+    """
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    prefilled_tokens: int = 0
+    generation_tokens: int = 0
+    aborted: int = 0
+    failed_steps: int = 0
+    training_units: int = 0
+    failed_training_units: int = 0
+    training_seconds: float = 0.0
+
+
+def snapshot(
+    counters: Counters,
+    scheduler: RLAwareScheduler,
+    cache: LoRABatchedKVCache,
+    lives: Iterable[LiveSequence],
+    peak: int,
+    limits: MemoryLimits | None,
+) -> EngineStats:
+    """The statistics of an engine that is alive and ready. Device thread only. `peak`: MLX's peak memory in bytes."""
+    return EngineStats(
+        alive=True,
+        ready=True,
+        running=len(scheduler.live),
+        waiting=scheduler.waiting,
+        kv_bytes_held=cache.bytes_held,
+        kv_bytes_budget=cache.budget_bytes,
+        kv_tokens_used=cache.tokens_used,
+        preemptions_total=scheduler.preemptions,
+        steps_total=counters.steps,
+        prompt_tokens_total=counters.prompt_tokens,
+        generation_tokens_total=counters.generation_tokens,
+        aborted_total=counters.aborted,
+        failed_steps_total=counters.failed_steps,
+        schedule=scheduler.schedule,
+        decode_gaps=scheduler.decode_gaps,
+        training_shares=scheduler.share_meter.contended,
+        training_share=scheduler.share_meter.last,
+        paused=scheduler.paused,
+        detail={
+            "mlx_memory_bytes": {"active": mx.get_active_memory(), "peak": peak, "cache": mx.get_cache_memory()},
+            "mlx_limit_bytes": None if limits is None else asdict(limits),
+            "prefilled_tokens_total": counters.prefilled_tokens,
+            "training_units_total": counters.training_units,
+            "failed_training_units_total": counters.failed_training_units,
+            "training_seconds_total": counters.training_seconds,
+            "reserved_bytes": cache.bytes_reserved,
+            "slabs": [
+                {"capacity": slab.capacity, "rows": len(slab.places), "used": slab.used} for slab in cache.slabs()
+            ],
+            "sequences": [_describe(live) for live in lives],
+        },
+    )
+
+
+def _describe(live: LiveSequence) -> dict[str, object]:
+    sequence = live.sequence
+    return {
+        "request_id": live.request.request_id,
+        "index": live.index,
+        "status": sequence.status.value,
+        "class": sequence.work_class.value,
+        "prompt_tokens": sequence.prompt_length,
+        "computed_tokens": sequence.computed,
+        "generated_tokens": live.text.generated,
+    }

@@ -1,0 +1,135 @@
+"""From drawn tokens to text: detokenization, stop strings, end of sequence, length."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from mlx_parallm.core import FinishReason, GrammarState, StopParams
+
+
+class Detokenizes(Protocol):
+    """An incremental detokenizer for one sequence. The results of `add` and `finish`, joined, are the text."""
+
+    def add(self, token_id: int) -> str: ...
+
+    def finish(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """The text that one token releases, and the reasons for the end if it is the sequence's last token."""
+
+    text: str
+    finish_reason: FinishReason | None = None
+    stop_reason: str | None = None
+
+
+class StopMatcher:
+    """Finds the stop string that ends first in a text that comes in pieces; of several that end there, the longest.
+
+    Text that may be the start of a stop string is held back until it cannot be one any more. This runs on the device
+    thread, so each character takes at most two comparisons for each stop string, however long that is.
+    """
+
+    def __init__(self, stopping: StopParams) -> None:
+        self._stops = tuple(map(_OneStop, stopping.stop, stopping.fallbacks))
+        self._held = ""
+
+    def feed(self, text: str) -> tuple[str, str | None]:
+        """Returns the text that is released now, and the stop string that ended it, if one did."""
+        if not self._stops:
+            return text, None
+        before, self._held = len(self._held), self._held + text
+        ends = [(end, -len(one.stop), one.stop) for one in self._stops if (end := one.feed(text)) is not None]
+        if ends:
+            end, _, stop = min(ends)
+            return self._release(before + end - len(stop), keeps=False), stop
+        return self._release(len(self._held) - max(one.matched for one in self._stops)), None
+
+    def flush(self) -> str:
+        """Returns the text still held back, at the end of the sequence."""
+        return self._release(len(self._held))
+
+    def _release(self, length: int, keeps: bool = True) -> str:
+        released, self._held = self._held[:length], self._held[length:] if keeps else ""
+        return released
+
+
+class _OneStop:
+    """The search for one stop string (Knuth, Morris and Pratt). `matched`: length of the longest prefix of the stop
+    string with which the text so far ends."""
+
+    __slots__ = ("_fallbacks", "matched", "stop")
+
+    def __init__(self, stop: str, fallbacks: tuple[int, ...]) -> None:
+        self.stop = stop
+        self._fallbacks = fallbacks
+        self.matched = 0
+
+    def feed(self, text: str) -> int | None:
+        """Where in `text` the stop string ends, None if it does not."""
+        stop, place, matched = self.stop, 0, self.matched
+        if stop.startswith(text, matched):  # no need to look at each character
+            place, matched = len(text), matched + len(text)
+        while place < len(text) and matched < len(stop):
+            if stop[matched] == text[place]:
+                matched += 1
+                place += 1
+            elif matched:
+                matched = self._fallbacks[matched]
+                place += matched < 0
+                matched = max(matched, 0)
+            else:
+                place = text.find(stop[0], place) % (len(text) + 1)  # -1, not found, becomes the end
+        self.matched = matched
+        return place if matched == len(stop) else None
+
+
+class TextStream:
+    """The text of one sequence. Takes every drawn token in order, until a delta has a finish reason.
+
+    Args:
+        grammar: the grammar that constrains the text, in its first state. The text ends when no token can follow.
+    """
+
+    def __init__(
+        self,
+        detokenizer: Detokenizes,
+        stopping: StopParams,
+        eos_ids: frozenset[int],
+        grammar: GrammarState | None = None,
+    ) -> None:
+        self.generated = 0
+        self._detokenizer = detokenizer
+        self._stopping = stopping
+        self._eos_ids = frozenset() if stopping.ignore_eos else eos_ids
+        self._matcher = StopMatcher(stopping)
+        self._grammar = grammar
+
+    def accept(self, token: int) -> TextDelta:
+        """Takes one drawn token. The end-of-sequence token ends the text and is not part of it.
+
+        Raises:
+            GrammarError: the grammar does not allow the token here.
+        """
+        self.generated += 1
+        if self._grammar is not None:
+            self._grammar.accept(token)
+        if token in self._eos_ids:
+            return TextDelta(self._rest(), FinishReason.STOP)
+        text = self._detokenizer.add(token)
+        if self.generated < self._stopping.min_tokens:
+            return TextDelta(text)
+        released, stop = self._matcher.feed(text)
+        if stop is not None:
+            return TextDelta(released, FinishReason.STOP, stop)
+        if self._grammar is not None and self._grammar.ended:
+            return TextDelta(released + self._rest(), FinishReason.STOP)
+        if self.generated >= self._stopping.max_tokens:
+            return TextDelta(released + self._rest(), FinishReason.LENGTH)
+        return TextDelta(released)
+
+    def _rest(self) -> str:
+        """The text still held back: an incomplete character, and text that looked like a stop string."""
+        return self._matcher.flush() + self._detokenizer.finish()

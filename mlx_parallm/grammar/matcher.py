@@ -1,0 +1,124 @@
+"""Compiles a grammar to an llguidance matcher, and wraps the matcher as `core.Grammar` and `core.GrammarState`.
+
+GrammarSpec → definition (llguidance's Lark, or JSON with a list of grammars) → LLMatcher → LLGrammar → LLState
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Callable
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+
+from mlx_parallm.core import COMPACT_JSON, GrammarKind, GrammarSpec, parts_of, with_bounded_integers
+from mlx_parallm.errors import GrammarError
+
+_LIMITS = LLParserLimits(max_grammar_size=200_000, precompute_large_lexemes=False, verbose_errors=False)
+"""llguidance's other limits keep their defaults, which allow at most about 15 ms of work for a token."""
+
+_COMPACT_JSON: Any = dict(COMPACT_JSON)
+_MAX_REASON_CHARACTERS = 300
+_ALL_BITS = 0xFF
+
+
+class GrammarRefused(Exception):  # noqa: N818 - the grammar is at fault, not the program
+    """A grammar cannot be compiled; the message is the reason."""
+
+
+def build_matcher(tokenizer: LLTokenizer, spec: GrammarSpec) -> LLMatcher:
+    """A matcher at the beginning of a text, with its first mask computed.
+
+    There is no bound on the time and memory it takes: check the grammar with `Trial` first.
+
+    Raises:
+        GrammarRefused: the grammar is malformed, or too large.
+    """
+    try:
+        definition = _definition(spec)
+    except ValueError as error:
+        raise _refused(str(error)) from None
+    matcher = LLMatcher(tokenizer, definition, log_level=0, limits=_LIMITS)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    if matcher.is_error():
+        raise _refused(matcher.get_error())
+    return matcher
+
+
+class LLGrammar:
+    """Implements `core.Grammar`.
+
+    Args:
+        matcher: at the beginning of a text. It is copied for each text and never advanced itself.
+    """
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+
+    def start(self) -> LLState:
+        return LLState(self._matcher.deep_copy())
+
+
+class LLState:
+    """Implements `core.GrammarState`. llguidance releases the interpreter lock while it computes a mask."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+
+    def fill(self, mask: memoryview) -> None:
+        """See `core.GrammarState.fill`. After a failure of the matcher all tokens are allowed; `accept` raises then."""
+        words = (ctypes.c_char * mask.nbytes).from_buffer(mask)
+        self._matcher.unsafe_compute_mask_ptr(ctypes.addressof(words), mask.nbytes)
+        if self._matcher.is_error():
+            ctypes.memset(words, _ALL_BITS, mask.nbytes)
+
+    def accept(self, token: int) -> None:
+        """See `core.GrammarState.accept`."""
+        if not self._matcher.consume_token(token):
+            reason = " ".join(self._matcher.get_error().split())[:200]
+            raise GrammarError(f"the grammar gave up after this text: {reason}")
+
+    @property
+    def ended(self) -> bool:
+        return self._matcher.is_stopped()
+
+
+def _definition(spec: GrammarSpec) -> str:
+    """The grammar in llguidance's own form. Raises ValueError: it is malformed."""
+    if spec.kind is not GrammarKind.COMBINATION:
+        return _DEFINITIONS[spec.kind](spec.source)
+    parts = [{**_grammar(part), "name": f"part_{index}"} for index, part in enumerate(parts_of(spec))]
+    start = "start: " + " | ".join(f"@{part['name']}" for part in parts)
+    return json.dumps({"grammars": [{"lark_grammar": start}, *parts]})
+
+
+def _grammar(part: GrammarSpec) -> dict[str, Any]:
+    definition = _definition(part)
+    if part.kind in (GrammarKind.CHOICE, GrammarKind.GRAMMAR):
+        return {"lark_grammar": definition}
+    [grammar] = json.loads(definition)["grammars"]
+    return dict(grammar)
+
+
+def _refused(reason: str) -> GrammarRefused:
+    return GrammarRefused(" ".join(reason.split())[:_MAX_REASON_CHARACTERS])
+
+
+def _json_schema(source: str) -> str:
+    bounded = json.dumps(with_bounded_integers(json.loads(source)))
+    return LLMatcher.grammar_from_json_schema(bounded, overrides=_COMPACT_JSON)
+
+
+def _choice(source: str) -> str:
+    alternatives = " | ".join(json.dumps(choice) for choice in json.loads(source))
+    return LLMatcher.grammar_from_lark(f"start: {alternatives}")
+
+
+_DEFINITIONS: dict[GrammarKind, Callable[[str], str]] = {
+    GrammarKind.JSON_SCHEMA: _json_schema,
+    GrammarKind.REGEX: LLMatcher.grammar_from_regex,
+    GrammarKind.CHOICE: _choice,
+    GrammarKind.GRAMMAR: lambda source: grammar_from("grammar", source),
+}

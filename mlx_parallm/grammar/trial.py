@@ -1,0 +1,144 @@
+"""Compiles a grammar on trial in a child process, where the compilation can be stopped.
+
+llguidance bounds the work for a token, but not the work to build a grammar: some patterns of a few characters, such as
+`a{1000}{1000}{1000}`, would take hours and all memory. The child has limits of time and memory, and a low priority, so
+that requests in progress come first.
+"""
+
+from __future__ import annotations
+
+import json
+import selectors
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from queue import Empty, LifoQueue
+from subprocess import PIPE, Popen
+
+from mlx_parallm.core import GrammarSpec
+from mlx_parallm.errors import EngineError, OverloadedError
+from mlx_parallm.grammar.matcher import GrammarRefused
+from mlx_parallm.grammar.worker import CPU_LIMIT_S
+from mlx_parallm.processes import command, environment
+
+CHILDREN = 2
+"""Grammars that are checked at the same time."""
+
+_QUEUE_TIMEOUT_S = 10.0
+"""How long a grammar waits for a free child."""
+
+_START_TIMEOUT_S = 60.0
+_WALL_LIMIT_S = 30.0
+"""For one grammar. The child's own limit counts processor time only, for which it may wait because of its priority."""
+
+
+class Trial:
+    """A pool of child processes, each started at its first use. Any thread; a child checks one grammar at a time."""
+
+    def __init__(self) -> None:
+        self._children = [_Child() for _ in range(CHILDREN)]
+        self._idle: LifoQueue[_Child] = LifoQueue()
+        for child in self._children:
+            self._idle.put(child)
+
+    def check(self, spec: GrammarSpec) -> None:
+        """Returns if the grammar can be compiled within the limits.
+
+        Raises:
+            GrammarRefused: it cannot.
+            OverloadedError: no child became free in time, or the machine is too busy to decide.
+            EngineError: the child could not be started.
+        """
+        with self._child() as child:
+            reason = child.check(spec)
+        if reason:
+            raise GrammarRefused(reason)
+
+    def close(self) -> None:
+        """Ends the children. Checks in progress fail at once."""
+        for child in self._children:
+            child.interrupt()
+        for _ in self._children:
+            self._idle.get().kill()
+
+    @contextmanager
+    def _child(self) -> Iterator[_Child]:
+        """An idle child, the last used one first, so that no more children start than are needed."""
+        try:
+            child = self._idle.get(timeout=_QUEUE_TIMEOUT_S)
+        except Empty:
+            raise OverloadedError("Other grammars are being compiled; try again.") from None
+        try:
+            yield child
+        finally:
+            self._idle.put(child)
+
+
+class _Child:
+    """One child process, used by one thread at a time."""
+
+    def __init__(self) -> None:
+        self._process: Popen[bytes] | None = None
+
+    def check(self, spec: GrammarSpec) -> str:
+        """The reason why the grammar cannot be compiled; empty if it can."""
+        process = self._running()
+        assert process.stdin is not None
+        try:
+            process.stdin.write(json.dumps({"kind": spec.kind, "source": spec.source}).encode() + b"\n")
+            process.stdin.flush()
+            reply = _read_line(process, _WALL_LIMIT_S)
+        except OSError:
+            reply = b""
+        if reply is None:
+            self.kill()
+            raise OverloadedError("The machine is too busy to compile this grammar now; try again.")
+        if reply:
+            return str(json.loads(reply))
+        timed_out = process.wait() == -signal.SIGPROF
+        self.kill()
+        return f"it takes more than {CPU_LIMIT_S:g} s to compile" if timed_out else "it takes more memory than there is"
+
+    def interrupt(self) -> None:
+        """Makes a check in progress return at once. Any thread."""
+        if (process := self._process) is not None:
+            process.kill()
+
+    def kill(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
+
+    def _running(self) -> Popen[bytes]:
+        if self._process is not None and self._process.poll() is None:
+            return self._process
+        self.kill()
+        try:
+            self._process = Popen(
+                command("mlx_parallm.grammar.worker"),
+                env=environment(),
+                stdin=PIPE,
+                stdout=PIPE,
+                bufsize=0,
+                # A group of its own, so that Ctrl-C does not reach it; not a session of its own, because Linux may
+                # share processor time between sessions, whatever the priorities of their processes.
+                process_group=0,
+            )
+        except OSError as error:
+            raise EngineError(f"the process that checks grammars could not be started: {error}") from error
+        if not _read_line(self._process, _START_TIMEOUT_S):
+            self.kill()
+            raise EngineError("the process that checks grammars did not start")
+        return self._process
+
+
+def _read_line(process: Popen[bytes], timeout_s: float) -> bytes | None:
+    """The next line of its output: empty if the process has ended, None after the timeout.
+
+    The child writes each (short) line in one call, so `readline` does not wait for the rest of a line.
+    """
+    assert process.stdout is not None
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        return process.stdout.readline() if selector.select(timeout_s) else None

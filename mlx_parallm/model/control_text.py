@@ -1,0 +1,260 @@
+"""Chat prompts in which a client's text stays text, even if it spells a control token such as `<|im_end|>`.
+
+1. In every string from the client, the first character of each control token's text is replaced by a stand-in: a
+   private-use character that occurs nowhere else. For the template such a string is like any other.
+2. The control tokens that the rendered text still has are then the template's own. Each is replaced by its alias, a
+   text that nobody can guess, and the stand-ins are replaced by the original characters.
+3. A copy of the tokenizer that knows the control tokens only by their aliases encodes the result.
+
+These steps are skipped for chats without such text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from threading import Lock
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken
+
+from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.model.hf_tokenizer import FastCodec
+
+_PRIVATE_USE = range(0xE000, 0xF900)
+_STRETCH = 64 * 1024
+"""Characters of a text that are searched in one call."""
+_LOOKS_LIKE_CONTROL = re.compile(r"<[|｜].+[|｜]>", re.DOTALL)
+"""Some tokenizers do not mark their role tokens as special, but write them like this."""
+
+
+def control_texts(added: Mapping[int, AddedToken]) -> dict[str, int]:
+    """Texts and ids of the added tokens that a client must not write: special ones, and others that look like them.
+
+    Other added tokens, such as runs of spaces or a `<think>` that is not special, are ordinary words.
+    """
+    control = {i: token for i, token in added.items() if token.special or _LOOKS_LIKE_CONTROL.fullmatch(token.content)}
+    return {token.content: i for i, token in control.items() if token.content}
+
+
+StandIns = Mapping[str, str]
+"""The first character of a control token → its stand-in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Guarded:
+    """The messages and variables for the template, with stand-ins in them."""
+
+    messages: Sequence[Mapping[str, Any]]
+    variables: Mapping[str, Any]
+    stand_ins: StandIns
+
+
+class ControlText:
+    """Keeps the text of control tokens in client strings from becoming tokens. Any thread.
+
+    Args:
+        added: the tokenizer's added tokens.
+        backend: the Rust tokenizer. None: there is none, and messages with the text of a control token are refused.
+        marks: control tokens that an assistant's message may contain: the marks of reasoning and of tool calls.
+    """
+
+    def __init__(
+        self, added: Mapping[int, AddedToken], backend: tokenizers.Tokenizer | None, marks: Collection[str]
+    ) -> None:
+        self._backend = backend
+        self._ids = control_texts(added)
+        self._all = _Finder(self._ids)
+        self._all_but_marks = _Finder(self._ids.keys() - set(marks))
+        self._normalized = frozenset(i for i in self._ids.values() if added[i].normalized)
+        self._aliased: _AliasedTokenizer | None = None
+        self._lock = Lock()
+
+    def guard(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> Guarded | None:
+        """Puts stand-ins into the strings. None: no string spells a control token.
+
+        Raises:
+            InvalidRequestError: the strings use every private-use character.
+        """
+        parts = [*((turn, self._finder_for(turn)) for turn in messages), (variables, self._all)]
+        if not any(finder.finds(text) for part, finder in parts for text in _strings(part)):
+            return None
+        all_text = "\0".join(text for part, _ in parts for text in _strings(part))
+        stand_ins = _choose_stand_ins({text[0] for text in self._ids}, all_text)
+        *turns, others = [_map_strings(part, partial(finder.guard, stand_ins=stand_ins)) for part, finder in parts]
+        return Guarded(turns, others, stand_ins)
+
+    def _finder_for(self, turn: Mapping[str, Any]) -> _Finder:
+        return self._all_but_marks if turn.get("role") == "assistant" else self._all
+
+    def encode(self, rendered: str, stand_ins: StandIns) -> list[int]:
+        """Token ids of a rendered text. Raises InvalidRequestError: this kind of tokenizer cannot be copied."""
+        with self._lock:
+            if self._aliased is None:
+                self._aliased = _AliasedTokenizer(self._backend, self._ids)
+        aliases = self._aliased.aliases
+        text = self._all.pattern.sub(lambda found: aliases[found[0]], rendered)
+        return self._aliased.codec.encode(_restore(text, stand_ins), add_special_tokens=False)
+
+    def misread(self, ids: Sequence[int], rendered: str) -> bool:
+        """Whether the tokenizer's normalizer has turned other text of `rendered` into a control token."""
+        if not self._normalized:
+            return False
+        written = sum(self._ids[text] in self._normalized for text in self._all.pattern.findall(rendered))
+        return sum(token in self._normalized for token in ids) > written
+
+
+class _Finder:
+    """Finds control tokens in a text; of several that begin at the same place, the longest."""
+
+    def __init__(self, texts: Collection[str]) -> None:
+        self.pattern = re.compile(_any_of(sorted(texts)) or r"(?!)")
+        self._prefixes = frozenset(text[:end] for text in texts for end in range(1, len(text)))
+        self._longest = max(map(len, self._prefixes), default=0)
+
+    def finds(self, text: str) -> bool:
+        return self._prefix_at_end(text) > 0 or next(self._matches(text), None) is not None
+
+    def guard(self, text: str, stand_ins: StandIns) -> str:
+        """The text with stand-ins for the first characters of control tokens.
+
+        One more stand-in is needed if the text ends with the beginning of a control token, because the client's next
+        string might complete it.
+        """
+        pieces, rest = [], 0
+        for match in self._matches(text):
+            pieces += [text[rest : match.start()], stand_ins[match[0][0]], match[0][1:]]
+            rest = match.end()
+        text = "".join([*pieces, text[rest:]])
+        if length := self._prefix_at_end(text):
+            text = text[:-length] + stand_ins[text[-length]] + text[len(text) - length + 1 :]
+        return text
+
+    def _matches(self, text: str) -> Iterator[re.Match[str]]:
+        """Searches one stretch at a time, because a search holds the interpreter lock. A token that begins in a stretch
+        may end in the next one."""
+        at = 0
+        while at < len(text):
+            end = at + _STRETCH
+            match = self.pattern.search(text, at, end + self._longest)
+            if match is not None and match.start() < end:
+                yield match
+                at = match.end()
+            else:
+                at = end
+
+    def _prefix_at_end(self, text: str) -> int:
+        """Length of the longest end of `text` that is the beginning of a control token."""
+        lengths = range(min(self._longest, len(text)), 0, -1)
+        return next((length for length in lengths if text[-length:] in self._prefixes), 0)
+
+
+class _AliasedTokenizer:
+    """A copy of a tokenizer with other texts for its control tokens, and the same ids.
+
+    Raises:
+        InvalidRequestError: this kind of tokenizer cannot be copied like that.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer | None, ids: Mapping[str, int]) -> None:
+        secret = secrets.token_hex(16)
+        self.aliases = {text: f"|{secret}{token_id:08d}|" for text, token_id in ids.items()}
+        copy = self._copy(backend) if backend is not None else None
+        if copy is None:
+            raise InvalidRequestError(
+                "a message has the text of a control token, which this model's tokenizer cannot encode as text; leave "
+                "it out (or start the server with --allow-special-tokens)",
+                param="messages",
+            )
+        self.codec = FastCodec(copy)
+
+    def _copy(self, backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer | None:
+        """None: an added token has another id in the copy."""
+        copy = tokenizers.Tokenizer.from_str(json.dumps(self._rename_parts(json.loads(backend.to_str()))))
+        before, after = backend.get_added_tokens_decoder(), copy.get_added_tokens_decoder()
+        expected = {i: self._alias(token.content) for i, token in before.items()}
+        return copy if expected == {i: token.content for i, token in after.items()} else None
+
+    def _rename_parts(self, parts: dict[str, Any]) -> dict[str, Any]:
+        added = [{**token, "content": self._alias(token["content"])} for token in parts["added_tokens"]]
+        return {**parts, "added_tokens": added, "model": self._rename_model(parts["model"]), "post_processor": None}
+
+    def _rename_model(self, model: dict[str, Any]) -> dict[str, Any]:
+        """Also renames control tokens in the vocabulary and drops merges into them, so that no text becomes one."""
+        vocab: Any = model["vocab"]
+        if isinstance(vocab, dict):
+            vocab = {self._alias(text): i for text, i in vocab.items()}
+        else:
+            vocab = [[self._alias(text), score] for text, score in vocab]
+        changed = {"vocab": vocab}
+        if model.get("unk_token") is not None:
+            changed["unk_token"] = self._alias(model["unk_token"])
+        if "merges" in model:
+            changed["merges"] = [merge for merge in model["merges"] if not self._makes_control_token(merge)]
+        return {**model, **changed}
+
+    def _makes_control_token(self, merge: str | list[str]) -> bool:
+        pair = merge.split(" ") if isinstance(merge, str) else merge
+        return any(text in self.aliases for text in (*pair, "".join(pair)))
+
+    def _alias(self, text: str) -> str:
+        return self.aliases.get(text, text)
+
+
+def _restore(text: str, stand_ins: StandIns) -> str:
+    for first, stand_in in stand_ins.items():
+        escaped = json.dumps(stand_in)[1:-1]  # a template may write JSON in ASCII
+        text = text.replace(stand_in, first).replace(escaped, json.dumps(first)[1:-1])
+    return text
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Every string in a nested value, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from (*_strings(key), *_strings(part))
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _strings(part)
+
+
+def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
+    """The value with `change` applied to every string in it."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {_map_strings(key, change): _map_strings(part, change) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_map_strings(part, change) for part in value]
+    return value
+
+
+def _choose_stand_ins(firsts: Collection[str], all_text: str) -> dict[str, str]:
+    """A private-use character for each of `firsts` that does not occur in `all_text`."""
+    free = (
+        chr(code) for code in _PRIVATE_USE if chr(code) not in all_text and json.dumps(chr(code))[1:-1] not in all_text
+    )
+    stand_ins = dict(zip(sorted(firsts), free, strict=False))
+    if len(stand_ins) < len(firsts):
+        raise InvalidRequestError("the messages use every private-use character of Unicode", param="messages")
+    return stand_ins
+
+
+def _any_of(texts: Sequence[str]) -> str:
+    """A regular expression for any of these sorted texts, the longest first. It is a trie, so that its speed does not
+    depend on their number."""
+    can_end = "" in texts
+    groups = groupby((text for text in texts if text), key=lambda text: text[0])
+    branches = [re.escape(first) + _any_of([text[1:] for text in group]) for first, group in groups]
+    if not branches:
+        return ""
+    joined = branches[0] if len(branches) == 1 else f"(?:{'|'.join(branches)})"
+    return f"(?:{joined})?" if can_end else joined

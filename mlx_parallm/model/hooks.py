@@ -1,0 +1,154 @@
+"""The two changes made to a loaded mlx-lm model: an attention hook, and linears that add each row's LoRA adapter.
+
+Attention: mlx-lm's model files call `scaled_dot_product_attention(q, k, v, cache=…, scale=…, mask=…)` by a name of
+their own module. `install_hook` rebinds that name, once, to a function that calls `cache.attend` if the cache has that
+method, and mlx-lm's own function otherwise. Nothing else of mlx-lm is patched.
+
+Linears: `install_adapters` replaces each linear that adapters may change by an `AdaptedLinear`, which reads the slots
+of the current forward from the adapter bank's `ForwardContext`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_unflatten
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+from mlx_parallm.adapters.bank import AdapterBank
+from mlx_parallm.adapters.weights import AdapterLayout, LinearSpec
+from mlx_parallm.model.families import Family, Support
+
+_ATTENTION = "scaled_dot_product_attention"
+_BLOCKS = frozenset({"self_attn", "mlp"})
+"""Names of the parts of a transformer block whose linears adapters may change, in all tested families."""
+_SHARED_INPUT = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
+"""Linears that read the same input belong to one group, so that the bank multiplies that input once."""
+
+
+# -- attention -----------------------------------------------------------------------------------
+
+
+class AttentionStyle(Enum):
+    """Which code computes a model's attention, and the shape of the scores if it is the model's own code."""
+
+    HOOKED = "by the cache"
+    OWN = "by the model, scores [B, heads, T, S]"
+    OWN_GROUPED = "by the model, scores [B, kv_heads, group, T, S]"
+
+
+def install_hook(model: nn.Module) -> AttentionStyle:
+    """Rebinds the attention function in every Python module that defines a part of `model`.
+
+    Models with attention code of their own, such as gemma2, call no such function; their caches must return the keys
+    and values.
+    """
+    hooked = False
+    for name in {type(part).__module__ for part in model.modules()}:
+        module = sys.modules.get(name)
+        original = getattr(module, _ATTENTION, None)
+        if original is None or name.startswith("mlx."):
+            continue
+        if not hasattr(original, "hooked"):
+            setattr(module, _ATTENTION, _dispatcher(original))
+        hooked = True
+    if hooked:
+        return AttentionStyle.HOOKED
+    grouped = any(getattr(part, "repeats", 1) > 1 for part in model.modules())
+    return AttentionStyle.OWN_GROUPED if grouped else AttentionStyle.OWN
+
+
+def _dispatcher(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    def attention(
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        cache: Any,
+        scale: float,
+        mask: Any,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        attend = getattr(cache, "attend", None)
+        if attend is None:
+            return original(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
+        return attend(queries, scale, mask, sinks)  # type: ignore[no-any-return]
+
+    attention.hooked = True  # type: ignore[attr-defined]
+    return attention
+
+
+# -- adapted linears -----------------------------------------------------------------------------
+
+
+class AdaptedLinear(nn.Module):  # type: ignore[misc]
+    """A linear of the base model that adds the LoRA product of each row's adapter. Without any, only `base` runs."""
+
+    def __init__(self, base: nn.Module, bank: AdapterBank, spec: LinearSpec) -> None:
+        super().__init__()
+        self.base = base
+        self._bank = bank
+        self._group = bank.groups[spec.group]
+        self.path = spec.path
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """[B, T, in] → [B, T, out]."""
+        y: mx.array = self.base(x)
+        context = self._bank.context
+        return y if context is None else context.adapt(self._group, self.path, x, y)
+
+
+def adapter_layout(model: nn.Module, family: Family) -> AdapterLayout:
+    """The linears that adapters may change: those of attention and MLP in tested families, without experts and router.
+
+    `AdapterLayout.refused` names the other modules that an adapter file might ask for, with the reason.
+    """
+    tested = family.support is Support.TESTED
+    linears: dict[str, LinearSpec] = {}
+    refused: dict[str, str] = {}
+    for path, module in model.named_modules():
+        kind = _refusal(path, module) if tested else f"LoRA on a {family.name} model"
+        if kind:
+            refused[path] = kind
+        elif isinstance(module, nn.Linear | nn.QuantizedLinear):
+            linears[path] = _spec(path, module)
+    ordered = dict(sorted(linears.items(), key=lambda item: _natural(item[0])))
+    return AdapterLayout(ordered, refused, layers=len(model.layers))
+
+
+def install_adapters(model: nn.Module, bank: AdapterBank) -> None:
+    """Replaces every linear of the bank's layout by an AdaptedLinear. Weights are shared, not copied."""
+    modules = dict(model.named_modules())
+    adapted = [(path, AdaptedLinear(modules[path], bank, spec)) for path, spec in bank.layout.linears.items()]
+    model.update_modules(tree_unflatten(adapted))
+
+
+def _refusal(path: str, module: nn.Module) -> str:
+    """The kind of LoRA that is not supported on this module; "" if it may have an adapter, or has no own weights."""
+    if isinstance(module, SwitchLinear | QuantizedSwitchLinear):
+        return "expert LoRA"  # SwitchGLU sorts tokens by expert, which loses the row
+    if isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
+        return "embedding LoRA"
+    if not isinstance(module, nn.Linear | nn.QuantizedLinear):
+        return ""
+    *_, block, name = path.split(".")[-2:] if "." in path else ("", path)
+    if block not in _BLOCKS:
+        return "head LoRA" if name == "lm_head" else f"LoRA on {name}"
+    return "router LoRA" if name == "gate" else ""
+
+
+def _spec(path: str, linear: nn.Module) -> LinearSpec:
+    outputs, inputs = linear.weight.shape
+    if isinstance(linear, nn.QuantizedLinear):
+        inputs = inputs * 32 // linear.bits
+    parent, _, name = path.rpartition(".")
+    return LinearSpec(path, inputs, outputs, f"{parent}.{_SHARED_INPUT.get(name, name)}")
+
+
+def _natural(path: str) -> list[tuple[int, str]]:
+    """Sort key that puts layer 10 after layer 9."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in path.split(".")]

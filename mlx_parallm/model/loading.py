@@ -1,0 +1,190 @@
+"""Loads a model (from a directory, from the hub, or the bundled one) with mlx-lm, and fingerprints its files.
+
+Errors of mlx-lm and the hub are raised as `ModelNotFoundError` or `UnsupportedModelError`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.utils import disable_progress_bars
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, dequantize_model, load_model, load_tokenizer
+
+from mlx_parallm.errors import ModelNotFoundError, UnsupportedModelError
+from mlx_parallm.model.bundled import BUNDLED_NAME, bundled_path, load_bundled
+
+_MIB = 1 << 20
+_SAMPLED_FROM = 8 * _MIB
+"""Larger files are sampled for the fingerprint, not read whole."""
+_BLOCK = 64 << 10
+_BLOCKS = 62
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model as mlx-lm loads it, with lazy weights.
+
+    name: the directory's name, the hub id, or the bundled model's name
+    config: its config.json
+    source: its directory, or the GGUF file of the bundled model
+    """
+
+    name: str
+    model: nn.Module
+    tokenizer: TokenizerWrapper
+    config: dict[str, Any]
+    source: Path
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies the base model for which adapters are saved. See `fingerprint_files`."""
+        return fingerprint_files(model_files(self.source) if self.source.is_dir() else [self.source])
+
+
+def load(
+    path_or_id: str | None, *, dequantize: bool, trust_remote_code: bool = False, progress: bool = True
+) -> LoadedModel:
+    """Loads a directory, a hub id, or the bundled model (None).
+
+    Call it on the device thread, which then owns the arrays.
+
+    Args:
+        dequantize: make all floating-point weights float32.
+        trust_remote_code: whether Python code that comes with the model may run.
+        progress: whether to report a download on stderr.
+
+    Raises:
+        ModelNotFoundError: there is no such directory or hub model, or the directory has no weights.
+        UnsupportedModelError: mlx-lm does not have the architecture, the files do not fit it, or it needs remote code.
+    """
+    if path_or_id is None:
+        model, tokenizer, config = load_bundled(dequantize)
+        wrapped = TokenizerWrapper(tokenizer, eos_token_ids=[config["eos_token_id"]])
+        return LoadedModel(BUNDLED_NAME, model, wrapped, config, bundled_path())
+    source = _find(path_or_id, progress)
+    name = source.resolve().name if Path(path_or_id).expanduser().exists() else path_or_id
+    return LoadedModel(name, *_load_directory(source, dequantize, trust_remote_code), source)
+
+
+def _find(path_or_id: str, progress: bool) -> Path:
+    """The directory of a model. A hub id is downloaded unless it is in the cache."""
+    folder = Path(path_or_id).expanduser()
+    if not folder.exists() and _may_be_hub_id(path_or_id):
+        folder = _download(path_or_id, progress)
+    if not folder.is_dir():
+        raise ModelNotFoundError(f"no model directory at {path_or_id}")
+    if not (folder / "config.json").exists():
+        raise ModelNotFoundError(f"{folder} has no config.json: is it an mlx-lm or Hugging Face model directory?")
+    return folder
+
+
+def _may_be_hub_id(text: str) -> bool:
+    return not text.startswith((".", "/", "~")) and text.count("/") <= 1
+
+
+def _download(hub_id: str, progress: bool) -> Path:
+    if not (progress and sys.stderr.isatty()):
+        disable_progress_bars()
+    if progress:
+        print(f"downloading {hub_id} (only files that are not in the cache)", file=sys.stderr, flush=True)
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=DEFAULT_ALLOW_PATTERNS))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelNotFoundError(
+            f"no directory and no hub model {hub_id!r}: {error}; give a directory, or check the id and the network"
+        ) from error
+
+
+def _load_directory(
+    folder: Path, dequantize: bool, trust_remote_code: bool
+) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
+    try:
+        model, config = load_model(folder, lazy=True, trust_remote_code=trust_remote_code)
+        tokenizer = load_tokenizer(
+            folder, {"trust_remote_code": trust_remote_code}, eos_token_ids=config.get("eos_token_id")
+        )
+    except FileNotFoundError as error:
+        raise ModelNotFoundError(f"{folder}: {error}") from error
+    except (ValueError, TypeError, KeyError, OSError, RuntimeError, ImportError) as error:
+        raise UnsupportedModelError(f"mlx-lm cannot load {folder}: {error}") from error
+    if dequantize:
+        model = to_float32(model)
+    return model, tokenizer, config
+
+
+def to_float32(model: nn.Module) -> nn.Module:
+    """Dequantizes quantized layers and widens all others to float32, lazily.
+
+    Raises:
+        UnsupportedModelError: mlx-lm cannot dequantize the packing of a layer.
+    """
+    packed = [name for name, _ in tree_flatten(model.parameters()) if name.endswith(".global_scale")]
+    if not packed:
+        model = dequantize_model(model)
+        packed = [name for name, _ in tree_flatten(model.parameters()) if name.endswith(".scales")]
+    if packed:
+        raise UnsupportedModelError(
+            f"cannot dequantize {packed[0]}, as a CPU needs: use an unquantized or an affine-quantized copy"
+        )
+    model.update(tree_map(_widen, model.parameters()))
+    return model
+
+
+def _widen(array: mx.array) -> mx.array:
+    return array.astype(mx.float32) if mx.issubdtype(array.dtype, mx.floating) else array
+
+
+def fingerprint_files(files: Iterable[Path]) -> str:
+    """32 hex digits that identify a base model by the names, sizes and content of its files, given in any order.
+
+    Of a file over 8 MiB only the first MiB, the last MiB and 62 blocks of 64 KiB spread evenly between them are read.
+    """
+    total = hashlib.sha256()
+    for path in sorted(files, key=lambda path: path.name):
+        size = path.stat().st_size
+        total.update(f"{path.name}\0{size}\0{_content_digest(path, size)}\n".encode())
+    return total.hexdigest()[:32]
+
+
+def model_files(folder: Path) -> list[Path]:
+    """The files of a model directory that identify it: config.json, and the weights that mlx-lm would load or a GGUF.
+
+    Raises:
+        ModelNotFoundError: the directory has no weights.
+    """
+    weights = sorted([*folder.glob("model*.safetensors"), *folder.glob("*.gguf")])
+    if not weights:
+        raise ModelNotFoundError(f"{folder} has no model*.safetensors and no .gguf file")
+    return [*weights, *folder.glob("config.json")]
+
+
+def _content_digest(path: Path, size: int) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        for start, length in _spans(size):
+            file.seek(start)
+            digest.update(file.read(length))
+    return digest.hexdigest()
+
+
+def _spans(size: int) -> Iterator[tuple[int, int]]:
+    """(start, length) in bytes of the parts of a file that are read."""
+    if size <= _SAMPLED_FROM:
+        yield 0, size
+        return
+    yield 0, _MIB
+    room = size - 2 * _MIB - _BLOCK
+    for index in range(_BLOCKS):
+        yield _MIB + room * index // (_BLOCKS - 1), _BLOCK
+    yield size - _MIB, _MIB

@@ -1,0 +1,234 @@
+"""`SharedModelManager`: the one base model that serving, training and the KL reference share."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.utils import get_total_parameters
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+
+from mlx_parallm.adapters.bank import AdapterBank, LinearGroup
+from mlx_parallm.adapters.files.read import read_adapter
+from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights
+from mlx_parallm.core import BASE_ADAPTER, ModelCard
+from mlx_parallm.errors import UnknownModelError, UnsupportedModelError
+from mlx_parallm.model.cpu import adapt_to_cpu
+from mlx_parallm.model.device import on_cpu, prepare_device
+from mlx_parallm.model.families import Support, classify, probe
+from mlx_parallm.model.hooks import adapter_layout, install_adapters
+from mlx_parallm.model.loading import LoadedModel, load
+from mlx_parallm.model.tokenizer import Tokenizer
+
+_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length")
+_NO_LIMIT = 10**9
+"""Transformers gives a tokenizer without a limit a huge model_max_length."""
+_LINE_INTERVAL_S = 5.0
+
+
+class SharedModelManager:
+    """A loaded model with its tokenizer and description.
+
+    Its arrays belong to the thread that created it. A model whose `family` is UNTESTED must pass
+    `families.check_offsets` before it serves. On a CPU the weights become float32; on Metal and CUDA they stay as they
+    are stored.
+
+    model: the mlx-lm module
+    adapter_layout: the linears that LoRA adapters may change
+    card: its name, sizes and types for clients
+    kv_layout: the shape of its keys and values
+
+    Args:
+        path_or_id: a directory or hub id of a model that mlx-lm can load. None means the bundled model.
+        trust_remote_code: whether Python code that comes with the model may run.
+        allow_special_tokens: see `Tokenizer`.
+        progress: whether to report progress on stderr.
+
+    Raises:
+        ModelNotFoundError: there is no such directory or hub model.
+        UnsupportedModelError: the architecture cannot be loaded, or cannot be batched.
+    """
+
+    def __init__(
+        self,
+        path_or_id: str | Path | None = None,
+        *,
+        trust_remote_code: bool = False,
+        allow_special_tokens: bool = False,
+        progress: bool = True,
+    ) -> None:
+        prepare_device()
+        loaded = load(
+            None if path_or_id is None else str(path_or_id),
+            dequantize=on_cpu(),
+            trust_remote_code=trust_remote_code,
+            progress=progress,
+        )
+        self.model = loaded.model
+        self.family = classify(self.model)
+        if self.family.support is Support.REFUSED:
+            raise UnsupportedModelError(f"{loaded.name} ({self.family.name}) is not supported: {self.family.reason}")
+        materialize(self.model, loaded.name, progress)
+        if on_cpu():
+            adapt_to_cpu(self.model)
+        self.kv_layout, vocab_size = probe(self.model)
+        self.adapter_layout = adapter_layout(self.model, self.family)
+        self.tokenizer = Tokenizer(loaded.tokenizer, allow_special_tokens)
+        self.card = ModelCard(
+            name=loaded.name,
+            context_length=_context_length(loaded),
+            vocab_size=vocab_size,
+            quantization=_quantization(loaded.config),
+            dtype=str(self.kv_layout.dtype).removeprefix("mlx.core."),
+            parameters=get_total_parameters(self.model),
+            weight_bytes=sum(array.nbytes for _, array in tree_flatten(self.model.parameters())),
+        )
+        self._loaded = loaded
+        self._bank: AdapterBank | None = None
+        self._loras: dict[str, _OneAdapter] = {}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Identifies the base model for which adapters are saved: 32 hex digits."""
+        return self._loaded.fingerprint
+
+    def install_bank(self, slots: int, max_rank: int) -> AdapterBank:
+        """Makes an empty adapter bank and lets the model's linears read from it. Call it once for each model."""
+        assert self._bank is None
+        self._bank = AdapterBank(self.adapter_layout, slots, max_rank, self.kv_layout.dtype)
+        install_adapters(self.model, self._bank)
+        return self._bank
+
+    # -- by hand: one adapter for every call of `model` ----------------------------------------------
+
+    def add_lora(self, name: str, adapter: AdapterWeights | Path | str) -> None:
+        """Makes an adapter (its weights, or its folder in mlx-lm's or PEFT's format) known to `switch_lora`.
+
+        Raises:
+            AdapterFileError: the folder cannot be read, or the adapter is not for this model.
+        """
+        self._loras[name] = _OneAdapter(as_weights(adapter, self.adapter_layout), self.kv_layout.dtype)
+
+    def switch_lora(self, name: str) -> None:
+        """Makes `model(tokens)` use the adapter from now on; `base` means none.
+
+        For programs that call the model themselves. The base's weights are not copied. A running engine is not
+        affected, because its rows have their own adapters.
+
+        Raises:
+            UnknownModelError: no adapter has that name.
+        """
+        if name != BASE_ADAPTER.name and name not in self._loras:
+            known = ", ".join([BASE_ADAPTER.name, *self._loras])
+            raise UnknownModelError(f"no adapter is called {name!r}; known: {known}. add_lora makes one known")
+        bank = self._bank or self.install_bank(slots=0, max_rank=1)
+        bank.context = self._loras.get(name)
+
+
+def as_weights(adapter: AdapterWeights | Path | str, layout: AdapterLayout) -> AdapterWeights:
+    """The weights of an adapter. If it is a folder, they are read from it."""
+    if isinstance(adapter, AdapterWeights):
+        return adapter
+    return read_adapter(Path(adapter), layout, max_rank=sys.maxsize).weights
+
+
+class _OneAdapter:
+    """Implements `adapters.bank.Adapting`: the same adapter for every row, unpadded and outside the bank's slots."""
+
+    def __init__(self, weights: AdapterWeights, dtype: mx.Dtype) -> None:
+        self._pairs = {
+            path: (mx.array(pair.a).astype(dtype), (mx.array(pair.b) * pair.scale).astype(dtype))
+            for path, pair in weights.pairs.items()
+        }
+
+    def adapt(self, group: LinearGroup, path: str, x: mx.array, y: mx.array) -> mx.array:
+        """y + scale · (x a) b, x [B, T, in] and y [B, T, out] of the linear at `path`."""
+        pair = self._pairs.get(path)
+        return y if pair is None else y + (x @ pair[0]) @ pair[1]
+
+
+def _quantization(config: dict[str, Any]) -> str:
+    """How the weights are stored, and whether they were dequantized."""
+    quantization = config.get("quantization") or config.get("quantization_config")
+    if not quantization:
+        return "none"
+    stored = f"{quantization['bits']}-bit" if "bits" in quantization else str(quantization.get("quant_method"))
+    return f"{stored}, dequantized" if on_cpu() else stored
+
+
+def _context_length(loaded: LoadedModel) -> int:
+    for length in _declared_lengths(loaded):
+        if isinstance(length, int) and 0 < length < _NO_LIMIT:
+            return length
+    raise UnsupportedModelError(f"no context length in the config: add {_CONTEXT_KEYS[0]} to config.json")
+
+
+def _declared_lengths(loaded: LoadedModel) -> Iterator[Any]:
+    """The places that may declare a context length, best first. A multimodal model has its text model nested."""
+    for section in (loaded.config, loaded.config.get("text_config") or {}):
+        yield from (section.get(key) for key in _CONTEXT_KEYS)
+    for module in (loaded.model, getattr(loaded.model, "language_model", None)):
+        yield from (getattr(getattr(module, "args", None), key, None) for key in _CONTEXT_KEYS)
+    yield loaded.tokenizer.model_max_length
+
+
+# -- progress ------------------------------------------------------------------------------------
+
+Advance = Callable[[int], None]
+"""Called with the number of bytes that were just loaded."""
+
+
+def materialize(model: nn.Module, name: str, show: bool) -> None:
+    """Evaluates the weights one tensor at a time, so that the arrays from which a tensor is made are freed at once.
+
+    With `show`, reports on stderr: a bar on a terminal, otherwise a line every few seconds.
+    """
+    tensors = [array for _, array in tree_flatten(model.parameters())]
+    with _report(name, [array.nbytes for array in tensors], show) as advance:
+        for array in tensors:
+            mx.eval(array)
+            advance(array.nbytes)
+
+
+def _report(name: str, sizes: list[int], show: bool) -> AbstractContextManager[Advance]:
+    if not show:
+        return nullcontext(lambda size: None)
+    return _bar(name, sum(sizes)) if sys.stderr.isatty() else _lines(name, len(sizes), sum(sizes))
+
+
+@contextmanager
+def _bar(name: str, total_bytes: int) -> Iterator[Advance]:
+    columns = (TextColumn("loading {task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task(name, total=total_bytes)
+        yield lambda size: progress.advance(task, size)
+
+
+@contextmanager
+def _lines(name: str, tensors: int, total_bytes: int) -> Iterator[Advance]:
+    started = last_line = time.monotonic()
+    done = done_bytes = 0
+
+    def advance(size: int) -> None:
+        nonlocal done, done_bytes, last_line
+        done, done_bytes = done + 1, done_bytes + size
+        if time.monotonic() - last_line > _LINE_INTERVAL_S:
+            last_line = time.monotonic()
+            write("loading")
+
+    def write(verb: str) -> None:
+        megabytes = f"{done_bytes / 1e6:.0f}/{total_bytes / 1e6:.0f} MB"
+        seconds = f"{time.monotonic() - started:.1f} s"
+        print(f"{verb} {name}: {done}/{tensors} tensors, {megabytes}, {seconds}", file=sys.stderr, flush=True)
+
+    yield advance
+    write("loaded")

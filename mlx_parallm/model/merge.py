@@ -1,0 +1,125 @@
+"""`mlx_parallm adapters merge` and `convert`: add an adapter to a model's weights, or write it in another format."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.utils import dequantize_model, save_config, save_model
+
+from mlx_parallm.adapters.checkpoints.atomic import new_folder
+from mlx_parallm.adapters.files.read import read_adapter
+from mlx_parallm.adapters.files.write import write_mlx_lm, write_peft
+from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LoRAPair
+from mlx_parallm.errors import ConfigError, UnsupportedModelError
+from mlx_parallm.model.device import prepare_device
+from mlx_parallm.model.families import classify
+from mlx_parallm.model.hooks import adapter_layout
+from mlx_parallm.model.loading import LoadedModel, load
+
+_GENERATION_CONFIG = "generation_config.json"
+
+
+def merge(model_path: str | None, adapter: Path, output: Path, *, dequantize: bool = False) -> None:
+    """Writes a new model directory: the base model with the adapter added to its weights. The write is atomic.
+
+    Sums are computed in float32 and stored in the base's type. A quantized linear that the adapter changes is quantized
+    again in the same way, which rounds the adapter's change too.
+
+    Args:
+        model_path: None means the bundled model.
+        dequantize: store a dense model instead of a quantized one.
+
+    Raises:
+        ConfigError: `output` exists.
+        ModelNotFoundError, UnsupportedModelError: the base cannot be loaded.
+        AdapterFileError: the adapter cannot be read, or is not for this model.
+    """
+    base = _load_for(output, model_path)
+    weights = read_adapter(adapter, _layout(base), max_rank=sys.maxsize).weights
+    fuse(base.model, weights, dequantize)
+    model, config = base.model, base.config
+    if dequantize:
+        model = dequantize_model(model)
+        config = {key: value for key, value in config.items() if key not in ("quantization", "quantization_config")}
+    with new_folder(output) as folder:
+        save_model(folder, model)
+        save_config(config, folder / "config.json")
+        base.tokenizer.save_pretrained(folder)
+        if (base.source / _GENERATION_CONFIG).is_file():
+            shutil.copy(base.source / _GENERATION_CONFIG, folder)
+
+
+def convert(model_path: str | None, adapter: Path, output: Path, form: str) -> None:
+    """Writes a new directory with the adapter in another format. The write is atomic.
+
+    Args:
+        model_path: the adapter's base model; None means the bundled one. PEFT's format names it.
+        form: `peft` or `mlx-lm`.
+
+    Raises:
+        ConfigError: `output` exists.
+        ModelNotFoundError, UnsupportedModelError: the base cannot be loaded.
+        AdapterFileError: the adapter cannot be read, or is not for this model.
+    """
+    base = _load_for(output, model_path)
+    layout = _layout(base)
+    weights = read_adapter(adapter, layout, max_rank=sys.maxsize).weights
+    with new_folder(output) as folder:
+        if form == "peft":
+            write_peft(folder, weights, layout, model_path)
+        else:
+            write_mlx_lm(folder, weights, layout)
+
+
+def _load_for(output: Path, model_path: str | None) -> LoadedModel:
+    """The base model as it is stored. Raises ConfigError: `output` exists."""
+    if os.path.lexists(output):
+        raise ConfigError(f"{output} exists: name a directory that does not")
+    prepare_device()
+    return load(model_path, dequantize=False)
+
+
+def _layout(base: LoadedModel) -> AdapterLayout:
+    return adapter_layout(base.model, classify(base.model))
+
+
+def fuse(model: nn.Module, weights: AdapterWeights, dequantize: bool) -> None:
+    """Replaces every W that the adapter changes by W + scale · (a b)ᵀ, lazily.
+
+    Raises:
+        UnsupportedModelError: mlx-lm cannot dequantize the packing of a layer.
+    """
+    packed = next((name for name, _ in tree_flatten(model.parameters()) if name.endswith(".global_scale")), None)
+    if packed:
+        raise UnsupportedModelError(f"cannot dequantize {packed}: merge into an unquantized or affine-quantized copy")
+    modules = dict(model.named_modules())
+    fused = [(path, _fused(modules[path], pair, dequantize)) for path, pair in weights.pairs.items()]
+    model.update_modules(tree_unflatten(fused))
+
+
+def _fused(linear: nn.Module, pair: LoRAPair, dequantize: bool) -> nn.Module:
+    dense = _dense_weight(linear)
+    delta = pair.scale * (mx.array(pair.a) @ mx.array(pair.b)).T
+    outputs, inputs = dense.shape
+    fused = nn.Linear(inputs, outputs, bias=False)
+    fused.weight = (dense.astype(mx.float32) + delta).astype(dense.dtype)
+    if "bias" in linear:
+        fused.bias = linear.bias
+    if dequantize or not isinstance(linear, nn.QuantizedLinear):
+        return fused
+    return nn.QuantizedLinear.from_linear(fused, linear.group_size, linear.bits, mode=linear.mode)
+
+
+def _dense_weight(linear: nn.Module) -> mx.array:
+    """The dequantized weight [out, in]."""
+    weight: mx.array = linear.weight
+    if isinstance(linear, nn.QuantizedLinear):
+        packing = {"group_size": linear.group_size, "bits": linear.bits, "mode": linear.mode}
+        weight = mx.dequantize(weight, linear.scales, linear.biases, **packing)
+    return weight

@@ -1,0 +1,236 @@
+"""The model's tokenizer: text to token ids and back on any thread, and generated ids to text as they arrive."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from mlx_parallm.core import Reasoning, ToolFormat
+from mlx_parallm.errors import ContextLengthError, InvalidRequestError
+from mlx_parallm.model.control_text import ControlText
+from mlx_parallm.model.hf_tokenizer import FastCodec, codec_of, length_bound_of, token_bytes_of
+from mlx_parallm.model.tools.formats import tool_format_of
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_MAX_HELD_TOKENS = 16
+"""Most tokens that are held back as parts of an incomplete character, which has at most four."""
+_CONTEXT_TOKENS = 6
+"""Prompt tokens that are decoded before the first generated one, to see how they join."""
+
+
+class Tokenizer:
+    """A Hugging Face tokenizer as mlx-lm wraps it, safe to share between threads. Implements `core.TextTokenizer`.
+
+    With `add_special_tokens` it adds a BOS token if and only if the model's tokenizer does. Decoding never cleans up
+    spaces, so that text streamed token by token joins to the same string.
+
+    Args:
+        allow_special_tokens: whether the text of a control token in a chat message becomes that token, as in `encode`.
+    """
+
+    def __init__(self, wrapped: TokenizerWrapper, allow_special_tokens: bool = False) -> None:
+        self._hf = wrapped
+        self._codec = codec_of(wrapped)
+        self._length_bound = length_bound_of(wrapped)
+        self._token_bytes = token_bytes_of(wrapped)
+        self.special_ids = frozenset(wrapped.all_special_ids) | _special_added_ids(wrapped)
+        self.vocab_size: int = len(wrapped)
+        self.eos_token: str | None = wrapped.eos_token
+        self.bos_token: str | None = wrapped.bos_token
+        self.eos_token_ids: frozenset[int] = frozenset(wrapped.eos_token_ids)
+        self.chat_template: str | None = _default_template(wrapped.chat_template)
+        self.text_bytes: list[bytes] | None = self._without_special_tokens()
+        """The bytes that each id adds to a text, none for special tokens. None if they depend on other ids."""
+        self.tool_format: ToolFormat = tool_format_of(wrapped, self.chat_template, self._special_ids_in)
+        self.reasoning: Reasoning | None = self._reasoning_marks()
+        self._control_text = None if allow_special_tokens else self._make_control_text()
+
+    def encode(self, text: str, add_special_tokens: bool = True, at_most: int | None = None) -> list[int]:
+        """Token ids of `text`. The text of a special token becomes that token.
+
+        Raises:
+            ContextLengthError: the text is so long that it has more than `at_most` tokens. It is not encoded then.
+        """
+        self._check_length(text, at_most)
+        return self._codec.encode(text, add_special_tokens)
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """Text of the ids. Bytes that are not UTF-8 become U+FFFD."""
+        return self._codec.decode(token_ids, skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token, which may be part of a UTF-8 character; for a special token, its own text.
+
+        Empty for the ids that pad a vocabulary.
+        """
+        if self._token_bytes is None:
+            return self.decode([token_id]).encode()
+        return self._token_bytes[token_id] if token_id < len(self._token_bytes) else b""
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        at_most: int | None = None,
+        **kwargs: Any,
+    ) -> list[int]:
+        """Renders the model's chat template (in Transformers' Jinja sandbox) and encodes it.
+
+        The template writes the BOS token, if any. Only the template itself can write control tokens: their text in a
+        message or in `kwargs` stays text (see `control_text`). `kwargs` are variables of the template; the caller
+        decides which of them a client may set.
+
+        Raises:
+            InvalidRequestError: the model has no template, or the template refuses the messages.
+            ContextLengthError: the rendered text has more than `at_most` tokens.
+        """
+        if not self._hf.has_chat_template:
+            raise InvalidRequestError("this model has no chat template: use /v1/completions", param="messages")
+        control = self._control_text
+        guarded = control.guard(messages, kwargs) if control is not None else None
+        if control is None or guarded is None:
+            text = self._render(messages, add_generation_prompt, kwargs)
+            ids = self.encode(text, add_special_tokens=False, at_most=at_most)
+            return control.encode(text, {}) if control is not None and control.misread(ids, text) else ids
+        text = self._render(guarded.messages, add_generation_prompt, guarded.variables)
+        self._check_length(text, at_most)
+        return control.encode(text, guarded.stand_ins)
+
+    def _check_length(self, text: str, at_most: int | None) -> None:
+        if at_most is None or self._length_bound is None:
+            return
+        tokens = self._length_bound.min_tokens(text)
+        if tokens > at_most:
+            raise ContextLengthError(
+                f"The prompt has {len(text)} characters, which are at least {tokens} tokens; "
+                f"this model's context is {at_most} tokens. Shorten the prompt."
+            )
+
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, variables: Mapping[str, Any]
+    ) -> str:
+        turns = [dict(message) for message in messages]
+        options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": add_generation_prompt, **variables}
+        try:
+            text: str = self._hf.apply_chat_template(turns, **options)
+        except Exception as error:  # a template is the model author's program: it may raise anything
+            raise InvalidRequestError(f"the chat template refused the messages: {error}", param="messages") from error
+        return text
+
+    def _make_control_text(self) -> ControlText:
+        marks = [self.tool_format.start, self.tool_format.end]
+        marks += [self.reasoning.start, self.reasoning.end] if self.reasoning else []
+        backend = self._hf.backend_tokenizer if isinstance(self._codec, FastCodec) else None
+        return ControlText(self._hf.added_tokens_decoder, backend, marks)
+
+    def _reasoning_marks(self) -> Reasoning | None:
+        if not self._hf.has_thinking:
+            return None
+        start, end, around = self._hf.think_start, self._hf.think_end, tuple(self._hf.structural_markers)
+        return Reasoning(start, end, around, self._special_ids_in(start + end + "".join(around)))
+
+    def _special_ids_in(self, marks: str) -> frozenset[int]:
+        """Special tokens, apart from end-of-sequence tokens, whose text is part of `marks`."""
+        texts = {i: self.token_bytes(i).decode("utf-8", "replace") for i in self.special_ids - self.eos_token_ids}
+        return frozenset(i for i, text in texts.items() if text and text in marks)
+
+    def _without_special_tokens(self) -> list[bytes] | None:
+        if self._token_bytes is None:
+            return None
+        return [b"" if i in self.special_ids else raw for i, raw in enumerate(self._token_bytes)]
+
+
+def _special_added_ids(wrapped: TokenizerWrapper) -> frozenset[int]:
+    """Added tokens that are marked as special, so that decoding skips them. Some have no role such as BOS or EOS."""
+    return frozenset(i for i, token in wrapped.added_tokens_decoder.items() if token.special)
+
+
+def _default_template(template: str | dict[str, str] | None) -> str | None:
+    return template.get("default") if isinstance(template, dict) else template
+
+
+class Detokenizer:
+    """Turns one sequence's generated ids into text: the results of `add` and `finish`, joined, are its text.
+
+    Special tokens add nothing, except `visible_specials`, which are text. A first token that begins with a space keeps
+    it. If each token is a fixed run of bytes (byte-level BPE, SentencePiece), the joined text equals
+    `Tokenizer.decode(ids, skip_special_tokens=True)`, apart from `visible_specials` and SentencePiece's leading space.
+    `prompt_ids` matter only for other tokenizers.
+    """
+
+    __slots__ = ("_stream", "_tokenizer", "_visible_specials")
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), visible_specials: frozenset[int] = frozenset()
+    ) -> None:
+        token_bytes = tokenizer.text_bytes
+        self._stream = _ByteStream(token_bytes) if token_bytes is not None else _PrefixStream(tokenizer, prompt_ids)
+        self._tokenizer = tokenizer
+        self._visible_specials = visible_specials
+
+    def add(self, token_id: int) -> str:
+        """The text that this token completes; empty while a UTF-8 character is incomplete."""
+        if token_id in self._visible_specials:
+            return self._stream.finish() + self._tokenizer.token_bytes(token_id).decode()
+        return self._stream.add(token_id)
+
+    def finish(self) -> str:
+        """The rest of the text: U+FFFD for an incomplete character. Call it last."""
+        return self._stream.finish()
+
+
+class _ByteStream:
+    """An incremental UTF-8 decoder over the bytes of each token."""
+
+    __slots__ = ("_decode", "_token_bytes")
+
+    def __init__(self, token_bytes: list[bytes]) -> None:
+        self._token_bytes = token_bytes
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+    def add(self, token_id: int) -> str:
+        # Ids that pad the vocabulary add nothing.
+        return self._decode(self._token_bytes[token_id]) if token_id < len(self._token_bytes) else ""
+
+    def finish(self) -> str:
+        return self._decode(b"", True)
+
+
+class _PrefixStream:
+    """For decoders that look at neighbours: the difference between decoding the last few ids with and without new ones.
+
+    ids:  … | start … shown | shown …        `start`: decoding begins here, for context
+                                             `shown`: ids before it have been returned as text
+    """
+
+    __slots__ = ("_ids", "_shown", "_start", "_tokenizer")
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._ids = list(prompt_ids[-_CONTEXT_TOKENS:])
+        self._start = 0
+        self._shown = len(self._ids)
+
+    def add(self, token_id: int) -> str:
+        self._ids.append(token_id)
+        text = self._new_text()
+        held = len(self._ids) - self._shown
+        incomplete = (not text or text.endswith(_REPLACEMENT)) and held < _MAX_HELD_TOKENS
+        return "" if incomplete else self._show(text)
+
+    def finish(self) -> str:
+        return self._show(self._new_text())
+
+    def _show(self, text: str) -> str:
+        self._start, self._shown = self._shown, len(self._ids)
+        return text
+
+    def _new_text(self) -> str:
+        shown = self._decode(self._ids[self._start : self._shown])
+        return self._decode(self._ids[self._start :])[len(shown) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=True)

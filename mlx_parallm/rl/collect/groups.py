@@ -1,0 +1,163 @@
+"""Groups of trajectories, the state of each trajectory, and the version history of an adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from mlx_parallm.core import AdapterRef, Trajectory, TrajectoryCard
+
+FEEDBACK = "feedback"
+"""Used in place of a scorer's name for groups whose rewards came from people."""
+
+
+class TrajectoryState(StrEnum):
+    """State of one trajectory; the values are those of `core.TrajectoryCard.state`."""
+
+    WAITING = "waiting"
+    SCORED = "scored"
+    TRAINING = "training"
+    TRAINED = "trained"
+    DROPPED = "dropped"
+
+
+class DropReason(StrEnum):
+    """Why a trajectory was not trained on.
+
+    STALE: its version is more than `max_staleness` versions old. ZERO_VARIANCE: all rewards of its group are equal.
+    SINGLE: there is no other reward to compare its reward with. LOW_REWARD: the loss is cross_entropy, and the reward
+    does not exceed the threshold. ABORTED: its request did not finish. UNKNOWN_VERSION: the version that drew it is not
+    in the version history of its adapter. SKIPPED: its update was skipped. HELD: the gate refused its update.
+    """
+
+    BUFFER_FULL = "buffer_full"
+    STALE = "stale"
+    ZERO_VARIANCE = "zero_variance"
+    SINGLE = "single"
+    LOW_REWARD = "low_reward"
+    NOT_FINITE = "not_finite"
+    SCORING_FAILED = "scoring_failed"
+    TIMEOUT = "timeout"
+    ABORTED = "aborted"
+    UNKNOWN_VERSION = "unknown_version"
+    SKIPPED = "skipped"
+    HELD = "held"
+
+
+@dataclass(eq=False, slots=True)
+class GroupMember:
+    """One trajectory of a group. `from_feedback`: its reward came from a person. `reason`: set when it is dropped."""
+
+    trajectory: Trajectory
+    reward: float | None = None
+    state: TrajectoryState = TrajectoryState.WAITING
+    reason: DropReason | None = None
+    from_feedback: bool = False
+
+    def drop(self, reason: DropReason) -> None:
+        self.state, self.reason = TrajectoryState.DROPPED, reason
+
+    def card(self) -> TrajectoryCard:
+        return TrajectoryCard(self.trajectory, self.reward, self.state.value, self.reason or "")
+
+
+@dataclass(eq=False, slots=True)
+class TrajectoryGroup:
+    """The trajectories of one prompt, all drawn by the same adapter version.
+
+    `adapter`: name of the adapter that the group trains. `number`: order of arrival, assigned by the buffer.
+    """
+
+    adapter: str
+    members: tuple[GroupMember, ...]
+    number: int = field(default=0)
+
+    @classmethod
+    def of(cls, adapter: str, trajectories: Sequence[Trajectory]) -> TrajectoryGroup:
+        return cls(adapter, tuple(map(GroupMember, trajectories)))
+
+    @property
+    def group_id(self) -> str:
+        return self.members[0].trajectory.group_id
+
+    @property
+    def version(self) -> AdapterRef:
+        """The adapter version that drew the trajectories."""
+        return self.members[0].trajectory.adapter
+
+    @property
+    def scorer(self) -> str | None:
+        """The scoring function that the request named; None: rewards come only from feedback."""
+        return self.members[0].trajectory.collection.scorer
+
+    @property
+    def complete(self) -> bool:
+        """Whether an update can take the group. If it has a scorer, every member needs a reward; without a scorer,
+        feedback on one member is enough."""
+        return bool(self.scored) and not self.taken and (self.scorer is None or not self.waiting)
+
+    @property
+    def taken(self) -> bool:
+        """Whether an update is using the group now."""
+        return bool(self.in_state(TrajectoryState.TRAINING))
+
+    @property
+    def waiting(self) -> tuple[GroupMember, ...]:
+        return self.in_state(TrajectoryState.WAITING)
+
+    @property
+    def scored(self) -> tuple[GroupMember, ...]:
+        return self.in_state(TrajectoryState.SCORED)
+
+    def in_state(self, state: TrajectoryState) -> tuple[GroupMember, ...]:
+        return tuple(member for member in self.members if member.state is state)
+
+
+class VersionHistory:
+    """The published versions of one adapter, in order; training continues from the last one.
+
+    `staleness`, `includes_ever` and `announce` may be called on any thread.
+    """
+
+    def __init__(self, start: AdapterRef) -> None:
+        self._positions = {start: 0}  # replaced and never modified, so that any thread may read it
+        self._ever = {start}
+        self._announced: AdapterRef | None = None
+
+    @property
+    def latest(self) -> AdapterRef:
+        return next(reversed(self._positions))
+
+    def staleness(self, ref: AdapterRef) -> int | None:
+        """How many versions were published after `ref`; None: `ref` is not in the history."""
+        if ref == self._announced:
+            return 0
+        positions = self._positions
+        return len(positions) - 1 - positions[ref] if ref in positions else None
+
+    def includes_ever(self, ref: AdapterRef) -> bool:
+        """Whether `ref` was in the history at any time. A request may use a version that a rollback has removed."""
+        return ref in self._ever
+
+    def announce(self, ref: AdapterRef) -> None:
+        """Call this before `ref` goes live: requests can draw from it before `append` is called."""
+        self._ever.add(ref)
+        self._announced = ref
+
+    def append(self, ref: AdapterRef) -> None:
+        self._ever.add(ref)
+        self._positions = {**self._positions, ref: len(self._positions)}
+        self._announced = None
+
+    def rewind_to(self, ref: AdapterRef) -> None:
+        """Removes the versions after `ref`. A `ref` that is not in the history starts a new one."""
+        position = self._positions.get(ref, 0)
+        older = {version: at for version, at in self._positions.items() if at < position}
+        self._ever.add(ref)
+        self._positions = {**older, ref: position}
+        self._announced = None
+
+    def last(self, count: int) -> tuple[str, ...]:
+        """The last `count` versions as text, oldest first."""
+        return tuple(map(str, list(self._positions)[-count:]))

@@ -1,0 +1,97 @@
+"""TrajectoryLog: appends every trajectory to a JSONL file, with its reward and whether it was trained on or dropped."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from mlx_parallm.rl.collect.groups import GroupMember, TrajectoryGroup
+
+_MAX_PENDING = 1000
+"""Groups that may wait for a slow disk. Further groups are not written, and counted as failures."""
+
+_log = logging.getLogger(__name__)
+
+
+class TrajectoryLog:
+    """Writes one line per trajectory. The lines of a group are one write, so readers see only whole lines.
+
+    Failures of the disk are counted in `failures`, and the first one is logged; training continues.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="trajectory-log")
+        self._submitted = self._left_out = 0  # written by the caller's thread
+        self._written = self._failed = 0  # written by the worker thread
+
+    @property
+    def failures(self) -> int:
+        """Groups that are not in the file."""
+        return self._failed + self._left_out
+
+    def append(self, group: TrajectoryGroup) -> None:
+        """Writes the group in a worker thread. Its members must be trained or dropped, so that they do not change."""
+        if self._submitted - self._written - self._failed >= _MAX_PENDING:
+            self._left_out += 1
+            return
+        self._submitted += 1
+        self._worker.submit(self._append, [_record(group, member) for member in group.members])
+
+    async def close(self) -> None:
+        """Returns when everything is written."""
+        await asyncio.to_thread(self._worker.shutdown)
+
+    def _append(self, records: Sequence[dict[str, Any]]) -> None:
+        try:
+            lines = [json.dumps(record, ensure_ascii=False, allow_nan=False, default=str) for record in records]
+            _write(self._path, "".join(line + "\n" for line in lines).encode(errors="backslashreplace"))
+        except (OSError, ValueError, TypeError, RecursionError) as error:
+            if not self._failed:
+                _log.error("trajectories cannot be written to the trajectory log: %s", error)
+            self._failed += 1
+        else:
+            self._written += 1
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Appends all of `data` or nothing. If a crash has cut off the last line of the file, a newline ends it first."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            data = b"\n" + data
+        if os.write(descriptor, data) != len(data):
+            os.ftruncate(descriptor, size)
+            raise OSError("the disk is full")
+    finally:
+        os.close(descriptor)
+
+
+def _record(group: TrajectoryGroup, member: GroupMember) -> dict[str, Any]:
+    trajectory = member.trajectory
+    return {
+        "trajectory_id": trajectory.trajectory_id,
+        "group_id": trajectory.group_id,
+        "adapter": str(trajectory.adapter),
+        "trainee": group.adapter,
+        "fate": member.state.value,
+        "reason": member.reason or "",
+        "reward": member.reward,
+        "scoring_function": trajectory.collection.scorer,
+        "metadata": dict(trajectory.collection.metadata),
+        "prompt_token_ids": trajectory.prompt_ids,
+        "completion_token_ids": trajectory.completion_ids,
+        "sampling_logprobs": trajectory.sampling_logprobs,
+        "temperature": trajectory.temperature,
+        "text": trajectory.text,
+        "finish_reason": trajectory.finish_reason.value,
+        "created": trajectory.created,
+    }

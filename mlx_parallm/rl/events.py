@@ -1,0 +1,190 @@
+"""Training events: the stream that clients listen to, and the outcome and report of each update, which it carries."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from mlx_parallm.core import AdapterRef, TrainingEvent, UpdateReport
+
+_MAX_QUEUED = 256
+"""Events that may wait for one listener. If there are more, the oldest are lost."""
+
+_MINUTE = 60.0
+
+LOST = "events_lost"
+"""Kind of the event that replaces lost events in a listener's stream. `events` in its data is their number."""
+
+_log = logging.getLogger(__name__)
+
+
+class Emit(Protocol):
+    """Sends an event to all listeners; the kinds are those of `core.TrainingEvent`."""
+
+    def __call__(self, kind: str, **data: object) -> None: ...
+
+
+class EventHub:
+    """Sends every event to every listener, in order. A slow listener loses its oldest events, and gets their number.
+
+    Event loop's thread only.
+    """
+
+    def __init__(self) -> None:
+        self._listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
+        self._closed = False
+
+    def emit(self, kind: str, **data: object) -> None:
+        event = TrainingEvent(kind, time.time(), data)
+        for listener in tuple(self._listeners):
+            listener.put(event)
+
+    def listen(self) -> Listener:
+        """A listener that gets the events from this call on."""
+        listener = Listener()
+        if self._closed:
+            listener.end()
+        self._listeners.add(listener)
+        return listener
+
+    def close(self) -> None:
+        """Ends every listener once it has read its queued events."""
+        self._closed = True
+        for listener in tuple(self._listeners):
+            listener.end()
+
+
+class Listener(AsyncIterator[TrainingEvent]):
+    """The events of one reader."""
+
+    def __init__(self) -> None:
+        self._events: deque[TrainingEvent] = deque()
+        self._lost = 0  # events lost before the first of `_events`
+        self._changed = asyncio.Event()
+        self._ended = False
+
+    def put(self, event: TrainingEvent) -> None:
+        if self._ended:
+            return
+        self._events.append(event)
+        if len(self._events) > _MAX_QUEUED:
+            self._events.popleft()
+            self._lost += 1
+        self._changed.set()
+
+    def end(self) -> None:
+        self._ended = True
+        self._changed.set()
+
+    async def __anext__(self) -> TrainingEvent:
+        while not self._events:
+            if self._ended:
+                raise StopAsyncIteration
+            self._changed.clear()
+            await self._changed.wait()
+        if self._lost:
+            lost, self._lost = self._lost, 0
+            return TrainingEvent(LOST, time.time(), {"events": lost})
+        return self._events.popleft()
+
+    async def aclose(self) -> None:
+        self.end()
+        self._events.clear()
+        self._lost = 0
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateOutcome:
+    """The result of one update. `step`: optimizer steps of the policy so far.
+
+    `skipped`: why the policy was left as it was, or "". `metrics`: loss, entropy, ratio_mean, ratio_max,
+    clip_fraction, dual_clip_fraction, mismatch_kl, grad_norm, learning_rate, seconds and so on, over all tokens.
+    `kl`: KL divergence of the policy before the step from the base model, in nats a token: over all tokens if it is
+    part of the loss, else an unbiased estimate from a quarter of the micro-batches. `kl_step`: KL divergence of the
+    policy before the step from the one after it, over all tokens.
+    """
+
+    step: int
+    skipped: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a version does not go live. `code`: not_finite, kl_bound or evaluation. `reason`: the same as a sentence."""
+
+    code: str
+    reason: str
+
+
+class UpdateReporter:
+    """Makes the reports of one adapter's updates, counts them, and emits each as an event.
+
+    Attributes:
+        step, metrics: of the last update that changed the policy.
+        updates: updates that changed the policy.
+        last_update: time of the last of them, in Unix seconds.
+        skips: updates that were skipped or held, by reason.
+    """
+
+    def __init__(self, name: str, emit: Emit) -> None:
+        self.step = 0
+        self.metrics: Mapping[str, float] = {}
+        self.updates = 0
+        self.last_update: float | None = None
+        self.skips: Counter[str] = Counter()
+        self._name = name
+        self._emit = emit
+        self._times: deque[float] = deque()  # of the updates in the last minute, monotonic
+
+    @property
+    def updates_per_second(self) -> float:
+        """Over the last minute."""
+        while self._times and self._times[0] < time.monotonic() - _MINUTE:
+            self._times.popleft()
+        return len(self._times) / _MINUTE
+
+    def updated(self, status: str, live: AdapterRef | None, outcome: UpdateOutcome) -> UpdateReport:
+        """The policy has changed. `status`: published or trained. `live`: the live version after the update."""
+        self.step, self.metrics = outcome.step, outcome.metrics
+        self.updates += 1
+        self.last_update = time.time()
+        self._times.append(time.monotonic())
+        return self._report("update", UpdateReport(live, outcome.step, status, metrics=outcome.metrics))
+
+    def held(self, live: AdapterRef | None, refusal: Refusal, outcome: UpdateOutcome) -> UpdateReport:
+        """The gate refused the update."""
+        self.skips[f"held_{refusal.code}"] += 1
+        _log.warning("an update of %s was held: %s", self._name, refusal.reason)
+        return self._report("held", UpdateReport(live, self.step, "held", refusal.reason, _finite(outcome.metrics)))
+
+    def skipped(
+        self, live: AdapterRef | None, code: str, reason: str = "", metrics: Mapping[str, float] | None = None
+    ) -> UpdateReport:
+        """No update was made. `code`: the reason under which it is counted. `reason`: an explanation in words."""
+        self.skips[code] += 1
+        _log.info("an update of %s was skipped: %s", self._name, reason or code)
+        return self._report("skipped", UpdateReport(live, self.step, "skipped", reason or code, _finite(metrics or {})))
+
+    def _report(self, kind: str, report: UpdateReport) -> UpdateReport:
+        self._emit(
+            kind,
+            adapter=self._name,
+            version=str(report.adapter) if report.adapter else None,
+            step=report.step,
+            status=report.status,
+            reason=report.reason,
+            metrics=dict(report.metrics),
+        )
+        return report
+
+
+def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}

@@ -1,0 +1,218 @@
+"""Losses of micro-batches and their gradients, for several policies in one pass.
+
+A pass runs the trunk, which is the model without the logits, and then the head, which computes the logits.
+The base model's weights are constants of the graph: only the LoRA factors of the policies have gradients. Everything is
+lazy; the caller evaluates it, stage by stage.
+
+Logprobs come from a fused cross-entropy that keeps no logits: its backward pass computes them again and uses the
+closed-form gradient of softmax. So only the logits of one block of positions, [n, V], are in memory at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain, pairwise
+from typing import cast
+
+import mlx.core as mx
+
+from mlx_parallm.batch.rowwise import exp, row_sum
+from mlx_parallm.config import OldLogprobs, ResolvedLoss
+from mlx_parallm.rl.learn.model import Params, Span, TrainableModel
+from mlx_parallm.rl.learn.pacing import Stage, StageKind
+from mlx_parallm.rl.learn.packing import MicroBatch
+from mlx_parallm.rl.objectives.losses import Denominators, LossStats, TokenBatch, loss
+
+Scores = tuple[mx.array, mx.array]
+"""Logprobs and entropies of the completion tokens of a micro-batch, fp32 [N], in nats."""
+
+Head = Callable[[mx.array], mx.array]
+"""Hidden states [n, D] → logits [n, V]."""
+
+_BLOCK = 256
+"""Positions whose logits are in memory at the same time."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroStepInput:
+    """One policy's part of a micro-step: its micro-batch, its LoRA factors, and the totals of its update."""
+
+    batch: MicroBatch
+    params: Params
+    scale: float
+    denominators: Denominators
+
+
+@dataclass(frozen=True, slots=True)
+class MicroStepResult:
+    """The result of a micro-step for the update of one policy.
+
+    `logprobs`: of the completion tokens under the policy before the update, fp32 [N].
+    """
+
+    loss: mx.array
+    stats: LossStats
+    logprobs: mx.array
+    gradients: Params
+
+
+@dataclass(frozen=True, slots=True)
+class MicroStep:
+    """`results`: one for each input, in order. `stages`: everything that is computed before the gradients."""
+
+    results: list[MicroStepResult]
+    stages: list[Stage]
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardPass:
+    """One pass over trunk and head: the scores of each micro-batch, and the output of each layer."""
+
+    scores: list[Scores]
+    layers: tuple[mx.array, ...]
+
+    def stages(self, result: object) -> Iterator[Stage]:
+        """The stages that compute `result`, which depends on the scores."""
+        yield from (Stage(StageKind.FORWARD, output) for output in self.layers)
+        yield Stage(StageKind.HEAD, result)
+
+
+class TrainingForwards:
+    """The forward and backward passes of micro-steps. Device thread only."""
+
+    def __init__(self, model: TrainableModel, config: ResolvedLoss) -> None:
+        self._model = model
+        self._config = config
+
+    def gradients(self, inputs: Sequence[MicroStepInput]) -> MicroStep:
+        """Losses and gradients. Those of a policy are the same as if it were alone in the micro-step."""
+        batches = [each.batch for each in inputs]
+        references, stages = self._references(batches)
+
+        def objective(params: list[Params]) -> tuple[mx.array, tuple[ForwardPass, list[tuple[mx.array, LossStats]]]]:
+            spans = [
+                Span(each.batch.tokens.size, factors, each.scale) for each, factors in zip(inputs, params, strict=True)
+            ]
+            forward = self.scores(batches, spans)
+            losses = [
+                loss(self._token_batch(each.batch, scores, reference), each.denominators, self._config)
+                for each, scores, reference in zip(inputs, forward.scores, references, strict=True)
+            ]
+            return mx.stack([value for value, _ in losses]).sum(), (forward, losses)
+
+        (_, (forward, losses)), gradients = mx.value_and_grad(objective)([each.params for each in inputs])
+        logprobs = [mx.stop_gradient(logp) for logp, _ in forward.scores]
+        results = [
+            MicroStepResult(value, stats, logp, factors)
+            for (value, stats), logp, factors in zip(losses, logprobs, gradients, strict=True)
+        ]
+        arrays = [[each.loss, each.stats.arrays(), each.logprobs] for each in results]
+        return MicroStep(results, [*stages, *forward.stages(arrays)])
+
+    def scores(self, batches: Sequence[MicroBatch], spans: Sequence[Span] | None) -> ForwardPass:
+        """The scores of all micro-batches, in one pass. `spans`: the tokens' LoRA factors; None: the base model."""
+        segments = tuple(chain(*(batch.segments for batch in batches)))
+        hidden, layers = self._model.hidden(mx.concatenate([batch.tokens for batch in batches]), segments, spans)
+        starts = accumulate((batch.tokens.size for batch in batches), initial=0)
+        positions = [batch.positions + start for batch, start in zip(batches, starts, strict=False)]
+        logp, entropy = token_scores(
+            self._model.logits,
+            hidden[mx.concatenate(positions)],
+            mx.concatenate([batch.targets for batch in batches]),
+            mx.concatenate([batch.temperatures for batch in batches]),
+            self._config.entropy_coef != 0.0,
+        )
+        stops = accumulate((batch.targets.size for batch in batches), initial=0)
+        return ForwardPass([(logp[start:stop], entropy[start:stop]) for start, stop in pairwise(stops)], layers)
+
+    def reference(self, batches: Sequence[MicroBatch]) -> tuple[list[mx.array], list[Stage]]:
+        """Logprobs under the base model, [B, C] for each micro-batch, and the stages that compute them."""
+        forward = self.scores(batches, None)
+        logprobs = [
+            mx.stop_gradient(batch.padded(logp)) for batch, (logp, _) in zip(batches, forward.scores, strict=True)
+        ]
+        return logprobs, list(forward.stages(logprobs))
+
+    def _references(self, batches: Sequence[MicroBatch]) -> tuple[Sequence[mx.array | None], list[Stage]]:
+        return self.reference(batches) if self._config.kl_coef else ([None] * len(batches), [])
+
+    def _token_batch(self, batch: MicroBatch, scores: Scores, reference: mx.array | None) -> TokenBatch:
+        """The arrays for the loss. `config.OldLogprobs` determines the logprobs of π_old, the policy before the update,
+        and of μ, which drew the tokens. A row without sampling logprobs uses the trainer's own for both."""
+        logp, entropy = map(batch.padded, scores)
+        now = mx.stop_gradient(logp)
+        sampler = mx.where(batch.known, batch.sampling_logprobs, now)
+        trainers = self._config.old_logprobs is OldLogprobs.TRAINER
+        old = mx.where(batch.on_policy, now, sampler) if trainers else sampler
+        return TokenBatch(
+            logp=logp,
+            old_logp=old,
+            sampling_logp=sampler,
+            ref_logp=reference,
+            entropy=entropy,
+            mask=batch.mask,
+            advantages=batch.advantages,
+        )
+
+
+def token_scores(
+    head: Head, hidden: mx.array, targets: mx.array, temperatures: mx.array, entropy_gradient: bool
+) -> Scores:
+    """Logprob of each target, and entropy of each distribution softmax(logits / temperature); fp32 [N], in nats.
+
+    Args:
+        head: its weights get no gradient.
+        hidden: [N, D].
+        targets: int [N].
+        temperatures: fp32 [N], above 0.
+        entropy_gradient: whether the entropies have a gradient.
+    """
+    block = _block_scores(head, entropy_gradient)
+    parts = [
+        block(hidden[start : start + _BLOCK], targets[start : start + _BLOCK], temperatures[start : start + _BLOCK])
+        for start in range(0, hidden.shape[0], _BLOCK)
+    ]
+    logprobs, entropies = zip(*parts, strict=True)
+    return mx.concatenate(list(logprobs)), mx.concatenate(list(entropies))
+
+
+def _block_scores(head: Head, entropy_gradient: bool) -> Callable[..., Scores]:
+    @mx.custom_function
+    def scores(hidden: mx.array, targets: mx.array, temperatures: mx.array) -> Scores:
+        scaled, weights, normaliser = _softmax(head(hidden), temperatures)
+        chosen = mx.take_along_axis(scaled, targets[:, None], -1)
+        mean = row_sum(weights * scaled) / row_sum(weights)
+        return (chosen - normaliser).squeeze(-1), (normaliser - mean).squeeze(-1)
+
+    @scores.vjp
+    def gradient(
+        primals: tuple[mx.array, ...], cotangents: tuple[mx.array, ...], outputs: tuple[mx.array, ...]
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        hidden, targets, temperatures = primals
+        upstream, upstream_entropy = cotangents
+        logits = head(hidden)
+        scaled, weights, normaliser = _softmax(logits, temperatures)
+        probabilities = weights / row_sum(weights)
+        # d logp / d z = onehot - p;  d H / d z = -p (log p + H)
+        slope = -upstream[:, None] * probabilities
+        slope = slope.at[mx.arange(targets.size), targets].add(upstream)
+        if entropy_gradient:
+            surprise = scaled - normaliser + outputs[1][:, None]
+            slope = slope - upstream_entropy[:, None] * probabilities * surprise
+        slope = (slope / temperatures[:, None]).astype(logits.dtype)
+        _, (into_hidden,) = mx.vjp(head, [hidden], [slope])
+        return into_hidden, mx.zeros_like(targets), mx.zeros_like(temperatures)
+
+    return cast(Callable[..., Scores], scores)
+
+
+def _softmax(logits: mx.array, temperatures: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    """z = logits / temperature minus its maximum [n, V], exp z [n, V], and the logarithm of its sum [n, 1].
+
+    Sums are computed by blocks, as in the sampler: a plain float32 sum over a vocabulary has an error of 1e-4.
+    """
+    scaled = logits.astype(mx.float32) / temperatures[:, None]
+    scaled = scaled - scaled.max(-1, keepdims=True)
+    weights = exp(scaled)
+    return scaled, weights, mx.log(row_sum(weights))

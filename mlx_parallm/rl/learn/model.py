@@ -1,0 +1,196 @@
+"""The served model with gradients: the same weight arrays, in forward passes that keep few activations.
+
+    N tokens of prompts and completions ──trunk──▶ hidden states [N, D]
+    n trained positions ──head──▶ logits [n, V]
+
+mlx-lm's models run from tokens to logits in one call. Here `trunk` and `head` are shallow copies of two modules of the
+model: they share every submodule and array with it, and differ in one attribute each, so serving is not affected. The
+layers of the trunk can be checkpointed, and the head takes hidden states that were computed before.
+
+To the model the tokens are a batch of single tokens, each at its own offset, as in packed prefill; only attention knows
+which tokens belong together. So a prompt is computed once for all its completions, whatever else the model's file does,
+and tokens of several adapters pass the trunk together, each span of them with its own LoRA factors.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_parallm.adapters.bank import AdapterBank, LinearGroup
+from mlx_parallm.adapters.weights import AdapterLayout
+from mlx_parallm.errors import UnsupportedModelError
+from mlx_parallm.model.hooks import AdaptedLinear, AttentionStyle
+from mlx_parallm.rl.learn.attention import PackedCache, PackedStream, Segment
+
+Params = Mapping[str, Mapping[str, mx.array]]
+"""LoRA factors by the path of their linear: {"a": [in, rank], "b": [rank, out]}, float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """`tokens` consecutive tokens that use the same LoRA factors."""
+
+    tokens: int
+    params: Params
+    scale: float
+
+
+class TrainableModel:
+    """Device thread only.
+
+    Args:
+        model: its linear layers are the adapted ones of `bank`.
+        style: how the model computes attention, from `install_hook`.
+        checkpoint_layers: recompute each layer in the backward pass instead of keeping its activations.
+
+    Raises:
+        UnsupportedModelError: the model computes attention in its own code, or has no trunk with a list of layers.
+    """
+
+    def __init__(self, model: nn.Module, bank: AdapterBank, style: AttentionStyle, checkpoint_layers: bool) -> None:
+        owner = getattr(model, "language_model", model)
+        trunk = getattr(owner, "model", None)
+        if style is not AttentionStyle.HOOKED or not isinstance(getattr(trunk, "layers", None), list):
+            raise UnsupportedModelError(
+                f"{type(model).__module__} can be served and not trained: its attention or its layers are out of reach"
+            )
+        assert isinstance(trunk, nn.Module)
+        self.bank = bank
+        self.checkpoint_layers = checkpoint_layers
+        self._outputs: list[mx.array] = []
+        self._trunk = copy.copy(trunk)
+        self._trunk.layers = [_Layer(layer, bank, checkpoint_layers, self._outputs) for layer in trunk.layers]
+        self._head = copy.copy(owner)
+        self._head.model = _TrunkOutput(trunk)
+        self.layer_paths = [tuple(_paths(layer)) for layer in trunk.layers]
+        """The paths of each layer's adapted linears, in the order of the forward pass."""
+
+    @property
+    def layout(self) -> AdapterLayout:
+        """The linears that can be trained."""
+        return self.bank.layout
+
+    def hidden(
+        self, tokens: mx.array, segments: Sequence[Segment], spans: Sequence[Span] | None
+    ) -> tuple[mx.array, tuple[mx.array, ...]]:
+        """Hidden states [N, D] of tokens int [N], and the output of each layer.
+
+        Args:
+            segments: how the tokens are laid out.
+            spans: the LoRA factors that they use, for all of them in order; None: the base model.
+        """
+        stream = PackedStream.of(segments)
+        self._outputs.clear()
+        with self.bank.using(None if spans is None else TrainingContext(tuple(spans))):
+            hidden: mx.array = self._trunk(tokens[:, None], cache=[stream] * len(self._trunk.layers))
+        outputs = tuple(self._outputs)
+        self._outputs.clear()
+        return hidden[:, 0], outputs
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        """[n, D] → [n, V], in the model's dtype."""
+        logits: mx.array = self._head(hidden[None])
+        return logits[0]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingContext:
+    """Takes the place of serving's `ForwardContext`: every token uses the factors of its span, with gradients."""
+
+    spans: tuple[Span, ...]
+
+    def adapt(self, _group: LinearGroup, path: str, x: mx.array, y: mx.array) -> mx.array:
+        """y + scale · (x a) b for the linear at `path`; x [N, 1, in], y [N, 1, out], or [B, T, ...] with one span."""
+        if len(self.spans) == 1:
+            return _adapted(self.spans[0], path, x, y)
+        if not any(path in span.params for span in self.spans):
+            return y
+        stops = list(accumulate(span.tokens for span in self.spans))
+        parts = zip(self.spans, [0, *stops], stops, strict=False)
+        return mx.concatenate([_adapted(span, path, x[start:stop], y[start:stop]) for span, start, stop in parts])
+
+    def of_paths(self, paths: Sequence[str]) -> list[Params]:
+        """For each span, its factors of these linears."""
+        return [{path: span.params[path] for path in paths if path in span.params} for span in self.spans]
+
+    def with_params(self, params: Sequence[Params]) -> TrainingContext:
+        return TrainingContext(
+            tuple(Span(span.tokens, each, span.scale) for span, each in zip(self.spans, params, strict=True))
+        )
+
+
+def _adapted(span: Span, path: str, x: mx.array, y: mx.array) -> mx.array:
+    pair = span.params.get(path)
+    if pair is None:
+        return y
+    change = (x.astype(mx.float32) @ pair["a"]) @ pair["b"]
+    return y + (span.scale * change).astype(y.dtype)
+
+
+class _Layer:
+    """A layer of the trunk that may be checkpointed; its other attributes are those of the wrapped layer.
+
+    `mx.checkpoint` gives gradients only to arguments of a function, so the layer's factors are arguments. The function
+    runs again in the backward pass, when the context of the forward pass is gone, so it sets up its own.
+    """
+
+    def __init__(self, layer: nn.Module, bank: AdapterBank, checkpointed: bool, outputs: list[mx.array]) -> None:
+        self._layer = layer
+        self._outputs = outputs
+        self._bank = bank
+        self._checkpointed = checkpointed
+        self._paths = tuple(_paths(layer))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+    def __call__(self, hidden: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        """[N, 1, D] → [N, 1, D]; the result is also appended to `outputs`."""
+        output = self._output(hidden, args, kwargs)
+        self._outputs.append(output)
+        return output
+
+    def _output(self, hidden: mx.array, args: tuple[Any, ...], kwargs: dict[str, Any]) -> mx.array:
+        context = self._bank.context
+        if not self._checkpointed or not isinstance(context, TrainingContext):
+            return self._run(hidden, args, kwargs)
+
+        def run(params: list[Params], x: mx.array) -> mx.array:
+            with self._bank.using(context.with_params(params)):
+                return self._run(x, args, kwargs)
+
+        checkpointed: Callable[[list[Params], mx.array], mx.array] = mx.checkpoint(run)
+        return checkpointed(context.of_paths(self._paths), hidden)
+
+    def _run(self, hidden: mx.array, args: tuple[Any, ...], kwargs: dict[str, Any]) -> mx.array:
+        """Calls the layer with a cache of its own, which lives for this call: the backward pass makes another one."""
+
+        def real(value: Any) -> Any:
+            return PackedCache(value) if isinstance(value, PackedStream) else value
+
+        return cast(mx.array, self._layer(hidden, *map(real, args), **{name: real(v) for name, v in kwargs.items()}))
+
+
+class _TrunkOutput:
+    """Takes the place of the trunk in a head that is called with the trunk's output: returns its argument."""
+
+    def __init__(self, trunk: nn.Module) -> None:
+        self._trunk = trunk
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trunk, name)
+
+    def __call__(self, hidden: mx.array, *_args: Any, **_kwargs: Any) -> mx.array:
+        return hidden
+
+
+def _paths(layer: nn.Module) -> Iterator[str]:
+    """The paths, in the whole model, of the layer's adapted linears."""
+    return (part.path for _, part in layer.named_modules() if isinstance(part, AdaptedLinear))

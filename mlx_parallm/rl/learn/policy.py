@@ -1,0 +1,292 @@
+"""One adapter in training: its LoRA factors, its AdamW state, and copies of both to go back to or to save."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+from weakref import ref
+
+import mlx.core as mx
+import numpy as np
+from mlx.optimizers import AdamW, cosine_decay, join_schedules, linear_schedule
+from mlx.utils import tree_flatten, tree_map, tree_map_with_path
+from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
+
+from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LoRAPair
+from mlx_parallm.config import LearningRateSchedule, ModelConfig, OptimizerConfig
+from mlx_parallm.errors import AdapterFileError, ConfigError, InvalidRequestError
+from mlx_parallm.rl.learn.model import Params
+
+_OPTIMIZER_FILE = "optimizer.safetensors"
+_TRAINER_FILE = "trainer.json"
+_LEARNING_RATE = "learning_rate"
+"""Leaf of an optimizer's state: the learning rate of the last step."""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySnapshot:
+    """A policy in host memory; restoring it is exact to the bit.
+
+    `weights`: float32 NumPy arrays. `optimizer`: the leaves of AdamW's state by dotted path. `step`: optimizer steps.
+    """
+
+    weights: AdapterWeights
+    optimizer: Mapping[str, NDArray[np.generic]]
+    step: int
+
+    def save(self, folder: Path) -> None:
+        """Writes the optimizer's state and the step; the weights are in the adapter's own files."""
+        save_file(dict(self.optimizer), folder / _OPTIMIZER_FILE)
+        (folder / _TRAINER_FILE).write_text(json.dumps({"step": self.step}) + "\n")
+
+    @classmethod
+    def load(cls, folder: Path, weights: AdapterWeights) -> PolicySnapshot:
+        """Raises AdapterFileError: the checkpoint has no state of a trainer, or a damaged one."""
+        try:
+            facts = json.loads((folder / _TRAINER_FILE).read_text())
+            return cls(weights, load_file(folder / _OPTIMIZER_FILE), int(facts["step"]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise AdapterFileError(
+                f"{folder.name} holds no usable state of a trainer: save it from a training run"
+            ) from error
+
+
+@dataclass(frozen=True, eq=False)
+class PolicyState:
+    """A policy at one moment, by reference to its arrays on the device.
+
+    No update writes to these arrays, each makes new ones. So a state takes no memory while it is the policy's own, and
+    `nbytes` otherwise. The arrays are evaluated, and read on the device thread only.
+    """
+
+    params: Params
+    optimizer: dict[str, Any]
+    scale: float
+    step: int
+    nbytes: int
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the last step."""
+        return float(self.optimizer[_LEARNING_RATE].item())
+
+    def copied(self, nbytes: int) -> Iterator[PolicySnapshot | None]:
+        """Copies the state to host memory, about `nbytes` per step of the iterator.
+
+        Yields None after each part, and the snapshot at the end.
+        """
+        copies: dict[int, NDArray[np.generic]] = {}
+        size = 0
+        for _, leaf in tree_flatten([self.params, self.optimizer]):
+            copies[id(leaf)] = np.array(leaf)
+            size += leaf.nbytes
+            if size >= nbytes:
+                size = 0
+                yield None
+        pairs = {
+            path: LoRAPair(copies[id(pair["a"])], copies[id(pair["b"])], self.scale)
+            for path, pair in self.params.items()
+        }
+        state = {name: copies[id(leaf)] for name, leaf in tree_flatten(self.optimizer)}
+        yield PolicySnapshot(AdapterWeights(pairs), state, self.step)
+
+
+class Policy:
+    """LoRA factors (`params`, float32) and the optimizer of one adapter. Device thread only.
+
+    An update replaces `params` and never writes to the arrays, so references to them stay valid.
+
+    Attributes:
+        step: optimizer steps so far.
+        nbytes: size of the factors and the optimizer's state.
+
+    Args:
+        lora: rank, alpha and target modules of the factors.
+        seed: of the initial a factors; b factors start at zero, so that the policy equals the base model.
+        start: where training continues from; None: from new factors.
+
+    Raises:
+        ConfigError: the model has no linear layer with a target's name.
+        InvalidRequestError: `start` has other linear layers, ranks or scales than `lora`.
+    """
+
+    def __init__(
+        self,
+        layout: AdapterLayout,
+        lora: ModelConfig,
+        optimizer: OptimizerConfig,
+        seed: int = 0,
+        start: PolicySnapshot | None = None,
+    ) -> None:
+        self._layout = layout
+        self._lora = lora
+        self._config = optimizer
+        self._seed = seed
+        self.scale = lora.lora_alpha / lora.lora_rank
+        self._states: tuple[ref[PolicyState], ...] = ()  # replaced as a whole and never written to
+        self.params: Params
+        self.step: int
+        self.restore(None)
+        if start is not None:
+            self.restore(start)
+        self.nbytes = sum(int(leaf.nbytes) for _, leaf in tree_flatten([self.params, self._optimizer.state]))
+
+    @property
+    def tensors(self) -> int:
+        """Number of trained arrays."""
+        return 2 * len(self.params)
+
+    @property
+    def parameters(self) -> int:
+        """Number of trained values."""
+        return sum(pair["a"].size + pair["b"].size for pair in self.params.values())
+
+    @property
+    def gradient_nbytes(self) -> int:
+        """Size of one set of float32 gradients."""
+        return 4 * self.parameters
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the last step."""
+        return float(self._optimizer.learning_rate.item())
+
+    def weights(self) -> AdapterWeights:
+        """The current factors, as MLX arrays."""
+        return AdapterWeights({path: LoRAPair(p["a"], p["b"], self.scale) for path, p in self.params.items()})
+
+    # -- states ----------------------------------------------------------------------------------
+
+    def state(self) -> PolicyState:
+        """The current state; the same object until the policy changes."""
+        current = (state for state in self._held_states() if state.params is self.params)
+        return next(current, None) or self._new_state(self.params, self._optimizer.state, self.step)
+
+    def stepped(self, gradients: Params, scale: float = 1.0) -> PolicyState:
+        """The state after one optimizer step, multiplied by `scale`; the policy itself stays as it is. The optimizer's
+        state gets the unscaled gradients."""
+        before = self.state()
+        try:
+            params = self._optimizer.apply_gradients(gradients, self.params)
+            if scale != 1.0:
+                params = tree_map(lambda old, new: old + scale * (new - old), self.params, params)
+            mx.eval(params, self._optimizer.state)
+            return self._new_state(cast(Params, params), self._optimizer.state, self.step + 1)
+        finally:
+            self._optimizer.state = _tree_copy(before.optimizer)
+
+    def _new_state(self, params: Params, optimizer: dict[str, Any], step: int) -> PolicyState:
+        state = PolicyState(params, _tree_copy(optimizer), self.scale, step, self.nbytes)
+        self._states = tuple(map(ref, [*self._held_states(), state]))
+        return state
+
+    @property
+    def held_nbytes(self) -> int:
+        """Size of the other states that something still holds. Any thread may read it."""
+        return sum(state.nbytes for state in self._held_states() if state.params is not self.params)
+
+    def _held_states(self) -> list[PolicyState]:
+        return [state for each in self._states if (state := each()) is not None]
+
+    def restore(self, goal: PolicyState | PolicySnapshot | None) -> None:
+        """Sets the policy to a state or a snapshot; None: to a new policy, equal to the base model.
+
+        Raises:
+            InvalidRequestError: the snapshot has other linear layers, ranks or scales than the policy.
+        """
+        if goal is None:
+            self.params, self.step = _new_factors(self._layout, self._lora, self._seed), 0
+            self._start_optimizer()
+        elif isinstance(goal, PolicyState):
+            self.params, self.step = goal.params, goal.step
+            self._optimizer.state = _tree_copy(goal.optimizer)
+        else:
+            self._load(goal)
+
+    def _load(self, snapshot: PolicySnapshot) -> None:
+        """The configured learning rate takes the place of the one in the snapshot's optimizer state."""
+        self._check(snapshot)
+        pairs = snapshot.weights.pairs
+        self.params = {path: {"a": mx.array(pairs[path].a), "b": mx.array(pairs[path].b)} for path in self.params}
+        self.step = snapshot.step
+        self._start_optimizer()
+        if snapshot.optimizer:
+            self._optimizer.state = tree_map_with_path(
+                lambda name, leaf: leaf if name == _LEARNING_RATE else mx.array(snapshot.optimizer[name]),
+                self._optimizer.state,
+            )
+            mx.eval(self._optimizer.state)
+
+    def _start_optimizer(self) -> None:
+        self._optimizer = _adamw(self._config)
+        self._optimizer.init(self.params)
+        mx.eval(self.params, self._optimizer.state)
+
+    def _check(self, snapshot: PolicySnapshot) -> None:
+        pairs, lora = snapshot.weights.pairs, self._lora
+        same = pairs.keys() == self.params.keys() and all(
+            pair.rank == lora.lora_rank and math.isclose(pair.scale, self.scale) for pair in pairs.values()
+        )
+        leaves = {name for name, _ in tree_flatten(self._optimizer.state)}
+        if not same or (snapshot.optimizer and snapshot.optimizer.keys() != leaves):
+            raise InvalidRequestError(
+                f"its rank is {snapshot.weights.rank}, alpha {snapshot.weights.alpha:g} and targets "
+                f"{', '.join(snapshot.weights.targets)}; this server trains rank {lora.lora_rank}, alpha "
+                f"{lora.lora_alpha:g} and {', '.join(sorted(lora.lora_target_modules))}: start it with the adapter's "
+                "own"
+            )
+
+
+def _new_factors(layout: AdapterLayout, lora: ModelConfig, seed: int) -> dict[str, dict[str, mx.array]]:
+    """a: uniform in ±1/√in_features, as in mlx-lm; b: zero."""
+    targets = set(lora.lora_target_modules)
+    chosen = [spec for spec in layout.linears.values() if spec.target in targets]
+    if missing := targets - {spec.target for spec in chosen}:
+        known = sorted({spec.target for spec in layout.linears.values()})
+        raise ConfigError(
+            f"lora_target_modules: this model has no {', '.join(sorted(missing))} that can be trained; it has "
+            f"{', '.join(known) or 'none'}"
+        )
+    random = np.random.default_rng(seed)
+    params = {}
+    for spec in chosen:
+        bound = 1 / math.sqrt(spec.in_features)
+        a = random.uniform(-bound, bound, (spec.in_features, lora.lora_rank)).astype(np.float32)
+        params[spec.path] = {"a": mx.array(a), "b": mx.zeros((lora.lora_rank, spec.out_features), mx.float32)}
+    return params
+
+
+def _tree_copy(tree: dict[str, Any]) -> dict[str, Any]:
+    """A new tree of the same arrays: an optimizer step replaces leaves in its state's own tree."""
+    return cast(dict[str, Any], tree_map(lambda leaf: leaf, tree))
+
+
+def _adamw(config: OptimizerConfig) -> AdamW:
+    return AdamW(
+        learning_rate=_learning_rate(config),
+        betas=[config.beta1, config.beta2],
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        bias_correction=True,
+    )
+
+
+def _learning_rate(config: OptimizerConfig) -> float | Callable[[mx.array], mx.array]:
+    """The learning rate, or a function of the number of steps: a warm-up from near zero, then the schedule."""
+    peak, warmup, decay = config.learning_rate, config.warmup_updates, config.decay_updates
+    if config.schedule is LearningRateSchedule.CONSTANT and not warmup:
+        return peak
+    after: Mapping[LearningRateSchedule, Callable[[mx.array], mx.array]] = {
+        LearningRateSchedule.CONSTANT: lambda _: mx.array(peak),
+        LearningRateSchedule.LINEAR: linear_schedule(peak, 0.0, decay),
+        LearningRateSchedule.COSINE: cosine_decay(peak, decay),
+    }
+    if not warmup:
+        return after[config.schedule]
+    rising = linear_schedule(peak / (warmup + 1), peak, warmup)
+    return cast(Callable[[mx.array], mx.array], join_schedules([rising, after[config.schedule]], [warmup]))

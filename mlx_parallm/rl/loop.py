@@ -1,0 +1,294 @@
+"""TrainingLoop: when one adapter is updated, and on which trajectories.
+
+buffer ─▶ complete groups ─▶ selection ─▶ advantages, batch ─▶ AdapterTraining.learn ─▶ new live version
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from mlx_parallm.config import ResolvedTraining
+from mlx_parallm.core import AdapterRef, CheckpointCard, GivenTrajectory, TrainingStatus, UpdateReport
+from mlx_parallm.errors import InvalidRequestError, StorageError
+from mlx_parallm.rl.adapter_training import AdapterTraining
+from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
+from mlx_parallm.rl.collect.groups import DropReason, TrajectoryGroup
+from mlx_parallm.rl.events import Emit
+from mlx_parallm.rl.objectives.batches import PreparedBatch, ScoredGroup, given_groups, prepare
+from mlx_parallm.rl.selection import GroupSelection
+
+_DROP_REASONS = {"published": None, "trained": None, "held": DropReason.HELD, "skipped": DropReason.SKIPPED}
+"""What happens to the trajectories of an update, by the status of its report. None: they were trained on."""
+
+_VERSIONS_SHOWN = 8
+
+_log = logging.getLogger(__name__)
+
+
+class TrainingLoop:
+    """Updates one adapter, whenever enough trajectories are ready and on request. One lock orders all changes.
+
+    Every group that is taken from the buffer is ended, whatever becomes of its update. The trajectories of an update
+    that was skipped, held or failed are dropped, since another attempt would end the same way.
+    """
+
+    def __init__(
+        self, training: AdapterTraining, buffer: TrajectoryBuffer, config: ResolvedTraining, emit: Emit
+    ) -> None:
+        self.training = training
+        self._buffer = buffer
+        self._config = config
+        self._emit = emit
+        self._selection = GroupSelection(training, buffer, config)
+        self._lock = asyncio.Lock()
+        self._changed = asyncio.Event()
+        self._pause_reason: str | None = None
+        self._failures_in_a_row = 0
+
+    @property
+    def name(self) -> str:
+        return self.training.name
+
+    # -- automatic updates -----------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Makes updates and checkpoints when they are due. Never returns; a failing update does not stop it."""
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self.training.saves_in):
+                    await self._changed.wait()
+            self._changed.clear()
+            while self._due:
+                await self._automatic_update()
+            if self.training.saves_in == 0:
+                async with self._lock:
+                    await self.training.save_if_due()
+
+    def wake(self) -> None:
+        """Call this when groups may have become complete."""
+        self._selection.look()
+        self._changed.set()
+
+    @property
+    def _due(self) -> bool:
+        return self._pause_reason is None and (self._selection.enough or self.training.rewards_fell)
+
+    async def _automatic_update(self) -> None:
+        async with self._lock:
+            if not self._due:
+                return
+            try:
+                await self._update(self._buffer.take(self.name, self._config.update_frequency))
+            except Exception:  # noqa: BLE001 - only this update fails; after `max_skips` of them training pauses
+                _log.exception("an update of %s failed", self.name)
+
+    # -- on request ------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Starts training, or starts it again from the live version; see `AdapterTraining.open`."""
+        async with self._lock:
+            await self.training.open()
+            self._selection.restart()
+            self._sweep()
+
+    async def update(
+        self,
+        given: Sequence[GivenTrajectory] | None,
+        publish: bool = True,
+        tag: str | None = None,
+        progress: Mapping[str, float] | None = None,
+    ) -> UpdateReport:
+        """One update on `given`, or on all complete groups, even if training is paused.
+
+        Args:
+            tag: the policy is saved with this tag after the update, whatever its status.
+            progress: see `AdapterTraining.progress`.
+
+        Raises:
+            InvalidRequestError: one of `given` cannot be trained on.
+            StorageError: the update was made, but could not be saved.
+            Exception: what learning or publishing raised; policy and versions are as before.
+        """
+        groups = None if given is None else given_groups(given, self._staleness_of_given)
+        if groups is not None and not self._config.loss.imitates and not all(group.rewards for group in groups):
+            raise InvalidRequestError(
+                "trajectories: give each of them a reward; only the loss cross_entropy does without", "trajectories"
+            )
+        async with self._lock:
+            if groups is None:
+                report = await self._update(self._buffer.take(self.name), publish, progress)
+            else:
+                report = await self._learn(groups, self._prepare(groups), publish, progress)
+            self.wake()  # so that `run` waits for the time of the next checkpoint
+            return report if tag is None else await self._save_tagged(report, tag)
+
+    def _staleness_of_given(self, version: AdapterRef) -> int:
+        """Raises InvalidRequestError: trajectories of this version cannot be trained on."""
+        if reason := self.reason_against(version):
+            raise InvalidRequestError(
+                f"lora_version: {version} cannot be trained on ({reason.value}); the latest version is "
+                f"{self.training.versions.latest}, and max_staleness is {self._config.max_staleness}",
+                "trajectories",
+            )
+        return self.training.versions.staleness(version) or 0
+
+    async def _save_tagged(self, report: UpdateReport, tag: str) -> UpdateReport:
+        try:
+            card = await self.training.save(tags=[tag])
+        except StorageError as error:
+            raise StorageError(f"the update ended as {report.status!r}, step {report.step}, but {error}") from error
+        return replace(report, checkpoint=card.name)
+
+    async def roll_back(self, to: str | None) -> None:
+        """See `AdapterTraining.roll_back`."""
+        async with self._lock:
+            try:
+                await self.training.roll_back(to)
+                self._selection.restart()
+            finally:
+                self._sweep()
+
+    async def close(self) -> None:
+        """Saves what is in no checkpoint yet; see `AdapterTraining.close`."""
+        async with self._lock:
+            await self.training.close()
+
+    async def save(self, step: int | None, tags: Sequence[str], metrics: Mapping[str, float]) -> CheckpointCard:
+        """See `AdapterTraining.save`."""
+        async with self._lock:
+            return await self.training.save(step, tags, metrics)
+
+    def pause(self, reason: str = "asked") -> None:
+        """Stops automatic updates. An update in progress is finished."""
+        if self._pause_reason is None:
+            self._pause_reason = reason
+            self._emit("paused", adapter=self.name, reason=reason)
+
+    def resume(self) -> None:
+        if self._pause_reason is not None:
+            self._pause_reason = None
+            self._failures_in_a_row = 0
+            self._emit("resumed", adapter=self.name)
+            self.wake()
+
+    # -- one update ------------------------------------------------------------------------------
+
+    async def _update(
+        self, groups: Sequence[TrajectoryGroup], publish: bool = True, progress: Mapping[str, float] | None = None
+    ) -> UpdateReport:
+        """Trains on groups that were taken from the buffer, and ends each of them."""
+        reasons: Sequence[DropReason | None] = [DropReason.SKIPPED] * len(groups)
+        try:
+            if self._config.loss.imitates:
+                for group in groups:
+                    self._buffer.drop_low(group, self._config.loss.imitation_threshold)
+            without_signal, taken = self._selection.take(groups)
+            scored = [*without_signal, *taken]
+            prepared = self._prepare(scored, self._config.update_frequency)
+            report = await self._learn(scored, prepared, publish, progress)
+            of_groups = prepared.drop_reasons[len(without_signal) :]
+            reasons = [reason or _DROP_REASONS[report.status] for reason in of_groups]
+            return report
+        finally:
+            for group, reason in zip(groups, reasons, strict=True):
+                self._buffer.finish(group, reason)
+
+    def _prepare(self, groups: Sequence[ScoredGroup], wanted: int | None = None) -> PreparedBatch:
+        return prepare(groups, self._config.loss, self.training.rewards, wanted)
+
+    async def _learn(
+        self,
+        groups: Sequence[ScoredGroup],
+        prepared: PreparedBatch,
+        publish: bool,
+        progress: Mapping[str, float] | None,
+    ) -> UpdateReport:
+        training = self.training
+        if not groups:
+            return training.reports.skipped(training.live, "no_trajectories")
+        try:
+            await training.mark_best()
+            if training.rewards_fell:
+                ref = await training.roll_back(None)
+                self._selection.restart()
+                return training.reports.skipped(
+                    ref, "rolled_back", f"the running mean reward fell: {ref} is live again"
+                )
+            if not prepared.batch.samples:
+                return training.reports.skipped(training.live, "no_signal", metrics=prepared.batch.metrics)
+            report = await training.learn(prepared.batch, publish, progress)
+            if name := await training.save_if_due():
+                report = replace(report, checkpoint=name)
+        except Exception as error:  # counted and reported, whatever it is, and raised again
+            training.reports.skipped(training.live, "failed", str(error) or type(error).__name__)
+            self._count_failure("failed")
+            raise
+        finally:
+            self._sweep()
+        if report.status == "skipped":
+            self._count_failure(report.reason)
+        else:
+            self._failures_in_a_row = 0
+        return report
+
+    def _count_failure(self, reason: str) -> None:
+        self._failures_in_a_row += 1
+        if self._failures_in_a_row >= self._config.max_skips:
+            self.pause(f"{self._failures_in_a_row} updates in a row were skipped, the last one: {reason}")
+
+    # -- what may be trained on ------------------------------------------------------------------
+
+    def reason_against(self, version: AdapterRef) -> DropReason | None:
+        """Why the trajectories of this version cannot be trained on; None if they can."""
+        staleness = self.training.versions.staleness(version)
+        if staleness is None:
+            return DropReason.UNKNOWN_VERSION
+        return DropReason.STALE if staleness > self._config.max_staleness else None
+
+    def _sweep(self) -> None:
+        self._buffer.sweep(self.name, self.reason_against)
+
+    # -- status ----------------------------------------------------------------------------------
+
+    def status(self) -> TrainingStatus:
+        """The status without `checkpoints` and `trained`, which the service adds."""
+        training, buffer, name = self.training, self._buffer, self.name
+        best, reports = training.checkpoints.best, training.reports
+        return TrainingStatus(
+            state=self._state(),
+            adapter=name,
+            current=training.live,
+            step=reports.step,
+            trajectories_collected=buffer.collected[name],
+            trajectories_waiting=buffer.unrewarded(name),
+            groups_ready=len(buffer.ready(name)),
+            updates_total=reports.updates,
+            updates_per_second=reports.updates_per_second,
+            last_update=reports.last_update,
+            metrics=reports.metrics,
+            drops={reason.value: count for reason, count in buffer.drops[name].items()},
+            skips=dict(reports.skips),
+            reward_running_mean=training.rewards.trend.mean,
+            best=best.ref if best else None,
+            detail={
+                "pause_reason": self._pause_reason,
+                "failures_in_a_row": self._failures_in_a_row,
+                "lineage": list(training.versions.last(_VERSIONS_SHOWN)),
+                "unpublished": training.unpublished,
+                "checkpoint_failures": training.checkpoints.failures,
+                "trajectories_with_signal": self._selection.with_signal,
+                "trajectories_without_signal": self._selection.without_signal,
+                "trajectories_trained": buffer.trained[name],
+            },
+        )
+
+    def _state(self) -> str:
+        if self._lock.locked():
+            return "updating"
+        if self._pause_reason is not None:
+            return "paused"
+        return "running" if self._buffer.waiting(self.name) else "idle"

@@ -1,0 +1,244 @@
+"""What training remembers of rewards between updates, for each scorer: their trend, and a baseline.
+
+The trend says how good rewards are now, how good they were at best, and whether a fall is more than noise. The baseline
+is what a reward is compared with if its sample has no group. Both are saved in the metrics of checkpoints.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, fields
+
+from mlx_parallm.rl.collect.groups import FEEDBACK
+
+_MAX_SCORERS = 32
+_MAX_SCORER_NAME = 100
+"""Characters. A scorer with a longer name is not saved in checkpoints."""
+
+# ---- baselines -----------------------------------------------------------------------------------
+
+_BASELINE_WEIGHT = 0.05
+"""Least weight of the newest reward in a baseline."""
+
+_BASELINE_EPSILON = 0.01
+"""Added to a baseline's standard deviation, which can shrink to nothing over many equal rewards."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunningBaseline:
+    """Exponentially weighted mean and variance of one scorer's rewards (T. Finch, "Incremental calculation of weighted
+    mean and variance", 2009).
+
+    The first rewards have equal weight, as in a plain mean; each later one has weight 0.05, so the mean follows about
+    the last 20 rewards.
+    """
+
+    count: int
+    mean: float
+    variance: float
+
+    @classmethod
+    def starting_at(cls, reward: float) -> RunningBaseline:
+        return cls(1, reward, 0.0)
+
+    def advantage(self, reward: float, scaled: bool) -> float:
+        """`reward` minus the mean of the rewards before it.
+
+        `scaled`: divided by the standard deviation, `reward` included, + 0.01. A scaled advantage is at most
+        1 / √(0.05 · 0.95) = 4.6 in magnitude.
+        """
+        centred = reward - self.mean
+        return centred / (math.sqrt(self.including(reward).variance) + _BASELINE_EPSILON) if scaled else centred
+
+    def including(self, reward: float) -> RunningBaseline:
+        weight = max(1 / (self.count + 1), _BASELINE_WEIGHT)
+        centred = reward - self.mean
+        variance = (1 - weight) * (self.variance + weight * centred**2)
+        return RunningBaseline(self.count + 1, self.mean + weight * centred, variance)
+
+
+FEEDBACK_BASELINE = RunningBaseline(1, 0.5, 0.25)
+"""Where the baseline of feedback starts: as if people had given 0 and 1 equally often. So the first thumbs-up (1) has a
+positive advantage, and the first thumbs-down (0 or -1) a negative one."""
+
+
+# ---- trend ---------------------------------------------------------------------------------------
+
+_MEAN_WEIGHT = 0.1
+"""Weight of the newest group in a running mean, which therefore covers about the last ten groups."""
+
+_NOISE_WEIGHT = 0.05
+"""Weight of the newest group in the noise estimate. Smaller, so that a fall that has begun does not pass for noise."""
+
+_TRUSTED_GROUPS = 10
+"""A running mean of fewer groups is not trusted: a best mean found before that is provisional."""
+
+_STANDARD_ERRORS = 6.0
+"""A fall is at least this many standard errors of the mean. The best of many means is partly luck, hence so many."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunningReward:
+    """Exponentially weighted mean of one scorer's group means, and the variance (`noise`) of a single group mean.
+
+    The variance is half the mean square of successive differences (von Neumann 1941), which hardly reacts to a change
+    of level.
+    """
+
+    count: float
+    mean: float
+    last: float
+    noise: float
+
+    @classmethod
+    def starting_at(cls, reward: float) -> RunningReward:
+        return cls(1, reward, reward, 0.0)
+
+    def including(self, reward: float) -> RunningReward:
+        mean = self.mean + max(1 / (self.count + 1), _MEAN_WEIGHT) * (reward - self.mean)
+        noise = self.noise + max(1 / self.count, _NOISE_WEIGHT) * ((reward - self.last) ** 2 / 2 - self.noise)
+        return RunningReward(self.count + 1, mean, reward, noise)
+
+    @property
+    def squared_error(self) -> float:
+        """Squared standard error of the mean."""
+        return self.noise * max(1 / self.count, _MEAN_WEIGHT / (2 - _MEAN_WEIGHT))
+
+
+_TREND_MEAN, _TREND_BEST = "reward_running_mean", "reward_best"
+_TREND_KEYS = tuple(f"reward_{field.name}." for field in fields(RunningReward))
+
+
+class RewardTrend:
+    """Running mean reward of an adapter, its best value so far, and whether it fell.
+
+    One observation is the mean reward of one group, whether or not the group can be trained on. Each scorer has a
+    running mean of its own, and the mean of these is compared with its best value: traffic that moves from an easy task
+    to a hard one is not a fall. A new scorer restarts the comparison. The 32 scorers used last count.
+    """
+
+    def __init__(self) -> None:
+        self.best: float | None = None
+        self._provisional = True
+        self._has_current = False  # a group of the current version was observed since the last `mark_best`
+        self._scorers: dict[str, RunningReward] = {}
+
+    def observe(self, scorer: str, reward: float, current: bool) -> None:
+        """Adds the mean reward of one group. `current`: the version in training drew it."""
+        known = self._scorers.pop(scorer, None)
+        self._scorers[scorer] = known.including(reward) if known else RunningReward.starting_at(reward)
+        self._has_current |= current
+        if known is None:
+            self.forget_best()
+        if len(self._scorers) > _MAX_SCORERS:
+            del self._scorers[next(iter(self._scorers))]
+            self.forget_best()
+
+    @property
+    def mean(self) -> float | None:
+        """None before the first observation."""
+        means = [scorer.mean for scorer in self._scorers.values()]
+        return sum(means) / len(means) if means else None
+
+    def mark_best(self) -> bool:
+        """Stores the mean as the best one if it is, and if the current version contributed to it; returns whether."""
+        mean, has_current = self.mean, self._has_current
+        self._has_current = False
+        if mean is None or not has_current or not (self.best is None or self._provisional or mean > self.best):
+            return False
+        self.best = mean
+        self._provisional = min(scorer.count for scorer in self._scorers.values()) < _TRUSTED_GROUPS
+        return True
+
+    def fell_by(self, drop: float) -> bool:
+        """Whether the mean is at least `drop` below the best one, and by more than chance."""
+        if self.mean is None or self.best is None or self._provisional:
+            return False
+        error = math.sqrt(sum(scorer.squared_error for scorer in self._scorers.values())) / len(self._scorers)
+        return self.best - self.mean >= max(drop, _STANDARD_ERRORS * error)
+
+    def forget_best(self) -> None:
+        """The next mean that is marked becomes the best one."""
+        self.best = None
+
+    def to_metrics(self) -> dict[str, float]:
+        metrics = {} if self.mean is None else {_TREND_MEAN: self.mean}
+        if self.best is not None and not self._provisional:
+            metrics[_TREND_BEST] = self.best
+        for name, running in self._scorers.items():
+            if _can_be_saved(name):
+                metrics |= dict(zip(_keys(_TREND_KEYS, name), astuple(running), strict=True))
+        return metrics
+
+    @classmethod
+    def of_metrics(cls, metrics: Mapping[str, float]) -> RewardTrend:
+        """The trend that `to_metrics` saved."""
+        trend = cls()
+        for name in _names(_TREND_KEYS, metrics):
+            trend._scorers[name] = RunningReward(*(metrics[key] for key in _keys(_TREND_KEYS, name)))
+        if trend._scorers and _TREND_BEST in metrics:
+            trend.best, trend._provisional = metrics[_TREND_BEST], False
+        return trend
+
+
+# ---- both ----------------------------------------------------------------------------------------
+
+_BASELINE_KEYS = _COUNT, _MEAN, _VARIANCE = "baseline_count.", "baseline_mean.", "baseline_variance."
+
+
+class RewardHistory:
+    """The trend of an adapter's rewards, and the baselines of the 32 scorers used last."""
+
+    def __init__(self) -> None:
+        self.trend = RewardTrend()
+        self._baselines: dict[str, RunningBaseline] = {}
+
+    def restart(self) -> None:
+        """Call this when the policy is replaced. The trend starts anew; baselines belong to scorers, and stay."""
+        self.trend = RewardTrend()
+
+    def advantage(self, scorer: str, reward: float, scaled: bool = False) -> float | None:
+        """Advantage of a sample without a group over the scorer's earlier rewards, to which `reward` is added.
+
+        None: it is the scorer's first reward, so there is nothing to compare it with. Feedback has a baseline from the
+        start (`FEEDBACK_BASELINE`).
+        """
+        baseline = self._baselines.pop(scorer, FEEDBACK_BASELINE if scorer == FEEDBACK else None)
+        self._baselines[scorer] = baseline.including(reward) if baseline else RunningBaseline.starting_at(reward)
+        if len(self._baselines) > _MAX_SCORERS:
+            del self._baselines[next(iter(self._baselines))]
+        return baseline.advantage(reward, scaled) if baseline else None
+
+    def to_metrics(self) -> dict[str, float]:
+        """What `restore` needs after a restart, to be saved in a checkpoint's metrics."""
+        metrics = self.trend.to_metrics()
+        for scorer, baseline in self._baselines.items():
+            if _can_be_saved(scorer):
+                metrics |= dict(zip(_keys(_BASELINE_KEYS, scorer), map(float, astuple(baseline)), strict=True))
+        return metrics
+
+    def restore(self, metrics: Mapping[str, float]) -> None:
+        self.trend = RewardTrend.of_metrics(metrics)
+        self._baselines = {
+            scorer: RunningBaseline(
+                int(metrics[_COUNT + scorer]),
+                metrics[_MEAN + scorer],
+                metrics.get(_VARIANCE + scorer, FEEDBACK_BASELINE.variance),  # older checkpoints lack it
+            )
+            for scorer in _names(_BASELINE_KEYS, metrics)
+            if _MEAN + scorer in metrics
+        }
+
+
+def _can_be_saved(scorer: str) -> bool:
+    return len(scorer) <= _MAX_SCORER_NAME and scorer.isprintable()
+
+
+def _keys(prefixes: tuple[str, ...], scorer: str) -> list[str]:
+    return [prefix + scorer for prefix in prefixes]
+
+
+def _names(prefixes: tuple[str, ...], metrics: Mapping[str, float]) -> list[str]:
+    """The scorers of which `metrics` has figures under these prefixes."""
+    return [key.removeprefix(prefixes[0]) for key in metrics if key.startswith(prefixes[0])]

@@ -1,0 +1,252 @@
+"""Rollouts without clients: tasks of an environment, answered by the adapter in training."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Protocol, TypeGuard, cast
+
+from mlx_parallm.adapters.names import shown
+from mlx_parallm.core import (
+    AdapterClient,
+    CollectionSpec,
+    Event,
+    GenerationRequest,
+    RequestFailed,
+    RequestFinished,
+    SamplingParams,
+    StopParams,
+    TextTokenizer,
+    WorkClass,
+)
+from mlx_parallm.errors import ConfigError, EngineDeadError, EngineError, TrainingFailedError
+from mlx_parallm.extras import REASONING_GYM
+from mlx_parallm.rl.scoring import gym
+
+# ---- environments --------------------------------------------------------------------------------
+
+GROUP = "mlx_parallm.environments"
+"""Entry points of a user's package: name = "module:object", an Environment or a class of one."""
+
+_CHUNK = 50
+"""Entries of one reasoning-gym data set. Few tasks have fewer to offer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A conversation to be continued (dicts with `role` and `content`), and how the answers are scored."""
+
+    messages: tuple[Mapping[str, str], ...]
+    collection: CollectionSpec
+
+
+class Environment(Protocol):
+    def tasks(self, seed: int) -> Iterator[Task]:
+        """An endless stream of tasks: the same for the same seed, and different for other seeds if possible."""
+        ...
+
+
+class ReasoningGym:
+    """One reasoning-gym task with its default configuration: its question as the prompt, its own scoring."""
+
+    def __init__(self, task: str) -> None:
+        self._task = task
+
+    def tasks(self, seed: int) -> Iterator[Task]:
+        for chunk in itertools.count():
+            # An entry is drawn with its data set's seed + its index: data sets of nearby seeds would share entries.
+            data = gym.dataset(self._task, seed=random.Random(f"{seed}/{chunk}").getrandbits(31))
+            yield from map(self._from_entry, gym.entries(data, _CHUNK))
+
+    def _from_entry(self, entry: dict[str, Any]) -> Task:
+        plain = json.loads(json.dumps(entry, default=str))
+        message = {"role": "user", "content": str(entry["question"])}
+        return Task((message,), CollectionSpec(gym.PREFIX + self._task, {"entry": plain}))
+
+
+def environment(name: str) -> Environment:
+    """The environment `reasoning_gym:<task>`, which may take seconds to import, or the one of an entry point.
+
+    Raises:
+        ConfigError: it is unknown, not installed, or cannot be loaded.
+    """
+    if name.startswith(gym.PREFIX):
+        return _reasoning_gym(name)
+    points = {point.name: point for point in entry_points(group=GROUP)}
+    if name not in points:
+        raise _unknown(name, [*points, gym.PREFIX + "<task>"])
+    return _loaded(points[name])
+
+
+def _reasoning_gym(name: str) -> Environment:
+    if not REASONING_GYM.installed:
+        raise ConfigError(f"environment: {REASONING_GYM.missing}")
+    tasks = gym.task_names()
+    task = name.removeprefix(gym.PREFIX)
+    if task not in tasks:
+        raise _unknown(name, [gym.PREFIX + known for known in tasks])
+    return ReasoningGym(task)
+
+
+def _loaded(point: EntryPoint) -> Environment:
+    try:
+        found = point.load()
+        made: Environment = found() if isinstance(found, type) else found
+    except Exception as error:  # a user's package may raise anything
+        raise ConfigError(f"environment: {point.name} ({point.value}) cannot be loaded: {error}") from error
+    if not callable(getattr(made, "tasks", None)):
+        raise ConfigError(f"environment: {point.name} ({point.value}) has no method tasks(seed)")
+    return made
+
+
+def _unknown(name: str, known: list[str]) -> ConfigError:
+    near = get_close_matches(name, known, n=3)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(sorted(known)[:20])}"
+    return ConfigError(f"environment: {shown(name)} is unknown: {hint}")
+
+
+# ---- rollouts ------------------------------------------------------------------------------------
+
+Generate = Callable[[GenerationRequest], AsyncIterator[Event]]
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSettings:
+    """`group_size` samples per task, of at most `max_tokens`, at `temperature`. `seed`: of the samples.
+
+    `run`: part of the trajectories' ids. `taken`: tasks that were taken in an earlier process; ids and seeds continue
+    after them.
+    """
+
+    group_size: int
+    max_tokens: int
+    temperature: float = 1.0
+    seed: int = 0
+    run: str = "0"
+    taken: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DrawResult:
+    """`tokens`: completion tokens drawn. `failures`: for people, one line for each task that failed."""
+
+    tokens: int
+    failures: tuple[str, ...]
+
+
+class Rollouts:
+    """Draws groups of trajectories. Event loop's thread only.
+
+    Args:
+        generate: answers a request, and collects its trajectories.
+        tasks: endless; starts after the tasks that were taken before.
+        on_drawn: called with the number of trajectories that have just finished.
+
+    Attributes:
+        taken: tasks taken so far, `settings.taken` included.
+    """
+
+    def __init__(
+        self,
+        generate: Generate,
+        adapters: AdapterClient,
+        tokenizer: TextTokenizer,
+        tasks: Iterator[Task],
+        settings: RolloutSettings,
+        on_drawn: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        self.taken = settings.taken
+        self._generate = generate
+        self._adapters = adapters
+        self._tokenizer = tokenizer
+        self._tasks = tasks
+        self._settings = settings
+        self._on_drawn = on_drawn
+
+    async def draw(self, groups: int, selector: str) -> DrawResult:
+        """Answers the next `groups` tasks with the current version of `selector`. A failing task does not stop others.
+
+        Raises:
+            EngineDeadError: the device thread has stopped.
+            TrainingFailedError: there is no next task.
+        """
+        tasks = await asyncio.to_thread(self._take, groups)
+        first, self.taken = self.taken, self.taken + groups
+        answers = [self._answer(number, task, selector) for number, task in enumerate(tasks, first)]
+        results = await asyncio.gather(*answers, return_exceptions=True)
+        for result in results:
+            if isinstance(result, EngineDeadError) or not isinstance(result, int | Exception):
+                raise result
+        failures = [f"task {number}: {_text(r)}" for number, r in enumerate(results, first) if not _is_count(r)]
+        return DrawResult(sum(filter(_is_count, results)), tuple(failures))
+
+    def _take(self, groups: int) -> list[Task | Exception]:
+        """The next tasks; an exception of the environment takes the place of a task."""
+        taken: list[Task | Exception] = []
+        while len(taken) < groups:
+            try:
+                taken.append(next(self._tasks))
+            except StopIteration:
+                last = taken[-1] if taken else None
+                why = f" after it raised: {_text(last)}" if isinstance(last, Exception) else ""
+                raise TrainingFailedError(f"the environment has no more tasks{why}") from None
+            except Exception as error:  # noqa: BLE001 - a user's environment may raise anything: this task fails
+                taken.append(error)
+        return taken
+
+    async def _answer(self, number: int, task: Task | Exception, selector: str) -> int:
+        """Returns the number of tokens drawn. Raises what the task fails with."""
+        if isinstance(task, Exception):
+            raise task
+        settings = self._settings
+        with self._adapters.lease(selector) as adapter:
+            request = GenerationRequest(
+                request_id=f"rollout-{settings.run}-{number}",
+                prompts=(tuple(self._tokenizer.apply_chat_template(task.messages)),),
+                # Sample j of a group is drawn with seed + j.
+                sampling=SamplingParams(
+                    temperature=settings.temperature, seed=settings.seed * 2**32 + number * settings.group_size
+                ),
+                stopping=StopParams(settings.max_tokens),
+                n=settings.group_size,
+                adapter=adapter,
+                work_class=WorkClass.TRAINING,
+                collection=task.collection,
+            )
+            tokens = 0
+            async for event in events_of(self._generate(request)):
+                if isinstance(event, RequestFinished):
+                    tokens = event.completion_tokens
+        self._on_drawn(settings.group_size)
+        return tokens
+
+
+async def events_of(events: AsyncIterator[Event]) -> AsyncGenerator[Event, None]:
+    """The events of a request; the last one is RequestFinished.
+
+    Raises:
+        Exception: the error of a RequestFailed; EngineError if there is no terminal event.
+    """
+    async with aclosing(cast(AsyncGenerator[Event, None], events)):  # `core` promises aclose()
+        async for event in events:
+            if isinstance(event, RequestFailed):
+                raise event.error
+            yield event
+            if isinstance(event, RequestFinished):
+                return
+    raise EngineError("the engine ended a request without a terminal event")
+
+
+def _is_count(result: int | BaseException) -> TypeGuard[int]:
+    return isinstance(result, int)
+
+
+def _text(error: object) -> str:
+    return str(error) or type(error).__name__

@@ -1,0 +1,172 @@
+"""reasoning-gym: its tasks, their data sets and their scoring, in which no text runs as code.
+
+It takes seconds to import, so it is imported on first use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.extras import REASONING_GYM
+from mlx_parallm.rl.scoring.sample import Scorer, ScorerInput
+from mlx_parallm.rl.scoring.sample import entry as entry_of
+
+PREFIX = "reasoning_gym:"
+
+_PARAM = "scoring_function"
+
+_NEEDS_CONFIGURATION = frozenset({"composite"})
+_USES_TUPLES = frozenset({"arc_agi", "rearc"})
+"""Tasks that compare boards as tuples of tuples, which JSON has turned into lists."""
+
+_TRIES = 10
+
+
+class UnusableTaskError(Exception):
+    """The scoring of a task always runs text as code."""
+
+
+def task_names() -> tuple[str, ...]:
+    return tuple(sorted(name for name in _factory().DATASETS if name not in _NEEDS_CONFIGURATION))
+
+
+def dataset(task: str, **config: Any) -> Any:
+    """A data set, whose entries have indices. `config`: seed, size and other fields of the task's configuration."""
+    return _factory().create_dataset(task, **config)
+
+
+def entries(data: Any, count: int) -> Iterator[dict[str, Any]]:
+    """The first `count` entries, without those that the task's generator fails to make.
+
+    Raises:
+        Exception: what the generator raised, if it made no entry at all.
+    """
+    made, fault = 0, Exception("the data set is empty")
+    for index in range(min(count, len(data))):
+        try:
+            entry = data[index]
+        except Exception as error:  # noqa: BLE001 - a random draw that the generator does not handle
+            fault = error
+        else:
+            made += 1
+            yield entry
+    if not made:
+        raise fault
+
+
+def scorer(task: str) -> Scorer:
+    """The task's own `score_answer` with `metadata.entry`, of the text in the last <answer></answer> or the whole text.
+
+    A text that was cut off scores 0, and so does one that the task cannot read although it can read the entry's answer.
+    No text runs as code: an answer that would is wrong.
+
+    Raises:
+        InvalidRequestError: no such task.
+        UnusableTaskError: its scoring always runs text as code.
+    """
+    if task not in task_names():
+        raise InvalidRequestError(f"{_PARAM}: reasoning-gym has no task {task}", _PARAM)
+    data = dataset(task, seed=0)
+    _check_usable(data)
+    from reasoning_gym.utils import extract_answer
+
+    def score(completion: ScorerInput) -> float:
+        entry = _with_tuples(task, entry_of(completion.metadata))
+        if not completion.ended:
+            return 0.0
+        answer = extract_answer(completion.text)
+        return _score(data, completion.text.strip() if answer is None else answer, entry)
+
+    return score
+
+
+def _score(data: Any, answer: str, entry: dict[str, Any]) -> float:
+    with no_code_from_text():
+        try:
+            return float(data.score_answer(answer, entry))
+        except Exception:  # noqa: BLE001 - caused by the answer, or by the entry
+            data.score_answer(entry["answer"], entry)  # raises if the entry is the cause
+            return 0.0
+
+
+def _check_usable(data: Any) -> None:
+    """Scores one of the task's own answers twice. The first time, without the guard, imports what the scoring needs."""
+    entry = next(entries(data, _TRIES))
+    data.score_answer(entry["answer"], entry)
+    before = refusals()
+    with contextlib.suppress(TextAsCodeError), no_code_from_text():
+        data.score_answer(entry["answer"], entry)
+    if refusals() > before:
+        raise UnusableTaskError("its scoring runs text as code; choose another task")
+
+
+def _with_tuples(task: str, entry: dict[str, Any]) -> dict[str, Any]:
+    return {**entry, "metadata": _tuples(entry["metadata"])} if task in _USES_TUPLES else entry
+
+
+def _tuples(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _tuples(item) for key, item in value.items()}
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def _factory() -> Any:
+    if not REASONING_GYM.installed:
+        raise InvalidRequestError(f"{_PARAM}: {REASONING_GYM.missing}", _PARAM)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)  # one of its dependencies causes it
+        import reasoning_gym.factory
+    return reasoning_gym.factory
+
+
+# ---- the guard -----------------------------------------------------------------------------------
+
+
+class TextAsCodeError(Exception):
+    """Something called eval or exec with text."""
+
+
+class _Guard:
+    active = False
+    refusals = 0
+
+
+@contextmanager
+def no_code_from_text() -> Iterator[None]:
+    """In the block eval and exec of text raise TextAsCodeError, in the whole process: for a single thread only.
+
+    Many tasks evaluate an answer, or a field of the entry, and a client can write both. Code of files still runs, so
+    imports work; but a module that defines a dataclass must be imported before.
+    """
+    _install_hook()
+    _Guard.active = True
+    try:
+        yield
+    finally:
+        _Guard.active = False
+
+
+def refusals() -> int:
+    """How often text was refused so far. The library may have caught the error."""
+    return _Guard.refusals
+
+
+@cache
+def _install_hook() -> None:
+    sys.addaudithook(_audit)  # an audit hook cannot be removed
+
+
+def _audit(event: str, arguments: tuple[object, ...]) -> None:
+    if not _Guard.active or event != "exec":
+        return
+    origin = str(getattr(arguments[0], "co_filename", "<unknown>"))
+    if origin.startswith("<") and not origin.startswith("<frozen "):
+        _Guard.refusals += 1
+        raise TextAsCodeError("text is not run as code here")

@@ -1,0 +1,299 @@
+"""ScoringService: checks what requests bring for their scorers, and gives rewards to groups of trajectories.
+
+    server's process                                    child processes
+    ScoringService ─ ScoringPool ── JSON lines ──▶ worker ──▶ registry ──▶ exact, math, a package's own, ...
+       └── MetadataChecks ─ ScoringPool ── metadata of requests ──▶ worker
+              └── ScorerCatalogue ── once per scorer name ──▶ worker NAME
+
+The server's process runs no scorer's code and no check that a client can make slow. A child process describes each
+scorer that is not built in, once. A scoring process compiles patterns and checks schemas, once for each of them; their
+size is bounded before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import math
+import subprocess
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cached_property
+from importlib.metadata import entry_points
+from typing import Any
+
+from mlx_parallm.adapters.names import shown
+from mlx_parallm.core import CollectionSpec, Trajectory
+from mlx_parallm.errors import InvalidRequestError, OverloadedError
+from mlx_parallm.extras import REASONING_GYM, Extra
+from mlx_parallm.processes import command, environment, stdin_until_exit
+from mlx_parallm.rl.scoring import gym, sample
+from mlx_parallm.rl.scoring.pool import CLOSED, ScoringError, ScoringJob, ScoringPool
+from mlx_parallm.rl.scoring.registry import BUILTINS, GROUP, PARAM, Builtin, terms
+from mlx_parallm.rl.scoring.sample import Metadata, ScorerInput
+
+_DESCRIBE_S = 120.0
+
+_WAIT_S = 15.0
+"""How long a request waits for its check, and for the checks of other requests before it."""
+
+_CHECK_S = 5.0
+"""Time after which the checking process is killed. It stops by itself after `worker.CHECK_S`, if Python can stop it."""
+
+_REMEMBERED = 1024
+
+ANSWER = "answer"
+"""The key of `metadata` for the right answer."""
+
+
+class ScoringService:
+    """On one event loop. A group that cannot be scored affects only itself.
+
+    Args:
+        processes: number of scoring processes at most. Another one checks the metadata of requests.
+        batch_size: trajectories sent to a process at a time, at most; a larger group is sent alone and whole.
+        timeout_s: how long a group may take, not counting the import of its scorer.
+    """
+
+    def __init__(self, processes: int, batch_size: int, timeout_s: float) -> None:
+        self._pool = ScoringPool(processes, batch_size, timeout_s)
+        self._checks = MetadataChecks()
+        self._closed = False
+
+    async def check(self, collection: CollectionSpec) -> None:
+        """See `MetadataChecks.check`."""
+        await self._checks.check(collection)
+
+    async def score(self, group: Sequence[Trajectory]) -> tuple[float, ...]:
+        """Rewards of trajectories that have the same scorer, in order. Raises ScoringError."""
+        if not group:
+            return ()
+        collection = group[0].collection
+        if collection.scorer is None or self._closed:
+            raise ScoringError(CLOSED if self._closed else "the group names no scorer")
+        try:
+            reply = await self._pool.run(_job(collection.scorer, group))
+        except ScoringError as error:
+            raise ScoringError(f"{collection.scorer}: {error}") from error
+        return tuple(map(float, reply["rewards"]))
+
+    async def close(self) -> None:
+        """Ends the processes; waiting groups fail."""
+        self._closed = True
+        await asyncio.gather(self._pool.close(), self._checks.close())
+
+
+def _job(scorer: str, group: Sequence[Trajectory]) -> ScoringJob:
+    message = {"scorer": scorer, "samples": [ScorerInput.of(trajectory).to_json() for trajectory in group]}
+
+    def valid(reply: Mapping[str, Any]) -> bool:
+        rewards = reply.get("rewards")
+        return isinstance(rewards, list) and len(rewards) == len(group) and all(map(_finite, rewards))
+
+    collection = group[0].collection
+    return ScoringJob(collection.client, _rule(scorer, collection.metadata), len(group), message, valid)
+
+
+def _rule(scorer: str, metadata: Mapping[str, Any]) -> str:
+    """The scorer and a digest of its metadata."""
+    text = json.dumps(dict(metadata), sort_keys=True, default=str)
+    return f"{scorer} {hashlib.sha256(text.encode(errors='surrogatepass')).hexdigest()[:8]}"
+
+
+def _finite(reward: object) -> bool:
+    return isinstance(reward, float | int) and math.isfinite(reward)
+
+
+# ---- checks --------------------------------------------------------------------------------------
+
+
+class MetadataChecks:
+    """Checks requests. On one event loop."""
+
+    def __init__(self) -> None:
+        self._catalogue = ScorerCatalogue()
+        self._asking = asyncio.Lock()
+        self._pool = ScoringPool(1, 1, _CHECK_S)
+        self._refusals: OrderedDict[bytes, str] = OrderedDict()  # by digest of scorer and value; "": not refused
+
+    async def check(self, collection: CollectionSpec) -> None:
+        """Waits for a child process, for seconds, the first time that a scorer is named that is not built in.
+
+        Raises:
+            InvalidRequestError: the scorer is unknown or cannot be used, or `metadata` lacks what it reads.
+            OverloadedError: too many other requests are being checked.
+        """
+        if self._catalogue.must_ask(collection):
+            async with self._asking:  # a single thread waits for the child, other requests wait for the lock
+                await asyncio.to_thread(self._catalogue.check_bounds, collection)
+        else:
+            self._catalogue.check_bounds(collection)
+        for name, builtin in _with_slow_checks(collection):
+            await self._check_value(name, builtin.key, collection)
+
+    async def close(self) -> None:
+        await self._pool.close()
+
+    async def _check_value(self, scorer: str, key: str, collection: CollectionSpec) -> None:
+        text = json.dumps([scorer, collection.metadata[key]], sort_keys=True)
+        digest = hashlib.sha256(text.encode()).digest()
+        if digest not in self._refusals:
+            self._refusals[digest] = await self._ask(scorer, key, collection)
+            if len(self._refusals) > _REMEMBERED:
+                self._refusals.popitem(last=False)
+        self._refusals.move_to_end(digest)
+        if refusal := self._refusals[digest]:
+            raise InvalidRequestError(refusal, sample.PARAM)
+
+    async def _ask(self, scorer: str, key: str, collection: CollectionSpec) -> str:
+        message = {"check": scorer, "metadata": {key: collection.metadata[key]}}
+        job = ScoringJob(collection.client, scorer, 1, message, lambda reply: isinstance(reply.get("refused"), str))
+        try:
+            return str((await asyncio.wait_for(self._pool.run(job), _WAIT_S))["refused"])
+        except TimeoutError as error:
+            raise OverloadedError("What other requests bring for their scorers is being checked; try again.") from error
+        except ScoringError as error:
+            return f"{sample.PARAM}.{key} could not be checked: {error}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Description:
+    requires: tuple[str, ...]
+    tasks: tuple[str, ...]
+    problem: str
+
+
+class ScorerCatalogue:
+    """Which scorers there are, and the metadata that they read. Thread-safe.
+
+    A child process is asked once for each name that is not built in, which takes seconds.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._descriptions: dict[str, _Description] = {}
+        self._tasks: tuple[str, ...] = ()
+
+    def check(self, collection: CollectionSpec) -> None:
+        """Checks everything in this process: for what the operator brings, not for a client's request.
+
+        Raises:
+            InvalidRequestError: the scorer is unknown or cannot be used, or `metadata` lacks what it reads.
+        """
+        self.check_bounds(collection)
+        for _, builtin in _with_slow_checks(collection):
+            assert builtin.read is not None
+            builtin.read(collection.metadata)
+
+    def check_bounds(self, collection: CollectionSpec) -> None:
+        """The same without `Builtin.read`, which a client can make slow."""
+        for name in _names(collection):
+            self._check(name, collection.metadata)
+
+    def must_ask(self, collection: CollectionSpec) -> bool:
+        """Whether a check may have to wait for a child process."""
+        return any(name not in BUILTINS and name not in self._descriptions for name in _names(collection))
+
+    def _check(self, name: str, metadata: Metadata) -> None:
+        if (builtin := BUILTINS.get(name)) is not None:
+            if builtin.needs is not None:
+                _require(builtin.needs)
+            builtin.bound(metadata)
+        elif name.startswith(gym.PREFIX):
+            self._check_task(name)
+            sample.entry(metadata)
+        elif name in self._packages:
+            for key in self._usable(name).requires:
+                sample.present(metadata, key)
+        else:
+            raise _unknown(name, [*BUILTINS, *self._packages, gym.PREFIX + "<task>"])
+
+    @cached_property
+    def _packages(self) -> frozenset[str]:
+        return frozenset(entry_points(group=GROUP).names)
+
+    def _check_task(self, name: str) -> None:
+        _require(REASONING_GYM)
+        with self._lock:
+            if not self._tasks:
+                self._tasks = self._describe(name).tasks
+        known = [gym.PREFIX + task for task in self._tasks]
+        if known and name not in known:
+            raise _unknown(name, known)
+        self._usable(name)
+
+    def _usable(self, name: str) -> _Description:
+        with self._lock:
+            description = self._describe(name)
+        if description.problem:
+            raise InvalidRequestError(f"{PARAM}: {name} cannot be used: {description.problem}", PARAM)
+        return description
+
+    def _describe(self, name: str) -> _Description:
+        """Call it with the lock held, so that a name is described once. A failure is not remembered."""
+        if name not in self._descriptions:
+            self._descriptions[name] = _description(name)
+        return self._descriptions[name]
+
+
+def _require(extra: Extra) -> None:
+    """Raises InvalidRequestError: the package is not installed."""
+    if not extra.installed:
+        raise InvalidRequestError(f"{PARAM}: {extra.missing}", PARAM)
+
+
+def _names(collection: CollectionSpec) -> list[str]:
+    return [] if collection.scorer is None else [term.scorer for term in terms(collection.scorer)]
+
+
+def lacks_answer(collection: CollectionSpec) -> bool:
+    """Whether a built-in scorer of the collection reads `metadata.answer` and there is none.
+
+    Raises:
+        InvalidRequestError: the scorer cannot be read as names.
+    """
+    if collection.metadata.get(ANSWER) is not None:
+        return False
+    return any(name in BUILTINS and BUILTINS[name].key == ANSWER for name in _names(collection))
+
+
+def _with_slow_checks(collection: CollectionSpec) -> Iterator[tuple[str, Builtin]]:
+    """The built-in scorers of a collection whose metadata may take long to check."""
+    for name in _names(collection):
+        if (builtin := BUILTINS.get(name)) is not None and builtin.read is not None:
+            yield name, builtin
+
+
+def _description(name: str) -> _Description:
+    try:
+        reply = _worker_description(name)
+        return _Description(tuple(reply["requires"]), tuple(reply["tasks"]), str(reply["problem"]))
+    except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError) as error:
+        raise InvalidRequestError(
+            f"{PARAM}: {name} could not be loaded; the server's log may say why", PARAM
+        ) from error
+
+
+def _worker_description(name: str) -> Mapping[str, Any]:
+    with stdin_until_exit() as stdin:
+        done = subprocess.run(
+            command("mlx_parallm.rl.scoring.worker", name),
+            env=environment(),
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            timeout=_DESCRIBE_S,
+            check=True,
+            start_new_session=True,
+        )
+    reply: Mapping[str, Any] = json.loads(done.stdout)
+    return reply
+
+
+def _unknown(name: str, known: list[str]) -> InvalidRequestError:
+    near = get_close_matches(name, known, n=3)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(sorted(known)[:20])}"
+    return InvalidRequestError(f"{PARAM}: {shown(name)} is unknown: {hint}", PARAM)

@@ -1,0 +1,306 @@
+"""TrainingService: several adapters in training, one trajectory buffer, one stream of events.
+
+marked request ─▶ collect ─▶ Intake ─▶ TrajectoryBuffer ─▶ TrainingLoop of the adapter that drew it
+                               └─ rewards: ScoringService, feedback
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+from mlx_parallm.adapters.names import check_name, check_tag
+from mlx_parallm.config import CheckpointingConfig, ResolvedTraining
+from mlx_parallm.core import (
+    BASE_ADAPTER,
+    AdapterRef,
+    CheckpointCard,
+    CollectionSpec,
+    Event,
+    GenerationRequest,
+    GivenTrajectory,
+    TrainingStatus,
+    Trajectory,
+    TrajectoryCard,
+    UpdateReport,
+)
+from mlx_parallm.errors import ConflictError, UnknownModelError
+from mlx_parallm.rl.adapter_training import AdapterTraining, AdapterTrainingParts, PolicyOf
+from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
+from mlx_parallm.rl.collect.groups import DropReason, TrajectoryGroup, TrajectoryState
+from mlx_parallm.rl.collect.intake import Intake, collect
+from mlx_parallm.rl.collect.log import TrajectoryLog
+from mlx_parallm.rl.events import EventHub, Listener
+from mlx_parallm.rl.gate import Evaluate, Gate
+from mlx_parallm.rl.learn.learner import Learner
+from mlx_parallm.rl.loop import TrainingLoop
+from mlx_parallm.rl.publisher import Publisher
+from mlx_parallm.rl.scoring.service import ScoringService, lacks_answer
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingParts:
+    """What training is made of.
+
+    `evaluate`: decides about every version before it goes live. `policy_of`: the policy that training of a live version
+    without a checkpoint of a trainer starts from. `log`: gets every trajectory in the end.
+    """
+
+    learner: Learner
+    publisher: Publisher
+    scorers: ScoringService
+    config: ResolvedTraining
+    checkpointing: CheckpointingConfig
+    evaluate: Evaluate | None = None
+    policy_of: PolicyOf | None = None
+    log: TrajectoryLog | None = None
+
+
+class TrainingService:
+    """Implements `core.TrainingClient`. Event loop's thread only.
+
+    A trajectory trains the adapter that drew it. Trajectories of the base model train the default adapter, as long as
+    the base model is in its version history.
+    """
+
+    def __init__(self, parts: TrainingParts, default_adapter: str) -> None:
+        config = parts.config
+        self._parts = parts
+        self._config = config
+        self._default = default_adapter
+        self._hub = EventHub()
+        self._buffer = TrajectoryBuffer(config.trajectory_buffer_size, self._on_group_end)
+        self._intake = Intake(self._buffer, parts.scorers, config, self._wake, self._hub.emit)
+        self._adapter_parts = AdapterTrainingParts(
+            parts.learner,
+            parts.publisher,
+            Gate(config.gate.kl_bound, parts.evaluate),
+            config,
+            parts.checkpointing,
+            self._hub.emit,
+            parts.policy_of,
+        )
+        self._loops: dict[str, TrainingLoop] = {}
+        self._starting = asyncio.Lock()
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    # -- start and end ---------------------------------------------------------------------------
+
+    async def start_adapter(self, name: str) -> None:
+        """Trains this adapter too; see `AdapterTraining.open`. A paused one is resumed. If its live version now comes
+        from elsewhere, training starts again from that version.
+
+        Raises:
+            InvalidRequestError, ConflictError: it cannot be trained here, or not from its live version.
+        """
+        async with self._starting:
+            loop = self._loops.get(name)
+            if loop is None:
+                training = AdapterTraining(check_name(name, "lora_adapter"), self._adapter_parts, name == self._default)
+                loop = TrainingLoop(training, self._buffer, self._config, self._hub.emit)
+                await loop.open()
+                self._loops[name] = loop
+                self._spawn(loop.run())
+            elif (live := loop.training.live) is not None and loop.training.versions.staleness(live) is None:
+                await loop.open()
+            loop.resume()
+
+    async def close(self) -> None:
+        """Ends training: an update in progress is given up, and what is in no checkpoint yet is saved.
+
+        Raises:
+            Exception: the error of the first adapter that could not be saved. The others are saved.
+        """
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._intake.close()
+        errors = await asyncio.gather(*(loop.close() for loop in self._loops.values()), return_exceptions=True)
+        self._hub.close()
+        if self._parts.log is not None:
+            await self._parts.log.close()
+        for error in errors:
+            if error is not None:
+                raise error
+
+    # -- trajectories ----------------------------------------------------------------------------
+
+    async def check(self, collection: CollectionSpec, adapter: AdapterRef) -> CollectionSpec:
+        """See `core.TrainingClient.check`."""
+        loop = self._loops.get(self._trained_by(adapter))
+        if loop is None or not loop.training.versions.includes_ever(adapter):
+            raise ConflictError(
+                f"{adapter} is not trained here, so nothing that it draws can be collected; name an adapter that is, "
+                "or POST /v1/training/start.",
+                param="collect_trajectory",
+            )
+        if lacks_answer(collection):
+            unscored = f"metadata has no answer for {collection.scorer}, so the trajectories wait for feedback."
+            return replace(collection, scorer=None, unscored=unscored)
+        await self._parts.scorers.check(collection)
+        return collection
+
+    def collect(self, request: GenerationRequest, events: AsyncIterator[Event]) -> AsyncIterator[Event]:
+        """See `core.TrainingClient.collect`."""
+        if request.stopping.max_tokens == 0:
+            return events
+        return collect(request, events, self._add_group, partial(self._count_aborted, request))
+
+    def _add_group(self, trajectories: Sequence[Trajectory]) -> str:
+        version = trajectories[0].adapter
+        adapter = self._trained_by(version)
+        loop = self._loops.get(adapter)
+        refused = loop.reason_against(version) if loop else DropReason.UNKNOWN_VERSION
+        dropped = self._intake.add(adapter, trajectories, refused)
+        if dropped is None:
+            return trajectories[0].collection.unscored
+        return f"{self._why(dropped, version)}: these trajectories will not be trained on."
+
+    def _why(self, dropped: DropReason, version: AdapterRef) -> str:
+        config = self._config
+        if dropped is DropReason.BUFFER_FULL:
+            return f"There is no room for them in the buffer of {config.trajectory_buffer_size} trajectories"
+        loop = self._loops.get(self._trained_by(version))
+        if dropped is DropReason.STALE and loop is not None:
+            versions = loop.training.versions
+            return (
+                f"{version} is {versions.staleness(version)} versions behind {versions.latest}, and max_staleness is "
+                f"{config.max_staleness}"
+            )
+        return f"{version} is no version that training continues from"
+
+    def _count_aborted(self, request: GenerationRequest) -> None:
+        adapter = self._trained_by(request.adapter)
+        self._buffer.count_aborted(adapter, request.sequences)
+        self._hub.emit("dropped", adapter=adapter, reasons={DropReason.ABORTED.value: request.sequences})
+
+    def feedback(self, trajectory_id: str, score: float) -> None:
+        """See `core.TrainingClient.feedback`."""
+        self._intake.feedback(trajectory_id, score)
+
+    def trajectories(self, limit: int) -> tuple[TrajectoryCard, ...]:
+        """See `core.TrainingClient.trajectories`."""
+        return self._buffer.cards(limit)
+
+    def _trained_by(self, version: AdapterRef) -> str:
+        """Name of the adapter that trajectories of this version train."""
+        return self._default if version == BASE_ADAPTER else version.name
+
+    def _wake(self, adapter: str) -> None:
+        if (loop := self._loops.get(adapter)) is not None:
+            loop.wake()
+
+    def _on_group_end(self, group: TrajectoryGroup) -> None:
+        if dropped := group.in_state(TrajectoryState.DROPPED):
+            reasons = Counter(str(member.reason) for member in dropped)
+            self._hub.emit("dropped", adapter=group.adapter, group_id=group.group_id, reasons=dict(reasons))
+        if self._parts.log is not None:
+            self._parts.log.append(group)
+
+    # -- updates ---------------------------------------------------------------------------------
+
+    async def update(
+        self,
+        adapter: str | None = None,
+        given: Sequence[GivenTrajectory] | None = None,
+        publish: bool = True,
+        checkpoint_name: str | None = None,
+        progress: Mapping[str, float] | None = None,
+    ) -> UpdateReport:
+        """See `core.TrainingClient.update`. `progress`: see `AdapterTraining.progress`."""
+        loop = self._loop(adapter)
+        tag = None if checkpoint_name is None else check_tag(checkpoint_name)
+        return await self._finished(loop.update(given, publish, tag, progress))
+
+    def progress(self, adapter: str | None = None) -> Mapping[str, float]:
+        """See `AdapterTraining.progress`."""
+        return self._loop(adapter).training.progress
+
+    def status(self, adapter: str | None = None) -> TrainingStatus:
+        """See `core.TrainingClient.status`."""
+        if adapter is None and self._default not in self._loops:
+            return TrainingStatus(state="idle", adapter=self._default, trained=tuple(self._loops))
+        status, log = self._loop(adapter).status(), self._parts.log
+        return replace(
+            status,
+            checkpoints=tuple(
+                name for card in self._parts.publisher.checkpoints(status.adapter) for name in (card.name, *card.tags)
+            ),
+            trained=tuple(self._loops),
+            detail={**status.detail, "trajectory_log_failures": log.failures if log else 0},
+        )
+
+    async def start(self, adapter: str | None = None) -> TrainingStatus:
+        """See `core.TrainingClient.start`."""
+        name = self._default if adapter is None else adapter
+        await self._finished(self.start_adapter(name))
+        return self.status(name)
+
+    async def pause(self, adapter: str | None = None) -> TrainingStatus:
+        """See `core.TrainingClient.pause`."""
+        self._loop(adapter).pause()
+        return self.status(adapter)
+
+    async def resume(self, adapter: str | None = None) -> TrainingStatus:
+        """See `core.TrainingClient.resume`."""
+        self._loop(adapter).resume()
+        return self.status(adapter)
+
+    async def rollback(self, adapter: str | None = None, to: str | None = None) -> TrainingStatus:
+        """See `core.TrainingClient.rollback`."""
+        await self._finished(self._loop(adapter).roll_back(to))
+        return self.status(adapter)
+
+    def trains(self, selector: str | None) -> bool:
+        """See `core.TrainingClient.trains`."""
+        loop = self._loops.get(self._default if selector is None else selector)
+        return loop is not None and loop.training.live in (None, loop.training.versions.latest)
+
+    async def save(
+        self, adapter: str | None, step: int | None, tags: Sequence[str], metrics: Mapping[str, float]
+    ) -> CheckpointCard:
+        """See `core.TrainingClient.save`."""
+        tags = [check_tag(tag) for tag in tags]
+        return await self._finished(self._loop(adapter).save(step, tags, metrics))
+
+    def events(self) -> Listener:
+        """See `core.TrainingClient.events`."""
+        return self._hub.listen()
+
+    def _loop(self, adapter: str | None) -> TrainingLoop:
+        name = self._default if adapter is None else adapter
+        if name not in self._loops:
+            raise UnknownModelError(
+                f"{name!r} is not trained here; begin with POST /v1/training/start.", param="lora_adapter"
+            )
+        return self._loops[name]
+
+    # -- tasks -----------------------------------------------------------------------------------
+
+    async def _finished(self, change: Coroutine[Any, Any, T]) -> T:
+        """Waits for a change, which is finished even if the caller is cancelled."""
+        return await asyncio.shield(self._spawn(change))
+
+    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._forget)
+        return task
+
+    def _forget(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.debug("a change of training failed: %s", error)  # its caller gets the error
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if the buffer's counts and contents disagree."""
+        self._buffer.check_integrity()

@@ -1,0 +1,174 @@
+"""Time between decode steps, and training's share of it. All times are in seconds on one monotonic clock.
+
+decode step ──▶ other work (staging, prefill, training) ──▶ decode step
+            └────────────────── DecodeGap ──────────────┘
+"""
+
+from __future__ import annotations
+
+from mlx_parallm.core import DECODE_GAPS, TRAINING_SHARES, Histogram
+
+_STAGING_SHARE = 0.12
+"""Staging time allowed between two decode steps, as a share of a decode step's own time."""
+
+_NEWEST_STEP = 0.2
+"""Weight of the newest step in the running average of a decode step's own time."""
+
+_WINDOW_S = 10.0
+"""Length of the windows in which training's share of time is measured."""
+
+
+class DecodeGap:
+    """The time since the last decode step was launched, and the budget for other work in it.
+
+    `stall_s`: seconds of other work allowed between two decode steps; units are sized to what is left of it.
+    `waited_s`: seconds that rows have waited for other work in this gap. `staged_s`: the part that staging took.
+    `has_long_unit`: a unit of prefill or training ran in this gap. `training_gave_way`: a training unit was due in
+    this gap and gave way to prompts; `training_gave_way_before`: one did in the gap before, so it runs in this one.
+    `lengths`: of all gaps so far, those after idle time left out.
+    """
+
+    def __init__(self, stall_s: float) -> None:
+        self.stall_s = stall_s
+        self.waited_s = 0.0
+        self.staged_s = 0.0
+        self.has_long_unit = False
+        self.training_gave_way = self.training_gave_way_before = False
+        self.lengths: Histogram = DECODE_GAPS
+        self._launched_at: float | None = None  # None after idle time
+        self._step_seconds = 0.0  # running average of a decode step's own time
+
+    def add_wait_time(self, seconds: float) -> None:
+        """Adds time that went to messages or to the admission of rows."""
+        self.waited_s += seconds
+
+    def add_staging(self, seconds: float) -> None:
+        """Adds a unit of staging."""
+        self.staged_s += seconds
+        self.waited_s += seconds
+
+    def add_long_unit(self, seconds: float) -> None:
+        """Adds a unit of prefill or training."""
+        self.waited_s += seconds
+        self.has_long_unit = True
+
+    @property
+    def remaining_s(self) -> float:
+        """The part of `stall_s` that is left: how long rows may still wait for their next step."""
+        return max(self.stall_s - self.waited_s, 0.0)
+
+    @property
+    def is_half_free(self) -> bool:
+        """Whether less than half of the budget is used. Otherwise a long unit waits for the next gap."""
+        return self.remaining_s > 0.5 * self.stall_s
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the gap has held no long unit yet and can take one of any length."""
+        return not self.has_long_unit and self.is_half_free
+
+    def may_stage(self, urgent: bool) -> bool:
+        """Whether staging has not used its share of this gap. Its first unit is always allowed."""
+        return self.staged_s == 0.0 or self.staging_left(urgent) > 0.0
+
+    def staging_left(self, urgent: bool) -> float:
+        """Seconds of this gap that are left for staging: of the whole budget if it is urgent, else of a small share."""
+        allowance = self.stall_s if urgent else _STAGING_SHARE * self._step_seconds
+        return max(allowance - self.staged_s, 0.0)
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether other work ran in this gap."""
+        return self.has_long_unit or self.staged_s > 0.0
+
+    def close(self, now: float) -> float | None:
+        """Ends this gap with the launch of a decode step, and begins the next one.
+
+        Returns:
+            The seconds of the step that ends, or None if other work ran in the gap or the device was idle.
+        """
+        undisturbed = None
+        if self._launched_at is not None:
+            length = now - self._launched_at
+            step_seconds = max(length - self.waited_s, 0.0)
+            self._step_seconds += _NEWEST_STEP * (step_seconds - self._step_seconds)
+            self.lengths = self.lengths.with_value(length)
+            undisturbed = None if self.interrupted else step_seconds
+        self._launched_at, self.waited_s, self.staged_s, self.has_long_unit = now, 0.0, 0.0, False
+        self.training_gave_way_before, self.training_gave_way = self.training_gave_way, False
+        return undisturbed
+
+    def take_turns(self) -> None:
+        """Allows staging and training again. Called after prefill when no row can decode, so no step ends this gap."""
+        self.staged_s, self.has_long_unit = 0.0, False
+
+    def idle(self) -> None:
+        """Forgets the gap: no row waits for a step, so nothing is delayed."""
+        self._launched_at, self.waited_s, self.has_long_unit = None, 0.0, False
+
+
+class TrainingShare:
+    """Spaces training units so that they take `share`, in (0, 1], of device time while rows decode.
+
+    Training units are long and cannot be interrupted, so the time after each one is what keeps the share. A new
+    share applies from the last unit on.
+    """
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+        self._began = 0.0  # when the last unit was due, or when it began if that was earlier
+        self._seconds = 0.0  # how long it took
+        self._ended = 0.0
+        self._waited = False
+
+    @property
+    def _due_at(self) -> float:
+        """Counted from when the last unit was due, not from when it began: after a late unit the next one comes sooner,
+        but not before the late one has ended."""
+        return max(self._began + self._seconds / self.share, self._ended)
+
+    def is_due(self, now: float, waits: bool) -> bool:
+        """Whether the next training unit may run beside other work. Call it for each unit that is chosen.
+
+        Args:
+            waits: whether training has a unit to run.
+        """
+        if not self._waited and now > self._due_at:
+            self._began, self._seconds = now, 0.0  # unused time is not saved up
+        self._waited = waits
+        return waits and now >= self._due_at
+
+    def add_unit(self, seconds: float, now: float) -> None:
+        """Records a unit that took `seconds` and ended at `now`."""
+        self._began, self._seconds, self._ended = min(self._due_at, now - seconds), seconds, now
+
+
+class ShareMeter:
+    """Measures training's share of device time in windows of 10 seconds.
+
+    `last`: the share in the last window. `contended`: the shares in windows throughout which both rows and training
+    wanted the device.
+    """
+
+    def __init__(self) -> None:
+        self.last = 0.0
+        self.contended: Histogram = TRAINING_SHARES
+        self._began: float | None = None
+        self._trained = 0.0
+        self._all_contended = True
+
+    def update(self, now: float, contended: bool) -> None:
+        """Notes whether rows and training both want the device now. Call it for each unit that is chosen."""
+        if self._began is None:
+            self._began = now
+        self._all_contended = self._all_contended and contended
+        if now - self._began < _WINDOW_S:
+            return
+        self.last = self._trained / (now - self._began)
+        if self._all_contended:
+            self.contended = self.contended.with_value(self.last)
+        self._began, self._trained, self._all_contended = now, 0.0, True
+
+    def add_unit(self, seconds: float) -> None:
+        """Records a training unit."""
+        self._trained += seconds

@@ -1,0 +1,223 @@
+"""Adapters: vLLM's load and unload routes, `/v1/adapters`, `switch-lora`, and checkpoints on disk.
+
+A change affects only later requests: those under way keep their adapter version. A change runs to its end even if the
+client disconnects.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Path
+
+from mlx_parallm.core import BASE_ADAPTER, AdapterCard, CheckpointCard
+from mlx_parallm.errors import (
+    AdapterFileError,
+    AdapterUnavailableError,
+    ConflictError,
+    EngineDeadError,
+    StorageError,
+    UnknownModelError,
+)
+from mlx_parallm.server.api.adapters.schema import (
+    Adapter,
+    AdapterList,
+    AdapterRoute,
+    Checkpoint,
+    CheckpointList,
+    LoadedLora,
+    LoadLoraBody,
+    RollbackBody,
+    RolledBack,
+    RouteBody,
+    SaveCheckpointBody,
+    SlotCounts,
+    SwitchedLora,
+    SwitchLoraBody,
+    UnloadedLora,
+    UnloadLoraBody,
+)
+from mlx_parallm.server.errors import DrainingError
+from mlx_parallm.server.http.body import json_body, request_body
+from mlx_parallm.server.openapi import raises
+from mlx_parallm.server.planning import adapter_named_by
+from mlx_parallm.server.services import Services, ServicesDep
+
+UNLOAD_ERRORS = raises(UnknownModelError, ConflictError, DrainingError)
+ROUTE_ERRORS = raises(UnknownModelError, AdapterUnavailableError, DrainingError, EngineDeadError)
+SAVE_ERRORS = raises(UnknownModelError, ConflictError, StorageError, DrainingError, EngineDeadError)
+
+router = APIRouter()
+
+
+# -- load and unload -------------------------------------------------------------------------------
+
+
+@router.post(
+    "/v1/load_lora_adapter",
+    responses=raises(AdapterFileError, DrainingError, EngineDeadError),
+    openapi_extra=request_body(LoadLoraBody),
+)
+async def load_lora_adapter(
+    body: Annotated[LoadLoraBody, Depends(json_body(LoadLoraBody))], services: ServicesDep
+) -> LoadedLora:
+    """Loads an adapter, and answers when its name means the new version."""
+    loading = services.adapters.load(body.lora_name, body.lora_path, body.load_inplace)
+    card = await services.lifecycle.run_to_end(loading)
+    adapter = adapter_object(card).model_dump()
+    return LoadedLora(**adapter, status="success", lora_name=card.ref.name, lora_adapter=str(card.ref))
+
+
+@router.post("/v1/unload_lora_adapter", responses=UNLOAD_ERRORS, openapi_extra=request_body(UnloadLoraBody))
+async def unload_lora_adapter(
+    body: Annotated[UnloadLoraBody, Depends(json_body(UnloadLoraBody))], services: ServicesDep
+) -> UnloadedLora:
+    """Removes an adapter, or one version of it. Requests under way with it run to their end."""
+    return await _unload(services, body.lora_name, "lora_name")
+
+
+async def _unload(services: Services, selector: str, param: str) -> UnloadedLora:
+    with adapter_named_by(param, selector):
+        removed = await services.lifecycle.run_to_end(services.adapters.unload(selector))
+    return UnloadedLora(status="success", unloaded=[str(ref) for ref in removed])
+
+
+# -- route and rollback ----------------------------------------------------------------------------
+
+
+@router.post("/model/switch-lora", responses=ROUTE_ERRORS, openapi_extra=request_body(SwitchLoraBody))
+@router.post("/v1/model/switch-lora", responses=ROUTE_ERRORS, openapi_extra=request_body(SwitchLoraBody))
+async def switch_lora(
+    body: Annotated[SwitchLoraBody, Depends(json_body(SwitchLoraBody))], services: ServicesDep
+) -> SwitchedLora:
+    """Sends all requests that name no adapter to one version."""
+    with adapter_named_by("version", body.version):
+        route = await services.lifecycle.run_to_end(services.adapters.set_route({body.version: 1.0}))
+    with services.adapters.lease(None) as current:
+        return SwitchedLora(status="success", current_lora=str(current), route=dict(route))
+
+
+@router.get("/v1/adapters/route")
+async def get_route(services: ServicesDep) -> AdapterRoute:
+    """The adapters that serve requests which name none."""
+    return AdapterRoute(route=dict(services.adapters.route()))
+
+
+@router.post("/v1/adapters/route", responses=ROUTE_ERRORS, openapi_extra=request_body(RouteBody))
+async def set_route(body: Annotated[RouteBody, Depends(json_body(RouteBody))], services: ServicesDep) -> AdapterRoute:
+    """Splits the requests that name no adapter between versions, in proportion to the weights."""
+    with adapter_named_by("weights", *body.weights):
+        route = await services.lifecycle.run_to_end(services.adapters.set_route(body.weights))
+    return AdapterRoute(route=dict(route))
+
+
+@router.delete("/v1/adapters/route", responses=raises(DrainingError, EngineDeadError))
+async def reset_route(services: ServicesDep) -> AdapterRoute:
+    """Sends all requests that name no adapter to the base model."""
+    to_base = services.adapters.set_route({BASE_ADAPTER.name: 1.0})
+    return AdapterRoute(route=dict(await services.lifecycle.run_to_end(to_base)))
+
+
+@router.post(
+    "/v1/adapters/rollback",
+    responses=raises(UnknownModelError, ConflictError, DrainingError),
+    openapi_extra=request_body(RollbackBody),
+)
+async def roll_back(
+    body: Annotated[RollbackBody, Depends(json_body(RollbackBody))], services: ServicesDep
+) -> RolledBack:
+    """Makes an adapter's previous version live again, or undoes the last change of the route."""
+    with adapter_named_by("lora_name", body.lora_name):
+        live, route = await services.lifecycle.run_to_end(services.adapters.rollback(body.lora_name))
+    return RolledBack(status="success", lora_adapter=str(live), route=dict(route))
+
+
+# -- list; `{selector}` matches every path, so these routes come after those above ------------------
+
+Selector = Annotated[
+    str, Path(description="`name` (its live version), `name@version`, or a checkpoint of the default adapter.")
+]
+
+
+@router.get("/v1/adapters")
+async def list_adapters(services: ServicesDep) -> AdapterList:
+    """All adapter versions that requests may name, and the state of the adapter bank."""
+    stats = services.adapters.stats()
+    return AdapterList(
+        object="list",
+        data=[adapter_object(card) for card in services.adapters.cards()],
+        route=dict(services.adapters.route()),
+        slots=SlotCounts(total=stats.slots, used=stats.slots_used, pinned=stats.slots_pinned),
+        bank_bytes=stats.bank_bytes,
+    )
+
+
+@router.get("/v1/adapters/{selector:path}", responses=raises(UnknownModelError))
+async def get_adapter(selector: Selector, services: ServicesDep) -> Adapter:
+    """One adapter version."""
+    return adapter_object(services.find(selector, "selector"))
+
+
+@router.delete("/v1/adapters/{selector:path}", responses=UNLOAD_ERRORS)
+async def delete_adapter(selector: Selector, services: ServicesDep) -> UnloadedLora:
+    """The same as `/v1/unload_lora_adapter`."""
+    return await _unload(services, selector, "selector")
+
+
+def adapter_object(card: AdapterCard) -> Adapter:
+    return Adapter(
+        id=str(card.ref),
+        name=card.ref.name,
+        version=card.ref.version,
+        live=card.live,
+        residence=card.residence.value,
+        root=card.root,
+        rank=card.rank,
+        alpha=card.alpha,
+        targets=list(card.targets),
+        bytes=card.bytes,
+        created=card.created,
+        leases=card.leases,
+        checkpoint=card.checkpoint,
+    )
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
+
+SAVE = request_body(SaveCheckpointBody, required=False)
+
+
+@router.get("/v1/checkpoints")
+async def list_checkpoints(services: ServicesDep) -> CheckpointList:
+    """The checkpoints on disk, oldest first."""
+    return CheckpointList(object="list", data=[checkpoint_object(card) for card in services.adapters.checkpoints()])
+
+
+@router.post("/training/checkpoint", responses=SAVE_ERRORS, openapi_extra=SAVE)
+@router.post("/v1/training/checkpoint", responses=SAVE_ERRORS, openapi_extra=SAVE)
+async def save_checkpoint(
+    body: Annotated[SaveCheckpointBody, Depends(json_body(SaveCheckpointBody, required=False))], services: ServicesDep
+) -> Checkpoint:
+    """Saves an adapter version, and answers when its files are complete. For an adapter in training, the optimizer's
+    state is saved too; before its first update that is step 0, a version equal to the base model."""
+    tags = [] if body.checkpoint_name is None else [body.checkpoint_name]
+    training = services.training
+    with adapter_named_by("lora_name", body.lora_name):
+        if training is not None and training.trains(body.lora_name):
+            saving = training.save(body.lora_name, body.step, tags, body.metrics)
+        else:
+            saving = services.adapters.save_checkpoint(body.lora_name, body.step, tags, body.metrics)
+        return checkpoint_object(await services.lifecycle.run_to_end(saving))
+
+
+def checkpoint_object(card: CheckpointCard) -> Checkpoint:
+    """Without the card's path, which clients need not know."""
+    return Checkpoint(
+        name=card.name,
+        lora_adapter=str(card.adapter),
+        step=card.step,
+        created=card.created,
+        tags=list(card.tags),
+        metrics={name: value if math.isfinite(value) else None for name, value in card.metrics.items()},
+    )

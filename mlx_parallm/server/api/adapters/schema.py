@@ -1,0 +1,243 @@
+"""Request and response bodies of the adapter routes."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, PlainValidator
+
+from mlx_parallm.server.api.fields import INT32_MAX, Neutral, WireInput, WireOutput, refused
+
+MAX_NAME, MAX_PATH = 160, 4096
+MAX_ROUTES, MAX_WEIGHT = 16, 1e9
+MAX_METRICS, MAX_METRIC_NAME = 64, 128
+
+Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
+
+
+def _is_number(value: object, low: float, high: float) -> bool:
+    return type(value) in (int, float) and low <= value <= high  # type: ignore[operator]
+
+
+def _weights(value: object) -> dict[str, float]:
+    if not isinstance(value, dict) or not 1 <= len(value) <= MAX_ROUTES:
+        raise refused(f"must map 1 to {MAX_ROUTES} selectors to weights")
+    if not all(_is_number(weight, 0, MAX_WEIGHT) for weight in value.values()):
+        raise refused(f"each weight must be a number from 0 to {MAX_WEIGHT:g}")
+    if not any(value.values()):
+        raise refused("at least one weight must be above 0")
+    return {selector: float(weight) for selector, weight in value.items()}
+
+
+def _metrics(value: object) -> dict[str, float]:
+    if not isinstance(value, dict) or len(value) > MAX_METRICS or max(map(len, value), default=0) > MAX_METRIC_NAME:
+        raise refused(f"must map at most {MAX_METRICS} names of at most {MAX_METRIC_NAME} characters to numbers")
+    most = sys.float_info.max
+    if not all(_is_number(number, -most, most) for number in value.values()):
+        raise refused("each value must be a finite number")
+    return {name: float(number) for name, number in value.items()}
+
+
+_Weight = Annotated[float, Field(ge=0, le=MAX_WEIGHT)]
+_MetricName = Annotated[str, Field(max_length=MAX_METRIC_NAME)]
+
+Weights = Annotated[
+    dict[str, float],
+    PlainValidator(
+        _weights,
+        json_schema_input_type=Annotated[dict[str, _Weight], Field(min_length=1, max_length=MAX_ROUTES)],
+    ),
+]
+Metrics = Annotated[
+    dict[str, float],
+    PlainValidator(_metrics, json_schema_input_type=Annotated[dict[_MetricName, float], Field(max_length=MAX_METRICS)]),
+]
+
+
+class LoadLoraBody(WireInput):
+    """An adapter to load; vLLM's body."""
+
+    NEUTRAL: ClassVar[Neutral] = {"is_3d_lora_weight": (False,)}
+
+    lora_name: Name
+    """The adapter's name; not a path."""
+    lora_path: Annotated[str, Field(min_length=1, max_length=MAX_PATH)]
+    """A folder under the operator's adapter roots."""
+    load_inplace: bool = False
+    """Whether the name may exist already. If it does, it means the new version from now on."""
+
+
+class UnloadLoraBody(WireInput):
+    """An adapter to remove; vLLM's body."""
+
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"lora_int_id"})
+
+    lora_name: str
+    """A name, for all its versions, or `name@version`."""
+
+
+class RouteBody(WireInput):
+    """How requests that name no adapter are split."""
+
+    weights: Weights
+    """Selector to weight; requests are split in proportion. `base` is the base model."""
+
+
+class RollbackBody(WireInput):
+    """The change to undo."""
+
+    lora_name: str | None = None
+    """The adapter whose previous version becomes live; left out, the last change of the route is undone."""
+
+
+class SwitchLoraBody(WireInput):
+    """The adapter version for requests that name none."""
+
+    version: str
+    """A selector: a name, `name@version`, or a checkpoint of the default adapter."""
+
+
+class SaveCheckpointBody(WireInput):
+    """The adapter to save."""
+
+    checkpoint_name: Name | None = None
+    """A tag for the checkpoint."""
+    lora_name: str | None = None
+    """A selector; left out, the default adapter."""
+    step: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
+    """Number of the checkpoint; left out, the next one."""
+    metrics: Metrics = Field(default_factory=dict)
+    """Numbers that are saved with it, by name; at most 64."""
+
+
+class Adapter(WireOutput):
+    """One version of an adapter."""
+
+    id: str
+    """`name@version`."""
+    name: str
+    """The adapter's name."""
+    version: int
+    """Counted from 1."""
+    live: bool
+    """Whether the name alone means this version."""
+    residence: Literal["slot", "copy", "file"]
+    """`slot`: in the adapter bank. `copy`: in memory. `file`: only on disk."""
+    root: str
+    """The folder that it was loaded from."""
+    rank: int
+    """The largest rank of its modules."""
+    alpha: float
+    """Scale times rank."""
+    targets: list[str]
+    """Last names of the modules that it changes."""
+    bytes: int
+    """Bytes of its weights, as stored."""
+    created: int
+    """Unix time, seconds."""
+    leases: int
+    """Number of requests under way that use it."""
+    checkpoint: str | None
+    """Name of its checkpoint, if it has one."""
+
+
+class SlotCounts(WireOutput):
+    """Slots of the adapter bank. Each slot has room for one adapter version."""
+
+    total: int
+    """All slots."""
+    used: int
+    """Slots that have a version."""
+    pinned: int
+    """Slots in use by sequences under way."""
+
+
+class AdapterList(WireOutput):
+    """All adapter versions that requests may name."""
+
+    object: Literal["list"]
+    """Always `list`."""
+    data: list[Adapter]
+    """Ordered by name and version."""
+    route: dict[str, float]
+    """How requests that name no adapter are split: selector to share."""
+    slots: SlotCounts
+    """Slots of the adapter bank."""
+    bank_bytes: int
+    """Bytes of the adapter bank."""
+
+
+class LoadedLora(Adapter):
+    """The adapter version that was loaded."""
+
+    status: Literal["success"]
+    """Always `success`."""
+    lora_name: str
+    """The adapter's name."""
+    lora_adapter: str
+    """The version that the name means now, as `name@version`."""
+
+
+class UnloadedLora(WireOutput):
+    """The adapter versions that were removed."""
+
+    status: Literal["success"]
+    """Always `success`."""
+    unloaded: list[str]
+    """The versions, as `name@version`."""
+
+
+class AdapterRoute(WireOutput):
+    """How requests that name no adapter are split."""
+
+    route: dict[str, float]
+    """Selector to share, adding up to 1."""
+
+
+class RolledBack(WireOutput):
+    """The state after a rollback."""
+
+    status: Literal["success"]
+    """Always `success`."""
+    lora_adapter: str
+    """The version that is live again; after a rollback of the route, the one with the largest share."""
+    route: dict[str, float]
+    """Selector to share, adding up to 1."""
+
+
+class SwitchedLora(WireOutput):
+    """The route after a switch."""
+
+    status: Literal["success"]
+    """Always `success`."""
+    current_lora: str
+    """The version that serves requests which name no adapter."""
+    route: dict[str, float]
+    """Selector to share, adding up to 1."""
+
+
+class Checkpoint(WireOutput):
+    """An adapter version on disk."""
+
+    name: str
+    """`checkpoint-<step>`."""
+    lora_adapter: str
+    """The adapter version."""
+    step: int
+    """The checkpoint's number."""
+    created: int
+    """Unix time, seconds."""
+    tags: list[str]
+    """Other names for it."""
+    metrics: dict[str, float | None]
+    """The numbers saved with it; null if not finite."""
+
+
+class CheckpointList(WireOutput):
+    """Checkpoints on disk."""
+
+    object: Literal["list"]
+    """Always `list`."""
+    data: list[Checkpoint]
+    """Oldest first."""

@@ -1,0 +1,267 @@
+"""From the engine's events to an answer: one JSON body, or the chunks of a stream.
+
+`AnswerWriter` is what `GenerationResponse` needs of every route. `AnswerObject` and `ChoiceWriter` are the part that
+completions and chat share: both answer with choices, and send usage and ids of trajectories at the same places.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, Literal, TypeVar
+
+from mlx_parallm.core import (
+    BASE_ADAPTER,
+    Event,
+    FinishReason,
+    GenerationRequest,
+    PromptScored,
+    RequestFinished,
+    SequenceOutput,
+    TextTokenizer,
+)
+from mlx_parallm.server.api.chat.splitter import AnswerPart
+from mlx_parallm.server.api.fields import WireOutput
+from mlx_parallm.server.api.generation_fields import GenerationBody
+from mlx_parallm.server.api.logprobs import ScoredToken
+from mlx_parallm.server.errors import error_body
+
+Body = TypeVar("Body", bound=GenerationBody)
+FinishReasonText = Literal["stop", "length"]
+
+
+class PromptTokensDetails(WireOutput):
+    """Details of the prompt's tokens."""
+
+    cached_tokens: int
+    """Prompt tokens whose keys and values came from the prefix cache."""
+
+
+class Usage(WireOutput):
+    """The number of tokens in a request and its answer."""
+
+    prompt_tokens: int
+    """Tokens of all prompts."""
+    completion_tokens: int
+    """Tokens generated for all choices."""
+    total_tokens: int
+    """The sum of both."""
+    prompt_tokens_details: PromptTokensDetails | None = None
+    """How many of the prompts' tokens were cached."""
+
+
+class AnswerObject(WireOutput):
+    """A whole answer, or one chunk of a stream. Subclasses declare the types of `object` and `choices`."""
+
+    id: str
+    """The request's id, which is also in the header x-request-id."""
+    object: str
+    """The kind of this object."""
+    created: int
+    """Unix time in seconds."""
+    model: str
+    """The served model, or the adapter's name."""
+    choices: list[Any]
+    """All answers; in a chunk of a stream, the one it adds to, or none."""
+    usage: Usage | None = None
+    """Numbers of tokens; in a stream, as `stream_options` asks."""
+    metadata: dict[str, str] | None = None
+    """The request's metadata."""
+    lora_adapter: str | None = None
+    """`name@version` of the adapter; absent for the base."""
+    trajectory_ids: list[str] | None = None
+    """One id for each choice of a collected request; in a stream, with the last `finish_reason`."""
+    trajectory_warning: str | None = None
+    """Why the trajectories will not be used for training, for example because a stale version sampled them."""
+
+
+class AnswerWriter(ABC):
+    """Writes the answer to one request. Used once: either `opening_chunks` and then `chunks` for each event in order,
+    or `whole` for all events together."""
+
+    ENDS_WITH_DONE: ClassVar[bool] = True
+    """Whether `data: [DONE]` ends the stream."""
+
+    request: GenerationRequest
+
+    @abstractmethod
+    def opening_chunks(self) -> Iterator[WireOutput]:
+        """The chunks of a stream that are sent before the engine's first event."""
+
+    @abstractmethod
+    def chunks(self, event: Event) -> Iterator[WireOutput]:
+        """The chunks for one event; none if it adds nothing that a client sees."""
+
+    @abstractmethod
+    def whole(self, events: Sequence[Event]) -> WireOutput:
+        """The JSON body for all events of a request. The last one is its RequestFinished."""
+
+    def failed(self, error: Exception) -> WireOutput:
+        """The chunk that ends a stream whose request failed after the status line was sent."""
+        return error_body(error)
+
+
+@dataclass(frozen=True, slots=True)
+class ChoicePiece:
+    """A part of choice `index`: the output of one step, an echoed prompt, or several parts joined.
+
+    `token_ids` are generated ones; `scored` may also hold those of an echoed prompt. `parts` is what a chat's splitter
+    returned for the text: it may hold text back, or release text of earlier pieces.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    scored: tuple[ScoredToken, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_reason: str | None = None
+    parts: tuple[AnswerPart, ...] = ()
+
+
+def _piece(output: SequenceOutput) -> ChoicePiece:
+    scored = tuple(ScoredToken(logprob.token_id, logprob) for logprob in output.logprobs)
+    return ChoicePiece(output.index, output.text, output.token_ids, scored, output.finish_reason, output.stop_reason)
+
+
+def _joined(index: int, pieces: Sequence[ChoicePiece]) -> ChoicePiece:
+    """A whole choice. Its last piece has the reason why it ended."""
+    return ChoicePiece(
+        index,
+        text="".join(piece.text for piece in pieces),
+        token_ids=tuple(token for piece in pieces for token in piece.token_ids),
+        scored=tuple(token for piece in pieces for token in piece.scored),
+        finish_reason=pieces[-1].finish_reason,
+        stop_reason=pieces[-1].stop_reason,
+        parts=tuple(part for piece in pieces for part in piece.parts),
+    )
+
+
+class ChoiceWriter(AnswerWriter, Generic[Body]):
+    """Decides when chunks are sent, and writes the fields around the choices. Subclasses write the choices.
+
+    `model` is the base model's name, which the answer has if no adapter served the request.
+    """
+
+    def __init__(self, body: Body, request: GenerationRequest, model: str, tokenizer: TextTokenizer) -> None:
+        self.request = request
+        self._body = body
+        self._tokenizer = tokenizer
+        self._head: dict[str, Any] = {"id": request.request_id, "created": int(time.time()), "model": model}
+        if adapter := adapter_of(request):
+            self._head |= {"model": request.adapter.name, "lora_adapter": adapter}
+        # The metadata of a collected request is for its scorer and may be long: it is not returned.
+        returned = body.metadata is not None and not body.collect_trajectory
+        self._tail: dict[str, Any] = {"metadata": body.metadata} if returned else {}
+        self._running = request.sequences
+        self._last_piece: ChoicePiece | None = None
+        self._begun: set[int] = set()
+        self._prompt_tokens = sum(len(prompt) for prompt in request.prompts)
+        self._completion_tokens = 0
+
+    def opening_chunks(self) -> Iterator[WireOutput]:
+        return (self._chunk([piece]) for piece in self._opening_pieces())
+
+    def chunks(self, event: Event) -> Iterator[WireOutput]:
+        for piece in self._pieces(event):
+            self._completion_tokens += len(piece.token_ids)
+            self._running -= piece.finish_reason is not None
+            if self.request.collection is not None and self._running == 0:
+                self._last_piece = piece  # its chunk has the ids of the trajectories, which come with RequestFinished
+            elif self._is_visible(piece):
+                yield self._chunk([piece])
+        if isinstance(event, RequestFinished):
+            yield from self._closing_chunks(event)
+
+    def _closing_chunks(self, finished: RequestFinished) -> Iterator[WireOutput]:
+        if self._last_piece is not None:
+            yield self._chunk([self._last_piece], **collected_fields(self.request, finished))
+        if self._body.stream_options.include_usage:
+            yield self._chunk([], usage=_usage_of(finished))
+
+    def whole(self, events: Sequence[Event]) -> WireOutput:
+        finished = events[-1]
+        assert isinstance(finished, RequestFinished)
+        pieces: list[list[ChoicePiece]] = [[] for _ in range(self.request.sequences)]
+        for piece in self._all_pieces(events):
+            pieces[piece.index].append(piece)
+        choices = [_joined(index, own) for index, own in enumerate(pieces)]
+        scored = {event.prompt_index: event for event in events if isinstance(event, PromptScored)}
+        self._tail |= collected_fields(self.request, finished)
+        return self._whole(choices, _usage_of(finished), scored)
+
+    def _all_pieces(self, events: Iterable[Event]) -> Iterator[ChoicePiece]:
+        yield from self._opening_pieces()
+        for event in events:
+            yield from self._pieces(event)
+
+    def _opening_pieces(self) -> Iterator[ChoicePiece]:
+        return iter(())
+
+    def _pieces(self, event: Event) -> Iterator[ChoicePiece]:
+        if isinstance(event, SequenceOutput):
+            yield _piece(event)
+
+    def _is_visible(self, piece: ChoicePiece) -> bool:
+        ids = self._body.return_token_ids and piece.token_ids
+        return bool(piece.text or piece.scored or piece.finish_reason or ids)
+
+    def _begins(self, piece: ChoicePiece) -> bool:
+        """Whether this is the first call for the piece's choice."""
+        if piece.index in self._begun:
+            return False
+        self._begun.add(piece.index)
+        return True
+
+    def _usage_so_far(self) -> dict[str, Usage | None]:
+        """The usage field of a chunk with choices: absent, null or the counts so far, as `stream_options` asks."""
+        options = self._body.stream_options
+        if not options.include_usage:
+            return {}
+        if not options.continuous_usage_stats:
+            return {"usage": None}
+        return {"usage": _usage(self._prompt_tokens, self._completion_tokens)}
+
+    @abstractmethod
+    def _chunk(self, pieces: Sequence[ChoicePiece], **more: Any) -> WireOutput:
+        """One event of the stream. It has one piece, or none in the last event, which has the usage. `more` are fields
+        that replace others of the same name."""
+
+    @abstractmethod
+    def _whole(self, choices: Sequence[ChoicePiece], usage: Usage, scored: dict[int, PromptScored]) -> WireOutput:
+        """The JSON body. `scored` has the prompt logprobs by the index of the prompt."""
+
+
+def adapter_of(request: GenerationRequest) -> str | None:
+    """`name@version` of the request's adapter; None for the base."""
+    return None if request.adapter == BASE_ADAPTER else str(request.adapter)
+
+
+def collected_fields(request: GenerationRequest, finished: RequestFinished) -> dict[str, Any]:
+    """The answer's fields about its trajectories; none if the request was not collected."""
+    if request.collection is None:
+        return {}
+    warning = {"trajectory_warning": finished.trajectory_warning} if finished.trajectory_warning else {}
+    return {"trajectory_ids": list(finished.trajectory_ids), **warning}
+
+
+def ending(piece: ChoicePiece) -> dict[str, Any]:
+    """The field `finish_reason`, and `stop_reason` if a stop string matched."""
+    reason = {"finish_reason": piece.finish_reason.value if piece.finish_reason else None}
+    return reason if piece.stop_reason is None else {**reason, "stop_reason": piece.stop_reason}
+
+
+def cut_off(last: ChoicePiece | SequenceOutput) -> bool:
+    """Whether a stop string or the token limit ended the text, and not the model."""
+    return last.finish_reason is FinishReason.LENGTH or last.stop_reason is not None
+
+
+def _usage(prompt_tokens: int, completion_tokens: int, **more: Any) -> Usage:
+    total = prompt_tokens + completion_tokens
+    return Usage(prompt_tokens=prompt_tokens, completion_tokens=completion_tokens, total_tokens=total, **more)
+
+
+def _usage_of(finished: RequestFinished) -> Usage:
+    details = PromptTokensDetails(cached_tokens=finished.cached_tokens)
+    return _usage(finished.prompt_tokens, finished.completion_tokens, prompt_tokens_details=details)

@@ -1,0 +1,210 @@
+"""The messages of a conversation as clients send them, and the prompt that the model's chat template makes of them.
+
+Some templates know nothing of tools. For them, the tools are described in the system message, calls become text of the
+assistant's message, and results become messages of the user.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationInfo, model_validator
+
+from mlx_parallm.core import TextTokenizer, Tool, ToolFormat
+from mlx_parallm.server.api.fields import Neutral, WireInput, read_nested, refused
+
+MAX_MESSAGES = 4096
+MAX_CALLS = 128
+"""Most calls in one message."""
+MAX_CALL_NAME, MAX_CALL_ID, MAX_ARGUMENTS = 256, 256, 1024 * 1024
+
+TemplateMessage = Mapping[str, Any]
+"""A message as chat templates take it."""
+
+TOOL_INSTRUCTIONS = """\
+You can call functions. Here are their JSON schemas, one a line:
+<tools>
+{tools}
+</tools>
+
+To call a function, answer with its name and arguments as JSON, like this:
+{start}
+{{"name": "function_name", "arguments": {{"argument": "value"}}}}
+{end}
+
+Call a function only when you need it. Otherwise answer in plain words."""
+
+
+class TextPart(WireInput):
+    """One part of a message's content."""
+
+    type: Literal["text"]
+    """Always this value."""
+    text: str
+    """The text."""
+
+
+_TEXT_PARTS = TypeAdapter(list[TextPart])
+
+
+def _joined_parts(value: object, info: ValidationInfo) -> object:
+    """The text of all parts, one a line. Other values are returned unchanged."""
+    if not isinstance(value, list):
+        return value
+    for part in value:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise refused('each part must be {"type": "text", "text": …}: this model reads only text')
+    return "\n".join(part.text for part in read_nested(_TEXT_PARTS.validate_python, value, info))
+
+
+class GivenFunction(WireInput):
+    """The function that an earlier message called."""
+
+    name: Annotated[str, Field(min_length=1, max_length=MAX_CALL_NAME)]
+    """The function's name."""
+    arguments: Annotated[str, Field(max_length=MAX_ARGUMENTS)] = ""
+    """JSON text. If it is an object, the template gets the object."""
+
+
+class GivenCall(WireInput):
+    """A tool call in an earlier message of the assistant."""
+
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"index"})
+    NEUTRAL: ClassVar[Neutral] = {"custom": ()}
+
+    id: Annotated[str, Field(max_length=MAX_CALL_ID)]
+    """The id from the assistant's answer."""
+    type: Literal["function"] = "function"
+    """Always this value."""
+    function: GivenFunction
+    """The function that was called."""
+
+    def for_template(self) -> dict[str, Any]:
+        function = {"name": self.function.name, "arguments": _object_or_text(self.function.arguments)}
+        return {"id": self.id, "type": self.type, "function": function}
+
+
+def _object_or_text(text: str) -> object:
+    try:
+        parsed = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return text
+    return parsed if isinstance(parsed, dict) else text
+
+
+class Message(WireInput):
+    """One message of the conversation."""
+
+    NEUTRAL: ClassVar[Neutral] = {"annotations": (), "audio": (), "function_call": (), "images": (), "refusal": ()}
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    """The author of the message. `developer` means `system`."""
+    content: Annotated[str, BeforeValidator(_joined_parts, json_schema_input_type=str | list[TextPart])] | None = None
+    """Text, or a list of text parts. Optional for the assistant."""
+    name: str | None = None
+    """The author's name, for templates that use it."""
+    tool_calls: Annotated[list[GivenCall], Field(max_length=MAX_CALLS)] = Field(default_factory=list)
+    """The calls that the assistant made."""
+    tool_call_id: Annotated[str, Field(max_length=MAX_CALL_ID)] | None = None
+    """The id of the call whose result a tool's message has."""
+    reasoning_content: str | None = None
+    """The assistant's reasoning."""
+    reasoning: str | None = None
+    """vLLM's name for `reasoning_content`."""
+
+    @model_validator(mode="after")
+    def _check_role(self) -> Message:
+        if self.content is None and self.role != "assistant":
+            raise refused("required for this role", "content")
+        if self.tool_calls and self.role != "assistant":
+            raise refused("only the assistant's messages have them", "tool_calls")
+        if self.tool_call_id is None and self.role == "tool":
+            raise refused("required for this role: the id of the call that this is the result of", "tool_call_id")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as chat templates take it. They do not know `developer`, the newer name of `system`."""
+        reasoning = self.reasoning_content or self.reasoning
+        calls = [call.for_template() for call in self.tool_calls]
+        return {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": self.content or "",
+            **({"name": self.name} if self.name is not None else {}),
+            **({"tool_call_id": self.tool_call_id} if self.tool_call_id is not None else {}),
+            **({"reasoning_content": reasoning} if reasoning is not None else {}),
+            **({"tool_calls": calls} if calls else {}),
+        }
+
+
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+
+
+class TemplateOptions(WireInput):
+    """Template variables that a client may set: switches for reasoning."""
+
+    enable_thinking: bool | None = None
+    """Whether the model reasons before it answers."""
+    thinking: bool | None = None
+    """The name of `enable_thinking` in other model families."""
+    reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
+    """How much the model reasons, in the words of its family."""
+
+    def variables(self) -> dict[str, Any]:
+        return self.model_dump(exclude_none=True)
+
+
+def render(
+    messages: Sequence[Message],
+    tools: Sequence[Tool],
+    tokenizer: TextTokenizer,
+    add_generation_prompt: bool,
+    options: TemplateOptions,
+    at_most: int,
+) -> list[int]:
+    """The token ids of the prompt. Call it in a worker thread.
+
+    Raises:
+        the errors of `TextTokenizer.apply_chat_template`, for example ContextLengthError: far more than `at_most` ids.
+    """
+    turns: Sequence[TemplateMessage] = [message.for_template() for message in messages]
+    variables, tool_format = options.variables(), tokenizer.tool_format
+    if not tool_format.in_template:
+        turns = _describe_tools(list(_without_tools(turns, tool_format)), tools, tool_format)
+    elif tools:
+        variables["tools"] = list(tools)
+    return tokenizer.apply_chat_template(turns, add_generation_prompt, at_most, **variables)
+
+
+def _describe_tools(
+    turns: Sequence[TemplateMessage], tools: Sequence[Tool], tool_format: ToolFormat
+) -> Sequence[TemplateMessage]:
+    """Adds the tools to the system message."""
+    if not tools:
+        return turns
+    lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    instructions = TOOL_INSTRUCTIONS.format(tools=lines, start=tool_format.start, end=tool_format.end)
+    if turns[0]["role"] == "system":
+        return [{**turns[0], "content": f"{turns[0]['content']}\n\n{instructions}"}, *turns[1:]]
+    return [{"role": "system", "content": instructions}, *turns]
+
+
+def _without_tools(turns: Sequence[TemplateMessage], tool_format: ToolFormat) -> Iterator[TemplateMessage]:
+    """The same conversation with calls and results as text."""
+    for are_results, group in groupby(turns, key=lambda turn: turn["role"] == "tool"):
+        if are_results:
+            texts = [f"<tool_response>\n{turn['content']}\n</tool_response>" for turn in group]
+            yield {"role": "user", "content": "\n".join(texts)}
+        else:
+            yield from (_calls_as_text(turn, tool_format) for turn in group)
+
+
+def _calls_as_text(turn: TemplateMessage, tool_format: ToolFormat) -> TemplateMessage:
+    if "tool_calls" not in turn:
+        return turn
+    calls = [json.dumps(call["function"], ensure_ascii=False) for call in turn["tool_calls"]]
+    texts = [f"{tool_format.start}\n{call}\n{tool_format.end}" for call in calls]
+    others = {name: value for name, value in turn.items() if name != "tool_calls"}
+    return {**others, "content": "\n".join([turn["content"], *texts] if turn["content"] else texts)}

@@ -1,0 +1,192 @@
+"""The body and the answers of `POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from mlx_parallm.server.api.answer import AnswerObject, FinishReasonText, Usage
+from mlx_parallm.server.api.chat.messages import Messages, TemplateOptions
+from mlx_parallm.server.api.chat.tools import ToolCallingBody
+from mlx_parallm.server.api.fields import INT32_MAX, Neutral, WireOutput, refused
+from mlx_parallm.server.api.generation_fields import NO_LIMIT, UNSUPPORTED_OPTIONS, TopLogprobs
+from mlx_parallm.server.api.logprobs import ChatLogprobs, PromptLogprobs
+
+
+class ChatBody(ToolCallingBody):
+    """A conversation, and how to continue it."""
+
+    NEUTRAL: ClassVar[Neutral] = {
+        **UNSUPPORTED_OPTIONS,
+        "audio": (),
+        "chat_template": (),
+        "continue_final_message": (False,),
+        "documents": (),
+        "echo": (False,),
+        "function_call": ("none", "auto"),
+        "functions": (),
+        "include_reasoning": (True,),
+        "max_completion_tokens": (NO_LIMIT,),
+        "max_tokens": (NO_LIMIT,),
+        "modalities": (["text"],),
+        "prediction": (),
+        "web_search_options": (),
+    }
+
+    messages: Messages
+    """The conversation so far."""
+    max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    """Most tokens to generate. If it is left out or -1: as many as fit."""
+    max_completion_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    """The newer name of `max_tokens`."""
+    logprobs: bool = False
+    """Whether to return the logprobs of the generated tokens."""
+    top_logprobs: TopLogprobs = 0
+    """Return this many most likely tokens at each position too; needs `logprobs`."""
+    add_generation_prompt: bool = True
+    """Whether the prompt ends with the beginning of the assistant's message."""
+    chat_template_kwargs: TemplateOptions = TemplateOptions()
+    """Switches of the chat template."""
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise refused("needs logprobs: true", "top_logprobs")
+        if self.stream and self.prompt_logprobs is not None:
+            raise refused("not available with stream", "prompt_logprobs")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise refused("differs from max_completion_tokens, its newer name; send one", "max_tokens")
+        return self
+
+
+class CalledFunction(WireOutput):
+    """The function that is called, or what a chunk adds to it."""
+
+    name: str | None = None
+    """The function's name; in a stream, in the first chunk of the call."""
+    arguments: str
+    """JSON text, or a part of it. It may be incomplete in the last call of an answer that was cut off."""
+
+
+class Call(WireOutput):
+    """A tool call."""
+
+    id: str
+    """The id that the message with the result names."""
+    type: Literal["function"]
+    """Always this value."""
+    function: CalledFunction
+    """The function that is called."""
+
+
+class CallDelta(WireOutput):
+    """What a chunk adds to a tool call."""
+
+    index: int
+    """The call's position in the answer."""
+    id: str | None = None
+    """In the first chunk of the call."""
+    type: Literal["function"] | None = None
+    """In the first chunk of the call."""
+    function: CalledFunction
+    """What is added."""
+
+
+class ChatMessage(WireOutput):
+    """The assistant's message."""
+
+    role: Literal["assistant"]
+    """Always this value."""
+    content: str | None
+    """The text; null if there are only calls or reasoning."""
+    reasoning_content: str | None = None
+    """The reasoning before the answer, for models that mark it."""
+    reasoning: str | None = None
+    """vLLM's name for `reasoning_content`."""
+    tool_calls: list[Call] | None = None
+    """The functions that the model calls."""
+
+
+class ChatDelta(WireOutput):
+    """What a chunk adds to the message."""
+
+    role: Literal["assistant"] | None = None
+    """In the first chunk of each choice."""
+    content: str | None = None
+    """More text."""
+    reasoning_content: str | None = None
+    """More reasoning."""
+    reasoning: str | None = None
+    """vLLM's name for `reasoning_content`."""
+    tool_calls: list[CallDelta] | None = None
+    """More of the tool calls."""
+
+
+ChatFinishReason = FinishReasonText | Literal["tool_calls"]
+"""`tool_calls`: the model called tools, by its own choice or because any call was required. After a call of the one
+function that the request named, the reason is `stop`."""
+
+
+class ChatChoice(WireOutput):
+    """One of the `n` answers."""
+
+    LONG: ClassVar[bool] = True
+
+    index: int
+    """The answer's position among the `n`."""
+    message: ChatMessage
+    """The answer itself."""
+    logprobs: ChatLogprobs | None
+    """Logprobs of the generated tokens, if the request asked for them."""
+    finish_reason: ChatFinishReason | None
+    """Why the answer ended."""
+    stop_reason: str | None = None
+    """The stop string that ended the answer."""
+    token_ids: list[int] | None = None
+    """The generated tokens."""
+
+
+class ChatChunkChoice(WireOutput):
+    """What a chunk adds to one answer."""
+
+    index: int
+    """The answer's position among the `n`."""
+    delta: ChatDelta
+    """What is added to the message."""
+    logprobs: ChatLogprobs | None
+    """Logprobs of this chunk's tokens, if the request asked for them."""
+    finish_reason: ChatFinishReason | None
+    """Why the answer ended; null in a chunk before the last."""
+    stop_reason: str | None = None
+    """The stop string that ended the answer."""
+    token_ids: list[int] | None = None
+    """The generated tokens."""
+
+
+class ChatCompletion(AnswerObject):
+    """The whole answer."""
+
+    LONG: ClassVar[bool] = True
+
+    object: Literal["chat.completion"]
+    """Always this value."""
+    choices: list[ChatChoice]
+    """The `n` answers."""
+    usage: Usage
+    """Numbers of tokens."""
+    prompt_token_ids: list[int] | None = None
+    """The tokens of the rendered chat template, the same for all choices."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """For each token of the rendered template, candidates by token id; null for the first token."""
+
+
+class ChatCompletionChunk(AnswerObject):
+    """One event of a stream."""
+
+    object: Literal["chat.completion.chunk"]
+    """Always this value."""
+    choices: list[ChatChunkChoice]
+    """The choice that the chunk adds to, or none."""
+    prompt_token_ids: list[int] | None = None
+    """The tokens of the rendered template, in the first chunk."""

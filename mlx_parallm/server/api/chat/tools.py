@@ -1,0 +1,227 @@
+"""Tool calling: the tools that a request offers, which of them an answer may or must call, and the grammar that
+enforces it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, PlainValidator, ValidationError, ValidationInfo, model_validator
+
+from mlx_parallm.core import (
+    Grammar,
+    GrammarCompiler,
+    GrammarKind,
+    GrammarSpec,
+    TextTokenizer,
+    Tool,
+    UnwritableToolError,
+    combined,
+)
+from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.server.api.chat.splitter import AnswerSyntax
+from mlx_parallm.server.api.fields import WireInput, read_nested, refused
+from mlx_parallm.server.api.generation_fields import GenerationBody
+from mlx_parallm.server.api.grammar_fields import MAX_DESCRIPTION, checked_schema
+from mlx_parallm.server.planning import compile_grammar
+
+MAX_TOOLS = 128
+MAX_CALLS_PER_ANSWER = 32
+
+_PROMPT_END = 64
+"""Number of tokens at the end of a prompt in which the start of reasoning is looked for."""
+
+# ---- request fields --------------------------------------------------------------------------------
+
+
+def _parameters(value: object) -> dict[str, Any]:
+    schema = checked_schema(value)
+    if not isinstance(schema, dict):
+        raise refused("must be the JSON schema of an object")
+    return schema
+
+
+class Function(WireInput):
+    """A function that the model may call."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}\z")]
+    """At most 64 letters, digits, _ and -, unique in the request."""
+    description: Annotated[str, Field(max_length=MAX_DESCRIPTION)] | None = None
+    """What the function does, for the model."""
+    parameters: Annotated[dict[str, Any], PlainValidator(_parameters, json_schema_input_type=dict[str, Any])] | None = (
+        None
+    )
+    """The JSON schema of its arguments: an object's, of at most 128 KiB and 64 levels. If it is left out, the function
+    takes no arguments."""
+    strict: bool = False
+    """If one function is strict, the arguments of all calls follow their schemas, even with `tool_choice` auto."""
+
+
+class FunctionTool(WireInput):
+    """A tool. Functions are the only kind."""
+
+    type: Literal["function"]
+    """Always this value."""
+    function: Function
+    """The function."""
+
+    def for_template(self) -> dict[str, Any]:
+        return self.model_dump(exclude_none=True, exclude={"function": {"strict"}})
+
+
+class ChosenFunction(WireInput):
+    """The name of a function."""
+
+    name: str
+    """One of `tools`."""
+
+
+class NamedTool(WireInput):
+    """The one function that the answer must call."""
+
+    type: Literal["function"]
+    """Always this value."""
+    function: ChosenFunction
+    """The function."""
+
+
+def _tool_choice(value: object, info: ValidationInfo) -> str | NamedTool:
+    """Checked by hand and not as a union, so that an error names the field."""
+    if isinstance(value, NamedTool) or (isinstance(value, str) and value in ("none", "auto", "required")):
+        return value
+    try:
+        return read_nested(NamedTool.model_validate, value, info)
+    except ValidationError:
+        named = '{"type": "function", "function": {"name": …}}'
+        raise refused(f'must be "none", "auto", "required" or {named}') from None
+
+
+ToolChoice = Annotated[
+    str | NamedTool,
+    PlainValidator(_tool_choice, json_schema_input_type=Literal["none", "auto", "required"] | NamedTool),
+]
+
+
+class ToolCallingBody(GenerationBody):
+    """The request fields about tools."""
+
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] = Field(default_factory=list)
+    """Functions that the model may call."""
+    tool_choice: ToolChoice = "auto"
+    """`none`: the model does not see the tools. `auto`: it may call them. `required`: it must call one or more. An
+    object: it must call that function."""
+    parallel_tool_calls: bool = True
+    """Whether an answer may have more than one call."""
+
+    @property
+    def calls_tools(self) -> bool:
+        """Whether an answer may call a tool."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def enforces_calls(self) -> bool:
+        """Whether a grammar restricts the calls: one must come, or arguments must follow their schemas."""
+        strict = any(tool.function.strict for tool in self.tools)
+        return self.calls_tools and (strict or self.tool_choice != "auto")
+
+    @property
+    def compiles(self) -> bool:
+        return self.enforces_calls or super().compiles
+
+    @property
+    def callable_tools(self) -> tuple[Tool, ...]:
+        """The tools that an answer may call, as chat templates take them."""
+        return tuple(tool.for_template() for tool in self.tools) if self.calls_tools else ()
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> Self:
+        names = [tool.function.name for tool in self.tools]
+        if len(set(names)) < len(names):
+            raise refused("two functions have the same name", "tools")
+        if isinstance(self.tool_choice, NamedTool):
+            if self.tool_choice.function.name not in names:
+                raise refused("names no function of tools", "tool_choice")
+        elif self.tool_choice == "required" and not names:
+            raise refused("needs tools", "tool_choice")
+        if self.enforces_calls:
+            self.check_grammar_options("tools" if self.tool_choice == "auto" else "tool_choice")
+        return self
+
+
+# ---- enforced calls --------------------------------------------------------------------------------
+
+
+def answer_syntax(body: ToolCallingBody, prompt: Sequence[int], tokenizer: TextTokenizer) -> AnswerSyntax:
+    """What the answers to `prompt`, the rendered token ids, may contain besides text."""
+    reasoning = tokenizer.reasoning
+    prompt_end = tokenizer.decode(prompt[-_PROMPT_END:]).rstrip() if reasoning else ""
+    several = body.parallel_tool_calls and not isinstance(body.tool_choice, NamedTool)
+    return AnswerSyntax(
+        reasoning=reasoning,
+        in_reasoning=reasoning is not None and prompt_end.endswith(reasoning.start),
+        calls=tokenizer.tool_format if body.calls_tools else None,
+        tools=body.callable_tools,
+        max_calls=MAX_CALLS_PER_ANSWER if several else 1,
+        calls_first=body.calls_tools and body.tool_choice == "auto" and body.grammar is not None,
+    )
+
+
+def answer_grammar(body: ToolCallingBody, syntax: AnswerSyntax, grammars: GrammarCompiler) -> Grammar | None:
+    """The grammar of the answers: the requested format where no tool can be called, calls where one must be, and
+    either of the two with `tool_choice` auto. None for free text. Call it in a worker thread, because it can take
+    seconds.
+
+    Raises:
+        InvalidRequestError: the format, or the arguments of a tool, cannot be enforced; the error names the field.
+    """
+    if not body.compiles:
+        return None
+    if syntax.calls is None:
+        return _compile_format(body, syntax, grammars)
+    wanted = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
+    places = [place for place, tool in enumerate(body.tools) if wanted in (None, tool.function.name)]
+    try:
+        if syntax.calls_first and body.grammar is not None:
+            spec = combined([_calls_spec(syntax, places, free=False), body.grammar[1]])
+        else:
+            spec = _calls_spec(syntax, places, free=body.tool_choice == "auto")
+        return grammars.compile(spec)
+    except InvalidRequestError as error:
+        if error.param is None:
+            _find_fault(body, syntax, places, grammars)
+        raise InvalidRequestError(str(error), param=error.param or "tools") from None
+
+
+def _compile_format(body: ToolCallingBody, syntax: AnswerSyntax, grammars: GrammarCompiler) -> Grammar:
+    """Compiles the requested format alone."""
+    assert body.grammar is not None
+    param, spec = body.grammar
+    prefix, specials = syntax.reasoning_prefix, syntax.visible_specials
+    return compile_grammar(param, replace(spec, reasoning_prefix=prefix, visible_specials=specials), grammars)
+
+
+def _calls_spec(syntax: AnswerSyntax, places: Sequence[int], free: bool) -> GrammarSpec:
+    """The grammar of calls of the tools at `places`; with `free`, of any text whose calls are well-formed."""
+    assert syntax.calls is not None
+    try:
+        source = syntax.calls.grammar([syntax.tools[place] for place in places], syntax.max_calls, free)
+    except UnwritableToolError as error:
+        raise _tool_error(places[error.index], error) from None
+    return GrammarSpec(GrammarKind.GRAMMAR, source, syntax.visible_specials, syntax.reasoning_prefix)
+
+
+def _find_fault(body: ToolCallingBody, syntax: AnswerSyntax, places: Sequence[int], grammars: GrammarCompiler) -> None:
+    """Raises InvalidRequestError if the format alone, or one tool alone, cannot be enforced."""
+    if syntax.calls_first:
+        _compile_format(body, syntax, grammars)
+    for place in places:
+        try:
+            grammars.compile(_calls_spec(replace(syntax, max_calls=1), [place], free=False))
+        except InvalidRequestError as error:
+            raise _tool_error(place, error) from None
+
+
+def _tool_error(place: int, error: Exception) -> InvalidRequestError:
+    param = f"tools[{place}].function.parameters"
+    return InvalidRequestError(f"{param}: {error}", param=param)

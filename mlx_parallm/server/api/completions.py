@@ -1,0 +1,238 @@
+"""`POST /v1/completions`: OpenAI's legacy completions, with vLLM's extensions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from fastapi import APIRouter, Depends
+from pydantic import Field, PlainValidator, model_validator
+from starlette.responses import Response
+
+from mlx_parallm.core import AdapterRef, CollectionSpec, Event, GenerationRequest, PromptScored, TextTokenizer
+from mlx_parallm.server.api.answer import AnswerObject, ChoicePiece, ChoiceWriter, FinishReasonText, Usage, ending
+from mlx_parallm.server.api.fields import INT32_MAX, Neutral, TokenId, WireOutput, is_token_ids, refused
+from mlx_parallm.server.api.generation_fields import (
+    NO_LIMIT,
+    UNSUPPORTED_OPTIONS,
+    GenerationBody,
+    TopLogprobs,
+)
+from mlx_parallm.server.api.logprobs import (
+    CompletionLogprobs,
+    CompletionLogprobsWriter,
+    PromptLogprobs,
+    prompt_logprobs,
+    scored_prompt,
+)
+from mlx_parallm.server.generation import GenerationResponse
+from mlx_parallm.server.http.body import json_body, request_body
+from mlx_parallm.server.http.request_log import new_request_id
+from mlx_parallm.server.openapi import streamable
+from mlx_parallm.server.planning import compile_grammar, plan, work_class
+from mlx_parallm.server.services import Services, ServicesDep
+
+DEFAULT_MAX_TOKENS = 16
+Prompt = str | list[int]
+
+# ---- the body and the answer ---------------------------------------------------------------------
+
+
+def _prompts(value: object) -> list[Prompt]:
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        if all(isinstance(prompt, str) for prompt in value) or all(is_token_ids(prompt) for prompt in value):
+            return value
+        if is_token_ids(value):
+            return [value]
+    raise refused("must be a string, a list of strings, a list of token ids, or a list of such lists, none empty")
+
+
+_Ids = Annotated[list[TokenId], Field(min_length=1)]
+_Texts = Annotated[list[str], Field(min_length=1)]
+Prompts = Annotated[
+    list[Prompt],
+    PlainValidator(_prompts, json_schema_input_type=str | _Texts | _Ids | Annotated[list[_Ids], Field(min_length=1)]),
+]
+
+
+class CompletionBody(GenerationBody):
+    """One or more prompts, and how to continue them."""
+
+    IGNORED: ClassVar[frozenset[str]] = GenerationBody.IGNORED | {"parallel_tool_calls"}
+    NEUTRAL: ClassVar[Neutral] = {**UNSUPPORTED_OPTIONS, "prompt_embeds": (), "suffix": ()}
+    NULL_VALUES: ClassVar[Mapping[str, object]] = {"max_tokens": NO_LIMIT}  # as in vLLM
+
+    prompt: Prompts
+    """A text, a list of token ids, or a list of either. Each prompt gets `n` answers."""
+    max_tokens: Annotated[int, Field(ge=NO_LIMIT, le=INT32_MAX)] | None = None
+    """Most tokens to generate. If it is left out: 16, or as many as fit. null and -1: as many as fit. 0 only scores the
+    prompt, with `echo` or `prompt_logprobs`."""
+    logprobs: TopLogprobs | None = None
+    """Return the logprobs of the generated tokens, and of this many most likely tokens at each position."""
+    echo: bool = False
+    """Whether each answer starts with its prompt; `logprobs` then covers the prompt too."""
+    add_special_tokens: bool = True
+    """Whether the tokenizer may add special tokens to a text. Token ids are used as they are."""
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> Self:
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise refused("0 scores a prompt: it needs echo or prompt_logprobs", "max_tokens")
+        if self.max_tokens == 0 and self.collect_trajectory:
+            raise refused("0 generates nothing that could be collected", "max_tokens")
+        if self.stream and self.prompt_logprobs is not None:
+            raise refused("not available with stream; use echo and logprobs", "prompt_logprobs")
+        return self
+
+
+class CompletionChoice(WireOutput):
+    """One answer, or what a chunk adds to it."""
+
+    LONG: ClassVar[bool] = True
+
+    index: int
+    """The prompt's index times `n`, plus the sample's index."""
+    text: str
+    """The answer, or what a chunk adds to it."""
+    logprobs: CompletionLogprobs | None
+    """Logprobs of the tokens in `text`, if the request asked for them."""
+    finish_reason: FinishReasonText | None
+    """Why the answer ended; null in a chunk before the last."""
+    stop_reason: str | None = None
+    """The stop string that ended the answer."""
+    token_ids: list[int] | None = None
+    """The generated tokens."""
+    prompt_token_ids: list[int] | None = None
+    """The prompt's tokens; in a stream, in the first chunk of the choice."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """For each token of the prompt, candidates by token id; null for the first token."""
+
+
+class Completion(AnswerObject):
+    """The whole answer, or one chunk of a stream."""
+
+    LONG: ClassVar[bool] = True
+
+    object: Literal["text_completion"]
+    """Always this value."""
+    choices: list[CompletionChoice]
+    """All answers; in a chunk of a stream, the one it adds to, or none."""
+
+
+# ---- the route -------------------------------------------------------------------------------------
+
+router = APIRouter()
+Body = Annotated[CompletionBody, Depends(json_body(CompletionBody))]
+
+
+@router.post("/v1/completions", responses=streamable(Completion), openapi_extra=request_body(CompletionBody))
+async def create_completion(body: Body, services: ServicesDep) -> Response:
+    """Continues one or more prompts."""
+    return GenerationResponse(services, body, len(body.prompt), partial(prepare, body, services))
+
+
+def prepare(
+    body: CompletionBody, services: Services, adapter: AdapterRef, collection: CollectionSpec | None
+) -> CompletionWriter:
+    """Tokenises the prompts and builds the engine's request. Runs in a worker thread."""
+    tokenizer, context = services.tokenizer, services.card.context_length
+    unlimited = body.max_tokens == NO_LIMIT
+    scored = [body.prompt_logprobs, body.logprobs if body.echo else None]
+    request = plan(
+        request_id=new_request_id("cmpl"),
+        body=body,
+        prompts=[
+            tokenizer.encode(prompt, body.add_special_tokens, context) if isinstance(prompt, str) else prompt
+            for prompt in body.prompt
+        ],
+        card=services.card,
+        adapter=adapter,
+        collection=collection,
+        work_class=work_class(body, services.config),
+        grammar=compile_grammar(*body.grammar, services.grammars) if body.grammar else None,
+        max_tokens=None if unlimited else body.max_tokens,
+        default_max_tokens=None if unlimited else DEFAULT_MAX_TOKENS,
+        top_logprobs=body.logprobs,
+        prompt_logprobs=max((top for top in scored if top is not None), default=None),
+    )
+    return CompletionWriter(body, request, services.card.name, tokenizer)
+
+
+class CompletionWriter(ChoiceWriter[CompletionBody]):
+    """Writes texts, echoed prompts and logprobs. Made in a worker thread, because decoding echoes may take long.
+
+    An echoed prompt is the first piece of its choices. It is sent at once, or with its logprobs if those are wanted:
+    then pieces that arrive before them are held back, because another sample of the prompt may be faster.
+    """
+
+    def __init__(self, body: CompletionBody, request: GenerationRequest, model: str, tokenizer: TextTokenizer) -> None:
+        super().__init__(body, request, model, tokenizer)
+        self._echoes = [self._echo(prompt) for prompt in range(len(request.prompts))] if body.echo else []
+        self._logprobs: dict[int, CompletionLogprobsWriter] = {}
+        self._unscored = set(range(len(request.prompts))) if body.echo and body.logprobs is not None else set[int]()
+        self._held: list[ChoicePiece] = []
+
+    def _opening_pieces(self) -> Iterator[ChoicePiece]:
+        if self._body.echo and self._body.logprobs is None:
+            for index in range(self.request.sequences):
+                yield ChoicePiece(index, self._echoes[self._prompt_of(index)])
+
+    def _echo(self, prompt: int) -> str:
+        """The prompt as the client sent it, or the text of its token ids."""
+        sent = self._body.prompt[prompt]
+        return sent if isinstance(sent, str) else self._tokenizer.decode(self.request.prompts[prompt])
+
+    def _pieces(self, event: Event) -> Iterator[ChoicePiece]:
+        if isinstance(event, PromptScored) and event.prompt_index in self._unscored:
+            yield from self._scored_echo(event)
+        for piece in super()._pieces(event):
+            if self._prompt_of(piece.index) in self._unscored:
+                self._held.append(piece)
+            else:
+                yield piece
+
+    def _scored_echo(self, event: PromptScored) -> Iterator[ChoicePiece]:
+        self._unscored.remove(event.prompt_index)
+        echo = self._echoes[event.prompt_index]
+        scored = scored_prompt(self.request.prompts[event.prompt_index], event.logprobs)
+        first = event.prompt_index * self.request.n
+        for index in range(first, first + self.request.n):
+            yield ChoicePiece(index, echo, scored=scored)
+            yield from (piece for piece in self._held if piece.index == index)
+
+    def _chunk(self, pieces: Sequence[ChoicePiece], **more: Any) -> Completion:
+        choices = [self._choice(piece) for piece in pieces]
+        more = {**self._usage_so_far(), **self._tail, **more}
+        return Completion(**self._head, object="text_completion", choices=choices, **more)
+
+    def _whole(self, choices: Sequence[ChoicePiece], usage: Usage, scored: dict[int, PromptScored]) -> Completion:
+        written = [self._choice(piece, **self._prompt_logprobs(piece, scored)) for piece in choices]
+        return Completion(**self._head, object="text_completion", choices=written, usage=usage, **self._tail)
+
+    def _choice(self, piece: ChoicePiece, **more: Any) -> CompletionChoice:
+        if self._body.return_token_ids:
+            more["token_ids"] = list(piece.token_ids)
+            if self._begins(piece):
+                more["prompt_token_ids"] = list(self.request.prompts[self._prompt_of(piece.index)])
+        logprobs = self._logprobs_of(piece.index).write(piece.scored) if piece.scored else None
+        return CompletionChoice(index=piece.index, text=piece.text, logprobs=logprobs, **ending(piece), **more)
+
+    def _logprobs_of(self, index: int) -> CompletionLogprobsWriter:
+        """The choice's own writer, because offsets continue from chunk to chunk."""
+        if index not in self._logprobs:
+            top, as_ids = self._body.logprobs or 0, self._body.return_tokens_as_token_ids
+            self._logprobs[index] = CompletionLogprobsWriter(self._tokenizer, top, as_ids)
+        return self._logprobs[index]
+
+    def _prompt_logprobs(self, piece: ChoicePiece, scored: dict[int, PromptScored]) -> dict[str, Any]:
+        if self._body.prompt_logprobs is None:
+            return {}
+        prompt = self._prompt_of(piece.index)
+        tokens = scored_prompt(self.request.prompts[prompt], scored[prompt].logprobs)
+        return {"prompt_logprobs": prompt_logprobs(self._tokenizer, tokens, self._body.prompt_logprobs)}
+
+    def _prompt_of(self, index: int) -> int:
+        return index // self.request.n

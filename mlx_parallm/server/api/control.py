@@ -1,0 +1,168 @@
+"""vLLM's control routes: `/pause`, `/resume`, `/is_paused`, `/sleep`, `/wake_up`, `/is_sleeping`, and
+`/reset_prefix_cache`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Query
+from pydantic import AfterValidator, Field
+
+from mlx_parallm.core import PauseMode
+from mlx_parallm.errors import ConflictError, EngineDeadError
+from mlx_parallm.server.api.fields import WireOutput, WireQuery, refused
+from mlx_parallm.server.errors import DrainingError
+from mlx_parallm.server.openapi import raises
+from mlx_parallm.server.services import ServicesDep
+
+router = APIRouter()
+
+
+# -- pause -----------------------------------------------------------------------------------------
+
+
+class PauseQuery(WireQuery):
+    """vLLM's parameters of `/pause`."""
+
+    mode: Literal["abort", "wait", "keep"] = "abort"
+    """What happens to the requests under way. `abort`: they fail at once with 503 `aborted`, a stream with an error
+    event. `wait`: they run to their end. `keep`: they stop, and continue after `/resume`."""
+    wait_for_inflight_requests: bool = False
+    """vLLM's older name: true is the same as `mode=wait`."""
+    clear_cache: bool = True
+    """Accepted and ignored: no cache outlives the requests that filled it, and with `keep` vLLM ignores it too."""
+
+
+class PausedObject(WireOutput):
+    """The pause is in force."""
+
+    status: Literal["paused"]
+    """Always `paused`."""
+
+
+class ResumedObject(WireOutput):
+    """No pause is in force."""
+
+    status: Literal["resumed"]
+    """Always `resumed`."""
+
+
+class PauseStatus(WireOutput):
+    """Whether the engine is paused."""
+
+    is_paused: bool
+    """True from `/pause` to `/resume`."""
+
+
+@router.post("/pause", responses=raises(DrainingError, EngineDeadError))
+async def pause(services: ServicesDep, query: Annotated[PauseQuery, Query()]) -> PausedObject:
+    """Stops generation: new requests wait in the bounded queue until `/resume`, and `mode` says what happens to those
+    under way. Answers when that has happened, or when a later `/pause` or `/resume` has replaced this one; a client
+    that disconnects does not stop it. Training, adapter and status routes continue to work, but an update that has to
+    be evaluated waits. A shutdown ends a pause."""
+    mode = PauseMode.WAIT if query.wait_for_inflight_requests else PauseMode(query.mode)
+    await services.lifecycle.run_to_end(services.engine.pause(mode))
+    return PausedObject(status="paused")
+
+
+@router.post("/resume", responses=raises(DrainingError, EngineDeadError))
+async def resume(services: ServicesDep) -> ResumedObject:
+    """Ends a pause: stopped and waiting requests continue. Without a pause it changes nothing."""
+    await services.lifecycle.run_to_end(services.engine.resume())
+    return ResumedObject(status="resumed")
+
+
+@router.get("/is_paused")
+async def is_paused(services: ServicesDep) -> PauseStatus:
+    """Whether `/pause` is in force. It is from the call on, although requests may still be under way."""
+    return PauseStatus(is_paused=services.engine.stats().paused)
+
+
+# -- prefix cache ----------------------------------------------------------------------------------
+
+
+def _only_false(value: bool) -> bool:
+    if value:
+        raise refused("only false is supported: running requests keep their own keys and values")
+    return value
+
+
+OnlyFalse = Annotated[bool, AfterValidator(_only_false), Field(json_schema_extra={"enum": [False]})]
+
+
+class ResetPrefixCacheQuery(WireQuery):
+    """vLLM's parameters of `/reset_prefix_cache`."""
+
+    reset_running_requests: OnlyFalse = False
+    """Only false: running requests keep their own keys and values, computed with their adapter's version."""
+    reset_external: bool = False
+    """Accepted and ignored: there is no external cache."""
+
+
+class PrefixCacheReset(WireOutput):
+    """No prefix is cached."""
+
+    status: Literal["success"]
+    """Always `success`."""
+
+
+@router.post("/reset_prefix_cache")
+async def reset_prefix_cache(_: Annotated[ResetPrefixCacheQuery, Query()]) -> PrefixCacheReset:
+    """Does nothing: keys and values are freed with the request that computed them, and only the samples of one prompt
+    share them. Every later request is computed from its first token."""
+    return PrefixCacheReset(status="success")
+
+
+# -- sleep -----------------------------------------------------------------------------------------
+
+KV_CACHE = "kv_cache"
+ADAPTERS_LEVEL = 2
+"""The `level` that frees the adapter bank too."""
+
+
+class SleepQuery(WireQuery):
+    """vLLM's parameter of `/sleep`."""
+
+    level: Annotated[int, Field(ge=1, le=2)] = 1
+    """The memory to free. 1: the KV cache. 2: the adapter bank too; adapter versions that have no file are copied to
+    memory, and all are staged again when a request needs them. The weights stay loaded: training needs them."""
+
+
+class WakeQuery(WireQuery):
+    """vLLM's parameter of `/wake_up`."""
+
+    tags: Annotated[list[Literal["weights", "kv_cache"]], Field(max_length=8)] = Field(default_factory=list)
+    """What to wake; left out, everything. `weights` stay loaded, so without `kv_cache` nothing changes."""
+
+
+class SleepStatus(WireOutput):
+    """Whether the server is asleep."""
+
+    is_sleeping: bool
+    """True while completions are refused because of `/sleep`."""
+
+
+@router.post("/sleep", responses=raises(ConflictError, DrainingError, EngineDeadError))
+async def sleep(services: ServicesDep, query: Annotated[SleepQuery, Query()]) -> SleepStatus:
+    """Refuses new completions at once, and answers when those under way have ended and the memory is free, or when the
+    server was woken meanwhile; a client that disconnects does not stop it. Training, adapter and status routes continue
+    to work. 409 if a pause holds requests, because they would not end."""
+    if services.engine.stats().paused and services.gate.held:
+        raise ConflictError("A pause holds requests: POST /resume first, or POST /pause?mode=abort to end them.")
+    await services.lifecycle.run_to_end(services.sleep.sleep(free_adapters=query.level == ADAPTERS_LEVEL))
+    return SleepStatus(is_sleeping=services.sleep.asleep)
+
+
+@router.post("/wake_up")
+async def wake_up(services: ServicesDep, query: Annotated[WakeQuery, Query()]) -> SleepStatus:
+    """Accepts completions again at once; awake already, it changes nothing. The memory is allocated again when a
+    request needs it."""
+    if not query.tags or KV_CACHE in query.tags:
+        services.sleep.wake()
+    return SleepStatus(is_sleeping=services.sleep.asleep)
+
+
+@router.get("/is_sleeping")
+async def is_sleeping(services: ServicesDep) -> SleepStatus:
+    """Whether completions are refused because the server is asleep."""
+    return SleepStatus(is_sleeping=services.sleep.asleep)

@@ -1,0 +1,306 @@
+"""Base classes of request bodies, queries and response objects, and the field types that several routes share.
+
+The docstring under a field is the field's description in the OpenAPI document.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Annotated, Any, ClassVar, Protocol, Self, TypeGuard, TypeVar
+from urllib.parse import quote
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PlainValidator,
+    ValidationInfo,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError, to_json
+
+Validated = TypeVar("Validated", covariant=True)
+Neutral = Mapping[str, tuple[Any, ...]]
+"""Names of fields, each with its neutral values; see `WireInput.NEUTRAL`."""
+
+EMPTY: tuple[Any, ...] = ("", [], {})
+"""Values that are neutral in every unsupported field, as null is."""
+INT32_MAX = 2**31 - 1
+MAX_NAMES, MAX_NAME = 20, 64
+"""Most unknown fields that are reported for one body, and most characters of each name."""
+MISSPELLED = 0.85
+"""Least similarity (`difflib`'s ratio) at which an unknown name counts as a misspelled known one."""
+NULL = {"type": "null"}
+ANNOTATIONS = ("title", "description", "default", "examples")
+"""JSON Schema keywords that describe a field as a whole and not one of its alternatives."""
+
+
+def refused(reason: str, field: str | None = None) -> PydanticCustomError:
+    """The error for a validator to raise: `reason` is about the value under validation, or about its `field`."""
+    return PydanticCustomError("refused", "{reason}", {"reason": reason, "field": field})
+
+
+# ---- request bodies ------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class IgnoredFields:
+    """Collects the unknown fields of one request body, for the `x-ignored-fields` header, the log and the metrics.
+
+    Validation ignores unknown fields when an object of this class is its context, and refuses them without one.
+    `count` is the number of all unknown fields. `names` are the first `MAX_NAMES` different paths, without list
+    indices (`messages.id`), percent-encoded and cut to `MAX_NAME` characters. `meant` maps those of them that look
+    misspelled to the field that was probably meant. `path` leads to the object that is validated now.
+    """
+
+    count: int = 0
+    names: list[str] = field(default_factory=list)
+    meant: dict[str, str] = field(default_factory=dict)
+    path: list[str] = field(default_factory=list)
+
+    def add(self, name: str, known: Collection[str]) -> None:
+        """Records an unknown field of an object whose declared fields are `known`."""
+        self.count += 1
+        if len(self.names) == MAX_NAMES:
+            return
+        path = ".".join([*self.path, name[:MAX_NAME]])
+        encoded = _percent_encoded(path or '""')  # an empty element would make the header malformed
+        if encoded not in self.names:
+            self.names.append(encoded)
+            if close := difflib.get_close_matches(name[:MAX_NAME], known, n=1, cutoff=MISSPELLED):
+                self.meant[encoded] = close[0]
+
+
+def _percent_encoded(path: str) -> str:
+    """`path` for a header, cut between two characters so that it can be decoded again."""
+    text = ""
+    for character in path:
+        part = quote(character, safe="")
+        if len(text) + len(part) > MAX_NAME:
+            break
+        text += part
+    return text
+
+
+class WireInput(BaseModel):
+    """A JSON object that a client sends. A field that is null counts as left out, or has its value in `NULL_VALUES`.
+
+    `IGNORED` names fields that clients of other servers send and that have no effect here. They take any value.
+    `NEUTRAL` has the values that have no effect, by field; null, "", [] and {} never have one. A declared field with
+    such a value counts as left out. An undeclared field is accepted with such a value and refused by name with any
+    other, because an answer that ignored it would not be the answer that the client asked for. Any other undeclared
+    field is unknown; see `IgnoredFields`.
+    """
+
+    IGNORED: ClassVar[frozenset[str]] = frozenset()
+    NEUTRAL: ClassVar[Neutral] = {}
+    NULL_VALUES: ClassVar[Mapping[str, object]] = {}
+
+    model_config = ConfigDict(
+        strict=True, extra="forbid", allow_inf_nan=False, frozen=True, use_attribute_docstrings=True
+    )
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _drop_fields_without_effect(
+        cls, data: object, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo
+    ) -> Self:
+        if not isinstance(data, dict):
+            return handler(data)
+        with _nested(info) as ignored:
+            sent = ((name, cls.NULL_VALUES.get(name) if value is None else value) for name, value in data.items())
+            return handler({name: value for name, value in sent if cls._has_effect(name, value, ignored)})
+
+    @classmethod
+    def _has_effect(cls, name: str, value: object, ignored: IgnoredFields | None) -> bool:
+        """Whether the declared fields include this one and it has a value. Raises the error of a refused field."""
+        neutral = cls.NEUTRAL.get(name, ())
+        if name in cls._declared():
+            return value is not None and not _is_any_of(value, neutral)
+        if name in cls.IGNORED:
+            return False
+        empty = value is None or _is_any_of(value, EMPTY)
+        if name in cls.NEUTRAL:
+            if not empty and not _is_any_of(value, neutral):
+                raise refused("not supported by this server; leave it out", name)
+        elif ignored is None:
+            raise refused(cls._unknown(name), name[:100])
+        elif not empty:
+            ignored.add(name, cls._declared())
+        return False
+
+    @classmethod
+    @cache
+    def _declared(cls) -> Mapping[str, bool]:
+        """The declared fields by the names that clients send, and whether each is required."""
+        return {field.alias or name: field.is_required() for name, field in cls.model_fields.items()}
+
+    @classmethod
+    def _unknown(cls, name: str) -> str:
+        close = difflib.get_close_matches(name[:100], cls._declared(), n=1)
+        return f"unknown field; did you mean {close[0]!r}?" if close else "unknown field; leave it out"
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: Any) -> dict[str, Any]:
+        schema: dict[str, Any] = handler(core_schema)
+        fields: dict[str, Any] = handler.resolve_ref_schema(schema).setdefault("properties", {})
+        for name, required in cls._declared().items():
+            if not required and NULL not in fields[name].get("anyOf", ()):
+                about = {key: fields[name].pop(key) for key in ANNOTATIONS if key in fields[name]}
+                fields[name] = {"anyOf": [fields[name], NULL], **about}
+        fields |= {name: {"description": "Accepted with any value and ignored."} for name in sorted(cls.IGNORED)}
+        unsupported = "Not supported. Only values that have no effect are accepted."
+        for name, neutral in cls.NEUTRAL.items():
+            if name in cls._declared():
+                fields[name]["anyOf"].append({"enum": list(neutral)})
+            else:
+                fields[name] = {"enum": [*neutral, *EMPTY, None], "description": unsupported}
+        return schema
+
+
+class OpenBody(WireInput):
+    """The body of a route that clients of other servers call too, with fields of their own. Unknown fields are ignored,
+    unless the server runs with strict fields or the request is collected for training."""
+
+
+class Validate(Protocol[Validated]):
+    """`Model.model_validate`, or `validate_python` of a `TypeAdapter`."""
+
+    def __call__(self, value: Any, /, *, context: Any) -> Validated: ...
+
+
+def read_nested(validate: Validate[Validated], value: object, info: ValidationInfo) -> Validated:
+    """Validates `value` from within a validator of a field, so that its unknown fields count as the body's own."""
+    with _nested(info):
+        return validate(value, context=info.context)
+
+
+@contextmanager
+def _nested(info: ValidationInfo) -> Iterator[IgnoredFields | None]:
+    """The collector of unknown fields, or None where they are refused. In the block, the paths of added fields start
+    with the field that `info` belongs to."""
+    ignored = info.context if isinstance(info.context, IgnoredFields) else None
+    if ignored is None or info.field_name is None:
+        yield ignored
+        return
+    ignored.path.append(info.field_name)
+    try:
+        yield ignored
+    finally:
+        ignored.path.pop()
+
+
+def _is_any_of(value: object, neutral: Iterable[object]) -> bool:
+    """Whether `value` is in `neutral`. true and 1 differ, as do false and 0."""
+    return any(isinstance(value, bool) == isinstance(other, bool) and value == other for other in neutral)
+
+
+class WireQuery(BaseModel):
+    """The query of a URL. Undeclared names are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+# ---- token ids -----------------------------------------------------------------------------------
+
+
+def is_token_ids(value: object) -> TypeGuard[list[int]]:
+    """Whether `value` is a non-empty list of integers from 0 to 2^31 - 1."""
+    return isinstance(value, list) and bool(value) and all(type(t) is int and 0 <= t <= INT32_MAX for t in value)
+
+
+def _token_ids(value: object) -> list[int]:
+    if is_token_ids(value):
+        return list(value)
+    if value == []:
+        return []
+    raise refused("must be a list of token ids")
+
+
+def _non_empty_token_ids(value: object) -> list[int]:
+    if is_token_ids(value):
+        return list(value)
+    raise refused("must be a list of at least one token id")
+
+
+TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
+TokenIds = Annotated[list[int], PlainValidator(_token_ids, json_schema_input_type=list[TokenId])]
+NonEmptyTokenIds = Annotated[
+    list[int],
+    PlainValidator(_non_empty_token_ids, json_schema_input_type=Annotated[list[TokenId], Field(min_length=1)]),
+]
+
+# ---- response objects ----------------------------------------------------------------------------
+
+
+class WireOutput(BaseModel):
+    """A JSON object that the server sends. Fields that were not set are left out, not null."""
+
+    LONG: ClassVar[bool] = False
+    """Whether one of the fields may be very long."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    @property
+    def event_name(self) -> str:
+        """The `event` field of the object in an SSE stream; empty where all events are of one kind."""
+        return ""
+
+    def json_text(self) -> str:
+        return self.model_dump_json(exclude_unset=True)
+
+    def json_pieces(self) -> Iterator[str]:
+        """`json_text` in short pieces. An object that is not `LONG` is one piece."""
+        if self.LONG:
+            is_set = (name for name in type(self).model_fields if name in self.model_fields_set)
+            yield from _object_pieces((name, getattr(self, name)) for name in is_set)
+        else:
+            yield self.json_text()
+
+
+def _pieces(value: object) -> Iterator[str]:
+    if isinstance(value, WireOutput):
+        yield from value.json_pieces()
+    elif isinstance(value, list):
+        yield "["
+        for place, item in enumerate(value):
+            yield "," if place else ""
+            yield from _pieces(item)
+        yield "]"
+    elif isinstance(value, dict):
+        yield from _object_pieces(value.items())
+    else:
+        yield to_json(value).decode()
+
+
+def _object_pieces(fields: Iterable[tuple[str, object]]) -> Iterator[str]:
+    yield "{"
+    for place, (name, value) in enumerate(fields):
+        yield f"{',' if place else ''}{to_json(name).decode()}:"
+        yield from _pieces(value)
+    yield "}"
+
+
+class ErrorDetail(WireOutput):
+    """The error itself."""
+
+    message: str
+    """What is wrong and what to change."""
+    type: str
+    """`invalid_request_error`, `rate_limit_error` or `server_error`."""
+    param: str | None
+    """The field at fault."""
+    code: str | None
+    """The error code, for programs; null for a malformed field."""
+
+
+class ErrorBody(WireOutput):
+    """The body of every answer that is not a success."""
+
+    error: ErrorDetail
+    """What went wrong."""

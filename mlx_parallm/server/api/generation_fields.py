@@ -1,0 +1,251 @@
+"""The request fields that completions and chat share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Field, PlainValidator, model_validator
+
+from mlx_parallm.server.api.fields import INT32_MAX, Neutral, WireInput, refused
+from mlx_parallm.server.api.grammar_fields import StructuredBody, is_shallow
+
+MAX_LOGPROBS = 20
+MAX_SEQUENCES = 128
+"""Most sequences of one request: `n` times its prompts."""
+MAX_STOPS, MAX_STOP_CHARACTERS = 16, 1024
+MAX_BIASES, MAX_BIAS = 1024, 100.0
+MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
+MAX_COLLECTED_METADATA_BYTES, MAX_COLLECTED_METADATA_DEPTH = 64 * 1024, 32
+NO_LIMIT = -1
+"""As a number of tokens to generate: as many as fit the context."""
+MAX_SCORER = 512
+"""Most characters of a scorer's name, or of an expression that combines several scorers."""
+MIN_COLLECTED_TEMPERATURE = 0.01
+"""Near 0 the distribution has all its mass on one token, and its logprobs carry no information for training."""
+
+BIASING_OPTIONS: Mapping[str, tuple[object, ...]] = {
+    "top_p": (1.0,),
+    "top_k": (0, -1),
+    "min_p": (0.0,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "repetition_penalty": (1.0,),
+    "logit_bias": ({},),
+    "min_tokens": (0,),
+    "ignore_eos": (False,),
+}
+"""Options that bias the sampling distribution, and the values that they may have with `collect_trajectory`."""
+COLLECTION_RULE = "a trajectory is sampled from the model's own distribution at its temperature"
+
+UNSUPPORTED_OPTIONS: Neutral = {
+    "allowed_token_ids": (),
+    "bad_words": (),
+    "early_stopping": (False,),
+    "grammar": (),
+    "guided_whitespace_pattern": (),
+    "include_stop_str_in_output": (False,),
+    "json_schema": (),
+    "length_penalty": (1.0,),
+    "logits_processors": (),
+    "response_format": ({},),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "stop_token_ids": (),
+    "structured_outputs": ({},),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+}
+"""The `NEUTRAL` fields of all generating routes."""
+
+
+# ---- field types, checked by hand so that an error names the field and hostile values are cheap to refuse ------------
+
+
+def _stops(value: object) -> list[str]:
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or len(stops) > MAX_STOPS:
+        raise refused(f"must be a string or a list of at most {MAX_STOPS} strings")
+    if not all(isinstance(stop, str) and 0 < len(stop) <= MAX_STOP_CHARACTERS for stop in stops):
+        raise refused(f"each must be a string of 1 to {MAX_STOP_CHARACTERS} characters")
+    return stops
+
+
+def _biases(value: object) -> dict[int, float]:
+    if not isinstance(value, dict) or len(value) > MAX_BIASES:
+        raise refused(f"must map at most {MAX_BIASES} token ids to numbers")
+    return {_bias_id(key): _bias(bias) for key, bias in value.items()}
+
+
+def _bias_id(key: str) -> int:
+    if key.isascii() and key.isdecimal() and len(key) <= 10 and str(int(key)) == key:
+        return int(key)
+    raise refused("each key must be a token id in decimal digits")
+
+
+def _bias(value: object) -> float:
+    if type(value) in (int, float) and -MAX_BIAS <= value <= MAX_BIAS:  # type: ignore[operator]
+        return float(value)  # type: ignore[arg-type]
+    raise refused(f"each value must be a number from {-MAX_BIAS:g} to {MAX_BIAS:g}")
+
+
+_Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+Stops = Annotated[
+    list[str],
+    PlainValidator(_stops, json_schema_input_type=_Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS)]),
+]
+_BiasId = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,9})$")]
+_Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
+_Biases = Annotated[
+    dict[_BiasId, _Bias], Field(max_length=MAX_BIASES, json_schema_extra={"additionalProperties": False})
+]
+LogitBias = Annotated[dict[int, float], PlainValidator(_biases, json_schema_input_type=_Biases)]
+TopLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+Temperature = Annotated[float, Field(ge=0, le=2)]
+TopP = Annotated[float, Field(ge=0, le=1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+
+
+def _check_metadata(metadata: Mapping[str, Any]) -> None:
+    """Raises the error of `refused` unless `metadata` is OpenAI's: a few short strings."""
+    if len(metadata) > MAX_METADATA:
+        raise refused(f"must map at most {MAX_METADATA} strings to strings", "metadata")
+    for key, text in metadata.items():
+        if len(key) > MAX_METADATA_KEY or not isinstance(text, str) or len(text) > MAX_METADATA_VALUE:
+            limits = f"keys have at most {MAX_METADATA_KEY} characters, values are text of {MAX_METADATA_VALUE}"
+            raise refused(f"{limits}; any JSON is accepted with collect_trajectory", "metadata")
+
+
+def _check_collected_metadata(metadata: Mapping[str, Any]) -> None:
+    """Raises the error of `refused` unless `metadata`, which goes to a scorer, is JSON of bounded depth and size."""
+    if not is_shallow(metadata, MAX_COLLECTED_METADATA_DEPTH):
+        raise refused(f"is nested deeper than {MAX_COLLECTED_METADATA_DEPTH} levels", "metadata")
+    try:
+        size = len(json.dumps(metadata, ensure_ascii=False, allow_nan=False).encode("utf-8"))
+    except ValueError:
+        raise refused("numbers must be finite", "metadata") from None
+    if size > MAX_COLLECTED_METADATA_BYTES:
+        raise refused(f"has {size} bytes as JSON; at most {MAX_COLLECTED_METADATA_BYTES} are kept", "metadata")
+
+
+# ---- the body --------------------------------------------------------------------------------------
+
+
+class StreamOptions(WireInput):
+    """What a stream reports about usage."""
+
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
+
+    include_usage: bool = False
+    """Whether one more chunk, before the end, has the usage of the whole request."""
+    continuous_usage_stats: bool = False
+    """Whether every chunk has the usage so far; needs `include_usage`."""
+
+
+class GenerationBody(StructuredBody):
+    """The fields that completions and chat share. Ranges are OpenAI's, or vLLM's for fields that OpenAI lacks."""
+
+    IGNORED: ClassVar[frozenset[str]] = StructuredBody.IGNORED | {
+        "user",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "store",
+        "service_tier",
+        "thinking",
+        "reasoning_effort",
+        "verbosity",
+    }
+    NEUTRAL: ClassVar[Neutral] = UNSUPPORTED_OPTIONS
+
+    model: str | None = None
+    """A name of the served model, `base`, or an adapter: its name (for the live version), `name@version`, or a
+    checkpoint of the default adapter. If it is left out or names the served model, the server's routing chooses."""
+    lora_adapter: str | None = None
+    """An adapter, named as in `model`, which may name the served model beside it. If both name an adapter, they must
+    agree."""
+    adapters: str | None = None
+    """mlx-lm's name for `lora_adapter`."""
+    best_of: Annotated[int, Field(ge=1, le=MAX_SEQUENCES)] | None = None
+    """Must be 1 or equal to `n`: all answers that are generated are returned."""
+    n: Annotated[int, Field(ge=1, le=MAX_SEQUENCES)] = 1
+    """Number of answers to each prompt. `n` times the number of prompts is limited, see `/server_info`."""
+    stream: bool = False
+    """Whether the answer is sent as server-sent events instead of one body."""
+    stream_options: StreamOptions = StreamOptions()
+    """What a stream reports about usage. It has no effect without `stream`."""
+    temperature: Temperature = 1.0
+    """Divides the logits; 0 means greedy decoding."""
+    top_p: TopP = 1.0
+    """Sample from the fewest most likely tokens whose probabilities sum to at least this; 1 is off, 0 is greedy."""
+    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] = 0
+    """Sample from this many most likely tokens; 0 and -1 are off."""
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Sample from tokens with at least this share of the most likely token's probability; 0 is off."""
+    seed: Seed | None = None
+    """Equal seeds sample equal tokens, whatever else is in the batch. Sample j of a prompt uses `seed` + j."""
+    stop: Stops = Field(default_factory=list)
+    """One text or a list of texts. The answer ends before the first of them."""
+    presence_penalty: Penalty = 0.0
+    """Subtracted from the logit of each token that is already in the answer."""
+    frequency_penalty: Penalty = 0.0
+    """Subtracted from the logit of a token for each time it is already in the answer."""
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0
+    """Divides the positive logits of tokens in prompt and answer, and multiplies the negative ones; 1 is off."""
+    logit_bias: LogitBias = Field(default_factory=dict)
+    """Values added to logits: maps token ids, in decimal digits, to numbers."""
+    min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] = 0
+    """Number of tokens before the answer may end by itself."""
+    ignore_eos: bool = False
+    """Whether to continue after the end-of-sequence token."""
+    priority: Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)] = 0
+    """Requests with lower values run earlier."""
+    return_token_ids: bool = False
+    """Whether the answer has the token ids of the prompt and of each choice."""
+    return_tokens_as_token_ids: bool = False
+    """Whether tokens in `logprobs` are written as `token_id:<id>`, which is unique, unlike their texts."""
+    prompt_logprobs: TopLogprobs | None = None
+    """Return the logprobs of the prompt's tokens, and of this many most likely tokens at each position."""
+    metadata: dict[str, Any] | None = None
+    """At most 16 short strings, returned with the answer. With `collect_trajectory`, any JSON of at most 64 KiB and 32
+    levels, for the scorer."""
+    collect_trajectory: bool = False
+    """Whether the answers are kept for training. The `n` answers to a prompt are one group."""
+    scoring_function: Annotated[str, Field(min_length=1, max_length=MAX_SCORER)] | None = None
+    """The scorer that rewards the collected answers. If it is left out, rewards come by feedback."""
+    traffic_class: Literal["live", "rollout"] | None = None
+    """Whose share of the batch's rows the request uses while both kinds wait. If it is left out: `rollout` with
+    `collect_trajectory`, unless the server is configured otherwise, else `live`."""
+
+    @model_validator(mode="after")
+    def _check_options(self) -> Self:
+        if self.best_of not in (None, 1, self.n):
+            raise refused("not supported by this server except as 1 or the same as n; leave it out", "best_of")
+        if self.grammar is not None:
+            self.check_grammar_options(self.grammar[0])
+        if self.collect_trajectory:
+            self._check_collected()
+        elif self.scoring_function is not None:
+            raise refused("needs collect_trajectory: true", "scoring_function")
+        else:
+            _check_metadata(self.metadata or {})
+        return self
+
+    def check_grammar_options(self, param: str) -> None:
+        """Raises the error of `refused` for options that do not go with a grammar, which the field `param` asks for."""
+        if self.collect_trajectory:
+            raise refused(f"not supported with collect_trajectory: {COLLECTION_RULE}; leave it out", param)
+        for name in ("min_tokens", "ignore_eos"):
+            if getattr(self, name):
+                raise refused(f"cannot be combined with {param}, which decides where the text ends", name)
+
+    def _check_collected(self) -> None:
+        _check_collected_metadata(self.metadata or {})
+        for name, allowed in BIASING_OPTIONS.items():
+            if getattr(self, name) not in allowed:
+                raise refused(f"not supported with collect_trajectory: {COLLECTION_RULE}; leave it out", name)
+        if self.temperature < MIN_COLLECTED_TEMPERATURE:
+            least = f"must be at least {MIN_COLLECTED_TEMPERATURE} with collect_trajectory"
+            raise refused(f"{least}: {COLLECTION_RULE}", "temperature")

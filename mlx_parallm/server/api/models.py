@@ -1,0 +1,234 @@
+"""Models and their tokenizer: `/v1/models`, `/tokenize`, `/detokenize`, `/tokenizer_info`."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Depends, Path
+from pydantic import model_validator
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mlx_parallm.core import AdapterCard
+from mlx_parallm.errors import ContextLengthError, UnknownModelError
+from mlx_parallm.server.api.chat.messages import Messages, TemplateOptions, render
+from mlx_parallm.server.api.fields import OpenBody, TokenIds, WireOutput, refused
+from mlx_parallm.server.http.body import json_body, request_body
+from mlx_parallm.server.openapi import raises
+from mlx_parallm.server.planning import check_ids
+from mlx_parallm.server.services import Services, ServicesDep
+
+router = APIRouter()
+
+
+# -- models ----------------------------------------------------------------------------------------
+
+
+class Model(WireOutput):
+    """One name that `model` accepts."""
+
+    id: str
+    """The name."""
+    object: Literal["model"]
+    """Always `model`."""
+    created: int
+    """Unix time, seconds."""
+    owned_by: str
+    """Always `mlx_parallm`."""
+    root: str
+    """The folder that an adapter was loaded from; for the base model, its name."""
+    parent: str | None
+    """For an adapter, the base model's name."""
+    max_model_len: int
+    """Most tokens of prompt and answer together."""
+    version: int | None = None
+    """For an adapter, its version."""
+
+
+class ModelList(WireOutput):
+    """The names that `model` accepts."""
+
+    object: Literal["list"]
+    """Always `list`."""
+    data: list[Model]
+    """The base model first."""
+
+
+Name = Annotated[str, Path(description="The served model, `base`, an adapter, or `name@version`.")]
+
+
+@router.get("/v1/models", response_model_exclude_unset=True)
+async def list_models(services: ServicesDep) -> ModelList:
+    """The names that `model` accepts: those of the base model, then the live version of each adapter."""
+    base = [_base(name, services) for name in services.card.names]
+    live = [_adapter(card, services) for card in services.adapters.cards() if card.live]
+    return ModelList(object="list", data=[*base, *live])
+
+
+@router.get("/v1/models/{name:path}", response_model_exclude_unset=True, responses=raises(UnknownModelError))
+async def get_model(name: Name, services: ServicesDep) -> Model:
+    """One model or adapter version. The name may have a slash, as hub ids do."""
+    if not services.is_base(name):
+        return _adapter(services.find(name, "model"), services)
+    return _base(name if name in services.card.names else services.card.name, services)
+
+
+def _base(name: str, services: Services) -> Model:
+    return Model(
+        id=name,
+        object="model",
+        created=services.started_at,
+        owned_by="mlx_parallm",
+        root=services.card.name,
+        parent=None,
+        max_model_len=services.card.context_length,
+    )
+
+
+def _adapter(card: AdapterCard, services: Services) -> Model:
+    return Model(
+        id=card.ref.name if card.live else str(card.ref),
+        object="model",
+        created=card.created,
+        owned_by="mlx_parallm",
+        root=card.root or card.ref.name,
+        parent=services.card.name,
+        max_model_len=services.card.context_length,
+        version=card.ref.version,
+    )
+
+
+# -- tokenizer -------------------------------------------------------------------------------------
+
+
+class TokenizeBody(OpenBody):
+    """Exactly one of `prompt` and `messages`."""
+
+    model: str | None = None
+    """Must be a known name, and changes nothing: all adapters share one tokenizer."""
+    prompt: str | None = None
+    """A text."""
+    messages: Messages | None = None
+    """A conversation, rendered with the chat template."""
+    add_special_tokens: bool = True
+    """Whether the tokenizer may add special tokens to a text."""
+    add_generation_prompt: bool = True
+    """Whether a conversation ends with the start of the assistant's turn."""
+    chat_template_kwargs: TemplateOptions = TemplateOptions()
+    """Switches of the chat template."""
+
+    @model_validator(mode="after")
+    def _one_input(self) -> TokenizeBody:
+        if (self.prompt is None) == (self.messages is None):
+            raise refused("send either prompt or messages", "prompt")
+        return self
+
+
+class Tokens(WireOutput):
+    """The token ids of a text or a conversation."""
+
+    tokens: list[int]
+    """The ids."""
+    count: int
+    """Number of ids."""
+    max_model_len: int
+    """Most tokens of prompt and answer together."""
+
+
+class DetokenizeBody(OpenBody):
+    """Token ids to decode."""
+
+    model: str | None = None
+    """Must be a known name, and changes nothing: all adapters share one tokenizer."""
+    tokens: TokenIds
+    """Ids below the vocabulary's size."""
+
+
+class Detokenized(WireOutput):
+    """The text of token ids."""
+
+    prompt: str
+    """The text."""
+
+
+class TokenizerInfo(WireOutput):
+    """What a client needs to render the chat template itself."""
+
+    eos_token: str | None
+    """Text of the end-of-sequence token."""
+    bos_token: str | None
+    """Text of the beginning-of-sequence token."""
+    eos_token_ids: list[int]
+    """Ids that end an answer."""
+    vocab_size: int
+    """Token ids are below it."""
+    chat_template: str | None
+    """The chat template, in Jinja."""
+
+
+@router.post(
+    "/tokenize", response_model=Tokens, responses=raises(UnknownModelError), openapi_extra=request_body(TokenizeBody)
+)
+async def tokenize(
+    body: Annotated[TokenizeBody, Depends(json_body(TokenizeBody))], request: Request, services: ServicesDep
+) -> Response:
+    """The token ids of a text, or of messages rendered with the chat template; 400 for a text that is longer than the
+    context."""
+    services.check_model(body.model)
+    return await services.workers.run(request.state.body_bytes, partial(_tokenize, body, services))
+
+
+@router.post(
+    "/detokenize",
+    response_model=Detokenized,
+    responses=raises(UnknownModelError),
+    openapi_extra=request_body(DetokenizeBody),
+)
+async def detokenize(
+    body: Annotated[DetokenizeBody, Depends(json_body(DetokenizeBody))], request: Request, services: ServicesDep
+) -> Response:
+    """The text of token ids, special tokens included; 400 for more ids than the context holds."""
+    services.check_model(body.model)
+    return await services.workers.run(request.state.body_bytes, partial(_detokenize, body, services))
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(services: ServicesDep) -> TokenizerInfo:
+    """The special tokens and the chat template."""
+    tokenizer = services.tokenizer
+    return TokenizerInfo(
+        eos_token=tokenizer.eos_token,
+        bos_token=tokenizer.bos_token,
+        eos_token_ids=sorted(tokenizer.eos_token_ids),
+        vocab_size=tokenizer.vocab_size,
+        chat_template=tokenizer.chat_template,
+    )
+
+
+def _tokenize(body: TokenizeBody, services: Services) -> Response:
+    """Runs in a worker thread, because the text may be long."""
+    tokenizer, context = services.tokenizer, services.card.context_length
+    if body.messages is None:
+        ids = tokenizer.encode(body.prompt or "", body.add_special_tokens, context)
+    else:
+        options = body.chat_template_kwargs
+        ids = render(body.messages, (), tokenizer, body.add_generation_prompt, options, context)
+    return _json(Tokens(tokens=ids, count=len(ids), max_model_len=context))
+
+
+def _detokenize(body: DetokenizeBody, services: Services) -> Response:
+    """Runs in a worker thread."""
+    context = services.card.context_length
+    if len(body.tokens) > context:
+        raise ContextLengthError(
+            f"{len(body.tokens)} token ids; the model's context is {context} tokens. Send fewer at a time.",
+            param="tokens",
+        )
+    if body.tokens:
+        check_ids(body.tokens, services.card.vocab_size, param="tokens")
+    return _json(Detokenized(prompt=services.tokenizer.decode(body.tokens)))
+
+
+def _json(answer: WireOutput) -> Response:
+    return Response(answer.json_text(), media_type="application/json")

@@ -1,0 +1,242 @@
+"""Routes for operators: `/health`, `/ready`, `/version`, `/metrics`, `/server_info`, `/debug/state`, `/docs`."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import asdict, fields
+from importlib.metadata import version as version_of
+from importlib.resources import files
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from starlette.responses import HTMLResponse, Response
+
+from mlx_parallm import __version__
+from mlx_parallm.config import Mode
+from mlx_parallm.core import EngineStats
+from mlx_parallm.errors import EngineDeadError
+from mlx_parallm.server.api.fields import WireOutput, WireQuery
+from mlx_parallm.server.api.generation_fields import MAX_SEQUENCES
+from mlx_parallm.server.api.training.schedule import ModeName, mode_of, schedule_object
+from mlx_parallm.server.errors import AsleepError, DrainingError, InferenceDisabledError, NotReadyError
+from mlx_parallm.server.openapi import raises
+from mlx_parallm.server.services import Services, ServicesDep
+
+ServerMode = Literal["inference_only", "training_only"] | ModeName
+
+router = APIRouter()
+
+
+# -- probes and metrics ----------------------------------------------------------------------------
+
+
+class ProbeStatus(WireOutput):
+    """The answer of a probe that succeeds."""
+
+    status: str
+    """`ok` or `ready`."""
+
+
+class ServerVersion(WireOutput):
+    """The server's version."""
+
+    version: str
+    """The version of the package mlx_parallm."""
+
+
+@router.get("/health", responses=raises(EngineDeadError))
+async def health(services: ServicesDep) -> ProbeStatus:
+    """503 if the device thread is dead."""
+    if not services.engine.stats().alive:
+        raise EngineDeadError("the device thread is not running")
+    return ProbeStatus(status="ok")
+
+
+@router.get("/ready", responses=raises(NotReadyError, DrainingError, InferenceDisabledError, AsleepError))
+async def ready(services: ServicesDep) -> ProbeStatus:
+    """503 unless new generation requests are accepted now. A server that is asleep, or only trains, is not ready."""
+    services.check_open()
+    stats = services.engine.stats()
+    if not (stats.alive and stats.ready):
+        raise NotReadyError("the engine is not ready")
+    return ProbeStatus(status="ready")
+
+
+@router.get("/version")
+async def version() -> ServerVersion:
+    """The server's version."""
+    return ServerVersion(version=__version__)
+
+
+@router.get(
+    "/metrics", response_class=Response, responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
+)
+async def metrics(services: ServicesDep) -> Response:
+    """Metrics in Prometheus's text format."""
+    return Response(services.metrics.exposition(), headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
+
+
+# -- server info -----------------------------------------------------------------------------------
+
+PACKAGES = ("mlx", "mlx-lm", "transformers", "tokenizers", "llguidance", "fastapi", "pydantic", "uvicorn")
+
+
+class ServerInfoQuery(WireQuery):
+    """vLLM's parameter of `/server_info`."""
+
+    config_format: Literal["json"] = "json"
+    """Only `json`; vLLM has a text form too."""
+
+
+class ModelInfo(WireOutput):
+    """The base model."""
+
+    name: str
+    """The name that `model` accepts."""
+    context_length: int
+    """Most tokens of prompt and answer together."""
+    vocab_size: int
+    """Token ids are below it."""
+    quantization: str
+    """Quantization of the weights as loaded."""
+    dtype: str
+    """Type of the activations."""
+    parameters: int
+    """Number of parameters."""
+    weight_bytes: int
+    """Bytes of the weights in memory."""
+    aliases: tuple[str, ...]
+    """More names that `model` accepts for it."""
+
+
+class ServerLimits(WireOutput):
+    """The configured limits."""
+
+    max_batch_size: int
+    """Most sequences in one batch."""
+    max_queued: int
+    """Most sequences that wait beside a full batch."""
+    max_sequences_per_request: int
+    """Most sequences of one request: `n` times its prompts."""
+    max_body_bytes: int
+    """Most bytes of a request's body."""
+    kv_cache_bytes: int
+    """Bytes of the KV pool's budget."""
+    adapter_slots: int
+    """Most adapter versions in one batch."""
+
+
+class ServerInfo(WireOutput):
+    """Model, versions, limits and state of this server. It has no paths and no keys."""
+
+    version: str
+    """The version of the package mlx_parallm."""
+    versions: dict[str, str]
+    """Versions of Python and of the main packages, by name."""
+    system: str
+    """Operating system and processor."""
+    model: ModelInfo
+    """The base model that is served."""
+    limits: ServerLimits
+    """The limits in force."""
+    mode: ServerMode
+    """How device time is shared now; `custom`: with a share that no mode has."""
+    paused: bool
+    """True from `/pause` to `/resume`."""
+    asleep: bool
+    """True while completions are refused because of `/sleep`."""
+    draining: bool
+    """True once the server is shutting down."""
+    inference: bool
+    """Whether it accepts generation requests; false: it only trains."""
+    training: bool
+    """Whether it trains."""
+
+
+@router.get("/server_info")
+async def server_info(services: ServicesDep, _: Annotated[ServerInfoQuery, Query()]) -> ServerInfo:
+    """Model, versions, limits and state."""
+    config, stats = services.config, services.engine.stats()
+    return ServerInfo(
+        version=__version__,
+        versions={"python": platform.python_version(), **{package: version_of(package) for package in PACKAGES}},
+        system=f"{platform.system()} {platform.machine()}",
+        model=ModelInfo(**asdict(services.card)),
+        limits=ServerLimits(
+            max_batch_size=config.max_batch_size,
+            max_queued=config.max_queued,
+            max_sequences_per_request=MAX_SEQUENCES,
+            max_body_bytes=config.max_body_bytes,
+            kv_cache_bytes=stats.kv_bytes_budget,
+            adapter_slots=services.adapters.stats().slots,
+        ),
+        mode=_mode(services),
+        paused=stats.paused,
+        asleep=services.sleep.asleep,
+        draining=services.lifecycle.drain_begun.is_set(),
+        inference=config.mode is not Mode.TRAINING_ONLY,
+        training=services.training is not None,
+    )
+
+
+def _mode(services: Services) -> ServerMode:
+    if services.config.mode is Mode.TRAINING_ONLY:
+        return "training_only"
+    if services.training is None:
+        return "inference_only"
+    return mode_of(services.engine.stats().schedule)
+
+
+# -- debug state -----------------------------------------------------------------------------------
+
+
+class DebugState(WireOutput):
+    """The state of engine and server, for people."""
+
+    engine: dict[str, Any]
+    """The engine's figures: queues, rows, KV pool, memory."""
+    server: dict[str, Any]
+    """The HTTP server's state and queue."""
+    model: dict[str, Any]
+    """The base model."""
+
+
+@router.get("/debug/state")
+async def debug_state(services: ServicesDep) -> DebugState:
+    """Queues, rows, KV pool and memory."""
+    stats = services.engine.stats()
+    return DebugState(
+        engine=_engine_state(stats),
+        server={
+            "sequences_held": services.gate.held,
+            "sequences_limit": services.gate.limit,
+            "mode": _mode(services),
+            "draining": services.lifecycle.drain_begun.is_set(),
+            "asleep": services.sleep.asleep,
+            "paused": stats.paused,
+            "started_at": services.started_at,
+        },
+        model=asdict(services.card),
+    )
+
+
+def _engine_state(stats: EngineStats) -> dict[str, Any]:
+    """Not `asdict`: it copies `detail` with deepcopy, which fails on read-only mappings."""
+    state = {field.name: getattr(stats, field.name) for field in fields(stats)}
+    return state | {"schedule": schedule_object(stats).model_dump(), "detail": dict(stats.detail)}
+
+
+# -- documentation ---------------------------------------------------------------------------------
+
+DOCS_HEADERS = {
+    "content-security-policy": "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; "
+    "style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+}
+
+
+@router.get("/docs", include_in_schema=False)
+async def docs() -> HTMLResponse:
+    """A page that shows `/openapi.json`. It loads nothing from other servers."""
+    page = files("mlx_parallm.server").joinpath("docs.html").read_text("utf-8")
+    return HTMLResponse(page, headers=DOCS_HEADERS)

@@ -1,0 +1,174 @@
+"""The input items of a conversation (OpenAI's `ResponseInputItem`), and the chat messages that they stand for.
+
+Output items of a response can be sent back unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, PlainValidator, TypeAdapter, ValidationInfo
+
+from mlx_parallm.server.api.fields import Neutral, Validate, WireInput, read_nested, refused
+
+ChatMessageFields = dict[str, Any]
+"""The fields of a message, as chat's `Message` validates them."""
+
+
+class ItemText(WireInput):
+    """A part of a message's content."""
+
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"annotations", "logprobs", "prompt_cache_breakpoint"})
+
+    type: Literal["input_text", "output_text"]
+    """Either value, for any role."""
+    text: str
+    """The text."""
+
+
+_TEXT_PARTS = TypeAdapter(list[ItemText])
+
+
+def _joined_parts(value: object, info: ValidationInfo) -> object:
+    """The text of all parts, one a line, as in chat. Other values are returned unchanged."""
+    if not isinstance(value, list):
+        return value
+    for part in value:
+        if not isinstance(part, dict) or part.get("type") not in ("input_text", "output_text"):
+            raise refused('each part must be {"type": "input_text", "text": …}: this model reads only text')
+    return "\n".join(part.text for part in read_nested(_TEXT_PARTS.validate_python, value, info))
+
+
+Text = Annotated[str, BeforeValidator(_joined_parts, json_schema_input_type=str | list[ItemText])]
+
+
+class MessageItem(WireInput):
+    """A message."""
+
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"id", "status", "phase"})
+
+    type: Literal["message"] = "message"
+    """May be left out."""
+    role: Literal["system", "developer", "user", "assistant"]
+    """The author. `developer` is the newer name of `system`."""
+    content: Text
+    """Text, or a list of text parts."""
+
+    def message(self) -> ChatMessageFields:
+        return {"role": self.role, "content": self.content}
+
+
+class CallItem(WireInput):
+    """A function call that the model made."""
+
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"id", "caller"})
+    NEUTRAL: ClassVar[Neutral] = {"async": (False,), "namespace": ()}
+
+    type: Literal["function_call"]
+    """Always this value."""
+    call_id: str
+    """The id that the item with the output names."""
+    name: str
+    """The function's name."""
+    arguments: str
+    """JSON text."""
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+    """An `incomplete` call was cut off; it was never run and is left out of the prompt."""
+
+    def message(self) -> ChatMessageFields:
+        """Empty for an incomplete call."""
+        if self.status == "incomplete":
+            return {}
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"role": "assistant", "tool_calls": [{"id": self.call_id, "type": "function", "function": function}]}
+
+
+class CallOutputItem(WireInput):
+    """The output of a function that was called."""
+
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"id", "status", "caller", "name"})
+    NEUTRAL: ClassVar[Neutral] = {"namespace": ()}
+
+    type: Literal["function_call_output"]
+    """Always this value."""
+    call_id: str
+    """The id of the call."""
+    output: Text
+    """Text, or a list of text parts."""
+
+    def message(self) -> ChatMessageFields:
+        return {"role": "tool", "tool_call_id": self.call_id, "content": self.output}
+
+
+class ReasoningPart(WireInput):
+    """A part of the model's reasoning."""
+
+    type: Literal["reasoning_text"]
+    """Always this value."""
+    text: str
+    """The text."""
+
+
+class ReasoningItem(WireInput):
+    """The model's reasoning. Only `content` is read: not its summary, nor the encrypted form of other servers."""
+
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"id", "status", "summary", "encrypted_content"})
+
+    type: Literal["reasoning"]
+    """Always this value."""
+    content: list[ReasoningPart] = Field(default_factory=list)
+    """The reasoning. Without it the item adds nothing to the prompt."""
+
+    def message(self) -> ChatMessageFields:
+        """Empty without content."""
+        reasoning = "".join(part.text for part in self.content)
+        return {"role": "assistant", "reasoning_content": reasoning} if reasoning else {}
+
+
+InputItem = MessageItem | CallItem | CallOutputItem | ReasoningItem
+ITEM_TYPES: Mapping[object, type[InputItem]] = {
+    "message": MessageItem,
+    "function_call": CallItem,
+    "function_call_output": CallOutputItem,
+    "reasoning": ReasoningItem,
+}
+
+
+def _item(value: object, info: ValidationInfo) -> InputItem:
+    if not isinstance(value, dict):
+        raise refused("must be an item: an object with a type")
+    kind = value.get("type") or "message"
+    if not isinstance(kind, str) or kind not in ITEM_TYPES:
+        raise refused(f"not a supported type of items; those are {', '.join(map(str, ITEM_TYPES))}", "type")
+    validate: Validate[InputItem] = ITEM_TYPES[kind].model_validate
+    return read_nested(validate, value, info)
+
+
+Item = Annotated[InputItem, PlainValidator(_item, json_schema_input_type=InputItem)]
+ITEM_LIST: TypeAdapter[list[InputItem]] = TypeAdapter(list[Item])
+
+
+def messages_of(items: Iterable[InputItem]) -> list[ChatMessageFields]:
+    """The items as chat messages. Reasoning, text and calls of the assistant that follow each other, in this order, are
+    one message."""
+    messages: list[ChatMessageFields] = []
+    for message in filter(None, (item.message() for item in items)):
+        if messages and _continues(messages[-1], message):
+            messages[-1] = _joined(messages[-1], message)
+        else:
+            messages.append(message)
+    return messages
+
+
+def _continues(before: ChatMessageFields, message: ChatMessageFields) -> bool:
+    if not before["role"] == message["role"] == "assistant":
+        return False
+    if "tool_calls" in message:
+        return True
+    return "content" not in before and ("content" in message or "tool_calls" not in before)
+
+
+def _joined(before: ChatMessageFields, message: ChatMessageFields) -> ChatMessageFields:
+    added = {name: value for name, value in message.items() if name != "role"}
+    return before | {name: before[name] + value if name in before else value for name, value in added.items()}

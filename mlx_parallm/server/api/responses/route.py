@@ -1,0 +1,249 @@
+"""`/v1/responses`: OpenAI's Responses API on top of chat, with a memory of earlier conversations."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Path, Query
+from pydantic import ValidationError
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mlx_parallm.core import AdapterRef, CollectionSpec
+from mlx_parallm.errors import ContextLengthError, InvalidRequestError, RequestError, UnknownModelError
+from mlx_parallm.server.api.chat.route import plan_chat, prompt_of
+from mlx_parallm.server.api.chat.schema import ChatBody
+from mlx_parallm.server.api.fields import WireQuery
+from mlx_parallm.server.api.responses.items import ITEM_LIST, messages_of
+from mlx_parallm.server.api.responses.objects import DeletedResponse, InputItems, InputTokens, ResponseObject, new_id
+from mlx_parallm.server.api.responses.schema import ResponsesBody
+from mlx_parallm.server.api.responses.store import (
+    InputItemsQuery,
+    ItemFields,
+    StoredResponse,
+    listed_item,
+    page_of,
+)
+from mlx_parallm.server.api.responses.stream import ResponseWriter
+from mlx_parallm.server.errors import UnknownResponseError
+from mlx_parallm.server.generation import GenerationResponse
+from mlx_parallm.server.http.body import first_fault, json_body, request_body
+from mlx_parallm.server.openapi import raises, streamable
+from mlx_parallm.server.services import Services, ServicesDep
+
+EMPTY_CONVERSATION = StoredResponse(b'{"output":[]}', b"[]")
+ANSWER_SHARE = 4
+"""With truncation, an answer of unknown length gets one part in this many of the context."""
+OWN_NAMES: Mapping[str, str] = {
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+    ".function": "",
+}
+"""Names of chat's fields, and the names of the same fields here. Longer names come before their beginnings."""
+
+
+class ResponseQuery(WireQuery):
+    """The query of a request for a stored response."""
+
+    include_obfuscation: bool = False
+    """Accepted and ignored: stored responses are not streamed."""
+
+
+router = APIRouter()
+ResponseId = Annotated[str, Path(description="The id of a stored response.")]
+Body = Annotated[ResponsesBody, Depends(json_body(ResponsesBody))]
+
+
+@router.post(
+    "/v1/responses",
+    responses=streamable(ResponseObject, UnknownResponseError),
+    openapi_extra=request_body(ResponsesBody),
+)
+async def create_response(body: Body, request: Request, services: ServicesDep) -> Response:
+    """Answers a conversation, and stores the response for the next turn unless `store` is false."""
+    stored = _previous(body, services)
+    request.state.body_bytes += stored.size
+    earlier, chat = await services.workers.run(request.state.body_bytes, partial(_as_chat, body, stored))
+    return GenerationResponse(services, chat, 1, partial(prepare, body, chat, earlier, services))
+
+
+@router.post(
+    "/v1/responses/input_tokens",
+    responses=raises(UnknownResponseError, UnknownModelError, ContextLengthError),
+    openapi_extra=request_body(ResponsesBody),
+)
+async def count_input_tokens(body: Body, request: Request, services: ServicesDep) -> InputTokens:
+    """The number of tokens in the prompt that the same body would have at `POST /v1/responses`. Generates nothing."""
+    services.check_model(body.model)
+    stored = _previous(body, services)
+    size = request.state.body_bytes + stored.size
+    tokens = await services.workers.run(size, partial(_count_tokens, body, stored, services))
+    return InputTokens(object="response.input_tokens", input_tokens=tokens)
+
+
+@router.get("/v1/responses/{response_id}/input_items", responses=raises(UnknownResponseError))
+async def list_input_items(
+    response_id: ResponseId, services: ServicesDep, query: Annotated[InputItemsQuery, Query()]
+) -> InputItems:
+    """The input items of a stored response, including those of earlier turns."""
+    stored = services.responses.find(response_id, "response_id")
+    return await services.workers.run(stored.size, partial(page_of, stored, query))
+
+
+@router.post(
+    "/v1/responses/{response_id}/cancel",
+    response_model=ResponseObject,
+    responses=raises(InvalidRequestError, UnknownResponseError),
+)
+async def cancel_response(response_id: ResponseId, services: ServicesDep) -> Response:
+    """Always an error, as OpenAI's is for a response that does not run in the background. This server has no background
+    responses: to end a response, close its connection."""
+    services.responses.find(response_id, "response_id")
+    raise InvalidRequestError(
+        "response_id: only a response that runs in the background can be cancelled, and this server has none; close "
+        "the connection of a response to end it.",
+        param="response_id",
+    )
+
+
+@router.get("/v1/responses/{response_id}", response_model=ResponseObject, responses=raises(UnknownResponseError))
+async def get_response(
+    response_id: ResponseId, services: ServicesDep, query: Annotated[ResponseQuery, Query()]
+) -> Response:
+    """A stored response, as it was when it ended."""
+    stored = services.responses.find(response_id, "response_id")
+    return Response(stored.response, media_type="application/json")
+
+
+@router.delete("/v1/responses/{response_id}", responses=raises(UnknownResponseError))
+async def delete_response(response_id: ResponseId, services: ServicesDep) -> DeletedResponse:
+    """Deletes a stored response. Responses that continue it stay whole."""
+    services.responses.find(response_id, "response_id")
+    services.responses.delete(response_id)
+    return DeletedResponse(id=response_id, object="response", deleted=True)
+
+
+def prepare(
+    body: ResponsesBody,
+    chat: ChatBody,
+    earlier: Sequence[ItemFields],
+    services: Services,
+    adapter: AdapterRef,
+    collection: CollectionSpec | None,
+) -> ResponseWriter:
+    """Renders, tokenises and builds the engine's request, as chat does. Runs in a worker thread.
+
+    Args:
+        chat: the whole conversation as a body of chat.
+        earlier: the items of earlier turns.
+    """
+    with _own_names():
+        chat = _fitted(body, chat, services)
+        request, splitter = plan_chat(new_id("resp"), chat, services, adapter, collection)
+    items = [*earlier, *map(listed_item, body.input)]
+    keep = partial(_store, services, items) if body.store else _do_not_store
+    return ResponseWriter(body, chat, request, services.card.name, splitter(), keep)
+
+
+def _store(services: Services, items: Sequence[ItemFields], response: ResponseObject) -> None:
+    input_items = json.dumps(items, ensure_ascii=False).encode("utf-8")
+    services.responses.put(response.id, StoredResponse(response.json_text().encode("utf-8"), input_items))
+
+
+def _do_not_store(_: ResponseObject) -> None: ...
+
+
+def _previous(body: ResponsesBody, services: Services) -> StoredResponse:
+    """The response that this one continues. Raises UnknownResponseError."""
+    if body.previous_response_id is None:
+        return EMPTY_CONVERSATION
+    return services.responses.find(body.previous_response_id, "previous_response_id")
+
+
+def _as_chat(body: ResponsesBody, previous: StoredResponse) -> tuple[list[ItemFields], ChatBody]:
+    """The items of earlier turns, and the whole conversation as a body of chat. Runs in a worker thread.
+
+    Raises:
+        InvalidRequestError: the body of chat is not valid; the error has this API's name of the field.
+    """
+    earlier = previous.items()
+    messages = messages_of(ITEM_LIST.validate_python(earlier))
+    with _own_names():
+        try:
+            return earlier, ChatBody.model_validate(body.for_chat(messages))
+        except ValidationError as error:
+            raise first_fault(error) from None
+
+
+def _count_tokens(body: ResponsesBody, previous: StoredResponse, services: Services) -> int:
+    """The length of the prompt. Runs in a worker thread."""
+    _, chat = _as_chat(body, previous)
+    with _own_names():
+        return len(prompt_of(_fitted(body, chat, services), services))
+
+
+@contextmanager
+def _own_names() -> Iterator[None]:
+    """Replaces names of chat's fields by this API's in the errors that leave the block."""
+    try:
+        yield
+    except RequestError as error:
+        if error.param is None:
+            raise
+        param = _own_name(error.param)
+        raise type(error)(str(error).replace(error.param, param), param=param) from None
+
+
+def _own_name(param: str) -> str:
+    if param.startswith(("messages", "prompt")):
+        return "input"
+    for theirs, own in OWN_NAMES.items():
+        param = param.replace(theirs, own)
+    return param
+
+
+# ---- truncation ------------------------------------------------------------------------------------
+
+
+def _fitted(body: ResponsesBody, chat: ChatBody, services: Services) -> ChatBody:
+    """The part of the conversation that is used; see `ResponsesBody.truncation`."""
+    if body.truncation == "disabled":
+        return chat
+    return _shortened(chat, partial(prompt_of, services=services), services.card.context_length)
+
+
+def _shortened(chat: ChatBody, prompt: Callable[[ChatBody], list[int]], context: int) -> ChatBody:
+    """`chat` without as many of its oldest messages as it takes to fit the context of `context` tokens.
+
+    System messages at the beginning and the last message stay, and results of tools go together with their calls. If
+    even these do not fit, the result is still too long. Renders a number of prompts that is logarithmic in the number
+    of messages.
+    """
+
+    def fits(start: int, answer: int) -> bool:
+        try:
+            return len(prompt(_without(chat, first, start))) + answer <= context
+        except ContextLengthError:
+            return False
+
+    messages = chat.messages
+    first = next((i for i, message in enumerate(messages) if message.role not in ("system", "developer")), 0)
+    starts = [i for i in range(first + 1, len(messages)) if messages[i].role != "tool"]
+    if not starts or fits(first, chat.max_completion_tokens or 1):
+        return chat
+    answer = chat.max_completion_tokens or context // ANSWER_SHARE
+    fitting = bisect_left(starts, True, key=lambda start: fits(start, answer))
+    return _without(chat, first, starts[min(fitting, len(starts) - 1)])
+
+
+def _without(chat: ChatBody, start: int, end: int) -> ChatBody:
+    """`chat` without its messages from `start` to before `end`."""
+    return chat.model_copy(update={"messages": [*chat.messages[:start], *chat.messages[end:]]})

@@ -1,0 +1,285 @@
+"""`/v1/training`: updates, feedback, control, status and events; `/debug/training` and `/debug/trajectories`.
+
+A change runs to its end even if the client disconnects. If the server does not train, status and debug routes say so,
+and all others answer 409.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
+from functools import partial
+from typing import Annotated, Any, cast
+
+from fastapi import APIRouter, Depends, Query
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from mlx_parallm.core import BASE_ADAPTER, AdapterRef, GivenTrajectory, TrainingClient, TrainingEvent, TrainingStatus
+from mlx_parallm.errors import (
+    ConflictError,
+    ContextLengthError,
+    EngineDeadError,
+    EngineError,
+    InvalidRequestError,
+    StorageError,
+    TrainingDisabledError,
+    UnknownModelError,
+    UnknownTrajectoryError,
+)
+from mlx_parallm.server.api.training.objects import (
+    debug_object,
+    event_object,
+    status_object,
+    trajectory_object,
+    update_object,
+)
+from mlx_parallm.server.api.training.schema import (
+    ControlBody,
+    DebugTraining,
+    DebugTrajectories,
+    FeedbackBody,
+    FeedbackObject,
+    GivenTrajectoryBody,
+    TrainingObject,
+    TrainingRollbackBody,
+    UpdateBody,
+    UpdateObject,
+)
+from mlx_parallm.server.errors import DrainingError, error_body
+from mlx_parallm.server.generation import EventStream
+from mlx_parallm.server.http.body import json_body, request_body
+from mlx_parallm.server.lifecycle import Lifecycle, while_connected
+from mlx_parallm.server.metrics_collectors import training_statuses
+from mlx_parallm.server.openapi import EVENTS, raises
+from mlx_parallm.server.planning import adapter_named_by, check_ids
+from mlx_parallm.server.services import Services, ServicesDep, TrainingDep
+
+MAX_LISTED = 1000
+CONTROL_ERRORS = (UnknownModelError, ConflictError, TrainingDisabledError, DrainingError, EngineDeadError)
+PUBLISH_ERRORS = (*CONTROL_ERRORS, EngineError, StorageError)
+
+log = logging.getLogger(__name__)
+router = APIRouter()
+
+
+# -- update ----------------------------------------------------------------------------------------
+
+
+@router.post(
+    "/v1/training/update",
+    responses=raises(*PUBLISH_ERRORS, ContextLengthError),
+    openapi_extra=request_body(UpdateBody, required=False),
+)
+async def update(
+    body: Annotated[UpdateBody, Depends(json_body(UpdateBody, required=False))],
+    request: Request,
+    services: ServicesDep,
+    training: TrainingDep,
+) -> UpdateObject:
+    """Makes one update now, with the complete groups or with given trajectories; answers when it is live."""
+    given = None
+    if body.given is not None:
+        encode = partial(_given, body.given, services)
+        given = await services.workers.run(request.state.body_bytes, encode)
+    with adapter_named_by("lora_adapter", body.lora_adapter):
+        updating = training.update(body.lora_adapter, given, body.update_inference, body.checkpoint_name)
+        return update_object(await services.lifecycle.run_to_end(updating))
+
+
+def _given(bodies: list[GivenTrajectoryBody], services: Services) -> list[GivenTrajectory]:
+    """Encodes texts, so it runs in a worker thread.
+
+    Raises:
+        InvalidRequestError, ContextLengthError: an id is not in the vocabulary, or one is too long.
+        UnknownModelError: a `lora_version` is unknown.
+    """
+    return [_trajectory(body, services, f"trajectories[{number}]") for number, body in enumerate(bodies)]
+
+
+def _trajectory(body: GivenTrajectoryBody, services: Services, param: str) -> GivenTrajectory:
+    card, encode = services.card, services.tokenizer.encode
+    prompt = body.prompt_token_ids or encode(body.prompt or "", True, card.context_length)
+    completion = body.completion_token_ids or body.tokens or encode(body.output or "", False, card.context_length)
+    check_ids(prompt, card.vocab_size, f"{param}.prompt_token_ids")
+    check_ids(completion, card.vocab_size, f"{param}.completion_token_ids")
+    tokens = len(prompt) + len(completion)
+    if tokens > card.context_length:
+        raise ContextLengthError(
+            f"This model's context is {card.context_length} tokens, and {param} has {tokens}. Leave it out.",
+            param=param,
+        )
+    if body.given_logprobs and len(body.given_logprobs) != len(completion):
+        raise InvalidRequestError(
+            f"{param}.logprobs: there must be one for each of the {len(completion)} tokens of the completion; send "
+            "`tokens` in place of `output`, or no logprobs.",
+            param=f"{param}.logprobs",
+        )
+    return GivenTrajectory(
+        prompt_ids=tuple(prompt),
+        completion_ids=tuple(completion),
+        reward=body.reward,
+        group_id=body.group_id,
+        sampling_logprobs=tuple(body.given_logprobs),
+        temperature=body.temperature,
+        adapter=_version(body.lora_version, services, f"{param}.lora_version"),
+    )
+
+
+def _version(selector: str | None, services: Services, param: str) -> AdapterRef | None:
+    if selector is None:
+        return None
+    return BASE_ADAPTER if services.is_base(selector) else services.find(selector, param).ref
+
+
+# -- feedback --------------------------------------------------------------------------------------
+
+
+@router.post(
+    "/v1/training/feedback",
+    responses=raises(UnknownTrajectoryError, ConflictError, TrainingDisabledError),
+    openapi_extra=request_body(FeedbackBody),
+)
+async def feedback(
+    body: Annotated[FeedbackBody, Depends(json_body(FeedbackBody))], training: TrainingDep
+) -> FeedbackObject:
+    """Sets a trajectory's reward. Feedback on one sample of a group is enough, and the last one before training counts.
+    409 for a trajectory that was trained on or dropped."""
+    training.feedback(body.trajectory_id, body.score)
+    return FeedbackObject(status="success", trajectory_id=body.trajectory_id, score=body.score)
+
+
+# -- control ---------------------------------------------------------------------------------------
+
+Control = Annotated[ControlBody, Depends(json_body(ControlBody, required=False))]
+CONTROL = request_body(ControlBody, required=False)
+
+
+@router.post("/v1/training/start", responses=raises(*CONTROL_ERRORS), openapi_extra=CONTROL)
+async def start(body: Control, services: ServicesDep, training: TrainingDep) -> TrainingObject:
+    """Trains this adapter too, from its live version or, if there is none, from the base model."""
+    return await _control(body, services, training.start)
+
+
+@router.post("/v1/training/pause", responses=raises(*CONTROL_ERRORS), openapi_extra=CONTROL)
+async def pause(body: Control, services: ServicesDep, training: TrainingDep) -> TrainingObject:
+    """Stops automatic updates; trajectories are still collected."""
+    return await _control(body, services, training.pause)
+
+
+@router.post("/v1/training/resume", responses=raises(*CONTROL_ERRORS), openapi_extra=CONTROL)
+async def resume(body: Control, services: ServicesDep, training: TrainingDep) -> TrainingObject:
+    """Restarts automatic updates."""
+    return await _control(body, services, training.resume)
+
+
+@router.post(
+    "/v1/training/rollback",
+    responses=raises(*PUBLISH_ERRORS),
+    openapi_extra=request_body(TrainingRollbackBody, required=False),
+)
+async def roll_back(
+    body: Annotated[TrainingRollbackBody, Depends(json_body(TrainingRollbackBody, required=False))],
+    services: ServicesDep,
+    training: TrainingDep,
+) -> TrainingObject:
+    """Serves the best version, or a checkpoint, and continues training from it."""
+    with adapter_named_by("lora_adapter", body.lora_adapter):
+        training.status(body.lora_adapter)  # an unknown adapter is reported as `lora_adapter`, not as `to`
+    with adapter_named_by("to", body.to):
+        rolling_back = training.rollback(body.lora_adapter, body.to)
+        return _status(await services.lifecycle.run_to_end(rolling_back), services)
+
+
+async def _control(
+    body: ControlBody, services: Services, change: Callable[[str | None], Coroutine[Any, Any, TrainingStatus]]
+) -> TrainingObject:
+    with adapter_named_by("lora_adapter", body.lora_adapter):
+        return _status(await services.lifecycle.run_to_end(change(body.lora_adapter)), services)
+
+
+def _status(status: TrainingStatus, services: Services) -> TrainingObject:
+    return status_object(status, services.routed_adapter())
+
+
+# -- status ----------------------------------------------------------------------------------------
+
+
+@router.get("/v1/training/status", responses=raises(UnknownModelError))
+async def status(
+    services: ServicesDep,
+    lora_adapter: Annotated[str | None, Query(description="A trained adapter; left out, the default one.")] = None,
+) -> TrainingObject:
+    """The training of one adapter."""
+    if services.training is None:
+        return _status(TrainingStatus(), services)
+    with adapter_named_by("lora_adapter", lora_adapter):
+        return _status(services.training.status(lora_adapter), services)
+
+
+@router.get("/debug/training")
+async def debug_training(services: ServicesDep) -> DebugTraining:
+    """The status of every trained adapter, with details."""
+    statuses, current = training_statuses(services.training), services.routed_adapter()
+    adapters = [debug_object(status, current) for status in statuses]
+    return DebugTraining(training_enabled=bool(statuses), adapters=adapters)
+
+
+@router.get("/debug/trajectories")
+async def debug_trajectories(
+    services: ServicesDep, limit: Annotated[int, Query(ge=1, le=MAX_LISTED, description="Most trajectories.")] = 20
+) -> DebugTrajectories:
+    """The newest trajectories with their prompts and answers, newest first."""
+    cards = services.training.trajectories(limit) if services.training else ()
+    return DebugTrajectories(object="list", data=[trajectory_object(card) for card in cards])
+
+
+# -- events ----------------------------------------------------------------------------------------
+
+
+@router.get(
+    "/v1/training/events",
+    response_class=Response,
+    responses={
+        200: {"content": EVENTS, "description": "Server-sent events."},
+        **raises(TrainingDisabledError, DrainingError),
+    },
+)
+async def events(services: ServicesDep, training: TrainingDep) -> Response:
+    """The events of training from now on. If a client reads too slowly, an event `events_lost` replaces those that it
+    missed."""
+    return TrainingEventsResponse(training, services.lifecycle)
+
+
+class TrainingEventsResponse(Response):
+    """A stream that ends when the client disconnects, the server drains, or training ends its events."""
+
+    def __init__(self, training: TrainingClient, lifecycle: Lifecycle) -> None:
+        super().__init__()
+        self._training = training
+        self._lifecycle = lifecycle
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._lifecycle.drain_begun.is_set():
+            raise DrainingError("draining")
+        # `core.TrainingClient` promises aclose() on this iterator.
+        events = cast(AsyncGenerator[TrainingEvent, None], self._training.events())
+        stream = EventStream(send, {})
+        async with aclosing(events), stream.opened():
+            try:
+                await while_connected(_relay(events, stream), receive, self._lifecycle.drain_begun)
+            except ClientDisconnect:
+                return
+            except DrainingError:
+                pass
+            except Exception as error:  # the status line is sent already, so the error goes into the stream
+                log.exception("a stream of training events failed")
+                await stream.event(error_body(error).json_text(), kind="error")
+            await stream.end()
+
+
+async def _relay(events: AsyncGenerator[TrainingEvent, None], stream: EventStream) -> None:
+    async for event in events:
+        await stream.event(event_object(event).json_text(), kind=event.kind)

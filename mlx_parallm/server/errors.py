@@ -1,0 +1,243 @@
+"""How exceptions become HTTP errors: one table of rules, and the handlers that apply it.
+
+Every error body is OpenAI's `{"error": {"message", "type", "param", "code"}}`. A rule with a message of its own hides
+the exception's text, so that a 5xx answer never shows paths, addresses or traces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from mlx_parallm.errors import (
+    AbortedError,
+    AdapterFileError,
+    AdapterUnavailableError,
+    ConflictError,
+    ContextLengthError,
+    DeviceMemoryError,
+    EngineDeadError,
+    EngineError,
+    OverloadedError,
+    QueueTimeoutError,
+    RequestError,
+    StepFailedError,
+    StorageError,
+    TrainingDisabledError,
+    UnknownModelError,
+    UnknownTrajectoryError,
+)
+from mlx_parallm.server.api.fields import ErrorBody, ErrorDetail
+from mlx_parallm.server.http.request_log import record_of
+
+RETRY_AFTER_S = 1
+
+
+class ApiKeyError(RequestError):
+    """The API key is missing or wrong."""
+
+
+class ForbiddenOriginError(RequestError):
+    """The Host or Origin header is not one that the server accepts."""
+
+
+class BodyTooLargeError(RequestError):
+    """The body is longer than the server accepts."""
+
+
+class BodyTimeoutError(RequestError):
+    """The body did not arrive in time."""
+
+
+class MediaTypeError(RequestError):
+    """The body's content type is not JSON."""
+
+
+class UnknownResponseError(RequestError):
+    """No response with that id is stored."""
+
+
+class DrainingError(EngineError):
+    """The server is shutting down and accepts no new generation requests."""
+
+
+class InferenceDisabledError(EngineError):
+    """The server only trains and accepts no generation requests."""
+
+
+class AsleepError(EngineError):
+    """The server is asleep and accepts no generation requests until POST /wake_up."""
+
+
+class NotReadyError(EngineError):
+    """The server runs but is not ready for requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorRule:
+    """The HTTP form of one kind of exception; with `message` None the exception's own text is sent."""
+
+    status: int
+    code: str | None = None
+    message: str | None = None
+
+
+RULES: Mapping[type[Exception], ErrorRule] = {
+    RequestError: ErrorRule(400),
+    AdapterFileError: ErrorRule(400, "invalid_adapter"),
+    ContextLengthError: ErrorRule(400, "context_length_exceeded"),
+    ApiKeyError: ErrorRule(401, "invalid_api_key"),
+    ForbiddenOriginError: ErrorRule(403, "forbidden_origin"),
+    UnknownModelError: ErrorRule(404, "model_not_found"),
+    UnknownTrajectoryError: ErrorRule(404, "trajectory_not_found"),
+    UnknownResponseError: ErrorRule(404, "response_not_found"),
+    ConflictError: ErrorRule(409, "conflict"),
+    TrainingDisabledError: ErrorRule(409, "training_disabled"),
+    BodyTimeoutError: ErrorRule(408, "body_timeout"),
+    BodyTooLargeError: ErrorRule(413, "body_too_large"),
+    MediaTypeError: ErrorRule(415, "unsupported_media_type"),
+    OverloadedError: ErrorRule(429, "rate_limit_exceeded"),
+    StepFailedError: ErrorRule(500, "step_failed", "The step that carried this request failed; try again."),
+    QueueTimeoutError: ErrorRule(503, "queue_timeout"),
+    DeviceMemoryError: ErrorRule(
+        503,
+        "out_of_memory",
+        "The device ran out of memory for this request; try again later, or with a shorter prompt.",
+    ),
+    AbortedError: ErrorRule(503, "aborted", "The operator ended this request with POST /pause; try again."),
+    EngineError: ErrorRule(500, "engine_error", "The engine failed this request; try again."),
+    StorageError: ErrorRule(507, "storage_failed"),
+    AdapterUnavailableError: ErrorRule(
+        503,
+        "adapter_unavailable",
+        "The weights of this adapter version can no longer be read; load it again.",
+    ),
+    EngineDeadError: ErrorRule(503, "engine_dead", "The engine is not running; restart the server."),
+    DrainingError: ErrorRule(503, "draining", "The server is shutting down."),
+    InferenceDisabledError: ErrorRule(
+        503,
+        "inference_disabled",
+        "This server only trains; send the request to one that is not in training_only mode.",
+    ),
+    AsleepError: ErrorRule(503, "asleep", "The server is asleep; POST /wake_up, then try again."),
+    NotReadyError: ErrorRule(503, "not_ready", "The server is not ready for requests."),
+    Exception: ErrorRule(500, "internal_error", "The server failed; its log says why."),
+}
+HTTP_MESSAGES: Mapping[int, tuple[str, str]] = {
+    404: ("not_found", "No such route."),
+    405: ("method_not_allowed", "This route does not accept that method."),
+}
+
+
+def rule_of(kind: type[Exception]) -> ErrorRule:
+    """The rule of the class, or of its nearest ancestor that has one."""
+    return next(RULES[ancestor] for ancestor in kind.__mro__ if ancestor in RULES)
+
+
+def code_of(error: Exception) -> str:
+    """The error's name in the request log."""
+    rule = rule_of(type(error))
+    return rule.code or _type_of(rule.status)
+
+
+def error_body(error: Exception) -> ErrorBody:
+    rule = rule_of(type(error))
+    return wire_error(rule.status, rule.code, rule.message or str(error), getattr(error, "param", None))
+
+
+def wire_error(status: int, code: str | None, message: str, param: str | None = None) -> ErrorBody:
+    return ErrorBody(error=ErrorDetail(message=message, type=_type_of(status), param=param, code=code))
+
+
+def _type_of(status: int) -> str:
+    if status == 429:
+        return "rate_limit_error"
+    return "server_error" if status >= 500 else "invalid_request_error"
+
+
+class ErrorResponse(Response):
+    """A response with an error body. Sending it writes the error's code into the request's record."""
+
+    def __init__(self, body: ErrorBody, status: int, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(body.json_text(), status, headers, media_type="application/json")
+        self._code = body.error.code or body.error.type
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        record_of(scope).error = self._code
+        await super().__call__(scope, receive, send)
+
+
+def error_response(error: Exception) -> ErrorResponse:
+    """The response for any exception, with the headers that belong to its status."""
+    status = rule_of(type(error)).status
+    return ErrorResponse(error_body(error), status, _headers(status, error))
+
+
+def unexpected_response(error: Exception) -> ErrorResponse:
+    """The response for an exception that no handler expected. uvicorn logs such an exception and closes the connection,
+    so the response says that it closes; otherwise the client would lose its next request."""
+    response = error_response(error)
+    response.headers["connection"] = "close"
+    return response
+
+
+def install_handlers(app: FastAPI, routes: Sequence[Route]) -> None:
+    """Turns the project's exceptions and routing failures into error bodies. `RequestLogMiddleware` answers all other
+    exceptions. `routes`: all routes of the app."""
+    for kind in (RequestError, EngineError):
+        app.add_exception_handler(kind, _answer)
+    app.add_exception_handler(HTTPException, partial(_answer_http, routes))
+    app.add_exception_handler(RequestValidationError, _answer_parameter)
+    app.add_exception_handler(ClientDisconnect, _answer_nobody)
+
+
+async def _answer(_: Request, error: Exception) -> Response:
+    return error_response(error)
+
+
+async def _answer_http(routes: Sequence[Route], request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    allowed = _methods(routes, request.url.path) if error.status_code == 405 else []
+    headers = {"allow": ", ".join(allowed)} if allowed else error.headers
+    code, message = HTTP_MESSAGES.get(error.status_code, ("http_error", "The request cannot be served."))
+    return ErrorResponse(wire_error(error.status_code, code, message), error.status_code, headers)
+
+
+def _methods(routes: Sequence[Route], path: str) -> list[str]:
+    """The methods of all routes with the path pattern of the first match; Starlette reports only the first route's."""
+    pattern = next((route.path for route in routes if route.path_regex.match(path)), None)
+    methods = {method for route in routes if route.path == pattern for method in route.methods or ()}
+    return sorted(methods | {"HEAD"} if "GET" in methods else methods)
+
+
+async def _answer_parameter(_: Request, error: Exception) -> Response:
+    """Of the path or the query; bodies are validated in `http.body`."""
+    assert isinstance(error, RequestValidationError)
+    fault = error.errors()[0]
+    return error_response(RequestError(f"{fault['loc'][-1]}: {fault['msg']}", param=str(fault["loc"][-1])))
+
+
+async def _answer_nobody(_: Request, __: Exception) -> Response:
+    """The client disconnected, so nobody reads this response."""
+    return Response(status_code=499)
+
+
+def _headers(status: int, error: Exception) -> dict[str, str]:
+    if status == 401:
+        return {"www-authenticate": "Bearer"}
+    if status == 408:
+        return {"connection": "close"}  # the rest of the body would be read as the next request
+    if status == 409 or isinstance(error, InferenceDisabledError | AsleepError):
+        return {"x-should-retry": "false"}  # OpenAI's clients retry a 409 and a 503 otherwise
+    if status in (429, 503):
+        return {"retry-after": str(getattr(error, "retry_after_s", RETRY_AFTER_S))}
+    return {}

@@ -1,0 +1,217 @@
+"""Reads a request's body as JSON and validates it; every malformed body is answered with an error that says what is
+wrong.
+
+FastAPI's own body parsing is not used: it reads bodies of any size, accepts any content type as JSON, and its errors
+echo input that may not be encodable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+
+from mlx_parallm.config import ServerConfig
+from mlx_parallm.errors import InvalidRequestError, UnknownModelError
+from mlx_parallm.server.api.fields import IgnoredFields, OpenBody
+from mlx_parallm.server.errors import BodyTimeoutError, BodyTooLargeError, MediaTypeError
+from mlx_parallm.server.http.request_log import record_of
+from mlx_parallm.server.http.workers import SMALL_BYTES, client_of
+from mlx_parallm.server.services import ServicesDep
+
+M = TypeVar("M", bound=BaseModel)
+Pace = Callable[[int], Awaitable[None]]
+
+OPEN = "x-open"
+"""Key in a `requestBody` that `openapi.describe` removes: whether the body may have undeclared fields."""
+
+# `curl -d '{…}'` sends the second one. A browser may send it to another site without a preflight request, so it is
+# accepted only because the Host and Origin checks run first.
+JSON_TYPES = frozenset({"application/json", "application/x-www-form-urlencoded"})
+BYTES_PER_VALUE = 16
+"""A body may have one JSON value for this many bytes of the size limit: a million at 16 MiB."""
+SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def json_body(model: type[M], required: bool = True) -> Callable[..., Awaitable[M]]:
+    """A FastAPI dependency that returns the request's body as `model`. Unless it is `required`, no body means `{}`."""
+
+    async def parsed(request: Request, services: ServicesDep) -> M:
+        if not required and _has_no_body(request):
+            return model()
+        config = services.config
+        length = _check_headers(request, config.max_body_bytes)
+        ignores = issubclass(model, OpenBody) and not config.strict_fields
+        ignored = record_of(request.scope).ignored if ignores else None
+        if length is not None and length <= SMALL_BYTES:
+            return parse_body(model, await _read(request, config), ignored)
+        async with services.workers.large_bodies.hold(client_of(request.scope)):
+            raw = await _read(request, config, services.workers.pace)
+            parse = partial(_parse_large, model, raw, config.max_body_bytes, ignored)
+            return await services.workers.run(len(raw), parse)
+
+    return parsed
+
+
+def request_body(model: type[BaseModel], required: bool = True) -> dict[str, Any]:
+    """The OpenAPI `requestBody` of a route that uses `json_body`; `openapi.describe` moves its `$defs` and `OPEN`."""
+    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+    content = {"application/json": {"schema": schema}}
+    return {"requestBody": {"required": required, "content": content, OPEN: issubclass(model, OpenBody)}}
+
+
+def _has_no_body(request: Request) -> bool:
+    return request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers
+
+
+def _check_headers(request: Request, limit: int) -> int | None:
+    """The length that the header declares, in bytes; None if it declares none.
+
+    Raises:
+        MediaTypeError: the body is sent neither as JSON nor as curl's default type.
+        BodyTooLargeError: the declared length is over `limit` bytes.
+    """
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type not in JSON_TYPES:
+        raise MediaTypeError("Send the body as JSON, with the header `Content-Type: application/json`.")
+    declared = request.headers.get("content-length", "")
+    length = int(declared[:20]) if declared.isdecimal() else None
+    if length is not None and length > limit:
+        raise _too_large(limit)
+    return length
+
+
+def _too_large(limit: int) -> BodyTooLargeError:
+    return BodyTooLargeError(f"The body is over the limit of {limit} bytes.")
+
+
+async def _read(request: Request, config: ServerConfig, pace: Pace | None = None) -> bytes:
+    """The body; its length is kept in `request.state.body_bytes`. At most the limit and one chunk are in memory.
+
+    Args:
+        pace: called with the length of each chunk, and awaited before the next one is read.
+
+    Raises:
+        BodyTimeoutError: it did not arrive within `config.body_timeout` seconds.
+        BodyTooLargeError: it is longer than `config.max_body_bytes`.
+    """
+    body = bytearray()
+    try:
+        async with asyncio.timeout(config.body_timeout):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > config.max_body_bytes:
+                    raise _too_large(config.max_body_bytes)
+                if pace is not None:
+                    await pace(len(chunk))
+    except TimeoutError:
+        raise BodyTimeoutError(f"The body did not arrive within {config.body_timeout:g} seconds.") from None
+    request.state.body_bytes = len(body)
+    return bytes(body)
+
+
+def _parse_large(model: type[M], raw: bytes, max_body_bytes: int, ignored: IgnoredFields | None) -> M:
+    """`parse_body` in a worker thread. Python's JSON parser holds the interpreter lock for the whole body, about 100 ns
+    for each value, so a thread alone does not keep it from stopping everything else: the values are counted first.
+
+    Raises:
+        BodyTooLargeError: the body has more than one JSON value for each `BYTES_PER_VALUE` of `max_body_bytes`.
+    """
+    most = max_body_bytes // BYTES_PER_VALUE
+    if len(raw) > most and count_values(raw, most) > most:
+        raise BodyTooLargeError(
+            f"The body has more than {most} JSON values (numbers, texts, lists and objects). Send less in one request."
+        )
+    return parse_body(model, raw, ignored)
+
+
+def count_values(raw: bytes, enough: int) -> int:
+    """The number of JSON values in `raw`, without parsing; empty lists and objects count twice. Stops counting at more
+    than `enough`. Costs about 4 ns a byte."""
+    bare = raw.replace(rb"\\", b"").replace(rb"\"", b"") if b"\\" in raw else raw
+    texts = bare.count(b'"') // 2
+    if texts > enough:
+        return texts
+    structure = b"".join(bare.split(b'"')[::2])
+    return structure.count(b",") + structure.count(b"[") + structure.count(b"{")
+
+
+def parse_body(model: type[M], raw: bytes, ignored: IgnoredFields | None = None) -> M:
+    """Parses `raw` and validates it as `model`. `ignored` collects unknown fields. Without it they are refused, and in
+    a request with `collect_trajectory`, where a mistyped field must not pass unnoticed, they are refused too.
+
+    Raises:
+        InvalidRequestError: not JSON, not an object, or a field is wrong; `param` names it.
+        UnknownModelError: the field `model` is not valid Unicode.
+    """
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError:
+        raise InvalidRequestError("The body is not valid UTF-8.") from None
+    constants: list[str] = []
+
+    def constant(name: str) -> float:
+        """NaN and Infinity are not JSON. They are kept for now: the model's own error names the field."""
+        constants.append(name)
+        return float(name)
+
+    value = _loads(text, constant)
+    if not isinstance(value, dict):
+        raise InvalidRequestError("The body must be a JSON object.")
+    if SURROGATE_ESCAPE.search(text):
+        _refuse_lone_surrogates(value)
+    try:
+        checked = model.model_validate(value, context=None if value.get("collect_trajectory") else ignored)
+    except ValidationError as error:
+        raise first_fault(error) from None
+    if constants:
+        raise InvalidRequestError(f"{constants[0]} is not valid JSON.")
+    return checked
+
+
+def _loads(text: str, constant: Callable[[str], Any]) -> object:
+    try:
+        return json.loads(text, parse_constant=constant)
+    except json.JSONDecodeError as error:
+        raise InvalidRequestError(
+            f"The body is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}."
+        ) from None
+    except RecursionError:
+        raise InvalidRequestError("The body is nested too deeply.") from None
+    except ValueError:  # Python's limit on the digits of an integer
+        raise InvalidRequestError("The body has an integer with too many digits.") from None
+
+
+def _refuse_lone_surrogates(fields: dict[str, Any]) -> None:
+    """UTF-8 cannot encode lone surrogates, so such text would fail later, when it is first sent back."""
+    for name, value in fields.items():
+        if not _encodable(name):
+            raise InvalidRequestError("A field's name has a lone surrogate.")
+        if not _encodable(value):
+            kind = UnknownModelError if name == "model" else InvalidRequestError
+            raise kind(f"{name[:100]}: text with a lone surrogate is not valid Unicode.", param=name)
+
+
+def _encodable(value: object) -> bool:
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    except RecursionError:
+        raise InvalidRequestError("The body is nested too deeply.") from None
+    return True
+
+
+def first_fault(error: ValidationError) -> InvalidRequestError:
+    """The first problem that pydantic found, with the path of its field as `param`."""
+    fault = error.errors(include_url=False, include_input=False)[0]
+    named = fault.get("ctx", {}).get("field")
+    path = (*fault["loc"], named) if named else fault["loc"]
+    param = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).lstrip(".")
+    return InvalidRequestError(f"{param}: {fault['msg']}" if param else fault["msg"], param=param or None)

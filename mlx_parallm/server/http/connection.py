@@ -1,0 +1,217 @@
+"""One client's connection: HTTP/1.1 by uvicorn and h11, with limits so that one client cannot hold what others need.
+
+- The number of open connections is limited. A new connection replaces the one that has been idle, or sending its
+  headers, for longest. If every connection is being answered, the new one gets a 503.
+- Headers must arrive within a time limit (so must bodies: see `body`).
+- A client that stops reading its answer is disconnected, which frees its rows.
+- Input that is not HTTP gets an error body like any other error, with an id and a line in the request log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from mlx_parallm.server.errors import RETRY_AFTER_S, wire_error
+from mlx_parallm.server.http import request_log
+from mlx_parallm.server.http.request_log import REQUEST_ID, RequestRecord
+
+LINGER_S = 2
+"""Seconds that a refused client has to read the refusal: closing a socket with unread input resets the connection."""
+_MAX_LINGERING = 64
+
+OTHER_FILES = 128
+"""Files that the process opens beside connections: model, adapters, checkpoints, pipes of child processes, logs."""
+
+log = logging.getLogger(__name__)
+
+
+# -- open files ------------------------------------------------------------------------------------
+
+
+def reserve_open_files(connections: int) -> int:
+    """Raises the process's soft limit of open files (256 in a macOS terminal) to make room for `connections`.
+
+    Returns:
+        The number of connections that fit, at most `connections`. If it is fewer, a warning is logged.
+    """
+    if sys.platform == "win32":  # has no such limit
+        return connections
+    allowed = _raise_soft_limit(connections + OTHER_FILES)
+    fitting = max(1, min(connections, allowed - OTHER_FILES))
+    if fitting < connections:
+        log.warning(
+            "this process may open %d files: at most %d of %d connections are taken; raise the limit (ulimit -n %d)",
+            allowed,
+            fitting,
+            connections,
+            connections + OTHER_FILES,
+        )
+    return fitting
+
+
+def _raise_soft_limit(wanted: int) -> int:
+    """Returns the soft limit of open files now in force. macOS refuses values below the hard limit that it reports, so
+    smaller values are tried until one is accepted."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return wanted
+    target = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    while target > soft:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
+        except (OSError, ValueError):
+            target = (target + soft) // 2
+        else:
+            return target
+    return soft
+
+
+# -- connections -----------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class ConnectionLimits:
+    """Limits and state that all connections share.
+
+    `access_log`: whether refusals are logged. `lingering`: number of refused connections that are still open so that
+    their clients can read the refusal.
+    """
+
+    max_connections: int
+    header_timeout_s: float
+    write_timeout_s: float
+    access_log: bool
+    lingering: int = 0
+
+
+class LimitedProtocol(H11Protocol):
+    """uvicorn's protocol with the limits. Used on the event loop's thread only.
+
+    Args:
+        uvicorn: the arguments that uvicorn passes to its protocol classes.
+    """
+
+    def __init__(self, limits: ConnectionLimits, **uvicorn: Any) -> None:
+        super().__init__(**uvicorn)
+        self._limits = limits
+        self._refused = False
+        self._idle_since = self.loop.time()
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+
+    # uvicorn's and asyncio's callbacks
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+        super().connection_made(transport)
+        self._header_timer = self.loop.call_later(self._limits.header_timeout_s, self._headers_late)
+        if len(self.connections) > self._limits.max_connections and not self._close_idlest():
+            self._refuse(503, "too_many_connections", "Too many connections are open; try again.")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for timer in (self._header_timer, self._write_timer):
+            if timer is not None:
+                timer.cancel()
+        self._limits.lingering -= self._refused
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Also runs the header timer, from the start of a request to the end of its headers. Between two requests of
+        one connection uvicorn's keep-alive timer runs."""
+        if self._refused:
+            return
+        super().data_received(data)
+        if not self._idle and self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+        elif self._idle and self._header_timer is None:
+            self._header_timer = self.loop.call_later(self._limits.header_timeout_s, self._headers_late)
+
+    def on_response_complete(self) -> None:
+        self._idle_since = self.loop.time()
+        self._watch_writing()
+        super().on_response_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_writing()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, "invalid_http", msg)
+
+    # number of connections
+
+    @property
+    def _idle(self) -> bool:
+        """Whether no request is being read or answered."""
+        return (self.cycle is None or self.cycle.response_complete) and not self.transport.is_closing()
+
+    def _close_idlest(self) -> bool:
+        """Closes the connection that has been idle for longest. Returns false if every other connection is busy."""
+        others = [other for other in self.connections if isinstance(other, LimitedProtocol) and other is not self]
+        idle = [other for other in others if other._idle]
+        if idle:
+            min(idle, key=lambda other: other._idle_since).transport.abort()
+        return bool(idle)
+
+    # header timeout
+
+    def _headers_late(self) -> None:
+        received, _ = self.conn.trailing_data
+        if received and self.conn.our_state is h11.IDLE:
+            self._refuse(408, "header_timeout", "The request's headers came too slowly.")
+        else:
+            self.transport.close()
+
+    # write timeout
+
+    def _watch_writing(self) -> None:
+        if self._write_timer is None and (buffered := self.transport.get_write_buffer_size()):
+            self._write_timer = self.loop.call_later(self._limits.write_timeout_s, self._check_writing, buffered)
+
+    def _check_writing(self, buffered_before: int) -> None:
+        """Aborts the connection if the client read nothing since the last check. A buffer that did not shrink proves
+        that only while nothing is added to it: when writing is paused, or the response is complete."""
+        self._write_timer = None
+        adding = not self.flow.write_paused and self.cycle is not None and not self.cycle.response_complete
+        if adding or self.transport.get_write_buffer_size() < buffered_before:
+            self._watch_writing()
+        else:
+            self.transport.abort()
+
+    # refusals
+
+    def _refuse(self, status: int, code: str, message: str) -> None:
+        """Sends an error response and closes the connection `LINGER_S` later."""
+        self._refused = True
+        self.connections.discard(self)
+        self._limits.lingering += 1
+        record = RequestRecord(status=status, error=code)
+        if self._limits.access_log:
+            request_log.write(record, None)
+        body = wire_error(status, code, message).json_text().encode()
+        for event in _response(status, body, record.request_id):
+            self.transport.write(self.conn.send(event) or b"")
+        if self._limits.lingering > _MAX_LINGERING:
+            self.transport.abort()
+            return
+        self.transport.write_eof()
+        self.loop.call_later(LINGER_S, self.transport.abort)
+
+
+def _response(status: int, body: bytes, request_id: str) -> tuple[h11.Event, ...]:
+    headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
+    headers.append((REQUEST_ID, request_id))
+    if status == 503:
+        headers.append(("retry-after", str(RETRY_AFTER_S)))
+    response = h11.Response(status_code=status, headers=headers, reason=HTTPStatus(status).phrase.encode())
+    return response, h11.Data(data=body), h11.EndOfMessage()

@@ -1,0 +1,171 @@
+"""The ASGI middlewares, in the order in which a request passes them:
+
+    request log and id → HEAD and trailing slash → Host and Origin → CORS (Starlette's) → API key → routes
+
+They are plain ASGI, so that a client's disconnect reaches the routes. Loopback is not a trust boundary: a web page can
+call a server on localhost, directly (which the Origin header shows) or through DNS rebinding (which Host shows).
+"""
+
+from __future__ import annotations
+
+import hmac
+from urllib.parse import urlsplit
+
+from fastapi import FastAPI
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mlx_parallm.config import ServerConfig
+from mlx_parallm.server.errors import ApiKeyError, ForbiddenOriginError, error_response, unexpected_response
+from mlx_parallm.server.http import request_log
+from mlx_parallm.server.http.request_log import IGNORED_FIELDS, LORA_ADAPTER, REQUEST_ID, RequestRecord
+from mlx_parallm.server.metrics import ServerMetrics
+
+OPEN_PATHS = frozenset({"/health", "/ready"})
+"""Served without a key, because probes send none. Their answers reveal nothing but the status."""
+
+
+def add_middlewares(app: FastAPI, config: ServerConfig, metrics: ServerMetrics) -> None:
+    """Adds all of them. The middleware that is added last sees a request first."""
+    if config.api_key is not None:
+        app.add_middleware(ApiKeyMiddleware, api_key=config.api_key.get_secret_value())
+    if config.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.cors_origins,
+            allow_methods=["GET", "HEAD", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID, IGNORED_FIELDS, LORA_ADAPTER],
+        )
+    app.add_middleware(HostOriginMiddleware, hosts=config.accepted_hosts, origins=config.cors_origins)
+    app.add_middleware(LenientRoutingMiddleware)
+    app.add_middleware(RequestLogMiddleware, metrics=metrics, access_log=config.access_log)
+
+
+class RequestLogMiddleware:
+    """Gives every response an id, counts it by status and writes its line of the request log. Answers exceptions that
+    no handler expected."""
+
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics, access_log: bool) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._access_log = access_log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        record = RequestRecord.begin(scope)
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._start_response(record, message)
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception as error:  # answered here, and raised again for uvicorn to log
+            record.error = "internal_error"
+            if record.status is None:
+                await unexpected_response(error)(scope, receive, send_with_id)
+            raise
+        finally:
+            self._metrics.ignored_fields.inc(record.ignored.count)
+            if self._access_log:
+                request_log.write(record, getattr(scope.get("route"), "path", None))
+
+    def _start_response(self, record: RequestRecord, message: Message) -> None:
+        record.status = message["status"]
+        self._metrics.responses.labels(str(record.status)).inc()
+        headers = MutableHeaders(scope=message)
+        headers[REQUEST_ID] = record.request_id
+        if record.ignored.names:
+            headers[IGNORED_FIELDS] = ", ".join(record.ignored.names)
+
+
+class LenientRoutingMiddleware:
+    """Routes HEAD like GET, and a path with a trailing slash like the path without it. Clients do not follow a redirect
+    with a body, so none is sent. The response to HEAD is that to GET without its body."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        # Changed in place: the request log, which is outside this middleware, reads the matched route from `scope`.
+        if len(scope["path"]) > 1:
+            scope["path"] = scope["path"].removesuffix("/")
+        if scope["method"] == "HEAD":
+            scope["method"] = "GET"
+            send = _without_body(send)
+        await self._app(scope, receive, send)
+
+
+def _without_body(send: Send) -> Send:
+    """Ends the response after its headers. A stream sees that as a client's disconnect."""
+
+    async def send_headers(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            await send(message)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    return send_headers
+
+
+class HostOriginMiddleware:
+    """Answers 403 unless the Host header is an accepted one, and every Origin header is the same site or accepted."""
+
+    def __init__(self, app: ASGIApp, hosts: tuple[str, ...], origins: tuple[str, ...]) -> None:
+        self._app = app
+        self._hosts = frozenset(host.lower() for host in hosts)
+        self._origins = frozenset(origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (fault := self._fault(Headers(scope=scope))):
+            await error_response(ForbiddenOriginError(fault))(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _fault(self, headers: Headers) -> str | None:
+        host = headers.get("host", "")
+        try:
+            parts = urlsplit(f"//{host}")
+            name = "" if "@" in host or parts.path or parts.query else parts.hostname
+        except ValueError:  # malformed
+            name = ""
+        if "*" not in self._hosts and name not in self._hosts:
+            return "This server does not answer to that Host; the operator can allow it (allowed_hosts)."
+        if not all(self._same_site(origin, host) for origin in headers.getlist("origin")):
+            return "Requests from that Origin are not allowed; the operator can allow it (cors_origins)."
+        return None
+
+    def _same_site(self, origin: str, host: str) -> bool:
+        if origin in self._origins or "*" in self._origins:
+            return True
+        return origin.partition("://")[2].lower() == host.lower()
+
+
+class ApiKeyMiddleware:
+    """Answers 401 unless the header is `Authorization: Bearer <key>`. Keys are compared in constant time."""
+
+    def __init__(self, app: ASGIApp, api_key: str) -> None:
+        self._app = app
+        self._key = api_key.encode("utf-8")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._authorized(scope):
+            await self._app(scope, receive, send)
+        else:
+            fault = ApiKeyError("Send the API key as `Authorization: Bearer <key>`; it is missing or wrong.")
+            await error_response(fault)(scope, receive, send)
+
+    def _authorized(self, scope: Scope) -> bool:
+        """Compares bytes, so a key or a header that is not ASCII is just a wrong key."""
+        sent = [value for name, value in scope["headers"] if name == b"authorization"]
+        if len(sent) != 1:
+            return False
+        scheme, _, key = sent[0].partition(b" ")
+        return scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._key)

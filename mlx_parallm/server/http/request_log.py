@@ -1,0 +1,178 @@
+"""The request log: what is noted of each HTTP request, and the line of JSON that is written when the request ends.
+
+A line never has text of a prompt or an answer. Names, ids and paths that a client sent are escaped and cut.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+import uuid
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, cast
+
+from starlette.datastructures import Headers
+from starlette.types import Scope
+
+from mlx_parallm.core import BASE_ADAPTER, Event, GenerationRequest, RequestFinished, SequenceOutput
+from mlx_parallm.server.api.fields import IgnoredFields
+
+REQUEST_ID, IGNORED_FIELDS, LORA_ADAPTER = "x-request-id", "x-ignored-fields", "x-lora-adapter"
+"""Response headers. A client may send the first one too."""
+ACCEPTED_ID = re.compile(r"[ -~]{1,128}")
+"""Ids that clients may choose: printable ASCII. Any other id is replaced."""
+
+CLIENT_LEFT = 499
+"""The status in the log if the client disconnected before the response began; nginx uses the same number."""
+PROBES = frozenset({"/health", "/ready", "/metrics"})
+"""Routes that monitoring calls every few seconds. They are logged at level debug unless they fail."""
+MAX_TEXT = 200
+
+log = logging.getLogger("mlx_parallm.access")
+
+
+def write_plain_lines() -> None:
+    """Writes the log's lines to stderr without a prefix, so that every line is JSON from its first character."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    log.handlers = [handler]
+    log.propagate = False
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """What the log and the response headers show of one request.
+
+    `request_id` is the value of the response's x-request-id header. If `id_from_client`, two requests may share it;
+    `engine_id` is unique. `arrived_at` is `time.monotonic`; `queue_s` and `first_token_s` are seconds from the arrival.
+    None means that the request did not get that far.
+    """
+
+    request_id: str = field(default_factory=lambda: f"req-{uuid.uuid4().hex}")
+    id_from_client: bool = False
+    method: str | None = None
+    path: str | None = None
+    arrived_at: float = field(default_factory=time.monotonic)
+    status: int | None = None
+    error: str | None = None
+    disconnected: bool = False
+    ignored: IgnoredFields = field(default_factory=IgnoredFields)
+    generates: bool = False
+    engine_id: str | None = None
+    model: str | None = None
+    adapter: str | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    queue_s: float | None = None
+    first_token_s: float | None = None
+    finish_reasons: list[str] = field(default_factory=list)
+
+    @classmethod
+    def begin(cls, scope: Scope) -> RequestRecord:
+        """Makes the record of a request that has just arrived and keeps it in `scope` for `record_of`."""
+        record = cls(method=scope["method"], path=scope["path"])
+        sent = Headers(scope=scope).get(REQUEST_ID, "")
+        if ACCEPTED_ID.fullmatch(sent):
+            record.request_id, record.id_from_client = sent, True
+        scope.setdefault("state", {})["record"] = record
+        return record
+
+    def set_model(self, model: str) -> None:
+        """Marks the request as a generation by the model or adapter of that name."""
+        self.generates = True
+        self.model = model
+
+    def set_request(self, request: GenerationRequest) -> None:
+        """Notes the engine's request. Its id becomes the response's, unless the client chose one."""
+        self.engine_id = request.request_id
+        if not self.id_from_client:
+            self.request_id = request.request_id
+        self.adapter = None if request.adapter == BASE_ADAPTER else str(request.adapter)
+        self.prompt_tokens = sum(map(len, request.prompts))
+
+    def observe(self, event: Event) -> None:
+        """Notes one event of the engine."""
+        if isinstance(event, SequenceOutput):
+            self.completion_tokens += len(event.token_ids)
+            if event.token_ids and self.first_token_s is None:
+                self.first_token_s = time.monotonic() - self.arrived_at
+            if event.finish_reason and event.finish_reason.value not in self.finish_reasons:
+                self.finish_reasons.append(event.finish_reason.value)
+        elif isinstance(event, RequestFinished):
+            self.cached_tokens = event.cached_tokens
+            self.queue_s = event.started_at - event.arrived_at if event.started_at else None
+            self.first_token_s = event.first_token_at - event.arrived_at if event.completion_tokens else None
+
+    @property
+    def finish(self) -> str | None:
+        """How the generation ended, for all sequences together; None if nothing was generated."""
+        if self.disconnected:
+            return "disconnect"
+        if self.error and self.engine_id:
+            return "error"
+        return ",".join(self.finish_reasons) or None
+
+
+def record_of(scope: Scope) -> RequestRecord:
+    """The record that `RequestRecord.begin` put into `scope`."""
+    return cast(RequestRecord, scope["state"]["record"])
+
+
+def new_request_id(prefix: str) -> str:
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+def write(record: RequestRecord, route: str | None) -> None:
+    """Logs a request that has ended; `route` is the route's path pattern, None if no route matched."""
+    succeeded = record.status is not None and record.status < 400
+    level = logging.DEBUG if route in PROBES and succeeded else logging.INFO
+    if log.isEnabledFor(level):
+        fields = _common_fields(record, route) | (_generation_fields(record) if record.generates else {})
+        log.log(level, "%s", json.dumps(fields | _optional_fields(record), separators=(",", ":")))
+
+
+def _common_fields(record: RequestRecord, route: str | None) -> dict[str, Any]:
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "id": record.request_id,
+        "method": _cut(record.method),
+        "route": route or _cut(record.path),
+        "status": record.status or CLIENT_LEFT,
+        "total_ms": _ms(time.monotonic() - record.arrived_at),
+    }
+
+
+def _generation_fields(record: RequestRecord) -> dict[str, Any]:
+    return {
+        "model": _cut(record.model),
+        "adapter": record.adapter,
+        "prompt_tokens": record.prompt_tokens,
+        "cached_tokens": record.cached_tokens,
+        "completion_tokens": record.completion_tokens,
+        "queue_ms": _ms(record.queue_s),
+        "first_token_ms": _ms(record.first_token_s),
+        "finish": record.finish,
+    }
+
+
+def _optional_fields(record: RequestRecord) -> dict[str, Any]:
+    """Fields that a line has only if they are not empty."""
+    fields = {
+        "error": record.error,
+        "engine_id": None if record.engine_id == record.request_id else record.engine_id,
+        "ignored": record.ignored.names,
+        "did_you_mean": record.ignored.meant,
+    }
+    return {name: value for name, value in fields.items() if value}
+
+
+def _cut(text: str | None) -> str | None:
+    return None if text is None else text[:MAX_TEXT]
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1000, 1)

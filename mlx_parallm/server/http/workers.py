@@ -1,0 +1,122 @@
+"""Worker threads of the HTTP server, in three pools, so that one kind of work cannot block another.
+
+- small: work of a few milliseconds. Most requests need no other pool.
+- large: parsing, rendering, tokenising and writing of long texts, in two threads.
+- grammars: requests whose grammar is compiled, with a limit for each client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+from anyio import CapacityLimiter, to_thread
+from starlette.types import Scope
+
+from mlx_parallm.errors import OverloadedError
+from mlx_parallm.grammar.trial import CHILDREN
+
+T = TypeVar("T")
+
+SMALL_BYTES = 64 * 1024
+"""A body up to this size is small: all work on it takes a few milliseconds."""
+
+_SMALL_THREADS, _LARGE_THREADS = 40, 2
+_GRAMMAR_TIMEOUT_S = 10.0
+_LARGE_BODIES, _LARGE_BODIES_PER_CLIENT = 16, 8
+_LARGE_BODY_BYTES_PER_S = 16 * 2**20
+"""Rate at which large bodies are read, those of all clients together."""
+_MIN_SLEEP_S = 0.01
+
+
+def client_of(scope: Scope) -> str:
+    """Identifies the client by its address. All clients share one API key, so the key does not tell them apart."""
+    client = scope.get("client")
+    return client[0] if client else ""
+
+
+class PerClientSemaphore:
+    """A semaphore of `total` places, of which one client may hold at most `per_client`. Event loop only.
+
+    A client waits for one of its own places first, so at most `per_client` of its requests are in the common queue.
+
+    Args:
+        timeout_s: longest wait for a place, in seconds.
+        busy: message of the error after that wait.
+    """
+
+    def __init__(self, total: int, per_client: int, timeout_s: float, busy: str) -> None:
+        self._places = asyncio.Semaphore(total)
+        self._per_client = per_client
+        self._timeout_s = timeout_s
+        self._busy = busy
+        self._own: dict[str, asyncio.Semaphore] = {}
+        self._users: Counter[str] = Counter()
+
+    @asynccontextmanager
+    async def hold(self, client: str) -> AsyncIterator[None]:
+        """Holds one place while the block runs. Raises OverloadedError if none becomes free in time."""
+        own = self._own.setdefault(client, asyncio.Semaphore(self._per_client))
+        self._users[client] += 1
+        try:
+            await self._acquire(own)
+            try:
+                yield
+            finally:
+                self._places.release()
+                own.release()
+        finally:
+            self._users[client] -= 1
+            if not self._users[client]:
+                del self._users[client], self._own[client]
+
+    async def _acquire(self, own: asyncio.Semaphore) -> None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await own.acquire()
+                try:
+                    await self._places.acquire()
+                except BaseException:
+                    own.release()
+                    raise
+        except TimeoutError:
+            raise OverloadedError(self._busy) from None
+
+
+class Workers:
+    """The pools, and the limits of large bodies: a request holds a place of `large_bodies` while its large body is in
+    memory. Used on the event loop's thread only.
+
+    Args:
+        body_timeout_s: longest time in seconds that a large body waits for others to be read.
+    """
+
+    def __init__(self, body_timeout_s: float) -> None:
+        self._small = CapacityLimiter(_SMALL_THREADS)
+        self._large = CapacityLimiter(_LARGE_THREADS)
+        self._compiling = CapacityLimiter(CHILDREN)
+        busy = "Other grammars are being compiled; try again."
+        self._grammars = PerClientSemaphore(CHILDREN, max(1, CHILDREN // 2), _GRAMMAR_TIMEOUT_S, busy)
+        busy = "Other large bodies are being read; try again."
+        self.large_bodies = PerClientSemaphore(_LARGE_BODIES, _LARGE_BODIES_PER_CLIENT, body_timeout_s, busy)
+        self._next_read_at = 0.0  # event loop time
+
+    async def run(self, size: int, call: Callable[[], T]) -> T:
+        """Runs `call` in a thread of the small or the large pool; `size` in bytes is what its time grows with."""
+        return await to_thread.run_sync(call, limiter=self._small if size <= SMALL_BYTES else self._large)
+
+    async def compile(self, client: str, call: Callable[[], T]) -> T:
+        """Runs `call`, which compiles a grammar. Raises OverloadedError if the client waited too long for a place."""
+        async with self._grammars.hold(client):
+            return await to_thread.run_sync(call, limiter=self._compiling)
+
+    async def pace(self, count: int) -> None:
+        """Waits until `count` more bytes of large bodies may be read. Without this limit, bodies sent over loopback and
+        then refused would take most of a core from the event loop and the device thread."""
+        now = asyncio.get_running_loop().time()
+        self._next_read_at = max(self._next_read_at, now) + count / _LARGE_BODY_BYTES_PER_S
+        if (sleep := self._next_read_at - now) > _MIN_SLEEP_S:
+            await asyncio.sleep(sleep)

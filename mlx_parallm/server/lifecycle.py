@@ -1,0 +1,153 @@
+"""Which requests the server takes now: the bounded queue, sleep, and the stages of a shutdown.
+
+serving → draining (requests under way may finish) → expired (they are ended with an error)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive
+
+from mlx_parallm.core import EngineClient
+from mlx_parallm.errors import OverloadedError
+from mlx_parallm.server.errors import DrainingError
+
+T = TypeVar("T")
+
+_SLEEP_CHECK_S = 0.05
+
+
+class Lifecycle:
+    """The stages of a shutdown. Used on the event loop's thread, or from a signal handler.
+
+    Draining: requests under way continue, streamed answers too; new generation requests and `/ready` get 503; the
+    streams of `/v1/training/events`, which never end by themselves, are closed. Expired: the time limit is over, and
+    requests under way get an error.
+    """
+
+    def __init__(self) -> None:
+        self.drain_begun = asyncio.Event()
+        self.expired = asyncio.Event()
+        self._work: set[asyncio.Task[Any]] = set()
+
+    @property
+    def working(self) -> bool:
+        """Whether work begun by `run_to_end` has not ended yet."""
+        return bool(self._work)
+
+    async def run_to_end(self, work: Coroutine[Any, Any, T]) -> T:
+        """Returns the result of `work`, which runs to its end even if the client disconnects meanwhile.
+
+        Raises:
+            DrainingError: the server is draining; `work` was not started.
+        """
+        if self.drain_begun.is_set():
+            work.close()
+            raise DrainingError("draining")
+        task = asyncio.create_task(work)
+        self._work.add(task)
+        task.add_done_callback(self._work.discard)
+        return await asyncio.shield(task)
+
+    def begin_drain(self) -> None:
+        self.drain_begun.set()
+
+    def expire(self) -> None:
+        self.drain_begun.set()
+        self.expired.set()
+
+
+class SequenceGate:
+    """Limits the sequences of the requests under way, from before tokenising to the last byte of the answer. Event loop
+    only, so that no other request comes between the check and the count.
+
+    Invariant: 0 <= held <= limit.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.held = 0
+
+    @contextmanager
+    def reserve(self, sequences: int) -> Iterator[None]:
+        """Holds `sequences` places while the block runs. Raises OverloadedError if fewer are free."""
+        if self.held + sequences > self.limit:
+            raise OverloadedError(
+                f"The queue is full: {self.held} of {self.limit} sequences are held and this request needs "
+                f"{sequences}. Try again shortly."
+            )
+        self.held += sequences
+        try:
+            yield
+        finally:
+            self.held -= sequences
+
+
+class SleepSwitch:
+    """Puts the server to sleep and wakes it. `asleep`: generation requests are refused. Event loop only."""
+
+    def __init__(self, engine: EngineClient, gate: SequenceGate) -> None:
+        self.asleep = False
+        self._engine = engine
+        self._gate = gate
+        self._pending: set[asyncio.Task[None]] = set()
+
+    async def sleep(self, free_adapters: bool) -> None:
+        """Refuses requests at once, waits for those under way, then frees the KV cache, and the adapter slots if
+        `free_adapters`. Returns when that is done, or when `wake` was called first.
+
+        Raises:
+            EngineDeadError: the device thread is not running.
+        """
+        self.asleep = True
+        task = asyncio.create_task(self._free_memory(free_adapters))
+        self._pending.add(task)
+        task.add_done_callback(self._pending.discard)
+        await asyncio.wait([task])
+        if not task.cancelled():
+            task.result()
+
+    def wake(self) -> None:
+        """Takes requests again. The first one that needs the memory allocates it."""
+        self.asleep = False
+        for task in self._pending:
+            task.cancel()
+
+    async def _free_memory(self, free_adapters: bool) -> None:
+        while self._gate.held:  # includes requests that have not reached the engine yet
+            await asyncio.sleep(_SLEEP_CHECK_S)
+        await self._engine.sleep(free_adapters)
+
+
+async def while_connected(work: Coroutine[Any, Any, T], receive: Receive, stop: asyncio.Event) -> T:
+    """Returns the result of `work`, which is cancelled if the client disconnects or `stop` is set first.
+
+    `work` has ended, its cleanup included, when this returns. The request's body must have been read before.
+
+    Raises:
+        ClientDisconnect: the client closed the connection.
+        DrainingError: `stop` was set.
+    """
+    task = asyncio.create_task(work)
+    disconnect = asyncio.create_task(_disconnected(receive))
+    stopped = asyncio.create_task(stop.wait())
+    tasks = (task, disconnect, stopped)
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientDisconnect if disconnect.done() else DrainingError("draining")
+    finally:
+        for waiting in tasks:
+            waiting.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

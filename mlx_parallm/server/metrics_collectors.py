@@ -1,0 +1,282 @@
+"""Prometheus metrics that are read on each scrape: the engine's, the adapters' and training's.
+
+Each table maps a metric's name, without its prefix, to its help text and to the function that reads it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TypeVar
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from mlx_parallm.core import (
+    BASE_ADAPTER,
+    AdapterClient,
+    AdapterRef,
+    AdapterStats,
+    EngineClient,
+    EngineStats,
+    Histogram,
+    TrainingClient,
+    TrainingStatus,
+)
+
+S = TypeVar("S")
+Table = Mapping[str, tuple[str, Callable[[S], float]]]
+
+PREFIX = "mlx_parallm_"
+
+
+def _read(gauges: Table[S], counters: Table[S], stats: S) -> Iterator[Metric]:
+    for name, (about, read) in gauges.items():
+        yield GaugeMetricFamily(PREFIX + name, about, value=float(read(stats)))
+    for name, (about, read) in counters.items():
+        yield CounterMetricFamily(PREFIX + name, about, value=float(read(stats)))
+
+
+# -- engine ----------------------------------------------------------------------------------------
+
+ENGINE_GAUGES: Table[EngineStats] = {
+    "num_requests_running": ("Sequences that hold a row.", lambda stats: stats.running),
+    "num_requests_waiting": ("Sequences that wait for a row.", lambda stats: stats.waiting),
+    "kv_cache_usage_perc": (
+        "Held share of the KV pool's budget, 0 to 1.",
+        lambda stats: stats.kv_bytes_held / stats.kv_bytes_budget if stats.kv_bytes_budget else 0.0,
+    ),
+    "kv_cache_bytes_held": ("Bytes of the KV pool in use.", lambda stats: stats.kv_bytes_held),
+    "kv_cache_tokens": ("Tokens in the KV pool.", lambda stats: stats.kv_tokens_used),
+    "engine_paused": ("1 since POST /pause, until POST /resume.", lambda stats: stats.paused),
+    "engine_alive": ("1 while the device thread runs.", lambda stats: stats.alive),
+    "training_share_now": (
+        "Share of device time that training got in the last window.",
+        lambda stats: stats.training_share,
+    ),
+    "training_share_target": (
+        "Share of device time for training while requests run.",
+        lambda stats: stats.schedule.training_time_share,
+    ),
+    "decode_stall_budget_seconds": (
+        "Time for other work between two decode steps; that work is sized by prediction.",
+        lambda stats: stats.schedule.max_decode_stall_s,
+    ),
+    "decode_gap_largest_seconds": ("The longest decode gap since start.", lambda stats: stats.decode_gaps.largest),
+}
+ENGINE_COUNTERS: Table[EngineStats] = {
+    "num_preemptions": (
+        "Rows recomputed, for lack of KV memory or after a failed unit.",
+        lambda stats: stats.preemptions_total,
+    ),
+    "prompt_tokens": ("Prompt tokens processed.", lambda stats: stats.prompt_tokens_total),
+    "generation_tokens": ("Tokens generated.", lambda stats: stats.generation_tokens_total),
+    "engine_steps": ("Decode steps launched.", lambda stats: stats.steps_total),
+    "engine_failed_steps": ("Prefill units and decode steps that raised.", lambda stats: stats.failed_steps_total),
+    "engine_aborted": ("Requests aborted before their end.", lambda stats: stats.aborted_total),
+}
+ENGINE_HISTOGRAMS: Mapping[str, tuple[str, Callable[[EngineStats], Histogram]]] = {
+    "decode_gap_seconds": (
+        "Between two decode steps while rows wait for the second.",
+        lambda stats: stats.decode_gaps,
+    ),
+    "training_share": (
+        "Share of device time that training got, by window in which training and rows both had work throughout.",
+        lambda stats: stats.training_shares,
+    ),
+}
+
+
+class EngineCollector(Collector):
+    """Reads the engine once per scrape, so that its figures are from one moment."""
+
+    def __init__(self, engine: EngineClient) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._engine.stats()
+        yield from _read(ENGINE_GAUGES, ENGINE_COUNTERS, stats)
+        for name, (about, values) in ENGINE_HISTOGRAMS.items():
+            yield _histogram(PREFIX + name, about, values(stats))
+
+
+def _histogram(name: str, about: str, histogram: Histogram) -> Metric:
+    """Prometheus's buckets are cumulative; `core.Histogram` counts each bin alone."""
+    bounds = map(floatToGoString, (*histogram.bounds, float("inf")))
+    buckets = list(zip(bounds, accumulate(histogram.counts), strict=True))
+    return HistogramMetricFamily(name, about, buckets=buckets, sum_value=histogram.total)
+
+
+# -- adapters --------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class ServedCounts:
+    """Work done for one adapter version. `latency_s` is the sum over finished requests, in seconds."""
+
+    requests: int = 0
+    finished: int = 0
+    latency_s: float = 0.0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+
+
+ADAPTER_GAUGES: Table[AdapterStats] = {
+    "lora_slots": ("Adapter slots of the bank, without the base's.", lambda stats: stats.slots),
+    "lora_slots_used": ("Slots that hold an adapter version.", lambda stats: stats.slots_used),
+    "lora_slots_pinned": ("Slots that live sequences hold.", lambda stats: stats.slots_pinned),
+    "lora_bank_bytes": ("Bytes of the adapter bank.", lambda stats: stats.bank_bytes),
+    "lora_flip_seconds_last": ("How long the last flip held the device.", lambda stats: stats.flip_s_last),
+    "lora_flip_seconds_max": ("How long the longest flip held the device.", lambda stats: stats.flip_s_max),
+    "lora_stage_seconds_last": ("How long the last version took to stage.", lambda stats: stats.stage_s_last),
+}
+ADAPTER_COUNTERS: Table[AdapterStats] = {
+    "lora_swaps": ("Times that a name, or the route, was pointed to another version.", lambda stats: stats.swaps_total),
+    "lora_staged": ("Adapter versions staged into a slot.", lambda stats: stats.staged_total),
+    "lora_evicted": ("Adapter versions that lost their slot.", lambda stats: stats.evicted_total),
+    "checkpoint_saves": ("Checkpoints written.", lambda stats: stats.checkpoint_saves_total),
+}
+SERVED_COUNTERS: Table[ServedCounts] = {
+    "adapter_requests": ("Requests begun.", lambda served: served.requests),
+    "adapter_prompt_tokens": ("Prompt tokens of finished requests.", lambda served: served.prompt_tokens),
+    "adapter_generation_tokens": ("Tokens generated.", lambda served: served.generation_tokens),
+}
+VERSION_LABELS = ("adapter", "version")
+
+
+class AdapterCollector(Collector):
+    """Reads the adapters once per scrape, and keeps the counts of each version. Event loop only.
+
+    Versions that can no longer be requested lose their series, so the number of series is bounded however many versions
+    a trainer publishes.
+    """
+
+    def __init__(self, adapters: AdapterClient) -> None:
+        self._adapters = adapters
+        self._served: dict[AdapterRef, ServedCounts] = {}
+
+    def served(self, ref: AdapterRef) -> ServedCounts:
+        """The counts of one version; the caller adds to them."""
+        if ref not in self._served:
+            self._remove_gone()
+            self._served[ref] = ServedCounts()
+        return self._served[ref]
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._adapters.stats()
+        yield from _read(ADAPTER_GAUGES, ADAPTER_COUNTERS, stats)
+        yield _requests_info(stats)
+        self._remove_gone()
+        for name, (about, read) in SERVED_COUNTERS.items():
+            counter = CounterMetricFamily(PREFIX + name, f"{about} By adapter version.", labels=VERSION_LABELS)
+            for ref, served in self._served.items():
+                counter.add_metric((ref.name, str(ref.version)), read(served))
+            yield counter
+        about = "Arrival to last token, by adapter version."
+        latency = SummaryMetricFamily(PREFIX + "adapter_request_latency_seconds", about, labels=VERSION_LABELS)
+        for ref, served in self._served.items():
+            latency.add_metric((ref.name, str(ref.version)), served.finished, served.latency_s)
+        yield latency
+
+    def _remove_gone(self) -> None:
+        known = {BASE_ADAPTER, *(card.ref for card in self._adapters.cards())}
+        self._served = {ref: served for ref, served in self._served.items() if ref in known}
+
+
+def _requests_info(stats: AdapterStats) -> Metric:
+    """vLLM's form: the names are labels, and the value is the time."""
+    labels = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
+    family = GaugeMetricFamily(PREFIX + "lora_requests_info", "Adapters of the live requests.", labels=labels)
+    family.add_metric((str(stats.slots), ",".join(stats.running), ",".join(stats.waiting)), time.time())
+    return family
+
+
+# -- training --------------------------------------------------------------------------------------
+
+RL_PREFIX = PREFIX + "rl_"
+COLLECTED = "trajectories_collected"
+TRAINING_GAUGES: Mapping[str, tuple[str, Callable[[TrainingStatus], float | None]]] = {
+    # A gauge, although it only grows: Prometheus appends _total to a counter's name, and this name is fixed.
+    COLLECTED: ("Trajectories collected; only grows.", lambda status: status.trajectories_collected),
+    "trajectories_waiting": ("Trajectories that wait for a reward.", lambda status: status.trajectories_waiting),
+    "groups_ready": ("Complete groups that wait for an update.", lambda status: status.groups_ready),
+    "step": ("Optimizer steps of the policy.", lambda status: status.step),
+    "updates_per_second": ("Updates per second, lately.", lambda status: status.updates_per_second),
+    "training_loss": ("Loss of the last update.", lambda status: status.metrics.get("loss")),
+    "reward_mean": ("Mean reward of the last update.", lambda status: status.metrics.get("reward_mean")),
+    "reward_std": ("Rewards' standard deviation, last update.", lambda status: status.metrics.get("reward_std")),
+    "reward_running_mean": ("Running mean of rewards.", lambda status: status.reward_running_mean),
+    "kl": (
+        "KL to the base in nats a token, last update: estimated from a sample of its tokens.",
+        lambda status: status.metrics.get("kl"),
+    ),
+    "entropy": ("Entropy in nats, last update.", lambda status: status.metrics.get("entropy")),
+    "clip_fraction": ("Share of tokens clipped, last update.", lambda status: status.metrics.get("clip_fraction")),
+    "dual_clip_fraction": (
+        "Share of tokens whose loss the dual clip bounds, last update.",
+        lambda status: status.metrics.get("dual_clip_fraction"),
+    ),
+    "ratio": ("Mean policy ratio, last update.", lambda status: status.metrics.get("ratio_mean")),
+    "ratio_max": ("Largest policy ratio of a token, last update.", lambda status: status.metrics.get("ratio_max")),
+    "staleness": ("Mean versions of lag, last update.", lambda status: status.metrics.get("staleness")),
+    "last_update_timestamp_seconds": ("Unix time of the last update.", lambda status: status.last_update),
+}
+TRAINING_REASONS: Mapping[str, tuple[str, Callable[[TrainingStatus], Mapping[str, int]]]] = {
+    "dropped": ("Trajectories dropped, by reason.", lambda status: status.drops),
+    "skipped": ("Updates skipped, by reason.", lambda status: status.skips),
+}
+
+
+class TrainingCollector(Collector):
+    """Reads the status of every trained adapter once per scrape. Event loop only.
+
+    A figure that is not known yet has no sample. If the server does not train, the only sample is 0 collected
+    trajectories, without a label.
+    """
+
+    def __init__(self, training: TrainingClient | None) -> None:
+        self._training = training
+
+    def collect(self) -> Iterator[Metric]:
+        statuses = training_statuses(self._training)
+        for name, (about, read) in TRAINING_GAUGES.items():
+            yield _training_gauge(name, about, {status.adapter: read(status) for status in statuses})
+        updates = CounterMetricFamily(f"{RL_PREFIX}updates", "Optimizer updates made.", labels=["adapter"])
+        state = GaugeMetricFamily(f"{RL_PREFIX}state", "1 for the current state.", labels=["adapter", "state"])
+        for status in statuses:
+            updates.add_metric([status.adapter], status.updates_total)
+            state.add_metric([status.adapter, status.state], 1)
+        yield from (updates, state)
+        for name, (about, counts) in TRAINING_REASONS.items():
+            family = CounterMetricFamily(RL_PREFIX + name, about, labels=["adapter", "reason"])
+            for status in statuses:
+                for reason, count in counts(status).items():
+                    family.add_metric([status.adapter, reason], count)
+            yield family
+
+
+def training_statuses(training: TrainingClient | None) -> list[TrainingStatus]:
+    """The status of every trained adapter, the default one first; empty if the server does not train."""
+    if training is None:
+        return []
+    default = training.status()
+    return [default, *(training.status(name) for name in default.trained if name != default.adapter)]
+
+
+def _training_gauge(name: str, about: str, values: Mapping[str, float | None]) -> Metric:
+    if not values and name == COLLECTED:
+        return GaugeMetricFamily(RL_PREFIX + name, about, value=0)
+    family = GaugeMetricFamily(RL_PREFIX + name, about, labels=["adapter"])
+    for adapter, value in values.items():
+        if value is not None:
+            family.add_metric([adapter], value)
+    return family

@@ -1,0 +1,296 @@
+"""The OpenAPI document: FastAPI's, completed with request bodies, every error by its code, and tested examples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+
+from mlx_parallm.errors import (
+    AbortedError,
+    AdapterUnavailableError,
+    ConflictError,
+    ContextLengthError,
+    DeviceMemoryError,
+    EngineDeadError,
+    EngineError,
+    GrammarError,
+    OverloadedError,
+    QueueTimeoutError,
+    RequestError,
+    StepFailedError,
+    TrainingDisabledError,
+    UnknownModelError,
+)
+from mlx_parallm.server.api.fields import ErrorBody
+from mlx_parallm.server.errors import (
+    RULES,
+    ApiKeyError,
+    AsleepError,
+    BodyTimeoutError,
+    BodyTooLargeError,
+    DrainingError,
+    ForbiddenOriginError,
+    InferenceDisabledError,
+    MediaTypeError,
+    rule_of,
+)
+from mlx_parallm.server.http.body import OPEN
+from mlx_parallm.server.http.middleware import OPEN_PATHS
+from mlx_parallm.server.http.request_log import IGNORED_FIELDS, LORA_ADAPTER, REQUEST_ID
+
+Operation = dict[str, Any]
+Kind = type[Exception]
+Examples = Mapping[str, Mapping[str, Any]]
+
+DESCRIPTION = """\
+An OpenAI-compatible server on MLX: one base model, many LoRA adapters in one continuous batch, trained while it serves.
+
+Every error has the body `{"error": {"message", "type", "param", "code"}}`; `param` names the field at fault. A field
+that is null counts as left out. A declared field with an unsupported value is refused. If a body may have undeclared
+fields, they are ignored, and the response header `x-ignored-fields` names them; they are refused in a request with
+`collect_trajectory`, and by a server with `--strict-fields`.
+
+Every GET route accepts HEAD, and every path may end with a slash. A request may have its own `X-Request-Id`, of at most
+128 printable ASCII characters; the response repeats it, or has one that the server made.
+"""
+
+REQUEST_ID_HEADER: dict[str, Any] = {
+    "description": "The request's own id, or one that the server made: for a generation, the `id` of its body.",
+    "schema": {"type": "string"},
+}
+IGNORED_FIELDS_HEADER: dict[str, Any] = {
+    "description": "Names of the body's fields that were ignored, separated by commas: at most 20 names of at most 64 "
+    "characters, percent-encoded. Absent if there are none.",
+    "schema": {"type": "string"},
+}
+LORA_ADAPTER_HEADER: dict[str, Any] = {
+    "description": "The adapter version that served the request, as `name@version`; absent for the base model.",
+    "schema": {"type": "string"},
+}
+
+EVENTS: dict[str, Any] = {
+    "text/event-stream": {
+        "schema": {
+            "description": "One event of the stream.",
+            "type": "object",
+            "properties": {
+                "event": {"type": "string", "description": "The kind of event, in streams with several kinds."},
+                "data": {"type": "string", "description": "JSON text; `[DONE]` ends a completion's stream."},
+            },
+            "required": ["data"],
+        }
+    }
+}
+"""The `content` of a route that answers with server-sent events; the schema is that of one event."""
+
+KINDS = "x-raises"
+"""Key that `raises` sets and `describe` removes: the class names of the errors with one status."""
+
+ANY_ROUTE: tuple[Kind, ...] = (ForbiddenOriginError, Exception)
+WITH_BODY: tuple[Kind, ...] = (RequestError, BodyTimeoutError, BodyTooLargeError, MediaTypeError, OverloadedError)
+GENERATING: tuple[Kind, ...] = (
+    GrammarError,
+    ContextLengthError,
+    UnknownModelError,
+    ConflictError,
+    TrainingDisabledError,
+    OverloadedError,
+    StepFailedError,
+    EngineError,
+    QueueTimeoutError,
+    DeviceMemoryError,
+    AbortedError,
+    AdapterUnavailableError,
+    EngineDeadError,
+    DrainingError,
+    InferenceDisabledError,
+    AsleepError,
+)
+
+
+def raises(*kinds: Kind) -> dict[int | str, dict[str, Any]]:
+    """The `responses` of a route that may raise these errors. `describe` adds those that its form implies."""
+    statuses: dict[int | str, dict[str, Any]] = {}
+    for kind in kinds:
+        entry = statuses.setdefault(rule_of(kind).status, {"description": "", KINDS: []})
+        entry[KINDS].append(kind.__name__)
+    return statuses
+
+
+def streamable(whole: type[BaseModel], *kinds: Kind) -> dict[int | str, dict[str, Any]]:
+    """The `responses` of a generating route: one JSON body, or events if `stream` is true, or an error; `kinds` are
+    errors beside those that all generating routes may raise."""
+    headers = {LORA_ADAPTER: LORA_ADAPTER_HEADER}
+    about = "One body, or server-sent events."
+    answer = {"model": whole, "content": deepcopy(EVENTS), "description": about, "headers": headers}
+    return {200: answer, **raises(*GENERATING, *kinds)}
+
+
+def describe(app: FastAPI, strict_fields: bool) -> dict[str, Any]:
+    """The document, made once and kept on the app. `strict_fields`: no body may have undeclared fields."""
+    if app.openapi_schema is None:
+        document = get_openapi(title=app.title, version=app.version, description=DESCRIPTION, routes=app.routes)
+        schemas = document.setdefault("components", {}).setdefault("schemas", {})
+        for path, operation in _operations(document):
+            opens = operation.get("requestBody", {}).pop(OPEN, False) and not strict_fields
+            if opens:
+                _open(_content(operation)["schema"])
+            schemas |= _lift_definitions(operation)
+            operation["responses"] = _with_headers(_responses(path, operation), opens)
+            if path in EXAMPLES and "requestBody" in operation:
+                _content(operation)["examples"] = {name: {"value": body} for name, body in EXAMPLES[path].items()}
+        for unused in ("HTTPValidationError", "ValidationError"):
+            schemas.pop(unused, None)
+        schemas |= _error_schemas()
+        app.openapi_schema = document
+    return app.openapi_schema
+
+
+def _operations(document: dict[str, Any]) -> Iterator[tuple[str, Operation]]:
+    for path, item in document["paths"].items():
+        for operation in item.values():
+            yield path, operation
+
+
+def _responses(path: str, operation: Operation) -> dict[str, Any]:
+    """The declared responses, then every possible error, by status."""
+    declared: dict[str, Any] = operation["responses"]
+    named = {name for answer in declared.values() for name in answer.get(KINDS, ())}
+    kinds = {kind for kind in _all_kinds() if kind.__name__ in named} | set(_of_form(path, operation))
+    answers = {status: answer for status, answer in declared.items() if status != "422" and KINDS not in answer}
+    for status in sorted({rule_of(kind).status for kind in kinds}):
+        answers[str(status)] = _error(kind for kind in kinds if rule_of(kind).status == status)
+    return answers
+
+
+def _with_headers(answers: Mapping[str, dict[str, Any]], opens: bool) -> dict[str, Any]:
+    common = {REQUEST_ID: REQUEST_ID_HEADER} | ({IGNORED_FIELDS: IGNORED_FIELDS_HEADER} if opens else {})
+    return {
+        status: {**answer, "headers": {**answer.get("headers", {}), **common}} for status, answer in answers.items()
+    }
+
+
+def _open(schema: dict[str, Any]) -> None:
+    """Allows undeclared properties in every object of a body."""
+    for part in (schema, *schema.get("$defs", {}).values()):
+        if "properties" in part:
+            part["additionalProperties"] = True
+
+
+def _all_kinds() -> Iterable[Kind]:
+    return (*RULES, *GENERATING)
+
+
+def _of_form(path: str, operation: Operation) -> Iterator[Kind]:
+    """Errors that follow from a route's form: its path, its body and its query."""
+    yield from ANY_ROUTE
+    if path not in OPEN_PATHS:
+        yield ApiKeyError
+    if "requestBody" in operation:
+        yield from WITH_BODY
+    if any(parameter["in"] == "query" for parameter in operation.get("parameters", ())):
+        yield RequestError
+
+
+def _error(kinds: Iterable[Kind]) -> dict[str, Any]:
+    """The response of one status, with the meaning of each of its codes."""
+    rules = {rule_of(kind): kind for kind in sorted(kinds, key=lambda kind: kind.__name__)}
+    about = {str(rule.code or "invalid_request_error"): rule.message or _meaning(kind) for rule, kind in rules.items()}
+    lines = [f"`{code}`: {meaning}" for code, meaning in sorted(about.items())]
+    schema = {"$ref": f"#/components/schemas/{ErrorBody.__name__}"}
+    return {"description": "\n\n".join(lines), "content": {"application/json": {"schema": schema}}}
+
+
+def _meaning(kind: Kind) -> str:
+    return (kind.__doc__ or "").partition("\n")[0]
+
+
+def _error_schemas() -> dict[str, Any]:
+    schema = ErrorBody.model_json_schema(ref_template="#/components/schemas/{model}")
+    return {**schema.pop("$defs"), ErrorBody.__name__: schema}
+
+
+def _content(operation: Operation) -> dict[str, Any]:
+    content: Mapping[str, dict[str, Any]] = operation["requestBody"]["content"]
+    return content["application/json"]
+
+
+def _lift_definitions(operation: Operation) -> dict[str, Any]:
+    """Removes and returns the `$defs` of a request body's schema; its references point to the document's components."""
+    if "requestBody" not in operation:
+        return {}
+    definitions: dict[str, Any] = _content(operation)["schema"].pop("$defs", {})
+    return definitions
+
+
+# Example bodies, by path and name. Each can be sent unchanged to a server that trains and has an adapter `math`; those
+# with a trajectory id or a folder need one of that name.
+
+_MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
+_CONTROL: Examples = {"default adapter": {}}
+_SWITCH: Examples = {"one version": {"version": "math@1"}, "the model itself": {"version": "base"}}
+_CHECKPOINT: Examples = {"tagged": {"lora_name": "math", "checkpoint_name": "mine", "metrics": {"accuracy": 0.75}}}
+
+EXAMPLES: Mapping[str, Examples] = {
+    "/v1/completions": {
+        "continue a text": {"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0},
+        "score a text": {"prompt": "Paris", "max_tokens": 0, "echo": True, "logprobs": 1},
+        "several samples": {"prompt": "Once", "n": 2, "max_tokens": 4, "temperature": 0.8, "seed": 7},
+        "token ids in and out": {
+            "prompt": [1, 2, 3],
+            "max_tokens": 4,
+            "logprobs": 1,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+        },
+    },
+    "/v1/chat/completions": {
+        "a question": {"messages": _MESSAGES, "max_tokens": 8},
+        "as a stream": {
+            "messages": _MESSAGES,
+            "max_tokens": 8,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        },
+        "for training": {"messages": _MESSAGES, "n": 2, "max_tokens": 4, "collect_trajectory": True},
+    },
+    "/v1/responses": {
+        "a question": {"input": "What is the capital of France?", "max_output_tokens": 8},
+        "items": {"input": _MESSAGES, "instructions": "Be brief.", "max_output_tokens": 8, "store": False},
+        "as a stream": {"input": "Hello", "max_output_tokens": 8, "stream": True},
+    },
+    "/v1/responses/input_tokens": {"a question": {"input": "What is the capital of France?"}},
+    "/v1/load_lora_adapter": {
+        "from a folder": {"lora_name": "tone", "lora_path": "tone"},
+        "in place": {"lora_name": "math", "lora_path": "math", "load_inplace": True},
+    },
+    "/v1/unload_lora_adapter": {"all versions": {"lora_name": "math"}},
+    "/v1/adapters/route": {"a tenth": {"weights": {"base": 0.9, "math": 0.1}}},
+    "/v1/adapters/rollback": {"an adapter": {"lora_name": "math"}},
+    "/model/switch-lora": _SWITCH,
+    "/v1/model/switch-lora": _SWITCH,
+    "/training/checkpoint": _CHECKPOINT,
+    "/v1/training/checkpoint": _CHECKPOINT,
+    "/v1/training/update": {
+        "what waits": {},
+        "given": {
+            "trajectories": [
+                {"prompt_token_ids": [1, 2], "completion_token_ids": [3, 4], "reward": 1, "group_id": "a"},
+                {"prompt_token_ids": [1, 2], "completion_token_ids": [5, 4], "reward": 0, "group_id": "a"},
+            ]
+        },
+    },
+    "/v1/training/start": _CONTROL,
+    "/v1/training/pause": _CONTROL,
+    "/v1/training/resume": _CONTROL,
+    "/v1/training/rollback": {"the best version": {}},
+    "/v1/training/feedback": {"a reward": {"trajectory_id": "traj-0", "score": 1}},
+    "/v1/training/schedule": {"training first": {"mode": "training_priority", "max_decode_stall_ms": 250}},
+    "/tokenize": {"a text": {"prompt": "Hello"}, "a conversation": {"messages": _MESSAGES}},
+    "/detokenize": {"ids": {"tokens": [1, 2, 3]}},
+}

@@ -1,0 +1,183 @@
+"""From a checked request body to the engine's `GenerationRequest`: the adapter that the body names, its grammar, and
+the checks that need the model's vocabulary and context length."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from mlx_parallm.config import ServerConfig, TrafficClass
+from mlx_parallm.core import (
+    AdapterRef,
+    CollectionSpec,
+    GenerationRequest,
+    Grammar,
+    GrammarCompiler,
+    GrammarSpec,
+    ModelCard,
+    SamplingParams,
+    StopParams,
+    WorkClass,
+)
+from mlx_parallm.errors import ContextLengthError, InvalidRequestError, UnknownModelError
+from mlx_parallm.server.api.generation_fields import GenerationBody
+
+MAX_ADAPTER_NAME = 160
+"""Most characters of an adapter's name with its version. Longer names are unknown."""
+SEED_SPACE = 2**64
+_WORK_CLASSES = {TrafficClass.LIVE: WorkClass.INFERENCE, TrafficClass.ROLLOUT: WorkClass.TRAINING}
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSelector:
+    """The adapter that a request names: `name`, `name@version`, a checkpoint, a tag or `base`, as `core.AdapterClient`
+    takes them. `param` is the request field that names it. Both are None if no field does."""
+
+    name: str | None = None
+    param: str | None = None
+
+
+def select_adapter(body: GenerationBody, model_names: Sequence[str]) -> AdapterSelector:
+    """The adapter that `model`, `lora_adapter` or `adapters` name. A name of the served model, in `model_names`, names
+    no adapter, so `lora_adapter` may come with it.
+
+    Raises:
+        InvalidRequestError: two of the fields name different adapters.
+    """
+    model = None if body.model in model_names else body.model
+    fields = (("model", model), ("lora_adapter", body.lora_adapter), ("adapters", body.adapters))
+    selectors = [AdapterSelector(name, param) for param, name in fields if name is not None]
+    for other in selectors[1:]:
+        if other.name != selectors[0].name:
+            raise InvalidRequestError(
+                f"{selectors[0].param} and {other.param} name different adapters; send one of them.", param=other.param
+            )
+    return selectors[0] if selectors else AdapterSelector()
+
+
+@contextmanager
+def adapter_named_by(param: str | None, *names: str | None) -> Iterator[None]:
+    """Sets `param`, the request field with the `names` of adapters, in the UnknownModelErrors that leave the block.
+
+    Raises:
+        UnknownModelError: a name is too long to be an adapter's.
+    """
+    try:
+        for name in names:
+            if name is not None and len(name) > MAX_ADAPTER_NAME:
+                raise UnknownModelError(f"No adapter has a name of {len(name)} characters; see GET /v1/models.")
+        yield
+    except UnknownModelError as error:
+        raise UnknownModelError(str(error), param=param) from None
+
+
+def compile_grammar(param: str, spec: GrammarSpec, grammars: GrammarCompiler) -> Grammar:
+    """Compiles the grammar that the field `param` asks for. Call it in a worker thread, because it can take seconds.
+
+    Raises:
+        InvalidRequestError: the grammar cannot be enforced; the error names the field.
+    """
+    try:
+        return grammars.compile(spec)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"{param}: {error}", param=param) from None
+
+
+def plan(
+    request_id: str,
+    body: GenerationBody,
+    prompts: Sequence[Sequence[int]],
+    card: ModelCard,
+    adapter: AdapterRef,
+    collection: CollectionSpec | None,
+    grammar: Grammar | None,
+    work_class: WorkClass,
+    max_tokens: int | None,
+    default_max_tokens: int | None = None,
+    top_logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
+    visible_specials: frozenset[int] = frozenset(),
+) -> GenerationRequest:
+    """The engine's request for the token ids `prompts`.
+
+    Args:
+        max_tokens: the limit that the client asked for.
+        default_max_tokens: the limit without one, if the context has room for it. None: all that fit.
+        top_logprobs: alternatives to report for each generated token. None: no logprobs.
+        prompt_logprobs: alternatives to report for each prompt token. None: no prompt logprobs.
+        visible_specials: special tokens that are part of the text.
+
+    Raises:
+        ContextLengthError: the longest prompt and the tokens to generate do not fit the context.
+        InvalidRequestError: a prompt is empty, a token id is not in the vocabulary, or min_tokens is over the limit.
+    """
+    max_tokens = _token_limit(max_tokens, default_max_tokens, max(map(len, prompts)), card.context_length)
+    for ids in prompts:
+        check_ids(ids, card.vocab_size)
+    if body.min_tokens > max_tokens:
+        raise InvalidRequestError(
+            f"min_tokens ({body.min_tokens}) is over max_tokens ({max_tokens}).", param="min_tokens"
+        )
+    return GenerationRequest(
+        request_id=request_id,
+        prompts=tuple(tuple(ids) for ids in prompts),
+        sampling=_sampling(body, card.vocab_size, top_logprobs),
+        stopping=StopParams(max_tokens, body.min_tokens, tuple(body.stop), body.ignore_eos),
+        n=body.n,
+        prompt_logprobs=prompt_logprobs,
+        adapter=adapter,
+        work_class=work_class,
+        priority=body.priority,
+        collection=collection,
+        grammar=grammar,
+        visible_specials=visible_specials,
+    )
+
+
+def work_class(body: GenerationBody, config: ServerConfig) -> WorkClass:
+    """The class whose share of the rows the request uses."""
+    default = config.collected_traffic_class if body.collect_trajectory else TrafficClass.LIVE
+    return _WORK_CLASSES[TrafficClass(body.traffic_class or default)]
+
+
+def _token_limit(asked: int | None, default: int | None, longest_prompt: int, context: int) -> int:
+    """The number of tokens to generate. Raises ContextLengthError: the context has no room for them, or for one."""
+    room = context - longest_prompt
+    if asked is None and room >= 1:
+        return room if default is None else min(default, room)
+    wanted = 1 if asked is None else asked
+    if wanted > room:
+        raise ContextLengthError(
+            f"This model's context is {context} tokens, and the request needs {longest_prompt + wanted}: "
+            f"{longest_prompt} in the prompt and {wanted} to generate. Shorten the prompt or ask for fewer tokens.",
+            param="max_tokens" if longest_prompt < context and asked else None,
+        )
+    return wanted
+
+
+def check_ids(ids: Sequence[int], vocab_size: int, param: str = "prompt") -> None:
+    """Raises InvalidRequestError unless `ids` has at least one id and all are below `vocab_size`."""
+    if not ids:
+        raise InvalidRequestError("The prompt has no tokens; send at least one.", param=param)
+    if max(ids) >= vocab_size:
+        raise InvalidRequestError(f"Token id {max(ids)} is not below the vocabulary's size, {vocab_size}.", param=param)
+
+
+def _sampling(body: GenerationBody, vocab_size: int, top_logprobs: int | None) -> SamplingParams:
+    if any(token_id >= vocab_size for token_id in body.logit_bias):
+        raise InvalidRequestError(f"Token ids must be below the vocabulary's size, {vocab_size}.", param="logit_bias")
+    greedy = body.top_p == 0
+    return SamplingParams(
+        temperature=0.0 if greedy else body.temperature,
+        top_k=max(0, min(body.top_k, vocab_size)),
+        top_p=1.0 if greedy else body.top_p,
+        min_p=body.min_p,
+        seed=secrets.randbits(64) if body.seed is None else body.seed % SEED_SPACE,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        repetition_penalty=body.repetition_penalty,
+        logit_bias=tuple(sorted(body.logit_bias.items())),
+        top_logprobs=top_logprobs,
+    )

@@ -1,0 +1,149 @@
+"""The parts that routes need, in one object on `app.state.services`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Annotated, cast
+
+from fastapi import Depends
+from starlette.requests import Request
+
+from mlx_parallm.config import Mode, ServerConfig
+from mlx_parallm.core import (
+    BASE_ADAPTER,
+    AdapterCard,
+    AdapterClient,
+    AdapterRef,
+    EngineClient,
+    GrammarCompiler,
+    ModelCard,
+    TextTokenizer,
+    TrainingClient,
+)
+from mlx_parallm.errors import EngineDeadError, InvalidRequestError, TrainingDisabledError
+from mlx_parallm.server.api.generation_fields import MAX_SEQUENCES
+from mlx_parallm.server.api.responses.store import ResponseStore
+from mlx_parallm.server.errors import AsleepError, DrainingError, InferenceDisabledError
+from mlx_parallm.server.http.workers import Workers
+from mlx_parallm.server.lifecycle import Lifecycle, SequenceGate, SleepSwitch
+from mlx_parallm.server.metrics import ServerMetrics
+from mlx_parallm.server.planning import AdapterSelector, adapter_named_by
+
+GENERIC_NAME = "base-model"
+"""A name of the served model on every server."""
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """The parts behind the routes. `training` is None if the server does not train. `started_at` is Unix time in
+    seconds. `schedule_lock` is held while the schedule is changed, so that each change starts from the one before."""
+
+    engine: EngineClient
+    adapters: AdapterClient
+    training: TrainingClient | None
+    tokenizer: TextTokenizer
+    grammars: GrammarCompiler
+    card: ModelCard
+    config: ServerConfig
+    lifecycle: Lifecycle
+    gate: SequenceGate
+    sleep: SleepSwitch
+    metrics: ServerMetrics
+    responses: ResponseStore
+    workers: Workers
+    started_at: int
+    schedule_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @contextmanager
+    def admit(self, sequences: int, selector: AdapterSelector) -> Iterator[AdapterRef]:
+        """Holds places in the bounded queue and the adapter version that `selector` names now. The version is not
+        removed while the block runs.
+
+        Raises:
+            DrainingError, InferenceDisabledError, AsleepError: see `check_open`.
+            EngineDeadError: the device thread is not running.
+            OverloadedError: the queue is full.
+            UnknownModelError: unknown name; there is no fallback to the base model.
+        """
+        self.check_open()
+        if not self.engine.stats().alive:
+            raise EngineDeadError("the device thread is not running")
+        with ExitStack() as held:
+            held.enter_context(self.gate.reserve(sequences))
+            with adapter_named_by(selector.param, selector.name):
+                adapter = held.enter_context(self.adapters.lease(selector.name))
+            yield adapter
+
+    def check_open(self) -> None:
+        """Checks that the server takes generation requests now.
+
+        Raises:
+            DrainingError: it is shutting down.
+            InferenceDisabledError: it only trains.
+            AsleepError: it is asleep.
+        """
+        if self.lifecycle.drain_begun.is_set():
+            raise DrainingError("draining")
+        if self.config.mode is Mode.TRAINING_ONLY:
+            raise InferenceDisabledError("training only")
+        if self.sleep.asleep:
+            raise AsleepError("asleep")
+
+    def find(self, selector: str, param: str) -> AdapterCard:
+        """Raises UnknownModelError, naming `param`, if no adapter has that name."""
+        with adapter_named_by(param, selector):
+            return self.adapters.find(selector)
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The names of the served model that `model` may have. With them the route chooses the adapter."""
+        return (*self.card.names, GENERIC_NAME)
+
+    def routed_adapter(self) -> AdapterRef | None:
+        """What requests that name no adapter get now: the version with the largest share of the route. None: the base
+        model."""
+        route = self.adapters.route()
+        selector = max(route, key=lambda name: route[name])
+        return None if selector == BASE_ADAPTER.name else self.adapters.find(selector).ref
+
+    def is_base(self, model: str | None) -> bool:
+        """Whether `model` is left out or names the base model."""
+        return model is None or model in self.model_names or model == BASE_ADAPTER.name
+
+    def check_model(self, name: str | None) -> None:
+        """Raises UnknownModelError unless `name` is left out or names the base model or an adapter."""
+        if name is not None and not self.is_base(name):
+            self.find(name, "model")
+
+    def check_sequences(self, prompts: int, n: int) -> int:
+        """The number of sequences of a request. Raises InvalidRequestError if it is over the limit."""
+        if prompts * n > MAX_SEQUENCES:
+            raise InvalidRequestError(
+                f"n times the number of prompts is {prompts * n}; at most {MAX_SEQUENCES} sequences fit one request.",
+                param="n",
+            )
+        return prompts * n
+
+    def require_training(self, param: str | None = None) -> TrainingClient:
+        """The training client. Raises TrainingDisabledError, naming `param`, if the server does not train."""
+        if self.training is None:
+            raise TrainingDisabledError("This server does not train; start it with --enable-rl-training.", param=param)
+        return self.training
+
+
+async def services_of(request: Request) -> Services:
+    return cast(Services, request.app.state.services)
+
+
+ServicesDep = Annotated[Services, Depends(services_of)]
+
+
+async def training_of(services: ServicesDep) -> TrainingClient:
+    return services.require_training()
+
+
+TrainingDep = Annotated[TrainingClient, Depends(training_of)]
+"""The training client, for routes that answer 409 if the server does not train."""

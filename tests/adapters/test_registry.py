@@ -1,0 +1,280 @@
+"""What selectors mean, through publishes, rollbacks, unloads, routes and leases."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+import pytest
+
+from mlx_parallm.adapters.registry import KEPT_VERSIONS, AdapterRegistry
+from mlx_parallm.adapters.weights import Version, VersionInfo
+from mlx_parallm.core import BASE_ADAPTER, AdapterRef
+from mlx_parallm.errors import ConflictError, InvalidRequestError, UnknownModelError
+
+
+def info(root: str = "", digest: str = "") -> VersionInfo:
+    return VersionInfo(4, 8.0, ("q_proj",), 100, digest, root)
+
+
+def publish(registry: AdapterRegistry, name: str, root: str = "", digest: str = "") -> Version:
+    version = registry.add(name, info(root, digest))
+    registry.flip(version.ref)
+    return version
+
+
+def meaning(registry: AdapterRegistry, selector: str) -> str:
+    return str(registry.find(selector).ref)
+
+
+def test_a_name_means_its_live_version_and_a_number_that_very_one() -> None:
+    registry = AdapterRegistry()
+    for _ in range(3):
+        publish(registry, "math")
+    waiting = registry.add("math", info())
+    assert meaning(registry, "math") == "math@3"
+    assert meaning(registry, "math@2") == "math@2"
+    assert meaning(registry, "math@4") == str(waiting.ref), "staged, not flipped to"
+    assert registry.find("base").ref == BASE_ADAPTER
+
+
+@pytest.mark.parametrize(
+    "selector", ["", "tone", "math@", "math@0", "math@99", "math@1.0", "math@-1", "math@+1", "math@१", "math@1@1",
+                 "@1", "math@" + "9" * 400, "MATH", "math ", "base@1", "latest", "checkpoint-1", "../math", "math\x00"],
+)  # fmt: skip
+def test_anything_else_means_nothing(selector: str) -> None:
+    registry = AdapterRegistry()
+    publish(registry, "math")
+    with pytest.raises(UnknownModelError):
+        registry.find(selector)
+    with pytest.raises(UnknownModelError), registry.lease(selector):
+        pass
+
+
+def test_the_error_about_an_unknown_name_lists_a_bounded_number_of_known_ones() -> None:
+    registry = AdapterRegistry(model_names=("my-model", "alias" * 100))
+    publish(registry, "math")
+    registry.add("staged", info())
+    with pytest.raises(UnknownModelError, match=r"'tone'; there are my-model, (alias){16}, base, math: see GET"):
+        registry.find("tone")
+    for number in range(50):
+        publish(registry, f"adapter-{number}")
+    with pytest.raises(UnknownModelError, match=r"adapter-0, .* and 44 more: see GET") as caught:
+        registry.find("x" * 1000)
+    assert len(str(caught.value)) < 1200
+
+
+def test_a_version_that_is_not_live_yet_is_not_what_the_name_means() -> None:
+    registry = AdapterRegistry()
+    version = registry.add("math", info())
+    with pytest.raises(UnknownModelError):
+        registry.find("math")
+    registry.discard(version.ref)
+    with pytest.raises(UnknownModelError):
+        registry.find("math@1")
+    assert publish(registry, "math").ref.version == 2, "numbers are never used twice"
+
+
+def test_old_versions_are_forgotten_unless_somebody_needs_them() -> None:
+    registry = AdapterRegistry()
+    publish(registry, "math")
+    second = publish(registry, "math")
+    registry.set_route({"math@2": 1.0})
+    with registry.lease("math@1"):
+        for _ in range(200):
+            publish(registry, "math")
+        numbers = [version.ref.version for version in registry.versions()]
+        assert numbers == [1, 2, *range(203 - KEPT_VERSIONS, 203)]
+    assert [version.ref.version for version in registry.versions()] == [2, *range(203 - KEPT_VERSIONS, 203)]
+    assert registry.needed(second)
+    registry.check_integrity()
+
+
+def test_a_lease_outlives_an_unload() -> None:
+    registry = AdapterRegistry()
+    publish(registry, "math")
+    with registry.lease("math") as version:
+        assert registry.unload("math") == (version,)
+        with pytest.raises(UnknownModelError):
+            registry.find("math")
+        assert registry.version(version.ref) is version, "its request can still be served"
+        assert registry.needed(version)
+        registry.check_integrity()
+    assert registry.version(version.ref) is None
+    assert publish(registry, "math").ref.version == 2
+
+
+def test_one_version_can_be_unloaded_but_not_the_live_or_a_routed_one() -> None:
+    registry = AdapterRegistry()
+    for _ in range(3):
+        publish(registry, "math")
+    registry.unload("math@1")
+    with pytest.raises(ConflictError, match="live"):
+        registry.unload("math@3")
+    registry.set_route({"math@2": 1.0})
+    for selector in ("math@2", "math"):
+        with pytest.raises(ConflictError, match="route"):
+            registry.unload(selector)
+    with pytest.raises(UnknownModelError):
+        registry.unload("base")
+    registry.set_route({"base": 1.0})
+    assert len(registry.unload("math")) == 2
+
+
+def test_rollback_goes_back_one_version_at_a_time() -> None:
+    registry = AdapterRegistry()
+    for _ in range(3):
+        publish(registry, "math")
+    assert str(registry.rollback("math", lambda _: True).ref) == "math@2"
+    assert meaning(registry, "math") == "math@2"
+    with pytest.raises(ConflictError, match="replaced"):
+        registry.rollback("math", lambda _: False)
+    assert str(registry.rollback("math", lambda _: True).ref) == "math@1"
+    with pytest.raises(ConflictError, match="no earlier"):
+        registry.rollback("math", lambda _: True)
+    assert str(publish(registry, "math").ref) == "math@4"
+    assert str(registry.rollback("math", lambda _: True).ref) == "math@1"
+    with pytest.raises(UnknownModelError):
+        registry.rollback("tone", lambda _: True)
+
+
+def test_swaps_count_changes_of_meaning() -> None:
+    registry = AdapterRegistry()
+    version = publish(registry, "math")
+    assert registry.swaps == 0, "nothing was replaced"
+    registry.flip(version.ref)
+    assert registry.swaps == 0
+    publish(registry, "math")
+    registry.rollback("math", lambda _: True)
+    registry.set_route({"math": 1.0})
+    registry.rollback_route()
+    assert registry.swaps == 4
+
+
+def test_a_version_that_is_unloaded_while_it_is_staged_never_goes_live() -> None:
+    registry = AdapterRegistry()
+    publish(registry, "math")
+    staged = registry.add("math", info())
+    registry.unload("math")
+    with pytest.raises(UnknownModelError, match="unloaded"):
+        registry.flip(staged.ref)
+    with pytest.raises(UnknownModelError):
+        registry.find("math")
+    registry.discard(staged.ref)
+    registry.check_integrity()
+
+
+def test_files_that_get_new_content_supersede_what_was_read_from_them() -> None:
+    registry = AdapterRegistry()
+    first = publish(registry, "math", "/a", "1")
+    other = publish(registry, "tone", "/b", "2")
+    publish(registry, "the same under another name", "/a", "1")
+    published = publish(registry, "policy")
+    assert (first.readable, other.readable, published.readable) == (True, True, False)
+    publish(registry, "math", "/a", "3")
+    assert (first.readable, other.readable) == (False, True)
+    registry.set_checkpoint(first, "/ckpt/math/checkpoint-1", "checkpoint-1")
+    assert first.readable
+
+
+# ---- the route ----------------------------------------------------------------------------------
+
+
+def test_requests_without_a_name_are_shared_out_by_weight() -> None:
+    registry = AdapterRegistry()
+    publish(registry, "math")
+    publish(registry, "math")
+    assert registry._drawn() == "base"
+    shares, versions = registry.check_route({"math@1": 3, "math": 1, "base": 0})
+    assert shares == {"math@1": 0.75, "math": 0.25}
+    assert [str(version.ref) for version in versions] == ["math@1", "math@2"]
+    registry.set_route(shares)
+    drawn = Counter()
+    for _ in range(4000):
+        with registry.lease(None) as version:
+            drawn[str(version.ref)] += 1
+    assert 2800 < drawn["math@1"] < 3200
+    assert drawn.keys() == {"math@1", "math@2"}
+
+
+def test_a_route_to_a_name_follows_its_flips() -> None:
+    registry = AdapterRegistry()
+    publish(registry, "math")
+    registry.set_route({"math": 1.0})
+    publish(registry, "math")
+    with registry.lease(None) as version:
+        assert str(version.ref) == "math@2"
+
+
+def test_routes_that_lead_nowhere_are_refused() -> None:
+    registry = AdapterRegistry()
+    publish(registry, "math")
+    for weights, error in (
+        ({"tone": 1}, UnknownModelError),
+        ({"math": 0}, InvalidRequestError),
+        ({}, InvalidRequestError),
+    ):
+        with pytest.raises(error):
+            registry.check_route(weights)
+    with pytest.raises(ConflictError):
+        registry.rollback_route()
+    registry.set_route({"math": 1.0})
+    assert registry.rollback_route() == {"base": 1.0}
+
+
+# ---- checkpoints --------------------------------------------------------------------------------
+
+
+def test_checkpoints_of_the_default_adapter_are_selectors() -> None:
+    on_disk = {("policy", "checkpoint-30"): 7, ("policy", "best"): 7, ("policy", "latest"): 9}
+
+    def find(name: str, which: str) -> tuple[AdapterRef, VersionInfo] | None:
+        number = on_disk.get((name, which))
+        return (AdapterRef(name, number), info(f"/ckpt/{number}")) if number else None
+
+    registry = AdapterRegistry("policy", find, first_version=lambda name: 10 if name == "policy" else 1)
+    for selector in ("checkpoint-30", "best", "policy@7"):
+        assert meaning(registry, selector) == "policy@7"
+    assert meaning(registry, "latest") == "policy@9"
+    with pytest.raises(UnknownModelError):
+        registry.find("policy")
+    assert publish(registry, "policy").ref.version == 10
+    assert publish(registry, "math").ref.version == 1
+    with pytest.raises(UnknownModelError):
+        registry.find("checkpoint-31")
+
+
+def test_a_restored_version_is_live_under_its_own_number() -> None:
+    registry = AdapterRegistry()
+    registry.flip(registry.restore(AdapterRef("math", 5), info("/ckpt/math")).ref)
+    assert meaning(registry, "math") == "math@5"
+    assert publish(registry, "math").ref.version == 6
+
+
+def test_threads_may_lease_while_others_publish_and_unload() -> None:
+    registry = AdapterRegistry()
+    publish(registry, "math")
+    faults: list[Exception] = []
+
+    def lease() -> None:
+        for _ in range(500):
+            try:
+                with registry.lease("math") as version:
+                    assert registry.version(version.ref) is version
+            except UnknownModelError:
+                continue
+            except Exception as error:  # noqa: BLE001 - told to the test below
+                faults.append(error)
+
+    threads = [threading.Thread(target=lease) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for number in range(500):
+        publish(registry, "math")
+        if number % 7 == 0:
+            registry.unload("math")
+    for thread in threads:
+        thread.join()
+    assert not faults
+    registry.check_integrity()
+    assert all(version.leases == 0 for version in registry.versions())

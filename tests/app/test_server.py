@@ -1,0 +1,123 @@
+"""RLIntegratedServer as a Python program uses it: two coroutines, one model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from subprocess import Popen
+
+import httpx
+import pytest
+from tiny import save_tiny
+
+from mlx_parallm import LoRAConfig, RLConfig, RLIntegratedServer
+from mlx_parallm.app.server import IntegratedServer
+from mlx_parallm.app.training import TrainingRuntime
+from mlx_parallm.config import configure
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.grammar import trial
+
+LORA, RL = LoRAConfig(rank=4, alpha=8.0), RLConfig(learning_rate=1e-3, batch_size=4)
+MARKED = {"collect_trajectory": True, "prompt": "abc", "n": 4, "max_tokens": 4, "seed": 1}
+
+
+def make(tmp_path: Path) -> RLIntegratedServer:
+    save_tiny("llama", tmp_path / "model")
+    kept = tmp_path / "checkpoints"
+    return RLIntegratedServer(
+        tmp_path / "model", LORA, RL, server__kv_cache_memory="16MB", checkpointing__checkpoint_dir=kept
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@asynccontextmanager
+async def running(*coroutines, port: int) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of what these serve, until the block ends; they are cancelled then, as a program's Ctrl-C does."""
+    both = asyncio.gather(*coroutines)
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+        while not both.done():
+            with suppress(httpx.ConnectError):
+                if (await client.get("/ready")).status_code == 200:
+                    break
+            await asyncio.sleep(0.05)
+        assert not both.done(), both.exception()
+        yield client
+    both.cancel()
+    with suppress(asyncio.CancelledError):
+        await both
+
+
+@pytest.mark.timeout(120)
+async def test_both_coroutines_serve_and_train_one_model(tmp_path: Path) -> None:
+    server, port = make(tmp_path), free_port()
+    async with running(server.run_training_loop(), server.run_inference(port=port), port=port) as client:
+        answer = (await client.post("/v1/completions", json=MARKED)).json()
+        for at, trajectory in enumerate(answer["trajectory_ids"]):
+            body = {"trajectory_id": trajectory, "score": float(at)}
+            assert (await client.post("/v1/training/feedback", json=body)).status_code == 200
+        while not (status := (await client.get("/v1/training/status")).json())["updates_total"]:
+            await asyncio.sleep(0.02)
+        assert status["current_lora"] == "default@1"
+        after = (await client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 2})).json()
+        assert after["lora_adapter"] == "default@1"
+    card = json.loads((tmp_path / "checkpoints/default/checkpoint-1/manifest.json").read_text())
+    assert card["version"] == 1, "cancelled, it saves what it has learnt"
+    while server._engine.processor.stats().alive:  # cancelled, it leaves no device thread behind
+        await asyncio.sleep(0.02)
+
+
+@pytest.mark.timeout(120)
+async def test_the_first_request_after_ready_can_be_collected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = TrainingRuntime.start
+
+    async def slowly(self: TrainingRuntime) -> None:
+        await asyncio.sleep(0.5)
+        await start(self)
+
+    monkeypatch.setattr(TrainingRuntime, "start", slowly)
+    server, port = make(tmp_path), free_port()
+    async with running(server.run_inference(port=port), server.run_training_loop(), port=port) as client:
+        answer = await client.post("/v1/completions", json=MARKED)
+        assert len(answer.json()["trajectory_ids"]) == 4
+
+
+@pytest.mark.timeout(120)
+async def test_a_server_without_training_runs_both_too(tmp_path: Path) -> None:
+    save_tiny("llama", tmp_path / "model")
+    config = configure(tmp_path / "model", rl_training__enabled=False, server__kv_cache_memory="16MB")
+    server, port = IntegratedServer(config), free_port()
+    async with running(server.run_inference(port=port), server.run_training_loop(), port=port) as client:
+        assert (await client.get("/v1/training/status")).json()["training_enabled"] is False
+        assert (await client.post("/v1/completions", json=MARKED)).status_code == 409
+        assert server._engine._served.training is None
+
+
+@pytest.mark.timeout(120)
+async def test_no_child_process_outlives_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    children = list[Popen[bytes]]()
+
+    def begun(*arguments, **options) -> Popen[bytes]:
+        children.append(Popen(*arguments, **options))
+        return children[-1]
+
+    monkeypatch.setattr(trial, "Popen", begun)
+    server, port = make(tmp_path), free_port()
+    async with running(server.run_inference(port=port), port=port) as client:
+        body = {"prompt": "abc", "guided_regex": "a"}
+        assert (await client.post("/v1/completions", json=body)).status_code == 200
+        assert [child.poll() for child in children] == [None], "it tries grammars"
+    assert all(child.poll() is not None for child in children)
+
+
+def test_a_mistyped_key_is_told_with_the_right_one() -> None:
+    with pytest.raises(ConfigError, match="server__port"):
+        RLIntegratedServer(server__prot=8001)

@@ -1,0 +1,89 @@
+"""The debug switches: a timeline of device units, checks after every unit, decoding without lookahead."""
+
+import json
+from itertools import pairwise
+
+import pytest
+from harness import make_harness
+
+from mlx_parallm.engine.trace import UnitTrace
+from mlx_parallm.errors import ConfigError
+
+
+def read_trace(path):
+    """As the viewers read it, which need no closing bracket."""
+    return json.loads(path.read_text() + "]")
+
+
+def test_every_unit_is_in_the_trace_in_order(tmp_path):
+    path = tmp_path / "trace.json"
+    made = make_harness(trace=path)
+    made.submit("a", [5, 6, 7, 8], max_tokens=3)
+    made.run()
+    named, *units = read_trace(path)
+    assert (named["ph"], named["args"]) == ("M", {"name": "device"})
+    assert {unit["ph"] for unit in units} == {"X"}
+    assert (units[0]["name"], units[0]["args"]) == ("prefill", {"prompts": 1, "tokens": 3})
+    assert [unit["args"] for unit in units if unit["name"] == "decode"] == [{"rows": 1}] * made.loop.counters.steps
+    assert all(unit["dur"] > 0 for unit in units)
+    assert all(a["ts"] + a["dur"] <= b["ts"] for a, b in pairwise(units))
+
+
+def test_the_trace_can_be_read_before_it_is_closed_and_ends_with_close(tmp_path):
+    path = tmp_path / "trace.json"
+    trace = UnitTrace(path)
+    assert [event["ph"] for event in read_trace(path)] == ["M"]
+    with trace.span("train"):
+        pass
+    assert read_trace(path)[-1]["name"] == "train"
+    trace.close()
+    with trace.span("train"):
+        pass
+    assert len(read_trace(path)) == 2
+
+
+def test_a_unit_that_fails_is_in_the_trace(tmp_path):
+    path = tmp_path / "trace.json"
+    trace = UnitTrace(path)
+    with pytest.raises(RuntimeError), trace.span("prefill", tokens=3):
+        raise RuntimeError
+    assert read_trace(path)[-1]["args"] == {"tokens": 3}
+
+
+def test_a_trace_that_cannot_be_written_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"debug\.trace: .*none/trace.json cannot be written: No such file"):
+        UnitTrace(tmp_path / "none" / "trace.json")
+
+
+def test_integrity_is_checked_after_every_unit_that_ran(monkeypatch):
+    made = make_harness(check_every_unit=True)
+    checks = []
+    monkeypatch.setattr(made.loop, "check_integrity", lambda: checks.append(None))
+    made.submit("a", [5, 6, 7, 8], max_tokens=3)
+    units = 0
+    while made.loop.step():
+        units += 1
+    assert len(checks) == units > 3
+
+
+def test_a_broken_row_ends_the_step_that_broke_it():
+    made = make_harness(check_every_unit=True)
+    made.submit("a", [5, 6, 7, 8])
+    made.loop.step()
+    made.runner.cache.allocate(8)  # a row of no request
+    with pytest.raises(AssertionError):
+        made.loop.step()
+
+
+@pytest.mark.parametrize("lookahead", [True, False])
+def test_tokens_are_the_same_with_and_without_lookahead(lookahead):
+    """Without it, no step is in flight when the next unit is chosen."""
+    made = make_harness(lookahead=lookahead)
+    expected = make_harness()
+    for harness in (made, expected):
+        harness.submit("a", [5, 6, 7, 8], max_tokens=5)
+    expected.run()
+    in_flight = []
+    made.run(lambda: in_flight.append(made.loop._decoder.in_flight))
+    assert made.tokens("a") == expected.tokens("a")
+    assert any(in_flight) is lookahead

@@ -1,0 +1,113 @@
+"""Eviction of idle adapters: versions go to copies or files, are staged again on demand, and give the same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from harness import Harness, make_harness
+from lora import layout_of, random_adapter
+from tiny import tiny_model
+
+from mlx_parallm.adapters.weights import VersionInfo
+from mlx_parallm.core import AdapterRef, RequestFailed, RequestFinished, Residence
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+def trained(harness: Harness, name: str, seed: int) -> AdapterRef:
+    """A version that is live, and in no file."""
+    weights = random_adapter(layout_of(tiny_model("llama")), seed)
+    version = harness.adapters.registry.add(
+        name, VersionInfo(weights.rank, weights.alpha, weights.targets, weights.nbytes)
+    )
+    harness.wait(harness.adapters.stage(version, weights))
+    harness.adapters.registry.flip(version.ref)
+    return version.ref
+
+
+def from_files(harness: Harness, name: str, seed: int) -> AdapterRef:
+    return harness.publish(name, random_adapter(layout_of(tiny_model("llama")), seed))
+
+
+def say(harness: Harness, request_id: str, ref: AdapterRef) -> list[int]:
+    harness.submit(request_id, PROMPT, 8, adapter=ref)
+    harness.run()
+    assert isinstance(harness.terminal(request_id), RequestFinished)
+    return harness.tokens(request_id)
+
+
+def evict(harness: Harness) -> None:
+    harness.wait(harness.loop.evict_adapters())
+    harness.run()
+
+
+def residence(harness: Harness, ref: AdapterRef) -> Residence:
+    version = harness.adapters.registry.version(ref)
+    assert version is not None
+    return harness.adapters.residence(version)
+
+
+@pytest.mark.parametrize(("make", "copies"), [(trained, 8), (trained, 0), (from_files, 8), (from_files, 0)])
+def test_what_was_in_the_bank_says_the_same_again(make: Callable[[Harness, str, int], AdapterRef], copies: int) -> None:
+    harness = make_harness(copies=copies)
+    refs = [make(harness, name, seed) for seed, name in enumerate(("a", "b", "c"), start=1)]
+    before = [say(harness, f"before {ref}", ref) for ref in refs]
+    assert len(set(map(tuple, before))) == 3
+    evict(harness)
+    assert (harness.adapters.bytes_held, harness.adapters.bank.nbytes, len(harness.adapters.slots)) == (0, 0, 0)
+    kept = Residence.COPY if copies or make is trained else Residence.FILE
+    assert {residence(harness, ref) for ref in refs} == {kept}
+    assert [say(harness, f"after {ref}", ref) for ref in refs] == before
+    assert {residence(harness, ref) for ref in refs} == {Residence.SLOT}
+
+
+def test_an_empty_bank_is_given_back_at_once() -> None:
+    harness = make_harness()
+    evict(harness)
+    assert say(harness, "base", AdapterRef("base", 0))
+
+
+def test_a_version_that_rows_hold_stays_and_so_does_the_bank() -> None:
+    harness = make_harness()
+    held, idle = from_files(harness, "held", 1), from_files(harness, "idle", 2)
+    expected = say(harness, "before", held)
+    harness.submit("r", PROMPT, 8, adapter=held)
+    while not harness.tokens("r"):
+        harness.loop.step()
+    harness.wait(harness.loop.evict_adapters())
+    harness.run()
+    assert harness.tokens("r") == expected
+    assert (residence(harness, held), residence(harness, idle)) == (Residence.SLOT, Residence.COPY)
+    assert harness.adapters.bytes_held > 0
+    evict(harness)
+    assert harness.adapters.bytes_held == 0
+
+
+def test_a_slot_that_was_left_is_free_for_another() -> None:
+    harness = make_harness(slots=1)
+    first = from_files(harness, "first", 1)
+    before = say(harness, "before", first)
+    evict(harness)
+    second = from_files(harness, "second", 2)
+    assert say(harness, "other", second) != before
+    assert say(harness, "after", first) == before
+
+
+def test_a_fault_during_eviction_is_raised_and_loses_nothing_that_has_files(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    harness = make_harness()
+    ref = from_files(harness, "a", 1)
+    before = say(harness, "before", ref)
+
+    def broken(*_: object) -> object:
+        raise RuntimeError("injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(harness.adapters.bank, "read", broken)
+        evicted = harness.loop.evict_adapters()
+        harness.run()
+    assert isinstance(evicted.exception(timeout=0), RuntimeError)
+    assert say(harness, "after", ref) == before
+    assert not [event for _, event in harness.events if isinstance(event, RequestFailed)]

@@ -1,0 +1,58 @@
+"""What MLX may take, from the figures of devices that are not here."""
+
+import mlx.core as mx
+import pytest
+
+from mlx_parallm.model.device import DeviceMemory, MemoryLimits, device_memory, memory_limits, set_limits
+
+GIB, MIB = 2**30, 2**20
+MAC_16 = DeviceMemory(ram=16 * GIB, recommended=int(10.7 * GIB), can_wire=True)
+MAC_192 = DeviceMemory(ram=192 * GIB, recommended=144 * GIB, can_wire=True)
+CUDA_80 = DeviceMemory(ram=256 * GIB, recommended=80 * GIB, can_wire=False)
+CPU_24 = DeviceMemory(ram=24 * GIB, recommended=None, can_wire=False)
+
+
+def test_metal_may_take_its_recommended_working_set_and_wires_it():
+    limits = memory_limits(MAC_16)
+    assert limits.memory == limits.wired == MAC_16.recommended
+    assert limits.cache == int(0.05 * MAC_16.recommended)
+
+
+def test_the_cache_is_neither_tiny_nor_huge():
+    assert memory_limits(MAC_192).cache == 4 * GIB
+    assert memory_limits(DeviceMemory(4 * GIB, 3 * GIB, can_wire=True)).cache == 256 * MIB
+
+
+def test_nothing_is_wired_where_there_is_no_metal():
+    assert memory_limits(CUDA_80) == MemoryLimits(int(0.95 * 80 * GIB), int(0.05 * int(0.95 * 80 * GIB)), None)
+    assert memory_limits(CPU_24) == MemoryLimits(int(0.8 * 24 * GIB), 32 * MIB, None)
+
+
+def test_what_the_operator_sets_counts_and_never_wires_more_than_the_device_recommends():
+    assert memory_limits(MAC_16, memory=6 * GIB, cache=GIB) == MemoryLimits(6 * GIB, GIB, 6 * GIB)
+    assert memory_limits(MAC_16, memory=14 * GIB).wired == MAC_16.recommended
+    assert memory_limits(MAC_16, memory=GIB, cache=2 * GIB).cache == GIB
+
+
+@pytest.fixture
+def restored():
+    before = mx.get_memory_limit(), mx.set_cache_limit(0)
+    mx.set_cache_limit(before[1])
+    yield
+    mx.set_memory_limit(before[0])
+    mx.set_cache_limit(before[1])
+
+
+def test_they_are_set_in_this_process(restored):
+    limits = memory_limits(device_memory(), memory=3 * GIB, cache=5 * MIB)
+    set_limits(limits)
+    assert mx.get_memory_limit() == 3 * GIB
+    assert mx.set_cache_limit(0) == 5 * MIB
+
+
+def test_metal_is_told_what_to_wire(restored, monkeypatch):
+    wired = []
+    monkeypatch.setattr(mx, "set_wired_limit", wired.append)
+    set_limits(memory_limits(MAC_16))
+    set_limits(memory_limits(CPU_24))
+    assert wired == [MAC_16.recommended]

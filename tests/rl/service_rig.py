@@ -1,0 +1,103 @@
+"""A training service over stand-ins for learner, publisher and scorers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from configs import TRAINING, changed
+from rl.fakes import FakeEngine, FakeLearner, FakePublisher, FakeScorers
+
+from mlx_parallm.config import CheckpointingConfig, ResolvedTraining, RewardScale
+from mlx_parallm.core import (
+    BASE_ADAPTER,
+    AdapterRef,
+    CollectionSpec,
+    Event,
+    FinishReason,
+    GenerationRequest,
+    GivenTrajectory,
+    RequestFinished,
+    SamplingParams,
+    SequenceOutput,
+    StopParams,
+    Trajectory,
+)
+from mlx_parallm.rl.collect.log import TrajectoryLog
+from mlx_parallm.rl.service import TrainingParts, TrainingService
+
+SETTINGS = changed(TRAINING, update_frequency=4, scale_rewards=RewardScale.NONE, max_staleness=9)
+CHECKPOINTING = CheckpointingConfig()
+GIVEN = (GivenTrajectory((1,), (2,), 1.0), GivenTrajectory((1,), (3,), 0.0))
+
+
+def first_is_best(trajectory: Trajectory) -> float:
+    return float(trajectory.trajectory_id.endswith("-0"))
+
+
+class World:
+    """A service over fakes; `engine` answers every request with two choices, and is collected from."""
+
+    def __init__(
+        self, settings: ResolvedTraining, log: TrajectoryLog | None, checkpointing: CheckpointingConfig
+    ) -> None:
+        self.learner = FakeLearner()
+        self.publisher = FakePublisher(self.learner)
+        self.scorers = FakeScorers(first_is_best)
+        parts = TrainingParts(self.learner, self.publisher, self.scorers, settings, checkpointing, log=log)
+        self.service = TrainingService(parts, "main")
+        choices = [
+            SequenceOutput(index, (5, 2), "a", finish_reason=FinishReason.STOP, sampling_logprobs=(-0.5, -0.1))
+            for index in range(2)
+        ]
+        self.engine = FakeEngine([*choices, RequestFinished(1, 4, 0, 0, 0, 1)])
+        self.requests = 0
+
+    async def request(self, adapter: AdapterRef = BASE_ADAPTER, scorer: str | None = "exact") -> tuple[str, ...]:
+        return (await self.finished(adapter, scorer)).trajectory_ids
+
+    async def finished(self, adapter: AdapterRef, scorer: str | None = "exact") -> RequestFinished:
+        self.requests += 1
+        asked = GenerationRequest(
+            f"r{self.requests}",
+            ((1,),),
+            SamplingParams(),
+            StopParams(4),
+            n=2,
+            adapter=adapter,
+            collection=CollectionSpec(scorer),
+        )
+        return [event async for event in self.generate(asked)][-1]
+
+    def generate(self, request: GenerationRequest) -> AsyncIterator[Event]:
+        return self.service.collect(request, self.engine.generate(request))
+
+    def states(self) -> dict[str, str]:
+        cards = self.service.trajectories(1000)
+        return {card.trajectory.trajectory_id: card.reason or card.state for card in cards}
+
+
+@asynccontextmanager
+async def world(
+    settings: ResolvedTraining = SETTINGS,
+    log: TrajectoryLog | None = None,
+    checkpointing: CheckpointingConfig = CHECKPOINTING,
+) -> AsyncIterator[World]:
+    one = World(settings, log, checkpointing)
+    await one.service.start_adapter("main")
+    try:
+        yield one
+        one.service.check_integrity()
+    finally:
+        await one.service.close()
+
+
+async def settle(turns: int = 60) -> None:
+    for _ in range(turns):
+        await asyncio.sleep(0)
+
+
+async def until(true: Callable[[], bool]) -> None:
+    while not true():
+        await asyncio.sleep(0.001)

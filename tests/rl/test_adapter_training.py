@@ -1,0 +1,187 @@
+"""What goes live, what is put back, and what a restart goes on from."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from configs import changed
+from rl.fakes import policy
+from rl.rig import NAME, SETTINGS, Rig, opened, ref
+
+from mlx_parallm.config import CheckpointingConfig, ResolvedTraining
+from mlx_parallm.core import BASE_ADAPTER, AdapterRef, CheckpointCard
+from mlx_parallm.errors import (
+    AdapterUnavailableError,
+    ConflictError,
+    StepFailedError,
+    UnknownModelError,
+)
+from mlx_parallm.rl.collect.groups import DropReason
+
+
+async def test_an_update_that_is_not_published_is_in_the_next_one_that_is() -> None:
+    rig = await opened()
+    report = await rig.updated(1.0, 0.0, publish=False)
+    assert (report.status, report.adapter, report.step) == ("trained", None, 1)
+    assert rig.publisher.versions == {}
+    assert rig.training.versions.latest == BASE_ADAPTER
+    report = await rig.updated(1.0, 0.0)
+    assert not rig.learner.batches[1].samples[0].on_policy, "the base drew it, and the policy is ahead of the base"
+    assert (report.status, report.adapter, report.step) == ("published", ref(1), 2)
+    assert rig.publisher.versions[ref(1)] == 2.0
+    await rig.updated(1.0, 0.0)
+    assert rig.learner.batches[2].samples[0].on_policy
+    assert rig.loop.status().updates_total == 3
+    rig.check()
+
+
+@pytest.mark.parametrize(
+    ("settings", "metrics", "code"),
+    [
+        (SETTINGS, {"loss": math.nan}, "held_not_finite"),
+        (SETTINGS, {"kl": math.inf}, "held_not_finite"),
+        (changed(SETTINGS, kl_bound=0.1), {"kl_step": 0.11}, "held_kl_bound"),
+        (changed(SETTINGS, kl_bound=0.1), {}, "held_kl_bound"),
+    ],
+)
+async def test_a_held_update_leaves_policy_and_versions_as_before(
+    settings: ResolvedTraining, metrics: dict[str, float], code: str
+) -> None:
+    rig = await opened(settings=settings)
+    rig.learner.metrics = {"loss": 0.5, "kl_step": 0.1}
+    assert (await rig.updated(1.0, 0.0)).status == "published"
+    rig.learner.metrics = metrics
+    group = rig.drawn(1.0, 0.0)
+    report = await rig.loop.update(None)
+    assert (report.status, report.adapter, report.step) == ("held", ref(1), 1)
+    assert all(map(math.isfinite, report.metrics.values()))
+    assert [member.reason for member in group.members] == [DropReason.HELD] * 2
+    assert rig.loop.status().skips == {code: 1}
+    assert list(rig.publisher.versions) == [ref(1)]
+    assert rig.kinds == ["update", "held"]
+    rig.check()
+    rig.learner.metrics = {"kl_step": 0.0}
+    await rig.updated(1.0, 0.0)
+    assert rig.publisher.versions[rig.publisher.names[NAME]] == 2.0, "the held step is not in it"
+
+
+async def test_the_evaluation_sees_the_version_before_it_is_live() -> None:
+    seen: list[tuple[AdapterRef, AdapterRef | None, float]] = []
+    verdicts = iter([False, RuntimeError("no answer"), True])
+
+    async def evaluate(staged: AdapterRef) -> bool:
+        seen.append((staged, rig.publisher.live(NAME), rig.publisher.versions[staged]))
+        verdict = next(verdicts)
+        if isinstance(verdict, Exception):
+            raise verdict
+        return verdict
+
+    rig = await opened(evaluate=evaluate)
+    assert [(await rig.updated(1.0, 0.0)).status for _ in range(3)] == ["held", "held", "published"]
+    assert seen == [(ref(1), None, 1.0), (ref(2), None, 1.0), (ref(3), None, 1.0)]
+    assert rig.publisher.discarded == [ref(1), ref(2)]
+    assert rig.loop.status().skips == {"held_evaluation": 2}
+    rig.check()
+
+
+@pytest.mark.parametrize(
+    "error", [AdapterUnavailableError("no slot"), UnknownModelError("unloaded"), RuntimeError("a bug")]
+)
+async def test_a_flip_that_fails_leaves_policy_and_versions_as_before(error: Exception) -> None:
+    rig = await opened()
+    await rig.updated(1.0, 0.0)
+    rig.publisher.flip_error = error
+    group = rig.drawn(1.0, 0.0)
+    with pytest.raises(type(error)):
+        await rig.loop.update(None)
+    assert rig.publisher.discarded == [ref(2)]
+    assert [member.reason for member in group.members] == [DropReason.SKIPPED] * 2
+    assert rig.loop.status().skips == {"failed": 1}
+    rig.check()
+
+
+async def test_a_policy_that_could_not_be_put_back_is_before_it_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = await opened()
+    rig.learner.metrics = {"loss": math.nan}
+    with monkeypatch.context() as patched:
+        patched.setattr(rig.learner, "restore", _raises)
+        assert (await rig.updated(1.0, 0.0)).status == "held"
+        assert rig.learner.policies[NAME] == (1.0, 1)
+        with pytest.raises(StepFailedError):
+            await rig.updated(1.0, 0.0)
+    rig.learner.metrics = {}
+    assert (await rig.updated(1.0, 0.0)).step == 1
+    assert rig.publisher.versions[ref(1)] == 1.0
+    rig.check()
+
+
+async def _raises(*_: object) -> None:
+    raise StepFailedError("the device is busy dying")
+
+
+# ---- restarts -----------------------------------------------------------------------------------
+
+
+async def test_a_restart_goes_on_from_the_checkpoint_as_if_nothing_had_happened() -> None:
+    rig = await opened(settings=changed(SETTINGS, rollback_drop=0.3), checkpointing=CheckpointingConfig(interval=2))
+    rig.drawn(0.25, scorer=None)
+    for mean in (0.25, 0.5):
+        await rig.updated_at(mean)
+    assert rig.saves[-1] == ("checkpoint-2", ref(2), ())
+
+    async def third() -> tuple[object, ...]:
+        rig.drawn(0.75, scorer=None)
+        report = await rig.updated(1.0, 0.5)
+        return rig.learner.batches[-1], report.step, rig.training.rewards.to_metrics()
+
+    went_on = await third()
+    rig.publisher.names[NAME] = ref(2)  # what a restarted server serves
+    rig.restart()
+    await rig.loop.open()
+    assert rig.events[-1] == ("started", {"adapter": NAME, "version": "math@2", "step": 2})
+    assert rig.loop.status().best == ref(1)
+    assert rig.loop.reason_against(BASE_ADAPTER) is DropReason.UNKNOWN_VERSION
+    assert rig.loop.reason_against(ref(2)) is None
+    assert await third() == went_on
+    rig.check()
+
+
+async def test_a_live_version_without_a_trainers_state_begins_with_its_weights() -> None:
+    async def policy_of(live: AdapterRef):
+        assert live == ref(7)
+        return policy(7.0, 0)
+
+    rig = Rig(policy_of=policy_of)
+    rig.publisher.versions[ref(7)], rig.publisher.names[NAME] = 7.0, ref(7)
+    rig.publisher._next[NAME] = 7
+    rig.publisher.saved.append((CheckpointCard("checkpoint-9", ref(7), 9, "", 0), policy(7.0, 9)))
+    rig.publisher.damaged.add("checkpoint-9")
+    await rig.loop.open()
+    assert rig.learner.policies[NAME] == (7.0, 0)
+    assert (await rig.updated(1.0, 0.0)).adapter == ref(8)
+    rig.check()
+
+
+async def test_a_live_version_that_nothing_is_known_of_is_refused() -> None:
+    rig = Rig()
+    rig.publisher.versions[ref(7)], rig.publisher.names[NAME] = 7.0, ref(7)
+    with pytest.raises(ConflictError, match="math@7"):
+        await rig.loop.open()
+    assert NAME not in rig.learner.policies
+
+
+async def test_an_adapter_that_the_base_does_not_stand_for_gets_a_version_at_once() -> None:
+    rig = await opened(serves_base=False)
+    assert rig.publisher.names[NAME] == ref(1)
+    assert rig.publisher.versions[ref(1)] == 0.0
+    assert (await rig.updated(1.0, 0.0)).adapter == ref(2)
+    rig.check()
+
+
+async def test_a_version_that_was_unloaded_cannot_be_the_best_and_stops_nothing() -> None:
+    rig = await opened()
+    await rig.updated(0.5, 0.0)
+    del rig.publisher.versions[ref(1)]
+    assert (await rig.updated(1.0, 0.5)).status == "published"
+    assert rig.loop.status().best == BASE_ADAPTER

@@ -1,0 +1,100 @@
+"""Saving policies and going on from them, what is refused, and whether anything is learnt."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from configs import changed
+from trainers import (
+    LORA,
+    SETTINGS,
+    learn,
+    leaves,
+    make_policy,
+    make_trainer,
+    plain_logprobs,
+    samples,
+    snapshot,
+    with_logprobs,
+)
+
+from mlx_parallm.config import LearningRateSchedule, OptimizerConfig
+from mlx_parallm.errors import ConfigError, InvalidRequestError, UnsupportedModelError
+from mlx_parallm.rl.learn.policy import Policy, PolicySnapshot
+from mlx_parallm.rl.objectives.batches import Sample
+
+# ---- saving and going on -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", list(LearningRateSchedule))
+def test_a_restored_policy_makes_the_same_next_update_to_the_bit(tmp_path, schedule: LearningRateSchedule) -> None:
+    optimizer = OptimizerConfig(learning_rate=1e-2, schedule=schedule, warmup_updates=2, decay_updates=8)
+    settings = changed(SETTINGS, optimizer=optimizer)
+    trainer, _ = make_trainer(settings)
+    policy = make_policy(trainer)
+    for seed in range(3):
+        learn(trainer, policy, samples(seed=seed))
+    saved = snapshot(policy)
+    saved.save(tmp_path)
+    learn(trainer, policy, samples(seed=9))
+    again = Policy(trainer.model.layout, LORA, optimizer, start=PolicySnapshot.load(tmp_path, saved.weights))
+    assert again.step == 3
+    learn(trainer, again, samples(seed=9)[::-1])
+    assert all(np.array_equal(leaf, leaves(policy)[name]) for name, leaf in leaves(again).items())
+    assert all(
+        np.array_equal(leaf, snapshot(policy).optimizer[name]) for name, leaf in snapshot(again).optimizer.items()
+    )
+
+
+def test_a_policy_of_another_rank_is_refused() -> None:
+    trainer, _ = make_trainer()
+    saved = snapshot(make_policy(trainer))
+    with pytest.raises(InvalidRequestError, match=r"rank is 4.*trains rank 2"):
+        Policy(trainer.model.layout, changed(LORA, lora_rank=2, lora_alpha=4.0), SETTINGS.optimizer, start=saved)
+
+
+def test_a_target_that_the_model_lacks_is_refused() -> None:
+    trainer, _ = make_trainer()
+    with pytest.raises(ConfigError, match="nothing_proj"):
+        Policy(trainer.model.layout, changed(LORA, lora_target_modules=("nothing_proj",)), SETTINGS.optimizer)
+
+
+def test_a_bandit_is_learnt_and_with_shuffled_rewards_it_is_not() -> None:
+    """One prompt, one token to draw; token 7 pays. It comes to be drawn; with rewards dealt at random it does not."""
+    assert _probability_after(shuffled=False) > 0.9
+    assert _probability_after(shuffled=True) < 0.2
+
+
+def _probability_after(shuffled: bool) -> float:
+    trainer, model = make_trainer(changed(SETTINGS, optimizer=OptimizerConfig(learning_rate=3e-2)))
+    policy, random = make_policy(trainer), np.random.default_rng(0)
+    prompt = (1, 2, 3)
+    for _ in range(30):
+        # half of each group are drawn uniformly, so that the paying token is found at all
+        tokens = [7, 7, *(int(t) for t in random.integers(0, 250, 6))]
+        rewards = np.array([float(token == 7) for token in tokens])
+        if shuffled:
+            random.shuffle(rewards)
+        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+        drawn = [Sample(prompt, (t,), (), 1.0, float(a), 0) for t, a in zip(tokens, advantages, strict=True)]
+        learn(trainer, policy, with_logprobs(trainer, model, policy, drawn))
+    return float(np.exp(plain_logprobs(trainer, model, policy.params, Sample(prompt, (7,), (), 1.0, 0.0, 0))[0]))
+
+
+def test_a_model_that_attends_by_itself_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="gemma2 can be served and not trained"):
+        make_trainer(family="gemma2")
+
+
+@pytest.mark.parametrize("schedule", [LearningRateSchedule.CONSTANT, LearningRateSchedule.COSINE])
+def test_the_configured_learning_rate_counts_after_a_resume(schedule: LearningRateSchedule) -> None:
+    """Not the one of the checkpoint."""
+    trainer, _ = make_trainer()
+    policy = make_policy(trainer)
+    learn(trainer, policy, samples())
+    optimizer = OptimizerConfig(learning_rate=1e-5, schedule=schedule, decay_updates=10**6)
+    again = Policy(trainer.model.layout, LORA, optimizer, start=snapshot(policy))
+    outcome = learn(trainer, again, samples(seed=1))
+    assert outcome.metrics["learning_rate"] == pytest.approx(1e-5, rel=1e-3)
+    moved = max(np.abs(leaf - leaves(policy)[name]).max() for name, leaf in leaves(again).items())
+    assert moved < 5e-5

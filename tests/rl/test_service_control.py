@@ -1,0 +1,176 @@
+"""Training under control: start, pause, rollback, tags, events, the log and the end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+from configs import changed
+from rl.fakes import policy
+from rl.service_rig import GIVEN, SETTINGS, settle, world
+
+from mlx_parallm.config import CheckpointingConfig
+from mlx_parallm.core import (
+    AdapterRef,
+    CheckpointCard,
+    CollectionSpec,
+    GenerationRequest,
+    SamplingParams,
+    StopParams,
+    TrainingEvent,
+)
+from mlx_parallm.errors import (
+    ConflictError,
+    InvalidRequestError,
+    StepFailedError,
+    UnknownModelError,
+)
+from mlx_parallm.rl.collect.log import TrajectoryLog
+
+
+async def test_a_name_that_means_another_version_by_now_begins_again_with_it() -> None:
+    async with world() as one:
+        await one.service.update(given=GIVEN, checkpoint_name="good")
+        await one.service.update(given=GIVEN)
+        one.publisher.names["main"] = elsewhere = AdapterRef("main", 40)
+        one.publisher.versions[elsewhere] = 40.0
+        with pytest.raises(ConflictError, match="main@40"):
+            await one.service.start()
+        one.publisher.saved.append((CheckpointCard("checkpoint-50", elsewhere, 50, "", 0), policy(40.0, 50)))
+        assert (await one.service.start()).step == 50
+        assert one.learner.policies["main"] == (40.0, 50)
+        with pytest.raises(ConflictError):
+            await one.service.check(CollectionSpec("exact"), AdapterRef("main", 1))
+        await one.service.check(CollectionSpec("exact"), elsewhere)
+
+
+async def test_starting_again_what_is_trained_already_changes_nothing() -> None:
+    async with world() as one:
+        await one.service.update(given=GIVEN)
+        await one.service.update(given=GIVEN)
+        one.publisher.names["main"] = AdapterRef("main", 1)
+        assert (await one.service.start()).step == 2, "a version of the lineage is no news"
+
+
+async def test_an_update_that_was_asked_for_is_finished_though_nobody_waits() -> None:
+    async with world() as one:
+        one.learner.hold = asyncio.Event()
+        asked = asyncio.create_task(one.service.update(given=GIVEN, checkpoint_name="mine"))
+        await settle()
+        asked.cancel()
+        await settle()
+        assert asked.cancelled()
+        assert one.service.status().state == "updating"
+        one.learner.hold.set()
+        await settle()
+        assert one.service.status().current == AdapterRef("main", 1)
+        assert one.service.status().checkpoints == ("checkpoint-1", "mine")
+
+
+async def test_a_tag_that_cannot_be_is_refused_before_anything_is_learnt() -> None:
+    async with world() as one:
+        for tag in ("latest", "../x", "checkpoint-4"):
+            with pytest.raises(InvalidRequestError):
+                await one.service.update(given=GIVEN, checkpoint_name=tag)
+        with pytest.raises(UnknownModelError):
+            await one.service.update("math", given=GIVEN)
+        assert one.learner.batches == []
+
+
+async def test_whoever_asked_is_told_what_failed() -> None:
+    async with world() as one:
+        one.learner.error = StepFailedError("out of memory")
+        with pytest.raises(StepFailedError, match="out of memory"):
+            await one.service.update(given=GIVEN)
+        one.learner.error = None
+        assert (await one.service.update(given=GIVEN)).status == "published"
+
+
+async def test_control() -> None:
+    async with world(changed(SETTINGS, update_frequency=2)) as one:
+        assert (await one.service.pause()).state == "paused"
+        await one.request()
+        await settle()
+        assert one.learner.batches == []
+        assert (await one.service.start()).state in ("running", "updating")
+        await settle()
+        assert one.service.status().current == AdapterRef("main", 1)
+        await one.service.pause()
+        await one.service.resume()
+        assert one.service.status().state == "idle"
+        status = await one.service.rollback()
+        assert status.current == AdapterRef("main", 2)
+        assert one.publisher.versions[AdapterRef("main", 2)] == 0.0, "the base was the best, and is no version"
+        with pytest.raises(UnknownModelError):
+            await one.service.rollback(to="nothing")
+
+
+async def test_a_lost_request_is_counted() -> None:
+    async with world() as one:
+        asked = GenerationRequest("gone", ((1,),), SamplingParams(), StopParams(4), n=2, collection=CollectionSpec())
+        async with aclosing(one.generate(asked)) as events:
+            await anext(events)
+        assert one.service.status().drops == {"aborted": 2}
+        assert one.service.status().trajectories_collected == 0
+
+
+async def test_a_request_that_draws_no_token_leaves_no_trajectory() -> None:
+    async with world() as one:
+        asked = GenerationRequest("none", ((1,),), SamplingParams(), StopParams(0), n=2, collection=CollectionSpec())
+        assert [event async for event in one.generate(asked)] == one.engine.events
+        assert one.service.trajectories(9) == ()
+
+
+async def test_everything_is_told_in_order() -> None:
+    async with world(changed(SETTINGS, update_frequency=2), checkpointing=CheckpointingConfig(interval=1)) as one:
+        async with aclosing(one.service.events()) as events:
+            await one.request()
+            await settle()
+            one.scorers.rewards = lambda trajectory: 1.0
+            await one.request(AdapterRef("main", 1))
+            await settle()
+            await one.service.pause()
+            await one.service.resume()
+            await one.service.rollback()
+            await one.service.start("tone")
+            await one.service.close()
+            seen: list[TrainingEvent] = [event async for event in events]
+        assert [event.kind for event in seen] == [
+            "collected", "scored", "update", "checkpoint",
+            "collected", "scored", "dropped",
+            "paused", "resumed", "rollback", "checkpoint", "started",
+        ]  # fmt: skip
+        assert seen[2].data["version"] == "main@1"
+        assert seen[6].data["reasons"] == {"zero_variance": 2}
+        assert {event.data["adapter"] for event in seen[:-1]} == {"main"}
+        assert json.dumps([dict(event.data) for event in seen])
+
+
+async def test_the_log_holds_every_trajectory_once(tmp_path: Path) -> None:
+    path = tmp_path / "trajectories.jsonl"
+    async with world(changed(SETTINGS, trajectory_buffer_size=6), TrajectoryLog(path)) as one:
+        ids = [trajectory for _ in range(2) for trajectory in await one.request()]
+        await settle()
+        for _ in range(4):
+            ids += await one.request(AdapterRef("main", 1), scorer=None)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["trajectory_id"] for line in lines] == ids[:6]
+    assert [line["fate"] for line in lines] == ["trained"] * 4 + ["dropped"] * 2
+    assert [line["reason"] for line in lines[4:]] == ["buffer_full"] * 2
+
+
+async def test_close_gives_up_what_is_under_way() -> None:
+    async with world(changed(SETTINGS, update_frequency=2)) as one:
+        one.learner.hold = asyncio.Event()
+        one.scorers.gate = asyncio.Event()
+        await one.request()
+        updating = asyncio.create_task(one.service.update(given=GIVEN))
+        await settle()
+        await one.service.close()
+        with pytest.raises(asyncio.CancelledError):
+            await updating
+        assert one.publisher.flips == []
+        assert len(asyncio.all_tasks()) == 1

@@ -1,0 +1,173 @@
+"""`/metrics`: the adapters' figures, and how device time was shared."""
+
+import asyncio
+
+import pytest
+
+from mlx_parallm.core import AdapterStats, DeviceSchedule, Histogram
+
+URL = "/v1/completions"
+GAPS = """\
+# HELP mlx_parallm_decode_gap_seconds Between two decode steps while rows wait for the second.
+# TYPE mlx_parallm_decode_gap_seconds histogram
+mlx_parallm_decode_gap_seconds_bucket{le="0.5"} 2.0
+mlx_parallm_decode_gap_seconds_bucket{le="1.0"} 2.0
+mlx_parallm_decode_gap_seconds_bucket{le="2.0"} 3.0
+mlx_parallm_decode_gap_seconds_bucket{le="+Inf"} 4.0
+mlx_parallm_decode_gap_seconds_count 4.0
+mlx_parallm_decode_gap_seconds_sum 6.25
+"""
+
+
+async def exposition(client):
+    return (await client.get("/metrics")).text
+
+
+@pytest.fixture
+def math(adapters):
+    return adapters.publish("math")
+
+
+async def test_the_banks_state(client, adapters):
+    adapters.state = AdapterStats(
+        slots=8,
+        slots_used=3,
+        slots_pinned=2,
+        bank_bytes=4096,
+        running=("code", "math"),
+        waiting=("math",),
+        swaps_total=5,
+        staged_total=6,
+        evicted_total=7,
+        checkpoint_saves_total=9,
+        flip_s_last=0.25,
+        flip_s_max=0.5,
+        stage_s_last=1.5,
+    )
+    text = await exposition(client)
+    for kind, name, value in (
+        ("counter", "lora_swaps_total", 5),
+        ("counter", "lora_staged_total", 6),
+        ("counter", "lora_evicted_total", 7),
+        ("counter", "checkpoint_saves_total", 9),
+        ("gauge", "lora_slots", 8),
+        ("gauge", "lora_slots_used", 3),
+        ("gauge", "lora_slots_pinned", 2),
+        ("gauge", "lora_bank_bytes", 4096),
+        ("gauge", "lora_flip_seconds_last", 0.25),
+        ("gauge", "lora_flip_seconds_max", 0.5),
+        ("gauge", "lora_stage_seconds_last", 1.5),
+    ):
+        assert f"# TYPE mlx_parallm_{name} {kind}\nmlx_parallm_{name} {float(value)}\n" in text
+    names = 'max_lora="8",running_lora_adapters="code,math",waiting_lora_adapters="math"'
+    assert f"mlx_parallm_lora_requests_info{{{names}}} " in text
+
+
+async def test_what_each_version_served(client, engine, adapters, metric, math):
+    for body in ({"model": "math"}, {"model": "math", "n": 2}, {}):
+        await client.post(URL, json={"prompt": "xyz", "max_tokens": 4, **body})
+    engine.fail_before, engine.error = 2, RuntimeError("x")
+    await client.post(URL, json={"prompt": "xyz", "model": "math"})
+    text = await exposition(client)
+    for line in (
+        "# TYPE mlx_parallm_adapter_requests_total counter",
+        'mlx_parallm_adapter_requests_total{adapter="math",version="1"} 3.0',
+        'mlx_parallm_adapter_requests_total{adapter="base",version="0"} 1.0',
+        'mlx_parallm_adapter_prompt_tokens_total{adapter="math",version="1"} 6.0',
+        'mlx_parallm_adapter_prompt_tokens_total{adapter="base",version="0"} 3.0',
+        'mlx_parallm_adapter_generation_tokens_total{adapter="math",version="1"} 14.0',
+        'mlx_parallm_adapter_generation_tokens_total{adapter="base",version="0"} 4.0',
+        "# TYPE mlx_parallm_adapter_request_latency_seconds summary",
+        'mlx_parallm_adapter_request_latency_seconds_count{adapter="math",version="1"} 2.0',
+        'mlx_parallm_adapter_request_latency_seconds_count{adapter="base",version="0"} 1.0',
+    ):
+        assert f"{line}\n" in text, line
+    seconds = 'mlx_parallm_adapter_request_latency_seconds_sum{adapter="math",version="1"}'
+    assert await metric(client, seconds) == pytest.approx(0.8)
+
+
+async def test_versions_that_are_gone_lose_their_series(client, adapters):
+    for _ in range(50):
+        ref = adapters.publish("math")
+        await client.post(URL, json={"prompt": "x", "model": "math"})
+        await client.post(URL, json={"prompt": "x"})
+        for old in [known for known in adapters.known if known != ref]:
+            del adapters.known[old]
+    text = await exposition(client)
+    assert text.count("mlx_parallm_adapter_requests_total{") == 2
+    assert 'mlx_parallm_adapter_requests_total{adapter="math",version="50"} 1.0\n' in text
+    assert 'mlx_parallm_adapter_requests_total{adapter="base",version="0"} 50.0\n' in text
+
+
+async def test_tallies_are_dropped_though_nobody_scrapes(client, adapters):
+    for _ in range(50):
+        ref = adapters.publish("math")
+        await client.post(URL, json={"prompt": "x", "model": "math"})
+        for old in [known for known in adapters.known if known != ref]:
+            del adapters.known[old]
+    assert ref.version == 50
+    assert len(client.app.state.services.metrics.adapters._served) <= 2
+
+
+async def test_a_version_unloaded_in_mid_request_does_not_come_back(client, engine, adapters, math):
+    engine.pause_before = 2
+    request = asyncio.create_task(client.post(URL, json={"prompt": "x", "model": "math"}))
+    await engine.paused.wait()
+    del adapters.known[math]
+    assert 'adapter="math"' not in await exposition(client)
+    engine.go_on.set()
+    assert (await request).status_code == 200
+    assert 'adapter="math"' not in await exposition(client)
+
+
+def filled(histogram, *values):
+    for value in values:
+        histogram = histogram.with_value(value)
+    return histogram
+
+
+async def test_decode_gaps_as_prometheus_counts_them(client, engine):
+    engine.state["decode_gaps"] = filled(Histogram.of(0.5, 1.0, 2.0), 0.25, 0.5, 1.5, 4.0)
+    text = await exposition(client)
+    assert GAPS in text
+    assert "mlx_parallm_decode_gap_largest_seconds 4.0\n" in text
+
+
+async def test_training_shares(client, engine, metric):
+    engine.state["training_shares"] = filled(Histogram.of(0.1, 0.2), 0.0625, 0.125, 0.125)
+    text = await exposition(client)
+    assert "# TYPE mlx_parallm_training_share histogram\n" in text
+    for bound, count in (("0.1", 1), ("0.2", 3), ("+Inf", 3)):
+        assert await metric(client, f'mlx_parallm_training_share_bucket{{le="{bound}"}}') == count
+    assert await metric(client, "mlx_parallm_training_share_count") == 3
+    assert await metric(client, "mlx_parallm_training_share_sum") == 0.3125
+
+
+async def test_the_schedule_and_the_last_window(client, engine):
+    engine.state |= {"schedule": DeviceSchedule(0.5, 0.25), "training_share": 0.375}
+    text = await exposition(client)
+    for name, value in (
+        ("training_share_now", 0.375),
+        ("training_share_target", 0.5),
+        ("decode_stall_budget_seconds", 0.25),
+    ):
+        assert f"# TYPE mlx_parallm_{name} gauge\nmlx_parallm_{name} {value}\n" in text
+
+
+@pytest.mark.parametrize("training", [None])
+async def test_before_anything_happened_every_bucket_is_empty(client, metric):
+    text = await exposition(client)
+    for name in ("decode_gap_seconds", "training_share"):
+        counts = [line for line in text.splitlines() if line.startswith(f"mlx_parallm_{name}_bucket")]
+        assert len(counts) > 5
+        assert all(line.endswith(" 0.0") for line in counts)
+        assert await metric(client, f"mlx_parallm_{name}_count") == 0
+        assert f"\nmlx_parallm_{name}_sum 0.0\n" in text
+    assert "\nmlx_parallm_decode_gap_largest_seconds 0.0\n" in text
+
+
+async def test_no_name_is_told_twice(client):
+    names = [line.split()[2] for line in (await exposition(client)).splitlines() if line.startswith("# TYPE")]
+    assert len(names) == len(set(names))
+    samples = {f"{name}{end}" for name in names for end in ("_bucket", "_sum", "_count")}
+    assert not samples & set(names)

@@ -1,0 +1,45 @@
+"""Every benchmark imports and shows its help, so that a change of the package cannot break one unseen."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+COMMANDS = sorted(FOLDER.glob("*.py"))
+MODULES = sorted(path.relative_to(FOLDER).with_suffix("") for path in FOLDER.rglob("*/*.py"))
+
+CODE = """
+import importlib, runpy, sys
+names, paths = sys.argv[1].split(), sys.argv[2:]
+for name in names:
+    importlib.import_module(name)
+for path in paths:
+    sys.argv = [path, "--help"]
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except SystemExit as ended:
+        assert ended.code == 0, path
+    else:
+        raise AssertionError(f"{path} did not stop after its help")
+"""
+
+
+def test_every_module_imports_and_every_command_shows_its_help():
+    """In one process, which imports MLX once."""
+    names = " ".join(".".join(module.parts) for module in MODULES)
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, names, *map(str, COMMANDS)],
+        env={**os.environ, "PYTHONPATH": str(FOLDER)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("usage:") == len(COMMANDS)
+    assert len(MODULES) > 30
+
+
+def test_the_folder_is_a_list_of_commands():
+    assert [path.name for path in COMMANDS if "\ndef main()" not in path.read_text()] == []
