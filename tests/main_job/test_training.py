@@ -239,7 +239,7 @@ def test_a_scorer_that_fails_costs_its_group_and_bad_requests_are_named(server: 
     )
     assert (unknown.status_code, unknown.json()["error"]["param"]) == (400, "scoring_function")
     lacking = server.http.post(
-        "/v1/completions", json={"prompt": "x", "collect_trajectory": True, "scoring_function": "gsm8k"}
+        "/v1/completions", json={"prompt": "x", "collect_trajectory": True, "scoring_function": "regex"}
     )
     assert (lacking.status_code, lacking.json()["error"]["param"]) == (400, "metadata")
     biased = server.http.post("/v1/completions", json={"prompt": "x", "collect_trajectory": True, "top_p": 0.9})
