@@ -1,7 +1,8 @@
 """The sections of the configuration, apart from `rl_training`: every setting, its type, default and description.
 
-A new setting is declared here and nowhere else: `--print-config`, server_config.yaml and the environment variables are
-derived from these classes. A flag for it is one line in `cli/flags.py`, whose help is the description.
+The string below a field is its description. A new setting is declared here and nowhere else: `--print-config`,
+server_config.yaml and the environment variables are derived from these classes. A flag for it is one line in
+`cli/flags.py`, whose help is the description.
 """
 
 from __future__ import annotations
@@ -67,8 +68,10 @@ class PriorityRatios(Section):
     """How the rows of the batch are divided while live requests and rollouts both wait. When only one kind waits, it
     may use all rows. The two ratios add up to 1."""
 
-    inference: Number = Field(default=0.7, ge=0, le=1, description="Share of live requests.")
-    training: Number = Field(default=0.3, ge=0, le=1, description="Share of rollouts, which are drawn for training.")
+    inference: Number = Field(default=0.7, ge=0, le=1)
+    """Share of live requests."""
+    training: Number = Field(default=0.3, ge=0, le=1)
+    """Share of rollouts, whose completions become training data."""
 
     @model_validator(mode="after")
     def _sums_to_one(self) -> Self:
@@ -80,129 +83,91 @@ class PriorityRatios(Section):
 class ServerConfig(Section):
     """The HTTP server, its batch and its limits."""
 
-    mode: Annotated[Mode, BeforeValidator(_expand_short_mode)] = Field(
-        default=Mode.INFERENCE_ONLY,
-        description="inference_only (short form: inference) serves requests; inference_and_training (short form: rl) "
-        "also trains adapters on collected trajectories; training_priority does the same and gives training half of "
-        "the device time; training_only answers requests for completions with 503. The last three modes turn "
-        "rl_training.enabled on, and rl_training.enabled turns the mode inference_and_training on.",
-    )
-    host: Host = Field(
-        default="127.0.0.1",
-        description="Address to listen on. 0.0.0.0 means every IPv4 interface; then add the names and addresses that "
-        "clients use to allowed_hosts.",
-    )
-    port: Integer = Field(default=8000, ge=0, le=65535, description="Port to listen on. 0 means any free port.")
-    max_batch_size: Integer = Field(default=128, ge=1, description="Largest number of sequences in the running batch.")
-    max_batched_tokens: Integer = Field(
-        default=2048,
-        ge=1,
-        description="Largest number of prompt tokens in one prefill unit. The scheduler may choose fewer.",
-    )
-    max_queued: Integer = Field(
-        default=512,
-        ge=1,
-        description="Largest number of sequences that wait for admission. Further requests get 429.",
-    )
-    queue_timeout: Number | None = Field(
-        default=600.0,
-        gt=0,
-        description="Longest time in seconds that a request may wait for its prefill to begin; then it gets 503. "
-        "null means no limit.",
-    )
-    kv_cache_memory: AutoByteSize = Field(
-        default=None,
-        description="Memory for the KV cache, such as 4GB or 512MiB. The adapter bank and training take what "
-        "they need of it first. auto takes 80 % of what the weights and mlx_cache_limit leave of mlx_memory_limit, and "
-        "on a CPU at most a quarter of RAM.",
-    )
-    mlx_memory_limit: AutoByteSize = Field(
-        default=None,
-        description="Memory that MLX may use in all. Above it, MLX waits for running work and frees cached buffers "
-        "before it allocates. auto takes Metal's recommended working set, 95 % of another GPU's memory, or 80 % of RAM "
-        "on a CPU. On Metal the same amount is wired, so that macOS does not page it out.",
-    )
-    mlx_cache_limit: AutoByteSize = Field(
-        default=None,
-        description="Memory of freed buffers that MLX keeps for reuse; it counts toward mlx_memory_limit. auto takes "
-        "5 % of that limit, between 256 MiB and 4 GiB, or 32 MiB on a CPU.",
-    )
-    max_decode_stall_ms: Integer | None = Field(
-        default=None,
-        ge=1,
-        le=60_000,
-        description="Target for the longest time in milliseconds that prefill of other prompts and training may take "
-        "between two tokens of a running request. Units are sized by a predicted duration and are not interrupted, "
-        "and every waiting prompt gets a chunk at least every 8 decode steps, so a single wait can be longer. null "
-        "means 500 on a CPU and 100 elsewhere.",
-    )
-    shutdown_timeout: Number = Field(
-        default=30.0,
-        ge=0,
-        description="Time in seconds that running requests get to finish after SIGTERM or Ctrl-C.",
-    )
-    api_key: ApiKey | None = Field(
-        default=None,
-        repr=False,
-        description="Secret that clients send as a bearer token. null means that no key is required. Prefer the "
-        "environment variable MLX_PARALLM_API_KEY, because flags are visible in the process list.",
-    )
-    allowed_hosts: Hosts = Field(
-        default=(),
-        description="Names and addresses, without a port, that the Host header of a request may have, in addition to "
-        "localhost, 127.0.0.1, ::1 and `host`. '*' allows any.",
-    )
-    cors_origins: Origins = Field(
-        default=(),
-        description="Web origins whose pages may call this server, such as https://example.org.",
-    )
-    strict_fields: bool = Field(
-        default=False,
-        description="Refuse requests that have unknown fields. Otherwise unknown fields are ignored and listed in the "
-        "header x-ignored-fields. The routes for adapters, training and control always refuse them, and so does every "
-        "request with collect_trajectory.",
-    )
+    mode: Annotated[Mode, BeforeValidator(_expand_short_mode)] = Mode.INFERENCE_ONLY
+    """inference_only (short form: inference) serves requests; inference_and_training (short form: rl) also trains
+    adapters on collected trajectories; training_priority does the same and gives training half of the device time;
+    training_only answers requests for completions with 503. The last three modes turn rl_training.enabled on, and
+    rl_training.enabled turns the mode inference_and_training on.
+    """
+    host: Host = "127.0.0.1"
+    """Address to listen on. 0.0.0.0 means every IPv4 interface; then add the names and addresses that clients use to
+    allowed_hosts.
+    """
+    port: Integer = Field(default=8000, ge=0, le=65535)
+    """Port to listen on. 0 means any free port."""
+    max_batch_size: Integer = Field(default=128, ge=1)
+    """Largest number of sequences in the running batch."""
+    max_batched_tokens: Integer = Field(default=2048, ge=1)
+    """Largest number of prompt tokens in one prefill unit. The scheduler may choose fewer."""
+    max_queued: Integer = Field(default=512, ge=1)
+    """Largest number of sequences that wait for admission. Further requests get 429."""
+    queue_timeout: Number | None = Field(default=600.0, gt=0)
+    """Longest time in seconds that a request may wait for its prefill to begin; then it gets 503. null means no limit.
+    """
+    kv_cache_memory: AutoByteSize = None
+    """Memory for the KV cache, such as 4GB or 512MiB. The adapter bank and training take what they need of it first.
+    auto takes 80 % of what the weights and mlx_cache_limit leave of mlx_memory_limit, and on a CPU at most a quarter of
+    RAM.
+    """
+    mlx_memory_limit: AutoByteSize = None
+    """Memory that MLX may use in all. Above it, MLX waits for running work and frees cached buffers before it
+    allocates. auto takes Metal's recommended working set, 95 % of another GPU's memory, or 80 % of RAM on a CPU. On
+    Metal the same amount is wired, so that macOS does not page it out.
+    """
+    mlx_cache_limit: AutoByteSize = None
+    """Memory of freed buffers that MLX keeps for reuse; it counts toward mlx_memory_limit. auto takes 5 % of that
+    limit, between 256 MiB and 4 GiB, or 32 MiB on a CPU.
+    """
+    max_decode_stall_ms: Integer | None = Field(default=None, ge=1, le=60_000)
+    """Longest time in milliseconds that a running request should wait between two tokens for other prompts' prefill and
+    for training. It is a target: a unit of device work is sized by its predicted duration and is not interrupted, and
+    every waiting prompt gets a chunk at least every 8 decode steps, so a single wait can be longer. null means 500 on a
+    CPU and 100 elsewhere.
+    """
+    shutdown_timeout: Number = Field(default=30.0, ge=0)
+    """Time in seconds that running requests get to finish after SIGTERM or Ctrl-C."""
+    api_key: ApiKey | None = Field(default=None, repr=False)
+    """Secret that clients send as a bearer token. null means that no key is required. Prefer the environment variable
+    MLX_PARALLM_API_KEY, because flags are visible in the process list.
+    """
+    allowed_hosts: Hosts = ()
+    """Names and addresses, without a port, that the Host header of a request may have, in addition to localhost,
+    127.0.0.1, ::1 and `host`. '*' allows any.
+    """
+    cors_origins: Origins = ()
+    """Web origins whose pages may call this server, such as https://example.org."""
+    strict_fields: bool = False
+    """Refuse requests that have unknown fields. Otherwise unknown fields are ignored and listed in the header
+    x-ignored-fields. The routes for adapters, training and control always refuse them, and so does every request with
+    collect_trajectory.
+    """
     priority_ratios: PriorityRatios = PriorityRatios()
-    collected_traffic_class: Annotated[TrafficClass, BeforeValidator(lower)] = Field(
-        default=TrafficClass.ROLLOUT,
-        description="Whether requests with collect_trajectory count as rollout or as live in priority_ratios. A "
-        "request's own traffic_class takes precedence. All other requests are live.",
-    )
-    log_level: Annotated[Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(lower)] = Field(
-        default="info", description="Lowest level that is logged: debug, info, warning, error or critical."
-    )
-    access_log: bool = Field(
-        default=True,
-        description="Log one line of JSON for each request, at level info. It has no text of prompts or answers. "
-        "Successful probes (/health, /ready, /metrics) are logged at level debug.",
-    )
-    served_model_name: OptionalNames = Field(
-        default=(),
-        description="Names that requests may give as `model`; answers have the first one. [] and null mean the "
-        "model's own name.",
-    )
-    max_body_bytes: ByteSize = Field(
-        default=16 * 2**20,
-        description="Largest request body. A body may have at most one JSON value for every 16 bytes of this size. "
-        "Larger requests get 413.",
-    )
-    max_connections: Integer | None = Field(
-        default=None,
-        ge=1,
-        description="Largest number of open connections. At the limit, the connection that has been idle longest is "
-        "closed for a new one; when none is idle, the new one gets 503. null means max_batch_size + max_queued + 256.",
-    )
-    header_timeout: Number = Field(
-        default=10.0, gt=0, description="Longest time in seconds for a client to send a request's headers."
-    )
-    body_timeout: Number = Field(
-        default=120.0, gt=0, description="Longest time in seconds for a client to send a request's body."
-    )
-    write_timeout: Number = Field(
-        default=60.0,
-        gt=0,
-        description="Time in seconds after which a client that reads nothing of its answer is disconnected.",
-    )
+    collected_traffic_class: Annotated[TrafficClass, BeforeValidator(lower)] = TrafficClass.ROLLOUT
+    """Whether requests with collect_trajectory count as rollout or as live in priority_ratios. A request's own
+    traffic_class takes precedence. All other requests are live.
+    """
+    log_level: Annotated[Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(lower)] = "info"
+    """Lowest level that is logged: debug, info, warning, error or critical."""
+    access_log: bool = True
+    """Log one line of JSON for each request, at level info. It has no text of prompts or answers. Successful probes
+    (/health, /ready, /metrics) are logged at level debug.
+    """
+    served_model_name: OptionalNames = ()
+    """Names that requests may give as `model`; answers have the first one. [] and null mean the model's own name."""
+    max_body_bytes: ByteSize = 16 * 2**20
+    """Largest request body. A body may have at most one JSON value for every 16 bytes of this size. Larger requests get
+    413.
+    """
+    max_connections: Integer | None = Field(default=None, ge=1)
+    """Largest number of open connections. At the limit, the connection that has been idle longest is closed for a new
+    one; when none is idle, the new one gets 503. null means max_batch_size + max_queued + 256.
+    """
+    header_timeout: Number = Field(default=10.0, gt=0)
+    """Longest time in seconds for a client to send a request's headers."""
+    body_timeout: Number = Field(default=120.0, gt=0)
+    """Longest time in seconds for a client to send a request's body."""
+    write_timeout: Number = Field(default=60.0, gt=0)
+    """Time in seconds after which a client that reads nothing of its answer is disconnected."""
 
     @property
     def accepted_hosts(self) -> tuple[str, ...]:
@@ -218,125 +183,90 @@ class ServerConfig(Section):
 class ModelConfig(Section):
     """The base model, and the LoRA adapters that training makes for it."""
 
-    base_model_path: Text | None = Field(
-        default=None,
-        description="Model directory or Hugging Face hub id. null means the bundled SmolLM2-135M-Instruct.",
-    )
-    trust_remote_code: bool = Field(default=False, description="Run Python code that comes with a model.")
-    allow_special_tokens: bool = Field(
-        default=False,
-        description="Let the text of a control token in a chat message, such as <|im_end|>, become that token. By "
-        "default it stays text. Prompts of /v1/completions may have control tokens in either case.",
-    )
-    max_model_len: Integer | None = Field(
-        default=None,
-        ge=1,
-        description="Longest prompt plus completion, in tokens. null means the model's own limit.",
-    )
-    lora_rank: Integer = Field(default=16, ge=1, description="Rank of the adapters that training makes.")
-    lora_alpha: Number = Field(
-        default=32.0, gt=0, description="Adapters that training makes are scaled by lora_alpha / lora_rank."
-    )
+    base_model_path: Text | None = None
+    """Model directory or Hugging Face hub id. null means the bundled SmolLM2-135M-Instruct."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with a model."""
+    allow_special_tokens: bool = False
+    """Let the text of a control token in a chat message, such as <|im_end|>, become that token. By default it stays
+    text. Prompts of /v1/completions may have control tokens in either case.
+    """
+    max_model_len: Integer | None = Field(default=None, ge=1)
+    """Longest prompt plus completion, in tokens. null means the model's own limit."""
+    lora_rank: Integer = Field(default=16, ge=1)
+    """Rank of the adapters that training makes."""
+    lora_alpha: Number = Field(default=32.0, gt=0)
+    """Adapters that training makes are scaled by lora_alpha / lora_rank."""
     lora_target_modules: Names = Field(
-        default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
-        min_length=1,
-        description="Names of the linear layers that adapters made by training change.",
+        default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), min_length=1
     )
+    """Names of the linear layers that adapters made by training change."""
 
 
 class AdaptersConfig(Section):
     """LoRA adapters, served together with the base model in one batch."""
 
-    adapter_dir: Folder | None = Field(
-        default=None,
-        description="Folder whose subfolders are adapters, each served under its folder's name. null means no folder.",
-    )
-    allowed_adapter_roots: Folders = Field(
-        default=(),
-        description="Folders, in addition to adapter_dir, from which requests may load adapters by path.",
-    )
-    max_loras: Integer = Field(
-        default=8,
-        ge=1,
-        description="Largest number of adapter versions in one batch; the adapter bank has one slot for each.",
-    )
-    max_cpu_loras: Integer = Field(
-        default=16,
-        ge=0,
-        description="Largest number of evicted adapter versions kept in memory, unpadded. Others are read from their "
-        "files again when a request needs them.",
-    )
-    max_lora_rank: Integer = Field(
-        default=16,
-        ge=1,
-        le=LARGEST_RANK,
-        description="Largest rank of an adapter. Every slot of the bank has room for it. A larger lora_rank raises it "
-        "when the server trains, unless both are set in the same place.",
-    )
-    default_adapter: AdapterName = Field(
-        default="default",
-        description="Name of the adapter that training starts with, and to which checkpoint names without an adapter "
-        "refer.",
-    )
-    serve: Selector | None = Field(
-        default=None,
-        description="What answers requests that name no adapter: a name, name@version, or a checkpoint of the default "
-        "adapter (checkpoint-7, latest or a tag). null means the base model.",
-    )
+    adapter_dir: Folder | None = None
+    """Folder whose subfolders are adapters, each served under its folder's name. null means no folder."""
+    allowed_adapter_roots: Folders = ()
+    """Folders, in addition to adapter_dir, from which requests may load adapters by path."""
+    max_loras: Integer = Field(default=8, ge=1)
+    """Largest number of adapter versions in one batch; the adapter bank has one slot for each."""
+    max_cpu_loras: Integer = Field(default=16, ge=0)
+    """Largest number of evicted adapter versions kept in memory, unpadded. Others are read from their files again when
+    a request needs them.
+    """
+    max_lora_rank: Integer = Field(default=16, ge=1, le=LARGEST_RANK)
+    """Largest rank of an adapter. Every slot of the bank has room for it. When the server trains, a larger lora_rank
+    raises it, unless it is set by the same source as lora_rank or by one that takes precedence.
+    """
+    default_adapter: AdapterName = "default"
+    """Name of the adapter that training starts with. Names of checkpoints without an adapter's name refer to it."""
+    serve: Selector | None = None
+    """What answers requests that name no adapter: a name, name@version, or a checkpoint of the default adapter
+    (checkpoint-7, latest or a tag). null means the base model.
+    """
 
 
 class CheckpointingConfig(Section):
     """Adapter versions saved to disk."""
 
-    interval: Integer = Field(
-        default=10,
-        ge=1,
-        description="Number of updates between two checkpoints of a trained adapter. A checkpoint is also saved when "
-        "the process ends, unless it is killed (kill -9).",
-    )
-    minutes: Number = Field(
-        default=5.0, gt=0, description="Longest time in minutes between an update and the next checkpoint."
-    )
-    keep_n_checkpoints: Integer = Field(
-        default=10,
-        ge=1,
-        description="Number of newest checkpoints kept for each adapter. Saving deletes older ones, except those that "
-        "have a tag or are served.",
-    )
-    checkpoint_dir: Folder | None = Field(
-        default=None,
-        description="Folder of one run. Checkpoints are saved there, and those found there are served and trained "
-        "from. Only one process at a time may use it. null means a new folder under ./checkpoints for each run that "
-        "trains; without training, no checkpoints are saved.",
-    )
-    resume: bool = Field(
-        default=False,
-        description="Resume the newest run under ./checkpoints, or the one in checkpoint_dir. It is an error if there "
-        "is none.",
-    )
+    interval: Integer = Field(default=10, ge=1)
+    """Number of updates between two checkpoints of a trained adapter. A checkpoint is also saved when the process ends,
+    unless it is killed (kill -9).
+    """
+    minutes: Number = Field(default=5.0, gt=0)
+    """Longest time in minutes between an update and the next checkpoint."""
+    keep_n_checkpoints: Integer = Field(default=10, ge=1)
+    """Number of newest checkpoints kept for each adapter. Saving deletes older ones, except those that have a tag or
+    are served.
+    """
+    checkpoint_dir: Folder | None = None
+    """Folder of one run. Checkpoints are saved there, and those found there are served and trained from. Only one
+    process at a time may use it. null means a new folder under ./checkpoints for each run that trains; without
+    training, no checkpoints are saved.
+    """
+    resume: bool = False
+    """Resume the newest run under ./checkpoints, or the one in checkpoint_dir. It is an error if there is none."""
 
 
 class DebugConfig(Section):
     """Switches for finding faults in the engine. All of them cost speed."""
 
-    check_when_idle: bool = Field(
-        default=False,
-        description="Check the integrity of all resource owners (slots, rows, pins) whenever the server is idle. A "
-        "failed check ends the process.",
-    )
-    check_every_unit: bool = Field(
-        default=False, description="Check the same after every unit of device work, to find the unit that breaks it."
-    )
-    lookahead: bool | None = Field(
-        default=None,
-        description="Launch each decode step before the tokens of the previous step are read. false makes every step "
-        "end before the next work begins. null means false on a CPU and true elsewhere.",
-    )
-    trace: File | None = Field(
-        default=None,
-        description="JSON file for a timeline of the units of device work, which chrome://tracing and Perfetto open. "
-        "An older file is overwritten. null means no file.",
-    )
+    check_when_idle: bool = False
+    """Check the integrity of all resource owners (slots, rows, pins) whenever the server is idle. A failed check ends
+    the process.
+    """
+    check_every_unit: bool = False
+    """Check the same after every unit of device work, to find the unit that breaks it."""
+    lookahead: bool | None = None
+    """Launch each decode step before the tokens of the previous step are read. false makes every step end before the
+    next work begins. null means false on a CPU and true elsewhere.
+    """
+    trace: File | None = None
+    """JSON file for a timeline of the units of device work, which chrome://tracing and Perfetto open. An older file is
+    overwritten. null means no file.
+    """
 
 
 class Config(Section):

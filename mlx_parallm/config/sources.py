@@ -53,7 +53,7 @@ class Key:
 
     @property
     def description(self) -> str:
-        return self.field.description or ""
+        return " ".join((self.field.description or "").split())
 
     @property
     def default_text(self) -> str:

@@ -1,4 +1,4 @@
-"""The section `rl_training`: how adapters are trained on trajectories. Its settings are declared only here.
+"""The section `rl_training`: how adapters are trained on trajectories. The string below a field is its description.
 
 The trainer and the training loop read `RLTrainingConfig.resolved(...)`, in which no loss setting is null or auto.
 """
@@ -81,48 +81,32 @@ ALGORITHM_DEFAULTS: Mapping[Algorithm, AlgorithmDefaults] = {
 class LossConfig(Section):
     """Settings of the loss that `rl_training.algorithm` names."""
 
-    clip_low: Number | None = Field(
-        default=None,
-        ge=0,
-        le=1,
-        description="The policy ratio of a token is clipped below 1 - clip_low; null: the algorithm's own value.",
-    )
-    clip_high: Number | None = Field(
-        default=None,
-        ge=0,
-        description="The policy ratio of a token is clipped above 1 + clip_high; null: the algorithm's own value.",
-    )
-    dual_clip: Number | None = Field(
-        default=3.0,
-        gt=1,
-        description="Largest loss of a token with a negative advantage A, as a multiple of |A|, however large its "
-        "policy ratio; null: no bound. cispo and cross_entropy do not use it.",
-    )
-    scale_rewards: Annotated[RewardScale, BeforeValidator(lower)] | None = Field(
-        default=None,
-        description="Divide centred rewards by the standard deviation of their group (group), of the batch (batch), or "
-        "not at all (none); null: the algorithm's own choice.",
-    )
-    kl_coef: Number = Field(
-        default=0.0, ge=0, description="Weight of the KL divergence from the base model (k3 estimate, nats per token)."
-    )
-    entropy_coef: Number = Field(default=0.0, ge=0, description="Weight of the entropy bonus (nats per token).")
-    old_logprobs: Annotated[OldLogprobs, BeforeValidator(lower)] = Field(
-        default=OldLogprobs.AUTO,
-        description="Logprobs in the denominator of the policy ratio: the sampler's, or the trainer's own before the "
-        "update; auto: the sampler's if the model computes in float32, else the trainer's.",
-    )
-    mismatch_cap: Number = Field(
-        default=2.0,
-        ge=1,
-        description="With the trainer's old_logprobs each token is weighted by the ratio of its probability there to "
-        "the sampler's; this is the largest weight.",
-    )
-    imitation_threshold: Number = Field(
-        default=0.0,
-        description="cross_entropy imitates trajectories with a reward above this, and those that come without a "
-        "reward.",
-    )
+    clip_low: Number | None = Field(default=None, ge=0, le=1)
+    """The policy ratio of a token is clipped below 1 - clip_low. null means the algorithm's own value."""
+    clip_high: Number | None = Field(default=None, ge=0)
+    """The policy ratio of a token is clipped above 1 + clip_high. null means the algorithm's own value."""
+    dual_clip: Number | None = Field(default=3.0, gt=1)
+    """Largest loss of a token with a negative advantage A, as a multiple of |A|. null means no bound. cispo and
+    cross_entropy do not use it.
+    """
+    scale_rewards: Annotated[RewardScale, BeforeValidator(lower)] | None = None
+    """Divide centred rewards by the standard deviation of their group (group), of the batch (batch), or not at all
+    (none). null means the algorithm's own choice.
+    """
+    kl_coef: Number = Field(default=0.0, ge=0)
+    """Weight of the KL divergence from the base model (k3 estimate, nats per token)."""
+    entropy_coef: Number = Field(default=0.0, ge=0)
+    """Weight of the entropy bonus (nats per token)."""
+    old_logprobs: Annotated[OldLogprobs, BeforeValidator(lower)] = OldLogprobs.AUTO
+    """Logprobs in the denominator of the policy ratio: those of the sampler (sampler), or those that the trainer
+    computes before the update (trainer). auto means sampler if the model computes in float32, and trainer otherwise.
+    """
+    mismatch_cap: Number = Field(default=2.0, ge=1)
+    """Largest weight of a token when old_logprobs is trainer. The weight is the token's probability by the trainer's
+    logprobs divided by its probability by the sampler's.
+    """
+    imitation_threshold: Number = 0.0
+    """cross_entropy imitates trajectories whose reward is above this value, and those that come without a reward."""
 
 
 class ResolvedLoss(LossConfig):
@@ -147,53 +131,43 @@ class ResolvedLoss(LossConfig):
 class OptimizerConfig(Section):
     """AdamW with bias correction, in float32."""
 
-    learning_rate: Number = Field(
-        default=1e-5,
-        gt=0,
-        le=1,
-        description="Peak learning rate. LoRA needs about ten times that of full fine-tuning, small models more.",
-    )
-    schedule: Annotated[LearningRateSchedule, BeforeValidator(lower)] = Field(
-        default=LearningRateSchedule.CONSTANT,
-        description="Learning rate after the warm-up: constant, or falling to 0 (linear or cosine).",
-    )
-    warmup_updates: Integer = Field(default=0, ge=0, description="Updates over which the learning rate rises from 0.")
-    decay_updates: Integer = Field(
-        default=1000, ge=1, description="Updates after the warm-up until the learning rate of linear and cosine is 0."
-    )
-    beta1: Number = Field(default=0.9, ge=0, lt=1, description="Decay of the mean gradient.")
-    beta2: Number = Field(default=0.95, ge=0, lt=1, description="Decay of the mean squared gradient.")
-    eps: Number = Field(default=1e-8, gt=0, description="Added to the square root of the mean squared gradient.")
-    weight_decay: Number = Field(
-        default=0.0, ge=0, description="Decoupled weight decay, as a multiple of the learning rate."
-    )
-    max_grad_norm: Number = Field(default=1.0, gt=0, description="Gradients are scaled down to this global norm.")
+    learning_rate: Number = Field(default=1e-5, gt=0, le=1)
+    """Peak learning rate. LoRA needs about ten times that of full fine-tuning, small models more."""
+    schedule: Annotated[LearningRateSchedule, BeforeValidator(lower)] = LearningRateSchedule.CONSTANT
+    """Learning rate after the warm-up: constant, or falling to 0 (linear or cosine)."""
+    warmup_updates: Integer = Field(default=0, ge=0)
+    """Number of updates over which the learning rate rises from 0."""
+    decay_updates: Integer = Field(default=1000, ge=1)
+    """Number of updates after the warm-up until a linear or cosine learning rate reaches 0."""
+    beta1: Number = Field(default=0.9, ge=0, lt=1)
+    """Decay of the mean gradient."""
+    beta2: Number = Field(default=0.95, ge=0, lt=1)
+    """Decay of the mean squared gradient."""
+    eps: Number = Field(default=1e-8, gt=0)
+    """Added to the square root of the mean squared gradient."""
+    weight_decay: Number = Field(default=0.0, ge=0)
+    """Decoupled weight decay, as a multiple of the learning rate."""
+    max_grad_norm: Number = Field(default=1.0, gt=0)
+    """Gradients are scaled down to this global norm."""
 
 
 class GateConfig(Section):
     """When a new version does not go live, or is rolled back. A version with non-finite weights never goes live."""
 
-    kl_bound: Number | None = Field(
-        default=None,
-        gt=0,
-        description="Largest change of the policy in one update (mean KL divergence of the policy before it from the "
-        "one after it, over all trained tokens, in nats per token); an update above it is not published. null: no "
-        "bound.",
-    )
-    eval_prompts: File | None = Field(
-        default=None,
-        description="JSONL file of held-out prompts that every new version answers before it goes live. Each line is a "
-        "request body with messages or prompt, scoring_function and metadata; null: none.",
-    )
-    eval_floor: Number | None = Field(
-        default=None, description="Least mean reward on eval_prompts; a version below it does not go live."
-    )
-    rollback_drop: Number | None = Field(
-        default=0.15,
-        gt=0,
-        description="Roll back to the best version when the running mean reward falls this far below its best, if the "
-        "fall is more than chance (six standard errors); null: never.",
-    )
+    kl_bound: Number | None = Field(default=None, gt=0)
+    """Largest change of the policy in one update: the mean KL divergence of the old policy from the new one over all
+    trained tokens, in nats per token. A version above it is not published. null means no bound.
+    """
+    eval_prompts: File | None = None
+    """JSONL file of held-out prompts that every new version answers before it goes live. Each line is a request body
+    with messages or prompt, scoring_function and metadata. null means no evaluation.
+    """
+    eval_floor: Number | None = None
+    """Smallest mean reward on eval_prompts. A version below it does not go live."""
+    rollback_drop: Number | None = Field(default=0.15, gt=0)
+    """Roll back to the best version when the running mean reward falls this far below its best. The fall must also
+    exceed six standard errors, so that chance alone does not cause it. null means never.
+    """
 
     @model_validator(mode="after")
     def _floor_has_prompts(self) -> Self:
@@ -205,106 +179,61 @@ class GateConfig(Section):
 class RLTrainingConfig(Section):
     """Training while serving."""
 
-    enabled: bool = Field(
-        default=False,
-        description="Train adapters on collected trajectories. This key and the modes that train turn each other on.",
-    )
-    algorithm: Annotated[Algorithm, BeforeValidator(lower)] = Field(
-        default=Algorithm.GRPO,
-        description="Loss: grpo, bnpo, dapo, dr_grpo, gspo, cispo, or cross_entropy (imitation).",
-    )
-    update_frequency: Integer = Field(
-        default=100,
-        ge=1,
-        description="Trajectories in one update. Only groups with a signal count: their rewards differ, or come from "
-        "feedback. After four times as many trajectories, with and without a signal, an update is made of those there "
-        "are, with a smaller step.",
-    )
-    trajectory_buffer_size: Integer = Field(
-        default=1000, ge=1, description="Most trajectories kept for training; beyond it the oldest groups are dropped."
-    )
-    max_staleness: Integer = Field(
-        default=1,
-        ge=0,
-        description="Most versions published since a trajectory was drawn; older trajectories are dropped.",
-    )
-    group_timeout_s: Number = Field(
-        default=300.0,
-        gt=0,
-        description="Seconds that a group waits for its scoring function; after that it is trained on the feedback it "
-        "got.",
-    )
-    feedback_timeout_s: Number | None = Field(
-        default=None,
-        gt=0,
-        description="Seconds that trajectories without a scoring function wait for feedback; null: until "
-        "trajectory_buffer_size or max_staleness drops them.",
-    )
-    max_completion_tokens: Integer = Field(
-        default=1024,
-        ge=1,
-        description="Most tokens of a completion in mlx_parallm_train. The loss dr_grpo divides by it.",
-    )
-    scoring_processes: Integer = Field(
-        default=2,
-        ge=1,
-        le=64,
-        description="Processes that run scoring functions. One client's jobs with the same function and metadata use "
-        "all but one of them at most.",
-    )
-    scoring_batch_size: Integer = Field(
-        default=32,
-        ge=1,
-        description="Most trajectories sent to a scoring process at a time; slow scoring functions get fewer.",
-    )
-    scoring_timeout_s: Number = Field(
-        default=30.0,
-        gt=0,
-        description="Longest time to score a group, in seconds; a group whose scorer hangs is dropped. exact, regex, "
-        "json_schema and length are also limited to 1 s of processor time for each sample.",
-    )
-    trajectory_log: File | None = Field(
-        default=None,
-        description="JSONL file to which each trajectory is appended, with its reward and what became of it; null: "
-        "none.",
-    )
-    training_time_share: Number | None = Field(
-        default=None,
-        gt=0,
-        le=1,
-        description="Share of device time for updates while there are requests; they get all idle time. null: 0.12, or "
-        "0.5 in the mode training_priority.",
-    )
-    micro_batch_tokens: Integer = Field(
-        default=256,
-        ge=1,
-        description="Prompt and completion tokens in one micro-step of training, but at least one sample. More is "
-        "faster and takes more memory. A micro-step is cut between layers to keep to max_decode_stall_ms.",
-    )
-    gradient_checkpointing: bool = Field(
-        default=True, description="Recompute each layer in the backward pass: less memory, a third more time."
-    )
-    max_skips: Integer = Field(
-        default=3,
-        ge=1,
-        description="Updates skipped in a row (a loss or gradient that is not finite) after which training pauses.",
-    )
-    seed: Integer = Field(
-        default=0,
-        ge=0,
-        lt=2**32,
-        description="Seed of the initial weights of new adapters, and in mlx_parallm_train of tasks and samples.",
-    )
-    environment: Text | None = Field(
-        default=None,
-        description="Source of prompts and rewards for mlx_parallm_train, such as reasoning_gym:leg_counting. A server "
-        "does not use it.",
-    )
-    atropos_url: Text | None = Field(
-        default=None,
-        description="Base URL of an Atropos trajectory API that gives rewards. Not available in this version: refused "
-        "if set.",
-    )
+    enabled: bool = False
+    """Train adapters on collected trajectories. A server.mode that trains turns this key on, and the other way round."""
+    algorithm: Annotated[Algorithm, BeforeValidator(lower)] = Algorithm.GRPO
+    """Loss: grpo, bnpo, dapo, dr_grpo, gspo, cispo, or cross_entropy (imitation)."""
+    update_frequency: Integer = Field(default=100, ge=1)
+    """Number of trajectories in one update. Only groups with a learning signal count: their rewards differ, or come
+    from feedback. Groups without one are dropped. When four times this number of trajectories has been collected, an
+    update is made from those that have a signal, even if there are fewer; its step is smaller accordingly.
+    """
+    trajectory_buffer_size: Integer = Field(default=1000, ge=1)
+    """Largest number of trajectories kept for training. Above it, the oldest groups are dropped."""
+    max_staleness: Integer = Field(default=1, ge=0)
+    """Largest number of versions published since a trajectory was sampled. Older trajectories are dropped."""
+    group_timeout_s: Number = Field(default=300.0, gt=0)
+    """Time in seconds that a group waits for its scoring function. Then it is trained on the feedback that it has."""
+    feedback_timeout_s: Number | None = Field(default=None, gt=0)
+    """Time in seconds that trajectories without a scoring function wait for feedback. null means until
+    trajectory_buffer_size or max_staleness drops them.
+    """
+    max_completion_tokens: Integer = Field(default=1024, ge=1)
+    """Largest number of tokens of a completion in mlx_parallm_train. The loss of dr_grpo is divided by it."""
+    scoring_processes: Integer = Field(default=2, ge=1, le=64)
+    """Number of processes that run scoring functions. If there are several, one client's jobs with the same function and
+    metadata always leave one of them free.
+    """
+    scoring_batch_size: Integer = Field(default=32, ge=1)
+    """Largest number of trajectories sent to a scoring process at a time. Slow scoring functions get fewer."""
+    scoring_timeout_s: Number = Field(default=30.0, gt=0)
+    """Longest time in seconds to score a group; a group whose scorer takes longer is dropped. exact, regex, json_schema
+    and length are also limited to 1 s of processor time for each sample.
+    """
+    trajectory_log: File | None = None
+    """JSONL file to which each trajectory is appended after it was trained on or dropped. The line gives its reward and
+    which of the two happened. null means no file.
+    """
+    training_time_share: Number | None = Field(default=None, gt=0, le=1)
+    """Share of device time that updates get while there are requests. They also get all idle time. null means 0.12, or
+    0.5 in the mode training_priority.
+    """
+    micro_batch_tokens: Integer = Field(default=256, ge=1)
+    """Largest number of prompt and completion tokens in one micro-step of training; one sample may have more. A larger
+    number is faster and takes more memory. A micro-step is cut between layers to keep to max_decode_stall_ms.
+    """
+    gradient_checkpointing: bool = True
+    """Recompute each layer in the backward pass. It takes less memory and a third more time."""
+    max_skips: Integer = Field(default=3, ge=1)
+    """Training pauses after this many updates in a row were skipped, because a loss or gradient was not finite."""
+    seed: Integer = Field(default=0, ge=0, lt=2**32)
+    """Seed of the initial weights of new adapters. In mlx_parallm_train also the seed of tasks and samples."""
+    environment: Text | None = None
+    """Source of prompts and rewards for mlx_parallm_train, such as reasoning_gym:leg_counting. A server does not use
+    it.
+    """
+    atropos_url: Text | None = None
+    """Base URL of an Atropos trajectory API that gives rewards. Not available in this version: refused if set."""
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     gate: GateConfig = GateConfig()

@@ -27,7 +27,7 @@ _RESERVED_NAME = re.compile(r"base|base-model|latest|best|route|rollback|checkpo
 class Section(BaseModel):
     """Base class of the configuration's sections: frozen, and unknown keys are refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 # -- byte sizes ----------------------------------------------------------------------------------
