@@ -52,10 +52,11 @@ def make_policy(trainer: GRPOTrainer, moved: float = 0.0, name: str = "default",
     policy = trainer.open(name)
     if moved:
         random = np.random.default_rng(seed)
-        policy.params = {
+        params = {
             path: {"a": pair["a"], "b": mx.array(random.normal(size=pair["b"].shape, scale=moved), mx.float32)}
             for path, pair in policy.params.items()
         }
+        policy.restore(replace(policy.state, params=params))
     return policy
 
 
@@ -107,7 +108,7 @@ def learn(trainer: GRPOTrainer, policy: Policy, drawn: Sequence[Sample]) -> Upda
 
 def snapshot(policy: Policy) -> PolicySnapshot:
     """A copy of the policy as it is, made in many turns."""
-    *turns, copy = policy.state().copied(100)
+    *turns, copy = policy.state.copied(100)
     assert len(turns) > 1
     assert set(turns) == {None}
     return copy
@@ -130,13 +131,13 @@ class Recorder:
     """A policy that keeps the gradients instead of applying them."""
 
     def __init__(self, policy: Policy) -> None:
-        self.params, self.scale, self.step, self.learning_rate = policy.params, policy.scale, 0, 0.0
+        self.params, self.scale, self.state = policy.params, policy.scale, policy.state
         self.nbytes, self.gradient_nbytes = policy.nbytes, policy.gradient_nbytes
         self.seen: dict[str, np.ndarray] = {}
 
     def stepped(self, gradients, scale=1.0):
         self.seen = {name: np.array(leaf) for name, leaf in tree_flatten(gradients)}
-        return self
+        return self.state
 
     def restore(self, goal) -> None:
         pass

@@ -197,7 +197,7 @@ async def test_between_updates_training_holds_an_adapter_and_its_optimizer_state
         policy = made.training.publisher._learner._policies["default"]
 
         def held() -> int:
-            return sum(leaf.nbytes for _, leaf in tree_flatten([policy.params, policy._optimizer.state]))
+            return sum(leaf.nbytes for _, leaf in tree_flatten([policy.params, policy.state.optimizer]))
 
         for number in range(8):
             await made.complete(number)

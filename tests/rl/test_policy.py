@@ -38,7 +38,7 @@ def test_a_restored_policy_makes_the_same_next_update_to_the_bit(tmp_path, sched
     saved.save(tmp_path)
     learn(trainer, policy, samples(seed=9))
     again = Policy(trainer.model.layout, LORA, optimizer, start=PolicySnapshot.load(tmp_path, saved.weights))
-    assert again.step == 3
+    assert again.state.step == 3
     learn(trainer, again, samples(seed=9)[::-1])
     assert all(np.array_equal(leaf, leaves(policy)[name]) for name, leaf in leaves(again).items())
     assert all(

@@ -203,7 +203,7 @@ def test_kl_to_the_base_is_an_unbiased_estimate_however_the_update_is_split() ->
     def estimate(step: int) -> float:
         update = Update(policy, UpdateBatch(tuple(drawn)))
         update.start(1)
-        policy.step = step
+        policy.restore(replace(policy.state, step=step))
         picked = update.sampled_batches()
         assert len(picked) == 6
         return float(np.mean([of_sample[id(s)] for portion in picked for s in portion.samples]))
@@ -307,7 +307,7 @@ def test_an_update_that_is_not_finite_is_skipped_and_leaves_no_trace(bad: float)
     drawn = samples()
     outcome = learn(trainer, policy, [replace(drawn[0], advantage=bad), *drawn[1:]])
     assert outcome.skipped in ("loss_not_finite", "gradient_not_finite")
-    assert outcome.step == policy.step == state.step
+    assert outcome.step == policy.state.step == state.step
     assert all(np.array_equal(leaf, before[name]) for name, leaf in leaves(policy).items())
     after = snapshot(policy)
     assert all(np.array_equal(leaf, state.optimizer[name]) for name, leaf in after.optimizer.items())

@@ -85,7 +85,7 @@ def test_open_policies_count_with_their_optimizer_state() -> None:
     assert trainer.bytes_held == 0
     before = active()
     one = trainer.open("one")
-    state = sum(leaf.nbytes for _, leaf in tree_flatten([one.params, one._optimizer.state]))
+    state = sum(leaf.nbytes for _, leaf in tree_flatten([one.params, one.state.optimizer]))
     assert trainer.bytes_held == one.nbytes == state
     assert 3 * SET <= state <= 3.01 * SET
     assert active() - before == pytest.approx(state, rel=0.05)
@@ -179,8 +179,8 @@ def test_what_is_kept_to_go_back_to_is_shared_and_counts_while_it_is_held() -> N
     policy = make_policy(trainer, moved=0.01)
     learn(trainer, policy, samples(3))
     resting, before = trainer.bytes_held, active()
-    kept = policy.state()
-    assert policy.state() is kept
+    kept = policy.state
+    assert policy.state is kept
     assert active() == pytest.approx(before, abs=0.01 * SET)
     assert trainer.bytes_held == resting, "it is the policy as it is"
     learn(trainer, policy, samples(3, 1))

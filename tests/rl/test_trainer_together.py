@@ -125,7 +125,7 @@ def test_updates_leave_policies_as_if_made_one_after_the_other() -> None:
     names = [name for name, _ in outcomes.ended]
     assert names.index("0 0") < names.index("0 2")
     for (_, policy, _), (_, other, _) in zip(jobs, others, strict=True):
-        assert policy.step == other.step
+        assert policy.state.step == other.state.step
         for name, leaf in leaves(policy).items():
             np.testing.assert_allclose(leaves(other)[name], leaf, rtol=1e-5, atol=1e-6)
 
@@ -238,7 +238,7 @@ def test_a_failed_micro_step_costs_the_updates_that_were_in_it_and_no_other(monk
     finish(trainer)
     assert isinstance(outcomes.of("second"), UpdateOutcome)
     assert isinstance(outcomes.of("large"), UpdateOutcome)
-    assert (jobs[0][1].step, jobs[1][1].step, jobs[2][1].step) == (1, 0, 1)
+    assert tuple(policy.state.step for _, policy, _ in jobs) == (1, 0, 1)
 
 
 def test_an_update_half_made_goes_on_after_anothers_fault(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,7 +277,7 @@ def test_a_fault_after_the_micro_steps_leaves_the_policy_as_it_was(monkeypatch, 
     fall(trainer)
     assert isinstance(outcomes.of("update"), StepFailedError)
     assert not trainer.waits()
-    assert policy.step == state.step
+    assert policy.state.step == state.step
     assert all(np.array_equal(leaf, before[name]) for name, leaf in leaves(policy).items())
     after = snapshot(policy).optimizer
     assert all(np.array_equal(leaf, state.optimizer[name]) for name, leaf in after.items())

@@ -4,8 +4,8 @@
     └────── unit ──────┘└──────── unit ────────┘└────────── unit ──────────┘└──────── unit ────────┘
 
 A micro-step is one lazy graph. Units only decide when its parts are computed, never what is computed, so an update is
-the same to the bit however it was cut. The smallest unit is one layer of one micro-batch, so groups of any size and
-prompts of any length can be trained beside requests.
+the same to the bit however it was cut. The smallest unit is one layer, or the head, of one micro-step, so groups of any
+size and prompts of any length can be trained beside requests.
 """
 
 from __future__ import annotations

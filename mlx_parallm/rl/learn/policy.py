@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
-from weakref import ref
+from weakref import WeakSet
 
 import mlx.core as mx
 import numpy as np
@@ -58,17 +58,15 @@ class PolicySnapshot:
 
 @dataclass(frozen=True, eq=False)
 class PolicyState:
-    """A policy at one moment, by reference to its arrays on the device.
+    """A policy at one moment: LoRA factors (`params`, float32), AdamW's state and the number of optimizer steps.
 
-    No update writes to these arrays, each makes new ones. So a state takes no memory while it is the policy's own, and
-    `nbytes` otherwise. The arrays are evaluated, and read on the device thread only.
+    Nothing writes to its arrays: each update makes new ones. They are evaluated, and read on the device thread only.
     """
 
     params: Params
     optimizer: dict[str, Any]
     scale: float
     step: int
-    nbytes: int
 
     @property
     def learning_rate(self) -> float:
@@ -97,13 +95,12 @@ class PolicyState:
 
 
 class Policy:
-    """LoRA factors (`params`, float32) and the optimizer of one adapter. Device thread only.
-
-    An update replaces `params` and never writes to the arrays, so references to them stay valid.
+    """The LoRA factors and the optimizer of one adapter, which updates replace as a whole. Device thread only.
 
     Attributes:
-        step: optimizer steps so far.
-        nbytes: size of the factors and the optimizer's state.
+        state: the policy now.
+        states: all its states that something holds: the current one, and earlier ones to go back to or to save.
+        nbytes: size of one state.
 
     Args:
         lora: rank, alpha and target modules of the factors.
@@ -128,13 +125,17 @@ class Policy:
         self._config = optimizer
         self._seed = seed
         self.scale = lora.lora_alpha / lora.lora_rank
-        self._states: tuple[ref[PolicyState], ...] = ()  # replaced as a whole and never written to
-        self.params: Params
-        self.step: int
+        self.state: PolicyState
+        self.states: WeakSet[PolicyState] = WeakSet()
         self.restore(None)
         if start is not None:
             self.restore(start)
-        self.nbytes = sum(int(leaf.nbytes) for _, leaf in tree_flatten([self.params, self._optimizer.state]))
+        self.nbytes = sum(int(leaf.nbytes) for _, leaf in tree_flatten([self.params, self.state.optimizer]))
+
+    @property
+    def params(self) -> Params:
+        """The current factors."""
+        return self.state.params
 
     @property
     def tensors(self) -> int:
@@ -151,47 +152,24 @@ class Policy:
         """Size of one set of float32 gradients."""
         return 4 * self.parameters
 
-    @property
-    def learning_rate(self) -> float:
-        """Learning rate of the last step."""
-        return float(self._optimizer.learning_rate.item())
-
     def weights(self) -> AdapterWeights:
         """The current factors, as MLX arrays."""
         return AdapterWeights({path: LoRAPair(p["a"], p["b"], self.scale) for path, p in self.params.items()})
 
     # -- states ----------------------------------------------------------------------------------
 
-    def state(self) -> PolicyState:
-        """The current state; the same object until the policy changes."""
-        current = (state for state in self._held_states() if state.params is self.params)
-        return next(current, None) or self._new_state(self.params, self._optimizer.state, self.step)
-
     def stepped(self, gradients: Params, scale: float = 1.0) -> PolicyState:
         """The state after one optimizer step, multiplied by `scale`; the policy itself stays as it is. The optimizer's
         state gets the unscaled gradients."""
-        before = self.state()
-        try:
-            params = self._optimizer.apply_gradients(gradients, self.params)
-            if scale != 1.0:
-                params = tree_map(lambda old, new: old + scale * (new - old), self.params, params)
-            mx.eval(params, self._optimizer.state)
-            return self._new_state(cast(Params, params), self._optimizer.state, self.step + 1)
-        finally:
-            self._optimizer.state = _tree_copy(before.optimizer)
-
-    def _new_state(self, params: Params, optimizer: dict[str, Any], step: int) -> PolicyState:
-        state = PolicyState(params, _tree_copy(optimizer), self.scale, step, self.nbytes)
-        self._states = tuple(map(ref, [*self._held_states(), state]))
-        return state
-
-    @property
-    def held_nbytes(self) -> int:
-        """Size of the other states that something still holds. Any thread may read it."""
-        return sum(state.nbytes for state in self._held_states() if state.params is not self.params)
-
-    def _held_states(self) -> list[PolicyState]:
-        return [state for each in self._states if (state := each()) is not None]
+        before, optimizer = self.state, _adamw(self._config)
+        optimizer.state = tree_map(lambda leaf: leaf, before.optimizer)  # the step replaces leaves in this tree
+        params = optimizer.apply_gradients(gradients, before.params)
+        if scale != 1.0:
+            params = tree_map(lambda old, new: old + scale * (new - old), before.params, params)
+        mx.eval(params, optimizer.state)
+        after = PolicyState(cast(Params, params), optimizer.state, self.scale, before.step + 1)
+        self.states.add(after)
+        return after
 
     def restore(self, goal: PolicyState | PolicySnapshot | None) -> None:
         """Sets the policy to a state or a snapshot; None: to a new policy, equal to the base model.
@@ -200,39 +178,39 @@ class Policy:
             InvalidRequestError: the snapshot has other linear layers, ranks or scales than the policy.
         """
         if goal is None:
-            self.params, self.step = _new_factors(self._layout, self._lora, self._seed), 0
-            self._start_optimizer()
-        elif isinstance(goal, PolicyState):
-            self.params, self.step = goal.params, goal.step
-            self._optimizer.state = _tree_copy(goal.optimizer)
-        else:
-            self._load(goal)
+            goal = self._fresh(_new_factors(self._layout, self._lora, self._seed), 0)
+        elif isinstance(goal, PolicySnapshot):
+            goal = self._loaded(goal)
+        self.state = goal
+        self.states.add(goal)
 
-    def _load(self, snapshot: PolicySnapshot) -> None:
+    def _fresh(self, params: Params, step: int) -> PolicyState:
+        """These factors with a new optimizer."""
+        optimizer = _adamw(self._config)
+        optimizer.init(params)
+        mx.eval(params, optimizer.state)
+        return PolicyState(params, optimizer.state, self.scale, step)
+
+    def _loaded(self, snapshot: PolicySnapshot) -> PolicyState:
         """The configured learning rate takes the place of the one in the snapshot's optimizer state."""
         self._check(snapshot)
         pairs = snapshot.weights.pairs
-        self.params = {path: {"a": mx.array(pairs[path].a), "b": mx.array(pairs[path].b)} for path in self.params}
-        self.step = snapshot.step
-        self._start_optimizer()
-        if snapshot.optimizer:
-            self._optimizer.state = tree_map_with_path(
-                lambda name, leaf: leaf if name == _LEARNING_RATE else mx.array(snapshot.optimizer[name]),
-                self._optimizer.state,
-            )
-            mx.eval(self._optimizer.state)
-
-    def _start_optimizer(self) -> None:
-        self._optimizer = _adamw(self._config)
-        self._optimizer.init(self.params)
-        mx.eval(self.params, self._optimizer.state)
+        params = {path: {"a": mx.array(pairs[path].a), "b": mx.array(pairs[path].b)} for path in self.params}
+        state = self._fresh(params, snapshot.step)
+        if not snapshot.optimizer:
+            return state
+        optimizer = tree_map_with_path(
+            lambda name, leaf: leaf if name == _LEARNING_RATE else mx.array(snapshot.optimizer[name]), state.optimizer
+        )
+        mx.eval(optimizer)
+        return replace(state, optimizer=optimizer)
 
     def _check(self, snapshot: PolicySnapshot) -> None:
         pairs, lora = snapshot.weights.pairs, self._lora
         same = pairs.keys() == self.params.keys() and all(
             pair.rank == lora.lora_rank and math.isclose(pair.scale, self.scale) for pair in pairs.values()
         )
-        leaves = {name for name, _ in tree_flatten(self._optimizer.state)}
+        leaves = {name for name, _ in tree_flatten(self.state.optimizer)}
         if not same or (snapshot.optimizer and snapshot.optimizer.keys() != leaves):
             raise InvalidRequestError(
                 f"its rank is {snapshot.weights.rank}, alpha {snapshot.weights.alpha:g} and targets "
@@ -259,11 +237,6 @@ def _new_factors(layout: AdapterLayout, lora: ModelConfig, seed: int) -> dict[st
         a = random.uniform(-bound, bound, (spec.in_features, lora.lora_rank)).astype(np.float32)
         params[spec.path] = {"a": mx.array(a), "b": mx.zeros((lora.lora_rank, spec.out_features), mx.float32)}
     return params
-
-
-def _tree_copy(tree: dict[str, Any]) -> dict[str, Any]:
-    """A new tree of the same arrays: an optimizer step replaces leaves in its state's own tree."""
-    return cast(dict[str, Any], tree_map(lambda leaf: leaf, tree))
 
 
 def _adamw(config: OptimizerConfig) -> AdamW:

@@ -28,7 +28,7 @@ from mlx_parallm.rl.objectives.losses import k3
 
 
 class GRPOTrainer:
-    """Implements `core.TrainingWork`. Device thread only, except `bytes_held` and `peak_bytes`.
+    """Implements `core.TrainingWork`. Device thread only, except `peak_bytes`.
 
     Args:
         lora: rank, alpha and target modules of new adapters.
@@ -43,7 +43,7 @@ class GRPOTrainer:
         self.config = config
         self.lora = lora
         self._measure_kl = measure_kl
-        self._bytes = 0
+        self._update_bytes = 0
         self._forwards = TrainingForwards(model, config.loss)
         self._pacer = Pacer()
         self._memory = MicroStepMemory()
@@ -58,7 +58,6 @@ class GRPOTrainer:
         """Makes the policy of a name, in place of an earlier one. Raises what `Policy` raises."""
         policy = Policy(self.model.layout, self.lora, self.config.optimizer, self.config.seed, start)
         self._policies[name] = policy
-        self._count_bytes()
         return policy
 
     def begin(self, policy: Policy, batch: UpdateBatch) -> Future[UpdateOutcome]:
@@ -83,9 +82,10 @@ class GRPOTrainer:
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of policies, their optimizer states, and the earlier states that something still holds; while updates
-        wait, of gradients and the activations of a micro-step too. Any thread may read it."""
-        return self._bytes + sum(policy.held_nbytes for policy in tuple(self._policies.values()))
+        """Bytes of all states of policies that something holds, and while updates wait, of gradients and the
+        activations of a micro-step."""
+        states = sum(policy.nbytes * len(policy.states) for policy in self._policies.values())
+        return states + self._update_bytes
 
     @property
     def peak_bytes(self) -> int:
@@ -169,11 +169,9 @@ class GRPOTrainer:
             update.device_seconds += seconds * tokens / whole
 
     def _count_bytes(self) -> None:
-        held = sum(policy.nbytes for policy in self._policies.values())
-        if self._queue:
-            training = {update.policy for update in self._queue}
-            held += self._memory.working + sum(policy.gradient_nbytes for policy in training)
-        self._bytes = held
+        training = {update.policy for update in self._queue}
+        gradients = sum(policy.gradient_nbytes for policy in training)
+        self._update_bytes = gradients + self._memory.working if training else 0
 
     # -- micro-steps -----------------------------------------------------------------------------
 

@@ -157,7 +157,7 @@ class Update:
         """
         ends = list(accumulate(batch.trained_tokens for batch in self.all_batches))
         picks = math.ceil(len(ends) / _KL_SAMPLING)
-        start = random.Random(self.policy.step).random()
+        start = random.Random(self.policy.state.step).random()
         return [self.all_batches[bisect(ends, (start + at) / picks * ends[-1])] for at in range(picks)]
 
     # -- the end ---------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ class Update:
 
     def outcome(self) -> UpdateOutcome:
         """The outcome of a finished update."""
-        after = self.after or self.policy
+        after = self.after or self.policy.state
         metrics = {**self._batch.metrics, **means(self._stats), "loss": self._loss, "grad_norm": self._grad_norm}
         if self._step_kl is not None:
             metrics["kl_step"] = self._step_kl / self.totals.tokens
