@@ -26,8 +26,8 @@ class DeviceSchedule:
             idle time.
         max_decode_stall_s: seconds of other work allowed between two decode steps, > 0. Units of prefill and training
             are cut so that their predicted time fits, and are not interrupted. A stall can still be longer by the
-            smallest unit: 16 tokens for prefill; for training one layer of one micro-step, which has `micro_batch_tokens`
-            tokens, or one sample if that is longer. Every few steps a prompt gets a chunk even if it is predicted not
+            smallest unit: 16 tokens for prefill, and one layer of one micro-step for training (`micro_batch_tokens`
+            tokens, or one sample if that is longer). Every few steps a prompt gets a chunk even if it is predicted not
             to fit.
         row_shares: share of each work class, summing to 1. While sequences of both classes wait, they share the rows
             of the batch; while rows of both classes are live, they share the rows of a decode step. A class that is
