@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import mlx.core as mx
@@ -19,6 +20,7 @@ from mlx_parallm.model.families import classify
 from mlx_parallm.model.hooks import AdaptedLinear, adapter_layout, install_adapters, install_hook
 from mlx_parallm.rl.events import UpdateOutcome
 from mlx_parallm.rl.learn.model import Params, Span, TrainableModel, TrainingContext
+from mlx_parallm.rl.learn.packing import MicroBatch, SampleBatch, pack
 from mlx_parallm.rl.learn.policy import Policy, PolicySnapshot
 from mlx_parallm.rl.learn.trainer import GRPOTrainer
 from mlx_parallm.rl.objectives.batches import Sample, UpdateBatch
@@ -73,6 +75,18 @@ def samples(count: int = 6, seed: int = 0, groups: int = 2) -> list[Sample]:
         for i in range(count)
     ]
     return [replace(s, sampling_logprobs=(-3.0,) * len(s.completion_ids)) for s in made]
+
+
+def packed(drawn: Sequence[Sample]) -> MicroBatch:
+    """These samples as one micro-batch, in this order."""
+    return pack(reduce(SampleBatch.with_sample, drawn, SampleBatch()))
+
+
+def logprobs(trainer: GRPOTrainer, batch: MicroBatch, params: Params | None, scale: float) -> mx.array:
+    """Of the completion tokens, [N], with these factors; None: of the base model."""
+    spans = None if params is None else [Span(batch.tokens.size, params, scale)]
+    ((logp, _),) = trainer._forwards.scores([batch], spans).scores
+    return logp
 
 
 def everywhere(params: Params, scale: float) -> TrainingContext:

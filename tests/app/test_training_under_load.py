@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from tiny import save_tiny
+from trainers import logprobs
 
 from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair, Version
 from mlx_parallm.app.build import Engine, Served
@@ -34,7 +35,7 @@ from mlx_parallm.core import (
     WorkClass,
 )
 from mlx_parallm.rl.learn.model import Params
-from mlx_parallm.rl.learn.packing import pack
+from mlx_parallm.rl.learn.packing import pack, split_samples
 from mlx_parallm.rl.learn.trainer import GRPOTrainer
 from mlx_parallm.rl.objectives.batches import Sample
 
@@ -171,13 +172,11 @@ def _worst(made: Rig) -> float:
 
 
 def _difference(trainer: GRPOTrainer, weights: AdapterWeights | None, drawn: Sequence[Trajectory]) -> float:
-    samples = [
-        Sample(t.prompt_ids, t.completion_ids, t.sampling_logprobs, t.temperature, 0.0, 0)
-        for t in sorted(drawn, key=lambda t: t.prompt_ids)
-    ]
-    batch = pack(samples)
+    samples = [Sample(t.prompt_ids, t.completion_ids, t.sampling_logprobs, t.temperature, 0.0, 0) for t in drawn]
+    (part,) = split_samples(samples, 10**9)
+    batch = pack(part)
     params = None if weights is None else _params(weights)
-    logp, _ = trainer._scores(batch, params, LORA.alpha / LORA.rank)
+    logp = logprobs(trainer, batch, params, LORA.alpha / LORA.rank)
     return float((mx.abs(batch.padded(logp) - batch.sampling_logprobs) * batch.mask).max().item())
 
 

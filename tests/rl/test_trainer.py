@@ -17,8 +17,10 @@ from trainers import (
     gradients,
     learn,
     leaves,
+    logprobs,
     make_policy,
     make_trainer,
+    packed,
     plain_logprobs,
     samples,
     snapshot,
@@ -28,7 +30,8 @@ from trainers import (
 
 from mlx_parallm.config import Algorithm, OldLogprobs
 from mlx_parallm.rl.gate import Gate
-from mlx_parallm.rl.learn.packing import pack, split_samples
+from mlx_parallm.rl.learn.model import Span
+from mlx_parallm.rl.learn.packing import split_samples
 from mlx_parallm.rl.learn.update import Update
 from mlx_parallm.rl.objectives.batches import Sample, UpdateBatch
 
@@ -48,8 +51,8 @@ def test_logprobs_are_those_of_the_served_model(family: str, checkpointed: bool)
     trainer, model = make_trainer(changed(SETTINGS, gradient_checkpointing=checkpointed), family)
     policy = make_policy(trainer, moved=0.05)
     drawn = [replace(sample, temperature=0.7) for sample in samples()]
-    batch = pack(drawn)
-    logp, _ = trainer._scores(batch, policy.params, policy.scale)
+    batch = packed(drawn)
+    logp = logprobs(trainer, batch, policy.params, policy.scale)
     got = batch.padded(logp)
     for row, sample in enumerate(drawn):
         want = plain_logprobs(trainer, model, policy.params, sample)
@@ -59,7 +62,7 @@ def test_logprobs_are_those_of_the_served_model(family: str, checkpointed: bool)
 def test_the_reference_is_the_model_without_an_adapter() -> None:
     trainer, model = make_trainer()
     drawn = samples(4)
-    (got,), _ = trainer._forwards.reference([pack(drawn)])
+    (got,), _ = trainer._forwards.reference([packed(drawn)])
     for row, sample in enumerate(drawn):
         want = plain_logprobs(trainer, model, None, sample)
         assert got[row, : len(want)].tolist() == pytest.approx(want, abs=NEAR)
@@ -119,8 +122,8 @@ def test_entropy_gradients_equal_finite_differences() -> None:
             path: {key: pair[key] + step * mx.array(slope[f"{path}.{key}"]) / norm for key in pair}
             for path, pair in policy.params.items()
         }
-        batch = pack(drawn)
-        _, entropies = trainer._scores(batch, params, policy.scale)
+        batch = packed(drawn)
+        ((_, entropies),) = trainer._forwards.scores([batch], [Span(batch.tokens.size, params, policy.scale)]).scores
         return float(entropies.mean().item())
 
     measured = -(entropy(0.002) - entropy(-0.002)) / 0.004
@@ -137,7 +140,7 @@ def test_only_completion_tokens_are_trained_and_the_last_one_is() -> None:
         next(iter(gradients(trainer, policy, [sample]).values())),
         next(iter(gradients(trainer, policy, [other]).values())),
     )
-    batch = pack([sample])
+    batch = packed([sample])
     assert batch.targets.tolist() == list(sample.completion_ids)
     assert batch.positions.tolist() == list(range(len(sample.prompt_ids) - 1, sample.tokens - 1))
 

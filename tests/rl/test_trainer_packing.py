@@ -7,9 +7,20 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 from configs import changed
-from trainers import SETTINGS, assert_close, gradients, make_policy, make_trainer, plain_logprobs, samples, unclipped
+from trainers import (
+    SETTINGS,
+    assert_close,
+    gradients,
+    logprobs,
+    make_policy,
+    make_trainer,
+    packed,
+    plain_logprobs,
+    samples,
+    unclipped,
+)
 
-from mlx_parallm.rl.learn.packing import SampleBatch, pack, split_samples
+from mlx_parallm.rl.learn.packing import SampleBatch, split_samples
 from mlx_parallm.rl.objectives.batches import Sample
 
 UNEQUAL = (1, 2, 2, 3, 40, 41, 90, 200)
@@ -27,8 +38,7 @@ def group(lengths: Sequence[int], prompt: tuple[int, ...] = (1, 2, 3, 4, 5), num
 
 
 def size(drawn: Sequence[Sample]) -> int:
-    batch = pack(drawn)
-    return batch.tokens.size
+    return packed(drawn).tokens.size
 
 
 def identities(parts: Sequence[SampleBatch]) -> list[int]:
@@ -64,7 +74,7 @@ def test_a_prompt_is_not_parted_where_it_fits_and_small_ones_share() -> None:
 def test_samples_of_like_length_stand_together() -> None:
     """Each prompt once and next to no padding, though lengths differ two hundredfold."""
     drawn = group(UNEQUAL)
-    batch = pack(drawn)
+    batch = packed(drawn)
     exact = len(drawn[0].prompt_ids) + sum(len(sample.completion_ids) - 1 for sample in drawn)
     assert exact <= batch.tokens.size <= exact + 5
     assert [(bucket.rows, bucket.width) for bucket in batch.segments[0].buckets] == [(4, 2), (2, 40), (1, 89), (1, 199)]
@@ -76,7 +86,7 @@ def test_an_eighth_of_the_tokens_at_most_is_padding(most: int) -> None:
     random = np.random.default_rng(1)
     lengths = [int(length) for length in random.integers(1, 120, 32)]
     parts = list(split_samples(group(lengths), most))
-    segments = [segment for part in parts for segment in pack(part.samples).segments]
+    segments = [segment for part in parts for segment in part.segments]
     used = sum(segment.tokens for segment in segments)
     padding = sum(bucket.padding for segment in segments for bucket in segment.buckets)
     assert used - padding == sum(length - 1 for length in lengths) + 5 * len(parts)
@@ -85,7 +95,7 @@ def test_an_eighth_of_the_tokens_at_most_is_padding(most: int) -> None:
 
 
 def test_like_lengths_are_one_bucket() -> None:
-    (segment,) = pack(group((11, 12, 12, 13))).segments
+    (segment,) = packed(group((11, 12, 12, 13))).segments
     assert [(bucket.rows, bucket.width) for bucket in segment.buckets] == [(4, 12)]
 
 
@@ -96,9 +106,9 @@ def test_buckets_change_no_logprob(family: str, checkpointed: bool) -> None:
     trainer, model = make_trainer(changed(SETTINGS, gradient_checkpointing=checkpointed), family)
     policy = make_policy(trainer, moved=0.05)
     drawn = [*group((30, 1, 4, 30), number=1), *group((2, 25), (7, 8), 2)]
-    batch = pack(drawn)
+    batch = packed(drawn)
     assert len(batch.segments[0].buckets) > 1
-    logp, _ = trainer._scores(batch, policy.params, policy.scale)
+    logp = logprobs(trainer, batch, policy.params, policy.scale)
     got = batch.padded(logp)
     for row, sample in enumerate(drawn):
         want = plain_logprobs(trainer, model, policy.params, sample)

@@ -33,15 +33,15 @@ from mlx_parallm.core import (
     TrainingStatus,
     Trajectory,
 )
-from mlx_parallm.rl.learn.model import Params
-from mlx_parallm.rl.learn.packing import pack
+from mlx_parallm.rl.learn.model import Params, Span
+from mlx_parallm.rl.learn.packing import pack, split_samples
 from mlx_parallm.rl.learn.trainer import GRPOTrainer
 from mlx_parallm.rl.objectives.batches import Sample
 
 T = TypeVar("T")
 PROMPTS = 16
-AT_ONCE = 16
-"""Number of trajectories of one version whose logprobs are recomputed together."""
+AT_ONCE = 1024
+"""Tokens whose logprobs are recomputed together."""
 
 
 @dataclass
@@ -121,13 +121,14 @@ class Rig:
         return max(self._difference(ref) for ref in {trajectory.adapter for trajectory in self.drawn})
 
     def _difference(self, ref: AdapterRef) -> float:
-        mine = sorted((t for t in self.drawn if t.adapter == ref), key=lambda t: t.prompt_ids)
+        mine = [_sample(t) for t in self.drawn if t.adapter == ref]
         weights, worst = self.weights[ref], 0.0
         params = None if weights is None else _params(weights)
         scale = 0.0 if weights is None else weights.alpha / weights.rank
-        for start in range(0, len(mine), AT_ONCE):
-            batch = pack([_sample(t) for t in mine[start : start + AT_ONCE]])
-            logp, _ = self.trainer._scores(batch, params, scale)
+        for part in split_samples(mine, AT_ONCE):
+            batch = pack(part)
+            spans = None if params is None else [Span(batch.tokens.size, params, scale)]
+            ((logp, _),) = self.trainer._forwards.scores([batch], spans).scores
             apart = mx.abs(batch.padded(logp) - batch.sampling_logprobs) * batch.mask
             worst = max(worst, float(apart.max().item()))
         return worst

@@ -17,6 +17,9 @@ import mlx.core as mx
 
 from mlx_parallm.batch.attention import additive, attention
 
+_PADDING = 8
+"""Tokens of padding that a bucket may have (or an eighth of its tokens): they cost less than another attention call."""
+
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
@@ -51,6 +54,15 @@ class Segment:
     @property
     def tokens(self) -> int:
         return self.prompt + sum(bucket.tokens for bucket in self.buckets)
+
+    def with_row(self, width: int) -> Segment:
+        """This segment with another row: in the last bucket, or in a new one if it would cause too much padding."""
+        if self.buckets:
+            *before, last = self.buckets
+            joined = last.with_row(width)
+            if joined.padding <= max(_PADDING, joined.tokens // 8):
+                return Segment(self.prompt, (*before, joined))
+        return Segment(self.prompt, (*self.buckets, Bucket(1, width, 0)))
 
     def widths(self) -> Iterator[int]:
         """The padded width of each row."""

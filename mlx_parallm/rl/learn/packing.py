@@ -8,31 +8,43 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from itertools import accumulate, chain, groupby, islice
+from itertools import accumulate, groupby, islice
 from typing import TypeVar
 
 import mlx.core as mx
 
-from mlx_parallm.rl.learn.attention import Bucket, Segment
+from mlx_parallm.rl.learn.attention import Segment
 from mlx_parallm.rl.objectives.batches import Sample
 
 T = TypeVar("T")
 
-_PADDING = 8
-"""Tokens of padding that a bucket may have (or an eighth of its tokens): they cost less than another attention call."""
-
 
 @dataclass(frozen=True, slots=True)
 class SampleBatch:
-    """The samples of one micro-step. `size`: its tokens, prompts and padding included."""
+    """The samples that an update adds to one micro-step.
 
-    samples: tuple[Sample, ...]
-    size: int
+    segments: how their tokens are laid out: one segment for each run of samples with the same prompt.
+    """
+
+    samples: tuple[Sample, ...] = ()
+    segments: tuple[Segment, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Tokens, each prompt once, padding included."""
+        return sum(segment.tokens for segment in self.segments)
 
     @property
     def trained_tokens(self) -> int:
         """Completion tokens."""
         return sum(len(sample.completion_ids) for sample in self.samples)
+
+    def with_sample(self, sample: Sample) -> SampleBatch:
+        """This batch with another sample, whose last token is left out because it predicts nothing."""
+        before, last = self.segments, Segment(len(sample.prompt_ids), ())
+        if self.samples and self.samples[-1].prompt_ids == sample.prompt_ids:
+            before, last = self.segments[:-1], self.segments[-1]
+        return SampleBatch((*self.samples, sample), (*before, last.with_row(len(sample.completion_ids) - 1)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,35 +84,37 @@ def split_samples(samples: Sequence[Sample], most: int) -> Iterator[SampleBatch]
     Samples with the same prompt stay together if they fit, and so do those of similar lengths. The same samples are
     always split alike, whatever their order, so that a replayed update is the same to the bit.
     """
-    layout = empty = _Layout()
-    for group in _by_prompt(sorted(samples, key=_order)):
-        if layout.samples and reduce(_Layout.with_sample, group, layout).size > most:
-            yield layout.batch()
-            layout = empty
-        for sample in group:
-            larger = layout.with_sample(sample)
-            if layout.samples and larger.size > most:
-                yield layout.batch()
+    batch = empty = SampleBatch()
+    for _, group in groupby(sorted(samples, key=_order), key=lambda sample: sample.prompt_ids):
+        same_prompt = list(group)
+        if batch.samples and reduce(SampleBatch.with_sample, same_prompt, batch).size > most:
+            yield batch
+            batch = empty
+        for sample in same_prompt:
+            larger = batch.with_sample(sample)
+            if batch.samples and larger.size > most:
+                yield batch
                 larger = empty.with_sample(sample)
-            layout = larger
-    if layout.samples:
-        yield layout.batch()
+            batch = larger
+    if batch.samples:
+        yield batch
 
 
-def pack(samples: Sequence[Sample]) -> MicroBatch:
-    """The arrays of one micro-batch. Samples with the same prompt must follow each other."""
-    segments = reduce(_Layout.with_sample, samples, _Layout()).segments
-    starts = accumulate((segment.tokens for segment in segments), initial=0)
-    rows = iter(samples)
-    groups = [tuple(islice(rows, segment.rows)) for segment in segments]
+def _order(sample: Sample) -> tuple[object, ...]:
+    return (sample.prompt_ids, len(sample.completion_ids), sample.completion_ids, sample.advantage, sample.group)
+
+
+def pack(batch: SampleBatch) -> MicroBatch:
+    """The arrays of one micro-batch."""
+    samples = batch.samples
+    tokens, positions = _laid_out(batch)
     lengths = [len(sample.completion_ids) for sample in samples]
-    longest, ends = max(lengths), list(accumulate(lengths))
+    longest, ends = max(lengths), accumulate(lengths)
     places = [_padded(range(end - length, end), longest, 0) for end, length in zip(ends, lengths, strict=True)]
-    positions = [_positions(*each) for each in zip(groups, segments, starts, strict=False)]
     return MicroBatch(
-        tokens=mx.array(list(chain(*map(_tokens, groups, segments))), mx.int32),
-        segments=segments,
-        positions=mx.array(list(chain(*positions)), mx.int32),
+        tokens=mx.array(tokens, mx.int32),
+        segments=batch.segments,
+        positions=mx.array(positions, mx.int32),
         targets=mx.array([token for s in samples for token in s.completion_ids], mx.int32),
         temperatures=mx.array([s.temperature for s in samples for _ in s.completion_ids], mx.float32),
         places=mx.array(places, mx.int32),
@@ -112,62 +126,23 @@ def pack(samples: Sequence[Sample]) -> MicroBatch:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """The segments of a micro-batch while samples are added to it."""
+def _laid_out(batch: SampleBatch) -> tuple[list[int], list[int]]:
+    """The tokens and the positions of a micro-batch.
 
-    samples: tuple[Sample, ...] = ()
-    segments: tuple[Segment, ...] = ()
-
-    @property
-    def size(self) -> int:
-        return sum(segment.tokens for segment in self.segments)
-
-    def with_sample(self, sample: Sample) -> _Layout:
-        """Adds a sample, without its last token, to the segment of its prompt if that is the last one."""
-        new_prompt = not self.samples or sample.prompt_ids != self.samples[-1].prompt_ids
-        before = self.segments if new_prompt else self.segments[:-1]
-        last = Segment(len(sample.prompt_ids), ()) if new_prompt else self.segments[-1]
-        segments = (*before, _with_row(last, len(sample.completion_ids) - 1))
-        return _Layout((*self.samples, sample), segments)
-
-    def batch(self) -> SampleBatch:
-        return SampleBatch(self.samples, self.size)
-
-
-def _with_row(segment: Segment, width: int) -> Segment:
-    """Adds a row to the last bucket, or to a new one if it would cause too much padding."""
-    if segment.buckets:
-        *before, last = segment.buckets
-        joined = last.with_row(width)
-        if joined.padding <= max(_PADDING, joined.tokens // 8):
-            return Segment(segment.prompt, (*before, joined))
-    return Segment(segment.prompt, (*segment.buckets, Bucket(1, width, 0)))
-
-
-def _order(sample: Sample) -> tuple[object, ...]:
-    return (sample.prompt_ids, len(sample.completion_ids), sample.completion_ids, sample.advantage, sample.group)
-
-
-def _by_prompt(samples: Sequence[Sample]) -> list[list[Sample]]:
-    """Runs of samples with the same prompt."""
-    return [list(run) for _, run in groupby(samples, key=lambda sample: sample.prompt_ids)]
-
-
-def _tokens(group: Sequence[Sample], segment: Segment) -> Iterator[int]:
-    yield from group[0].prompt_ids
-    for sample, width in zip(group, segment.widths(), strict=True):
-        yield from _padded(sample.completion_ids[:-1], width, 0)
-
-
-def _positions(group: Sequence[Sample], segment: Segment, start: int) -> Iterator[int]:
-    """The prompt's last token predicts a completion's first one, its first token the second one, and so on."""
-    last = start + segment.prompt - 1
-    first = last + 1
-    for sample, width in zip(group, segment.widths(), strict=True):
-        yield last
-        yield from range(first, first + len(sample.completion_ids) - 1)
-        first += width
+    The prompt's last token predicts a completion's first one, its first token the second one, and so on.
+    """
+    tokens: list[int] = []
+    positions: list[int] = []
+    rows = iter(batch.samples)
+    for segment in batch.segments:
+        group = tuple(islice(rows, segment.rows))
+        tokens += group[0].prompt_ids
+        last = len(tokens) - 1
+        for sample, width in zip(group, segment.widths(), strict=True):
+            inputs = sample.completion_ids[:-1]
+            positions += [last, *range(len(tokens), len(tokens) + len(inputs))]
+            tokens += _padded(inputs, width, 0)
+    return tokens, positions
 
 
 def _padded(values: Sequence[T], width: int, fill: T) -> list[T]:

@@ -17,10 +17,10 @@ from concurrent.futures import Future
 
 from mlx_parallm.config import ModelConfig, ResolvedTraining
 from mlx_parallm.rl.events import UpdateOutcome
-from mlx_parallm.rl.learn.forwards import MicroStepInput, Scores, TrainingForwards
-from mlx_parallm.rl.learn.model import Params, Span, TrainableModel
+from mlx_parallm.rl.learn.forwards import MicroStepInput, TrainingForwards
+from mlx_parallm.rl.learn.model import Span, TrainableModel
 from mlx_parallm.rl.learn.pacing import MicroStepMemory, Pacer, Stage, StageKind
-from mlx_parallm.rl.learn.packing import MicroBatch, SampleBatch, pack
+from mlx_parallm.rl.learn.packing import SampleBatch, pack
 from mlx_parallm.rl.learn.policy import Policy, PolicySnapshot
 from mlx_parallm.rl.learn.update import Update
 from mlx_parallm.rl.objectives.batches import UpdateBatch
@@ -196,7 +196,7 @@ class GRPOTrainer:
         to the gradients, so that MLX adds in place."""
         inputs = [
             MicroStepInput(
-                pack(batch.samples), update.policy.params, update.policy.scale, update.totals.for_rows(batch.samples)
+                pack(batch), update.policy.params, update.policy.scale, update.totals.for_rows(batch.samples)
             )
             for update, batch in parts
         ]
@@ -212,12 +212,6 @@ class GRPOTrainer:
             if leaves := [leaf for update in updates for leaf in update.gradients(paths)]:
                 yield Stage(kind, leaves)
                 kind = StageKind.BACKWARD
-
-    def _scores(self, batch: MicroBatch, params: Params | None, scale: float) -> Scores:
-        """The scores of one micro-batch with these factors. None: of the base model."""
-        spans = None if params is None else [Span(batch.tokens.size, params, scale)]
-        (scores,) = self._forwards.scores([batch], spans).scores
-        return scores
 
     # -- the end of an update --------------------------------------------------------------------
 
@@ -241,7 +235,7 @@ class GRPOTrainer:
 
     def _measure_base_kl(self, update: Update, batch: SampleBatch) -> Iterator[None]:
         """Adds the mean k3 of the policy before the step against the base model, over the tokens of one batch."""
-        forward = self._forwards.scores([pack(batch.samples)], None)
+        forward = self._forwards.scores([pack(batch)], None)
         kl = k3(update.logprobs[batch], forward.scores[0][0]).mean()
         yield from self._pacer.run(forward.stages(kl), batch.size)
         update.add_base_kl(kl)
@@ -252,7 +246,7 @@ class GRPOTrainer:
         The logprobs before the step are those of the micro-step, so it does not matter which version drew the tokens.
         """
         assert update.after is not None
-        packed = pack(batch.samples)
+        packed = pack(batch)
         forward = self._forwards.scores([packed], [Span(packed.tokens.size, update.after.params, update.policy.scale)])
         kl = k3(update.logprobs[batch], forward.scores[0][0]).sum()
         yield from self._pacer.run(forward.stages(kl), batch.size)
