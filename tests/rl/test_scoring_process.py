@@ -11,7 +11,7 @@ from rl.scoring_rig import LONG_S, SHORT_S, fault, file_of, group
 
 from mlx_parallm.core import FinishReason
 from mlx_parallm.rl.scoring import pool as pool_module
-from mlx_parallm.rl.scoring.pool import ScoringError
+from mlx_parallm.rl.scoring.pool import ScoringError, ScoringJob
 from mlx_parallm.rl.scoring.service import ScoringService
 
 # -- rewards ---------------------------------------------------------------------------------------
@@ -148,6 +148,15 @@ async def test_what_is_no_json_from_the_child_is_a_fault(service):
     assert after == (2,)
 
 
+@pytest.mark.parametrize("rewards", [None, [], [1.0, 2.0], ["1"], [float("nan")]])
+async def test_a_reply_that_is_not_one_finite_number_each_costs_its_group(rewards, service, monkeypatch):
+    async def forged(self, job):
+        return {"id": job.number, "rewards": rewards}
+
+    monkeypatch.setattr(pool_module.ScoringPool, "run", forged)
+    assert "reward" in await fault(service(), "size")
+
+
 async def test_metadata_that_is_no_json_costs_its_group(service):
     scoring = service()
     with pytest.raises(ScoringError, match="not JSON"):
@@ -194,15 +203,14 @@ async def test_groups_are_sent_in_batches_of_bounded_size(monkeypatch):
     """Groups of 1, 2, 2, 3, 9 and 1 in batches of 4: each batch waits until the one before is answered."""
     log: list[str] = []
     sizes = (1, 2, 2, 3, 9, 1)
-    first = next(pool_module._numbers) + 1
+    first = next(ScoringJob._numbers) + 1
 
     class FakeWorker:
-        alive = True
+        def __init__(self, limit_s):
+            self.limit_s = limit_s
 
-        @classmethod
-        async def start(cls, limit_s):
-            assert limit_s == LONG_S
-            return cls()
+        async def start(self):
+            assert self.limit_s == LONG_S
 
         def send(self, line):
             log.append(f"send {line.count(b'text')}")

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_parallm.rl.scoring.queue import FairQueue
+from mlx_parallm.rl.scoring.queue import FairQueue, Rule
 
 
-@dataclass(eq=False)
 class Job:
-    client: str
-    rule: str = "exact"
-    size: int = 1
+    def __init__(self, client: str, scorer: str = "exact", size: int = 1) -> None:
+        self.rule, self.size = Rule(client, scorer, ""), size
 
 
 def put(turns: FairQueue[Job], *jobs: Job) -> list[Job]:
@@ -29,8 +25,9 @@ def served(turns: FairQueue[Job], seconds: dict[str, float], count: int, most: i
     for _ in range(count):
         turn = turns.take(most)
         assert turn is not None
-        turns.end(turn, seconds[turn.client])
-        order += turn.client
+        client = turn[0].rule.client
+        turns.end(turn, seconds[client])
+        order += client
     return order
 
 
@@ -48,7 +45,7 @@ def test_one_rule_holds_all_places_but_one() -> None:
     (late,) = put(turns, Job("b"))
     turn = turns.take(1)
     assert turn is not None
-    assert turn.jobs == (late,)
+    assert turn == [late]
     turns.end(under_way[0], 1.0)
     turns.end(turn, 1.0)
     assert turns.take(1) is not None
@@ -68,18 +65,18 @@ def test_a_turn_has_jobs_of_one_rule_in_order_up_to_its_size() -> None:
     a, b, c, d, e = put(turns, Job("x", size=2), Job("x", "other"), Job("x", size=2), Job("x"), Job("x", size=9))
     first = turns.take(4)
     assert first is not None
-    assert first.jobs == (a, c)
-    turns.put_back((c,))
+    assert first == [a, c]
+    turns.put_back([c])
     turns.end(first, 1.0)
     second = turns.take(4)
     assert second is not None
-    assert second.jobs == (b,)
+    assert second == [b]
     turns.end(second, 1.0)
     third = turns.take(4)
     assert third is not None
-    assert third.jobs == (c, d)
+    assert third == [c, d]
     turns.end(third, 1.0)
-    assert turns.take(4).jobs == (e,)
+    assert turns.take(4) == [e]
 
 
 @given(
@@ -97,7 +94,7 @@ def test_every_job_has_one_turn_or_is_withdrawn_and_nothing_is_left(steps, place
         if step == "p":
             waiting += put(turns, Job(client, rule, size))
         elif step == "t" and len(under_way) < places and (turn := turns.take(4)) is not None:
-            for job in turn.jobs:
+            for job in turn:
                 waiting.remove(job)
             under_way.append(turn)
         elif step == "e" and under_way:
@@ -107,9 +104,12 @@ def test_every_job_has_one_turn_or_is_withdrawn_and_nothing_is_left(steps, place
     for turn in under_way:
         turns.end(turn, 1.0)
     while (turn := turns.take(4)) is not None:
-        for job in turn.jobs:
+        for job in turn:
             waiting.remove(job)
         turns.end(turn, 1.0)
     assert waiting == []
-    assert len(turns) == 0
-    assert turns._clients.seconds == turns._rules.seconds == {}
+    assert turns.waiting == []
+    (last,) = put(turns, Job("d"))
+    assert turns.take(1) == [last]
+    turns.end([last], 1.0)
+    assert turns._client_seconds == turns._rule_seconds == turns._running == {}

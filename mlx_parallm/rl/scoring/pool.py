@@ -15,11 +15,12 @@ import os
 import signal
 import time
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 from mlx_parallm.processes import command, environment
-from mlx_parallm.rl.scoring.queue import FairQueue, JobBatch
+from mlx_parallm.rl.scoring.queue import FairQueue, Rule
 
 _log = logging.getLogger(__name__)
 
@@ -57,43 +58,33 @@ class ScoringJob:
     """One message to a scoring process, and its reply.
 
     Args:
-        client, rule, size: see `QueuedJob`.
+        size: completions in it.
         message: JSON; an `id` is added.
-        valid: whether a reply answers the message.
 
     Raises:
         ScoringError: the message is not JSON.
     """
 
-    def __init__(
-        self, client: str, rule: str, size: int, message: Mapping[str, Any], valid: Callable[[Mapping[str, Any]], bool]
-    ) -> None:
-        self.client, self.rule, self.size = client, rule, size
-        self.number = next(_numbers)
-        self.tries = 0
+    _numbers = itertools.count(1)
+
+    def __init__(self, rule: Rule, size: int, message: Mapping[str, Any]) -> None:
+        self.rule, self.size, self.tries = rule, size, 0
+        self.number = next(self._numbers)
         self.reply: asyncio.Future[Mapping[str, Any]] = asyncio.get_running_loop().create_future()
-        self._valid = valid
         try:
             self.line = json.dumps({"id": self.number, **message}).encode() + b"\n"
         except (TypeError, ValueError, RecursionError) as error:
             raise ScoringError(f"metadata is not JSON: {error}") from error
 
     def answer(self, reply: Mapping[str, Any]) -> None:
-        """Raises WorkerFault: the reply does not answer the message."""
         if "error" in reply:
-            return self.fail(str(reply["error"]))
-        if not self._valid(reply):
-            raise WorkerFault("the reply of the scoring process is not an answer")
-        if not self.reply.done():
+            self.fail(str(reply["error"]))
+        elif not self.reply.done():
             self.reply.set_result(reply)
-        return None
 
     def fail(self, why: str) -> None:
         if not self.reply.done():
             self.reply.set_exception(ScoringError(why))
-
-
-_numbers = itertools.count(1)
 
 
 class BatchSize:
@@ -126,8 +117,8 @@ class ScoringPool:
 
     def __init__(self, size: int, batch_size: int, timeout_s: float) -> None:
         self._queue: FairQueue[ScoringJob] = FairQueue(size)
-        self._batch_size, self._timeout_s = BatchSize(batch_size), timeout_s
-        self._idle: list[ScoringProcess | None] = [None] * size  # the last one is used first; None: not started
+        self._batch_size = BatchSize(batch_size)
+        self._idle = [ScoringProcess(timeout_s) for _ in range(size)]  # the last one is used first
         self._busy: set[asyncio.Task[None]] = set()
         self._closed = False
 
@@ -136,7 +127,10 @@ class ScoringPool:
         if self._closed:
             raise ScoringError(CLOSED)
         self._queue.put(job)
-        self._start_next()
+        if self._idle and (batch := self._queue.take(self._batch_size.now)) is not None:
+            task = asyncio.create_task(self._work(self._idle.pop(), batch), name="scoring")
+            self._busy.add(task)
+            task.add_done_callback(self._busy.discard)
         try:
             return await job.reply
         except asyncio.CancelledError:
@@ -149,97 +143,72 @@ class ScoringPool:
         for task in self._busy:
             task.cancel()
         await asyncio.gather(*self._busy, return_exceptions=True)
-        while (batch := self._queue.take(1)) is not None:
-            self._fail(batch.jobs)
-            self._queue.end(batch, 0.0)
-        await asyncio.gather(*(process.kill() for process in self._idle if process is not None))
+        for job in self._queue.waiting:
+            job.fail(CLOSED)
+        await asyncio.gather(*(process.kill() for process in self._idle))
         self._idle.clear()
 
-    def _start_next(self) -> None:
-        """Gives the next batch to an idle process, if there are both."""
-        if self._idle and not self._closed and (batch := self._queue.take(self._batch_size.now)) is not None:
-            task = asyncio.create_task(self._work(self._idle.pop(), batch), name="scoring")
-            self._busy.add(task)
-            task.add_done_callback(self._finished)
-
-    def _finished(self, task: asyncio.Task[None]) -> None:
-        self._busy.discard(task)
-        self._start_next()
-
-    async def _work(self, process: ScoringProcess | None, batch: JobBatch[ScoringJob] | None) -> None:
+    async def _work(self, process: ScoringProcess, batch: list[ScoringJob] | None) -> None:
         """Runs batches on one process until no waiting job may start."""
         try:
             while batch is not None:
-                process = await self._run_batch(process, batch)
+                began = time.monotonic()
+                try:
+                    await self._run_batch(process, batch)
+                finally:
+                    self._queue.end(batch, time.monotonic() - began)
                 batch = self._queue.take(self._batch_size.now)
         finally:
             self._idle.append(process)
 
-    async def _run_batch(self, process: ScoringProcess | None, batch: JobBatch[ScoringJob]) -> ScoringProcess | None:
-        """Returns the process that ran the batch; None if it was killed."""
-        jobs, began = list(batch.jobs), time.monotonic()
+    async def _run_batch(self, process: ScoringProcess, batch: list[ScoringJob]) -> None:
+        """Every job of the batch is answered, failed, or back in the queue when this returns."""
+        jobs, began = deque(batch), time.monotonic()  # without an answer yet: the process is working on the first
         try:
-            process = await self._started(process)
-            await self._send(process, jobs)
-            self._batch_size.observe(sum(job.size for job in batch.jobs), time.monotonic() - began)
+            await process.start()
+            for job in batch:
+                process.send(job.line)
+            while jobs:
+                jobs[0].answer(await process.answer(jobs[0].number))
+                jobs.popleft()
+            self._batch_size.observe(sum(job.size for job in batch), time.monotonic() - began)
         except WorkerFault as fault:
-            if process is not None:
-                await process.kill()
-            process = None
-            self._blame(jobs, fault)
-            self._queue.put_back(tuple(jobs))
-            jobs.clear()
-        except asyncio.CancelledError:
-            if process is not None:
-                await process.kill()
-            raise
-        finally:
-            self._fail(jobs)
-            self._queue.end(batch, time.monotonic() - began)
-        return process
-
-    async def _started(self, process: ScoringProcess | None) -> ScoringProcess:
-        if process is not None and not process.alive:
             await process.kill()
-            process = None
-        return process or await ScoringProcess.start(self._timeout_s)
-
-    async def _send(self, process: ScoringProcess, jobs: list[ScoringJob]) -> None:
-        """Jobs leave the list when they are answered, so its first job is the one that the process is working on."""
-        for job in jobs:
-            process.send(job.line)
-        while jobs:
-            jobs[0].answer(await process.answer(jobs[0].number))
-            del jobs[0]
-
-    def _blame(self, jobs: list[ScoringJob], fault: WorkerFault) -> None:
-        jobs[0].tries += 1
-        _log.warning("scoring with %s: %s", jobs[0].rule, fault)
-        if isinstance(fault, WorkerHung) or jobs[0].tries >= _MAX_TRIES:
-            jobs.pop(0).fail(str(fault))
-
-    def _fail(self, jobs: list[ScoringJob] | tuple[ScoringJob, ...]) -> None:
-        for job in jobs:
-            job.fail(CLOSED if self._closed else "scoring stopped; the server's log says why")
+            _log.warning("scoring with %s: %s", jobs[0].rule.scorer, fault)
+            jobs[0].tries += 1
+            if isinstance(fault, WorkerHung) or jobs[0].tries >= _MAX_TRIES:
+                jobs.popleft().fail(str(fault))
+            self._queue.put_back(jobs)
+        except BaseException:
+            await process.kill()
+            for job in jobs:
+                job.fail(CLOSED if self._closed else "scoring stopped; the server's log says why")
+            raise
 
 
 class ScoringProcess:
-    """One child process, `worker`. It answers jobs in the order in which they were sent."""
+    """One child process, `worker`. It answers jobs in the order in which they were sent.
 
-    def __init__(self, process: Process, limit_s: float) -> None:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        self._process, self._requests, self._replies = process, process.stdin, process.stdout
+    Args:
+        limit_s: how long it may work on one job, not counting the import of its scorer.
+    """
+
+    def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
+        self._child: Process | None = None
 
-    @classmethod
-    async def start(cls, limit_s: float) -> ScoringProcess:
-        """Raises WorkerFault: the operating system refused. The process is in a session of its own, so that Ctrl-C
-        does not reach it."""
-        module = "mlx_parallm.rl.scoring.worker"
+    async def start(self) -> None:
+        """Starts the child process unless it runs. It has a session of its own, so that Ctrl-C does not reach it.
+
+        Raises:
+            WorkerFault: the operating system refused.
+        """
+        if self._child is not None and self._child.returncode is None:
+            return
+        await self.kill()
         try:
-            process = await asyncio.create_subprocess_exec(
-                *command(module),
+            self._child = await asyncio.create_subprocess_exec(
+                *command("mlx_parallm.rl.scoring.worker"),
                 env=environment(),
                 stdin=PIPE,
                 stdout=PIPE,
@@ -248,15 +217,23 @@ class ScoringProcess:
             )
         except OSError as error:
             raise WorkerFault(f"the scoring process could not be started: {error}") from error
-        return cls(process, limit_s)
 
-    @property
-    def alive(self) -> bool:
-        return self._process.returncode is None
+    async def kill(self) -> None:
+        """Kills the child process, and the processes that its scorers started."""
+        if (child := self._child) is None:
+            return
+        self._child = None
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # gone; macOS refuses for a zombie
+            os.killpg(child.pid, signal.SIGKILL)
+        assert child.stdin is not None
+        child.stdin.close()
+        await child.wait()
 
     def send(self, line: bytes) -> None:
         """Never waits: what a busy process has not read yet is buffered here."""
-        self._requests.write(line)
+        assert self._child is not None
+        assert self._child.stdin is not None
+        self._child.stdin.write(line)
 
     async def answer(self, number: int) -> Mapping[str, Any]:
         """The reply to the job of this number.
@@ -265,31 +242,25 @@ class ScoringProcess:
             WorkerHung: it took too long after its scorer was loaded.
             WorkerFault: the process died, or its reply is not an answer.
         """
-        reply = await self._read(number, _LOAD_S)
-        return await self._read(number, self._limit_s) if "begun" in reply else reply
-
-    async def kill(self) -> None:
-        """Kills the process, and the processes that its scorers started."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # gone; macOS refuses for a zombie
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._requests.close()
-        await self._process.wait()
-
-    async def _read(self, number: int, within_s: float) -> Mapping[str, Any]:
-        line = await self._line(within_s)
-        if not line:
-            raise WorkerFault("the scoring process died")
-        try:
-            reply = json.loads(line)
-        except (ValueError, RecursionError):
-            reply = None
-        if not isinstance(reply, dict) or reply.get("id") != number:
-            raise WorkerFault("the reply of the scoring process is not an answer")
-        return reply
+        for within_s in (_LOAD_S, self._limit_s):
+            line = await self._line(within_s)
+            if not line:
+                raise WorkerFault("the scoring process died")
+            try:
+                reply = json.loads(line)
+            except (ValueError, RecursionError):
+                reply = None
+            if not isinstance(reply, dict) or reply.get("id") != number:
+                raise WorkerFault("the reply of the scoring process is not an answer")
+            if "begun" not in reply:
+                return reply
+        raise WorkerFault("the reply of the scoring process is not an answer")
 
     async def _line(self, within_s: float) -> bytes:
         """The next line of replies; empty if the process has ended."""
-        reading = asyncio.ensure_future(self._replies.readline())
+        assert self._child is not None
+        assert self._child.stdout is not None
+        reading = asyncio.ensure_future(self._child.stdout.readline())
         try:
             for timeout_s in (within_s, _GRACE_S):  # a reply may wait unread if the event loop was held up
                 await asyncio.wait({reading}, timeout=timeout_s)

@@ -1,129 +1,96 @@
 """FairQueue: which of the waiting scoring jobs is next, so that no client holds up the others. Pure Python.
 
-The policy is least attained service, known from operating systems: the client that has used the least time is next. A
-new client starts with the least time that any present client has used, so it cannot hold up the others either.
+The policy is least attained service, known from operating systems: the client that has used the least time is next, and
+among one client's scorers the one that has used the least. A newcomer starts with the least time that anybody present
+has used, so it cannot hold up the others either.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import accumulate, takewhile
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+
+class Rule(NamedTuple):
+    """What jobs must have in common to be sent together: the client, and the scorer with a digest of its metadata."""
+
+    client: str
+    scorer: str
+    digest: str
 
 
 class QueuedJob(Protocol):
-    """`rule`: the scorer with its metadata, so jobs with one rule can be sent together. `size`: completions."""
+    """`size`: completions."""
 
     @property
-    def client(self) -> str: ...
-    @property
-    def rule(self) -> str: ...
+    def rule(self) -> Rule: ...
     @property
     def size(self) -> int: ...
 
 
 J = TypeVar("J", bound=QueuedJob)
-K = TypeVar("K", bound=Hashable)
-
-
-@dataclass(frozen=True, slots=True)
-class JobBatch(Generic[J]):
-    """Jobs of one client and one rule, in order of arrival."""
-
-    client: str
-    rule: str
-    jobs: tuple[J, ...]
 
 
 class FairQueue(Generic[J]):
-    """One client's jobs with one rule use all but one of the processes at most, so a slow rule always leaves one free.
+    """Jobs with one rule use all but one of the processes at most, so a slow rule always leaves one free.
+
+    A batch is a list of jobs with one rule, in order of arrival. Clients and rules without jobs are forgotten.
 
     Args:
         processes: batches that may be in progress together.
     """
 
     def __init__(self, processes: int) -> None:
+        self.waiting: list[J] = []
         self._max_of_a_rule = max(processes - 1, 1)
-        self._waiting: list[J] = []
-        self._clients: _Usage[str] = _Usage()
-        self._rules: _Usage[tuple[str, str]] = _Usage()
-
-    def __len__(self) -> int:
-        return len(self._waiting)
+        self._running: Counter[Rule] = Counter()  # batches in progress
+        self._client_seconds: dict[str, float] = {}
+        self._rule_seconds: dict[Rule, float] = {}
 
     def put(self, job: J) -> None:
-        self._waiting.append(job)
-        self._clients.add_job(job.client)
-        self._rules.add_job((job.client, job.rule))
+        self.waiting.append(job)
+        self._client_seconds.setdefault(job.rule.client, min(self._client_seconds.values(), default=0.0))
+        self._rule_seconds.setdefault(job.rule, min(self._rule_seconds.values(), default=0.0))
 
-    def put_back(self, jobs: tuple[J, ...]) -> None:
-        """Puts jobs of a batch that were not done ahead of all others."""
-        for job in jobs:
-            self.put(job)
-        self._waiting = [*jobs, *self._waiting[: len(self._waiting) - len(jobs)]]
+    def put_back(self, jobs: Sequence[J]) -> None:
+        """Puts jobs of a batch that were not done ahead of all others. Call this before `end`."""
+        self.waiting[:0] = jobs
 
     def withdraw(self, job: J) -> None:
         """Removes a job that nobody waits for any more, if it is still in the queue."""
-        if job in self._waiting:
-            self._remove([job])
+        if job in self.waiting:
+            self.waiting.remove(job)
 
-    def take(self, most: int) -> JobBatch[J] | None:
+    def take(self, most: int) -> list[J] | None:
         """The next batch, of at most `most` completions or of one job. None: no waiting job may start now."""
-        allowed = [job for job in self._waiting if self._rules.running[job.client, job.rule] < self._max_of_a_rule]
+        allowed = [job for job in self.waiting if self._running[job.rule] < self._max_of_a_rule]
         if not allowed:
             return None
-        first = min(allowed, key=self._order)  # of equal ones the first that arrived
-        alike = [job for job in allowed if (job.client, job.rule) == (first.client, first.rule)]
-        fits = sum(1 for _ in takewhile(lambda size: size <= most, accumulate(job.size for job in alike)))
-        batch = JobBatch(first.client, first.rule, tuple(alike[: max(fits, 1)]))
-        self._clients.start(batch.client)
-        self._rules.start((batch.client, batch.rule))
-        self._remove(batch.jobs)
+        clients = Counter(rule.client for rule in self._running.elements())
+
+        def turn(rule: Rule) -> tuple[float, ...]:
+            of_client = clients[rule.client], self._client_seconds[rule.client]
+            return *of_client, self._running[rule], self._rule_seconds[rule]
+
+        first = min((job.rule for job in allowed), key=turn)  # of equal ones the first that arrived
+        same = [job for job in allowed if job.rule == first]
+        fits = sum(1 for _ in takewhile(lambda size: size <= most, accumulate(job.size for job in same)))
+        batch = same[: max(fits, 1)]
+        for job in batch:
+            self.waiting.remove(job)
+        self._running[first] += 1
         return batch
 
-    def end(self, batch: JobBatch[J], seconds: float) -> None:
+    def end(self, batch: Sequence[J], seconds: float) -> None:
         """Call this once for each batch, with the time that it took."""
-        self._clients.end(batch.client, seconds)
-        self._rules.end((batch.client, batch.rule), seconds)
-
-    def _order(self, job: J) -> tuple[float, ...]:
-        client, rule = job.client, (job.client, job.rule)
-        clients, rules = self._clients, self._rules
-        return clients.running[client], clients.seconds[client], rules.running[rule], rules.seconds[rule]
-
-    def _remove(self, jobs: tuple[J, ...] | list[J]) -> None:
-        for job in jobs:
-            self._waiting.remove(job)
-            self._clients.remove_job(job.client)
-            self._rules.remove_job((job.client, job.rule))
-
-
-class _Usage(Generic[K]):
-    """The time that each key has used, and its batches in progress. A key without jobs and batches is forgotten."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[K, float] = {}
-        self.running: Counter[K] = Counter()
-        self._jobs: Counter[K] = Counter()
-
-    def add_job(self, key: K) -> None:
-        self.seconds.setdefault(key, min(self.seconds.values(), default=0.0))
-        self._jobs[key] += 1
-
-    def remove_job(self, key: K) -> None:
-        self._jobs[key] -= 1
-        self._forget_if_idle(key)
-
-    def start(self, key: K) -> None:
-        self.running[key] += 1
-
-    def end(self, key: K, seconds: float) -> None:
-        self.running[key] -= 1
-        self.seconds[key] += seconds
-        self._forget_if_idle(key)
-
-    def _forget_if_idle(self, key: K) -> None:
-        if not self._jobs[key] and not self.running[key]:
-            del self._jobs[key], self.running[key], self.seconds[key]
+        rule = batch[0].rule
+        self._running[rule] -= 1
+        self._client_seconds[rule.client] += seconds
+        self._rule_seconds[rule] += seconds
+        rules = {*self._running.elements(), *(job.rule for job in self.waiting)}
+        clients = {rule.client for rule in rules}
+        self._running = +self._running
+        self._rule_seconds = {rule: used for rule, used in self._rule_seconds.items() if rule in rules}
+        self._client_seconds = {client: used for client, used in self._client_seconds.items() if client in clients}

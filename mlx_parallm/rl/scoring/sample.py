@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -46,18 +46,16 @@ class ScorerInput:
         """Whether the sequence ended by itself. A text that was cut off is not an answer."""
         return self.finish_reason == "stop"
 
-    @classmethod
-    def of(cls, trajectory: Trajectory) -> ScorerInput:
-        return cls(
-            trajectory.text,
-            len(trajectory.prompt_ids),
-            len(trajectory.completion_ids),
-            trajectory.finish_reason.value,
-            dict(trajectory.collection.metadata),
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+    @staticmethod
+    def to_json(trajectory: Trajectory) -> dict[str, Any]:
+        """The fields for this trajectory."""
+        return {
+            "text": trajectory.text,
+            "prompt_tokens": len(trajectory.prompt_ids),
+            "completion_tokens": len(trajectory.completion_ids),
+            "finish_reason": trajectory.finish_reason.value,
+            "metadata": dict(trajectory.collection.metadata),
+        }
 
 
 Scorer = Callable[[ScorerInput], float]

@@ -1,9 +1,9 @@
 """ScoringService: checks what requests bring for their scorers, and gives rewards to groups of trajectories.
 
     server's process                                    child processes
-    ScoringService ─ ScoringPool ── JSON lines ──▶ worker ──▶ registry ──▶ exact, math, a package's own, ...
-       └── MetadataChecks ─ ScoringPool ── metadata of requests ──▶ worker
-              └── ScorerCatalogue ── once per scorer name ──▶ worker NAME
+    ScoringService ── ScoringPool ── groups ──▶ worker ──▶ registry ──▶ exact, math, a package's own, ...
+       ├── ScoringPool ── metadata of requests ──▶ worker
+       └── ScorerCatalogue ── once per scorer name ──▶ worker NAME
 
 The server's process runs no scorer's code and no check that a client can make slow. A child process describes each
 scorer that is not built in, once. A scoring process compiles patterns and checks schemas, once for each of them; their
@@ -32,7 +32,8 @@ from mlx_parallm.errors import InvalidRequestError, OverloadedError
 from mlx_parallm.extras import REASONING_GYM, Extra
 from mlx_parallm.processes import command, environment, stdin_until_exit
 from mlx_parallm.rl.scoring import gym, sample
-from mlx_parallm.rl.scoring.pool import CLOSED, ScoringError, ScoringJob, ScoringPool
+from mlx_parallm.rl.scoring.pool import ScoringError, ScoringJob, ScoringPool
+from mlx_parallm.rl.scoring.queue import Rule
 from mlx_parallm.rl.scoring.registry import BUILTINS, GROUP, PARAM, Builtin, terms
 from mlx_parallm.rl.scoring.sample import Metadata, ScorerInput
 
@@ -51,7 +52,7 @@ ANSWER = "answer"
 
 
 class ScoringService:
-    """On one event loop. A group that cannot be scored affects only itself.
+    """Checks requests and scores groups, in child processes. On one event loop. A fault affects only its own group.
 
     Args:
         processes: number of scoring processes at most. Another one checks the metadata of requests.
@@ -61,64 +62,29 @@ class ScoringService:
 
     def __init__(self, processes: int, batch_size: int, timeout_s: float) -> None:
         self._pool = ScoringPool(processes, batch_size, timeout_s)
-        self._checks = MetadataChecks()
-        self._closed = False
-
-    async def check(self, collection: CollectionSpec) -> None:
-        """See `MetadataChecks.check`."""
-        await self._checks.check(collection)
+        self._checks = ScoringPool(1, 1, _CHECK_S)
+        self._catalogue = ScorerCatalogue()
+        self._describing = asyncio.Lock()
+        self._refusals: OrderedDict[bytes, str] = OrderedDict()  # by digest of scorer and value; "": not refused
 
     async def score(self, group: Sequence[Trajectory]) -> tuple[float, ...]:
-        """Rewards of trajectories that have the same scorer, in order. Raises ScoringError."""
+        """The rewards of trajectories that have the same scorer, in order: finite numbers.
+
+        Raises:
+            ScoringError: the group names no scorer, or the scorer failed.
+        """
         if not group:
             return ()
         collection = group[0].collection
-        if collection.scorer is None or self._closed:
-            raise ScoringError(CLOSED if self._closed else "the group names no scorer")
+        if (scorer := collection.scorer) is None:
+            raise ScoringError("the group names no scorer")
+        rule = Rule(collection.client, scorer, _digest(dict(collection.metadata)).hex())
         try:
-            reply = await self._pool.run(_job(collection.scorer, group))
+            samples = [ScorerInput.to_json(trajectory) for trajectory in group]
+            reply = await self._pool.run(ScoringJob(rule, len(group), {"scorer": scorer, "samples": samples}))
+            return _checked_rewards(reply, len(group))
         except ScoringError as error:
-            raise ScoringError(f"{collection.scorer}: {error}") from error
-        return tuple(map(float, reply["rewards"]))
-
-    async def close(self) -> None:
-        """Ends the processes; waiting groups fail."""
-        self._closed = True
-        await asyncio.gather(self._pool.close(), self._checks.close())
-
-
-def _job(scorer: str, group: Sequence[Trajectory]) -> ScoringJob:
-    message = {"scorer": scorer, "samples": [ScorerInput.of(trajectory).to_json() for trajectory in group]}
-
-    def valid(reply: Mapping[str, Any]) -> bool:
-        rewards = reply.get("rewards")
-        return isinstance(rewards, list) and len(rewards) == len(group) and all(map(_finite, rewards))
-
-    collection = group[0].collection
-    return ScoringJob(collection.client, _rule(scorer, collection.metadata), len(group), message, valid)
-
-
-def _rule(scorer: str, metadata: Mapping[str, Any]) -> str:
-    """The scorer and a digest of its metadata."""
-    text = json.dumps(dict(metadata), sort_keys=True, default=str)
-    return f"{scorer} {hashlib.sha256(text.encode(errors='surrogatepass')).hexdigest()[:8]}"
-
-
-def _finite(reward: object) -> bool:
-    return isinstance(reward, float | int) and math.isfinite(reward)
-
-
-# ---- checks --------------------------------------------------------------------------------------
-
-
-class MetadataChecks:
-    """Checks requests. On one event loop."""
-
-    def __init__(self) -> None:
-        self._catalogue = ScorerCatalogue()
-        self._asking = asyncio.Lock()
-        self._pool = ScoringPool(1, 1, _CHECK_S)
-        self._refusals: OrderedDict[bytes, str] = OrderedDict()  # by digest of scorer and value; "": not refused
+            raise ScoringError(f"{scorer}: {error}") from error
 
     async def check(self, collection: CollectionSpec) -> None:
         """Waits for a child process, for seconds, the first time that a scorer is named that is not built in.
@@ -128,7 +94,7 @@ class MetadataChecks:
             OverloadedError: too many other requests are being checked.
         """
         if self._catalogue.must_ask(collection):
-            async with self._asking:  # a single thread waits for the child, other requests wait for the lock
+            async with self._describing:  # a single thread waits for the child, other requests wait for the lock
                 await asyncio.to_thread(self._catalogue.check_bounds, collection)
         else:
             self._catalogue.check_bounds(collection)
@@ -136,28 +102,49 @@ class MetadataChecks:
             await self._check_value(name, builtin.key, collection)
 
     async def close(self) -> None:
-        await self._pool.close()
+        """Ends the processes; waiting groups fail."""
+        await asyncio.gather(self._pool.close(), self._checks.close())
 
     async def _check_value(self, scorer: str, key: str, collection: CollectionSpec) -> None:
-        text = json.dumps([scorer, collection.metadata[key]], sort_keys=True)
-        digest = hashlib.sha256(text.encode()).digest()
+        """Checks one value of `metadata` in the checking process, unless its result is remembered."""
+        digest = _digest([scorer, collection.metadata[key]])
         if digest not in self._refusals:
-            self._refusals[digest] = await self._ask(scorer, key, collection)
+            job = ScoringJob(
+                Rule(collection.client, scorer, ""), 1, {"check": scorer, "metadata": {key: collection.metadata[key]}}
+            )
+            try:
+                reply = await asyncio.wait_for(self._checks.run(job), _WAIT_S)
+                self._refusals[digest] = str(reply["refused"])
+            except TimeoutError as error:
+                raise OverloadedError(
+                    "What other requests bring for their scorers is being checked; try again."
+                ) from error
+            except ScoringError as error:
+                self._refusals[digest] = f"{sample.PARAM}.{key} could not be checked: {error}"
             if len(self._refusals) > _REMEMBERED:
                 self._refusals.popitem(last=False)
         self._refusals.move_to_end(digest)
         if refusal := self._refusals[digest]:
             raise InvalidRequestError(refusal, sample.PARAM)
 
-    async def _ask(self, scorer: str, key: str, collection: CollectionSpec) -> str:
-        message = {"check": scorer, "metadata": {key: collection.metadata[key]}}
-        job = ScoringJob(collection.client, scorer, 1, message, lambda reply: isinstance(reply.get("refused"), str))
-        try:
-            return str((await asyncio.wait_for(self._pool.run(job), _WAIT_S))["refused"])
-        except TimeoutError as error:
-            raise OverloadedError("What other requests bring for their scorers is being checked; try again.") from error
-        except ScoringError as error:
-            return f"{sample.PARAM}.{key} could not be checked: {error}"
+
+def _digest(value: object) -> bytes:
+    """Of a JSON value, whose keys may come in any order."""
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode(errors="surrogatepass")).digest()
+
+
+def _checked_rewards(reply: Mapping[str, Any], count: int) -> tuple[float, ...]:
+    """Raises ScoringError: the reply is not this many finite numbers. A scorer may have written it itself."""
+    rewards = reply.get("rewards")
+    if not isinstance(rewards, list) or len(rewards) != count:
+        raise ScoringError(f"the scoring process gave no {count} rewards")
+    if not all(isinstance(reward, float | int) and math.isfinite(reward) for reward in rewards):
+        raise ScoringError("a reward must be a finite number")
+    return tuple(map(float, rewards))
+
+
+# ---- the catalogue -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
