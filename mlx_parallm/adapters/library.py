@@ -47,7 +47,11 @@ class AdapterLibrary:
             InvalidRequestError: the path is not inside an allowed root.
             AdapterFileError: its files cannot be used.
         """
-        return read_adapter(self._roots.resolve(path), self.layout, self.max_rank, self._roots)
+        return read_adapter(self.resolve(path), self.layout, self.max_rank, self._roots)
+
+    def resolve(self, path: str) -> Path:
+        """See `AdapterRoots.resolve`."""
+        return self._roots.resolve(path)
 
     def read_again(self, version: Version) -> AdapterWeights:
         """Reads a version's weights again, as they were when it was added.

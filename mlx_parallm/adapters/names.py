@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 _CHECKPOINT = re.compile(r"checkpoint-[0-9]+")
 _RULE = "use 1 to 64 letters, digits, '.', '_' and '-', not starting with '.'"
 _SHOWN_CHARACTERS = 160
+_MAX_PATH = 4096
 
 
 def check_name(name: str, param: str = "lora_name") -> str:
@@ -22,6 +24,12 @@ def check_name(name: str, param: str = "lora_name") -> str:
         InvalidRequestError: it has other characters, is too long, or is reserved.
     """
     return _checked(name, param, frozenset({"base", "base-model", "latest", "best", "route", "rollback"}))
+
+
+def name_of_folder(folder: Path) -> str:
+    """The name of the adapter in `folder` if nobody gives it one: plain, and different for every folder."""
+    digest = hashlib.sha256(os.fsencode(folder)).hexdigest()[:8]
+    return f"{re.sub('[^A-Za-z0-9_-]', '_', folder.name)[:48]}.{digest}"
 
 
 def check_tag(tag: str) -> str:
@@ -53,7 +61,8 @@ class AdapterRoots:
         self._roots = tuple(Path(os.path.realpath(root.expanduser())) for root in roots)
 
     def resolve(self, path: str) -> Path:
-        """The real path of an adapter's directory. A relative `path` is tried against each root in turn.
+        """The real path of an adapter's directory. A relative `path` is tried against each root in turn, then against
+        the working directory.
 
         Raises:
             InvalidRequestError: there is no root, or no such directory inside one. The message does not reveal
@@ -61,15 +70,15 @@ class AdapterRoots:
         """
         if not self._roots:
             raise InvalidRequestError(
-                "lora_path: no directory is allowed: start the server with --allowed-adapter-roots", "lora_path"
+                "no directory is allowed: start the server with --allowed-adapter-roots", "lora_path"
             )
-        for root in self._roots:
-            real = _real_directory(root, path)
+        for start in (*self._roots, Path.cwd()):
+            real = _real_directory(start, path)
             if real is not None and self.inside(real):
                 return real
         raise InvalidRequestError(
-            f"lora_path: {shown(path)} is no directory inside the allowed roots: "
-            "name one that is there, absolute or relative to a root of --allowed-adapter-roots",
+            f"{shown(path)} is no directory inside the allowed roots: name one that is there, absolute, relative to a "
+            "root of --allowed-adapter-roots, or relative to the server's working directory",
             "lora_path",
         )
 
@@ -82,11 +91,11 @@ class AdapterRoots:
         return any(real.is_relative_to(root) for root in self._roots)
 
 
-def _real_directory(root: Path, path: str) -> Path | None:
-    if not path:
+def _real_directory(start: Path, path: str) -> Path | None:
+    if not 0 < len(path) <= _MAX_PATH:
         return None
     try:
-        real = os.path.realpath(root / path)
+        real = os.path.realpath(start / path)
         return Path(real) if os.path.isdir(real) else None
     except (OSError, ValueError):
         return None

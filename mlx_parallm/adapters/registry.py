@@ -187,6 +187,11 @@ class AdapterRegistry:
             name = self._names.get(adapter)
             return name.versions[name.live[-1]] if name and name.live else None
 
+    def live_from(self, root: str) -> Version | None:
+        """A live version that was read from the directory `root`."""
+        with self._lock:
+            return next((v for v in self._all() if v.info.root == root and v is self.live(v.ref.name)), None)
+
     def discard(self, ref: AdapterRef) -> None:
         """Forgets a version that will not go live, if it is still known."""
         with self._lock:

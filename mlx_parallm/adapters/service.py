@@ -16,7 +16,7 @@ from functools import partial
 
 from mlx_parallm.adapters.checkpoints.store import CheckpointStore
 from mlx_parallm.adapters.library import AdapterLibrary, info_of_file
-from mlx_parallm.adapters.names import check_name
+from mlx_parallm.adapters.names import check_name, name_of_folder
 from mlx_parallm.adapters.registry import AdapterRegistry
 from mlx_parallm.adapters.store import AdapterStore
 from mlx_parallm.adapters.weights import AdapterWeights, Version, VersionInfo
@@ -54,6 +54,7 @@ class AdapterService:
         self._library = library
         self._reserved = reserved
         self._publishing = asyncio.Lock()
+        self._loading_folder = asyncio.Lock()
         self._flip_s_last = self._flip_s_max = 0.0
 
     # -- selectors -------------------------------------------------------------------------------
@@ -92,6 +93,15 @@ class AdapterService:
             if live is None or live.info.digest != file.digest:
                 live = await self.publish(name, info_of_file(file), file.weights)
         return self._card(live)
+
+    async def load_folder(self, path: str) -> str:
+        """See `core.AdapterClient.load_folder`."""
+        folder = await asyncio.to_thread(self._library.resolve, path)
+        async with self._loading_folder:  # requests that name the folder meanwhile wait, and read no file
+            live = self._registry.live_from(str(folder))
+            if live is not None:
+                return live.ref.name
+            return (await self.load(name_of_folder(folder), str(folder), replace=True)).ref.name
 
     async def publish(self, name: str, info: VersionInfo, weights: AdapterWeights) -> Version:
         """Adds a version of `name`, stages it between decode steps and makes it live."""

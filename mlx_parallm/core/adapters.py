@@ -145,6 +145,15 @@ class AdapterClient(Protocol):
         """
         ...
 
+    async def load_folder(self, path: str) -> str:
+        """The name of the adapter in a directory. It is loaded first if no live version was read from there.
+
+        Raises:
+            InvalidRequestError: the path is outside the allowed roots; the files are not an adapter that fits this
+                model.
+        """
+        ...
+
     async def unload(self, selector: str) -> tuple[AdapterRef, ...]:
         """Removes all versions of a name, or one version. Running sequences continue to their end.
 

@@ -115,7 +115,7 @@ class GenerationResponse(Response):
         selector = select_adapter(self._body, services.model_names)
         sequences = services.check_sequences(self._prompts, self._body.n)
         record.set_model(selector.name or services.card.name)
-        with services.admit(sequences, selector) as adapter:
+        async with services.admit(sequences, selector) as adapter:
             writer = await self._prepared(scope, adapter)
             record.set_request(writer.request)
             send_answer = self._send_events if self._body.stream else self._send_whole

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from mlx_parallm.errors import (
     AbortedError,
+    AdapterFileError,
     AdapterUnavailableError,
     ConflictError,
     ContextLengthError,
@@ -94,6 +95,7 @@ KINDS = "x-raises"
 ANY_ROUTE: tuple[Kind, ...] = (ForbiddenOriginError, Exception)
 WITH_BODY: tuple[Kind, ...] = (RequestError, BodyTimeoutError, BodyTooLargeError, MediaTypeError, OverloadedError)
 GENERATING: tuple[Kind, ...] = (
+    AdapterFileError,
     GrammarError,
     ContextLengthError,
     UnknownModelError,

@@ -33,10 +33,15 @@ _WORK_CLASSES = {TrafficClass.LIVE: WorkClass.INFERENCE, TrafficClass.ROLLOUT: W
 @dataclass(frozen=True, slots=True)
 class AdapterSelector:
     """The adapter that a request names: `name`, `name@version`, a checkpoint, a tag or `base`, as `core.AdapterClient`
-    takes them. `param` is the request field that names it. Both are None if no field does."""
+    takes them, or its folder. `param` is the request field that names it. Both are None if no field does."""
 
     name: str | None = None
     param: str | None = None
+
+    @property
+    def folder(self) -> str | None:
+        """The path of the adapter's folder, which only mlx-lm's `adapters` may give. None: `name` is a name."""
+        return self.name if self.param == "adapters" and self.name and "/" in self.name else None
 
 
 def select_adapter(body: GenerationBody, model_names: Sequence[str]) -> AdapterSelector:

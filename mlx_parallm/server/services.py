@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, cast
 
@@ -57,25 +57,34 @@ class Services:
     started_at: int
     schedule_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    @contextmanager
-    def admit(self, sequences: int, selector: AdapterSelector) -> Iterator[AdapterRef]:
+    @asynccontextmanager
+    async def admit(self, sequences: int, selector: AdapterSelector) -> AsyncIterator[AdapterRef]:
         """Holds places in the bounded queue and the adapter version that `selector` names now. The version is not
-        removed while the block runs.
+        removed while the block runs. An adapter's folder is loaded if it is not yet.
 
         Raises:
             DrainingError, InferenceDisabledError, AsleepError: see `check_open`.
             EngineDeadError: the device thread is not running.
             OverloadedError: the queue is full.
             UnknownModelError: unknown name; there is no fallback to the base model.
+            InvalidRequestError: the folder cannot be loaded.
         """
         self.check_open()
         if not self.engine.stats().alive:
             raise EngineDeadError("the device thread is not running")
         with ExitStack() as held:
             held.enter_context(self.gate.reserve(sequences))
-            with adapter_named_by(selector.param, selector.name):
-                adapter = held.enter_context(self.adapters.lease(selector.name))
+            name = selector.name if selector.folder is None else await self._load_folder(selector.folder)
+            with adapter_named_by(selector.param, name):
+                adapter = held.enter_context(self.adapters.lease(name))
             yield adapter
+
+    async def _load_folder(self, path: str) -> str:
+        """The name of the adapter in a folder, loaded. Raises InvalidRequestError, naming the field of a request."""
+        try:
+            return await self.lifecycle.run_to_end(self.adapters.load_folder(path))
+        except InvalidRequestError as error:
+            raise type(error)(str(error), param="adapters") from None
 
     def check_open(self) -> None:
         """Checks that the server takes generation requests now.

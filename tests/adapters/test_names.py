@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from mlx_parallm.adapters.names import AdapterRoots, check_name, check_tag
+from mlx_parallm.adapters.names import AdapterRoots, check_name, check_tag, name_of_folder
 from mlx_parallm.errors import InvalidRequestError
 
 
@@ -87,6 +87,22 @@ def test_relative_and_absolute_paths_inside_a_root(tree):
         assert roots.resolve(path) == good
     assert roots.resolve("other") == tree.resolve() / "root2" / "other"
     assert roots.resolve(".") == tree.resolve() / "root"
+
+
+def test_a_path_relative_to_the_working_directory_must_lead_into_a_root_too(tree, monkeypatch):
+    monkeypatch.chdir(tree)
+    roots = AdapterRoots([tree / "root"])
+    assert roots.resolve("root/good") == tree.resolve() / "root" / "good"
+    for path in ("outside/adapter", "root2/other", "root/out", "root/../outside/adapter"):
+        with pytest.raises(InvalidRequestError, match="no directory inside the allowed roots"):
+            roots.resolve(path)
+
+
+@pytest.mark.parametrize("folder", ["tone", ".hidden", "a b/ä@1", "checkpoint", "base", "x" * 200, "n\nl"])
+def test_a_folder_has_a_name_of_its_own(folder, tmp_path):
+    name = name_of_folder(tmp_path / folder)
+    assert check_name(name) == name
+    assert name != name_of_folder(tmp_path / "other" / folder)
 
 
 def test_a_root_may_be_a_symlink(tree):

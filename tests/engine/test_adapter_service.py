@@ -122,6 +122,36 @@ async def test_the_same_name_again_needs_leave_and_other_content(world: World) -
     assert await world.generate("math") == (card.ref, expected(weights))
 
 
+async def test_a_folder_is_loaded_by_the_first_request_that_names_it(world: World) -> None:
+    weights = world.write("m", 1)
+    names = await asyncio.gather(*(world.service.load_folder(path) for path in ("m", "./m", str(world.root / "m"))))
+    (name,) = set(names)
+    assert [str(card.ref) for card in world.service.cards()] == [f"{name}@1"]
+    assert await world.generate(name) == (AdapterRef(name, 1), expected(weights))
+    world.write("m", 2)
+    assert await world.service.load_folder("m") == name
+    assert world.service.stats().staged_total == 1, "changed files are not read again"
+
+
+async def test_a_folder_that_was_loaded_under_a_name_keeps_it(world: World) -> None:
+    world.write("m", 1)
+    world.write("other", 2)
+    await world.service.load("math", "m", replace=False)
+    assert await world.service.load_folder("m") == "math"
+    await world.service.load("math", "other", replace=True)
+    name = await world.service.load_folder("m")
+    assert name not in ("math", "m"), "math now means the other folder"
+    assert await world.service.load_folder("other") == "math"
+
+
+async def test_a_folder_outside_the_roots_or_without_an_adapter_is_refused(world: World, tmp_path: Path) -> None:
+    (world.root / "empty").mkdir()
+    for path in (str(tmp_path), "../", "nowhere", "empty"):
+        with pytest.raises(InvalidRequestError):
+            await world.service.load_folder(path)
+    assert world.service.cards() == ()
+
+
 @pytest.mark.parametrize("name", ["tiny", "base", "a/b", "a@1", "latest", "../m", "", "route"])
 async def test_names_that_mean_something_else_are_refused(world: World, name: str) -> None:
     world.write("m", 1)

@@ -26,7 +26,8 @@ class FakeAdapters:
     """Versions without weights: every `load` and `publish` is a new one, which its name then means.
 
     `error`: what the next awaited call raises. `hold`: awaited calls wait for `resume`, having set `held`.
-    `asked`: every selector that a lease or a lookup was asked for. `leased` counts the leases held now.
+    `asked`: every selector that a lease or a lookup was asked for. `folders`: every path of `load_folder`. `leased`
+    counts the leases held now.
     """
 
     def __init__(self):
@@ -35,6 +36,7 @@ class FakeAdapters:
         self.before = []
         self.saved = []
         self.asked = []
+        self.folders = []
         self.leased = 0
         self.error = None
         self.hold = False
@@ -66,6 +68,11 @@ class FakeAdapters:
         if not replace and any(ref.name == name for ref in self.known):
             raise InvalidRequestError(f"the name {name!r} is taken; send load_inplace: true to replace it")
         return self.known[self.publish(name)]
+
+    async def load_folder(self, path):
+        await self._work()
+        self.folders.append(path)
+        return self.publish("in-folder").name
 
     async def unload(self, selector):
         await self._work()

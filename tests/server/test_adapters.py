@@ -10,7 +10,7 @@ from server.fakes import CARD, ByteTokenizer
 
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.core import BASE_ADAPTER, AdapterRef
-from mlx_parallm.errors import AdapterUnavailableError, StepFailedError
+from mlx_parallm.errors import AdapterFileError, AdapterUnavailableError, InvalidRequestError, StepFailedError
 from mlx_parallm.server.app import create_app
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -49,6 +49,33 @@ async def test_each_field_names_an_adapter(client, engine, adapters, math, path,
     assert set(said(response)) == {("math", str(ref))}
     assert response.headers["x-lora-adapter"] == str(ref)
     assert adapters.leased == 0
+
+
+@both_endpoints
+@both_ways
+@pytest.mark.parametrize("fields", [{}, {"model": BASE}, {"model": BASE, "lora_adapter": "runs/tone"}])
+async def test_mlx_lms_field_may_give_an_adapters_folder(client, engine, adapters, path, stream, fields):
+    body = {**BODIES[path], **fields, "adapters": "runs/tone", "stream": stream}
+    response = await client.post(path, json=body)
+    if "lora_adapter" in fields:
+        assert response.status_code == 404, "a folder is only named by adapters"
+        assert not adapters.folders
+    else:
+        assert set(said(response)) == {("in-folder", "in-folder@1")}
+        assert adapters.folders == ["runs/tone"]
+    assert (adapters.leased, client.app.state.services.gate.held) == (0, 0)
+
+
+@both_endpoints
+@pytest.mark.parametrize("kind", [InvalidRequestError, AdapterFileError])
+async def test_a_folder_that_is_refused_is_the_fault_of_adapters(client, engine, adapters, fault, path, kind):
+    adapters.error = kind("no directory inside the allowed roots", "lora_path")
+    response = await client.post(path, json={**BODIES[path], "adapters": "/etc"})
+    error = fault(response)
+    assert (response.status_code, error["param"]) == (400, "adapters")
+    assert error["message"] == "no directory inside the allowed roots"
+    assert not engine.requests
+    assert client.app.state.services.gate.held == 0
 
 
 @both_endpoints
@@ -114,7 +141,8 @@ async def test_every_name_of_the_served_model_may_come_with_an_adapter(engine, a
         assert (await client.get(f"/v1/models/{name}")).status_code == 200
 
 
-STRANGE = ["../x", "/etc/passwd", "a/b", "@", "math@", "math@99", "@1", "%2e%2e", "nul\0", "ä", "", " math", "x" * 160]
+STRANGE = ["@", "math@", "math@99", "@1", "%2e%2e", "..", "nul\0", "ä", "", " math", "x" * 160]
+PATHS = ["../x", "/etc/passwd", "a/b", "%2e%2e/x"]
 
 
 @both_endpoints
@@ -123,7 +151,7 @@ STRANGE = ["../x", "/etc/passwd", "a/b", "@", "math@", "math@99", "@1", "%2e%2e"
 async def test_16_17_unknown_names_reach_the_adapters_as_text_and_never_mean_the_base(
     client, engine, adapters, math, fault, path, stream, field
 ):
-    for name in STRANGE:
+    for name in STRANGE if field == "adapters" else [*STRANGE, *PATHS]:
         response = await client.post(path, json={**BODIES[path], field: name, "stream": stream})
         error = fault(response)
         assert (response.status_code, error["code"], error["param"]) == (404, "model_not_found", field), name

@@ -87,7 +87,11 @@ async def test_the_errors_of_a_route_are_those_it_can_give(document):
         "out_of_memory",
         "queue_timeout",
     }
-    assert codes(document, "/v1/completions", "400") == {"context_length_exceeded", "invalid_request_error"}
+    assert codes(document, "/v1/completions", "400") == {
+        "context_length_exceeded",
+        "invalid_adapter",
+        "invalid_request_error",
+    }
     assert codes(document, "/v1/responses", "404") == {"model_not_found", "response_not_found"}
     assert set(document["paths"]["/version"]["get"]["responses"]) == {"200", "401", "403", "500"}
 

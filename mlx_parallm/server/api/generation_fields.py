@@ -167,7 +167,8 @@ class GenerationBody(StructuredBody):
     """An adapter, named as in `model`, which may name the served model beside it. If both name an adapter, they must
     agree."""
     adapters: str | None = None
-    """mlx-lm's name for `lora_adapter`."""
+    """mlx-lm's name for `lora_adapter`, or the path of an adapter's folder under the operator's adapter roots, which is
+    loaded by the first request that names it. A path contains a `/`."""
     best_of: Annotated[int, Field(ge=1, le=MAX_SEQUENCES)] | None = None
     """Must be 1 or equal to `n`: all answers that are generated are returned."""
     n: Annotated[int, Field(ge=1, le=MAX_SEQUENCES)] = 1
