@@ -9,8 +9,9 @@ from statistics import fmean
 from mlx_parallm.config import ResolvedTraining
 from mlx_parallm.rl.adapter_training import AdapterTraining
 from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
-from mlx_parallm.rl.collect.groups import GroupMember, TrajectoryGroup, TrajectoryState
-from mlx_parallm.rl.objectives.batches import ScoredGroup, collected_group, group_without_signal
+from mlx_parallm.rl.collect.groups import FEEDBACK, GroupMember, TrajectoryGroup, TrajectoryState
+from mlx_parallm.rl.objectives.advantages import no_signal
+from mlx_parallm.rl.objectives.batches import ScoredGroup
 
 REFILLS = 3
 """An update that lacks trajectories with a signal waits for at most this many times the number that it wants."""
@@ -29,7 +30,6 @@ class GroupSelection:
         self._wanted = config.update_frequency
         self._imitates = config.loss.imitates  # then every group has a signal
         self._without_signal: deque[ScoredGroup] = deque()  # dropped since the last update
-        self._observed: set[str] = set()  # ids of ready groups that are in the reward trend
 
     @property
     def with_signal(self) -> int:
@@ -53,18 +53,15 @@ class GroupSelection:
             return
         for group in self._buffer.ready(self._training.name):
             known_version = self._training.versions.staleness(group.version) is not None
-            if group.scorer is not None and group.group_id not in self._observed and known_version:
-                self._look_at(group)
-        self._observed &= {group.group_id for group in self._buffer.ready(self._training.name)}
+            if group.scorer is None or group.observed or not known_version:
+                continue
+            scored = self._observe(group, group.scored)
+            group.observed = True
+            if scored.is_compared and (reason := no_signal(scored.rewards)):
+                self._without_signal.append(scored)
+                self._buffer.drop(group, reason)
         while self.without_signal > (1 + REFILLS) * self._wanted:  # training is paused
             self._without_signal.popleft()
-
-    def _look_at(self, group: TrajectoryGroup) -> None:
-        scored = self._scored(group, group.scored)
-        self._observe(group, scored)
-        if (reason := group_without_signal(group)) is not None:
-            self._without_signal.append(scored)
-            self._buffer.drop(group, reason)
 
     def take(self, groups: Sequence[TrajectoryGroup]) -> tuple[list[ScoredGroup], list[ScoredGroup]]:
         """Starts over with the next update.
@@ -72,26 +69,29 @@ class GroupSelection:
         Returns:
             The groups without a signal since the last update, and `groups`, which an update has taken.
         """
-        taken = [self._scored(group, group.in_state(TrajectoryState.TRAINING)) for group in groups]
-        for group, scored in zip(groups, taken, strict=True):
-            if scored.rewards and group.group_id not in self._observed and not self._imitates:
-                self._observe(group, scored)
+        taken = [self._observe(group, group.in_state(TrajectoryState.TRAINING)) for group in groups]
         without_signal = [*self._without_signal]
-        self.restart()
+        self._without_signal.clear()
         return without_signal, taken
 
     def restart(self) -> None:
-        """Forgets the groups that were dropped: the policy that drew them was replaced."""
+        """Call this when the policy was replaced: its groups are forgotten, and the reward trend is a new one."""
         self._without_signal.clear()
-        self._observed.clear()
+        for group in self._buffer.ready(self._training.name):
+            group.observed = False
 
-    def _observe(self, group: TrajectoryGroup, scored: ScoredGroup) -> None:
-        self._observed.add(group.group_id)
-        current = scored.staleness == 0 and not self._training.unpublished
-        self._training.rewards.trend.observe(scored.scorer, fmean(scored.rewards), current)
-
-    def _scored(self, group: TrajectoryGroup, members: Sequence[GroupMember]) -> ScoredGroup:
+    def _observe(self, group: TrajectoryGroup, members: Sequence[GroupMember]) -> ScoredGroup:
+        """These members of a group. The reward trend gets their rewards, unless it has those of the group already."""
         staleness = self._training.versions.staleness(group.version)
         assert staleness is not None  # otherwise the buffer was swept
-        on_policy = staleness == 0 and not self._training.unpublished
-        return collected_group(group, members, staleness, on_policy)
+        from_feedback = group.scorer is None or all(member.from_feedback for member in members)
+        scored = ScoredGroup(
+            tuple(member.trajectory for member in members),
+            tuple(member.reward for member in members if member.reward is not None),
+            group.scorer if group.scorer and not from_feedback else FEEDBACK,
+            staleness,
+            on_policy=staleness == 0 and not self._training.unpublished,
+        )
+        if scored.rewards and not group.observed and not self._imitates:
+            self._training.rewards.trend.observe(scored.scorer, fmean(scored.rewards), scored.on_policy)
+        return scored

@@ -68,7 +68,7 @@ class Rig:
         """A complete group, of the last version."""
         self.groups += 1
         drawn_by = by or self.training.versions.latest
-        group = TrajectoryGroup.of(NAME, trajectories(f"g{self.groups}", drawn_by, len(rewards), scorer))
+        group = TrajectoryGroup(NAME, trajectories(f"g{self.groups}", drawn_by, len(rewards), scorer))
         self.buffer.add(group)
         self.buffer.score(group, rewards)
         self.loop.wake()

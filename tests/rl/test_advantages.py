@@ -44,8 +44,6 @@ def test_every_group_adds_up_to_zero_and_keeps_its_order(scale):
         ([0.1 + 0.2, 0.3, 0.3], DropReason.ZERO_VARIANCE),
         ([1e6, 1e6 + 0.01], DropReason.ZERO_VARIANCE),
         ([-5.0, -5.0 - 1e-7], DropReason.ZERO_VARIANCE),
-        ([1.0, float("nan")], DropReason.NOT_FINITE),
-        ([float("inf")], DropReason.NOT_FINITE),
     ],
 )
 def test_groups_that_teach_nothing_are_reported_and_zero(scale, rewards, reason):

@@ -25,7 +25,7 @@ def added(
     adapter: str = NAME,
     scorer: str | None = "exact",
 ) -> TrajectoryGroup:
-    group = TrajectoryGroup.of(adapter, trajectories(name, ref(version), n, scorer))
+    group = TrajectoryGroup(adapter, trajectories(name, ref(version), n, scorer))
     buffer.add(group)
     return group
 

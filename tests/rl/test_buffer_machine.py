@@ -51,9 +51,7 @@ class Life(RuleBasedStateMachine):
         scorer=st.sampled_from([None, "exact"]),
     )
     def collect(self, n: int, version: int, adapter: str, scorer: str | None) -> None:
-        group = TrajectoryGroup.of(
-            adapter, trajectories(f"g{len(self.groups)}", AdapterRef(adapter, version), n, scorer)
-        )
+        group = TrajectoryGroup(adapter, trajectories(f"g{len(self.groups)}", AdapterRef(adapter, version), n, scorer))
         self.groups.append(group)
         self.buffer.add(group)
 

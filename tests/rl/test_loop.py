@@ -62,7 +62,7 @@ async def test_a_batch_takes_the_oldest_groups_and_leaves_the_rest() -> None:
 async def test_staleness_is_bounded_counted_and_told_to_the_trainer() -> None:
     rig = await opened(settings=changed(SETTINGS, max_staleness=1))
     old = [rig.drawn(1.0, 0.0, by=BASE_ADAPTER) for _ in range(4)]
-    unscored = TrajectoryGroup.of(NAME, trajectories("late", BASE_ADAPTER))
+    unscored = TrajectoryGroup(NAME, trajectories("late", BASE_ADAPTER))
     rig.buffer.add(unscored)
     async with running(rig):
         pass

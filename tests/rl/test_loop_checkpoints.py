@@ -122,7 +122,7 @@ async def test_training_goes_back_to_the_best_version_when_rewards_fall() -> Non
     assert +rig.publisher.kept == {ref(2): 1}, "and no earlier one"
     assert rig.publisher.names[NAME] == ref(3)
     foreign, ours = (
-        TrajectoryGroup.of(NAME, trajectories(name, by)) for name, by in (("foreign", ref(3)), ("ours", ref(2)))
+        TrajectoryGroup(NAME, trajectories(name, by)) for name, by in (("foreign", ref(3)), ("ours", ref(2)))
     )
     rig.buffer.add(foreign)
     rig.buffer.add(ours)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from configs import changed
+from rl.fakes import trajectories
 from rl.rig import NAME, SETTINGS, opened, ref, running, settle
 
 from mlx_parallm.config import RewardScale
 from mlx_parallm.core import GivenTrajectory
-from mlx_parallm.rl.collect.groups import DropReason, TrajectoryState
+from mlx_parallm.rl.collect.groups import DropReason, TrajectoryGroup, TrajectoryState
 from mlx_parallm.rl.objectives.rewards import RewardTrend
 
 GROUPS = changed(SETTINGS, update_frequency=64, scale_rewards=RewardScale.GROUP, trajectory_buffer_size=64)
@@ -97,6 +98,27 @@ async def test_a_step_with_refills_is_whole_again() -> None:
         rig.drawn(*rewards)
     await rig.loop.update(None)
     assert rig.learner.batches[0].step_scale == 1.0
+
+
+async def test_the_rewards_of_a_group_that_waits_for_the_next_update_count_once() -> None:
+    rig = await opened(settings=changed(GROUPS, update_frequency=8))
+    rig.loop.pause()
+    for _ in range(2):
+        rig.drawn(*ONE_LEFT)
+    async with running(rig):
+        rig.loop.resume()
+    assert len(rig.learner.batches) == 2
+    assert rig.training.rewards.to_metrics()["reward_count.exact"] == 2
+
+
+async def test_each_part_of_a_group_counts_when_people_score_it_in_parts() -> None:
+    rig = await opened(settings=changed(GROUPS, update_frequency=1))
+    group = TrajectoryGroup(NAME, trajectories("g", rig.training.versions.latest, 2, None))
+    rig.buffer.add(group)
+    for member, score in zip(group.members, (1.0, 0.0), strict=True):
+        rig.buffer.feedback(member.trajectory.trajectory_id, score)
+        await rig.loop.update(None)
+    assert rig.training.rewards.to_metrics()["reward_count.feedback"] == 2
 
 
 # ---- falling rewards -----------------------------------------------------------------------------

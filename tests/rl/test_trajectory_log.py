@@ -20,7 +20,7 @@ NAME = "math"
 
 
 def added(buffer: TrajectoryBuffer, name: str, n: int = 2) -> TrajectoryGroup:
-    group = TrajectoryGroup.of(NAME, trajectories(name, AdapterRef(NAME, 1), n))
+    group = TrajectoryGroup(NAME, trajectories(name, AdapterRef(NAME, 1), n))
     buffer.add(group)
     return group
 
@@ -32,7 +32,7 @@ def logged(path: Path) -> list[dict[str, object]]:
 async def test_each_trajectory_is_one_line_once_its_fate_is_known(tmp_path: Path) -> None:
     file = TrajectoryLog(tmp_path / "log" / "t.jsonl")
     buffer = TrajectoryBuffer(10, file.append)
-    group = TrajectoryGroup.of(NAME, trajectories("g", AdapterRef(NAME, 4), 3, metadata={"answer": "4\n", "tag": "é"}))
+    group = TrajectoryGroup(NAME, trajectories("g", AdapterRef(NAME, 4), 3, metadata={"answer": "4\n", "tag": "é"}))
     buffer.add(group)
     for index in (0, 2):
         buffer.feedback(f"g-{index}", index / 2)
@@ -57,7 +57,7 @@ async def test_a_line_that_a_crash_cut_off_spoils_no_other(tmp_path: Path) -> No
     path = tmp_path / "t.jsonl"
     path.write_text('{"trajectory_id": "whole"}\n{"trajec')
     file = TrajectoryLog(path)
-    TrajectoryBuffer(1, file.append).add(TrajectoryGroup.of(NAME, trajectories("g", AdapterRef(NAME, 1), 2)))
+    TrajectoryBuffer(1, file.append).add(TrajectoryGroup(NAME, trajectories("g", AdapterRef(NAME, 1), 2)))
     await file.close()
     lines = path.read_text().splitlines()
     assert lines[:2] == ['{"trajectory_id": "whole"}', '{"trajec']

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 from mlx_parallm.core import AdapterRef, Trajectory, TrajectoryCard
@@ -36,7 +36,6 @@ class DropReason(StrEnum):
     ZERO_VARIANCE = "zero_variance"
     SINGLE = "single"
     LOW_REWARD = "low_reward"
-    NOT_FINITE = "not_finite"
     SCORING_FAILED = "scoring_failed"
     TIMEOUT = "timeout"
     ABORTED = "aborted"
@@ -62,40 +61,33 @@ class GroupMember:
         return TrajectoryCard(self.trajectory, self.reward, self.state.value, self.reason or "")
 
 
-@dataclass(eq=False, slots=True)
 class TrajectoryGroup:
     """The trajectories of one prompt, all drawn by the same adapter version.
 
-    `adapter`: name of the adapter that the group trains. `number`: order of arrival, assigned by the buffer.
+    Attributes:
+        adapter: name of the adapter that the group trains.
+        version: the adapter version that drew the trajectories.
+        scorer: the scoring function that the request named; None: rewards come only from feedback.
+        number: order of arrival, assigned by the buffer.
+        observed: whether the adapter's reward trend has its rewards already, before an update takes it.
     """
 
-    adapter: str
-    members: tuple[GroupMember, ...]
-    number: int = field(default=0)
-
-    @classmethod
-    def of(cls, adapter: str, trajectories: Sequence[Trajectory]) -> TrajectoryGroup:
-        return cls(adapter, tuple(map(GroupMember, trajectories)))
-
-    @property
-    def group_id(self) -> str:
-        return self.members[0].trajectory.group_id
-
-    @property
-    def version(self) -> AdapterRef:
-        """The adapter version that drew the trajectories."""
-        return self.members[0].trajectory.adapter
-
-    @property
-    def scorer(self) -> str | None:
-        """The scoring function that the request named; None: rewards come only from feedback."""
-        return self.members[0].trajectory.collection.scorer
+    def __init__(self, adapter: str, trajectories: Sequence[Trajectory]) -> None:
+        first = trajectories[0]
+        self.adapter, self.version = adapter, first.adapter
+        self.group_id, self.scorer = first.group_id, first.collection.scorer
+        self.members = tuple(map(GroupMember, trajectories))
+        self.number = 0
+        self.observed = False
 
     @property
     def complete(self) -> bool:
         """Whether an update can take the group. If it has a scorer, every member needs a reward; without a scorer,
         feedback on one member is enough."""
-        return bool(self.scored) and not self.taken and (self.scorer is None or not self.waiting)
+        states = {member.state for member in self.members}
+        if TrajectoryState.SCORED not in states or TrajectoryState.TRAINING in states:
+            return False
+        return self.scorer is None or TrajectoryState.WAITING not in states
 
     @property
     def taken(self) -> bool:

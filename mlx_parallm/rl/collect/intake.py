@@ -152,7 +152,7 @@ class Intake:
         Returns:
             Why the group was dropped at once; None if it was not.
         """
-        group = TrajectoryGroup.of(adapter, trajectories)
+        group = TrajectoryGroup(adapter, trajectories)
         self._emit(
             "collected",
             adapter=adapter,

@@ -23,8 +23,6 @@ _LEAST_DEVIATION = 0.02
 _LEAST_SPREAD = 1e-6
 """Fraction of the largest absolute reward. Rewards that differ by less are equal apart from rounding."""
 
-_Rewards = NDArray[np.float64]
-
 
 @dataclass(frozen=True, slots=True)
 class GroupAdvantages:
@@ -50,40 +48,29 @@ def group_advantages(groups: Sequence[Sequence[float]], scale: RewardScale) -> t
     of a group is its standard deviation divided by that minimum, at most 1, with every scale.
 
     BATCH divides by the standard deviation of all rewards of the update + 1e-4, pooled as they are: no group's mean is
-    subtracted for it (arXiv 2508.08221). Rewards of dropped groups count in it, except those of a group with a reward
-    that is not finite. NONE divides by 1. With every scale, the group's mean is subtracted from its rewards.
+    subtracted for it (arXiv 2508.08221). Rewards of dropped groups count in it. NONE divides by 1. With every scale,
+    the group's mean is subtracted from its rewards.
     """
     rewards = [np.asarray(group, np.float64) for group in groups]
-    reasons = [_no_signal(group) for group in rewards]
-    divisor = _batch_deviation(rewards) if scale is RewardScale.BATCH else 1.0
+    pooled = np.concatenate(rewards) if rewards and scale is RewardScale.BATCH else np.zeros(0)
+    divisor = float(pooled.std()) + _EPSILON if pooled.size else 1.0
     return tuple(
-        GroupAdvantages.none(group.size, reason) if reason else _centred(group, scale, divisor)
-        for group, reason in zip(rewards, reasons, strict=True)
+        GroupAdvantages.none(group.size, reason) if (reason := no_signal(group)) else _centred(group, scale, divisor)
+        for group in rewards
     )
 
 
-def no_signal(rewards: Sequence[float]) -> DropReason | None:
-    """Why a group with these rewards cannot be trained on; None if it can."""
-    return _no_signal(np.asarray(rewards, np.float64))
-
-
-def _no_signal(rewards: _Rewards) -> DropReason | None:
-    if not np.isfinite(rewards).all():
-        return DropReason.NOT_FINITE
-    if rewards.size < 2:
+def no_signal(rewards: Sequence[float] | NDArray[np.float64]) -> DropReason | None:
+    """Why a group with these rewards, which are finite, cannot be trained on; None if it can."""
+    if len(rewards) < 2:
         return DropReason.SINGLE
     if np.ptp(rewards) <= _LEAST_SPREAD * np.abs(rewards).max():
         return DropReason.ZERO_VARIANCE
     return None
 
 
-def _centred(rewards: _Rewards, scale: RewardScale, batch_divisor: float) -> GroupAdvantages:
+def _centred(rewards: NDArray[np.float64], scale: RewardScale, batch_divisor: float) -> GroupAdvantages:
     deviation, least = float(rewards.std()), _LEAST_DEVIATION * float(np.abs(rewards).max())
     divisor = max(deviation, least) + _EPSILON if scale is RewardScale.GROUP else batch_divisor
     values = tuple(((rewards - rewards.mean()) / divisor).tolist())
     return GroupAdvantages(values, strength=min(1.0, deviation / least))
-
-
-def _batch_deviation(groups: Sequence[_Rewards]) -> float:
-    finite = [group for group in groups if group.size and np.isfinite(group).all()]
-    return float(np.concatenate(finite).std()) + _EPSILON if finite else 1.0

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, compress
 
 import numpy as np
 
 from mlx_parallm.config import ResolvedLoss, RewardScale
 from mlx_parallm.core import AdapterRef, GivenTrajectory, Trajectory
 from mlx_parallm.errors import InvalidRequestError
-from mlx_parallm.rl.collect.groups import FEEDBACK, DropReason, GroupMember, TrajectoryGroup
+from mlx_parallm.rl.collect.groups import FEEDBACK, DropReason
 from mlx_parallm.rl.objectives.advantages import GroupAdvantages, group_advantages, no_signal
 from mlx_parallm.rl.objectives.rewards import RewardHistory
 
@@ -56,26 +56,23 @@ class UpdateBatch:
 
 @dataclass(frozen=True, slots=True)
 class ScoredGroup:
-    """The samples of one group, still without advantages, and their rewards in the same order.
+    """The trajectories of one group, and their rewards in the same order.
 
-    `rewards` is empty if none were given. `scorer`: whose baseline a single sample is compared with. `staleness`:
-    versions published since the samples were drawn.
+    `rewards` is empty if none were given. `scorer`: whose baseline a single trajectory is compared with. `staleness`:
+    versions published since the trajectories were drawn. `on_policy`: the version in training drew them.
     """
 
-    samples: tuple[Sample, ...]
+    trajectories: tuple[Trajectory | GivenTrajectory, ...]
     rewards: tuple[float, ...]
     scorer: str
     staleness: int = 0
+    on_policy: bool = False
 
-
-def collected_group(
-    group: TrajectoryGroup, members: Sequence[GroupMember], staleness: int, on_policy: bool
-) -> ScoredGroup:
-    """The given members of a collected group; all of them have rewards."""
-    rewards = tuple(member.reward for member in members if member.reward is not None)
-    samples = tuple(_sample(member.trajectory, on_policy) for member in members)
-    from_feedback = all(member.from_feedback for member in members)
-    return ScoredGroup(samples, rewards, FEEDBACK if from_feedback else group.scorer or FEEDBACK, staleness)
+    @property
+    def is_compared(self) -> bool:
+        """Whether its rewards are compared with each other, and not with earlier ones. Equal scores from people are a
+        signal: all samples of the prompt are good, or all are bad."""
+        return len(self.trajectories) > 1 and not (self.scorer == FEEDBACK and no_signal(self.rewards))
 
 
 def given_groups(
@@ -97,25 +94,12 @@ def given_groups(
         raise InvalidRequestError("trajectories: give a reward with each of them, or with none", "trajectories")
     return tuple(
         ScoredGroup(
-            # It is unknown which policy drew them: without logprobs the trainer's own take their place.
-            tuple(_sample(each, on_policy=not each.sampling_logprobs) for each in group),
+            tuple(group),
             tuple(each.reward for each in group if each.reward is not None),
             "given",
             max(staleness(each.adapter) if each.adapter else 0 for each in group),
         )
         for group in groups.values()
-    )
-
-
-def _sample(trajectory: Trajectory | GivenTrajectory, on_policy: bool) -> Sample:
-    return Sample(
-        prompt_ids=trajectory.prompt_ids,
-        completion_ids=trajectory.completion_ids,
-        sampling_logprobs=trajectory.sampling_logprobs,
-        temperature=trajectory.temperature,
-        advantage=0.0,
-        group=0,
-        on_policy=on_policy,
     )
 
 
@@ -161,45 +145,31 @@ def prepare(
     """
     if loss.imitates:
         return _prepare_imitation(groups, loss.imitation_threshold)
-    compared = iter(group_advantages([g.rewards for g in groups if not _is_single(g)], loss.scale_rewards))
     scaled = loss.scale_rewards is not RewardScale.NONE
-    advantages = [_single_advantages(g, history, scaled) if _is_single(g) else next(compared) for g in groups]
+    compared = iter(group_advantages([group.rewards for group in groups if group.is_compared], loss.scale_rewards))
+    advantages = [
+        next(compared) if group.is_compared else _single_advantages(group, history, scaled) for group in groups
+    ]
     batch = UpdateBatch(
-        _with_advantages(groups, advantages),
-        _reward_metrics(groups) | _metrics(groups),
-        _step_scale(advantages, wanted),
+        _samples(groups, advantages), _reward_metrics(groups) | _metrics(groups), _step_scale(advantages, wanted)
     )
     return PreparedBatch(batch, tuple(group.dropped for group in advantages))
 
 
-def group_without_signal(group: TrajectoryGroup) -> DropReason | None:
-    """Why a complete group cannot be trained on, if its rewards alone show that; None otherwise."""
-    rewards = [member.reward for member in group.scored if member.reward is not None]
-    if group.scorer is None or len(rewards) < 2 or all(member.from_feedback for member in group.scored):
-        return None  # it is compared with its scorer's earlier rewards
-    return no_signal(rewards)
-
-
 def _prepare_imitation(groups: Sequence[ScoredGroup], threshold: float) -> PreparedBatch:
     kept = [_above(group, threshold) for group in groups]
-    samples = _with_advantages(kept, [GroupAdvantages((1.0,) * len(group.samples)) for group in kept])
-    reasons = tuple(None if group.samples else DropReason.LOW_REWARD for group in kept)
+    samples = _samples(kept, [GroupAdvantages((1.0,) * len(group.trajectories)) for group in kept])
+    reasons = tuple(None if group.trajectories else DropReason.LOW_REWARD for group in kept)
     return PreparedBatch(UpdateBatch(samples, _metrics(kept)), reasons)
 
 
 def _above(group: ScoredGroup, threshold: float) -> ScoredGroup:
     if not group.rewards:
         return group
-    kept = [at for at, reward in enumerate(group.rewards) if reward > threshold]
-    samples, rewards = tuple(group.samples[at] for at in kept), tuple(group.rewards[at] for at in kept)
-    return replace(group, samples=samples, rewards=rewards)
-
-
-def _is_single(group: ScoredGroup) -> bool:
-    """Whether its samples are not compared with each other. Equal scores from people are a signal: all samples of the
-    prompt are good, or all are bad."""
-    all_equal = no_signal(group.rewards) is DropReason.ZERO_VARIANCE
-    return len(group.samples) == 1 or (group.scorer == FEEDBACK and all_equal)
+    above = [reward > threshold for reward in group.rewards]
+    return replace(
+        group, trajectories=tuple(compress(group.trajectories, above)), rewards=tuple(compress(group.rewards, above))
+    )
 
 
 def _single_advantages(group: ScoredGroup, history: RewardHistory, scaled: bool) -> GroupAdvantages:
@@ -220,12 +190,22 @@ def _step_scale(advantages: Sequence[GroupAdvantages], wanted: int | None) -> fl
     return min(1.0, with_signal / wanted) if wanted else 1.0
 
 
-def _with_advantages(groups: Sequence[ScoredGroup], advantages: Sequence[GroupAdvantages]) -> tuple[Sample, ...]:
+def _samples(groups: Sequence[ScoredGroup], advantages: Sequence[GroupAdvantages]) -> tuple[Sample, ...]:
+    """The samples of the groups that are not dropped."""
     return tuple(
-        replace(sample, advantage=value, group=number)
+        Sample(
+            trajectory.prompt_ids,
+            trajectory.completion_ids,
+            trajectory.sampling_logprobs,
+            trajectory.temperature,
+            advantage=value,
+            group=number,
+            # It is unknown what drew a trajectory without logprobs: the trainer's own take their place.
+            on_policy=group.on_policy or not trajectory.sampling_logprobs,
+        )
         for number, (group, computed) in enumerate(zip(groups, advantages, strict=True))
         if computed.dropped is None
-        for sample, value in zip(group.samples, computed.values, strict=True)
+        for trajectory, value in zip(group.trajectories, computed.values, strict=True)
     )
 
 
@@ -236,14 +216,14 @@ def _reward_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
 
 
 def _metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    samples = [sample for group in groups for sample in group.samples]
-    staleness = [group.staleness for group in groups for _ in group.samples]
-    if not samples:
+    tokens = [len(trajectory.completion_ids) for group in groups for trajectory in group.trajectories]
+    staleness = [group.staleness for group in groups for _ in group.trajectories]
+    if not tokens:
         return {}
     return {
         "groups": float(len(groups)),
-        "trajectories": float(len(samples)),
-        "completion_tokens": float(np.mean([len(sample.completion_ids) for sample in samples])),
+        "trajectories": float(len(tokens)),
+        "completion_tokens": float(np.mean(tokens)),
         "staleness": float(np.mean(staleness)),
         "staleness_max": float(max(staleness)),
     }
