@@ -108,7 +108,7 @@ class Driver:
         seconds = max(unit.seconds, 0.002)
         self.now += seconds
         self.staging -= 1
-        self.scheduler.record_staging(seconds)
+        self.scheduler.gap.add_staging(seconds)
 
     def _train(self) -> None:
         self.now += self.micro_step

@@ -80,7 +80,7 @@ class DeviceLoop:
 
     def add_wait_time(self, seconds: float) -> None:
         """Counts time that rows have waited for calls on this thread between two units."""
-        self._scheduler.add_wait_time(seconds)
+        self._scheduler.gap.add_wait_time(seconds)
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -168,7 +168,7 @@ class DeviceLoop:
         self._runner.cache.reserve(self._bytes_outside_pool())
         self._scheduler.admit()
         admitted = time.monotonic()
-        self._scheduler.add_wait_time(admitted - started)
+        self._scheduler.gap.add_wait_time(admitted - started)
         unit = self._scheduler.next_unit(admitted, self._other_work())
         if self._decoder.in_flight and not isinstance(unit, DecodeUnit):
             with self._trace.span("read tokens"):
@@ -219,7 +219,7 @@ class DeviceLoop:
             adapters.advance()
             while time.monotonic() - started < unit.seconds and transfers.staged == staged and adapters.waits():
                 adapters.advance()
-        self._scheduler.record_staging(time.monotonic() - started)
+        self._scheduler.gap.add_staging(time.monotonic() - started)
 
     def _bytes_outside_pool(self) -> int:
         """Bytes that adapters and training hold. They share one memory budget with the KV pool."""

@@ -57,7 +57,7 @@ def snapshot(
         aborted_total=counters.aborted,
         failed_steps_total=counters.failed_steps,
         schedule=scheduler.schedule,
-        decode_gaps=scheduler.decode_gaps,
+        decode_gaps=scheduler.gap.lengths,
         training_shares=scheduler.share_meter.contended,
         training_share=scheduler.share_meter.last,
         paused=scheduler.paused,

@@ -49,7 +49,11 @@ class CostModel:
 
     def seconds(self, chunks: Iterable[Chunk]) -> float:
         """Predicted seconds of a unit of these chunks."""
-        return self.scale * self._unscaled(chunks)
+        work = sum(
+            self.per_token * chunk.tokens + self.per_pair * chunk.tokens * (chunk.context + chunk.tokens / 2)
+            for chunk in chunks
+        )
+        return self.scale * (self.fixed + work)
 
     def tokens_within(self, seconds: float, beside: Sequence[Chunk], context: int, least: int, most: int) -> int:
         """The largest chunk, in tokens, that fits into a unit of `seconds` together with the chunks `beside`.
@@ -83,7 +87,8 @@ class CostModel:
             self._correct_scale(self._last_step / self.step_ratio, seconds, now)
 
     def _ratio(self, chunks: Iterable[Chunk], seconds: float) -> float:
-        return min(max(seconds / self._unscaled(chunks), _MIN_RATIO), _MAX_RATIO)
+        """The speed of one unit, against the speed at which the terms were measured."""
+        return min(max(self.scale * seconds / self.seconds(chunks), _MIN_RATIO), _MAX_RATIO)
 
     def _correct_scale(self, ratio: float, seconds: float, now: float) -> None:
         """Load, heat and clock rate change all terms alike. The older the last observation, the less it counts."""
@@ -91,13 +96,6 @@ class CostModel:
         weight = max(_NEWEST_RATIO, 1.0 - math.exp(-idle / _MEMORY_S))
         self.scale = _average(self.scale, ratio, weight)
         self._observed_at = now
-
-    def _unscaled(self, chunks: Iterable[Chunk]) -> float:
-        """Seconds at the speed at which the terms were measured."""
-        return self.fixed + sum(
-            self.per_token * chunk.tokens + self.per_pair * chunk.tokens * (chunk.context + chunk.tokens / 2)
-            for chunk in chunks
-        )
 
 
 def _average(running: float, newest: float, weight: float) -> float:

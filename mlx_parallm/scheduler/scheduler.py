@@ -4,10 +4,10 @@
        ▲                   │                         │
        └── preempted (youngest first, computed again) ◀──┘
 
-Decode runs whenever a row can draw a token. Between two decode steps, prefill gets about `stall_seconds`; the prompt
-with the least left goes first, and waiting counts in its favour. Staging gets a share of each gap, and a training unit
-runs in a gap when its share of time is due. Both use all the time that no row can use. Rollouts yield to live
-requests: they get their share of a step's rows, their prompts come last, and their rows are preempted first.
+Decode runs whenever a row can draw a token. Between two decode steps, prefill gets about `DecodeGap.prefill_s` seconds;
+the prompt with the least left goes first, and waiting counts in its favour. Staging gets a share of each gap, and a
+training unit runs in a gap when its share of time is due. Both use all the time that no row can use. Rollouts yield to
+live requests: they get their share of a step's rows, their prompts come last, and their rows are preempted first.
 
 Invariants:
 - Units cannot be interrupted. Therefore a stall is bounded by what runs between two decode steps: units sized by
@@ -19,12 +19,20 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
 from dataclasses import dataclass, field
 
-from mlx_parallm.core import DeviceSchedule, Histogram, SequenceState, SequenceStatus, WorkClass
+from mlx_parallm.core import DeviceSchedule, SequenceState, SequenceStatus, WorkClass
 from mlx_parallm.scheduler.prefill import CostModel, PrefillPacker, overdue
-from mlx_parallm.scheduler.rows import LiveRows, advance
+from mlx_parallm.scheduler.sequences import (
+    Urgency,
+    WaitingQueue,
+    advance,
+    check_rows,
+    decoding,
+    prefilling,
+    to_preempt,
+)
 from mlx_parallm.scheduler.timing import DecodeGap, ShareMeter, TrainingShare
 from mlx_parallm.scheduler.units import (
     NO_OTHER_WORK,
@@ -38,10 +46,6 @@ from mlx_parallm.scheduler.units import (
     Unit,
     UnlimitedMemory,
 )
-from mlx_parallm.scheduler.waiting import Urgency, WaitingQueue
-
-_PREFILL_STALL_S = 0.3
-"""Longest prefill time allowed between two decode steps, in seconds, even if the stall budget is larger."""
 
 _WAIT_CREDIT = 10.0
 """Seconds of remaining prefill that one second of waiting outweighs. A chunk served in turn restarts the wait, so a
@@ -71,13 +75,14 @@ class RLAwareScheduler:
         self.config = config = config or SchedulerConfig()
         self.cost = cost = cost or CostModel()
         self.schedule = config.schedule
-        self.preemptions = 0
+        self.gap = DecodeGap(config.schedule.max_decode_stall_s)
         self.share_meter = ShareMeter()
-        self._memory = memory = memory or UnlimitedMemory()
+        self.preemptions = 0
+        self.paused = False
+        self._memory = memory or UnlimitedMemory()
         self._waiting = WaitingQueue(self._urgency)
-        self._live = LiveRows(memory)
+        self._rows: list[SequenceState] = []  # in order of admission: the last one is the youngest
         self._packer = PrefillPacker(cost, config.max_batched_tokens)
-        self._gap = DecodeGap(config.schedule.max_decode_stall_s)
         self._training = TrainingShare(config.schedule.training_time_share)
         self._last_step: list[Chunk] = []  # the work of the decode step launched last
         self._frozen = False
@@ -86,22 +91,21 @@ class RLAwareScheduler:
     def reschedule(self, schedule: DeviceSchedule) -> None:
         """Applies a new schedule from the next unit on."""
         self.schedule = schedule
-        self._gap.stall_s = schedule.max_decode_stall_s
+        self.gap.stall_s = schedule.max_decode_stall_s
         self._training.share = schedule.training_time_share
 
     def pause(self, freeze: bool) -> None:
         """Holds back sequences that are added until `resume`. With `freeze`, the others get no rows and no units."""
-        self._waiting.pause()
-        self._frozen = freeze
+        self.paused, self._frozen = True, freeze
 
     def resume(self) -> None:
-        self._frozen = False
-        self._waiting.resume()
+        self.paused = self._frozen = False
+        self._waiting.release()
 
     # -- sequences -------------------------------------------------------------------------------
 
     def add(self, sequence: SequenceState) -> None:
-        self._waiting.add(sequence)
+        self._waiting.add(sequence, held=self.paused)
 
     def finish(self, sequence: SequenceState) -> None:
         """Ends a sequence in any state and frees its row at once."""
@@ -111,30 +115,48 @@ class RLAwareScheduler:
         if before is SequenceStatus.WAITING:
             self._waiting.remove(sequence)
         else:
-            self._live.remove(sequence)
+            self._free_row(sequence)
 
     def preempt(self, sequence: SequenceState) -> None:
         """Takes a live sequence's row away. It waits again, keeps its age, and is computed from its start."""
-        self._live.remove(sequence)
+        self._free_row(sequence)
         sequence.computed = 0
         sequence.status = SequenceStatus.WAITING
-        self._waiting.put_back(sequence)
+        self._waiting.add(sequence)
         self.preemptions += 1
+
+    def _free_row(self, sequence: SequenceState) -> None:
+        self._rows.remove(sequence)
+        self._memory.free(sequence)
 
     def admit(self) -> None:
         """Gives rows to waiting sequences, best first, until rows or memory run out.
 
         After a preemption nothing is admitted until a sequence ends. Otherwise the memory taken from a row would be
-        given back to the same sequence, and its prompt would be computed again and again.
+        given back to the same sequence, and its prompt would be computed again and again. Classes that have their share
+        of rows come last. A row starts as a copy of a running row of its group if there is one.
         """
-        if self._frozen or (self._memory_is_short and self._live) or len(self._live) >= self.config.max_rows:
+        shares, most = self.schedule.row_shares, self.config.max_rows
+        if self._frozen or (self._memory_is_short and self._rows) or len(self._rows) >= most:
             return
         lanes = [lane for lane in self._waiting.lanes() if self._memory.ready(lane.adapter)]
-        while len(self._live) < self.config.max_rows:
-            best = self._waiting.best(lanes, self._over_share())
-            if best is None or not self._live.add(best):
+        if not lanes:
+            return
+        held = Counter(row.work_class for row in self._rows)
+        while len(self._rows) < most:
+            over_share = [each for each in WorkClass if held[each] >= shares[each] * most]
+            best = self._waiting.best(lanes, over_share)
+            if best is None:
+                return
+            source = next((s for s in best.group.members if s.status is SequenceStatus.RUNNING), None)
+            computed = self._memory.allocate(best, source)
+            if computed is None:
                 return
             self._waiting.remove(best)
+            self._rows.append(best)
+            held[best.work_class] += 1
+            best.computed = best.steps_waited = 0
+            advance(best, computed)
 
     # -- the next unit ---------------------------------------------------------------------------
 
@@ -148,23 +170,16 @@ class RLAwareScheduler:
         Returns:
             None when there is nothing to do but wait.
         """
-        rows = self._rows_to_decode()
-        self.share_meter.update(now, contended=other.training and bool(self._live) and not self._frozen)
+        rows = decoding(self._rows, self.schedule.row_shares)
+        self.share_meter.update(now, contended=other.training and bool(self._rows) and not self._frozen)
         training_is_due = self._training.is_due(now, other.training)
         if self._frozen:
             return self._without_rows(other)
-        if other.staging and self._may_stage(other.staging_is_urgent, bool(rows)):
-            return StagingUnit(self._gap.staging_left(other.staging_is_urgent))
+        if other.staging and (not self._rows or self.gap.may_stage(other.staging_is_urgent, bool(rows))):
+            return StagingUnit(self.gap.staging_left(other.staging_is_urgent))
         if training_is_due and self._training_fits(bool(rows)):
-            return TrainingUnit(self._gap.remaining_s if rows else self._gap.stall_s)
+            return TrainingUnit(self.gap.remaining_s if rows else self.gap.stall_s)
         return self._next_prefill(bool(rows)) or self._next_decode(rows) or self._without_rows(other)
-
-    def _may_stage(self, urgent: bool, rows_wait: bool) -> bool:
-        """While any row is live, staging gets a share of each gap and no more. Otherwise versions that compete for the
-        same slots could be staged in turns forever, because the rows that hold the slots would never end."""
-        if rows_wait and self._gap.has_long_unit and not self._gap.is_half_free:
-            return False
-        return not self._live or self._gap.may_stage(urgent)
 
     def _training_fits(self, rows_wait: bool) -> bool:
         """Whether a training unit that is due runs now.
@@ -173,12 +188,12 @@ class RLAwareScheduler:
         to prompts at their limit, but not in two gaps in a row. While no row can decode, it takes turns with prefill.
         """
         if not rows_wait:
-            return not (self._gap.has_long_unit and self._live.prefilling())
-        if not self._gap.is_fresh:
+            return not (self.gap.has_long_unit and prefilling(self._rows))
+        if not self.gap.is_fresh:
             return False
-        if not self._gap.training_gave_way_before and overdue(self._live.prefilling()):
-            self._gap.training_gave_way = True
-        return not self._gap.training_gave_way
+        if not self.gap.training_gave_way_before and overdue(prefilling(self._rows)):
+            self.gap.training_gave_way = True
+        return not self.gap.training_gave_way
 
     def _next_prefill(self, rows_wait: bool) -> PrefillUnit | None:
         """The next chunks of the most urgent prompts, packed while time and tokens allow.
@@ -186,69 +201,61 @@ class RLAwareScheduler:
         While rows wait for a decode step, a unit that is predicted to exceed the allowance runs only in a fresh gap,
         or for prompts that are overdue.
         """
-        prompts = self._live.prefilling()
+        prompts = prefilling(self._rows)
         if not prompts:
             return None
         prompts.sort(key=lambda s: (s.work_class is WorkClass.TRAINING, self._urgency(s)))
-        allowance, late = self.stall_seconds, []
+        allowance, late = self.gap.prefill_s, []
         if rows_wait:
-            allowance -= self._gap.waited_s
+            allowance -= self.gap.waited_s
             # If training comes next, prompts that are due in the next gap are served in this one.
-            within = 2 if self._gap.training_gave_way else 1
-            late = overdue(prompts, within, spread=self._gap.is_fresh)
+            within = 2 if self.gap.training_gave_way else 1
+            late = overdue(prompts, within, spread=self.gap.is_fresh)
         parts = self._packer.pack(prompts, late, allowance)
-        if rows_wait and not late and not self._gap.is_fresh and self._packer.seconds(parts) > allowance:
+        if rows_wait and not late and not self.gap.is_fresh and self._packer.seconds(parts) > allowance:
             return None
         return PrefillUnit(tuple(parts))
 
     def _next_decode(self, rows: list[SequenceState]) -> DecodeUnit | None:
         """Makes room for one token in every row, oldest row first. Preempts rows when memory is short."""
         for sequence in rows:
-            while sequence.status is SequenceStatus.RUNNING and not self._live.make_room(sequence):
-                self.preempt(self._live.to_preempt())
+            while sequence.status is SequenceStatus.RUNNING and not self._memory.grow(sequence, sequence.computed + 1):
+                self.preempt(to_preempt(self._rows))
                 self._memory_is_short = True
         ready = tuple(s for s in rows if s.status is SequenceStatus.RUNNING)
-        return DecodeUnit(ready, delayed=self._gap.interrupted) if ready else None
+        return DecodeUnit(ready, delayed=self.gap.interrupted) if ready else None
 
     def _without_rows(self, other: OtherWork) -> Unit | None:
         """The unit to run when no row can use the time."""
-        self._gap.idle()
+        self.gap.idle()
         if other.staging:
             return StagingUnit(0.0)
-        return TrainingUnit(self._gap.stall_s) if other.training else None
+        return TrainingUnit(self.gap.stall_s) if other.training else None
 
     # -- records of what ran ---------------------------------------------------------------------
-
-    def add_wait_time(self, seconds: float) -> None:
-        """Records time between units, such as admission or messages, in which running rows waited."""
-        self._gap.add_wait_time(seconds)
-
-    def record_staging(self, seconds: float) -> None:
-        """Records a finished staging unit."""
-        self._gap.add_staging(seconds)
 
     def record_training(self, seconds: float, now: float) -> None:
         """Records a finished training unit."""
         self._training.add_unit(seconds, now)
         self.share_meter.add_unit(seconds)
-        self._gap.add_long_unit(seconds)
+        self.gap.add_long_unit(seconds)
 
     def record_prefill(self, unit: PrefillUnit, seconds: float, now: float) -> None:
         """Records a prefill unit that took `seconds` and ended at `now`."""
         self.cost.observe_prefill([part.chunk for part in unit.parts], seconds, now)
-        self._gap.add_long_unit(seconds)
+        self.gap.add_long_unit(seconds)
         for part in unit.parts:
             sequence = part.sequence
             sequence.started_at = sequence.started_at or now - seconds
             sequence.served_at = now if part.in_turn else sequence.served_at
             sequence.steps_waited = 0
             advance(sequence, part.tokens)
-        if not self._rows_to_decode():
-            self._gap.take_turns()
+        if not decoding(self._rows, self.schedule.row_shares):
+            self.gap.take_turns()
 
     def record_launch(self, unit: DecodeUnit, now: float) -> None:
         """Records a decode step at its launch: one more drawn and one more computed token in each row."""
-        seconds = self._gap.close(now)
+        seconds = self.gap.close(now)
         if seconds is not None:
             self.cost.observe_step(self._last_step, seconds, now)
         self._last_step = [Chunk(1, sequence.computed) for sequence in unit.sequences]
@@ -256,24 +263,10 @@ class RLAwareScheduler:
             sequence.started_at = sequence.started_at or now
             sequence.drawn += 1
             sequence.computed += 1
-        for prompt in self._live.prefilling():
+        for prompt in prefilling(self._rows):
             prompt.steps_waited += 1
 
     # -- what the engine asks --------------------------------------------------------------------
-
-    @property
-    def stall_seconds(self) -> float:
-        """Prefill time allowed between two decode steps, in seconds."""
-        return min(_PREFILL_STALL_S, self.schedule.max_decode_stall_s)
-
-    @property
-    def decode_gaps(self) -> Histogram:
-        """Seconds between the launches of two decode steps."""
-        return self._gap.lengths
-
-    @property
-    def paused(self) -> bool:
-        return self._waiting.paused
 
     @property
     def waiting(self) -> int:
@@ -283,23 +276,18 @@ class RLAwareScheduler:
     @property
     def live(self) -> tuple[SequenceState, ...]:
         """Sequences with a row, oldest first."""
-        return tuple(self._live)
+        return tuple(self._rows)
 
-    def sequences(self) -> Iterable[SequenceState]:
+    def sequences(self) -> list[SequenceState]:
         """All sequences that have not finished."""
-        return [*self._live, *self._waiting]
+        return [*self._rows, *self._waiting]
 
     def check_integrity(self) -> None:
         """Raises AssertionError if the queue, the rows and the sequences' states disagree."""
         self._waiting.check_integrity()
-        self._live.check_integrity()
-        assert len(self._live) <= self.config.max_rows
-        assert not set(self._live) & set(self._waiting)
-
-    # -- helpers ---------------------------------------------------------------------------------
-
-    def _rows_to_decode(self) -> list[SequenceState]:
-        return self._live.decoding(self.schedule.row_shares)
+        check_rows(self._rows)
+        assert len(self._rows) <= self.config.max_rows
+        assert not set(self._rows) & set(self._waiting)
 
     def _urgency(self, sequence: SequenceState) -> Urgency:
         """Orders prompts: by priority, then by seconds of prefill left, minus a credit for the time waited.
@@ -309,8 +297,3 @@ class RLAwareScheduler:
         """
         left = self.cost.seconds([Chunk(sequence.to_prefill, sequence.computed)])
         return (sequence.priority, left + _WAIT_CREDIT * sequence.served_at)
-
-    def _over_share(self) -> set[WorkClass]:
-        """Classes that have their share of rows. Shares are work-conserving: they only decide who is served first."""
-        shares, most = self.schedule.row_shares, self.config.max_rows
-        return {each for each in WorkClass if self._live.count(each) >= shares[each] * most}

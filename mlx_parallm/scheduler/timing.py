@@ -11,6 +11,9 @@ from mlx_parallm.core import DECODE_GAPS, TRAINING_SHARES, Histogram
 _STAGING_SHARE = 0.12
 """Staging time allowed between two decode steps, as a share of a decode step's own time."""
 
+_PREFILL_STALL_S = 0.3
+"""Longest prefill time allowed between two decode steps, in seconds, even if the stall budget is larger."""
+
 _NEWEST_STEP = 0.2
 """Weight of the newest step in the running average of a decode step's own time."""
 
@@ -53,6 +56,11 @@ class DecodeGap:
         self.has_long_unit = True
 
     @property
+    def prefill_s(self) -> float:
+        """Prefill time allowed between two decode steps."""
+        return min(_PREFILL_STALL_S, self.stall_s)
+
+    @property
     def remaining_s(self) -> float:
         """The part of `stall_s` that is left: how long rows may still wait for their next step."""
         return max(self.stall_s - self.waited_s, 0.0)
@@ -67,8 +75,15 @@ class DecodeGap:
         """Whether the gap has held no long unit yet and can take one of any length."""
         return not self.has_long_unit and self.is_half_free
 
-    def may_stage(self, urgent: bool) -> bool:
-        """Whether staging has not used its share of this gap. Its first unit is always allowed."""
+    def may_stage(self, urgent: bool, rows_wait: bool) -> bool:
+        """Whether staging has not used its share of this gap. Its first unit is always allowed, unless rows wait for a
+        step and a long unit took half of the budget.
+
+        If staging had no limit, versions that compete for the same slots could be staged in turns forever, because the
+        rows that hold the slots would never end.
+        """
+        if rows_wait and self.has_long_unit and not self.is_half_free:
+            return False
         return self.staged_s == 0.0 or self.staging_left(urgent) > 0.0
 
     def staging_left(self, urgent: bool) -> float:

@@ -72,7 +72,7 @@ def test_a_pause_is_no_gap_between_two_steps() -> None:
     driver.now += 1000
     driver.scheduler.resume()
     driver.run()
-    assert driver.scheduler.decode_gaps.largest < 1
+    assert driver.scheduler.gap.lengths.largest < 1
 
 
 def test_a_second_pause_keeps_what_the_first_one_holds() -> None:

@@ -70,7 +70,7 @@ class Interleaving:
     def step(self) -> None:
         self.disturb()
         self.scheduler.admit()
-        self.scheduler.add_wait_time(between(self.rng, -6, 0) if self.rng.random() < 0.5 else 0.0)
+        self.scheduler.gap.add_wait_time(between(self.rng, -6, 0) if self.rng.random() < 0.5 else 0.0)
         rng = self.rng
         staging, training, urgent = rng.random() < 0.2, rng.random() < 0.3, rng.random() < 0.2
         unit = self.scheduler.next_unit(self.now, OtherWork(staging, urgent, training))
@@ -84,7 +84,7 @@ class Interleaving:
             self.scheduler.record_prefill(unit, seconds, self.now)
             self.waits.update((part.sequence, 0) for part in unit.parts)
         elif isinstance(unit, StagingUnit):
-            self.scheduler.record_staging(seconds)
+            self.scheduler.gap.add_staging(seconds)
         elif isinstance(unit, TrainingUnit):
             self.scheduler.record_training(seconds, self.now)
 
@@ -129,7 +129,7 @@ def test_a_prompt_is_computed_beside_a_row_however_long_its_chunks_are_said_to_t
         driver.step()
     prompt = driver.add(62)
     while prompt not in driver.finished:
-        driver.scheduler.add_wait_time(1e-6)
+        driver.scheduler.gap.add_wait_time(1e-6)
         driver.step()
     assert row.drawn <= 5 + 4 + 5, "four chunks, four tokens"
 
@@ -160,7 +160,7 @@ def test_many_prompts_share_the_gaps_evenly(count: int) -> None:
             stalls.append(driver.now - since - STEP)
             since = driver.now
     assert all(prompt.computed > 0 for prompt in prompts)
-    assert max(stalls) <= driver.scheduler.stall_seconds + 1e-9
+    assert max(stalls) <= driver.scheduler.gap.prefill_s + 1e-9
 
 
 def test_a_small_share_does_not_start_the_wait_again() -> None:

@@ -135,7 +135,7 @@ def test_a_new_schedule_takes_effect_at_once() -> None:
 def test_gaps_and_shares_are_measured() -> None:
     driver = beside_rows(0.2)
     run_for(driver, 100)
-    gaps, shares = driver.scheduler.decode_gaps, driver.scheduler.share_meter
+    gaps, shares = driver.scheduler.gap.lengths, driver.scheduler.share_meter
     assert STEP < gaps.largest <= 0.4 + STEP + 1e-6
     micro_steps = round(driver.training_seconds / driver.micro_step)
     longer = sum(count for bound, count in zip(gaps.bounds, gaps.counts, strict=False) if bound > 0.3)
@@ -160,4 +160,4 @@ def test_idle_time_between_requests_is_no_gap() -> None:
     driver.now += 100.0
     driver.add(5, max_tokens=3)
     driver.run()
-    assert driver.scheduler.decode_gaps.largest < 1.0
+    assert driver.scheduler.gap.lengths.largest < 1.0

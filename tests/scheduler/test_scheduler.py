@@ -60,7 +60,7 @@ def test_staging_counts_as_waiting_for_prefill() -> None:
     driver.add(2, max_tokens=50)
     driver.step()
     driver.step()
-    driver.scheduler.record_staging(0.19)
+    driver.scheduler.gap.add_staging(0.19)
     driver.add(3000)
     driver.scheduler.admit()
     assert isinstance(driver.scheduler.next_unit(driver.now), DecodeUnit)
@@ -100,7 +100,7 @@ def test_time_spent_on_admission_comes_off_the_allowance() -> None:
     driver.step()
     driver.add(3000)
     driver.scheduler.admit()
-    driver.scheduler.add_wait_time(0.5)
+    driver.scheduler.gap.add_wait_time(0.5)
     assert isinstance(driver.step(), DecodeUnit)
     assert isinstance(driver.step(), PrefillUnit)
 

@@ -63,7 +63,7 @@ def test_a_gap_between_two_decode_steps_holds_one_micro_step_and_no_prefill_befo
             micro_steps.append(round((driver.training_seconds - trained) / micro_step))
             since, trained = driver.now, driver.training_seconds
     assert max(micro_steps) == 1
-    assert max(gaps) <= max(micro_step, driver.scheduler.stall_seconds) + 1e-9
+    assert max(gaps) <= max(micro_step, driver.scheduler.gap.prefill_s) + 1e-9
 
 
 @pytest.mark.parametrize("micro_step", [0.1, 2.0])

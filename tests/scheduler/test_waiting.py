@@ -10,6 +10,7 @@ from driver import Driver
 from mlx_parallm.core import AdapterRef, PromptGroup, SequenceState, SequenceStatus, WorkClass
 from mlx_parallm.scheduler.prefill import CostModel
 from mlx_parallm.scheduler.scheduler import RLAwareScheduler
+from mlx_parallm.scheduler.sequences import WaitingQueue
 
 LIVE, ROLLOUT = WorkClass.INFERENCE, WorkClass.TRAINING
 ADAPTERS = [AdapterRef(name, 1) for name in ("one", "two", "three")]
@@ -17,7 +18,7 @@ ADAPTERS = [AdapterRef(name, 1) for name in ("one", "two", "three")]
 
 @pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Counts ranks, questions about adapters and attempts to get memory."""
+    """Counts ranks, predictions and searches for the next sequence to admit."""
     counts: Counter[str] = Counter()
 
     def counted(owner: type, name: str) -> None:
@@ -30,7 +31,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         monkeypatch.setattr(owner, name, count)
 
     counted(RLAwareScheduler, "_urgency")
-    counted(RLAwareScheduler, "_over_share")
+    counted(WaitingQueue, "best")
     counted(CostModel, "seconds")
     return counts
 
@@ -61,7 +62,7 @@ def test_a_pass_of_admission_costs_the_same_however_many_wait(work: Counter[str]
         costs.append(work.copy())
     assert costs[0] == costs[1]
     assert costs[1]["_urgency"] == costs[1]["seconds"] == 0, "ranks are kept"
-    assert costs[1]["_over_share"] <= 10 * len(ADAPTERS) * len(WorkClass)
+    assert costs[1]["best"] == 10
 
 
 def test_a_sequence_is_ranked_once_while_it_waits(work: Counter[str]) -> None:

@@ -1,9 +1,9 @@
-"""The waiting queue: sequences without a row, kept in the order in which they will be admitted.
+"""The scheduler's sequences: those that wait for a row, in the order of admission, and those that hold one.
 
-A lane holds the prompt groups of one work class and one adapter, most urgent first. A group is ranked once, by
-insertion, when it enters its lane. Waiting makes all ranks better at the same rate, so their order does not change
-with time. Whether a class is over its share of rows, and whether an adapter is in the bank, is checked per lane and not
-per sequence.
+A lane of the waiting queue holds the prompt groups of one work class and one adapter, most urgent first. A group is
+ranked once, by insertion, when it enters its lane. Waiting makes all ranks better at the same rate, so their order does
+not change with time. Whether a class is over its share of rows, and whether an adapter is in the bank, is checked per
+lane and not per sequence.
 
 A group without a place in a lane is blocked: it is new, or its first sequence is being prefilled, or draws of a
 preempted sequence have not been read back. Blocked groups are checked on every pass of admission. Except for the new
@@ -14,11 +14,13 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import NamedTuple
 
 from mlx_parallm.core import AdapterRef, PromptGroup, SequenceState, SequenceStatus, WorkClass
+
+# ---- waiting for a row -------------------------------------------------------------------------
 
 Urgency = tuple[int, float]
 """Priority, then seconds of prefill that are left, minus a credit for waiting. The smallest is admitted first."""
@@ -53,48 +55,33 @@ class WaitingQueue:
         self._lanes: dict[Lane, list[_Entry]] = {}
         self._places: dict[PromptGroup, tuple[Lane, _Entry]] = {}
         self._blocked: dict[PromptGroup, None] = {}
-        self._held: dict[SequenceState, None] = {}  # added while paused
-        self.paused = False
+        self._held: dict[PromptGroup, None] = {}  # groups that are blocked until the end of a pause
 
     def __len__(self) -> int:
-        return self._waiting.total() + len(self._held)
+        return self._waiting.total()
 
     def __iter__(self) -> Iterator[SequenceState]:
-        yield from (s for group in self._waiting for s in group.members if s.status is SequenceStatus.WAITING)
-        yield from self._held
+        return (s for group in self._waiting for s in group.members if s.status is SequenceStatus.WAITING)
 
-    def pause(self) -> None:
-        """Holds back sequences that are added from now on."""
-        self.paused = True
-
-    def resume(self) -> None:
-        """Queues the sequences that were held back."""
-        self.paused, held, self._held = False, self._held, {}
-        for sequence in held:
-            self.put_back(sequence)
-
-    def add(self, sequence: SequenceState) -> None:
-        """Queues a new sequence, or holds it back during a pause."""
-        if self.paused:
-            self._held[sequence] = None
-        else:
-            self.put_back(sequence)
-
-    def put_back(self, sequence: SequenceState) -> None:
-        """Queues a sequence whose status is WAITING, even during a pause."""
+    def add(self, sequence: SequenceState, held: bool = False) -> None:
+        """Queues a sequence whose status is WAITING. If it is `held`, its group is not admitted before `release`."""
+        if sequence.group not in self._waiting:
+            blocked = self._held if held else self._blocked
+            blocked[sequence.group] = None
         self._waiting[sequence.group] += 1
-        if sequence.group not in self._places:
-            self._blocked[sequence.group] = None  # until the next pass of admission
+
+    def release(self) -> None:
+        """Ends the wait of all groups that are held."""
+        self._blocked |= self._held
+        self._held = {}
 
     def remove(self, sequence: SequenceState) -> None:
         """Removes a sequence. Its status may have changed already."""
-        if sequence in self._held:
-            del self._held[sequence]
-            return
         group = sequence.group
         self._waiting[group] -= 1
         if self._waiting[group] == 0:
             del self._waiting[group]
+            self._held.pop(group, None)
             self._blocked.pop(group, None)
             self._leave_lane(group)
 
@@ -114,19 +101,14 @@ class WaitingQueue:
 
         Classes that are not `over_share` come first, then the most urgent sequence.
         """
-        heads = [(lane.work_class in over_share, head, lane) for lane in lanes if (head := self._head(lane))]
-        if not heads:
-            return None
-        return _first(min(heads)[1].group)
-
-    def _head(self, lane: Lane) -> _Entry | None:
-        """The first entry of a lane whose group has a sequence that can be admitted. Earlier entries become blocked."""
-        while entries := self._lanes.get(lane):
-            if _first(entries[0].group):
-                return entries[0]
-            self._blocked[entries[0].group] = None
-            self._leave_lane(entries[0].group)
-        return None
+        heads = []
+        for lane in lanes:
+            while (entries := self._lanes.get(lane)) and _first(entries[0].group) is None:
+                self._blocked[entries[0].group] = None
+                self._leave_lane(entries[0].group)
+            if entries:
+                heads.append((lane.work_class in over_share, entries[0]))
+        return _first(min(heads)[1].group) if heads else None
 
     def _leave_lane(self, group: PromptGroup) -> None:
         if group not in self._places:
@@ -139,10 +121,8 @@ class WaitingQueue:
 
     def check_integrity(self) -> None:
         """Raises AssertionError if a waiting group has no place, or more than one."""
-        assert self.paused or not self._held
-        assert all(s.status is SequenceStatus.WAITING and s.group not in self._waiting for s in self._held)
-        assert set(self._waiting) == {*self._places, *self._blocked}
-        assert not set(self._places) & set(self._blocked)
+        assert set(self._waiting) == {*self._places, *self._blocked, *self._held}
+        assert len(self._waiting) == len(self._places) + len(self._blocked) + len(self._held)
         for group, waiting in self._waiting.items():
             assert waiting == sum(s.status is SequenceStatus.WAITING for s in group.members)
         assert sum(map(len, self._lanes.values())) == len(self._places)
@@ -159,3 +139,48 @@ def _first(group: PromptGroup) -> SequenceState | None:
     prompt_pending = leader.status in (SequenceStatus.WAITING, SequenceStatus.PREFILLING) and not leader.drawn
     members = [leader] if prompt_pending else group.members
     return next((s for s in members if s.status is SequenceStatus.WAITING and s.unread == 0), None)
+
+
+# ---- holding a row, in order of admission ------------------------------------------------------
+
+
+def advance(sequence: SequenceState, tokens: int) -> None:
+    """Counts `tokens` more computed tokens of a sequence that holds a row. It is running when its prompt is done."""
+    sequence.computed += tokens
+    sequence.status = SequenceStatus.PREFILLING if sequence.to_prefill else SequenceStatus.RUNNING
+
+
+def prefilling(rows: Iterable[SequenceState]) -> list[SequenceState]:
+    """The rows whose prompts are not computed yet."""
+    return [row for row in rows if row.status is SequenceStatus.PREFILLING]
+
+
+def decoding(rows: Iterable[SequenceState], shares: Mapping[WorkClass, float]) -> list[SequenceState]:
+    """The rows of the next decode step.
+
+    Each additional row makes a step longer. Therefore rollouts beside live requests get only their share of the rows,
+    at least one, and the oldest rollouts first. The other rollouts keep their rows and wait.
+    """
+    rows = [row for row in rows if row.status is SequenceStatus.RUNNING and row.may_draw]
+    live = sum(row.work_class is WorkClass.INFERENCE for row in rows)
+    if live == 0 or live == len(rows) or shares[WorkClass.INFERENCE] == 0:
+        return rows
+    places = max(1, int(live * shares[WorkClass.TRAINING] / shares[WorkClass.INFERENCE]))
+    rollouts = [row for row in rows if row.work_class is WorkClass.TRAINING]
+    waiting = set(rollouts[places:])
+    return [row for row in rows if row not in waiting]
+
+
+def to_preempt(rows: Sequence[SequenceState]) -> SequenceState:
+    """The row to preempt when memory is short: the youngest rollout, or the youngest row if there is none."""
+    rollouts = [row for row in rows if row.work_class is WorkClass.TRAINING]
+    return (rollouts or rows)[-1]
+
+
+def check_rows(rows: Iterable[SequenceState]) -> None:
+    """Raises AssertionError if a row's counts and its status disagree."""
+    for row in rows:
+        assert row.status in (SequenceStatus.PREFILLING, SequenceStatus.RUNNING), row.status
+        assert (row.status is SequenceStatus.PREFILLING) == (row.to_prefill > 0)
+        assert 0 <= row.computed <= row.length
+        assert row.unread >= 0
