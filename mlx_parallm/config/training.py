@@ -201,8 +201,8 @@ class RLTrainingConfig(Section):
     max_completion_tokens: Integer = Field(default=1024, ge=1)
     """Largest number of tokens of a completion in mlx_parallm_train. The loss of dr_grpo is divided by it."""
     scoring_processes: Integer = Field(default=2, ge=1, le=64)
-    """Number of processes that run scoring functions. If there are several, one client's jobs with the same function and
-    metadata always leave one of them free.
+    """Number of processes that run scoring functions. If there are several, one client's jobs with the same function
+    and metadata always leave one of them free.
     """
     scoring_batch_size: Integer = Field(default=32, ge=1)
     """Largest number of trajectories sent to a scoring process at a time. Slow scoring functions get fewer."""
