@@ -180,7 +180,7 @@ class RLTrainingConfig(Section):
     """Training while serving."""
 
     enabled: bool = False
-    """Train adapters on collected trajectories. A server.mode that trains turns this key on, and the other way round."""
+    """Train adapters on collected trajectories. A server.mode that trains turns this key on, and vice versa."""
     algorithm: Annotated[Algorithm, BeforeValidator(lower)] = Algorithm.GRPO
     """Loss: grpo, bnpo, dapo, dr_grpo, gspo, cispo, or cross_entropy (imitation)."""
     update_frequency: Integer = Field(default=100, ge=1)
