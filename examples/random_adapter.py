@@ -11,7 +11,6 @@ import numpy as np
 from mlx_parallm.adapters.files.write import write_mlx_lm
 from mlx_parallm.adapters.weights import AdapterWeights, LinearSpec, LoRAPair
 from mlx_parallm.model.bundled import load_bundled
-from mlx_parallm.model.families import classify
 from mlx_parallm.model.hooks import adapter_layout
 
 SCALE = 2.0
@@ -25,7 +24,7 @@ def main() -> None:
     parser.add_argument("--size", type=float, default=0.5, help="of the change, next to what the linears give")
     options = parser.parse_args()
     model, _, _ = load_bundled(dequantize=False)
-    layout = adapter_layout(model, classify(model))
+    layout = adapter_layout(model)
     random = np.random.default_rng(options.seed)
     pairs = {path: random_pair(random, spec, options.rank, options.size) for path, spec in layout.linears.items()}
     options.folder.mkdir(parents=True, exist_ok=True)

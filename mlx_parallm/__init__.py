@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from mlx_parallm.batch.kv_cache import LoRABatchedKVCache
     from mlx_parallm.config import LoRAConfig, RLConfig
     from mlx_parallm.engine.processor import ContinuousBatchProcessor
-    from mlx_parallm.model.checkpoints import CheckpointManager
-    from mlx_parallm.model.manager import SharedModelManager
+    from mlx_parallm.model.manager import CheckpointManager, SharedModelManager
     from mlx_parallm.rl.learn.trainer import GRPOTrainer
     from mlx_parallm.scheduler.scheduler import RLAwareScheduler
 
@@ -41,7 +40,7 @@ BLAS = blas.preload()
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 _LAZY = {
-    "CheckpointManager": "mlx_parallm.model.checkpoints",
+    "CheckpointManager": "mlx_parallm.model.manager",
     "ContinuousBatchProcessor": "mlx_parallm.engine.processor",
     "GRPOTrainer": "mlx_parallm.rl.learn.trainer",
     "LoRABatchedKVCache": "mlx_parallm.batch.kv_cache",

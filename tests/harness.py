@@ -33,7 +33,7 @@ from mlx_parallm.core import (
 )
 from mlx_parallm.engine.live import Vocabulary
 from mlx_parallm.engine.loop import DeviceLoop, EngineParts
-from mlx_parallm.model.families import classify, probe
+from mlx_parallm.model.families import probe
 from mlx_parallm.model.hooks import AdaptedLinear, adapter_layout, install_adapters, install_hook
 from mlx_parallm.scheduler.prefill import CostModel
 from mlx_parallm.scheduler.scheduler import SchedulerConfig
@@ -152,7 +152,7 @@ def _bank(model: nn.Module, slots: int, max_rank: int, dtype: mx.Dtype) -> Adapt
     """A bank for the model's linears. A model that had one already gets its linears back first."""
     adapted = [(path, part.base) for path, part in model.named_modules() if isinstance(part, AdaptedLinear)]
     model.update_modules(tree_unflatten(adapted))
-    bank = AdapterBank(adapter_layout(model, classify(model)), slots, max_rank, dtype)
+    bank = AdapterBank(adapter_layout(model), slots, max_rank, dtype)
     install_adapters(model, bank)
     return bank
 

@@ -9,7 +9,6 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LoRAPair
-from mlx_parallm.model.families import classify
 from mlx_parallm.model.hooks import adapter_layout
 
 QV = ("q_proj", "v_proj")
@@ -17,7 +16,7 @@ QV = ("q_proj", "v_proj")
 
 def layout_of(model: nn.Module) -> AdapterLayout:
     """Of a model without adapted linears."""
-    return adapter_layout(model, classify(model))
+    return adapter_layout(model)
 
 
 def random_adapter(

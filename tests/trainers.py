@@ -16,7 +16,6 @@ from tiny import tiny_model
 
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.config import ModelConfig, ResolvedTraining
-from mlx_parallm.model.families import classify
 from mlx_parallm.model.hooks import AdaptedLinear, adapter_layout, install_adapters, install_hook
 from mlx_parallm.rl.events import UpdateOutcome
 from mlx_parallm.rl.learn.model import Params, Span, TrainableModel, TrainingContext
@@ -43,7 +42,7 @@ def make_trainer(
     model = tiny_model(family, **config)
     linears = [(path, part.base) for path, part in model.named_modules() if isinstance(part, AdaptedLinear)]
     model.update_modules(tree_unflatten(linears))
-    bank = AdapterBank(adapter_layout(model, classify(model)), 4, 8, mx.float32)
+    bank = AdapterBank(adapter_layout(model), 4, 8, mx.float32)
     install_adapters(model, bank)
     trainable = TrainableModel(model, bank, install_hook(model), settings.gradient_checkpointing)
     return GRPOTrainer(trainable, settings, lora, measure_kl), model

@@ -44,7 +44,6 @@ from mlx_parallm.model.device import (
     device_name,
     memory_limits,
     on_cpu,
-    ram_bytes,
     set_limits,
 )
 from mlx_parallm.model.hooks import install_hook
@@ -200,7 +199,7 @@ def build_runner(manager: SharedModelManager, bank: AdapterBank, config: Config)
 
 def _default_budget(card: ModelCard, limits: MemoryLimits) -> int:
     free = int(_POOL_SHARE * max(limits.memory - limits.cache - card.weight_bytes, 0))
-    return min(free, int(_CPU_SHARE * ram_bytes())) if on_cpu() else free
+    return min(free, int(_CPU_SHARE * device_memory().ram)) if on_cpu() else free
 
 
 def _context_length(card: ModelCard, config: Config) -> int:

@@ -41,9 +41,9 @@ def version(args: Namespace) -> int:
 
 def doctor(args: Namespace) -> int:
     """Prints a report about this machine. Warnings are part of the report and do not change the exit status."""
-    from mlx_parallm.model.doctor import report
+    from mlx_parallm.model.device import report
 
-    print(report().render())
+    print(report())
     return 0
 
 

@@ -1,26 +1,22 @@
-"""The default MLX device: its name, its memory, how much of it MLX may use, and how to recognise its failures.
-
-On Metal, MLX's defaults let a process take 1.5 times the recommended working set, let it keep as much in freed buffers,
-and wire nothing, so that a Mac swaps instead of refusing an allocation. `memory_limits` computes tighter limits.
-"""
+"""The default MLX device: its name, its failures, how much memory MLX may use on it, and `mlx_parallm doctor`."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
+import statistics
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 
-_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
-_RAM_SHARE = 0.8
-"""Share of RAM that MLX may take on a CPU, which recommends no working set. It is MLX's own default there."""
-_GPU_SHARE = 0.95
-"""Share of the memory of a discrete GPU (CUDA), which reports only its size. It is MLX's own default there."""
-_CACHE_SHARE = 0.05
-_MIN_CACHE, _MAX_CACHE = 256 * 2**20, 4 * 2**30
-_CPU_CACHE = 32 * 2**20
-"""MLX's own default on a CPU, where freed buffers are cheap to allocate again."""
+import mlx_parallm
+from mlx_parallm.blas import INSTALL_HINT
+from mlx_parallm.errors import ModelNotFoundError
+from mlx_parallm.model.bundled import bundled_path
 
 
 def on_cpu() -> bool:
@@ -58,27 +54,27 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "malloc" in str(error).lower())
 
 
-def recommended_bytes() -> int | None:
-    """The working set that Metal recommends, or the memory of another GPU, in bytes; None on a CPU."""
-    info = mx.device_info()
-    size = info.get("max_recommended_working_set_size") or info.get("total_memory") or info.get("memory_size")
-    return int(size) if size else None
+# -- how much memory MLX may use -----------------------------------------------------------------
+#
+# On Metal, MLX's defaults let a process take 1.5 times the recommended working set, let it keep as much in freed
+# buffers, and wire nothing, so that a Mac swaps instead of refusing an allocation. These limits are tighter.
 
-
-def ram_bytes() -> int:
-    """The machine's memory in bytes, or the container's limit if that is smaller."""
-    ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = _CGROUP_LIMIT.read_text().strip() if _CGROUP_LIMIT.exists() else "max"
-    return ram if limit == "max" else min(ram, int(limit))
-
-
-# -- what MLX may take ---------------------------------------------------------------------------
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_RAM_SHARE = 0.8
+"""Share of RAM that MLX may take on a CPU, which recommends no working set. It is MLX's own default there."""
+_GPU_SHARE = 0.95
+"""Share of the memory of a discrete GPU (CUDA), which reports only its size. It is MLX's own default there."""
+_CACHE_SHARE = 0.05
+_MIN_CACHE, _MAX_CACHE = 256 * 2**20, 4 * 2**30
+_CPU_CACHE = 32 * 2**20
+"""MLX's own default on a CPU, where freed buffers are cheap to allocate again."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
     """Sizes in bytes.
 
+    ram: the machine's memory, or the container's limit if that is smaller
     recommended: the working set that Metal recommends, the whole memory of another GPU, or None on a CPU
     can_wire: whether memory can be wired, which only Metal does
     """
@@ -103,8 +99,16 @@ class MemoryLimits:
 
 
 def device_memory() -> DeviceMemory:
-    """The memory of the default device."""
-    return DeviceMemory(ram_bytes(), None if on_cpu() else recommended_bytes(), mx.metal.is_available())
+    """The memory of this machine and of the default device."""
+    info = {} if on_cpu() else mx.device_info()
+    size = info.get("max_recommended_working_set_size") or info.get("total_memory") or info.get("memory_size")
+    return DeviceMemory(_ram_bytes(), int(size) if size else None, mx.metal.is_available())
+
+
+def _ram_bytes() -> int:
+    ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = _CGROUP_LIMIT.read_text().strip() if _CGROUP_LIMIT.exists() else "max"
+    return ram if limit == "max" else min(ram, int(limit))
 
 
 def memory_limits(device: DeviceMemory, memory: int | None = None, cache: int | None = None) -> MemoryLimits:
@@ -130,3 +134,74 @@ def set_limits(limits: MemoryLimits) -> None:
     mx.set_cache_limit(limits.cache)
     if limits.wired is not None:
         mx.set_wired_limit(limits.wired)
+
+
+# -- the report of `mlx_parallm doctor` ----------------------------------------------------------
+
+_SIDE = 1024
+"""Rows and columns of the matrices whose product is timed."""
+_REPEATS = 7
+_ENOUGH_GFLOPS = 100.0
+
+
+def report() -> str:
+    """Describes the device, the BLAS and its speed, the memory and the bundled model; warnings come last.
+
+    It takes less than a second with a fast BLAS, and a few seconds with a slow one. Do not call it while a device
+    thread works.
+    """
+    gflops, of_numpy = matmul_gflops(), numpy_gflops()
+    warnings = []
+    if on_cpu() and is_slow(gflops, of_numpy):
+        warnings.append(f"float32 products are slow ({mlx_parallm.BLAS.problem or INSTALL_HINT})")
+    try:
+        model = str(bundled_path())
+    except ModelNotFoundError as error:
+        model = "not installed"
+        warnings.append(str(error))
+    memory = device_memory()
+    recommended = "none" if memory.recommended is None else f"{memory.recommended / 2**30:.1f} GiB"
+    facts = {
+        "device": f"{mx.default_device()}, {mx.device_info().get('device_name', 'unnamed')}",
+        "mlx": f"{importlib.metadata.version('mlx')}, mlx-lm {importlib.metadata.version('mlx-lm')}",
+        "BLAS": mlx_parallm.BLAS.name,
+        f"{_SIDE}³ matmul": f"{gflops:.0f} GFLOP/s (NumPy: {of_numpy:.0f})",
+        "memory": f"{memory.ram / 2**30:.1f} GiB, recommended working set: {recommended}",
+        "MLX may take": _limits_text(memory_limits(memory)),
+        "bundled model": model,
+    }
+    lines = [f"{name:<14} {value}" for name, value in facts.items()]
+    return "\n".join(lines + [f"warning: {text}" for text in warnings])
+
+
+def _limits_text(limits: MemoryLimits) -> str:
+    wired = "none wired" if limits.wired is None else f"{limits.wired / 2**30:.1f} GiB wired"
+    return f"{limits.memory / 2**30:.1f} GiB, {limits.cache / 2**20:.0f} MiB of it cached buffers, {wired}"
+
+
+def matmul_gflops() -> float:
+    """MLX's median rate for a float32 1024³ matrix product on the default device, in GFLOP/s."""
+    left, right = (mx.random.normal((_SIDE, _SIDE), key=mx.random.key(seed)) for seed in (0, 1))
+    mx.eval(left, right)
+    return _rate(lambda: mx.eval(left @ right))
+
+
+def numpy_gflops() -> float:
+    """The same for NumPy, for comparison."""
+    left, right = (np.random.default_rng(seed).random((_SIDE, _SIDE), dtype=np.float32) for seed in (0, 1))
+    return _rate(lambda: left @ right)
+
+
+def is_slow(mlx_gflops: float, numpy_gflops: float) -> bool:
+    """Whether a fast BLAS would help: MLX is under 100 GFLOP/s, and under half of NumPy's rate."""
+    return mlx_gflops < _ENOUGH_GFLOPS and mlx_gflops < numpy_gflops / 2
+
+
+def _rate(product: Callable[[], object]) -> float:
+    product()  # the first call starts threads
+    seconds = []
+    for _ in range(_REPEATS):
+        started = time.perf_counter()
+        product()
+        seconds.append(time.perf_counter() - started)
+    return 2 * _SIDE**3 / statistics.median(seconds) / 1e9

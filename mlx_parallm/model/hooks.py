@@ -22,7 +22,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.weights import AdapterLayout, LinearSpec
-from mlx_parallm.model.families import Family, Support
+from mlx_parallm.model.families import Support, classify
 
 _ATTENTION = "scaled_dot_product_attention"
 _BLOCKS = frozenset({"self_attn", "mlp"})
@@ -102,11 +102,12 @@ class AdaptedLinear(nn.Module):  # type: ignore[misc]
         return y if context is None else context.adapt(self._group, self.path, x, y)
 
 
-def adapter_layout(model: nn.Module, family: Family) -> AdapterLayout:
+def adapter_layout(model: nn.Module) -> AdapterLayout:
     """The linears that adapters may change: those of attention and MLP in tested families, without experts and router.
 
     `AdapterLayout.refused` names the other modules that an adapter file might ask for, with the reason.
     """
+    family = classify(model)
     tested = family.support is Support.TESTED
     linears: dict[str, LinearSpec] = {}
     refused: dict[str, str] = {}

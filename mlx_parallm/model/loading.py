@@ -1,4 +1,4 @@
-"""Loads a model (from a directory, from the hub, or the bundled one) with mlx-lm, and fingerprints its files.
+"""Loads a model with mlx-lm (from a directory, from the hub, or the bundled one), and fingerprints its files.
 
 Errors of mlx-lm and the hub are raised as `ModelNotFoundError` or `UnsupportedModelError`.
 """
@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,15 +22,11 @@ from huggingface_hub.utils import disable_progress_bars
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, dequantize_model, load_model, load_tokenizer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
 from mlx_parallm.errors import ModelNotFoundError, UnsupportedModelError
 from mlx_parallm.model.bundled import BUNDLED_NAME, bundled_path, load_bundled
-
-_MIB = 1 << 20
-_SAMPLED_FROM = 8 * _MIB
-"""Larger files are sampled for the fingerprint, not read whole."""
-_BLOCK = 64 << 10
-_BLOCKS = 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +141,70 @@ def to_float32(model: nn.Module) -> nn.Module:
 
 def _widen(array: mx.array) -> mx.array:
     return array.astype(mx.float32) if mx.issubdtype(array.dtype, mx.floating) else array
+
+
+# -- progress ------------------------------------------------------------------------------------
+
+_LINE_INTERVAL_S = 5.0
+
+Advance = Callable[[int], None]
+"""Called with the number of bytes that were just loaded."""
+
+
+def materialize(model: nn.Module, name: str, show: bool) -> None:
+    """Evaluates the weights one tensor at a time, so that the arrays from which a tensor is made are freed at once.
+
+    With `show`, reports on stderr: a bar on a terminal, otherwise a line every few seconds.
+    """
+    tensors = [array for _, array in tree_flatten(model.parameters())]
+    report = _no_report if not show else _bar if sys.stderr.isatty() else _lines
+    with report(name, len(tensors), sum(array.nbytes for array in tensors)) as advance:
+        for array in tensors:
+            mx.eval(array)
+            advance(array.nbytes)
+
+
+@contextmanager
+def _no_report(*_: object) -> Iterator[Advance]:
+    yield lambda size: None
+
+
+@contextmanager
+def _bar(name: str, tensors: int, total_bytes: int) -> Iterator[Advance]:
+    columns = (TextColumn("loading {task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task(name, total=total_bytes)
+        yield lambda size: progress.advance(task, size)
+
+
+@contextmanager
+def _lines(name: str, tensors: int, total_bytes: int) -> Iterator[Advance]:
+    started = last_line = time.monotonic()
+    done = done_bytes = 0
+
+    def advance(size: int) -> None:
+        nonlocal done, done_bytes, last_line
+        done, done_bytes = done + 1, done_bytes + size
+        if time.monotonic() - last_line > _LINE_INTERVAL_S:
+            last_line = time.monotonic()
+            write("loading")
+
+    def write(verb: str) -> None:
+        megabytes = f"{done_bytes / 1e6:.0f}/{total_bytes / 1e6:.0f} MB"
+        seconds = f"{time.monotonic() - started:.1f} s"
+        print(f"{verb} {name}: {done}/{tensors} tensors, {megabytes}, {seconds}", file=sys.stderr, flush=True)
+
+    yield advance
+    write("loaded")
+
+
+# -- fingerprints --------------------------------------------------------------------------------
+
+_MIB = 1 << 20
+_SAMPLED_FROM = 8 * _MIB
+"""Larger files are sampled for the fingerprint, not read whole."""
+_BLOCK = 64 << 10
+_BLOCKS = 62
 
 
 def fingerprint_files(files: Iterable[Path]) -> str:

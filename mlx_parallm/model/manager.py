@@ -1,42 +1,44 @@
-"""`SharedModelManager`: the one base model that serving, training and the KL reference share."""
+"""The loaded base model, and an adapter's checkpoints by name. A Python program can use both classes without a server:
+
+manager = SharedModelManager("path/to/model")
+checkpoints = CheckpointManager(manager)
+checkpoints.save_checkpoint("checkpoint-1", weights)
+checkpoints.hot_swap(manager, "checkpoint-1")
+"""
 
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import get_total_parameters
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
 from mlx_parallm.adapters.bank import AdapterBank, LinearGroup
+from mlx_parallm.adapters.checkpoints.manifest import step_of
+from mlx_parallm.adapters.checkpoints.store import CheckpointStore
 from mlx_parallm.adapters.files.read import read_adapter
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights
-from mlx_parallm.core import BASE_ADAPTER, ModelCard
+from mlx_parallm.core import BASE_ADAPTER, AdapterRef, CheckpointCard, ModelCard
 from mlx_parallm.errors import UnknownModelError, UnsupportedModelError
 from mlx_parallm.model.cpu import adapt_to_cpu
 from mlx_parallm.model.device import on_cpu, prepare_device
 from mlx_parallm.model.families import Support, classify, probe
 from mlx_parallm.model.hooks import adapter_layout, install_adapters
-from mlx_parallm.model.loading import LoadedModel, load
+from mlx_parallm.model.loading import LoadedModel, load, materialize
 from mlx_parallm.model.tokenizer import Tokenizer
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length")
 _NO_LIMIT = 10**9
 """Transformers gives a tokenizer without a limit a huge model_max_length."""
-_LINE_INTERVAL_S = 5.0
 
 
 class SharedModelManager:
-    """A loaded model with its tokenizer and description.
+    """A loaded model with its tokenizer and description. Serving, training and the KL reference share one of them.
 
     Its arrays belong to the thread that created it. A model whose `family` is UNTESTED must pass
     `families.check_offsets` before it serves. On a CPU the weights become float32; on Metal and CUDA they stay as they
@@ -81,7 +83,7 @@ class SharedModelManager:
         if on_cpu():
             adapt_to_cpu(self.model)
         self.kv_layout, vocab_size = probe(self.model)
-        self.adapter_layout = adapter_layout(self.model, self.family)
+        self.adapter_layout = adapter_layout(self.model)
         self.tokenizer = Tokenizer(loaded.tokenizer, allow_special_tokens)
         self.card = ModelCard(
             name=loaded.name,
@@ -111,7 +113,7 @@ class SharedModelManager:
     # -- by hand: one adapter for every call of `model` ----------------------------------------------
 
     def add_lora(self, name: str, adapter: AdapterWeights | Path | str) -> None:
-        """Makes an adapter (its weights, or its folder in mlx-lm's or PEFT's format) known to `switch_lora`.
+        """Registers an adapter (its weights, or its folder in mlx-lm's or PEFT's format) for `switch_lora`.
 
         Raises:
             AdapterFileError: the folder cannot be read, or the adapter is not for this model.
@@ -181,54 +183,76 @@ def _declared_lengths(loaded: LoadedModel) -> Iterator[Any]:
     yield loaded.tokenizer.model_max_length
 
 
-# -- progress ------------------------------------------------------------------------------------
-
-Advance = Callable[[int], None]
-"""Called with the number of bytes that were just loaded."""
+# -- checkpoints by name -------------------------------------------------------------------------
 
 
-def materialize(model: nn.Module, name: str, show: bool) -> None:
-    """Evaluates the weights one tensor at a time, so that the arrays from which a tensor is made are freed at once.
+class CheckpointManager:
+    """The checkpoints of one adapter in `folder`, which `--checkpoint-dir` can serve too.
 
-    With `show`, reports on stderr: a bar on a terminal, otherwise a line every few seconds.
+    The server and the trainer use the `CheckpointStore` beneath, which holds several adapters and their versions.
+
+    A checkpoint's name is `checkpoint-<step>`. Any other name is a tag, given to the checkpoint at the next free step.
+    `latest` is the newest one.
+
+    Args:
+        base_model: the model for which the adapter is made: a directory, a hub id, a loaded model, or None for the
+            bundled model. Only its layers are read.
+        folder: where the checkpoints are kept.
+        keep: how many of the newest checkpoints are kept. Those with a tag are kept too.
+        adapter: the adapter's name.
+
+    Raises:
+        ConfigError: the folder cannot be made or read.
+        ModelError: the base model cannot be loaded.
     """
-    tensors = [array for _, array in tree_flatten(model.parameters())]
-    with _report(name, [array.nbytes for array in tensors], show) as advance:
-        for array in tensors:
-            mx.eval(array)
-            advance(array.nbytes)
 
+    def __init__(
+        self,
+        base_model: SharedModelManager | Path | str | None = None,
+        folder: Path | str = "checkpoints",
+        keep: int = 10,
+        adapter: str = "default",
+    ) -> None:
+        if isinstance(base_model, SharedModelManager):
+            layout, fingerprint = base_model.adapter_layout, base_model.fingerprint
+        else:
+            base = load(None if base_model is None else str(base_model), dequantize=False)
+            layout, fingerprint = adapter_layout(base.model), base.fingerprint
+        self._layout = layout
+        self._store = CheckpointStore(Path(folder), layout, fingerprint, max_rank=sys.maxsize, keep=keep)
+        self._adapter = adapter
 
-def _report(name: str, sizes: list[int], show: bool) -> AbstractContextManager[Advance]:
-    if not show:
-        return nullcontext(lambda size: None)
-    return _bar(name, sum(sizes)) if sys.stderr.isatty() else _lines(name, len(sizes), sum(sizes))
+    def names(self) -> tuple[str, ...]:
+        """The names of all checkpoints and their tags, oldest first."""
+        return tuple(name for card in self._store.cards(self._adapter) for name in (card.name, *card.tags))
 
+    def save_checkpoint(self, name: str, adapter: AdapterWeights | Path | str) -> CheckpointCard:
+        """Writes an adapter, given as weights or as a folder in mlx-lm's or PEFT's format. The write is atomic.
 
-@contextmanager
-def _bar(name: str, total_bytes: int) -> Iterator[Advance]:
-    columns = (TextColumn("loading {task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task(name, total=total_bytes)
-        yield lambda size: progress.advance(task, size)
+        Raises:
+            InvalidRequestError: the name cannot be used, or the adapter is not for the base model.
+            ConflictError: that step has other weights.
+            StorageError: the disk failed; other checkpoints are untouched.
+        """
+        weights = as_weights(adapter, self._layout)
+        step = step_of(name)
+        version = AdapterRef(self._adapter, self._store.newest_version(self._adapter) + 1)
+        return self._store.save_checkpoint(version, weights, step, tags=() if step is not None else (name,))
 
+    def load_checkpoint(self, name: str = "latest") -> AdapterWeights:
+        """Reads the weights, after checking the checksums of all files and the base model.
 
-@contextmanager
-def _lines(name: str, tensors: int, total_bytes: int) -> Iterator[Advance]:
-    started = last_line = time.monotonic()
-    done = done_bytes = 0
+        Raises:
+            UnknownModelError: there is no such checkpoint.
+            AdapterFileError: a file is damaged, or the checkpoint belongs to another base model.
+        """
+        return self._store.load_checkpoint(self._adapter, name).weights
 
-    def advance(size: int) -> None:
-        nonlocal done, done_bytes, last_line
-        done, done_bytes = done + 1, done_bytes + size
-        if time.monotonic() - last_line > _LINE_INTERVAL_S:
-            last_line = time.monotonic()
-            write("loading")
+    def hot_swap(self, manager: SharedModelManager, name: str = "latest") -> None:
+        """Makes a loaded model use a checkpoint. If it cannot be loaded, the model keeps its adapter.
 
-    def write(verb: str) -> None:
-        megabytes = f"{done_bytes / 1e6:.0f}/{total_bytes / 1e6:.0f} MB"
-        seconds = f"{time.monotonic() - started:.1f} s"
-        print(f"{verb} {name}: {done}/{tensors} tensors, {megabytes}, {seconds}", file=sys.stderr, flush=True)
-
-    yield advance
-    write("loaded")
+        Raises:
+            UnknownModelError, AdapterFileError: see `load_checkpoint`.
+        """
+        manager.add_lora(name, self.load_checkpoint(name))
+        manager.switch_lora(name)

@@ -15,10 +15,9 @@ from mlx_lm.utils import dequantize_model, save_config, save_model
 from mlx_parallm.adapters.checkpoints.atomic import new_folder
 from mlx_parallm.adapters.files.read import read_adapter
 from mlx_parallm.adapters.files.write import write_mlx_lm, write_peft
-from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LoRAPair
+from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair
 from mlx_parallm.errors import ConfigError, UnsupportedModelError
 from mlx_parallm.model.device import prepare_device
-from mlx_parallm.model.families import classify
 from mlx_parallm.model.hooks import adapter_layout
 from mlx_parallm.model.loading import LoadedModel, load
 
@@ -41,7 +40,7 @@ def merge(model_path: str | None, adapter: Path, output: Path, *, dequantize: bo
         AdapterFileError: the adapter cannot be read, or is not for this model.
     """
     base = _load_for(output, model_path)
-    weights = read_adapter(adapter, _layout(base), max_rank=sys.maxsize).weights
+    weights = read_adapter(adapter, adapter_layout(base.model), max_rank=sys.maxsize).weights
     fuse(base.model, weights, dequantize)
     model, config = base.model, base.config
     if dequantize:
@@ -68,7 +67,7 @@ def convert(model_path: str | None, adapter: Path, output: Path, form: str) -> N
         AdapterFileError: the adapter cannot be read, or is not for this model.
     """
     base = _load_for(output, model_path)
-    layout = _layout(base)
+    layout = adapter_layout(base.model)
     weights = read_adapter(adapter, layout, max_rank=sys.maxsize).weights
     with new_folder(output) as folder:
         if form == "peft":
@@ -83,10 +82,6 @@ def _load_for(output: Path, model_path: str | None) -> LoadedModel:
         raise ConfigError(f"{output} exists: name a directory that does not")
     prepare_device()
     return load(model_path, dequantize=False)
-
-
-def _layout(base: LoadedModel) -> AdapterLayout:
-    return adapter_layout(base.model, classify(base.model))
 
 
 def fuse(model: nn.Module, weights: AdapterWeights, dequantize: bool) -> None:

@@ -16,7 +16,7 @@ from mlx_parallm.adapters.files.read import read_adapter
 from mlx_parallm.adapters.files.write import write_mlx_lm, write_peft
 from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair
 from mlx_parallm.errors import AdapterFileError
-from mlx_parallm.model.families import classify, relative_error
+from mlx_parallm.model.families import relative_error
 from mlx_parallm.model.hooks import adapter_layout
 
 TOKENS = mx.array([[1, 5, 9, 33, 77, 2, 250, 100, 30, 4, 66, 7]])
@@ -137,7 +137,7 @@ def merge_by_hand(model, weights):
 @pytest.mark.parametrize("family", ["llama", "gemma3", "phi3", "qwen3_moe"])
 def test_mlx_lm_loads_what_we_write_and_computes_the_same(family, tmp_path):
     model = tiny_model(family)
-    layout = adapter_layout(model, classify(model))
+    layout = adapter_layout(model)
     weights = some_weights(layout, {"q_proj", "v_proj", "qkv_proj", "gate_up_proj", "down_proj", "o_proj"})
     write_mlx_lm(tmp_path, weights, layout)
     want = merge_by_hand(tiny_model(family), weights)(TOKENS)
@@ -151,7 +151,7 @@ def test_mlx_lm_loads_what_we_write_and_computes_the_same(family, tmp_path):
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 def test_what_mlx_lm_writes_reads_back_equal(family, dtype, tmp_path):
     model = tiny_model(family)
-    layout = adapter_layout(model, classify(model))
+    layout = adapter_layout(model)
     parameters = {"rank": 8, "scale": 20.0, "dropout": 0.1, "keys": ["self_attn.q_proj", "self_attn.v_proj"]}
     model.freeze()
     linear_to_lora_layers(model, 1, parameters)
@@ -181,4 +181,4 @@ def test_a_dora_of_mlx_lm_is_refused_by_name(tmp_path):
         config = {"fine_tune_type": kind, "lora_parameters": {"rank": 4, "scale": 1.0}}
         (tmp_path / "adapter_config.json").write_text(json.dumps(config))
         with pytest.raises(AdapterFileError, match="DoRA is not supported"):
-            read_adapter(tmp_path, adapter_layout(model, classify(model)), max_rank=8)
+            read_adapter(tmp_path, adapter_layout(model), max_rank=8)

@@ -1,9 +1,20 @@
-"""What MLX may take, from the figures of devices that are not here."""
+"""What MLX may take, from the figures of devices that are not here, and the report of `mlx_parallm doctor`."""
+
+import re
 
 import mlx.core as mx
 import pytest
 
-from mlx_parallm.model.device import DeviceMemory, MemoryLimits, device_memory, memory_limits, set_limits
+import mlx_parallm
+from mlx_parallm.model.device import (
+    DeviceMemory,
+    MemoryLimits,
+    device_memory,
+    is_slow,
+    memory_limits,
+    report,
+    set_limits,
+)
 
 GIB, MIB = 2**30, 2**20
 MAC_16 = DeviceMemory(ram=16 * GIB, recommended=int(10.7 * GIB), can_wire=True)
@@ -56,3 +67,35 @@ def test_metal_is_told_what_to_wire(restored, monkeypatch):
     set_limits(memory_limits(MAC_16))
     set_limits(memory_limits(CPU_24))
     assert wired == [MAC_16.recommended]
+
+
+# -- the report ------------------------------------------------------------------------------------
+
+
+def test_matmul_is_fast_here_and_the_report_says_so():
+    text = report()
+    speed = re.search(r"^1024³ matmul +(\d+) GFLOP/s \(NumPy: (\d+)\)$", text, re.MULTILINE)
+    assert speed
+    assert int(speed[1]) >= 100 or int(speed[1]) >= int(speed[2]) / 2
+    assert "warning" not in text
+    assert mlx_parallm.BLAS.name in text
+    assert "SmolLM2-135M-Instruct" in text
+    limit = memory_limits(device_memory()).memory
+    assert f"{limit / 2**30:.1f} GiB, 32 MiB of it cached buffers, none wired" in text
+
+
+@pytest.mark.parametrize(("ours", "numpys", "slow"), [(6, 200, True), (120, 400, False), (60, 100, False)])
+def test_slow_means_under_100_and_under_half_of_numpys(ours, numpys, slow):
+    assert is_slow(ours, numpys) is slow
+
+
+def test_a_slow_blas_and_a_missing_model_are_warned_of(monkeypatch):
+    monkeypatch.setattr("mlx_parallm.model.device.matmul_gflops", lambda: 6.0)
+    monkeypatch.setattr("mlx_parallm.model.device.numpy_gflops", lambda: 200.0)
+    monkeypatch.setattr("mlx_parallm.model.bundled.PACKAGE", "no_such_package")
+    *facts, blas, model = report().splitlines()
+    assert facts[-1].split() == ["bundled", "model", "not", "installed"]
+    assert blas.startswith("warning: ")
+    assert "libopenblas" in blas
+    assert model.startswith("warning: ")
+    assert "pip install" in model

@@ -15,7 +15,7 @@ from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair
 from mlx_parallm.errors import AdapterFileError, ConfigError, ModelNotFoundError, UnsupportedModelError
 from mlx_parallm.model import merge as merging
 from mlx_parallm.model.bundled import load_bundled
-from mlx_parallm.model.families import classify, relative_error
+from mlx_parallm.model.families import relative_error
 from mlx_parallm.model.hooks import adapter_layout
 from mlx_parallm.model.merge import fuse, merge
 
@@ -25,7 +25,7 @@ SCALE = 1.5
 
 def make_adapter(model, folder, write=write_mlx_lm, targets=("q_proj", "down_proj"), size=0.3):
     """Writes a rank-4 adapter of these linears and gives its weights."""
-    layout = adapter_layout(model, classify(model))
+    layout = adapter_layout(model)
     rng = np.random.default_rng(0)
     pairs = {}
     for spec in layout.linears.values():

@@ -38,4 +38,4 @@ def write_adapters(folder: Path, names: Sequence[str]) -> None:
 
 def layout_of(manager: SharedModelManager) -> AdapterLayout:
     """The shapes of the linears of a model that has no adapted linears yet."""
-    return adapter_layout(manager.model, manager.family)
+    return adapter_layout(manager.model)
