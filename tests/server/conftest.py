@@ -10,8 +10,29 @@ from server.fake_control import FakeAdapters, FakeTraining
 from server.fakes import CARD, ByteTokenizer, FakeEngine
 
 from mlx_parallm.config import ServerConfig
+from mlx_parallm.grammar.trial import Trial
 from mlx_parallm.server.app import create_app
 from mlx_parallm.server.run import DrainingServer, bind
+
+
+class SharedTrial(Trial):
+    """Outlives the apps that close it."""
+
+    def close(self):
+        pass
+
+
+@pytest.fixture(scope="session")
+def shared_trial():
+    trial = SharedTrial()
+    yield trial
+    Trial.close(trial)
+
+
+@pytest.fixture(autouse=True)
+def one_trial_for_all_apps(monkeypatch, shared_trial):
+    """A child process that checks grammars takes longer to start than a test of one takes."""
+    monkeypatch.setattr("mlx_parallm.grammar.compiler.Trial", lambda: shared_trial)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from tiny import save_tiny
 SCRIPT = Path(__file__).parents[2] / "scripts" / "trace_path.py"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_both_ways_are_counted_on_a_tiny_model(tmp_path):
     save_tiny("llama", tmp_path / "model")
