@@ -69,9 +69,15 @@ class LinearGroup:
         be in flight.
         """
         for path, place in self.places.items():
-            column = place * self.rank
-            self.a[slot, :, column : column + self.rank] = self._padded_a(path, pairs.get(path))
-            self.b[path][slot] = self._padded_b(path, pairs.get(path))
+            columns = slice(place * self.rank, (place + 1) * self.rank)
+            pair = pairs.get(path)
+            if pair is None:
+                self.a[slot, :, columns], self.b[path][slot] = 0, 0
+            else:
+                missing = (0, self.rank - pair.rank)
+                b = mx.array(pair.b).astype(mx.float32) * pair.scale
+                self.a[slot, :, columns] = mx.pad(mx.array(pair.a).astype(self._dtype), [(0, 0), missing])
+                self.b[path][slot] = mx.pad(b.astype(self._dtype), [missing, (0, 0)])
         mx.eval(self.a, self.b)
         self.written.add(slot)
         if not pairs:
@@ -96,20 +102,6 @@ class LinearGroup:
         column = self.rank * self.places[path]
         a = mx.contiguous(self.a[slot, :, column : column + rank])
         return LoRAPair(a, mx.contiguous(self.b[path][slot, :rank]), 1.0)
-
-    def _padded_a(self, path: str, pair: LoRAPair | None) -> mx.array:
-        if pair is None:
-            return mx.zeros((self.specs[path].in_features, self.rank), self._dtype)
-        a = mx.array(pair.a).astype(self._dtype)
-        return a if pair.rank == self.rank else mx.pad(a, [(0, 0), (0, self.rank - pair.rank)])
-
-    def _padded_b(self, path: str, pair: LoRAPair | None) -> mx.array:
-        if pair is None:
-            return mx.zeros((self.rank, self.specs[path].out_features), self._dtype)
-        b = mx.array(pair.b)
-        scaled = b if pair.scale == 1.0 else b.astype(mx.float32) * pair.scale
-        scaled = scaled.astype(self._dtype)
-        return scaled if pair.rank == self.rank else mx.pad(scaled, [(0, self.rank - pair.rank), (0, 0)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,10 +235,6 @@ class AdapterBank:
             if pairs or slot in group.written:
                 group.write(slot, pairs)
                 yield
-
-    def has_room(self, slot: int) -> bool:
-        """Whether the arrays have this slot already."""
-        return all(group.a.shape[0] > slot for group in self.groups.values() if group.places)
 
     def make_room(self, slot: int) -> Iterator[None]:
         """Grows the arrays so that they have this slot, one group at a time."""

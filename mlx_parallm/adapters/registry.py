@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -48,6 +49,11 @@ class AdapterRegistry:
         find_checkpoint: (adapter name, checkpoint name, tag or `latest`) → its version, None if there is none.
         first_version: the first version number of a name that has no version yet; no checkpoint may have used it.
         model_names: names of the served model, for the error about an unknown name. They are no selectors.
+        default_takes_over: the first live version of the default adapter gets the base model's share of the route.
+
+    Attributes:
+        swaps: how often the live version of a name, or the route, changed.
+        flip_s_last, flip_s_max: seconds that `flip` took.
     """
 
     def __init__(
@@ -56,12 +62,15 @@ class AdapterRegistry:
         find_checkpoint: Callable[[str, str], tuple[AdapterRef, VersionInfo] | None] = lambda name, which: None,
         first_version: Callable[[str], int] = lambda name: 1,
         model_names: Sequence[str] = (),
+        default_takes_over: bool = False,
     ) -> None:
         self.default_adapter = default_adapter
         self.swaps = 0
+        self.flip_s_last = self.flip_s_max = 0.0
         self._find_checkpoint = find_checkpoint
         self._first_version = first_version
         self._model_names = model_names
+        self._default_takes_over = default_takes_over
         self._names: dict[str, _Name] = {}
         self._forgotten: dict[AdapterRef, Version] = {}  # forgotten versions that are still leased
         self._routes: list[Mapping[str, float]] = [_BASE_ROUTE]
@@ -77,20 +86,15 @@ class AdapterRegistry:
             UnknownModelError: there is no such version.
         """
         with self._lock:
-            version = self._find(selector)
-            if version is None:
-                raise UnknownModelError(
-                    f"No model or adapter is called {selector[:100]!r}; there are {self._known_names()}: see GET "
-                    "/v1/models."
-                )
-        return version
-
-    def _known_names(self) -> str:
-        """The names of the model and of live adapters as text of bounded length."""
-        names = [*self._model_names, BASE_ADAPTER.name, *sorted(name for name, its in self._names.items() if its.live)]
-        others = len(names) - _MAX_LISTED
-        listed = ", ".join(name[:_MAX_LISTED_CHARACTERS] for name in names[:_MAX_LISTED])
-        return listed + (f" and {others} more" if others > 0 else "")
+            if (version := self._find(selector)) is not None:
+                return version
+            live = sorted(adapter for adapter, name in self._names.items() if name.live)
+        names = [name[:_MAX_LISTED_CHARACTERS] for name in (*self._model_names, BASE_ADAPTER.name, *live)]
+        listed, others = ", ".join(names[:_MAX_LISTED]), len(names) - _MAX_LISTED
+        more = f" and {others} more" if others > 0 else ""
+        raise UnknownModelError(
+            f"No model or adapter is called {selector[:100]!r}; there are {listed}{more}: see GET /v1/models."
+        )
 
     def version(self, ref: AdapterRef) -> Version | None:
         """The version with this name and number, None if no selector finds it and it is not leased."""
@@ -110,7 +114,10 @@ class AdapterRegistry:
             UnknownModelError: there is no such version.
         """
         with self._lock:
-            version = self.find(self._drawn() if selector is None else selector)
+            if selector is None:
+                route = self.route()
+                (selector,) = random.choices(list(route), list(route.values()))
+            version = self.find(selector)
             version.leases += 1
         try:
             yield version
@@ -120,11 +127,6 @@ class AdapterRegistry:
                 if not version.leases:
                     self._forgotten.pop(version.ref, None)
                 self._trim(version.ref.name)
-
-    def _drawn(self) -> str:
-        """A random selector from the route; the shares are the probabilities."""
-        route = self.route()
-        return random.choices(list(route), list(route.values()))[0]
 
     def _find(self, selector: str) -> Version | None:
         if selector == BASE_ADAPTER.name:
@@ -166,14 +168,21 @@ class AdapterRegistry:
         Raises:
             UnknownModelError: the version was unloaded meanwhile.
         """
+        started = time.perf_counter()
         with self._lock:
             name = self._name(ref.name)
             if ref.version not in name.versions:
                 raise UnknownModelError(f"{ref} was unloaded before it went live; load it again.", param="lora_name")
+            is_first = not name.live
             if name.live[-1:] != [ref.version]:
-                self.swaps += bool(name.live)
+                self.swaps += not is_first
                 name.live.append(ref.version)
+            takes_over = is_first and self._default_takes_over and ref.name == self.default_adapter
+            if takes_over and self.route() == _BASE_ROUTE:
+                self.set_route({ref.name: 1.0})
             self._trim(ref.name)
+        self.flip_s_last = time.perf_counter() - started
+        self.flip_s_max = max(self.flip_s_max, self.flip_s_last)
 
     def set_checkpoint(self, version: Version, root: str, checkpoint: str) -> None:
         """Records that a checkpoint holds the version's weights, and is to be read when they are needed again."""
@@ -193,10 +202,12 @@ class AdapterRegistry:
             return next((v for v in self._all() if v.info.root == root and v is self.live(v.ref.name)), None)
 
     def discard(self, ref: AdapterRef) -> None:
-        """Forgets a version that will not go live, if it is still known."""
+        """Forgets a version, if it is still known. If it is live, that is undone: what it replaced is live again."""
         with self._lock:
             if ref.version in self._name(ref.name).versions:
                 self._forget(ref)
+                routes = [route for route in self._routes if all(map(self._find, route))]
+                self._routes = routes or [_BASE_ROUTE]
 
     def rollback(self, adapter: str, available: Callable[[Version], bool]) -> Version:
         """Makes the previously live version live again.
@@ -231,21 +242,18 @@ class AdapterRegistry:
             whole = selector == version.ref.name
             name = self._names[version.ref.name]
             going = tuple(name.versions.values()) if whole else (version,)
-            self._refuse_unload(version, going, whole)
+            if set(going) & self._routed():
+                raise ConflictError(
+                    f"{version.ref.name!r} serves requests that name no adapter; change POST /v1/adapters/route first.",
+                    param="lora_name",
+                )
+            if not whole and version is self.live(version.ref.name):
+                raise ConflictError(f"{version.ref} is live; unload {version.ref.name!r} or roll back.", "lora_name")
             for one in going:
                 self._forget(one.ref)
             if whole:
                 name.live.clear()
             return going
-
-    def _refuse_unload(self, version: Version, going: tuple[Version, ...], whole: bool) -> None:
-        if set(going) & self._routed():
-            raise ConflictError(
-                f"{version.ref.name!r} serves requests that name no adapter; change POST /v1/adapters/route first.",
-                param="lora_name",
-            )
-        if not whole and version is self.live(version.ref.name):
-            raise ConflictError(f"{version.ref} is live; unload {version.ref.name!r} or roll back.", param="lora_name")
 
     # -- the route -------------------------------------------------------------------------------
 

@@ -8,7 +8,6 @@ load ─▶ read and check (worker) ─▶ add the version (registry) ─▶ sta
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -29,12 +28,11 @@ from mlx_parallm.core import (
     DeviceThread,
     Residence,
 )
-from mlx_parallm.core.futures import then
 from mlx_parallm.errors import ConflictError, InvalidRequestError, UnknownModelError
 
 
 class AdapterService:
-    """Implements `core.AdapterClient`. Event loop's thread only, except `publish_on_device`.
+    """Implements `core.AdapterClient`. Event loop's thread only, except `publish_trained`.
 
     Args:
         store: its statistics are read on the event loop; all else that it does runs on the device thread.
@@ -55,7 +53,6 @@ class AdapterService:
         self._reserved = reserved
         self._publishing = asyncio.Lock()
         self._loading_folder = asyncio.Lock()
-        self._flip_s_last = self._flip_s_max = 0.0
 
     # -- selectors -------------------------------------------------------------------------------
 
@@ -70,6 +67,11 @@ class AdapterService:
         if version.ref == BASE_ADAPTER:
             raise UnknownModelError(f"{selector!r} is the base model, not an adapter.")
         return self._card(version)
+
+    def live(self, name: str) -> AdapterRef | None:
+        """The live version of a name."""
+        version = self._registry.live(name)
+        return version.ref if version else None
 
     def cards(self) -> tuple[AdapterCard, ...]:
         return tuple(map(self._card, self._registry.versions()))
@@ -91,7 +93,7 @@ class AdapterService:
                     f"{name!r} is loaded already; send load_inplace true to replace it.", param="lora_name"
                 )
             if live is None or live.info.digest != file.digest:
-                live = await self.publish(name, info_of_file(file), file.weights)
+                live = await self.publish(name, file.weights, info_of_file(file))
         return self._card(live)
 
     async def load_folder(self, path: str) -> str:
@@ -103,27 +105,23 @@ class AdapterService:
                 return live.ref.name
             return (await self.load(name_of_folder(folder), str(folder), replace=True)).ref.name
 
-    async def publish(self, name: str, info: VersionInfo, weights: AdapterWeights) -> Version:
-        """Adds a version of `name`, stages it between decode steps and makes it live."""
-        version = self._registry.add(name, info)
-        with self._discarded_on_error(version):
-            await self._device.run(lambda: self._stage_and_flip(version, weights))
-        return version
-
-    async def stage_trained(
-        self, name: str, weights: AdapterWeights, on_added: Callable[[AdapterRef], None]
-    ) -> AdapterRef:
-        """Adds a version of `name` and stages it before all others. It is not live, but `name@version` selects it.
+    async def publish(
+        self, name: str, weights: AdapterWeights, info: VersionInfo | None = None, goes_live: bool = True
+    ) -> Version:
+        """Adds a version of `name`, stages it between decode steps and makes it live. If that fails or is cancelled,
+        the version is forgotten.
 
         Args:
-            weights: MLX arrays.
-            on_added: called with the version before any request can use it.
+            info: facts about the files that it comes from.
+            goes_live: if it is false, only `name@version` selects the version.
         """
-        version = self._registry.add(name, VersionInfo.of(weights))
-        on_added(version.ref)
-        with self._discarded_on_error(version):
-            await self._device.run(lambda: self._store.stage(version, weights, urgent=True))
-        return version.ref
+        version = self._registry.add(name, info or VersionInfo.of(weights))
+        try:
+            await self._device.run(lambda: self._store.stage(version, weights, goes_live=goes_live))
+        except BaseException:
+            self._registry.discard(version.ref)
+            raise
+        return version
 
     async def flip(self, ref: AdapterRef) -> None:
         """Makes a version live, after staging it if it is in no slot.
@@ -134,41 +132,27 @@ class AdapterService:
         version = self._registry.version(ref)
         if version is None:
             raise UnknownModelError(f"{ref} was unloaded; it cannot go live any more.")
-        await self._device.run(lambda: self._stage_and_flip(version))
+        await self._device.run(lambda: self._store.stage(version, goes_live=True))
 
-    def publish_on_device(
-        self, name: str, weights: AdapterWeights, on_added: Callable[[AdapterRef], None]
+    def publish_trained(
+        self, name: str, weights: AdapterWeights, on_added: Callable[[AdapterRef], None], goes_live: bool
     ) -> Future[AdapterRef]:
-        """Does `stage_trained` and `flip` in one call on the device thread, where the future is completed too. This
-        avoids trips to the event loop, each of which would delay the version by some decode steps."""
+        """Does what `publish` does, for a caller on the device thread, where the future is completed, too: each trip to
+        the event loop would delay the version by some decode steps. The version is staged before all others.
+
+        Args:
+            weights: MLX arrays.
+            on_added: called with the version before any request can use it.
+        """
         version = self._registry.add(name, VersionInfo.of(weights))
         on_added(version.ref)
-        live = then(self._stage_and_flip(version, weights, urgent=True), lambda _: version.ref)
-        live.add_done_callback(lambda done: self._registry.discard(version.ref) if done.exception() else None)
-        return live
+        staged = self._store.stage(version, weights, urgent=True, goes_live=goes_live)
+        staged.add_done_callback(lambda done: self._registry.discard(version.ref) if done.exception() else None)
+        return staged
 
-    def _stage_and_flip(
-        self, version: Version, weights: AdapterWeights | None = None, urgent: bool = False
-    ) -> Future[None]:
-        """Stages a version, and makes it live right after the last unit of staging. Device thread only."""
-        staged = self._store.stage(version, weights, urgent)
-        return then(staged, lambda _: self._timed(lambda: self._registry.flip(version.ref)))
-
-    def _timed(self, flip: Callable[[], None]) -> None:
-        started = time.perf_counter()
-        flip()
-        self._flip_s_last = time.perf_counter() - started
-        self._flip_s_max = max(self._flip_s_max, self._flip_s_last)
-
-    @contextmanager
-    def _discarded_on_error(self, version: Version) -> Iterator[None]:
-        """Forgets the version if the block fails or is cancelled before it goes live."""
-        try:
-            yield
-        except BaseException:
-            if self._registry.live(version.ref.name) is not version:
-                self._registry.discard(version.ref)
-            raise
+    def discard(self, ref: AdapterRef) -> None:
+        """See `AdapterRegistry.discard`."""
+        self._registry.discard(ref)
 
     # -- unloading, routes and rollbacks ---------------------------------------------------------
 
@@ -181,8 +165,8 @@ class AdapterService:
         shares, versions = self._registry.check_route(weights)
         async with self._publishing:
             for version in versions:
-                await self._device.run(partial(self._store.stage, version, None))
-            self._timed(lambda: self._registry.set_route(shares))
+                await self._device.run(partial(self._store.stage, version))
+            self._registry.set_route(shares)
         return self._registry.route()
 
     async def rollback(self, name: str | None) -> tuple[AdapterRef, Mapping[str, float]]:
@@ -266,10 +250,10 @@ class AdapterService:
             running=running,
             waiting=waiting,
             swaps_total=self._registry.swaps,
-            staged_total=store.transfers.staged,
-            evicted_total=store.transfers.evicted,
+            staged_total=store.slots.staged,
+            evicted_total=store.slots.evicted,
             checkpoint_saves_total=checkpoints.saves_total if checkpoints else 0,
-            flip_s_last=self._flip_s_last,
-            flip_s_max=self._flip_s_max,
-            stage_s_last=store.transfers.stage_seconds,
+            flip_s_last=self._registry.flip_s_last,
+            flip_s_max=self._registry.flip_s_max,
+            stage_s_last=store.slots.stage_seconds,
         )

@@ -1,14 +1,22 @@
-"""Where the weights of adapter versions are: in bank slots, as copies in memory, or being read from files."""
+"""Which adapter versions are in the bank's slots or wait for one, and the jobs that move weights between slots and
+copies in memory.
+
+A job is a generator. Each `next` runs one unit of device work, short enough to run between two decode steps.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 
-from mlx_parallm.adapters.weights import AdapterWeights, Version
+import mlx.core as mx
+import numpy as np
+
+from mlx_parallm.adapters.bank import AdapterBank
+from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair, Version
 from mlx_parallm.core import AdapterRef
 
 
@@ -38,82 +46,6 @@ class StagedVersion:
         self.used = time.monotonic()
 
 
-class Slots:
-    """Slots 1 to `count` of the bank. Only the device thread changes them; other threads may read."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self._staged: dict[AdapterRef, StagedVersion] = {}
-        self._reserved: set[int] = set()  # slots whose content is being written or copied out
-
-    def __len__(self) -> int:
-        return len(self._staged)
-
-    def __iter__(self) -> Iterator[tuple[AdapterRef, StagedVersion]]:
-        """Over a copy, because other threads may iterate while the device thread changes it."""
-        return iter(self._staged.copy().items())
-
-    def get(self, ref: AdapterRef) -> StagedVersion | None:
-        return self._staged.get(ref)
-
-    def find(self) -> int | None:
-        """A free slot, else that of the least recently used version without pins, where forgotten versions come first.
-
-        Returns None if there is neither, because all slots are pinned or reserved.
-        """
-        used = self._reserved | {staged.slot for staged in self._staged.values()}
-        if (free := next((slot for slot in range(1, self.count + 1) if slot not in used), None)) is not None:
-            return free
-        idle = [staged for staged in self._staged.values() if not staged.pins]
-        least = min(idle, key=lambda staged: (not staged.version.forgotten, staged.used), default=None)
-        return None if least is None else least.slot
-
-    def reserve(self, slot: int) -> Version | None:
-        """Reserves a slot until `fill` or `release`. Returns the version that was in it; the bank keeps its weights."""
-        self._reserved.add(slot)
-        staged = next((staged for staged in self._staged.values() if staged.slot == slot), None)
-        if staged is None:
-            return None
-        del self._staged[staged.version.ref]
-        return staged.version
-
-    def fill(self, slot: int, version: Version) -> None:
-        """Puts a version into a reserved slot."""
-        now = time.monotonic()
-        self._reserved.discard(slot)
-        self._staged[version.ref] = StagedVersion(version, slot, since=now, used=now)
-
-    def release(self, slot: int) -> None:
-        """Makes a reserved slot free."""
-        self._reserved.discard(slot)
-
-    def clear(self) -> None:
-        """Makes all slots free. None may be pinned."""
-        assert not any(staged.pins for staged in self._staged.values())
-        self._staged.clear()
-        self._reserved.clear()
-
-    def drain_one(self, most: int) -> None:
-        """Drains the version that has been in its slot for longest, unless `most` versions drain already."""
-        staying = [staged for staged in self._staged.values() if not staged.draining]
-        if staying and len(self._staged) - len(staying) < most:
-            min(staying, key=lambda staged: staged.since).draining = True
-
-    @property
-    def pinned(self) -> int:
-        """Slots that live rows use."""
-        return sum(staged.pins > 0 for _, staged in self)
-
-    def check_integrity(self, moving: bool) -> None:
-        """Raises AssertionError if two versions have one slot, or a slot is lost. `moving`: a slot may be reserved."""
-        slots = [staged.slot for staged in self._staged.values()]
-        assert len(slots) == len(set(slots))
-        assert set(slots) | self._reserved <= set(range(1, self.count + 1))
-        assert not self._reserved & set(slots)
-        assert moving or not self._reserved
-        assert all(staged.version.ref == ref and staged.pins >= 0 for ref, staged in self._staged.items())
-
-
 class Copies:
     """Unpadded weights, in memory, of versions that are in no slot; the least recently used come first.
 
@@ -133,10 +65,6 @@ class Copies:
     def __len__(self) -> int:
         return len(self._weights)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(weights.nbytes for weights in self._weights.values())
-
     def put(self, version: Version, weights: AdapterWeights) -> None:
         """Keeps a copy, and drops the least recently used others if there are too many."""
         self._weights[version] = weights
@@ -155,35 +83,182 @@ class Copies:
     def get(self, version: Version) -> AdapterWeights | None:
         return self._weights.get(version)
 
-    def take(self, version: Version) -> AdapterWeights:
-        return self._weights.pop(version)
+    def drop(self, version: Version) -> None:
+        """Drops the copy of a version, if there is one."""
+        self._weights.pop(version, None)
 
 
-class BackgroundReads:
-    """Versions whose files are being read on worker threads. Used by the device thread.
+@dataclass(eq=False, slots=True)
+class PendingLoad:
+    """A version that has waited for a slot since `since` (`time.monotonic`).
 
-    Args:
-        read: reads a version's weights from its files, on `reader`.
-        wake: called on the worker thread when a read has ended.
+    Attributes:
+        urgent: it is staged before others that wait.
+        goes_live: it becomes the live version of its name as soon as it is staged.
+        weights: those it was published with, or those read from its files; None if neither, or if it has a copy.
+        reading: the read of its files that is under way.
+        futures: completed when the version is staged, or cannot be.
+        faults: times that staging it failed on the device.
     """
 
-    def __init__(self, read: Callable[[Version], AdapterWeights], reader: Executor, wake: Callable[[], None]) -> None:
-        self._read = read
-        self._reader = reader
-        self._wake = wake
-        self._futures: dict[AdapterRef, Future[AdapterWeights]] = {}
+    version: Version
+    since: float
+    urgent: bool = False
+    goes_live: bool = False
+    weights: AdapterWeights | None = None
+    reading: Future[AdapterWeights] | None = None
+    futures: list[Future[AdapterRef]] = field(default_factory=list)
+    faults: int = 0
 
-    def __contains__(self, version: Version) -> bool:
-        return version.ref in self._futures
+    def complete(self, error: Exception | None = None) -> None:
+        """Completes the futures, with `error` if there is one; then the version does not go live any more."""
+        futures, self.futures, self.goes_live = self.futures, [], False
+        for future in futures:
+            if error is None:
+                future.set_result(self.version.ref)
+            else:
+                future.set_exception(error)
 
-    def start(self, version: Version) -> None:
-        future = self._reader.submit(self._read, version)
-        self._futures[version.ref] = future
-        future.add_done_callback(lambda _: self._wake())
 
-    def take(self) -> list[tuple[AdapterRef, AdapterWeights | BaseException]]:
-        """The reads that have ended since the last call, each with the weights or the error."""
-        ended = [(ref, future) for ref, future in self._futures.items() if future.done()]
-        for ref, _ in ended:
-            del self._futures[ref]
-        return [(ref, future.exception() or future.result()) for ref, future in ended]
+class Slots:
+    """Slots 1 to `bank.slots` of the bank. Only the device thread changes them; other threads may read.
+
+    Attributes:
+        staged, evicted: totals.
+        stage_seconds: time from the first to the last unit for the version staged last.
+        nbytes: the bank's size.
+
+    Args:
+        copies: gets the versions that are evicted.
+        unreachable: whether nothing can ask for a version any more, so that its weights can be dropped.
+    """
+
+    def __init__(self, bank: AdapterBank, copies: Copies, unreachable: Callable[[Version], bool]) -> None:
+        self.staged = self.evicted = self.nbytes = 0
+        self.stage_seconds = 0.0
+        self._bank = bank
+        self._copies = copies
+        self._unreachable = unreachable
+        self._staged: dict[AdapterRef, StagedVersion] = {}
+        self._reserved: set[int] = set()  # slots whose content is being written or copied out
+
+    def __len__(self) -> int:
+        return len(self._staged)
+
+    def __iter__(self) -> Iterator[tuple[AdapterRef, StagedVersion]]:
+        """Over a copy, because other threads may iterate while the device thread changes it."""
+        return iter(self._staged.copy().items())
+
+    def get(self, ref: AdapterRef) -> StagedVersion | None:
+        return self._staged.get(ref)
+
+    def find(self) -> int | None:
+        """A free slot, else that of the least recently used version without pins, where forgotten versions come first.
+
+        Returns None if there is neither, because all slots are pinned or reserved.
+        """
+        used = self._reserved | {staged.slot for staged in self._staged.values()}
+        if (free := next((slot for slot in range(1, self._bank.slots + 1) if slot not in used), None)) is not None:
+            return free
+        idle = [staged for staged in self._staged.values() if not staged.pins]
+        least = min(idle, key=lambda staged: (not staged.version.forgotten, staged.used), default=None)
+        return None if least is None else least.slot
+
+    def drain_one(self, most: int) -> None:
+        """Drains the version that has been in its slot for longest, unless `most` versions drain already."""
+        staying = [staged for staged in self._staged.values() if not staged.draining]
+        if staying and len(self._staged) - len(staying) < most:
+            min(staying, key=lambda staged: staged.since).draining = True
+
+    @property
+    def pinned(self) -> int:
+        """Slots that live rows use."""
+        return sum(staged.pins > 0 for _, staged in self)
+
+    # -- jobs ------------------------------------------------------------------------------------
+
+    def write(self, slot: int, version: Version, weights: AdapterWeights) -> Iterator[None]:
+        """Moves a version into a slot, after evicting the version in it."""
+        started = time.monotonic()
+        if not version.ranks:  # these are the weights that it was published with
+            version.ranks = {path: pair.rank for path, pair in weights.pairs.items()}
+            version.scales = {path: pair.scale for path, pair in weights.pairs.items()}
+        yield from self._evict(slot)
+        yield from self._bank.write(slot, weights)
+        now = time.monotonic()
+        self._reserved.discard(slot)
+        self._staged[version.ref] = StagedVersion(version, slot, since=now, used=now)
+        self._copies.drop(version)
+        self.staged += 1
+        self.stage_seconds = now - started
+        self.nbytes = self._bank.nbytes
+
+    def _evict(self, slot: int) -> Iterator[None]:
+        """Reserves a slot, and keeps a copy of the version in it. There is no copy if the version is unreachable, or if
+        copies are switched off and its files can be read again."""
+        self._reserved.add(slot)
+        staged = next((staged for staged in self._staged.values() if staged.slot == slot), None)
+        if staged is None:
+            return
+        version = staged.version
+        del self._staged[version.ref]
+        self.evicted += 1
+        if self._unreachable(version) or (self._copies.most == 0 and version.readable):
+            return
+        pairs: dict[str, LoRAPair] = {}
+        yield from self._bank.read(slot, version.ranks, pairs)
+        self._copies.put(version, AdapterWeights(pairs))
+
+    def evict_idle(self) -> Generator[None, None, None]:
+        """Evicts every version without pins, and frees the bank if no version is left. A row may be admitted between
+        two units; then its version stays, and the bank with it."""
+        for _, staged in self:
+            if not staged.pins:
+                yield from self._evict(staged.slot)
+                self._reserved.discard(staged.slot)
+        if not self._staged:
+            self.clear()
+
+    def grow(self) -> Iterator[None]:
+        """Makes room in the bank for the next version, because growing takes longer than writing a slot."""
+        if (slot := self.find()) is not None:
+            yield from self._bank.make_room(slot)
+            self.nbytes = self._bank.nbytes
+
+    def extract(self, version: Version, weights: AdapterWeights | None) -> Generator[None, None, AdapterWeights | None]:
+        """Returns a version's weights as float32 NumPy arrays, with the ranks and scales it was published with.
+
+        `weights`: those of a version that is in no slot; None if they are not in memory.
+        """
+        pairs: dict[str, LoRAPair] = {}
+        if staged := self._staged.get(version.ref):
+            yield from self._bank.read(staged.slot, version.ranks, pairs)
+        elif weights is not None:
+            pairs = dict(weights.pairs)
+        scales = version.scales
+        exported = {path: _exported(pair, scales.get(path, pair.scale)) for path, pair in pairs.items()}
+        return AdapterWeights(exported) if pairs else None
+
+    def clear(self) -> None:
+        """Empties all slots, none of which may be pinned, and frees the bank."""
+        assert not any(staged.pins for staged in self._staged.values())
+        self._staged.clear()
+        self._reserved.clear()
+        self._bank.clear()
+        self.nbytes = 0
+
+    def check_integrity(self, moving: bool) -> None:
+        """Raises AssertionError if two versions have one slot, or a slot is lost. `moving`: a slot may be reserved."""
+        slots = [staged.slot for staged in self._staged.values()]
+        assert len(slots) == len(set(slots))
+        assert set(slots) | self._reserved <= set(range(1, self._bank.slots + 1))
+        assert not self._reserved & set(slots)
+        assert moving or not self._reserved
+        assert all(staged.version.ref == ref and staged.pins >= 0 for ref, staged in self._staged.items())
+        assert not any(staged.version in self._copies for staged in self._staged.values())
+
+
+def _exported(pair: LoRAPair, scale: float) -> LoRAPair:
+    """A pair of MLX or NumPy arrays as float32 NumPy, rescaled to `scale`."""
+    a, b = (np.array(mx.array(factor).astype(mx.float32)) for factor in (pair.a, pair.b))
+    return LoRAPair(a, b * np.float32(pair.scale / scale) if pair.scale != scale else b, scale)

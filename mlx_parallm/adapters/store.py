@@ -17,14 +17,16 @@ from typing import TypeVar
 
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.registry import AdapterRegistry
-from mlx_parallm.adapters.slots import BackgroundReads, Copies, Slots
-from mlx_parallm.adapters.staging import PendingLoad, PendingLoads, Transfers
+from mlx_parallm.adapters.slots import Copies, PendingLoad, Slots
 from mlx_parallm.adapters.weights import AdapterWeights, Version
 from mlx_parallm.core import BASE_ADAPTER, AdapterRef, Residence
 from mlx_parallm.core.futures import completed
-from mlx_parallm.errors import AdapterUnavailableError
+from mlx_parallm.errors import AdapterUnavailableError, UnknownModelError
 
 T = TypeVar("T")
+
+READ_AHEAD = 2
+"""Versions whose files are read before there is a slot for them."""
 
 _PATIENCE_S = 1.0
 """How long a version waits for a slot before another one is drained."""
@@ -36,8 +38,9 @@ class AdapterStore:
     Futures that it returns are completed on the device thread.
 
     Args:
-        read, reader, wake: see `BackgroundReads`.
+        read: reads a version's weights from its files, on `reader`.
         copies: evicted versions to keep in memory.
+        wake: called on the reader's thread when a read has ended.
     """
 
     def __init__(
@@ -51,11 +54,12 @@ class AdapterStore:
     ) -> None:
         self.bank = bank
         self.registry = registry
-        self.slots = Slots(bank.slots)
-        self.copies = Copies(copies, self._may_drop)
-        self.transfers = Transfers(bank, self.slots, self.copies, self._unreachable)
-        self._reads = BackgroundReads(read, reader, wake)
-        self._loads = PendingLoads()
+        self.copies = Copies(copies, lambda version: version.readable or not registry.needed(version))
+        self.slots = Slots(bank, self.copies, self._unreachable)
+        self._read = read
+        self._reader = reader
+        self._wake = wake
+        self._loads: dict[AdapterRef, PendingLoad] = {}
         self._requests: Counter[AdapterRef] = Counter()
         self._failed: dict[AdapterRef, Exception] = {}
         self._asked: deque[Iterator[None]] = deque()  # jobs that a caller has asked for
@@ -79,7 +83,10 @@ class AdapterStore:
             return True
         staged = self.slots.get(ref)
         if staged is None and ref not in self._loads and ref not in self._failed:
-            self._load(ref)
+            if (version := self.registry.version(ref)) is not None:
+                self._loads[ref] = PendingLoad(version, time.monotonic())
+            else:
+                self._failed[ref] = AdapterUnavailableError(f"{ref} was forgotten before the request was served")
         return staged is not None and not (staged.draining and self._loads)
 
     def pin(self, ref: AdapterRef) -> int:
@@ -102,7 +109,9 @@ class AdapterStore:
 
     # -- publishing ------------------------------------------------------------------------------
 
-    def stage(self, version: Version, weights: AdapterWeights | None, urgent: bool = False) -> Future[None]:
+    def stage(
+        self, version: Version, weights: AdapterWeights | None = None, *, urgent: bool = False, goes_live: bool = False
+    ) -> Future[AdapterRef]:
         """Brings a version into a slot, between decode steps. The future completes when it is there, or fails.
 
         If every slot is pinned, the future completes anyway. The version is kept as a copy and staged when a row needs
@@ -111,20 +120,26 @@ class AdapterStore:
         Args:
             weights: NumPy or MLX arrays; None if its files are to be read.
             urgent: stage it before any other version.
+            goes_live: make it live right after the last unit.
         """
         if version.ref == BASE_ADAPTER or self.slots.get(version.ref):
-            return completed(None)
-        if weights is not None:
-            self._keep(version, weights)
-        return self._loads.add(version, urgent).future()
+            if goes_live:
+                self.registry.flip(version.ref)
+            return completed(version.ref)
+        load = self._loads.setdefault(version.ref, PendingLoad(version, time.monotonic()))
+        load.weights = load.weights or weights
+        load.urgent |= urgent
+        load.goes_live |= goes_live
+        load.futures.append(Future())
+        return load.futures[-1]
 
     def extract(self, version: Version) -> Future[AdapterWeights | None]:
-        """See `Transfers.extract`. Runs between decode steps."""
-        return self._ask(self.transfers.extract(version))
+        """See `Slots.extract`. Runs between decode steps."""
+        return self._ask(self.slots.extract(version, self._in_memory(version)))
 
     def evict_idle(self) -> Future[None]:
-        """See `Transfers.evict_idle`. Runs between decode steps. Evicted versions are staged again on demand."""
-        return self._ask(self.transfers.evict_idle())
+        """See `Slots.evict_idle`. Runs between decode steps. Evicted versions are staged again on demand."""
+        return self._ask(self.slots.evict_idle())
 
     def _ask(self, job: Generator[None, None, T]) -> Future[T]:
         done: Future[T] = Future()
@@ -135,9 +150,12 @@ class AdapterStore:
 
     def waits(self) -> bool:
         """See `core.DeviceWork.waits`."""
-        self._take_reads()
         self.copies.purge(self._unreachable)
-        self._loads.remove_unused(self._requests.__getitem__)
+        for load in list(self._loads.values()):
+            if not load.futures and not self._requests[load.version.ref]:
+                self._drop(load)
+            elif load.reading is not None and load.reading.done():
+                self._take_read(load, load.reading)
         if self._job is None:
             self._job = self._next_job()
         return self._job is not None
@@ -145,7 +163,7 @@ class AdapterStore:
     @property
     def urgent(self) -> bool:
         """Whether an urgent version waits for its slot."""
-        return self._loads.urgent
+        return any(load.urgent for load in self._loads.values())
 
     def advance(self) -> None:
         """Runs one unit: one group of linears of one slot."""
@@ -155,103 +173,105 @@ class AdapterStore:
         except StopIteration:
             self._job = None
 
-    @property
-    def bytes_held(self) -> int:
-        """The size of the bank. Any thread may ask."""
-        return self.transfers.bank_bytes
-
     def reset(self) -> None:
         """Empties all slots, none of which is pinned. Versions with copies or files are staged again on demand."""
         self._job = None
-        self.transfers.clear()
+        self.slots.clear()
+
+    @property
+    def bytes_held(self) -> int:
+        """The size of the bank. Any thread may ask."""
+        return self.slots.nbytes
 
     def _next_job(self) -> Iterator[None] | None:
         """The next job: one that a caller has asked for, else the staging of the first load whose weights are in memory
         and that can have a slot, else the growth of the bank. Also starts reading the files of the first loads."""
         if self._asked:
             return self._asked.popleft()
-        for load in self._loads.to_read():
-            self._fetch(load)
-        for load in [load for load in self._loads.in_order() if load.version in self.copies]:
+        loads = sorted(self._loads.values(), key=lambda load: (not load.urgent, load.since))
+        for load in loads[:READ_AHEAD]:
+            if load.weights is None and load.reading is None and load.version not in self.copies:
+                self._start_read(load)
+        for load in loads:
+            if load.weights is None and load.version not in self.copies:
+                continue
             if self.slots.find() is not None:
                 return self._stage(load)
-            load.complete()
+            self._finish(load)
             if time.monotonic() - load.since > _PATIENCE_S:
-                self.slots.drain_one(most=self._loads.up_to(load))
-        return self._room_for_next() if self._make_room else None
-
-    def _room_for_next(self) -> Iterator[None] | None:
-        """Grows the bank for the next urgent version, because growing takes longer than writing a slot."""
-        self._make_room = False
-        slot = self.slots.find()
-        return None if slot is None or self.bank.has_room(slot) else self.transfers.grow(slot)
+                self.slots.drain_one(most=sum(other.since <= load.since for other in loads))
+        make_room, self._make_room = self._make_room, False
+        return self.slots.grow() if make_room else None
 
     def _stage(self, load: PendingLoad) -> Iterator[None]:
         """Looks for the slot when it begins, because rows may have been admitted since the job was chosen."""
-        slot = self.slots.find()
-        if slot is None or load.version not in self.copies:
+        slot, weights = self.slots.find(), load.weights or self.copies.get(load.version)
+        if slot is None or weights is None:
             return
         try:
-            yield from self.transfers.stage(load.version, slot)
+            yield from self.slots.write(slot, load.version, weights)
         except Exception as error:  # the futures get the error; the device loop recovers
             load.complete(error)
             load.faults += 1
             if load.faults > 1:  # its requests have waited for a second attempt; a third would disturb the others again
                 self._fail(load, error)
             raise
-        self._loads.remove(load.version.ref)
+        self._loads.pop(load.version.ref, None)
         self._make_room = load.urgent
-        load.complete()
+        self._finish(load)
+
+    def _finish(self, load: PendingLoad) -> None:
+        """Makes the version live if it is to be, and completes the futures."""
+        try:
+            if load.goes_live:
+                self.registry.flip(load.version.ref)
+        except UnknownModelError as error:
+            load.complete(error)
+        else:
+            load.complete()
 
     # -- weights in memory -----------------------------------------------------------------------
 
-    def _load(self, ref: AdapterRef) -> None:
-        version = self.registry.version(ref)
-        if version is None:
-            self._failed[ref] = AdapterUnavailableError(f"{ref} was forgotten before the request was served")
+    def _start_read(self, load: PendingLoad) -> None:
+        """Starts reading a version's files. Fails the load if they hold other weights now."""
+        if load.version.readable:
+            load.reading = self._reader.submit(self._read, load.version)
+            load.reading.add_done_callback(lambda _: self._wake())
         else:
-            self._loads.add(version)
+            lost = (
+                "was unloaded meanwhile" if load.version.forgotten else "is lost: its files hold other weights by now"
+            )
+            self._fail(load, AdapterUnavailableError(f"{load.version.ref} {lost}"))
 
-    def _fetch(self, load: PendingLoad) -> None:
-        """Starts reading a version that is not in memory. Fails it if its files hold other weights now."""
-        version = load.version
-        if version in self.copies or version in self._reads:
-            return
-        if version.readable:
-            self._reads.start(version)
+    def _take_read(self, load: PendingLoad, read: Future[AdapterWeights]) -> None:
+        load.reading = None
+        if error := read.exception():
+            self._fail(load, AdapterUnavailableError(f"{load.version.ref} cannot be read again: {error}"))
         else:
-            lost = "was unloaded meanwhile" if version.forgotten else "is lost: its files hold other weights by now"
-            self._fail(load, AdapterUnavailableError(f"{version.ref} {lost}"))
-
-    def _take_reads(self) -> None:
-        for ref, read in self._reads.take():
-            load = self._loads.get(ref)
-            if load is None:
-                continue
-            if isinstance(read, BaseException):
-                self._fail(load, AdapterUnavailableError(f"{ref} cannot be read again: {read}"))
-            else:
-                self._keep(load.version, read)
-
-    def _keep(self, version: Version, weights: AdapterWeights) -> None:
-        """Keeps weights as they were published. `extract` restores their ranks and scales."""
-        version.ranks = {path: pair.rank for path, pair in weights.pairs.items()}
-        version.scales = {path: pair.scale for path, pair in weights.pairs.items()}
-        self.copies.put(version, weights)
-
-    def _unreachable(self, version: Version) -> bool:
-        return version.forgotten and not version.leases and not self._requests[version.ref]
-
-    def _may_drop(self, version: Version) -> bool:
-        soon = any(load.version is version for load in self._loads.to_read())
-        return not soon and (version.readable or not self.registry.needed(version))
+            load.weights = read.result()
 
     def _fail(self, load: PendingLoad, error: Exception) -> None:
-        ref = load.version.ref
-        self._loads.remove(ref)
-        if self._requests[ref]:
-            self._failed[ref] = error
+        if self._requests[load.version.ref]:
+            self._failed[load.version.ref] = error
         load.complete(error)
+        self._drop(load)
+
+    def _drop(self, load: PendingLoad) -> None:
+        """Ends a load that nobody waits for. Its weights are kept as a copy."""
+        self._loads.pop(load.version.ref, None)
+        if load.reading is not None:
+            load.reading.cancel()
+        if load.weights is not None and not self._unreachable(load.version):
+            self.copies.put(load.version, load.weights)
+
+    def _in_memory(self, version: Version) -> AdapterWeights | None:
+        """The weights of a version that is in no slot."""
+        load = self._loads.get(version.ref)
+        return (load.weights if load else None) or self.copies.get(version)
+
+    def _unreachable(self, version: Version) -> bool:
+        """Whether nothing can ask for the version any more."""
+        return version.forgotten and not version.leases and not self._requests[version.ref]
 
     # -- state -----------------------------------------------------------------------------------
 
@@ -259,7 +279,7 @@ class AdapterStore:
         """Where a version's weights are. Any thread may ask."""
         if self.slots.get(version.ref):
             return Residence.SLOT
-        return Residence.COPY if version in self.copies else Residence.FILE
+        return Residence.COPY if self._in_memory(version) else Residence.FILE
 
     def names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Adapters that have rows, and adapters that only have waiting requests. Any thread may ask."""
@@ -271,7 +291,7 @@ class AdapterStore:
         """Raises AssertionError if slots, pins and copies do not agree."""
         self.slots.check_integrity(moving=self._job is not None)
         for ref, staged in self.slots:
-            assert staged.version not in self.copies
+            assert ref not in self._loads
             assert not staged.pins or self._requests[ref] > 0
         assert all(count > 0 for count in self._requests.values())
 

@@ -59,10 +59,6 @@ class LoRAPair:
     def rank(self) -> int:
         return int(self.a.shape[1])
 
-    @property
-    def nbytes(self) -> int:
-        return int(self.a.nbytes + self.b.nbytes)
-
 
 @dataclass(frozen=True)
 class AdapterWeights:
@@ -87,7 +83,7 @@ class AdapterWeights:
 
     @property
     def nbytes(self) -> int:
-        return sum(pair.nbytes for pair in self.pairs.values())
+        return sum(int(pair.a.nbytes + pair.b.nbytes) for pair in self.pairs.values())
 
 
 @dataclass(frozen=True, slots=True)

@@ -231,7 +231,13 @@ def build_store(
     checkpoints = CheckpointStore(run.path, bank.layout, manager.fingerprint, bank.max_rank, keep) if run else None
     roots = (*adapters.allowed_adapter_roots, *((adapters.adapter_dir,) if adapters.adapter_dir else ()))
     library = AdapterLibrary(bank.layout, bank.max_rank, adapters.adapter_dir, roots, checkpoints)
-    registry = AdapterRegistry(adapters.default_adapter, library.find_checkpoint, library.first_version, model_names)
+    registry = AdapterRegistry(
+        adapters.default_adapter,
+        library.find_checkpoint,
+        library.first_version,
+        model_names,
+        default_takes_over=config.rl_training.enabled and adapters.serve is None,
+    )
     if checkpoints:
         checkpoints.in_use = registry.needs_files
         _restore(checkpoints, registry)

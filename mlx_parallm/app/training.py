@@ -15,13 +15,13 @@ from mlx_parallm.core import AdapterRef, EngineClient, TextTokenizer
 from mlx_parallm.engine.processor import ContinuousBatchProcessor
 from mlx_parallm.model.hooks import install_hook
 from mlx_parallm.model.manager import SharedModelManager
+from mlx_parallm.rl.checkpoints import PolicyCheckpoints
 from mlx_parallm.rl.collect.log import TrajectoryLog
 from mlx_parallm.rl.gate import Evaluation, read_prompts
 from mlx_parallm.rl.learn.learner import Learner
 from mlx_parallm.rl.learn.model import TrainableModel
 from mlx_parallm.rl.learn.policy import PolicySnapshot
 from mlx_parallm.rl.learn.trainer import GRPOTrainer
-from mlx_parallm.rl.publisher import Publisher
 from mlx_parallm.rl.scoring.service import ScorerCatalogue, ScoringService
 from mlx_parallm.rl.service import TrainingParts, TrainingService
 
@@ -41,26 +41,20 @@ def build_trainer(manager: SharedModelManager, bank: AdapterBank, config: Config
 
 @dataclass(frozen=True, slots=True)
 class TrainingRuntime:
-    """The service that collects and learns, and its parts.
-
-    `routed`: `adapters.serve` says what serves requests that name no adapter, so `start` leaves the route as it is.
-    """
+    """The service that collects and learns, and its parts."""
 
     service: TrainingService
     scorers: ScoringService
-    publisher: Publisher
+    learner: Learner
     default_adapter: str
-    routed: bool
 
     async def start(self) -> None:
-        """Trains the default adapter. Requests that name no adapter go to it once it has a version.
+        """Trains the default adapter.
 
         Raises:
             InvalidRequestError, ConflictError: its live version cannot be trained with this configuration.
         """
         await self.service.start_adapter(self.default_adapter)
-        if not self.routed:
-            self.publisher.serve_default()
 
     async def close(self) -> None:
         try:
@@ -85,16 +79,17 @@ def build_training(
     """
     assert library.checkpoints is not None  # a server that trains has a run
     learner = Learner(processor, trainer)
-    publisher = Publisher(adapters, store.registry, learner, library.checkpoints)
     training, default = trainer.config, config.adapters.default_adapter
     scorers = ScoringService(training.scoring_processes, training.scoring_batch_size, training.scoring_timeout_s)
 
     async def policy_of(ref: AdapterRef) -> PolicySnapshot:
-        return PolicySnapshot((await publisher.weights(str(ref)))[1], {}, 0)
+        with store.registry.lease(str(ref)) as version:
+            return PolicySnapshot(await adapters.weights(version), {}, 0)
 
     parts = TrainingParts(
         learner=learner,
-        publisher=publisher,
+        adapters=adapters,
+        checkpoints=PolicyCheckpoints(library.checkpoints, store.registry),
         scorers=scorers,
         config=training,
         checkpointing=config.checkpointing,
@@ -102,8 +97,7 @@ def build_training(
         policy_of=policy_of,
         log=TrajectoryLog(training.trajectory_log) if training.trajectory_log else None,
     )
-    service = TrainingService(parts, default)
-    return TrainingRuntime(service, scorers, publisher, default, routed=config.adapters.serve is not None)
+    return TrainingRuntime(TrainingService(parts, default), scorers, learner, default)
 
 
 def _evaluation(

@@ -213,11 +213,11 @@ class DeviceLoop:
     def _stage(self, unit: StagingUnit) -> None:
         """Stages at most one version. Rows waiting for it are admitted before the next version may take the slot;
         otherwise two versions competing for one slot would evict each other forever."""
-        adapters, transfers, started = self._adapters, self._adapters.transfers, time.monotonic()
-        staged = transfers.staged
+        adapters, slots, started = self._adapters, self._adapters.slots, time.monotonic()
+        staged = slots.staged
         with self._scope.covering(work=adapters):
             adapters.advance()
-            while time.monotonic() - started < unit.seconds and transfers.staged == staged and adapters.waits():
+            while time.monotonic() - started < unit.seconds and slots.staged == staged and adapters.waits():
                 adapters.advance()
         self._scheduler.gap.add_staging(time.monotonic() - started)
 

@@ -11,16 +11,17 @@ to the flip happens on the device thread, with no trip to the event loop.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
+from mlx_parallm.adapters.service import AdapterService
 from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.config import CheckpointingConfig, ResolvedTraining
 from mlx_parallm.core import BASE_ADAPTER, AdapterRef, CheckpointCard, UpdateReport
 from mlx_parallm.errors import AdapterFileError, ConflictError
+from mlx_parallm.rl.checkpoints import BEST, AdapterCheckpoints, PolicyCheckpoints, TrainedVersion, UnsavedUpdates
 from mlx_parallm.rl.collect.groups import VersionHistory
 from mlx_parallm.rl.events import Emit, UpdateOutcome, UpdateReporter
 from mlx_parallm.rl.gate import Gate
@@ -28,7 +29,6 @@ from mlx_parallm.rl.learn.learner import Learner
 from mlx_parallm.rl.learn.policy import PolicySnapshot, PolicyState
 from mlx_parallm.rl.objectives.batches import UpdateBatch
 from mlx_parallm.rl.objectives.rewards import RewardHistory
-from mlx_parallm.rl.publisher import BEST, AdapterCheckpoints, Publisher, TrainedVersion
 
 PolicyOf = Callable[[AdapterRef], Awaitable[PolicySnapshot]]
 """Makes a policy from a live version that was not trained here: its weights, a new optimizer, step 0."""
@@ -47,34 +47,13 @@ class AdapterTrainingParts:
     """
 
     learner: Learner
-    publisher: Publisher
+    adapters: AdapterService
+    checkpoints: PolicyCheckpoints
     gate: Gate
     config: ResolvedTraining
     checkpointing: CheckpointingConfig
     emit: Emit
     policy_of: PolicyOf | None = None
-
-
-@dataclass(slots=True)
-class UnsavedUpdates:
-    """The updates that are in no checkpoint yet.
-
-    `count`: updates since the last attempt to save. `since`: when the first of them was made or, after a failed
-    attempt, when that was made, in seconds of `time.monotonic`. `lost`: whether a crash now would lose an update.
-    """
-
-    count: int = 0
-    since: float | None = None
-    lost: bool = False
-
-    def add(self) -> None:
-        self.count += 1
-        self.since = time.monotonic() if self.since is None else self.since
-        self.lost = True
-
-    def postpone(self) -> None:
-        """Call this after a failed attempt to save: the next one is due after the usual number of updates or time."""
-        self.count, self.since = 0, time.monotonic()
 
 
 class AdapterTraining:
@@ -101,11 +80,11 @@ class AdapterTraining:
         self.rewards = RewardHistory()
         self.unpublished = False
         self.progress: Mapping[str, float] = {}
-        self.checkpoints = AdapterCheckpoints(name, parts.learner, parts.publisher, parts.emit)
+        self.checkpoints = AdapterCheckpoints(name, parts.learner, parts.adapters, parts.checkpoints, parts.emit)
         self.reports = UpdateReporter(name, parts.emit)
         self._parts = parts
         self._learner = parts.learner
-        self._publisher = parts.publisher
+        self._adapters = parts.adapters
         self._serves_base = serves_base
         self._undo: PolicyState | PolicySnapshot | None = None
         self._unsaved = UnsavedUpdates()
@@ -113,7 +92,7 @@ class AdapterTraining:
     @property
     def live(self) -> AdapterRef | None:
         """The adapter's live version, whether or not it was trained here."""
-        return self._publisher.live(self.name)
+        return self._adapters.live(self.name)
 
     # -- start -----------------------------------------------------------------------------------
 
@@ -145,7 +124,7 @@ class AdapterTraining:
     async def _start(self, live: AdapterRef, card: CheckpointCard | None) -> PolicySnapshot:
         if card is not None:
             try:
-                return (await self._publisher.load(self.name, card.name))[1]
+                return (await self._parts.checkpoints.load(self.name, card.name))[1]
             except AdapterFileError as error:
                 _log.warning("%s begins with the weights of %s and a new optimizer: %s", self.name, live, error)
         if self._parts.policy_of is None:
@@ -161,7 +140,7 @@ class AdapterTraining:
 
     async def _publish_first(self) -> None:
         async with self._staged() as ref:
-            await self._publisher.flip(ref)
+            await self._adapters.flip(ref)
             self.versions.append(ref)
 
     # -- an update -------------------------------------------------------------------------------
@@ -186,67 +165,57 @@ class AdapterTraining:
         they were.
 
         Raises:
-            Exception: raised by learner or publisher; policy and versions are as before.
+            Exception: raised by the learner or while publishing; policy and versions are as before.
         """
-        async with self._undone_on_failure():
-            report = await self._attempt(batch, publish)
-            if self._undo is None and progress is not None:
-                self.progress = progress
-            return report
-
-    async def _attempt(self, batch: UpdateBatch, publish: bool) -> UpdateReport:
         gate = self._parts.gate
-        on_device = self._publish_on_device if publish and not gate.evaluates else None
-        outcome, live = await self._learner.learn(self.name, batch, on_device)
-        if outcome.skipped:
-            return self.reports.skipped(self.live, outcome.skipped, metrics=outcome.metrics)
-        if refusal := gate.judge(outcome.metrics):
-            return self.reports.held(self.live, refusal, outcome)
-        if live is not None or not publish:
-            return self._commit(outcome, live)
-        async with self._staged() as ref:
-            if refusal := await gate.evaluated(ref):
+        async with self._undone_on_failure():
+            outcome, ref = await self._learner.learn(self.name, batch, self._publish if publish else None)
+            if outcome.skipped:
+                return self.reports.skipped(self.live, outcome.skipped, metrics=outcome.metrics)
+            refusal = gate.judge(outcome.metrics) or (await gate.evaluated(ref) if ref else None)
+            if refusal is not None:
                 return self.reports.held(self.live, refusal, outcome)
-            await self._publisher.flip(ref)
-            return self._commit(outcome, ref)
+            if ref is not None and gate.evaluates:
+                await self._adapters.flip(ref)
+            self._undo = None
+            self._unsaved.add()
+            self.unpublished = ref is None
+            if ref is not None:
+                self.versions.append(ref)
+            if progress is not None:
+                self.progress = progress
+            return self.reports.updated("published" if ref else "trained", ref or self.live, outcome)
 
-    def _publish_on_device(self, outcome: UpdateOutcome, weights: AdapterWeights) -> Future[AdapterRef] | None:
-        """Publishes an update, if the gate accepts it. Called on the device thread, right after the update."""
-        if outcome.skipped or self._parts.gate.judge(outcome.metrics):
+    def _publish(self, outcome: UpdateOutcome, weights: AdapterWeights) -> Future[AdapterRef] | None:
+        """Stages an update as a new version if the gate accepts its metrics, and makes the version live if it is not to
+        be evaluated before. Called on the device thread, right after the update."""
+        gate = self._parts.gate
+        if outcome.skipped or gate.judge(outcome.metrics):
             return None
-        return self._publisher.publish_on_device(self.name, weights, self.versions.announce)
-
-    def _commit(self, outcome: UpdateOutcome, published: AdapterRef | None) -> UpdateReport:
-        """Keeps the update: from here on versions and reports agree with the policy."""
-        self._undo = None
-        self._unsaved.add()
-        self.unpublished = published is None
-        if published is not None:
-            self.versions.append(published)
-        return self.reports.updated("published" if published else "trained", published or self.live, outcome)
+        return self._adapters.publish_trained(self.name, weights, self.versions.announce, not gate.evaluates)
 
     @asynccontextmanager
     async def _staged(self) -> AsyncIterator[AdapterRef]:
-        """Stages a new version of the learner's policy. After the block it is discarded, unless it is the latest of
-        `versions`."""
-        ref = await self._publisher.stage(self.name, self.versions.announce)
+        """Stages a new version of the learner's policy. After the block it is discarded, unless it is in `versions`."""
+        weights = await self._learner.weights(self.name)  # they never leave the device
+        version = await self._adapters.publish(self.name, weights, goes_live=False)
+        self.versions.announce(version.ref)
         try:
-            yield ref
+            yield version.ref
         finally:
-            if self.versions.latest != ref:
-                self._publisher.discard(ref)
+            self._discard_announced()
+
+    def _discard_announced(self) -> None:
+        """Forgets the version that was announced, unless it is in `versions`."""
+        if (ref := self.versions.retract()) is not None:
+            self._adapters.discard(ref)
 
     # -- checkpoints -----------------------------------------------------------------------------
 
     @property
     def saves_in(self) -> float | None:
         """Seconds until a checkpoint is due, 0 if it is due now; None if every update is in a checkpoint."""
-        if not self._unsaved.lost or self._unsaved.since is None:
-            return None
-        checkpointing = self._parts.checkpointing
-        if self._unsaved.count >= checkpointing.interval:
-            return 0.0
-        return max(0.0, self._unsaved.since + 60 * checkpointing.minutes - time.monotonic())
+        return self._unsaved.due_in(self._parts.checkpointing)
 
     async def save_if_due(self) -> str | None:
         """Saves a checkpoint if one is due, and returns its name. If that fails, it is due again later."""
@@ -273,7 +242,7 @@ class AdapterTraining:
 
         Raises:
             ConflictError: there is another checkpoint of `step`.
-            Exception: raised by the publisher.
+            Exception: see `PolicyCheckpoints.save`.
         """
         policy = await self._policy()
         of_update = self.reports.metrics if metrics is None else metrics
@@ -297,7 +266,7 @@ class AdapterTraining:
             ConflictError: there is no best version.
             UnknownModelError: there is no such checkpoint.
             AdapterFileError: the checkpoint cannot be used.
-            Exception: raised by learner or publisher; policy and versions are as before.
+            Exception: raised by the learner or while publishing; policy and versions are as before.
         """
         goal = await self.checkpoints.find(to)
         with self.checkpoints.lease(goal):
@@ -316,11 +285,11 @@ class AdapterTraining:
         """Makes the goal live. The base model is not a version of the adapter: in its place, a new version that equals
         it goes live."""
         if goal.ref != BASE_ADAPTER:
-            await self._publisher.flip(goal.ref)
+            await self._adapters.flip(goal.ref)
             self.versions.rewind_to(goal.ref)
             return goal.ref
         async with self._staged() as ref:
-            await self._publisher.flip(ref)
+            await self._adapters.flip(ref)
             self.versions.rewind_to(BASE_ADAPTER)
             self.versions.append(ref)
             return ref
@@ -341,12 +310,14 @@ class AdapterTraining:
 
     @asynccontextmanager
     async def _undone_on_failure(self) -> AsyncIterator[None]:
-        """Restores the policy at the end of the block unless the block has set `_undo` to None."""
+        """At the end of the block, unless it has set `_undo` to None, discards the version that it has announced and
+        restores the policy. A cancelled update thus never goes live, whatever the device is doing for it."""
         self._undo = await self._policy()
         try:
             yield
         finally:
             if self._undo is not None:
+                self._discard_announced()
                 try:
                     await self._policy()
                 except Exception:  # noqa: BLE001 - the block's own error is what the caller should see
@@ -354,9 +325,7 @@ class AdapterTraining:
 
     async def _policy(self) -> PolicyState | PolicySnapshot:
         """The current policy. A pending undo is done first."""
-        if self._undo is None:
-            return await self._learner.state(self.name)
-        policy = self._undo
-        await self._learner.restore(self.name, policy)
-        self._undo = None
-        return policy
+        if self._undo is not None:
+            await self._learner.restore(self.name, self._undo)
+            self._undo = None
+        return self._learner.state(self.name)

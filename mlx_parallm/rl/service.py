@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from mlx_parallm.adapters.names import check_name, check_tag
+from mlx_parallm.adapters.service import AdapterService
 from mlx_parallm.config import CheckpointingConfig, ResolvedTraining
 from mlx_parallm.core import (
     BASE_ADAPTER,
@@ -31,6 +32,7 @@ from mlx_parallm.core import (
 )
 from mlx_parallm.errors import ConflictError, UnknownModelError
 from mlx_parallm.rl.adapter_training import AdapterTraining, AdapterTrainingParts, PolicyOf
+from mlx_parallm.rl.checkpoints import PolicyCheckpoints
 from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
 from mlx_parallm.rl.collect.groups import DropReason, TrajectoryGroup, TrajectoryState
 from mlx_parallm.rl.collect.intake import Intake, collect
@@ -39,7 +41,6 @@ from mlx_parallm.rl.events import EventHub, Listener
 from mlx_parallm.rl.gate import Evaluate, Gate
 from mlx_parallm.rl.learn.learner import Learner
 from mlx_parallm.rl.loop import TrainingLoop
-from mlx_parallm.rl.publisher import Publisher
 from mlx_parallm.rl.scoring.service import ScoringService, lacks_answer
 
 T = TypeVar("T")
@@ -56,7 +57,8 @@ class TrainingParts:
     """
 
     learner: Learner
-    publisher: Publisher
+    adapters: AdapterService
+    checkpoints: PolicyCheckpoints
     scorers: ScoringService
     config: ResolvedTraining
     checkpointing: CheckpointingConfig
@@ -82,7 +84,8 @@ class TrainingService:
         self._intake = Intake(self._buffer, parts.scorers, config, self._wake, self._hub.emit)
         self._adapter_parts = AdapterTrainingParts(
             parts.learner,
-            parts.publisher,
+            parts.adapters,
+            parts.checkpoints,
             Gate(config.gate.kl_bound, parts.evaluate),
             config,
             parts.checkpointing,
@@ -233,7 +236,7 @@ class TrainingService:
         return replace(
             status,
             checkpoints=tuple(
-                name for card in self._parts.publisher.checkpoints(status.adapter) for name in (card.name, *card.tags)
+                name for card in self._parts.checkpoints.cards(status.adapter) for name in (card.name, *card.tags)
             ),
             trained=tuple(self._loops),
             detail={**status.detail, "trajectory_log_failures": log.failures if log else 0},

@@ -27,6 +27,12 @@ def meaning(registry: AdapterRegistry, selector: str) -> str:
     return str(registry.find(selector).ref)
 
 
+def drawn(registry: AdapterRegistry) -> AdapterRef:
+    """What a request that names no adapter gets."""
+    with registry.lease(None) as version:
+        return version.ref
+
+
 def test_a_name_means_its_live_version_and_a_number_that_very_one() -> None:
     registry = AdapterRegistry()
     for _ in range(3):
@@ -184,17 +190,14 @@ def test_requests_without_a_name_are_shared_out_by_weight() -> None:
     registry = AdapterRegistry()
     publish(registry, "math")
     publish(registry, "math")
-    assert registry._drawn() == "base"
+    assert drawn(registry) == BASE_ADAPTER
     shares, versions = registry.check_route({"math@1": 3, "math": 1, "base": 0})
     assert shares == {"math@1": 0.75, "math": 0.25}
     assert [str(version.ref) for version in versions] == ["math@1", "math@2"]
     registry.set_route(shares)
-    drawn = Counter()
-    for _ in range(4000):
-        with registry.lease(None) as version:
-            drawn[str(version.ref)] += 1
-    assert 2800 < drawn["math@1"] < 3200
-    assert drawn.keys() == {"math@1", "math@2"}
+    counts = Counter(str(drawn(registry)) for _ in range(4000))
+    assert 2800 < counts["math@1"] < 3200
+    assert counts.keys() == {"math@1", "math@2"}
 
 
 def test_a_route_to_a_name_follows_its_flips() -> None:
@@ -202,8 +205,35 @@ def test_a_route_to_a_name_follows_its_flips() -> None:
     publish(registry, "math")
     registry.set_route({"math": 1.0})
     publish(registry, "math")
-    with registry.lease(None) as version:
-        assert str(version.ref) == "math@2"
+    assert str(drawn(registry)) == "math@2"
+
+
+def test_the_default_adapter_takes_over_from_the_base_with_its_first_version() -> None:
+    registry = AdapterRegistry("policy", default_takes_over=True)
+    publish(registry, "tone")
+    assert drawn(registry) == BASE_ADAPTER
+    first = publish(registry, "policy")
+    assert drawn(registry) == first.ref
+    registry.set_route({"base": 1.0})
+    publish(registry, "policy")
+    assert drawn(registry) == BASE_ADAPTER, "as it was told"
+    other = AdapterRegistry("policy", default_takes_over=True)
+    tone = publish(other, "tone")
+    other.set_route({"tone": 1.0})
+    publish(other, "policy")
+    assert drawn(other) == tone.ref
+
+
+def test_a_discarded_version_leaves_what_it_replaced_live() -> None:
+    registry = AdapterRegistry("policy", default_takes_over=True)
+    first = publish(registry, "policy")
+    registry.discard(publish(registry, "policy").ref)
+    assert drawn(registry) == registry.find("policy").ref == first.ref
+    registry.discard(first.ref)
+    assert drawn(registry) == BASE_ADAPTER
+    with pytest.raises(UnknownModelError):
+        registry.find("policy")
+    registry.check_integrity()
 
 
 def test_routes_that_lead_nowhere_are_refused() -> None:

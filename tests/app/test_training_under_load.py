@@ -59,7 +59,7 @@ class Rig:
 
     @property
     def trainer(self) -> GRPOTrainer:
-        return self.training.publisher._learner.trainer
+        return self.training.learner.trainer
 
     async def complete(self, number: int, group: int = 2) -> None:
         """One collected request of whatever the route gives."""
@@ -111,10 +111,10 @@ def _watch(made: Rig) -> None:
     store, service = made.served.adapters._store, made.training.service
     stage, add_group = store.stage, service._add_group
 
-    def staged(version: Version, weights: AdapterWeights | None, urgent: bool = False) -> Future[None]:
+    def staged(version: Version, weights: AdapterWeights | None = None, **how: bool) -> Future[AdapterRef]:
         if weights is not None:
             made.weights[version.ref] = _copied(weights)
-        return stage(version, weights, urgent)
+        return stage(version, weights, **how)
 
     def kept(group: Sequence[Trajectory]) -> str:
         made.drawn.extend(group)
@@ -193,7 +193,7 @@ def _params(weights: AdapterWeights) -> Params:
 async def test_between_updates_training_holds_an_adapter_and_its_optimizer_state(tmp_path: Path) -> None:
     """Three times the adapter's float32 factors: themselves and AdamW's two moments. Gradients come and go."""
     async with rig(tmp_path) as made:
-        policy = made.training.publisher._learner._policies["default"]
+        policy = made.training.learner._policies["default"]
 
         def held() -> int:
             return sum(leaf.nbytes for _, leaf in tree_flatten([policy.params, policy.state.optimizer]))
@@ -218,10 +218,10 @@ async def test_an_adapter_beside_the_default_one_is_trained_with_a_state_of_its_
         assert (first.adapter, first.step) == (AdapterRef("default", 1), 1)
         second = await made.training.service.update("tone", given)
         assert (second.adapter, second.step) == (AdapterRef("tone", 2), 1)
-        learner = made.training.publisher._learner
-        default, tone = [await learner.snapshot(await learner.state(name)) for name in ("default", "tone")]
+        learner = made.training.learner
+        default, tone = [await learner.snapshot(learner.state(name)) for name in ("default", "tone")]
         for path, pair in default.weights.pairs.items():
             assert np.array_equal(pair.b, tone.weights.pairs[path].b), "the same start and data give the same update"
         await made.training.service.update("tone", given)
-        assert (await learner.state("default")).step == 1
-        assert (await learner.state("tone")).step == 2
+        assert learner.state("default").step == 1
+        assert learner.state("tone").step == 2

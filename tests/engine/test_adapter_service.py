@@ -26,7 +26,6 @@ from mlx_parallm.engine.loop import EngineParts
 from mlx_parallm.engine.processor import ContinuousBatchProcessor
 from mlx_parallm.errors import (
     AdapterFileError,
-    AdapterUnavailableError,
     ConflictError,
     EngineDeadError,
     InvalidRequestError,
@@ -218,7 +217,7 @@ async def test_what_was_published_in_this_process_is_saved_as_it_was(world: Worl
     """Out of the bank, its scale and rank as published; from then on it can be read again."""
     weights = random_adapter(LAYOUT, 5, rank=3, scale=4.0)
     info = VersionInfo(weights.rank, weights.alpha, weights.targets, weights.nbytes)
-    version = await world.service.publish("policy", info, weights)
+    version = await world.service.publish("policy", weights, info)
     assert not version.readable
     await world.service.save_checkpoint(None, 7, [], {})
     assert version.readable
@@ -241,7 +240,7 @@ async def test_publishes_beside_traffic_disturb_nobody(world: World) -> None:
     kinds = [random_adapter(LAYOUT, seed) for seed in (1, 2)]
     texts = [expected(weights, 30) for weights in kinds]
     info = VersionInfo(4, 8.0, (), 0)
-    await world.service.publish("policy", info, kinds[1])
+    await world.service.publish("policy", kinds[1], info)
     done = asyncio.Event()
 
     async def client() -> int:
@@ -255,7 +254,7 @@ async def test_publishes_beside_traffic_disturb_nobody(world: World) -> None:
     async with asyncio.TaskGroup() as group:
         clients = [group.create_task(client()) for _ in range(6)]
         for number in range(2, 41):
-            version = await world.service.publish("policy", info, kinds[number % 2])
+            version = await world.service.publish("policy", kinds[number % 2], info)
             assert version.ref.version == number
         done.set()
     assert sum(task.result() for task in clients) >= 6
@@ -265,7 +264,7 @@ async def test_publishes_beside_traffic_disturb_nobody(world: World) -> None:
 
 async def test_a_publisher_that_leaves_leaves_nothing_behind(world: World) -> None:
     weights = random_adapter(LAYOUT, 1)
-    task = asyncio.create_task(world.service.publish("policy", VersionInfo(4, 8.0, (), 0), weights))
+    task = asyncio.create_task(world.service.publish("policy", weights, VersionInfo(4, 8.0, (), 0)))
     await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -284,7 +283,7 @@ async def test_a_dead_device_thread_is_an_error_not_a_wait(world: World) -> None
 
 async def learnt(world: World, weights: AdapterWeights) -> AdapterRef:
     """Publishes weights from the device thread. The version's name is appended to `known`."""
-    return await world.processor.run(lambda: world.service.publish_on_device("policy", weights, world.known.append))
+    return await world.processor.run(lambda: world.service.publish_trained("policy", weights, world.known.append, True))
 
 
 async def test_a_version_goes_live_from_the_device_thread(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,7 +317,7 @@ async def test_a_version_that_cannot_go_live_is_forgotten(world: World, monkeypa
     assert [card.ref.version for card in world.service.cards()] == [1]
 
     world.known = Unloading(world.service)
-    with pytest.raises(AdapterUnavailableError):
+    with pytest.raises(UnknownModelError):
         await learnt(world, random_adapter(LAYOUT, 7))
     assert world.service.cards() == ()
 

@@ -10,7 +10,7 @@ from harness import Harness, assert_same_tokens, make_harness, solo
 from lora import QV, layout_of, merged, random_adapter
 from tiny import tiny_model
 
-from mlx_parallm.adapters.staging import READ_AHEAD
+from mlx_parallm.adapters.store import READ_AHEAD
 from mlx_parallm.adapters.weights import VersionInfo
 from mlx_parallm.core import (
     RequestFailed,
@@ -103,15 +103,15 @@ def test_a_unit_of_staging_brings_one_version_though_it_has_time_for_more() -> N
     harness.submit("long", [1, 2, 3], 60, adapter=refs[0])
     while not harness.tokens("long"):
         harness.loop.step()
-    staged = harness.adapters.transfers.staged
+    staged = harness.adapters.slots.staged
     for name, ref in (("first", refs[1]), ("second", refs[2])):
         harness.submit(name, [1, 2, 3], 3, adapter=ref)
     harness.loop._scheduler.admit()
     assert harness.adapters.waits(), "for the other slot"
     harness.loop._stage(StagingUnit(0.5))
-    assert harness.adapters.transfers.staged == staged + 1
+    assert harness.adapters.slots.staged == staged + 1
     harness.run()
-    assert harness.adapters.transfers.staged == staged + 2
+    assert harness.adapters.slots.staged == staged + 2
     assert len(harness.tokens("first")) == len(harness.tokens("second")) == 3
 
 

@@ -1,4 +1,7 @@
-"""Test doubles of `Learner`, `Publisher`, scorers and engine. A policy is one number; learning adds to it."""
+"""Test doubles of `Learner`, `AdapterService`, `PolicyCheckpoints`, scorers and engine.
+
+A policy is one number; learning adds to it.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,9 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair
+from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair, Version, VersionInfo
 from mlx_parallm.core import (
+    BASE_ADAPTER,
     AdapterRef,
     CheckpointCard,
     CollectionSpec,
@@ -39,7 +43,7 @@ def value_of(snapshot: PolicySnapshot) -> float:
 
 
 class FakeLearner:
-    """Each update adds 1. `outcomes`: called with the batch, may raise, or say what comes of it instead."""
+    """Each update adds 1. `hold`: updates wait for it; `hold_published`: they wait for it after they were published."""
 
     def __init__(self) -> None:
         self.policies: dict[str, tuple[float, int]] = {}
@@ -48,6 +52,7 @@ class FakeLearner:
         self.skip = ""
         self.error: Exception | None = None
         self.hold: asyncio.Event | None = None
+        self.hold_published: asyncio.Event | None = None
         self.busy = 0
 
     async def open(self, name: str, start: PolicySnapshot | None) -> None:
@@ -62,6 +67,8 @@ class FakeLearner:
             return outcome, None
         live = publish(outcome, policy(*self.policies[name]).weights)
         await asyncio.sleep(0)
+        if self.hold_published is not None:
+            await self.hold_published.wait()
         return outcome, None if live is None else live.result(timeout=0)
 
     async def _learnt(self, name: str, batch: UpdateBatch) -> UpdateOutcome:
@@ -81,8 +88,11 @@ class FakeLearner:
         finally:
             self.busy -= 1
 
-    async def state(self, name: str) -> PolicySnapshot:
+    def state(self, name: str) -> PolicySnapshot:
         return policy(*self.policies[name])
+
+    async def weights(self, name: str) -> AdapterWeights:
+        return policy(*self.policies[name]).weights
 
     async def snapshot(self, kept: PolicySnapshot) -> PolicySnapshot:
         return kept
@@ -92,10 +102,10 @@ class FakeLearner:
 
 
 class FakePublisher:
-    """`versions`: the policy's number by version; `saved`: checkpoints in order, with what is in them."""
+    """`AdapterService` and `PolicyCheckpoints`. `versions`: the policy's number by version; `saved`: checkpoints in
+    order, with what is in them."""
 
-    def __init__(self, learner: FakeLearner) -> None:
-        self.learner = learner
+    def __init__(self) -> None:
         self.versions: dict[AdapterRef, float] = {}
         self.names: dict[str, AdapterRef] = {}
         self.flips: list[AdapterRef] = []
@@ -103,6 +113,7 @@ class FakePublisher:
         self.kept: Counter[AdapterRef] = Counter()
         self.saved: list[tuple[CheckpointCard, PolicySnapshot]] = []
         self.damaged: set[str] = set()
+        self.stages_for_ever = False
         self.flip_error: Exception | None = None
         self.save_error: Exception | None = None
         self.latest = ""
@@ -111,29 +122,33 @@ class FakePublisher:
     def live(self, name: str) -> AdapterRef | None:
         return self.names.get(name)
 
-    def publish_on_device(
-        self, name: str, weights: AdapterWeights, on_added: Callable[[AdapterRef], None]
+    def publish_trained(
+        self, name: str, weights: AdapterWeights, on_added: Callable[[AdapterRef], None], goes_live: bool
     ) -> Future[AdapterRef]:
-        ref, live = self._added(name, float(weights.pairs["w"].a[0, 0]), on_added), Future[AdapterRef]()
+        ref, staged = self._added(name, weights), Future[AdapterRef]()
+        on_added(ref)
+        if self.stages_for_ever:
+            return staged
         try:
-            self._flip(ref)
+            if goes_live:
+                self._flip(ref)
         except Exception as error:  # noqa: BLE001 - as in the real one, the future has it
             self.discard(ref)
-            live.set_exception(error)
+            staged.set_exception(error)
         else:
-            live.set_result(ref)
-        return live
+            staged.set_result(ref)
+        return staged
 
-    async def stage(self, name: str, on_added: Callable[[AdapterRef], None]) -> AdapterRef:
-        ref = self._added(name, self.learner.policies[name][0], on_added)
+    async def publish(self, name: str, weights: AdapterWeights, goes_live: bool = True) -> Version:
+        assert not goes_live
+        ref = self._added(name, weights)
         await asyncio.sleep(0)
-        return ref
+        return Version(ref, VersionInfo.of(weights))
 
-    def _added(self, name: str, value: float, on_added: Callable[[AdapterRef], None]) -> AdapterRef:
+    def _added(self, name: str, weights: AdapterWeights) -> AdapterRef:
         self._next[name] += 1
         ref = AdapterRef(name, self._next[name])
-        self.versions[ref] = value
-        on_added(ref)
+        self.versions[ref] = float(weights.pairs["w"].a[0, 0])
         return ref
 
     async def flip(self, ref: AdapterRef) -> None:
@@ -148,16 +163,21 @@ class FakePublisher:
         self.flips.append(ref)
 
     def discard(self, ref: AdapterRef) -> None:
-        assert self.names.get(ref.name) != ref, "a live version was discarded"
-        del self.versions[ref]
+        """Forgets a version, if it is still known; if it is live, the version before it is live again."""
+        if self.versions.pop(ref, None) is None:
+            return
         self.discarded.append(ref)
+        if self.names.get(ref.name) == ref:
+            del self.names[ref.name]
+            self.names.update({earlier.name: earlier for earlier in self.flips if earlier in self.versions})
 
     @contextmanager
-    def lease(self, ref: AdapterRef) -> Iterator[None]:
-        if ref not in self.versions:
-            raise UnknownModelError(str(ref))
+    def lease(self, selector: str) -> Iterator[AdapterRef]:
+        ref = next((ref for ref in (*self.versions, BASE_ADAPTER) if selector in (str(ref), "base")), None)
+        if ref is None:
+            raise UnknownModelError(selector)
         self.kept[ref] += 1
-        yield
+        yield ref
         self.kept[ref] -= 1
 
     async def save(
@@ -181,10 +201,10 @@ class FakePublisher:
         return card
 
     async def set_latest(self, name: str, checkpoint: str) -> None:
-        assert checkpoint in [card.name for card in self.checkpoints(name)]
+        assert checkpoint in [card.name for card in self.cards(name)]
         self.latest = checkpoint
 
-    def checkpoints(self, name: str) -> tuple[CheckpointCard, ...]:
+    def cards(self, name: str) -> tuple[CheckpointCard, ...]:
         return tuple(card for card, _ in self.saved if card.adapter.name == name)
 
     async def load(self, name: str, which: str) -> tuple[AdapterRef, PolicySnapshot]:

@@ -40,7 +40,7 @@ class Rig:
     groups: int = 0
 
     def __post_init__(self) -> None:
-        self.publisher = FakePublisher(self.learner)
+        self.publisher = FakePublisher()
         self.restart()
 
     def restart(self) -> None:
@@ -48,7 +48,14 @@ class Rig:
         self.buffer = TrajectoryBuffer(self.settings.trajectory_buffer_size)
         gate = Gate(self.settings.gate.kl_bound, self.evaluate)
         parts = AdapterTrainingParts(
-            self.learner, self.publisher, gate, self.settings, self.checkpointing, self.emit, self.policy_of
+            self.learner,
+            self.publisher,
+            self.publisher,
+            gate,
+            self.settings,
+            self.checkpointing,
+            self.emit,
+            self.policy_of,
         )
         self.training = AdapterTraining(NAME, parts, self.serves_base)
         self.loop = TrainingLoop(self.training, self.buffer, self.settings, self.emit)

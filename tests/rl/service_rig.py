@@ -43,9 +43,11 @@ class World:
         self, settings: ResolvedTraining, log: TrajectoryLog | None, checkpointing: CheckpointingConfig
     ) -> None:
         self.learner = FakeLearner()
-        self.publisher = FakePublisher(self.learner)
+        self.publisher = FakePublisher()
         self.scorers = FakeScorers(first_is_best)
-        parts = TrainingParts(self.learner, self.publisher, self.scorers, settings, checkpointing, log=log)
+        parts = TrainingParts(
+            self.learner, self.publisher, self.publisher, self.scorers, settings, checkpointing, log=log
+        )
         self.service = TrainingService(parts, "main")
         choices = [
             SequenceOutput(index, (5, 2), "a", finish_reason=FinishReason.STOP, sampling_logprobs=(-0.5, -0.1))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 
 import pytest
 from configs import changed
 from rl.fakes import policy
-from rl.rig import NAME, SETTINGS, Rig, opened, ref
+from rl.rig import NAME, SETTINGS, Rig, opened, ref, settle
 
 from mlx_parallm.config import CheckpointingConfig, ResolvedTraining
 from mlx_parallm.core import BASE_ADAPTER, AdapterRef, CheckpointCard
@@ -98,6 +99,29 @@ async def test_a_flip_that_fails_leaves_policy_and_versions_as_before(error: Exc
     assert rig.publisher.discarded == [ref(2)]
     assert [member.reason for member in group.members] == [DropReason.SKIPPED] * 2
     assert rig.loop.status().skips == {"failed": 1}
+    rig.check()
+
+
+@pytest.mark.parametrize("already_live", [False, True])
+@pytest.mark.parametrize("earlier", [0, 1])
+async def test_a_cancelled_update_is_not_live_afterwards(earlier: int, already_live: bool) -> None:
+    """The device stages its version, or has just made it live."""
+    rig = await opened()
+    for _ in range(earlier):
+        await rig.updated(1.0, 0.0)
+    live = rig.publisher.live(NAME)
+    rig.learner.hold_published, rig.publisher.stages_for_ever = asyncio.Event(), not already_live
+    updating = asyncio.create_task(rig.updated(1.0, 0.0))
+    await settle()
+    new = ref(earlier + 1)
+    assert new in rig.publisher.versions
+    assert (rig.publisher.live(NAME) == new) is already_live
+    updating.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await updating
+    assert rig.publisher.live(NAME) == live
+    assert rig.publisher.discarded == [new], "so it cannot go live any more"
+    assert rig.training.versions.staleness(new) is None
     rig.check()
 
 

@@ -62,7 +62,7 @@ class Rig:
 
     @property
     def trainer(self) -> GRPOTrainer:
-        return self.training.publisher._learner.trainer
+        return self.training.learner.trainer
 
     def status(self) -> TrainingStatus:
         return self.training.service.status()
@@ -162,10 +162,10 @@ def _watch(made: Rig) -> None:
     store, service = made.served.adapters._store, made.training.service
     stage, add_group = store.stage, service._add_group
 
-    def staged(version: Version, weights: AdapterWeights | None, urgent: bool = False) -> Future[None]:
+    def staged(version: Version, weights: AdapterWeights | None = None, **how: bool) -> Future[AdapterRef]:
         if weights is not None:
             made.weights[version.ref] = _copied(weights)
-        return stage(version, weights, urgent)
+        return stage(version, weights, **how)
 
     def kept(group: Sequence[Trajectory]) -> str:
         made.drawn.extend(group)

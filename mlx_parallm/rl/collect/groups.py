@@ -137,6 +137,11 @@ class VersionHistory:
         self._ever.add(ref)
         self._announced = ref
 
+    def retract(self) -> AdapterRef | None:
+        """Takes the announcement of a version back that was not appended, and returns the version, if there is one."""
+        ref, self._announced = self._announced, None
+        return ref
+
     def append(self, ref: AdapterRef) -> None:
         self._ever.add(ref)
         self._positions = {**self._positions, ref: len(self._positions)}

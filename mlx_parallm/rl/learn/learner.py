@@ -83,9 +83,9 @@ class Learner:
                 await self._device.run(lambda: self.trainer.abandon(policy))
             raise
 
-    async def state(self, name: str) -> PolicyState:
+    def state(self, name: str) -> PolicyState:
         """The current policy by reference. Nothing is copied; its memory is in use while the state is referenced."""
-        return await self._device.run(lambda: self._policies[name].state)
+        return self._policies[name].state
 
     async def snapshot(self, state: PolicyState | PolicySnapshot) -> PolicySnapshot:
         """A copy in host memory, made in parts; requests and updates continue between them."""
