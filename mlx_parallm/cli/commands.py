@@ -1,30 +1,35 @@
-"""The commands of `mlx_parallm` apart from `serve` and `train`. Each takes the parsed arguments and returns its exit
-status; those that talk to a running server raise the errors that `Client` lists."""
+"""The commands of `mlx_parallm`, apart from `serve` and `train`.
+
+Each takes the parsed arguments and returns its exit status. Those that talk to a running server raise the errors that
+`Client` lists.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shlex
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from http.client import HTTPException
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 from mlx_parallm import __version__
 from mlx_parallm.app.banner import listed
-from mlx_parallm.cli.client import Client
 from mlx_parallm.config import API_KEY_VARIABLE, human_bytes
-from mlx_parallm.errors import ModelNotFoundError
+from mlx_parallm.errors import ConfigError, ModelNotFoundError, ParaLLMError
 
+_TIMEOUT_S = 5.0
 _LOAD_TIMEOUT_S = 600.0
 """Loading an adapter reads files and waits for its turn between requests."""
+_MAX_ERROR_BYTES = 65536
 _ADAPTER_COLUMNS = ("id", "live", "residence", "rank", "targets", "bytes", "root")
-
-
-def _client(args: Namespace) -> Client:
-    return Client(args.url, args.api_key or os.environ.get(API_KEY_VARIABLE))
 
 
 # -- this machine --------------------------------------------------------------------------------
@@ -84,8 +89,8 @@ def _cached_models() -> list[tuple[str, int, str]]:
 
 def ps(args: Namespace) -> int:
     """Prints the models, adapters, sequences and memory of a running server."""
-    client = _client(args)
-    models, adapters, state = (client.get(path) for path in ("/v1/models", "/v1/adapters", "/debug/state"))
+    client = Client(args)
+    models, adapters, state = (client.ask(path) for path in ("/v1/models", "/v1/adapters", "/debug/state"))
     with client.reading():
         text = _server_summary(client.base, models, adapters, state["engine"])
     print(text)
@@ -111,8 +116,8 @@ def _server_summary(
 
 def list_adapters(args: Namespace) -> int:
     """Prints the adapters of a running server, its route and its slots."""
-    client = _client(args)
-    answer = client.get("/v1/adapters")
+    client = Client(args)
+    answer = client.ask("/v1/adapters")
     with client.reading():
         text = _adapters_text(answer)
     print(text)
@@ -123,9 +128,9 @@ def load_adapter(args: Namespace) -> int:
     """Loads an adapter into a running server. A path that exists on this machine is sent as an absolute path."""
     local = Path(args.path).expanduser()
     path = str(local.resolve()) if local.exists() else args.path
-    client = _client(args)
+    client = Client(args)
     body = {"lora_name": args.name, "lora_path": path, "load_inplace": args.replace}
-    answer = client.post("/v1/load_lora_adapter", body, _LOAD_TIMEOUT_S)
+    answer = client.ask("/v1/load_lora_adapter", body, _LOAD_TIMEOUT_S)
     with client.reading():
         text = f"{answer['lora_name']}@{answer['version']} is live"
     print(text)
@@ -134,8 +139,8 @@ def load_adapter(args: Namespace) -> int:
 
 def unload_adapter(args: Namespace) -> int:
     """Removes every version of a name, or one version, from a running server."""
-    client = _client(args)
-    answer = client.post("/v1/unload_lora_adapter", {"lora_name": args.name})
+    client = Client(args)
+    answer = client.ask("/v1/unload_lora_adapter", {"lora_name": args.name})
     with client.reading():
         text = f"unloaded {', '.join(answer['unloaded'])}"
     print(text)
@@ -181,3 +186,64 @@ def convert_adapter(args: Namespace) -> int:
     convert(args.model_path, args.adapter, args.output, args.format)
     print(f"wrote {args.output} in the format of {args.format}")
     return 0
+
+
+# -- the HTTP client of the commands above -------------------------------------------------------
+
+
+class Client:
+    """A running server, at `args.url` with or without /v1.
+
+    Raises:
+        ConfigError: the URL is not an http address, or the server refuses the API key or the Host header.
+        ParaLLMError: nothing answers there, another kind of server answers, or the server refuses the request; in the
+            last case the message is the server's own.
+    """
+
+    def __init__(self, args: Namespace) -> None:
+        self.base = args.url.rstrip("/").removesuffix("/v1")
+        if not self.base.startswith(("http://", "https://")):
+            raise ConfigError(f"--url: must start with http:// or https://, got {args.url!r}")
+        api_key = args.api_key or os.environ.get(API_KEY_VARIABLE)
+        self._headers = {"Content-Type": "application/json"}
+        self._headers |= {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+    def ask(self, path: str, body: Mapping[str, object] | None = None, timeout_s: float = _TIMEOUT_S) -> Any:
+        """The decoded JSON answer to a GET without a body, or to a POST with one."""
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            with urlopen(Request(self.base + path, data, self._headers), timeout=timeout_s) as response, self.reading():
+                return json.load(response)
+        except HTTPError as error:
+            with error:
+                raise self._refusal(error) from error
+        except TimeoutError as error:
+            raise ParaLLMError(f"{self.base} did not answer within {timeout_s:g} s") from error
+        except (OSError, HTTPException) as error:
+            start = "start one with `mlx_parallm serve`, or pass --url"
+            raise ParaLLMError(f"no server answers at {self.base}: {start}") from error
+        except ValueError as error:  # the error's text may contain the key
+            raise ConfigError("--url or --api-key: it cannot be part of an HTTP request") from error
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Wraps code that reads an answer: a missing field, or one of another type, means that it is another server."""
+        try:
+            yield
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise ParaLLMError(f"{self.base} answers, but not as MLX ParaLLM {__version__} does") from error
+
+    def _refusal(self, error: HTTPError) -> ParaLLMError:
+        if error.code == 401:
+            return ConfigError(f"{self.base} requires its API key: pass --api-key or set {API_KEY_VARIABLE}")
+        message = _message(error) or f"{error.url} answered with status {error.code}"
+        return ConfigError(message) if error.code == 403 else ParaLLMError(message)
+
+
+def _message(error: HTTPError) -> str | None:
+    """The message in an error body of OpenAI's form; None if the body has another form."""
+    try:
+        message = json.loads(error.read(_MAX_ERROR_BYTES))["error"]["message"]
+    except (OSError, HTTPException, LookupError, TypeError, ValueError):
+        return None
+    return message if isinstance(message, str) and message.strip() else None

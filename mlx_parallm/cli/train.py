@@ -6,19 +6,15 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mlx_parallm.cli.flags import add_flags, settings
-from mlx_parallm.cli.train_files import UpdateLog, draw_curves
-from mlx_parallm.cli.train_view import RichTrainView, summary
+from mlx_parallm.cli.train_view import RichTrainView, UpdateLog, draw_curves, summary
 from mlx_parallm.config import Config, Mode, Resolved, Setting, render, resolve
 from mlx_parallm.core import UpdateReport
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.extras import PLOTS
-
-if TYPE_CHECKING:  # imports MLX
-    from mlx_parallm.app.train import TrainOptions, TrainView
 
 _FIXED = {
     "server.mode": Setting(Mode.TRAINING_ONLY.value, "mlx_parallm_train"),
@@ -79,14 +75,21 @@ def run(args: argparse.Namespace) -> int:
         print(render(resolved), end="")
         return 0
     environment = _check_required(args, resolved.config)
-    _check_writable(args.plot)
+    if args.plot.is_dir() or not os.access(args.plot.parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"--plot: {args.plot} cannot be written: name a file in a folder that is there and writable")
     if not PLOTS.installed:
         print(f"WARNING: no curves will be drawn: {PLOTS.missing}", file=sys.stderr)
-    from mlx_parallm.app.train import TrainOptions
+    from mlx_parallm.app import train as training
 
-    options = TrainOptions(environment, args.steps, args.group_size, args.prompts_per_step)
-    with UpdateLog(args.log) as log:
-        return _train(resolved.config, options, log, args.plot)
+    options = training.TrainOptions(environment, args.steps, args.group_size, args.prompts_per_step)
+    with closing(UpdateLog(args.log)) as log:
+        view = _RecordingView(options.steps, log)
+        try:
+            with view:
+                return training.run(resolved.config, options, view)
+        finally:  # a run that fails or is interrupted has curves too
+            if view.reports:
+                _finish(view, environment, log.path, args.plot)
 
 
 def _resolve(args: argparse.Namespace) -> Resolved:
@@ -108,69 +111,44 @@ def _check_required(args: argparse.Namespace, config: Config) -> str:
     return environment
 
 
-def _check_writable(plot: Path) -> None:
-    """Raises ConfigError before hours of training, not after, if the plot cannot be written."""
-    if plot.is_dir() or not os.access(plot.parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"--plot: {plot} cannot be written: name a file in a folder that is there and writable")
-
-
-def _train(config: Config, options: TrainOptions, log: UpdateLog, plot: Path) -> int:
-    """Runs the training. The curves are drawn even if the run fails or is interrupted."""
-    from mlx_parallm.app.train import run as run_training
-
-    view = RichTrainView(options.steps)
-    recorder = _Recorder(view, log)
-    try:
-        with view:
-            return run_training(config, options, recorder)
-    finally:
-        if recorder.reports:
-            _finish(recorder, options.environment, log.path, plot)
-
-
-def _finish(recorder: _Recorder, title: str, log: Path, plot: Path) -> None:
-    print(summary(recorder.reports))
-    if "checkpoints" in recorder.facts:
-        print(f"checkpoints in {recorder.facts['checkpoints']}")
+def _finish(view: _RecordingView, title: str, log: Path, plot: Path) -> None:
+    print(summary(view.reports))
+    if "checkpoints" in view.facts:
+        print(f"checkpoints in {view.facts['checkpoints']}")
     print(f"updates in {log}")
     if not PLOTS.installed:
         return
     try:
-        draw_curves(recorder.reports, plot, title)
+        draw_curves(view.reports, plot, title)
     except OSError as error:
         print(f"WARNING: {plot} could not be written: {error.strerror}", file=sys.stderr)
     else:
         print(f"curves in {plot}")
 
 
-class _Recorder:
-    """Implements `app.train.TrainView`: passes everything to another view, and keeps the updates in memory and in the
-    log."""
+class _RecordingView(RichTrainView):
+    """A RichTrainView that also keeps the updates in memory and writes them to the log."""
 
-    def __init__(self, view: TrainView, log: UpdateLog) -> None:
-        self._view = view
+    def __init__(self, steps: int, log: UpdateLog) -> None:
+        super().__init__(steps)
         self._log = log
         self.reports: list[UpdateReport] = []
         self.facts: Mapping[str, str] = {}
-        self._steps_before = 0
         self._failures: list[str] = []
 
     def started(self, facts: Mapping[str, str], steps_done: int) -> None:
-        self.facts, self._steps_before = facts, steps_done
-        self._view.started(facts, steps_done)
-
-    def rollout(self, done: int, wanted: int) -> None:
-        self._view.rollout(done, wanted)
+        super().started(facts, steps_done)
+        self.facts = facts
 
     def task_failed(self, reason: str) -> None:
+        super().task_failed(reason)
         self._failures.append(reason)
-        self._view.task_failed(reason)
 
     def updated(self, report: UpdateReport) -> None:
+        super().updated(report)
         self.reports.append(report)
-        self._log.write(self._steps_before + len(self.reports), report, self._failures)
+        self._log.write(self.steps_done, report, self._failures)
         self._failures = []
-        self._view.updated(report)
 
 
 def _at_least(least: int) -> Callable[[str], int]:

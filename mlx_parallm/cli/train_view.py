@@ -1,15 +1,24 @@
-"""A training run on the screen: a table with a line for each update, and progress bars on a terminal."""
+"""Shows and records a training run: a table with progress bars, a JSONL file of its updates, and a PNG of curves."""
 
 from __future__ import annotations
 
+import io
+import json
+import logging
+import math
 import sys
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
-from typing import Self, TextIO
+from typing import Any, Self, TextIO
 
 from mlx_parallm.core import UpdateReport
+from mlx_parallm.errors import ConfigError
+
+_log = logging.getLogger(__name__)
 
 _MISSING = "-"
 _GAP = "  "
@@ -53,7 +62,7 @@ class RichTrainView:
         self._progress = Progress(*columns, console=self._console, disable=not self._console.is_terminal)
         self._updates = self._progress.add_task("updates", total=steps)
         self._rollout = self._progress.add_task("rollout", total=None)
-        self._steps_done = 0
+        self.steps_done = 0
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -65,7 +74,7 @@ class RichTrainView:
         self._progress.stop()
 
     def started(self, facts: Mapping[str, str], steps_done: int) -> None:
-        self._steps_done = steps_done
+        self.steps_done = steps_done
         self._progress.update(self._updates, completed=steps_done)
         width = max(map(len, facts), default=0)
         for name, fact in facts.items():
@@ -83,10 +92,10 @@ class RichTrainView:
         self._print(f"FAILED {reason}", "red")
 
     def updated(self, report: UpdateReport) -> None:
-        self._steps_done += 1
+        self.steps_done += 1
         style = {"held": "yellow", "skipped": "yellow"}.get(report.status, "")
-        self._print(line(self._steps_done, self._steps, report), style)
-        self._progress.update(self._updates, completed=self._steps_done)
+        self._print(line(self.steps_done, self._steps, report), style)
+        self._progress.update(self._updates, completed=self.steps_done)
 
     def _print(self, text: str, style: str = "") -> None:
         from rich.text import Text
@@ -140,3 +149,116 @@ def _result(report: UpdateReport) -> str:
     result = str(report.adapter) if _is_live(report) else report.status
     reason = f": {report.reason}" if report.reason else ""
     return f"{result}{reason}" + (f", {report.checkpoint}" if report.checkpoint else "")
+
+
+# -- the log of updates --------------------------------------------------------------------------
+
+
+class UpdateLog:
+    """A JSONL file to which updates are appended, each in one write.
+
+    If the disk refuses a line, the log ends with a warning and the run continues.
+
+    Raises:
+        ConfigError: the file cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._file = path.open("ab", buffering=0)
+        except OSError as error:
+            raise ConfigError(f"--log: {path} cannot be written: {error.strerror}") from error
+
+    def close(self) -> None:
+        self._file.close()
+
+    def write(self, step: int, report: UpdateReport, failures: Sequence[str]) -> None:
+        """Appends one line: the metrics by name (null if not finite), and the fields below.
+
+        Args:
+            step: counts the updates of the run; the field `optimizer_step` counts those of the adapter.
+            failures: the reasons of the tasks of this step that failed.
+        """
+        if self._file.closed:
+            return
+        adapter = report.adapter
+        fields = {
+            "at": round(time.time(), 3),
+            **{name: value if math.isfinite(value) else None for name, value in report.metrics.items()},
+            "step": step,
+            "optimizer_step": report.step,
+            "status": report.status,
+            "reason": report.reason,
+            "adapter": adapter.name if adapter else None,
+            "version": adapter.version if adapter else None,
+            "checkpoint": report.checkpoint,
+            "failures": list(failures),
+        }
+        try:
+            self._file.write((json.dumps(fields) + "\n").encode())
+        except OSError as error:
+            _log.warning("%s takes no more lines: %s", self.path, error.strerror)
+            self._file.close()
+
+
+# -- curves --------------------------------------------------------------------------------------
+
+_PANELS = {
+    "loss": "loss",
+    "kl": "KL from the base (nats a token)",
+    "entropy": "entropy (nats a token)",
+    "clip_fraction": "clipped tokens (fraction)",
+    "tokens_per_second": "tokens drawn a second",
+}
+_MAX_MARKERS = 60
+"""Curves with more points are drawn as a line without markers."""
+
+
+def draw_curves(reports: Sequence[UpdateReport], path: Path, title: str) -> None:
+    """Writes the PNG, whole or not at all. A metric that a report lacks is a gap in its curve.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    from mlx_parallm.adapters.checkpoints.atomic import replace_file
+
+    buffer = io.BytesIO()
+    _figure(reports, title).savefig(buffer, format="png", dpi=120)
+    replace_file(path, buffer.getvalue())
+
+
+def _figure(reports: Sequence[UpdateReport], title: str) -> Any:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 6.5), layout="constrained")
+    FigureCanvasAgg(figure)  # opens no window, and shares no state with other figures
+    reward, *others = figure.subplots(2, 3).flat
+    figure.suptitle(title)
+    _draw_reward(reward, reports)
+    for axes, (metric, label) in zip(others, _PANELS.items(), strict=True):
+        _draw(axes, reports, metric, label)
+    return figure
+
+
+def _draw(axes: Any, reports: Sequence[UpdateReport], metric: str, label: str) -> None:
+    marker = "." if len(reports) <= _MAX_MARKERS else ""
+    axes.plot(range(1, len(reports) + 1), _series(reports, metric), marker=marker, linewidth=1.2)
+    axes.set_title(label, fontsize="medium")
+    axes.set_xlabel("step")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.grid(alpha=0.3)
+
+
+def _draw_reward(axes: Any, reports: Sequence[UpdateReport]) -> None:
+    """The mean reward, with a band of one standard deviation on each side."""
+    _draw(axes, reports, "reward_mean", "reward (mean ± standard deviation)")
+    means, deviations = _series(reports, "reward_mean"), _series(reports, "reward_std")
+    low, high = zip(*((mean - part, mean + part) for mean, part in zip(means, deviations, strict=True)), strict=True)
+    axes.fill_between(range(1, len(reports) + 1), low, high, alpha=0.2, linewidth=0)
+
+
+def _series(reports: Sequence[UpdateReport], metric: str) -> list[float]:
+    """One number for each report; NaN if it has none."""
+    return [report.metrics.get(metric, math.nan) for report in reports]

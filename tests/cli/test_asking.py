@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_parallm.cli import client
+from mlx_parallm.cli import commands
 from mlx_parallm.cli.main import main
 
 STATE = {"engine": {"running": 3, "waiting": 1, "kv_bytes_held": 2**20, "kv_bytes_budget": 2**30}}
@@ -179,6 +179,6 @@ def test_a_server_that_does_not_answer_in_time_is_not_called_absent(server, monk
     def silent(request, timeout):
         raise TimeoutError
 
-    monkeypatch.setattr(client, "urlopen", silent)
+    monkeypatch.setattr(commands, "urlopen", silent)
     assert main(["adapters", "list", "--url", server.url]) == 1
     assert capsys.readouterr().err == f"error: {server.url} did not answer within 5 s\n"

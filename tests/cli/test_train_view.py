@@ -6,8 +6,7 @@ import re
 
 import pytest
 
-from mlx_parallm.cli.train_files import _figure, draw_curves
-from mlx_parallm.cli.train_view import RichTrainView, heading, line, summary
+from mlx_parallm.cli.train_view import RichTrainView, _figure, draw_curves, heading, line, summary
 from mlx_parallm.core import AdapterRef, UpdateReport
 
 FULL = {
