@@ -145,7 +145,7 @@ class Recorder:
 
     def __init__(self, policy: Policy) -> None:
         self.params, self.scale, self.state = policy.params, policy.scale, policy.state
-        self.nbytes, self.gradient_nbytes = policy.nbytes, policy.gradient_nbytes
+        self.nbytes, self.parameters = policy.nbytes, policy.parameters
         self.seen: dict[str, np.ndarray] = {}
 
     def stepped(self, gradients, scale=1.0):

@@ -204,8 +204,7 @@ def test_kl_to_the_base_is_an_unbiased_estimate_however_the_update_is_split() ->
     of_sample = {id(s): kl([pair]) for s, pair in zip(drawn, pairs, strict=True)}
 
     def estimate(step: int) -> float:
-        update = Update(policy, UpdateBatch(tuple(drawn)))
-        update.start(1)
+        update = Update(policy, UpdateBatch(tuple(drawn)), 1)
         policy.restore(replace(policy.state, step=step))
         picked = update.sampled_batches()
         assert len(picked) == 6

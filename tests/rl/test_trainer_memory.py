@@ -18,6 +18,7 @@ from mlx_parallm.errors import StepFailedError
 from mlx_parallm.rl.events import UpdateOutcome
 from mlx_parallm.rl.learn.pacing import Pacer
 from mlx_parallm.rl.learn.trainer import GRPOTrainer
+from mlx_parallm.rl.learn.update import Update
 from mlx_parallm.rl.objectives.batches import UpdateBatch
 
 WIDE = changed(LORA, lora_rank=64, lora_target_modules=ModelConfig().lora_target_modules)
@@ -49,11 +50,12 @@ def test_a_micro_step_adds_its_gradients_in_place(policies: int, monkeypatch: py
     monkeypatch.setattr(Pacer, "has_room", False)  # one micro-step in each unit
     trainer = large()
     trainer.pace(math.inf)  # each micro-step in one unit, however slow the machine
-    trainer._take = lambda updates: [(update, update.take(math.inf)) for update in updates]  # all in every micro-step
+    take = Update.take
+    monkeypatch.setattr(Update, "take", lambda update, _: take(update, math.inf))  # all policies in every micro-step
     futures: list[Future[UpdateOutcome]] = []
     for at in range(policies):
         policy = make_policy(trainer, moved=0.01, name=str(at))
-        assert policy.gradient_nbytes == SET
+        assert 4 * policy.parameters == SET
         futures.append(trainer.begin(policy, UpdateBatch(tuple(samples(4, groups=1)))))
     mx.eval([policy.params for policy in trainer._policies.values()])
     before = active()
@@ -120,7 +122,7 @@ def test_activations_grow_with_the_micro_step() -> None:
     def working(micro_batch_tokens: int) -> int:
         trainer = large(changed(LARGE, micro_batch_tokens=micro_batch_tokens), LORA)
         learn(trainer, make_policy(trainer), samples(40))
-        return trainer._memory.working
+        return max(trainer._job_bytes)
 
     assert working(1000) > 3 * working(1)
 

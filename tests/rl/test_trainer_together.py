@@ -151,9 +151,11 @@ def test_a_micro_step_of_several_keeps_to_the_size(monkeypatch: pytest.MonkeyPat
     """And however they are combined, each is split as it would be alone."""
     trainer, model = make_trainer(changed(SETTINGS, micro_batch_tokens=80), measure_kl=False)
     seen, sizes = passes(trainer, monkeypatch), []
-    add_up = trainer._stages
+    micro_step = trainer._micro_step
     monkeypatch.setattr(
-        trainer, "_stages", lambda parts: (sizes.append(sum(part.size for _, part in parts)), add_up(parts))[1]
+        trainer,
+        "_micro_step",
+        lambda parts: (sizes.append(sum(part.size for part in parts.values())), micro_step(parts))[1],
     )
     jobs = trio(trainer, model)
     for _, policy, drawn in jobs:
@@ -185,13 +187,13 @@ def test_device_time_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, model = make_trainer(ROOM)
     now, outcomes = [0.0], Outcomes()
     monkeypatch.setattr("mlx_parallm.rl.learn.trainer.time.monotonic", lambda: now[0])
-    inner = trainer._stages
+    inner = trainer._forwards.gradients
 
-    def slow(parts):
+    def slow(inputs):
         now[0] += 1.0
-        return inner(parts)
+        return inner(inputs)
 
-    monkeypatch.setattr(trainer, "_stages", slow)
+    monkeypatch.setattr(trainer._forwards, "gradients", slow)
     for name, policy, drawn in trio(trainer, model)[:2]:
         outcomes.begin(trainer, policy, drawn, name)
     finish(trainer)
@@ -289,7 +291,7 @@ def test_samples_that_cannot_be_packed_cost_their_update(monkeypatch: pytest.Mon
     trainer, _ = make_trainer(ROOM)
     policy, outcomes = make_policy(trainer), Outcomes()
     outcomes.begin(trainer, policy, samples(), "bad")
-    failing(trainer, monkeypatch, trainer._queue[0], "start")
+    failing(trainer, monkeypatch, trainer._queue[0], "take")
     fall(trainer)
     assert isinstance(outcomes.of("bad"), StepFailedError)
     assert not trainer.waits()

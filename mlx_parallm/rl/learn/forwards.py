@@ -16,6 +16,7 @@ from itertools import accumulate, chain, pairwise
 from typing import cast
 
 import mlx.core as mx
+from mlx.utils import tree_map
 
 from mlx_parallm.batch.rowwise import exp, row_sum
 from mlx_parallm.config import OldLogprobs, ResolvedLoss
@@ -36,19 +37,23 @@ _BLOCK = 256
 
 @dataclass(frozen=True, slots=True)
 class MicroStepInput:
-    """One policy's part of a micro-step: its micro-batch, its LoRA factors, and the totals of its update."""
+    """One policy's part of a micro-step: its micro-batch and its LoRA factors, and the totals and the gradients so far
+    of its update."""
 
     batch: MicroBatch
     params: Params
     scale: float
     denominators: Denominators
+    gradients: Params | None
 
 
 @dataclass(frozen=True, slots=True)
 class MicroStepResult:
     """The result of a micro-step for the update of one policy.
 
-    `logprobs`: of the completion tokens under the policy before the update, fp32 [N].
+    logprobs: of the completion tokens under the policy before the update, fp32 [N].
+    gradients: those of the input, and those of this micro-step added to them. MLX adds in place if nothing else refers
+        to those of the input.
     """
 
     loss: mx.array
@@ -59,7 +64,7 @@ class MicroStepResult:
 
 @dataclass(frozen=True, slots=True)
 class MicroStep:
-    """`results`: one for each input, in order. `stages`: everything that is computed before the gradients."""
+    """`results`: one for each input, in order. `stages`: they compute the results."""
 
     results: list[MicroStepResult]
     stages: list[Stage]
@@ -104,11 +109,20 @@ class TrainingForwards:
         (_, (forward, losses)), gradients = mx.value_and_grad(objective)([each.params for each in inputs])
         logprobs = [mx.stop_gradient(logp) for logp, _ in forward.scores]
         results = [
-            MicroStepResult(value, stats, logp, factors)
-            for (value, stats), logp, factors in zip(losses, logprobs, gradients, strict=True)
+            MicroStepResult(value, stats, logp, new if each.gradients is None else _sum(each.gradients, new))
+            for each, (value, stats), logp, new in zip(inputs, losses, logprobs, gradients, strict=True)
         ]
         arrays = [[each.loss, each.stats.arrays(), each.logprobs] for each in results]
-        return MicroStep(results, [*stages, *forward.stages(arrays)])
+        backward = self._backward([each.gradients for each in results])
+        return MicroStep(results, [*stages, *forward.stages(arrays), *backward])
+
+    def _backward(self, gradients: Sequence[Params]) -> Iterator[Stage]:
+        """The stages of the backward pass: one for each layer with its gradients, from the top down."""
+        kind = StageKind.HEAD_BACKWARD
+        for paths in reversed(self._model.layer_paths):
+            if leaves := [leaf for each in gradients for path in paths for leaf in each.get(path, {}).values()]:
+                yield Stage(kind, leaves)
+                kind = StageKind.BACKWARD
 
     def scores(self, batches: Sequence[MicroBatch], spans: Sequence[Span] | None) -> ForwardPass:
         """The scores of all micro-batches, in one pass. `spans`: the tokens' LoRA factors; None: the base model."""
@@ -175,6 +189,10 @@ def token_scores(
     ]
     logprobs, entropies = zip(*parts, strict=True)
     return mx.concatenate(list(logprobs)), mx.concatenate(list(entropies))
+
+
+def _sum(one: Params, other: Params) -> Params:
+    return cast(Params, tree_map(mx.add, one, other))
 
 
 def _block_scores(head: Head, entropy_gradient: bool) -> Callable[..., Scores]:

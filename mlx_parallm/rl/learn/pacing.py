@@ -1,4 +1,4 @@
-"""Cutting a micro-step into units of device work that keep to a latency budget, and the memory that it takes.
+"""Cutting a micro-step into units of device work that keep to a latency budget.
 
     forward, layer by layer ─▶ head: losses ─▶ head and top layer backward ─▶ backward, layer by layer
     └────── unit ──────┘└──────── unit ────────┘└────────── unit ──────────┘└──────── unit ────────┘
@@ -11,9 +11,7 @@ size and prompts of any length can be trained beside requests.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 
@@ -27,9 +25,6 @@ _LATEST_START = 0.5
 
 _NEWEST = 0.5
 """Weight of the newest stage in the running time of its kind."""
-
-_MICRO_STEPS = 16
-"""Micro-steps whose memory is remembered."""
 
 
 class StageKind(Enum):
@@ -72,66 +67,16 @@ class Pacer:
 
     def run(self, stages: Iterable[Stage], tokens: int) -> Iterator[None]:
         """Evaluates the stages of a micro-batch of `tokens` tokens; yields whenever the next one needs a new unit."""
+        measured = self._seconds_per_token
         for stage in stages:
-            if not self._fits(stage.kind, tokens):
+            layer = measured.get(StageKind.FORWARD, 0.0)
+            expected = tokens * measured.get(stage.kind, stage.kind.value * layer)
+            ends = time.monotonic() - self._began + expected
+            if not self._empty and ends > _TARGET * self.budget:
                 yield
             started = time.monotonic()
             mx.eval(stage.arrays)
-            self._observe(stage.kind, (time.monotonic() - started) / tokens)
+            seconds = (time.monotonic() - started) / tokens
+            before = measured.get(stage.kind, seconds)
+            measured[stage.kind] = before + _NEWEST * (seconds - before)
             self._empty = False
-
-    def _fits(self, kind: StageKind, tokens: int) -> bool:
-        elapsed = time.monotonic() - self._began
-        return self._empty or elapsed + self._expected(kind) * tokens <= _TARGET * self.budget
-
-    def _expected(self, kind: StageKind) -> float:
-        """Seconds per token; 0 until a layer was measured."""
-        layer = self._seconds_per_token.get(StageKind.FORWARD, 0.0)
-        return self._seconds_per_token.get(kind, kind.value * layer)
-
-    def _observe(self, kind: StageKind, seconds: float) -> None:
-        known = self._seconds_per_token.get(kind)
-        self._seconds_per_token[kind] = seconds if known is None else known + _NEWEST * (seconds - known)
-
-
-class MicroStepMemory:
-    """Memory of micro-steps, in bytes. Device thread only, except `peak`. Measuring resets MLX's own peak counter.
-
-    Other work uses the device between the units of a micro-step, so what each unit leaves allocated is added up.
-    """
-
-    def __init__(self) -> None:
-        self._peak = 0
-        self._working: deque[int] = deque(maxlen=_MICRO_STEPS)
-        self._left = self._most = 0  # of the current micro-step: allocated after its last unit, and the most so far
-
-    @property
-    def peak(self) -> int:
-        """The most that MLX has held since the process started."""
-        return max(self._peak, mx.get_peak_memory())
-
-    @property
-    def working(self) -> int:
-        """The most that one of the last micro-steps, or the current one, held beyond what it leaves allocated."""
-        return max(self._most, *self._working, 0)
-
-    def begin(self) -> None:
-        """Starts a micro-step."""
-        self._left = self._most = 0
-
-    def end(self) -> None:
-        """Ends the micro-step, finished or given up."""
-        self._working.append(max(self._most - max(self._left, 0), 0))
-        self._most = 0
-
-    @contextmanager
-    def measured(self) -> Iterator[None]:
-        """Measures the unit of the micro-step that runs in the block."""
-        self._peak = self.peak
-        before = mx.get_active_memory()
-        mx.reset_peak_memory()
-        try:
-            yield
-        finally:
-            self._most = max(self._most, self._left + mx.get_peak_memory() - before)
-            self._left += mx.get_active_memory() - before

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 from weakref import WeakSet
@@ -101,6 +102,7 @@ class Policy:
         state: the policy now.
         states: all its states that something holds: the current one, and earlier ones to go back to or to save.
         nbytes: size of one state.
+        parameters: number of trained values.
 
     Args:
         lora: rank, alpha and target modules of the factors.
@@ -122,7 +124,14 @@ class Policy:
     ) -> None:
         self._layout = layout
         self._lora = lora
-        self._config = optimizer
+        self._new_optimizer = partial(
+            AdamW,
+            learning_rate=_learning_rate(optimizer),
+            betas=[optimizer.beta1, optimizer.beta2],
+            eps=optimizer.eps,
+            weight_decay=optimizer.weight_decay,
+            bias_correction=True,
+        )
         self._seed = seed
         self.scale = lora.lora_alpha / lora.lora_rank
         self.state: PolicyState
@@ -131,6 +140,7 @@ class Policy:
         if start is not None:
             self.restore(start)
         self.nbytes = sum(int(leaf.nbytes) for _, leaf in tree_flatten([self.params, self.state.optimizer]))
+        self.parameters = sum(pair["a"].size + pair["b"].size for pair in self.params.values())
 
     @property
     def params(self) -> Params:
@@ -142,26 +152,16 @@ class Policy:
         """Number of trained arrays."""
         return 2 * len(self.params)
 
-    @property
-    def parameters(self) -> int:
-        """Number of trained values."""
-        return sum(pair["a"].size + pair["b"].size for pair in self.params.values())
-
-    @property
-    def gradient_nbytes(self) -> int:
-        """Size of one set of float32 gradients."""
-        return 4 * self.parameters
-
     def weights(self) -> AdapterWeights:
         """The current factors, as MLX arrays."""
-        return AdapterWeights({path: LoRAPair(p["a"], p["b"], self.scale) for path, p in self.params.items()})
+        return AdapterWeights({path: LoRAPair(p["a"], p["b"], self.scale) for path, p in self.state.params.items()})
 
     # -- states ----------------------------------------------------------------------------------
 
     def stepped(self, gradients: Params, scale: float = 1.0) -> PolicyState:
         """The state after one optimizer step, multiplied by `scale`; the policy itself stays as it is. The optimizer's
         state gets the unscaled gradients."""
-        before, optimizer = self.state, _adamw(self._config)
+        before, optimizer = self.state, self._new_optimizer()
         optimizer.state = tree_map(lambda leaf: leaf, before.optimizer)  # the step replaces leaves in this tree
         params = optimizer.apply_gradients(gradients, before.params)
         if scale != 1.0:
@@ -186,7 +186,7 @@ class Policy:
 
     def _fresh(self, params: Params, step: int) -> PolicyState:
         """These factors with a new optimizer."""
-        optimizer = _adamw(self._config)
+        optimizer = self._new_optimizer()
         optimizer.init(params)
         mx.eval(params, optimizer.state)
         return PolicyState(params, optimizer.state, self.scale, step)
@@ -237,16 +237,6 @@ def _new_factors(layout: AdapterLayout, lora: ModelConfig, seed: int) -> dict[st
         a = random.uniform(-bound, bound, (spec.in_features, lora.lora_rank)).astype(np.float32)
         params[spec.path] = {"a": mx.array(a), "b": mx.zeros((lora.lora_rank, spec.out_features), mx.float32)}
     return params
-
-
-def _adamw(config: OptimizerConfig) -> AdamW:
-    return AdamW(
-        learning_rate=_learning_rate(config),
-        betas=[config.beta1, config.beta2],
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        bias_correction=True,
-    )
 
 
 def _learning_rate(config: OptimizerConfig) -> float | Callable[[mx.array], mx.array]:

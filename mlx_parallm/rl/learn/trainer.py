@@ -3,28 +3,38 @@
     begin(policy, batch) ─▶ micro-step ─▶ micro-step ─▶ … ─▶ clip, AdamW, check ─▶ outcome
                             forward, backward, gradients added up
 
-A micro-step is cut into units that keep to a latency budget (see `pacing`). Updates of one policy follow each other.
-Updates of different policies share micro-steps: each micro-step takes a batch of samples of the oldest update, and one
-of every other update whose batch still fits.
+The trainer works on one job after another: a micro-step, or the end of an update. A job is a generator that yields
+when the rest of it needs a new unit (see `pacing`). Updates of one policy follow each other. Updates of different
+policies share micro-steps: each micro-step takes a batch of samples of the oldest update, and one of every other update
+whose batch still fits.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import cast
+
+import mlx.core as mx
 
 from mlx_parallm.config import ModelConfig, ResolvedTraining
+from mlx_parallm.errors import StepFailedError
 from mlx_parallm.rl.events import UpdateOutcome
 from mlx_parallm.rl.learn.forwards import MicroStepInput, TrainingForwards
 from mlx_parallm.rl.learn.model import Span, TrainableModel
-from mlx_parallm.rl.learn.pacing import MicroStepMemory, Pacer, Stage, StageKind
+from mlx_parallm.rl.learn.pacing import Pacer, Stage
 from mlx_parallm.rl.learn.packing import SampleBatch, pack
-from mlx_parallm.rl.learn.policy import Policy, PolicySnapshot
+from mlx_parallm.rl.learn.policy import Policy, PolicySnapshot, PolicyState
 from mlx_parallm.rl.learn.update import Update
 from mlx_parallm.rl.objectives.batches import UpdateBatch
 from mlx_parallm.rl.objectives.losses import k3
+
+_MEASURED_JOBS = 16
+"""Jobs whose memory is remembered."""
 
 
 class GRPOTrainer:
@@ -43,14 +53,13 @@ class GRPOTrainer:
         self.config = config
         self.lora = lora
         self._measure_kl = measure_kl
-        self._update_bytes = 0
         self._forwards = TrainingForwards(model, config.loss)
         self._pacer = Pacer()
-        self._memory = MicroStepMemory()
         self._policies: dict[str, Policy] = {}
         self._queue: list[Update] = []
-        self._job: Iterator[None] | None = None
-        self._job_updates: dict[Update, int] = {}  # the updates that the job works on, and their parts of it in tokens
+        self._job: _Job | None = None
+        self._job_bytes = deque([0], maxlen=_MEASURED_JOBS)
+        self._peak_bytes = 0
 
     # -- policies --------------------------------------------------------------------------------
 
@@ -65,32 +74,30 @@ class GRPOTrainer:
 
         The future raises StepFailedError if the update failed or was abandoned; the policy is as before then.
         """
-        update = Update(policy, batch)
+        update = Update(policy, batch, self.config.micro_batch_tokens)
         self._queue.append(update)
-        self._count_bytes()
         return update.future
 
     def abandon(self, policy: Policy) -> None:
         """Fails the updates of this policy, and those that share the current micro-step with one of them."""
-        if any(update.policy is policy for update in self._job_updates):
+        if self._job is not None and any(update.policy is policy for update in self._job.tokens):
             self.reset()
-        abandoned = [update for update in self._queue if update.policy is policy]
-        self._queue = [update for update in self._queue if update.policy is not policy]
-        self._count_bytes()
-        for update in abandoned:
-            update.fail()
+        self._fail([update for update in self._queue if update.policy is policy])
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of all states of policies that something holds, and while updates wait, of gradients and the
-        activations of a micro-step."""
-        states = sum(policy.nbytes * len(policy.states) for policy in self._policies.values())
-        return states + self._update_bytes
+        """Bytes of all states of policies that something holds, and while updates wait, of gradients and of the arrays
+        that a micro-step needs beside them, as far as that was measured."""
+        held = sum(policy.nbytes * len(policy.states) for policy in self._policies.values())
+        if self._queue:
+            held += 4 * sum(policy.parameters for policy in {update.policy for update in self._queue})
+            held += max(*self._job_bytes, self._job.most_bytes if self._job else 0)
+        return held
 
     @property
     def peak_bytes(self) -> int:
-        """The peak of MLX's memory since start. MLX's own counter is reset whenever a unit of training is measured."""
-        return self._memory.peak
+        """The most that MLX has held since the process started. Running a job resets MLX's own counter."""
+        return max(self._peak_bytes, mx.get_peak_memory())
 
     # -- device work -----------------------------------------------------------------------------
 
@@ -102,118 +109,84 @@ class GRPOTrainer:
         self._pacer.budget = seconds
 
     def advance(self) -> None:
-        """Runs one unit: a part of a micro-step or of the end of an update, and more of them if there is time. It ends
-        when an update is finished, because its outcome is waited for."""
+        """Runs one unit: a part of a job, or several short jobs. It ends when an update is finished, because its
+        outcome is waited for."""
         self._pacer.begin()
-        finished = self._run_part()
-        while not finished and self._job is None and self._queue and self._pacer.has_room:
-            finished = self._run_part()
-        outcomes = [(update, update.outcome()) for update in finished]
-        for update in finished:
-            self._queue.remove(update)
-            update.apply()
-        self._count_bytes()
-        for update, outcome in outcomes:
-            update.future.set_result(outcome)
+        more = True
+        while more:
+            self._peak_bytes = self.peak_bytes
+            job = self._job = self._job or self._next_job()
+            done = job.run()
+            if done and job.finishes is not None:
+                self._complete(job.finishes)
+            elif done:
+                self._forget_job()
+            more = done and job.finishes is None and self._pacer.has_room
 
-    def _run_part(self) -> list[Update]:
-        """Runs the next part of the current job, or of a new one. Returns the updates that are finished."""
-        started = time.monotonic()
-        if self._job is None:
-            self._memory.begin()
-            self._job = self._next_job()
-        with self._memory.measured():
-            ended = next(self._job, self) is self
-        self._share_time(time.monotonic() - started)
-        finished = [update for update in self._job_updates if ended and update.finished]
-        if ended:
-            self._end_job()
-        return finished
+    def _complete(self, update: Update) -> None:
+        """Moves the policy to the state after the step, and completes the future. Nothing may fail once the update has
+        left the queue."""
+        outcome = update.outcome()
+        self._forget_job()
+        self._queue.remove(update)
+        if update.after is not None:
+            update.policy.restore(update.after)
+        update.future.set_result(outcome)
 
     def reset(self) -> None:
-        """Fails the updates that the failed unit worked on. Their policies are as before."""
-        failed = [update for update in self._queue if update in self._job_updates or update.finished]
-        failed = failed or self._queue[:1]
-        self._end_job()
-        for update in failed:
-            self._queue.remove(update)
-        self._count_bytes()
-        for update in failed:
-            update.fail()
+        """Fails the updates of the job that failed. Their policies are as before."""
+        failed = list(self._job.tokens) if self._job else self._queue[:1]
+        self._forget_job()
+        self._fail(failed)
 
-    def _next_job(self) -> Iterator[None]:
-        """The end of an update whose micro-steps are all done, or a micro-step."""
-        updates = self._started_updates()
-        done = next((update for update in updates if not update.pending), None)
-        return self._micro_step(updates) if done is None else self._conclude(done)
+    def _forget_job(self) -> None:
+        if self._job is not None:
+            self._job_bytes.append(self._job.most_bytes - max(self._job.kept_bytes, 0))
+        self._job = None
 
-    def _started_updates(self) -> list[Update]:
-        """The oldest update of each policy, in order of arrival. Starts those that are not started."""
+    def _fail(self, updates: Sequence[Update]) -> None:
+        self._queue = [update for update in self._queue if update not in updates]
+        for update in updates:
+            update.future.set_exception(StepFailedError("the update failed on the device; the policy is as before"))
+
+    # -- jobs ------------------------------------------------------------------------------------
+
+    def _next_job(self) -> _Job:
+        """The end of an update whose micro-steps are all done, or else a micro-step with a batch of samples of the
+        oldest update, and one of the oldest update of every other policy as long as they fit."""
         oldest: dict[Policy, Update] = {}
         for update in self._queue:
             oldest.setdefault(update.policy, update)
         for update in oldest.values():
-            if not update.started:
-                self._job_updates = {update: 1}  # if it cannot be started, only this one fails
-                update.start(self.config.micro_batch_tokens)
-        return list(oldest.values())
-
-    def _end_job(self) -> None:
-        self._job, self._job_updates = None, {}
-        self._memory.end()
-
-    def _share_time(self, seconds: float) -> None:
-        """Divides the time of a part among the updates that it worked on."""
-        whole = sum(self._job_updates.values())
-        for update, tokens in self._job_updates.items():
-            update.device_seconds += seconds * tokens / whole
-
-    def _count_bytes(self) -> None:
-        training = {update.policy for update in self._queue}
-        gradients = sum(policy.gradient_nbytes for policy in training)
-        self._update_bytes = gradients + self._memory.working if training else 0
-
-    # -- micro-steps -----------------------------------------------------------------------------
-
-    def _micro_step(self, updates: Sequence[Update]) -> Iterator[None]:
-        parts = self._take(updates)
-        self._job_updates = {update: batch.size for update, batch in parts}
-        yield from self._pacer.run(self._stages(parts), sum(self._job_updates.values()))
-
-    def _take(self, updates: Sequence[Update]) -> list[tuple[Update, SampleBatch]]:
-        """One batch of samples of the oldest update, and one of each other update as long as they fit."""
+            if not update.pending:
+                return _Job({update: 1}, self._conclude(update), finishes=update)
         room: float = self.config.micro_batch_tokens
-        parts: list[tuple[Update, SampleBatch]] = []
-        for update in updates:
-            batch = update.take(room if parts else math.inf)
+        batches: dict[Update, SampleBatch] = {}
+        for update in oldest.values():
+            batch = update.take(room if batches else math.inf)
             if batch is not None:
-                parts.append((update, batch))
+                batches[update] = batch
                 room -= batch.size
-        return parts
+        sizes = {update: batch.size for update, batch in batches.items()}
+        return _Job(sizes, self._pacer.run(self._micro_step(batches), sum(sizes.values())))
 
-    def _stages(self, parts: Sequence[tuple[Update, SampleBatch]]) -> list[Stage]:
-        """The stages of forward and backward pass, and of adding up the gradients. After this, only the updates refer
-        to the gradients, so that MLX adds in place."""
-        inputs = [
-            MicroStepInput(
-                pack(batch), update.policy.params, update.policy.scale, update.totals.for_rows(batch.samples)
-            )
-            for update, batch in parts
-        ]
-        micro_step = self._forwards.gradients(inputs)
-        for (update, batch), result in zip(parts, micro_step.results, strict=True):
+    def _micro_step(self, batches: Mapping[Update, SampleBatch]) -> Iterator[Stage]:
+        """The stages of a micro-step, which adds the gradients of each batch to those of its update."""
+        micro_step = self._forwards.gradients(
+            [
+                MicroStepInput(
+                    pack(batch),
+                    update.policy.params,
+                    update.policy.scale,
+                    update.totals.for_rows(batch.samples),
+                    update.gradients,
+                )
+                for update, batch in batches.items()
+            ]
+        )
+        for (update, batch), result in zip(batches.items(), micro_step.results, strict=True):
             update.add(batch, result)
-        return [*micro_step.stages, *self._backward([update for update, _ in parts])]
-
-    def _backward(self, updates: Sequence[Update]) -> Iterator[Stage]:
-        """The stages of the backward pass: one for each layer with its gradients, from the top down."""
-        kind = StageKind.HEAD_BACKWARD
-        for paths in reversed(self.model.layer_paths):
-            if leaves := [leaf for update in updates for leaf in update.gradients(paths)]:
-                yield Stage(kind, leaves)
-                kind = StageKind.BACKWARD
-
-    # -- the end of an update --------------------------------------------------------------------
+        yield from micro_step.stages
 
     def _conclude(self, update: Update) -> Iterator[None]:
         """KL from the base model if it is to be reported, the optimizer step, and the KL of the step if it is bounded.
@@ -221,33 +194,58 @@ class GRPOTrainer:
         The step comes as late as possible, because the new version waits for everything after it.
         """
         config = self.config
-        self._job_updates = {update: 1}
         if self._measure_kl and not config.loss.kl_coef:
             for batch in update.sampled_batches():
-                yield from self._measure_base_kl(update, batch)
+                kl = yield from self._kl(update, batch, None)
+                update.base_kls.append(kl / batch.trained_tokens)
                 yield
         update.step(config.optimizer.max_grad_norm)
         if config.gate.kl_bound is not None and not update.skipped:
-            for batch in update.all_batches:
+            for batch in update.batches:
                 yield
-                yield from self._measure_step_kl(update, batch)
-        update.finished = True
+                kl = yield from self._kl(update, batch, update.after)
+                update.step_kls.append(kl)
 
-    def _measure_base_kl(self, update: Update, batch: SampleBatch) -> Iterator[None]:
-        """Adds the mean k3 of the policy before the step against the base model, over the tokens of one batch."""
-        forward = self._forwards.scores([pack(batch)], None)
-        kl = k3(update.logprobs[batch], forward.scores[0][0]).mean()
-        yield from self._pacer.run(forward.stages(kl), batch.size)
-        update.add_base_kl(kl)
-
-    def _measure_step_kl(self, update: Update, batch: SampleBatch) -> Iterator[None]:
-        """Adds the k3 of the policy before the step against the one after it, summed over the tokens of one batch.
+    def _kl(self, update: Update, batch: SampleBatch, other: PolicyState | None) -> Generator[None, None, float]:
+        """The k3 of the policy before the step against another state, or against the base model (None), summed over the
+        tokens of one batch.
 
         The logprobs before the step are those of the micro-step, so it does not matter which version drew the tokens.
         """
-        assert update.after is not None
         packed = pack(batch)
-        forward = self._forwards.scores([packed], [Span(packed.tokens.size, update.after.params, update.policy.scale)])
+        spans = None if other is None else [Span(packed.tokens.size, other.params, other.scale)]
+        forward = self._forwards.scores([packed], spans)
         kl = k3(update.logprobs[batch], forward.scores[0][0]).sum()
         yield from self._pacer.run(forward.stages(kl), batch.size)
-        update.add_step_kl(kl)
+        return cast(float, kl.item())
+
+
+@dataclass(slots=True)
+class _Job:
+    """A micro-step, or the end of an update, and the memory that it has taken so far.
+
+    tokens: the tokens of each update that it works on. The updates share its device time in these proportions.
+    parts: each step of the iterator runs one part, within one unit.
+    finishes: the update that is finished after it, if any.
+    kept_bytes: what its parts have left allocated. most_bytes: the most that was allocated for it at one time. Other
+        work uses the device between the parts, so what each of them allocates is added up.
+    """
+
+    tokens: Mapping[Update, int]
+    parts: Iterator[None]
+    finishes: Update | None = None
+    kept_bytes: int = 0
+    most_bytes: int = 0
+
+    def run(self) -> bool:
+        """Runs the next part, and measures its time and its memory. Returns whether it was the last one."""
+        started, before = time.monotonic(), mx.get_active_memory()
+        mx.reset_peak_memory()
+        try:
+            return next(self.parts, self) is self
+        finally:
+            self.most_bytes = max(self.most_bytes, self.kept_bytes + mx.get_peak_memory() - before)
+            self.kept_bytes += mx.get_active_memory() - before
+            seconds_per_token = (time.monotonic() - started) / sum(self.tokens.values())
+            for update, tokens in self.tokens.items():
+                update.device_seconds += tokens * seconds_per_token

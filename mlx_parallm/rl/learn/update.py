@@ -2,8 +2,8 @@
 
 sample batches ─▶ gradients, losses, statistics ─▶ clip, AdamW, check ─▶ (KL of the step) ─▶ outcome
 
-The policy is left alone until `apply`, the last thing that happens. So an update that fails, is skipped or is abandoned
-needs no undoing.
+The policy is left alone until the update is finished. So an update that fails, is skipped or is abandoned needs no
+undoing.
 """
 
 from __future__ import annotations
@@ -13,17 +13,13 @@ import math
 import random
 import time
 from bisect import bisect
-from collections import deque
-from collections.abc import Sequence
 from concurrent.futures import Future
-from functools import partial
 from itertools import accumulate
 from typing import cast
 
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 
-from mlx_parallm.errors import StepFailedError
 from mlx_parallm.rl.events import UpdateOutcome
 from mlx_parallm.rl.learn.forwards import MicroStepResult
 from mlx_parallm.rl.learn.model import Params
@@ -44,70 +40,72 @@ class Update:
     The split depends on this update alone, whatever other updates share its micro-steps.
 
     Attributes:
-        pending: sample batches that no micro-step has taken yet. `all_batches`: all of them.
+        batches: all sample batches. `pending`: those that no micro-step has taken yet.
+        gradients: their sum so far; None before the first micro-step and after the optimizer step.
         logprobs: of each batch's completion tokens under the policy before the step, fp32 [N].
-        after: the policy after the optimizer step; None before the step, and if it was skipped.
+        after: the state of the policy after the optimizer step. None: the step was not made yet, or was skipped.
         skipped: why the step was skipped, or "".
-        finished: nothing is left to do but to `apply` it.
+        base_kls: mean KL of each sampled batch between the policy before the step and the base model.
+        step_kls: KL of each batch between the policy before and after the step, summed over its tokens.
         device_seconds: its share of the time of the units that worked on it.
         future: completed by the trainer, with the outcome or StepFailedError.
+
+    Args:
+        max_tokens: of a batch, unless it is a single sample.
     """
 
-    def __init__(self, policy: Policy, batch: UpdateBatch) -> None:
+    def __init__(self, policy: Policy, batch: UpdateBatch, max_tokens: int) -> None:
         self.policy = policy
         self.totals = UpdateTotals.of(batch.samples)
-        self.pending: deque[SampleBatch] = deque()
-        self.all_batches: tuple[SampleBatch, ...] = ()
+        self.batches = tuple(split_samples(batch.samples, max_tokens))
+        self.pending = list(self.batches)
+        self.gradients: Params | None = None
         self.logprobs: dict[SampleBatch, mx.array] = {}
         self.after: PolicyState | None = None
         self.skipped = ""
-        self.started = self.finished = False
+        self.base_kls: list[float] = []
+        self.step_kls: list[float] = []
         self.device_seconds = 0.0
         self.future: Future[UpdateOutcome] = Future()
         self._batch = batch
         self._began = time.monotonic()
-        self._gradients: Params | None = None
         self._losses: list[mx.array] = []
         self._stats: list[LossStats] = []
-        self._grad_norm = 0.0
-        self._step_kl: float | None = None
-        self._base_kls: list[float] = []
-
-    # -- micro-steps -----------------------------------------------------------------------------
-
-    def start(self, max_tokens: int) -> None:
-        """Splits the samples into batches of at most `max_tokens`."""
-        self.all_batches = tuple(split_samples(self._batch.samples, max_tokens))
-        self.pending.extend(self.all_batches)
-        self.started = True
+        self._loss = self._grad_norm = 0.0
 
     def take(self, max_tokens: float) -> SampleBatch | None:
         """The next pending batch of at most `max_tokens`."""
-        for at, batch in enumerate(self.pending):
+        for batch in self.pending:
             if batch.size <= max_tokens:
-                del self.pending[at]
+                self.pending.remove(batch)
                 return batch
         return None
 
     def add(self, batch: SampleBatch, result: MicroStepResult) -> None:
-        """Adds up the gradients of a batch, lazily. MLX adds in place if the caller keeps no reference to them."""
-        add_up = partial(tree_map, mx.add)
-        self._gradients = result.gradients if self._gradients is None else add_up(self._gradients, result.gradients)
+        """Takes over the result of a micro-step, which is lazy still."""
+        self.gradients = result.gradients
+        self.logprobs[batch] = result.logprobs
         self._losses.append(result.loss)
         self._stats.append(result.stats)
-        self.logprobs[batch] = result.logprobs
 
-    def gradients(self, paths: Sequence[str]) -> list[mx.array]:
-        """The sums so far for the linears at these paths; they may be lazy."""
-        assert self._gradients is not None
-        return [leaf for path in paths for leaf in self._gradients.get(path, {}).values()]
+    def sampled_batches(self) -> list[SampleBatch]:
+        """A quarter of the batches, at least one, drawn so that the mean of their means is an unbiased estimate of the
+        mean over all tokens.
 
-    # -- the optimizer step ----------------------------------------------------------------------
+        Systematic sampling with probability proportional to size (Madow 1949): evenly spaced tokens are picked from a
+        random first one, and each brings its batch, which may come twice. The number of the policy's step is the seed,
+        so that a replayed update picks the same batches.
+        """
+        ends = list(accumulate(batch.trained_tokens for batch in self.batches))
+        picks = math.ceil(len(ends) / _KL_SAMPLING)
+        start = random.Random(self.policy.state.step).random()
+        return [self.batches[bisect(ends, (start + at) / picks * ends[-1])] for at in range(picks)]
 
     def step(self, max_grad_norm: float) -> None:
         """Computes `after` from the clipped gradients. If anything is not finite, sets `skipped` instead."""
-        assert self._gradients is not None
-        self._grad_norm = _norm(self._gradients)
+        assert self.gradients is not None
+        self._loss = sum(map(_number, self._losses))
+        self._grad_norm = _number(_norm(self.gradients))
         if not math.isfinite(self._loss):
             self.skipped = "loss_not_finite"
         elif not math.isfinite(self._grad_norm):
@@ -123,7 +121,7 @@ class Update:
 
     def _clipped(self, max_grad_norm: float) -> Params:
         """The gradients of the whole batch that was asked for, in which samples without a signal have none."""
-        gradients, self._gradients = self._gradients, None
+        gradients, self.gradients = self.gradients, None
         scale = self._batch.step_scale
         norm = scale * self._grad_norm
         if norm > max_grad_norm:
@@ -132,48 +130,14 @@ class Update:
             return cast(Params, gradients)
         return cast(Params, tree_map(lambda leaf: leaf * scale, gradients))
 
-    def apply(self) -> None:
-        """Moves the policy to `after`."""
-        if self.after is not None:
-            self.policy.restore(self.after)
-
-    # -- KL divergences --------------------------------------------------------------------------
-
-    def add_step_kl(self, kl: mx.array) -> None:
-        """Adds the KL of one batch between the policy before and after the step, summed over its tokens."""
-        self._step_kl = (self._step_kl or 0.0) + _number(kl)
-
-    def add_base_kl(self, kl: mx.array) -> None:
-        """Adds the mean KL of one sampled batch between the policy before the step and the base model."""
-        self._base_kls.append(_number(kl))
-
-    def sampled_batches(self) -> list[SampleBatch]:
-        """A quarter of the batches, at least one, drawn so that the mean of their means is an unbiased estimate of the
-        mean over all tokens.
-
-        Systematic sampling with probability proportional to size (Madow 1949): evenly spaced tokens are picked from a
-        random first one, and each brings its batch, which may come twice. The number of the policy's step is the seed,
-        so that a replayed update picks the same batches.
-        """
-        ends = list(accumulate(batch.trained_tokens for batch in self.all_batches))
-        picks = math.ceil(len(ends) / _KL_SAMPLING)
-        start = random.Random(self.policy.state.step).random()
-        return [self.all_batches[bisect(ends, (start + at) / picks * ends[-1])] for at in range(picks)]
-
-    # -- the end ---------------------------------------------------------------------------------
-
-    @property
-    def _loss(self) -> float:
-        return sum(_number(loss) for loss in self._losses)
-
     def outcome(self) -> UpdateOutcome:
         """The outcome of a finished update."""
         after = self.after or self.policy.state
         metrics = {**self._batch.metrics, **means(self._stats), "loss": self._loss, "grad_norm": self._grad_norm}
-        if self._step_kl is not None:
-            metrics["kl_step"] = self._step_kl / self.totals.tokens
-        if self._base_kls:
-            metrics["kl"] = sum(self._base_kls) / len(self._base_kls)
+        if self.step_kls:
+            metrics["kl_step"] = sum(self.step_kls) / self.totals.tokens
+        if self.base_kls:
+            metrics["kl"] = sum(self.base_kls) / len(self.base_kls)
         metrics["learning_rate"] = after.learning_rate
         metrics["step_scale"] = self._batch.step_scale
         metrics["tokens"] = float(self.totals.tokens)
@@ -181,14 +145,9 @@ class Update:
         metrics["device_seconds"] = self.device_seconds
         return UpdateOutcome(after.step, self.skipped, metrics)
 
-    def fail(self) -> None:
-        """Completes the future of an update that failed or was abandoned. The policy is as before."""
-        self.future.set_exception(StepFailedError("the update failed on the device; the policy is as before"))
 
-
-def _norm(gradients: Params) -> float:
-    leaves = [leaf for _, leaf in tree_flatten(gradients)]
-    return _number(mx.sqrt(sum((leaf.square().sum() for leaf in leaves), mx.array(0.0))))
+def _norm(gradients: Params) -> mx.array:
+    return mx.sqrt(sum((leaf.square().sum() for _, leaf in tree_flatten(gradients)), mx.array(0.0)))
 
 
 def _all_finite(params: Params) -> bool:
