@@ -86,14 +86,19 @@ class AdapterRegistry:
             UnknownModelError: there is no such version.
         """
         with self._lock:
-            if (version := self._find(selector)) is not None:
-                return version
-            live = sorted(adapter for adapter, name in self._names.items() if name.live)
-        names = [name[:_MAX_LISTED_CHARACTERS] for name in (*self._model_names, BASE_ADAPTER.name, *live)]
-        listed, others = ", ".join(names[:_MAX_LISTED]), len(names) - _MAX_LISTED
-        more = f" and {others} more" if others > 0 else ""
-        raise UnknownModelError(
-            f"No model or adapter is called {selector[:100]!r}; there are {listed}{more}: see GET /v1/models."
+            version = self._find(selector)
+            if version is None:
+                raise self._unknown(selector)
+        return version
+
+    def _unknown(self, selector: str) -> UnknownModelError:
+        """The error about a selector that means nothing. It lists known names, in text of bounded length."""
+        names = [*self._model_names, BASE_ADAPTER.name, *sorted(name for name, its in self._names.items() if its.live)]
+        others = len(names) - _MAX_LISTED
+        listed = ", ".join(name[:_MAX_LISTED_CHARACTERS] for name in names[:_MAX_LISTED])
+        listed += f" and {others} more" if others > 0 else ""
+        return UnknownModelError(
+            f"No model or adapter is called {selector[:100]!r}; there are {listed}: see GET /v1/models."
         )
 
     def version(self, ref: AdapterRef) -> Version | None:
@@ -107,17 +112,19 @@ class AdapterRegistry:
 
     @contextmanager
     def lease(self, selector: str | None) -> Iterator[Version]:
-        """The version that `selector` means, or if it is None, one that is drawn from the route. The version is not
-        deleted while the block runs.
+        """The version that `selector` means. If it is None, a selector is drawn from the route, whose shares are the
+        probabilities. The version is not deleted while the block runs.
 
         Raises:
             UnknownModelError: there is no such version.
         """
         with self._lock:
             if selector is None:
-                route = self.route()
-                (selector,) = random.choices(list(route), list(route.values()))
-            version = self.find(selector)
+                route = self._routes[-1]
+                selector = random.choices(list(route), list(route.values()))[0]
+            version = self._find(selector)
+            if version is None:
+                raise self._unknown(selector)
             version.leases += 1
         try:
             yield version

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import tokenizers
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_parallm.errors import ContextLengthError
+
 # -- a codec for many threads --------------------------------------------------------------------
 
 _SAMPLES = ("", "Hello, world!", "  two  spaces\n\n\tand 123 ", "naïve café 日本語 👨‍👩‍👧", "<s></s><|im_end|>")
@@ -185,14 +187,19 @@ class LengthBound:
     spaces: bool = True
     dropped: bytes = b""
 
-    def min_tokens(self, text: str) -> int:
-        """The bound: `text` has this number of tokens or more."""
+    def check(self, text: str, at_most: int) -> None:
+        """Raises ContextLengthError if `text` must have more than `at_most` tokens."""
         counted = text if self.spaces else "".join(text.split())
         characters = len(counted)
         if self.dropped:
             raw = counted.encode("utf-8", "surrogatepass")
             characters -= len(raw) - len(raw.translate(None, self.dropped))
-        return -(-characters // self.per_token)
+        tokens = -(-characters // self.per_token)
+        if tokens > at_most:
+            raise ContextLengthError(
+                f"The prompt has {len(text)} characters, which are at least {tokens} tokens; "
+                f"this model's context is {at_most} tokens. Shorten the prompt."
+            )
 
 
 def length_bound_of(wrapped: TokenizerWrapper) -> LengthBound | None:

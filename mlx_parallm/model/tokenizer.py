@@ -9,7 +9,7 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_parallm.core import Reasoning, ToolFormat
-from mlx_parallm.errors import ContextLengthError, InvalidRequestError
+from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.model.control_text import ControlText
 from mlx_parallm.model.hf_tokenizer import FastCodec, codec_of, length_bound_of, token_bytes_of
 from mlx_parallm.model.tools.formats import tool_format_of
@@ -54,7 +54,8 @@ class Tokenizer:
         Raises:
             ContextLengthError: the text is so long that it has more than `at_most` tokens. It is not encoded then.
         """
-        self._check_length(text, at_most)
+        if self._length_bound is not None and at_most is not None:
+            self._length_bound.check(text, at_most)
         return self._codec.encode(text, add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
@@ -96,18 +97,9 @@ class Tokenizer:
             ids = self.encode(text, add_special_tokens=False, at_most=at_most)
             return control.encode(text, {}) if control is not None and control.misread(ids, text) else ids
         text = self._render(guarded.messages, add_generation_prompt, guarded.variables)
-        self._check_length(text, at_most)
+        if self._length_bound is not None and at_most is not None:
+            self._length_bound.check(text, at_most)
         return control.encode(text, guarded.stand_ins)
-
-    def _check_length(self, text: str, at_most: int | None) -> None:
-        if at_most is None or self._length_bound is None:
-            return
-        tokens = self._length_bound.min_tokens(text)
-        if tokens > at_most:
-            raise ContextLengthError(
-                f"The prompt has {len(text)} characters, which are at least {tokens} tokens; "
-                f"this model's context is {at_most} tokens. Shorten the prompt."
-            )
 
     def _render(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, variables: Mapping[str, Any]

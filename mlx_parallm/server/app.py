@@ -43,6 +43,9 @@ ROUTES = (
     ops,
 )
 
+GENERIC_NAME = "base-model"
+"""A name of the served model on every server."""
+
 
 def create_app(
     engine: EngineClient,
@@ -73,6 +76,7 @@ def create_app(
         ResponseStore(),
         Workers(config.body_timeout),
         started_at=int(time.time()),
+        model_names=frozenset({*card.names, GENERIC_NAME}),
     )
     for routes in ROUTES:
         app.include_router(routes.router)

@@ -36,7 +36,7 @@ from mlx_parallm.errors import (
     UnknownModelError,
     UnknownTrajectoryError,
 )
-from mlx_parallm.server.api.fields import ErrorBody, ErrorDetail
+from mlx_parallm.server.api.fields import WireOutput
 from mlx_parallm.server.http.request_log import record_of
 
 RETRY_AFTER_S = 1
@@ -138,6 +138,26 @@ HTTP_MESSAGES: Mapping[int, tuple[str, str]] = {
 }
 
 
+class ErrorDetail(WireOutput):
+    """The error itself."""
+
+    message: str
+    """What is wrong and what to change."""
+    type: str
+    """`invalid_request_error`, `rate_limit_error` or `server_error`."""
+    param: str | None
+    """The field at fault."""
+    code: str | None
+    """The error code, for programs; null for a malformed field."""
+
+
+class ErrorBody(WireOutput):
+    """The body of every answer that is not a success."""
+
+    error: ErrorDetail
+    """What went wrong."""
+
+
 def rule_of(kind: type[Exception]) -> ErrorRule:
     """The rule of the class, or of its nearest ancestor that has one."""
     return next(RULES[ancestor] for ancestor in kind.__mro__ if ancestor in RULES)
@@ -191,7 +211,7 @@ def unexpected_response(error: Exception) -> ErrorResponse:
 
 
 def install_handlers(app: FastAPI, routes: Sequence[Route]) -> None:
-    """Turns the project's exceptions and routing failures into error bodies. `RequestLogMiddleware` answers all other
+    """Turns the project's exceptions and routing failures into error bodies. `EntryMiddleware` answers all other
     exceptions. `routes`: all routes of the app."""
     for kind in (RequestError, EngineError):
         app.add_exception_handler(kind, _answer)

@@ -6,11 +6,11 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import ExitStack, aclosing, asynccontextmanager
 from functools import partial
 from typing import cast
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -24,16 +24,16 @@ from mlx_parallm.core import (
     RequestFinished,
     SequenceOutput,
 )
-from mlx_parallm.errors import EngineError, ParaLLMError
-from mlx_parallm.server.api.answer import AnswerWriter, adapter_of
+from mlx_parallm.errors import EngineDeadError, EngineError, ParaLLMError
+from mlx_parallm.server.api.answer import AnswerWriter
 from mlx_parallm.server.api.fields import WireOutput
 from mlx_parallm.server.api.generation_fields import GenerationBody
 from mlx_parallm.server.errors import code_of
-from mlx_parallm.server.http.request_log import LORA_ADAPTER, RequestRecord, record_of
+from mlx_parallm.server.http.request_log import RequestRecord, record_of
 from mlx_parallm.server.http.workers import client_of
 from mlx_parallm.server.lifecycle import while_connected
 from mlx_parallm.server.metrics import RequestObserver
-from mlx_parallm.server.planning import select_adapter
+from mlx_parallm.server.planning import adapter_named_by, select_adapter
 from mlx_parallm.server.services import Services
 
 log = logging.getLogger(__name__)
@@ -111,48 +111,61 @@ class GenerationResponse(Response):
         self._prompts = prompts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        record, services = record_of(scope), self._services
-        selector = select_adapter(self._body, services.model_names)
-        sequences = services.check_sequences(self._prompts, self._body.n)
+        """
+        Raises:
+            DrainingError, InferenceDisabledError, AsleepError, EngineDeadError: see `Services.check_open`.
+            OverloadedError: the queue is full.
+            UnknownModelError: the adapter's name is unknown; there is no fallback to the base model.
+            other errors of a request that cannot be prepared, or that fails before the status line is sent.
+        """
+        services, body, record = self._services, self._body, record_of(scope)
+        selector = select_adapter(body, services.model_names)
+        sequences = services.check_sequences(self._prompts, body.n)
         record.set_model(selector.name or services.card.name)
-        async with services.admit(sequences, selector) as adapter:
-            writer = await self._prepared(scope, adapter)
+        services.check_open()
+        if not services.engine.stats().alive:
+            raise EngineDeadError("the device thread is not running")
+        with services.gate.reserve(sequences), ExitStack() as lease:
+            name = selector.name if selector.folder is None else await services.load_folder(selector.folder)
+            with adapter_named_by(selector.param, name):
+                adapter = lease.enter_context(services.adapters.lease(name))
+            collection = await self._collection(scope, adapter) if body.collect_trajectory else None
+            prepare = partial(self._prepare, adapter, collection)
+            if body.compiles:
+                writer = await services.workers.compile(client_of(scope), prepare)
+            else:
+                writer = await services.workers.run(scope["state"]["body_bytes"], prepare)
             record.set_request(writer.request)
-            send_answer = self._send_events if self._body.stream else self._send_whole
             try:
-                await send_answer(writer, scope, receive, send)
+                await (self._send_events if body.stream else self._send_whole)(writer, scope, receive, send)
             except ClientDisconnect:
                 record.disconnected = True
                 services.metrics.client_disconnects.inc()
 
-    async def _prepared(self, scope: Scope, adapter: AdapterRef) -> AnswerWriter:
-        body, workers, client = self._body, self._services.workers, client_of(scope)
-        collection = None
-        if body.collect_trajectory:
-            collection = CollectionSpec(body.scoring_function, body.metadata or {}, client)
-            training = self._services.require_training("collect_trajectory")
-            collection = await training.check(collection, adapter)
-        prepare = partial(self._prepare, adapter, collection)
-        if body.compiles:
-            return await workers.compile(client, prepare)
-        return await workers.run(Request(scope).state.body_bytes, prepare)
+    async def _collection(self, scope: Scope, adapter: AdapterRef) -> CollectionSpec:
+        body = self._body
+        collection = CollectionSpec(body.scoring_function, body.metadata or {}, client_of(scope))
+        return await self._services.require_training("collect_trajectory").check(collection, adapter)
 
     async def _send_whole(self, writer: AnswerWriter, scope: Scope, receive: Receive, send: Send) -> None:
-        work = self._all_events(writer.request, record_of(scope))
-        events = await while_connected(work, receive, self._services.lifecycle.expired)
-        body = await self._services.workers.run(_answer_bytes(events), partial(_json, writer, events))
-        await Response(body, headers=_headers(writer.request), media_type="application/json")(scope, receive, send)
-
-    async def _all_events(self, request: GenerationRequest, record: RequestRecord) -> list[Event]:
-        async with aclosing(generate(self._services, request, record)) as events:
-            return [event async for event in events]
+        services, record = self._services, record_of(scope)
+        async with while_connected(receive, services.lifecycle.expired):
+            events = [event async for event in generate(services, writer.request, record)]
+        body = await services.workers.run(_answer_bytes(events), partial(_json, writer, events))
+        await Response(body, headers=record.adapter_header, media_type="application/json")(scope, receive, send)
 
     async def _send_events(self, writer: AnswerWriter, scope: Scope, receive: Receive, send: Send) -> None:
-        record = record_of(scope)
-        stream = EventStream(send, _headers(writer.request))
+        services, record = self._services, record_of(scope)
+        stream = EventStream(send, record.adapter_header)
         async with stream.opened():
             try:
-                await while_connected(self._relay(writer, stream, record), receive, self._services.lifecycle.expired)
+                async with while_connected(receive, services.lifecycle.expired):
+                    for chunk in writer.opening_chunks():
+                        await _send_chunk(stream, chunk)
+                    async with aclosing(generate(services, writer.request, record)) as events:
+                        async for event in events:
+                            for chunk in writer.chunks(event):
+                                await _send_chunk(stream, chunk)
             except ClientDisconnect:
                 raise
             except Exception as error:  # the status line has been sent, so the stream has to carry the error
@@ -161,14 +174,6 @@ class GenerationResponse(Response):
                 record.error = code_of(error)
                 await _send_chunk(stream, writer.failed(error))
             await stream.end(writer.ENDS_WITH_DONE)
-
-    async def _relay(self, writer: AnswerWriter, stream: EventStream, record: RequestRecord) -> None:
-        for chunk in writer.opening_chunks():
-            await _send_chunk(stream, chunk)
-        async with aclosing(generate(self._services, writer.request, record)) as events:
-            async for event in events:
-                for chunk in writer.chunks(event):
-                    await _send_chunk(stream, chunk)
 
 
 async def generate(
@@ -180,7 +185,8 @@ async def generate(
     Raises:
         the error of a RequestFailed, or EngineError if the engine ended without a terminal event.
     """
-    with RequestObserver(services.metrics, request) as observer:
+    served = services.metrics.adapters.served(request.adapter)
+    with RequestObserver(services.metrics, served, request.sequences) as observer:
         events = services.engine.generate(request)
         if request.collection is not None:
             events = services.require_training().collect(request, events)
@@ -216,8 +222,3 @@ def _logprobs_in(event: Event) -> int:
 
 async def _send_chunk(stream: EventStream, chunk: WireOutput) -> None:
     await stream.event(chunk.json_text(), chunk.event_name)
-
-
-def _headers(request: GenerationRequest) -> dict[str, str]:
-    adapter = adapter_of(request)
-    return {} if adapter is None else {LORA_ADAPTER: adapter}

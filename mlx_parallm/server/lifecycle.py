@@ -6,8 +6,8 @@ serving → draining (requests under way may finish) → expired (they are ended
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect
@@ -124,30 +124,38 @@ class SleepSwitch:
         await self._engine.sleep(free_adapters)
 
 
-async def while_connected(work: Coroutine[Any, Any, T], receive: Receive, stop: asyncio.Event) -> T:
-    """Returns the result of `work`, which is cancelled if the client disconnects or `stop` is set first.
-
-    `work` has ended, its cleanup included, when this returns. The request's body must have been read before.
+@asynccontextmanager
+async def while_connected(receive: Receive, stop: asyncio.Event) -> AsyncIterator[None]:
+    """Cancels the block when the client disconnects or `stop` is set. The request's body must have been read before.
 
     Raises:
         ClientDisconnect: the client closed the connection.
         DrainingError: `stop` was set.
     """
-    task = asyncio.create_task(work)
-    disconnect = asyncio.create_task(_disconnected(receive))
-    stopped = asyncio.create_task(stop.wait())
-    tasks = (task, disconnect, stopped)
+    causes: list[Exception] = []
+
+    async def disconnected() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        cancel(ClientDisconnect())
+
+    async def stopped() -> None:
+        await stop.wait()
+        cancel(DrainingError("draining"))
+
+    def cancel(cause: Exception) -> None:
+        causes.append(cause)
+        block.reschedule(0)  # a time in the past
+
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientDisconnect if disconnect.done() else DrainingError("draining")
-    finally:
-        for waiting in tasks:
-            waiting.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+        async with asyncio.timeout(None) as block:
+            watchers = [asyncio.create_task(watch()) for watch in (disconnected, stopped)]
+            try:
+                yield
+            finally:
+                for watcher in watchers:
+                    watcher.cancel()
+    except TimeoutError:
+        if block.expired():
+            raise causes[0] from None
+        raise

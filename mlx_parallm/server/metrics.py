@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
@@ -17,14 +18,19 @@ from mlx_parallm.core import (
     AdapterClient,
     EngineClient,
     Event,
-    GenerationRequest,
     RequestFinished,
     SequenceOutput,
     TrainingClient,
 )
 from mlx_parallm.errors import AbortedError
 from mlx_parallm.server.lifecycle import SequenceGate
-from mlx_parallm.server.metrics_collectors import PREFIX, AdapterCollector, EngineCollector, TrainingCollector
+from mlx_parallm.server.metrics_collectors import (
+    PREFIX,
+    AdapterCollector,
+    EngineCollector,
+    ServedCounts,
+    TrainingCollector,
+)
 
 REQUEST_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0, 300.0)
 TOKEN_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.75, 1.5, 3.0, 10.0)
@@ -71,25 +77,29 @@ class ServerMetrics:
         return Counter(PREFIX + name, about, labels, registry=self.registry)
 
 
+@dataclass(slots=True)
 class RequestObserver:
     """Counts one request from its events, in a `with` block. Sequences that have not finished when the block ends count
-    as aborted or failed."""
+    as aborted or failed.
 
-    def __init__(self, metrics: ServerMetrics, request: GenerationRequest) -> None:
-        self._metrics = metrics
-        self._served = metrics.adapters.served(request.adapter)
-        self._unfinished = request.sequences
-        self._last_token_at: dict[int, float] = {}
+    `served` are the counts of the request's adapter version. `unfinished` is the number of its sequences that have not
+    finished, at first all. `last_token_at` has the time (`time.monotonic`) of each sequence's last token.
+    """
+
+    metrics: ServerMetrics
+    served: ServedCounts
+    unfinished: int
+    last_token_at: dict[int, float] = field(default_factory=dict)
 
     def __enter__(self) -> Self:
-        self._served.requests += 1
+        self.served.requests += 1
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         aborted = kind is not None and issubclass(kind, (asyncio.CancelledError, GeneratorExit, AbortedError))
-        self._metrics.finished.labels("abort" if aborted else "error").inc(self._unfinished)
+        self.metrics.finished.labels("abort" if aborted else "error").inc(self.unfinished)
 
     def observe(self, event: Event) -> None:
         if isinstance(event, SequenceOutput):
@@ -100,21 +110,21 @@ class RequestObserver:
     def _observe_output(self, output: SequenceOutput) -> None:
         if output.token_ids:
             now = time.monotonic()
-            if (before := self._last_token_at.get(output.index)) is not None:
-                self._metrics.inter_token.observe((now - before) / len(output.token_ids))
-            self._last_token_at[output.index] = now
-            self._served.generation_tokens += len(output.token_ids)
+            if (before := self.last_token_at.get(output.index)) is not None:
+                self.metrics.inter_token.observe((now - before) / len(output.token_ids))
+            self.last_token_at[output.index] = now
+            self.served.generation_tokens += len(output.token_ids)
         if output.finish_reason:
-            self._unfinished -= 1
-            self._metrics.finished.labels(output.finish_reason.value).inc()
+            self.unfinished -= 1
+            self.metrics.finished.labels(output.finish_reason.value).inc()
 
     def _observe_end(self, end: RequestFinished) -> None:
-        self._served.finished += 1
-        self._served.latency_s += end.finished_at - end.arrived_at
-        self._served.prompt_tokens += end.prompt_tokens
-        self._metrics.e2e.observe(end.finished_at - end.arrived_at)
-        self._metrics.queued.observe(end.started_at - end.arrived_at)
+        self.served.finished += 1
+        self.served.latency_s += end.finished_at - end.arrived_at
+        self.served.prompt_tokens += end.prompt_tokens
+        self.metrics.e2e.observe(end.finished_at - end.arrived_at)
+        self.metrics.queued.observe(end.started_at - end.arrived_at)
         if end.completion_tokens:
-            self._metrics.ttft.observe(end.first_token_at - end.arrived_at)
-        self._metrics.prefix_queries.inc(end.prompt_tokens)
-        self._metrics.prefix_hits.inc(end.cached_tokens)
+            self.metrics.ttft.observe(end.first_token_at - end.arrived_at)
+        self.metrics.prefix_queries.inc(end.prompt_tokens)
+        self.metrics.prefix_hits.inc(end.cached_tokens)

@@ -27,7 +27,6 @@ from mlx_parallm.errors import (
     TrainingDisabledError,
     UnknownModelError,
 )
-from mlx_parallm.server.api.fields import ErrorBody
 from mlx_parallm.server.errors import (
     RULES,
     ApiKeyError,
@@ -35,6 +34,7 @@ from mlx_parallm.server.errors import (
     BodyTimeoutError,
     BodyTooLargeError,
     DrainingError,
+    ErrorBody,
     ForbiddenOriginError,
     InferenceDisabledError,
     MediaTypeError,

@@ -4,7 +4,7 @@ the checks that need the model's vocabulary and context length."""
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -44,7 +44,7 @@ class AdapterSelector:
         return self.name if self.param == "adapters" and self.name and "/" in self.name else None
 
 
-def select_adapter(body: GenerationBody, model_names: Sequence[str]) -> AdapterSelector:
+def select_adapter(body: GenerationBody, model_names: Collection[str]) -> AdapterSelector:
     """The adapter that `model`, `lora_adapter` or `adapters` name. A name of the served model, in `model_names`, names
     no adapter, so `lora_adapter` may come with it.
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, cast
 
@@ -23,23 +21,24 @@ from mlx_parallm.core import (
     TextTokenizer,
     TrainingClient,
 )
-from mlx_parallm.errors import EngineDeadError, InvalidRequestError, TrainingDisabledError
+from mlx_parallm.errors import InvalidRequestError, TrainingDisabledError
 from mlx_parallm.server.api.generation_fields import MAX_SEQUENCES
 from mlx_parallm.server.api.responses.store import ResponseStore
 from mlx_parallm.server.errors import AsleepError, DrainingError, InferenceDisabledError
 from mlx_parallm.server.http.workers import Workers
 from mlx_parallm.server.lifecycle import Lifecycle, SequenceGate, SleepSwitch
 from mlx_parallm.server.metrics import ServerMetrics
-from mlx_parallm.server.planning import AdapterSelector, adapter_named_by
-
-GENERIC_NAME = "base-model"
-"""A name of the served model on every server."""
+from mlx_parallm.server.planning import adapter_named_by
 
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """The parts behind the routes. `training` is None if the server does not train. `started_at` is Unix time in
-    seconds. `schedule_lock` is held while the schedule is changed, so that each change starts from the one before."""
+    """The parts behind the routes.
+
+    `training` is None if the server does not train. `started_at` is Unix time in seconds. `model_names` are the values
+    of the field `model` that mean the served model; with them the route chooses the adapter. `schedule_lock` is held
+    while the schedule is changed, so that each change starts from the one before.
+    """
 
     engine: EngineClient
     adapters: AdapterClient
@@ -55,36 +54,8 @@ class Services:
     responses: ResponseStore
     workers: Workers
     started_at: int
+    model_names: frozenset[str]
     schedule_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-    @asynccontextmanager
-    async def admit(self, sequences: int, selector: AdapterSelector) -> AsyncIterator[AdapterRef]:
-        """Holds places in the bounded queue and the adapter version that `selector` names now. The version is not
-        removed while the block runs. An adapter's folder is loaded if it is not yet.
-
-        Raises:
-            DrainingError, InferenceDisabledError, AsleepError: see `check_open`.
-            EngineDeadError: the device thread is not running.
-            OverloadedError: the queue is full.
-            UnknownModelError: unknown name; there is no fallback to the base model.
-            InvalidRequestError: the folder cannot be loaded.
-        """
-        self.check_open()
-        if not self.engine.stats().alive:
-            raise EngineDeadError("the device thread is not running")
-        with ExitStack() as held:
-            held.enter_context(self.gate.reserve(sequences))
-            name = selector.name if selector.folder is None else await self._load_folder(selector.folder)
-            with adapter_named_by(selector.param, name):
-                adapter = held.enter_context(self.adapters.lease(name))
-            yield adapter
-
-    async def _load_folder(self, path: str) -> str:
-        """The name of the adapter in a folder, loaded. Raises InvalidRequestError, naming the field of a request."""
-        try:
-            return await self.lifecycle.run_to_end(self.adapters.load_folder(path))
-        except InvalidRequestError as error:
-            raise type(error)(str(error), param="adapters") from None
 
     def check_open(self) -> None:
         """Checks that the server takes generation requests now.
@@ -101,15 +72,21 @@ class Services:
         if self.sleep.asleep:
             raise AsleepError("asleep")
 
+    async def load_folder(self, path: str) -> str:
+        """The name of the adapter in a folder, which is loaded if it is not yet.
+
+        Raises:
+            InvalidRequestError: the folder cannot be loaded; the error names the field `adapters`.
+        """
+        try:
+            return await self.lifecycle.run_to_end(self.adapters.load_folder(path))
+        except InvalidRequestError as error:
+            raise type(error)(str(error), param="adapters") from None
+
     def find(self, selector: str, param: str) -> AdapterCard:
         """Raises UnknownModelError, naming `param`, if no adapter has that name."""
         with adapter_named_by(param, selector):
             return self.adapters.find(selector)
-
-    @property
-    def model_names(self) -> tuple[str, ...]:
-        """The names of the served model that `model` may have. With them the route chooses the adapter."""
-        return (*self.card.names, GENERIC_NAME)
 
     def routed_adapter(self) -> AdapterRef | None:
         """What requests that name no adapter get now: the version with the largest share of the route. None: the base

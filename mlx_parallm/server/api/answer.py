@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from mlx_parallm.core import (
@@ -138,63 +139,54 @@ def _joined(index: int, pieces: Sequence[ChoicePiece]) -> ChoicePiece:
     )
 
 
+@dataclass(kw_only=True, eq=False)
 class ChoiceWriter(AnswerWriter, Generic[Body]):
     """Decides when chunks are sent, and writes the fields around the choices. Subclasses write the choices.
 
-    `model` is the base model's name, which the answer has if no adapter served the request.
+    `model` is the base model's name, which the answer has if no adapter served the request. `created` is Unix time in
+    seconds.
     """
 
-    def __init__(self, body: Body, request: GenerationRequest, model: str, tokenizer: TextTokenizer) -> None:
-        self.request = request
-        self._body = body
-        self._tokenizer = tokenizer
-        self._head: dict[str, Any] = {"id": request.request_id, "created": int(time.time()), "model": model}
-        if adapter := adapter_of(request):
-            self._head |= {"model": request.adapter.name, "lora_adapter": adapter}
-        # The metadata of a collected request is for its scorer and may be long: it is not returned.
-        returned = body.metadata is not None and not body.collect_trajectory
-        self._tail: dict[str, Any] = {"metadata": body.metadata} if returned else {}
-        self._running = request.sequences
-        self._last_piece: ChoicePiece | None = None
-        self._begun: set[int] = set()
-        self._prompt_tokens = sum(len(prompt) for prompt in request.prompts)
-        self._completion_tokens = 0
+    body: Body
+    request: GenerationRequest
+    model: str
+    tokenizer: TextTokenizer
+    created: int = field(default_factory=lambda: int(time.time()))
+    _begun: set[int] = field(default_factory=set, init=False)
+    _ended: int = field(default=0, init=False)
+    _last_piece: ChoicePiece | None = field(default=None, init=False)
+    _completion_tokens: int = field(default=0, init=False)
 
     def opening_chunks(self) -> Iterator[WireOutput]:
-        return (self._chunk([piece]) for piece in self._opening_pieces())
+        return (self._chunk([piece], self._chunk_fields()) for piece in self._opening_pieces())
 
     def chunks(self, event: Event) -> Iterator[WireOutput]:
         for piece in self._pieces(event):
             self._completion_tokens += len(piece.token_ids)
-            self._running -= piece.finish_reason is not None
-            if self.request.collection is not None and self._running == 0:
+            self._ended += piece.finish_reason is not None
+            if self.request.collection is not None and self._ended == self.request.sequences:
                 self._last_piece = piece  # its chunk has the ids of the trajectories, which come with RequestFinished
             elif self._is_visible(piece):
-                yield self._chunk([piece])
+                yield self._chunk([piece], self._chunk_fields())
         if isinstance(event, RequestFinished):
             yield from self._closing_chunks(event)
 
     def _closing_chunks(self, finished: RequestFinished) -> Iterator[WireOutput]:
         if self._last_piece is not None:
-            yield self._chunk([self._last_piece], **collected_fields(self.request, finished))
-        if self._body.stream_options.include_usage:
-            yield self._chunk([], usage=_usage_of(finished))
+            yield self._chunk([self._last_piece], self._chunk_fields() | collected_fields(self.request, finished))
+        if self.body.stream_options.include_usage:
+            yield self._chunk([], self._fields() | {"usage": _usage_of(finished)})
 
     def whole(self, events: Sequence[Event]) -> WireOutput:
         finished = events[-1]
         assert isinstance(finished, RequestFinished)
         pieces: list[list[ChoicePiece]] = [[] for _ in range(self.request.sequences)]
-        for piece in self._all_pieces(events):
+        for piece in chain(self._opening_pieces(), *map(self._pieces, events)):
             pieces[piece.index].append(piece)
         choices = [_joined(index, own) for index, own in enumerate(pieces)]
         scored = {event.prompt_index: event for event in events if isinstance(event, PromptScored)}
-        self._tail |= collected_fields(self.request, finished)
-        return self._whole(choices, _usage_of(finished), scored)
-
-    def _all_pieces(self, events: Iterable[Event]) -> Iterator[ChoicePiece]:
-        yield from self._opening_pieces()
-        for event in events:
-            yield from self._pieces(event)
+        fields = {**self._fields(), "usage": _usage_of(finished), **collected_fields(self.request, finished)}
+        return self._whole(choices, scored, fields)
 
     def _opening_pieces(self) -> Iterator[ChoicePiece]:
         return iter(())
@@ -204,7 +196,7 @@ class ChoiceWriter(AnswerWriter, Generic[Body]):
             yield _piece(event)
 
     def _is_visible(self, piece: ChoicePiece) -> bool:
-        ids = self._body.return_token_ids and piece.token_ids
+        ids = self.body.return_token_ids and piece.token_ids
         return bool(piece.text or piece.scored or piece.finish_reason or ids)
 
     def _begins(self, piece: ChoicePiece) -> bool:
@@ -214,28 +206,40 @@ class ChoiceWriter(AnswerWriter, Generic[Body]):
         self._begun.add(piece.index)
         return True
 
-    def _usage_so_far(self) -> dict[str, Usage | None]:
-        """The usage field of a chunk with choices: absent, null or the counts so far, as `stream_options` asks."""
-        options = self._body.stream_options
+    def _fields(self) -> dict[str, Any]:
+        """The fields that the whole answer and every chunk have, beside `object` and `choices`."""
+        fields = {"id": self.request.request_id, "created": self.created, **served_by(self.request, self.model)}
+        # The metadata of a collected request is for its scorer and may be long: it is not returned.
+        if self.body.metadata is not None and not self.body.collect_trajectory:
+            fields["metadata"] = self.body.metadata
+        return fields
+
+    def _chunk_fields(self) -> dict[str, Any]:
+        """The fields of a chunk with choices. Its usage is absent, null or the counts so far, as `stream_options`
+        asks."""
+        options = self.body.stream_options
         if not options.include_usage:
-            return {}
+            return self._fields()
         if not options.continuous_usage_stats:
-            return {"usage": None}
-        return {"usage": _usage(self._prompt_tokens, self._completion_tokens)}
+            return self._fields() | {"usage": None}
+        return self._fields() | {"usage": _usage(sum(map(len, self.request.prompts)), self._completion_tokens)}
 
     @abstractmethod
-    def _chunk(self, pieces: Sequence[ChoicePiece], **more: Any) -> WireOutput:
-        """One event of the stream. It has one piece, or none in the last event, which has the usage. `more` are fields
-        that replace others of the same name."""
+    def _chunk(self, pieces: Sequence[ChoicePiece], fields: dict[str, Any]) -> WireOutput:
+        """One event of the stream. It has one piece, or none in the last event, which has the usage."""
 
     @abstractmethod
-    def _whole(self, choices: Sequence[ChoicePiece], usage: Usage, scored: dict[int, PromptScored]) -> WireOutput:
+    def _whole(
+        self, choices: Sequence[ChoicePiece], scored: dict[int, PromptScored], fields: dict[str, Any]
+    ) -> WireOutput:
         """The JSON body. `scored` has the prompt logprobs by the index of the prompt."""
 
 
-def adapter_of(request: GenerationRequest) -> str | None:
-    """`name@version` of the request's adapter; None for the base."""
-    return None if request.adapter == BASE_ADAPTER else str(request.adapter)
+def served_by(request: GenerationRequest, model: str) -> dict[str, Any]:
+    """The answer's fields that name the base `model`, or the adapter that served the request."""
+    if request.adapter == BASE_ADAPTER:
+        return {"model": model}
+    return {"model": request.adapter.name, "lora_adapter": str(request.adapter)}
 
 
 def collected_fields(request: GenerationRequest, finished: RequestFinished) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -10,8 +11,8 @@ from fastapi import APIRouter, Depends
 from pydantic import Field, PlainValidator, model_validator
 from starlette.responses import Response
 
-from mlx_parallm.core import AdapterRef, CollectionSpec, Event, GenerationRequest, PromptScored, TextTokenizer
-from mlx_parallm.server.api.answer import AnswerObject, ChoicePiece, ChoiceWriter, FinishReasonText, Usage, ending
+from mlx_parallm.core import AdapterRef, CollectionSpec, Event, PromptScored
+from mlx_parallm.server.api.answer import AnswerObject, ChoicePiece, ChoiceWriter, FinishReasonText, ending
 from mlx_parallm.server.api.fields import INT32_MAX, Neutral, TokenId, WireOutput, is_token_ids, refused
 from mlx_parallm.server.api.generation_fields import (
     NO_LIMIT,
@@ -158,62 +159,61 @@ def prepare(
         top_logprobs=body.logprobs,
         prompt_logprobs=max((top for top in scored if top is not None), default=None),
     )
-    return CompletionWriter(body, request, services.card.name, tokenizer)
+    echoed = body.prompt if body.echo else []
+    echoes = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in echoed]
+    return CompletionWriter(body=body, request=request, model=services.card.name, tokenizer=tokenizer, echoes=echoes)
 
 
+@dataclass(kw_only=True, eq=False)
 class CompletionWriter(ChoiceWriter[CompletionBody]):
-    """Writes texts, echoed prompts and logprobs. Made in a worker thread, because decoding echoes may take long.
+    """Writes texts, echoed prompts and logprobs.
 
     An echoed prompt is the first piece of its choices. It is sent at once, or with its logprobs if those are wanted:
     then pieces that arrive before them are held back, because another sample of the prompt may be faster.
+
+    `echoes` has each prompt as the client sent it, or the text of its token ids; it is empty without `echo`.
     """
 
-    def __init__(self, body: CompletionBody, request: GenerationRequest, model: str, tokenizer: TextTokenizer) -> None:
-        super().__init__(body, request, model, tokenizer)
-        self._echoes = [self._echo(prompt) for prompt in range(len(request.prompts))] if body.echo else []
-        self._logprobs: dict[int, CompletionLogprobsWriter] = {}
-        self._unscored = set(range(len(request.prompts))) if body.echo and body.logprobs is not None else set[int]()
-        self._held: list[ChoicePiece] = []
+    echoes: Sequence[str]
+    _logprobs: dict[int, CompletionLogprobsWriter] = field(default_factory=dict, init=False)
+    _scored: set[int] = field(default_factory=set, init=False)
+    _held: list[ChoicePiece] = field(default_factory=list, init=False)
 
     def _opening_pieces(self) -> Iterator[ChoicePiece]:
-        if self._body.echo and self._body.logprobs is None:
+        if self.body.echo and self.body.logprobs is None:
             for index in range(self.request.sequences):
-                yield ChoicePiece(index, self._echoes[self._prompt_of(index)])
-
-    def _echo(self, prompt: int) -> str:
-        """The prompt as the client sent it, or the text of its token ids."""
-        sent = self._body.prompt[prompt]
-        return sent if isinstance(sent, str) else self._tokenizer.decode(self.request.prompts[prompt])
+                yield ChoicePiece(index, self.echoes[self._prompt_of(index)])
 
     def _pieces(self, event: Event) -> Iterator[ChoicePiece]:
-        if isinstance(event, PromptScored) and event.prompt_index in self._unscored:
+        echoes_logprobs = self.body.echo and self.body.logprobs is not None
+        if echoes_logprobs and isinstance(event, PromptScored):
             yield from self._scored_echo(event)
         for piece in super()._pieces(event):
-            if self._prompt_of(piece.index) in self._unscored:
+            if echoes_logprobs and self._prompt_of(piece.index) not in self._scored:
                 self._held.append(piece)
             else:
                 yield piece
 
     def _scored_echo(self, event: PromptScored) -> Iterator[ChoicePiece]:
-        self._unscored.remove(event.prompt_index)
-        echo = self._echoes[event.prompt_index]
+        self._scored.add(event.prompt_index)
+        echo = self.echoes[event.prompt_index]
         scored = scored_prompt(self.request.prompts[event.prompt_index], event.logprobs)
         first = event.prompt_index * self.request.n
         for index in range(first, first + self.request.n):
             yield ChoicePiece(index, echo, scored=scored)
             yield from (piece for piece in self._held if piece.index == index)
 
-    def _chunk(self, pieces: Sequence[ChoicePiece], **more: Any) -> Completion:
-        choices = [self._choice(piece) for piece in pieces]
-        more = {**self._usage_so_far(), **self._tail, **more}
-        return Completion(**self._head, object="text_completion", choices=choices, **more)
+    def _chunk(self, pieces: Sequence[ChoicePiece], fields: dict[str, Any]) -> Completion:
+        return Completion(object="text_completion", choices=[self._choice(piece) for piece in pieces], **fields)
 
-    def _whole(self, choices: Sequence[ChoicePiece], usage: Usage, scored: dict[int, PromptScored]) -> Completion:
+    def _whole(
+        self, choices: Sequence[ChoicePiece], scored: dict[int, PromptScored], fields: dict[str, Any]
+    ) -> Completion:
         written = [self._choice(piece, **self._prompt_logprobs(piece, scored)) for piece in choices]
-        return Completion(**self._head, object="text_completion", choices=written, usage=usage, **self._tail)
+        return Completion(object="text_completion", choices=written, **fields)
 
     def _choice(self, piece: ChoicePiece, **more: Any) -> CompletionChoice:
-        if self._body.return_token_ids:
+        if self.body.return_token_ids:
             more["token_ids"] = list(piece.token_ids)
             if self._begins(piece):
                 more["prompt_token_ids"] = list(self.request.prompts[self._prompt_of(piece.index)])
@@ -223,16 +223,16 @@ class CompletionWriter(ChoiceWriter[CompletionBody]):
     def _logprobs_of(self, index: int) -> CompletionLogprobsWriter:
         """The choice's own writer, because offsets continue from chunk to chunk."""
         if index not in self._logprobs:
-            top, as_ids = self._body.logprobs or 0, self._body.return_tokens_as_token_ids
-            self._logprobs[index] = CompletionLogprobsWriter(self._tokenizer, top, as_ids)
+            top, as_ids = self.body.logprobs or 0, self.body.return_tokens_as_token_ids
+            self._logprobs[index] = CompletionLogprobsWriter(self.tokenizer, top, as_ids)
         return self._logprobs[index]
 
     def _prompt_logprobs(self, piece: ChoicePiece, scored: dict[int, PromptScored]) -> dict[str, Any]:
-        if self._body.prompt_logprobs is None:
+        if self.body.prompt_logprobs is None:
             return {}
         prompt = self._prompt_of(piece.index)
         tokens = scored_prompt(self.request.prompts[prompt], scored[prompt].logprobs)
-        return {"prompt_logprobs": prompt_logprobs(self._tokenizer, tokens, self._body.prompt_logprobs)}
+        return {"prompt_logprobs": prompt_logprobs(self.tokenizer, tokens, self.body.prompt_logprobs)}
 
     def _prompt_of(self, index: int) -> int:
         return index // self.request.n

@@ -112,38 +112,38 @@ class WireInput(BaseModel):
     ) -> Self:
         if not isinstance(data, dict):
             return handler(data)
+        declared = cls._declared()
+        fields: dict[str, object] = {}
         with _nested(info) as ignored:
-            sent = ((name, cls.NULL_VALUES.get(name) if value is None else value) for name, value in data.items())
-            return handler({name: value for name, value in sent if cls._has_effect(name, value, ignored)})
+            for name, sent in data.items():
+                value = cls.NULL_VALUES.get(name) if sent is None else sent
+                if name not in declared:
+                    cls._check_undeclared(name, value, ignored)
+                elif value is not None and not _is_any_of(value, cls.NEUTRAL.get(name, ())):
+                    fields[name] = value
+            return handler(fields)
 
     @classmethod
-    def _has_effect(cls, name: str, value: object, ignored: IgnoredFields | None) -> bool:
-        """Whether the declared fields include this one and it has a value. Raises the error of a refused field."""
-        neutral = cls.NEUTRAL.get(name, ())
-        if name in cls._declared():
-            return value is not None and not _is_any_of(value, neutral)
+    def _check_undeclared(cls, name: str, value: object, ignored: IgnoredFields | None) -> None:
+        """Raises the error of `refused` unless the field may be sent with this value. Records it if it is unknown."""
         if name in cls.IGNORED:
-            return False
+            return
         empty = value is None or _is_any_of(value, EMPTY)
         if name in cls.NEUTRAL:
-            if not empty and not _is_any_of(value, neutral):
+            if not empty and not _is_any_of(value, cls.NEUTRAL[name]):
                 raise refused("not supported by this server; leave it out", name)
         elif ignored is None:
-            raise refused(cls._unknown(name), name[:100])
+            close = difflib.get_close_matches(name[:100], cls._declared(), n=1)
+            advice = f"did you mean {close[0]!r}?" if close else "leave it out"
+            raise refused(f"unknown field; {advice}", name[:100])
         elif not empty:
             ignored.add(name, cls._declared())
-        return False
 
     @classmethod
     @cache
     def _declared(cls) -> Mapping[str, bool]:
         """The declared fields by the names that clients send, and whether each is required."""
         return {field.alias or name: field.is_required() for name, field in cls.model_fields.items()}
-
-    @classmethod
-    def _unknown(cls, name: str) -> str:
-        close = difflib.get_close_matches(name[:100], cls._declared(), n=1)
-        return f"unknown field; did you mean {close[0]!r}?" if close else "unknown field; leave it out"
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: Any, handler: Any) -> dict[str, Any]:
@@ -215,16 +215,14 @@ def is_token_ids(value: object) -> TypeGuard[list[int]]:
 
 
 def _token_ids(value: object) -> list[int]:
-    if is_token_ids(value):
-        return list(value)
-    if value == []:
-        return []
+    if value == [] or is_token_ids(value):
+        return value
     raise refused("must be a list of token ids")
 
 
 def _non_empty_token_ids(value: object) -> list[int]:
     if is_token_ids(value):
-        return list(value)
+        return value
     raise refused("must be a list of at least one token id")
 
 
@@ -284,23 +282,3 @@ def _object_pieces(fields: Iterable[tuple[str, object]]) -> Iterator[str]:
         yield f"{',' if place else ''}{to_json(name).decode()}:"
         yield from _pieces(value)
     yield "}"
-
-
-class ErrorDetail(WireOutput):
-    """The error itself."""
-
-    message: str
-    """What is wrong and what to change."""
-    type: str
-    """`invalid_request_error`, `rate_limit_error` or `server_error`."""
-    param: str | None
-    """The field at fault."""
-    code: str | None
-    """The error code, for programs; null for a malformed field."""
-
-
-class ErrorBody(WireOutput):
-    """The body of every answer that is not a success."""
-
-    error: ErrorDetail
-    """What went wrong."""

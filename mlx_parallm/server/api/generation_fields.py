@@ -224,14 +224,14 @@ class GenerationBody(StructuredBody):
     def _check_options(self) -> Self:
         if self.best_of not in (None, 1, self.n):
             raise refused("not supported by this server except as 1 or the same as n; leave it out", "best_of")
-        if self.grammar is not None:
-            self.check_grammar_options(self.grammar[0])
+        if self._grammar is not None:
+            self.check_grammar_options(self._grammar[0])
         if self.collect_trajectory:
             self._check_collected()
         elif self.scoring_function is not None:
             raise refused("needs collect_trajectory: true", "scoring_function")
-        else:
-            _check_metadata(self.metadata or {})
+        elif self.metadata:
+            _check_metadata(self.metadata)
         return self
 
     def check_grammar_options(self, param: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, PlainValidator, PrivateAttr, model_validator
@@ -65,14 +65,7 @@ SPECS: Mapping[str, Callable[[Any], GrammarSpec]] = {
     "choice": lambda choices: GrammarSpec(GrammarKind.CHOICE, json.dumps(choices)),
     "grammar": lambda source: GrammarSpec(GrammarKind.GRAMMAR, source),
 }
-"""vLLM's ways to write a grammar, in the order in which a body's fields are read."""
-
-
-def _specs(values: Iterable[JsonSchema | str | list[str] | None]) -> Iterator[tuple[str, GrammarSpec]]:
-    """The way in which each grammar is written, and the grammar. `values` has one for each of `SPECS`, or None."""
-    for (way, spec_of), value in zip(SPECS.items(), values, strict=True):
-        if value is not None:
-            yield way, spec_of(value)
+"""vLLM's ways to write a grammar, and how each becomes a `GrammarSpec`."""
 
 
 class NamedSchema(WireInput):
@@ -144,7 +137,8 @@ class StructuredOutputs(WireInput):
         return self._all()[0]
 
     def _all(self) -> list[GrammarSpec]:
-        specs = [spec for _, spec in _specs((self.json_, self.regex, self.choice, self.grammar))]
+        given = zip(SPECS.values(), (self.json_, self.regex, self.choice, self.grammar), strict=True)
+        specs = [spec_of(value) for spec_of, value in given if value is not None]
         return [*specs, ANY_OBJECT] if self.json_object else specs
 
 
@@ -170,13 +164,10 @@ class StructuredBody(OpenBody):
 
     @model_validator(mode="after")
     def _read_grammar(self) -> Self:
-        found: list[tuple[str, GrammarSpec]] = []
-        if self.response_format is not None and self.response_format.spec is not None:
-            found.append(("response_format", self.response_format.spec))
-        if self.structured_outputs is not None:
-            found.append(("structured_outputs", self.structured_outputs.spec))
-        guided = (self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
-        found += [(f"guided_{way}", spec) for way, spec in _specs(guided)]
+        formats = {"response_format": self.response_format, "structured_outputs": self.structured_outputs}
+        found = [(name, spec) for name, part in formats.items() if part is not None and (spec := part.spec) is not None]
+        guided = {way: getattr(self, f"guided_{way}") for way in SPECS}
+        found += [(f"guided_{way}", SPECS[way](value)) for way, value in guided.items() if value is not None]
         if len(found) > 1:
             raise refused(f"cannot be combined with {found[0][0]}: send one of them", found[1][0])
         self._grammar = found[0] if found else None

@@ -1,6 +1,6 @@
 """The ASGI middlewares, in the order in which a request passes them:
 
-    request log and id → HEAD and trailing slash → Host and Origin → CORS (Starlette's) → API key → routes
+    request log, HEAD and trailing slash, Host and Origin → CORS (Starlette's) → API key → routes
 
 They are plain ASGI, so that a client's disconnect reaches the routes. Loopback is not a trust boundary: a web page can
 call a server on localhost, directly (which the Origin header shows) or through DNS rebinding (which Host shows).
@@ -38,37 +38,53 @@ def add_middlewares(app: FastAPI, config: ServerConfig, metrics: ServerMetrics) 
             allow_headers=["*"],
             expose_headers=[REQUEST_ID, IGNORED_FIELDS, LORA_ADAPTER],
         )
-    app.add_middleware(HostOriginMiddleware, hosts=config.accepted_hosts, origins=config.cors_origins)
-    app.add_middleware(LenientRoutingMiddleware)
-    app.add_middleware(RequestLogMiddleware, metrics=metrics, access_log=config.access_log)
+    app.add_middleware(EntryMiddleware, config=config, metrics=metrics)
 
 
-class RequestLogMiddleware:
-    """Gives every response an id, counts it by status and writes its line of the request log. Answers exceptions that
-    no handler expected."""
+class EntryMiddleware:
+    """The first to see a request and the last to see its response.
 
-    def __init__(self, app: ASGIApp, metrics: ServerMetrics, access_log: bool) -> None:
+    - Every response gets an id, is counted by its status and has a line in the request log.
+    - HEAD is routed like GET, without a body, and a path with a trailing slash like the path without it. Clients do not
+      follow a redirect with a body, so none is sent.
+    - The answer is 403 unless the Host header is an accepted one, and every Origin header is the same site or accepted.
+    - Exceptions that no handler expected are answered here, and raised again for uvicorn to log.
+    """
+
+    def __init__(self, app: ASGIApp, config: ServerConfig, metrics: ServerMetrics) -> None:
         self._app = app
         self._metrics = metrics
-        self._access_log = access_log
+        self._access_log = config.access_log
+        self._hosts = frozenset(host.lower() for host in config.accepted_hosts)
+        self._origins = frozenset(config.cors_origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         record = RequestRecord.begin(scope)
+        is_head = scope["method"] == "HEAD"
+        # Changed in place: the router puts the matched route, which the log needs, into this scope.
+        scope["method"] = "GET" if is_head else scope["method"]
+        scope["path"] = scope["path"].removesuffix("/") or "/"
 
-        async def send_with_id(message: Message) -> None:
+        async def send_answer(message: Message) -> None:
             if message["type"] == "http.response.start":
                 self._start_response(record, message)
-            await send(message)
+                await send(message)
+                if is_head:  # a stream sees that as a client's disconnect
+                    await send({"type": "http.response.body", "body": b"", "more_body": False})
+            elif not is_head:
+                await send(message)
 
+        fault = self._fault(Headers(scope=scope))
+        app = self._app if fault is None else error_response(ForbiddenOriginError(fault))
         try:
-            await self._app(scope, receive, send_with_id)
-        except Exception as error:  # answered here, and raised again for uvicorn to log
+            await app(scope, receive, send_answer)
+        except Exception as error:
             record.error = "internal_error"
             if record.status is None:
-                await unexpected_response(error)(scope, receive, send_with_id)
+                await unexpected_response(error)(scope, receive, send_answer)
             raise
         finally:
             self._metrics.ignored_fields.inc(record.ignored.count)
@@ -83,53 +99,8 @@ class RequestLogMiddleware:
         if record.ignored.names:
             headers[IGNORED_FIELDS] = ", ".join(record.ignored.names)
 
-
-class LenientRoutingMiddleware:
-    """Routes HEAD like GET, and a path with a trailing slash like the path without it. Clients do not follow a redirect
-    with a body, so none is sent. The response to HEAD is that to GET without its body."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        # Changed in place: the request log, which is outside this middleware, reads the matched route from `scope`.
-        if len(scope["path"]) > 1:
-            scope["path"] = scope["path"].removesuffix("/")
-        if scope["method"] == "HEAD":
-            scope["method"] = "GET"
-            send = _without_body(send)
-        await self._app(scope, receive, send)
-
-
-def _without_body(send: Send) -> Send:
-    """Ends the response after its headers. A stream sees that as a client's disconnect."""
-
-    async def send_headers(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            await send(message)
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    return send_headers
-
-
-class HostOriginMiddleware:
-    """Answers 403 unless the Host header is an accepted one, and every Origin header is the same site or accepted."""
-
-    def __init__(self, app: ASGIApp, hosts: tuple[str, ...], origins: tuple[str, ...]) -> None:
-        self._app = app
-        self._hosts = frozenset(host.lower() for host in hosts)
-        self._origins = frozenset(origins)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (fault := self._fault(Headers(scope=scope))):
-            await error_response(ForbiddenOriginError(fault))(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
-
     def _fault(self, headers: Headers) -> str | None:
+        """Why the Host or an Origin is refused; None if they are accepted."""
         host = headers.get("host", "")
         try:
             parts = urlsplit(f"//{host}")

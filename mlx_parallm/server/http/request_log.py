@@ -94,6 +94,11 @@ class RequestRecord:
         self.adapter = None if request.adapter == BASE_ADAPTER else str(request.adapter)
         self.prompt_tokens = sum(map(len, request.prompts))
 
+    @property
+    def adapter_header(self) -> dict[str, str]:
+        """The response header that names the adapter version; none for the base model."""
+        return {} if self.adapter is None else {LORA_ADAPTER: self.adapter}
+
     def observe(self, event: Event) -> None:
         """Notes one event of the engine."""
         if isinstance(event, SequenceOutput):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -17,9 +17,8 @@ from mlx_parallm.core import (
     FinishReason,
     GenerationRequest,
     PromptScored,
-    TextTokenizer,
 )
-from mlx_parallm.server.api.answer import ChoicePiece, ChoiceWriter, Usage, cut_off, ending
+from mlx_parallm.server.api.answer import ChoicePiece, ChoiceWriter, cut_off, ending
 from mlx_parallm.server.api.chat.messages import render
 from mlx_parallm.server.api.chat.schema import (
     Call,
@@ -33,7 +32,7 @@ from mlx_parallm.server.api.chat.schema import (
     ChatDelta,
     ChatMessage,
 )
-from mlx_parallm.server.api.chat.splitter import CallPart, JoinedParts, Splitter, join_parts
+from mlx_parallm.server.api.chat.splitter import AnswerSyntax, CallPart, JoinedParts, Splitter, join_parts
 from mlx_parallm.server.api.chat.tools import NamedTool, answer_grammar, answer_syntax
 from mlx_parallm.server.api.logprobs import chat_logprobs, prompt_logprobs, scored_prompt
 from mlx_parallm.server.generation import GenerationResponse
@@ -55,14 +54,20 @@ async def create_chat_completion(body: Body, services: ServicesDep) -> Response:
 
 def prepare(body: ChatBody, services: Services, adapter: AdapterRef, collection: CollectionSpec | None) -> ChatWriter:
     """Renders, tokenises and builds the engine's request. Runs in a worker thread."""
-    request, splitter = plan_chat(new_request_id("chatcmpl"), body, services, adapter, collection)
-    return ChatWriter(body, request, services.card.name, services.tokenizer, splitter)
+    request, syntax = plan_chat(new_request_id("chatcmpl"), body, services, adapter, collection)
+    return ChatWriter(
+        body=body,
+        request=request,
+        model=services.card.name,
+        tokenizer=services.tokenizer,
+        splitters=[Splitter(syntax) for _ in range(request.sequences)],
+    )
 
 
 def plan_chat(
     request_id: str, body: ChatBody, services: Services, adapter: AdapterRef, collection: CollectionSpec | None
-) -> tuple[GenerationRequest, Callable[[], Splitter]]:
-    """The engine's request for a conversation, and how to make the splitter of each choice."""
+) -> tuple[GenerationRequest, AnswerSyntax]:
+    """The engine's request for a conversation, and what its answers may contain."""
     prompt = prompt_of(body, services)
     syntax = answer_syntax(body, prompt, services.tokenizer)
     request = plan(
@@ -79,7 +84,7 @@ def plan_chat(
         prompt_logprobs=body.prompt_logprobs,
         visible_specials=syntax.visible_specials,
     )
-    return request, partial(Splitter, syntax)
+    return request, syntax
 
 
 def prompt_of(body: ChatBody, services: Services) -> list[int]:
@@ -94,44 +99,35 @@ def prompt_of(body: ChatBody, services: Services) -> list[int]:
     return render(body.messages, body.callable_tools, tokenizer, body.add_generation_prompt, options, at_most)
 
 
+@dataclass(kw_only=True, eq=False)
 class ChatWriter(ChoiceWriter[ChatBody]):
     """Writes messages and deltas. The choices answer one prompt, and each has its own splitter."""
 
-    def __init__(
-        self,
-        body: ChatBody,
-        request: GenerationRequest,
-        model: str,
-        tokenizer: TextTokenizer,
-        splitter: Callable[[], Splitter],
-    ) -> None:
-        super().__init__(body, request, model, tokenizer)
-        self._splitters = [splitter() for _ in range(request.sequences)]
+    splitters: Sequence[Splitter]
 
     def _pieces(self, event: Event) -> Iterator[ChoicePiece]:
         for piece in super()._pieces(event):
-            splitter = self._splitters[piece.index]
+            splitter = self.splitters[piece.index]
             parts = [*splitter.feed(piece.text), *(splitter.end(cut_off(piece)) if piece.finish_reason else ())]
             yield replace(piece, parts=tuple(parts))
 
     def _is_visible(self, piece: ChoicePiece) -> bool:
         return bool(piece.parts) or super()._is_visible(replace(piece, text=""))
 
-    def _chunk(self, pieces: Sequence[ChoicePiece], **more: Any) -> ChatCompletionChunk:
+    def _chunk(self, pieces: Sequence[ChoicePiece], fields: dict[str, Any]) -> ChatCompletionChunk:
         ids = {} if self._begun else self._prompt_ids()
         choices = [self._delta(piece) for piece in pieces]
-        more = {**self._usage_so_far(), **self._tail, **ids, **more}
-        return ChatCompletionChunk(**self._head, object="chat.completion.chunk", choices=choices, **more)
+        return ChatCompletionChunk(object="chat.completion.chunk", choices=choices, **ids, **fields)
 
-    def _whole(self, choices: Sequence[ChoicePiece], usage: Usage, scored: dict[int, PromptScored]) -> ChatCompletion:
-        more = self._prompt_ids()
-        if self._body.prompt_logprobs is not None:
+    def _whole(
+        self, choices: Sequence[ChoicePiece], scored: dict[int, PromptScored], fields: dict[str, Any]
+    ) -> ChatCompletion:
+        fields |= self._prompt_ids()
+        if self.body.prompt_logprobs is not None:
             tokens = scored_prompt(self.request.prompts[0], scored[0].logprobs)
-            more["prompt_logprobs"] = prompt_logprobs(self._tokenizer, tokens, self._body.prompt_logprobs)
+            fields["prompt_logprobs"] = prompt_logprobs(self.tokenizer, tokens, self.body.prompt_logprobs)
         messages = [self._message(piece) for piece in choices]
-        return ChatCompletion(
-            **self._head, object="chat.completion", choices=messages, usage=usage, **self._tail, **more
-        )
+        return ChatCompletion(object="chat.completion", choices=messages, **fields)
 
     def _delta(self, piece: ChoicePiece) -> ChatChunkChoice:
         joined = join_parts(piece.parts)
@@ -154,19 +150,19 @@ class ChatWriter(ChoiceWriter[ChatBody]):
 
     def _details(self, piece: ChoicePiece) -> dict[str, Any]:
         """The fields that a choice has beside its message or delta."""
-        top, as_ids = self._body.top_logprobs, self._body.return_tokens_as_token_ids
-        logprobs = chat_logprobs(self._tokenizer, piece.scored, top, as_ids) if piece.scored else None
-        ids = {"token_ids": list(piece.token_ids)} if self._body.return_token_ids else {}
+        top, as_ids = self.body.top_logprobs, self.body.return_tokens_as_token_ids
+        logprobs = chat_logprobs(self.tokenizer, piece.scored, top, as_ids) if piece.scored else None
+        ids = {"token_ids": list(piece.token_ids)} if self.body.return_token_ids else {}
         return {"logprobs": logprobs, **ending(piece), **self._called(piece), **ids}
 
     def _called(self, piece: ChoicePiece) -> dict[str, str]:
         """The finish reason of a choice that called tools. OpenAI keeps `stop` if the request named the function."""
-        named = isinstance(self._body.tool_choice, NamedTool)
-        called = self._splitters[piece.index].called and piece.finish_reason is FinishReason.STOP
+        named = isinstance(self.body.tool_choice, NamedTool)
+        called = self.splitters[piece.index].called and piece.finish_reason is FinishReason.STOP
         return {"finish_reason": "tool_calls"} if called and not named else {}
 
     def _prompt_ids(self) -> dict[str, Any]:
-        return {"prompt_token_ids": list(self.request.prompts[0])} if self._body.return_token_ids else {}
+        return {"prompt_token_ids": list(self.request.prompts[0])} if self.body.return_token_ids else {}
 
 
 def _reasoning_fields(joined: JoinedParts) -> dict[str, Any]:

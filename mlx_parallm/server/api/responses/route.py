@@ -18,6 +18,7 @@ from mlx_parallm.core import AdapterRef, CollectionSpec
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError, RequestError, UnknownModelError
 from mlx_parallm.server.api.chat.route import plan_chat, prompt_of
 from mlx_parallm.server.api.chat.schema import ChatBody
+from mlx_parallm.server.api.chat.splitter import Splitter
 from mlx_parallm.server.api.fields import WireQuery
 from mlx_parallm.server.api.responses.items import ITEM_LIST, messages_of
 from mlx_parallm.server.api.responses.objects import DeletedResponse, InputItems, InputTokens, ResponseObject, new_id
@@ -147,10 +148,10 @@ def prepare(
     """
     with _own_names():
         chat = _fitted(body, chat, services)
-        request, splitter = plan_chat(new_id("resp"), chat, services, adapter, collection)
+        request, syntax = plan_chat(new_id("resp"), chat, services, adapter, collection)
     items = [*earlier, *map(listed_item, body.input)]
     keep = partial(_store, services, items) if body.store else _do_not_store
-    return ResponseWriter(body, chat, request, services.card.name, splitter(), keep)
+    return ResponseWriter(body, chat, request, services.card.name, Splitter(syntax), keep)
 
 
 def _store(services: Services, items: Sequence[ItemFields], response: ResponseObject) -> None:

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
-from mlx_parallm.core import BASE_ADAPTER, Event, FinishReason, GenerationRequest, RequestFinished, SequenceOutput
+from mlx_parallm.core import Event, FinishReason, GenerationRequest, RequestFinished, SequenceOutput
 from mlx_parallm.errors import RequestError
-from mlx_parallm.server.api.answer import AnswerWriter, adapter_of, collected_fields, cut_off
+from mlx_parallm.server.api.answer import AnswerWriter, collected_fields, cut_off, served_by
 from mlx_parallm.server.api.chat.schema import ChatBody
 from mlx_parallm.server.api.chat.splitter import AnswerPart, Splitter
 from mlx_parallm.server.api.responses.objects import (
@@ -47,7 +47,8 @@ class ResponseWriter(AnswerWriter):
         keep: Callable[[ResponseObject], None],
     ) -> None:
         self.request = request
-        self._fields = {**_identity(request, model), **_request_fields(body, chat)}
+        identity = {"id": request.request_id, "object": "response", "created_at": int(time.time())}
+        self._fields = {**identity, **served_by(request, model), **_request_fields(body, chat)}
         self._splitter = splitter
         self._keep = keep
         self._items = OutputItems()
@@ -129,13 +130,6 @@ class ResponseWriter(AnswerWriter):
 
     def _event(self, kind: str, **fields: Any) -> ResponseEvent:
         return ResponseEvent(type=kind, sequence_number=next(self._numbers), **fields)
-
-
-def _identity(request: GenerationRequest, model: str) -> dict[str, Any]:
-    name = {"model": model if request.adapter == BASE_ADAPTER else request.adapter.name}
-    adapter = adapter_of(request)
-    served = name if adapter is None else {**name, "lora_adapter": adapter}
-    return {"id": request.request_id, "object": "response", "created_at": int(time.time()), **served}
 
 
 def _request_fields(body: ResponsesBody, chat: ChatBody) -> dict[str, Any]:

@@ -269,7 +269,9 @@ class TrainingEventsResponse(Response):
         stream = EventStream(send, {})
         async with aclosing(events), stream.opened():
             try:
-                await while_connected(_relay(events, stream), receive, self._lifecycle.drain_begun)
+                async with while_connected(receive, self._lifecycle.drain_begun):
+                    async for event in events:
+                        await stream.event(event_object(event).json_text(), kind=event.kind)
             except ClientDisconnect:
                 return
             except DrainingError:
@@ -278,8 +280,3 @@ class TrainingEventsResponse(Response):
                 log.exception("a stream of training events failed")
                 await stream.event(error_body(error).json_text(), kind="error")
             await stream.end()
-
-
-async def _relay(events: AsyncGenerator[TrainingEvent, None], stream: EventStream) -> None:
-    async for event in events:
-        await stream.event(event_object(event).json_text(), kind=event.kind)
