@@ -122,7 +122,8 @@ class TrainingLoop:
             if groups is None:
                 report = await self._update(self._buffer.take(self.name), publish, progress)
             else:
-                report = await self._learn(groups, self._prepare(groups), publish, progress)
+                prepared = prepare(groups, self._config.loss, self.training.rewards)
+                report = await self._learn(groups, prepared, publish, progress)
             self.wake()  # so that `run` waits for the time of the next checkpoint
             return report if tag is None else await self._save_tagged(report, tag)
 
@@ -183,12 +184,9 @@ class TrainingLoop:
         """Trains on groups that were taken from the buffer, and ends each of them."""
         reasons: Sequence[DropReason | None] = [DropReason.SKIPPED] * len(groups)
         try:
-            if self._config.loss.imitates:
-                for group in groups:
-                    self._buffer.drop_low(group, self._config.loss.imitation_threshold)
             without_signal, taken = self._selection.take(groups)
             scored = [*without_signal, *taken]
-            prepared = self._prepare(scored, self._config.update_frequency)
+            prepared = prepare(scored, self._config.loss, self.training.rewards, self._config.update_frequency)
             report = await self._learn(scored, prepared, publish, progress)
             of_groups = prepared.drop_reasons[len(without_signal) :]
             reasons = [reason or _DROP_REASONS[report.status] for reason in of_groups]
@@ -196,9 +194,6 @@ class TrainingLoop:
         finally:
             for group, reason in zip(groups, reasons, strict=True):
                 self._buffer.finish(group, reason)
-
-    def _prepare(self, groups: Sequence[ScoredGroup], wanted: int | None = None) -> PreparedBatch:
-        return prepare(groups, self._config.loss, self.training.rewards, wanted)
 
     async def _learn(
         self,

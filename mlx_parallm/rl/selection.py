@@ -9,7 +9,7 @@ from statistics import fmean
 from mlx_parallm.config import ResolvedTraining
 from mlx_parallm.rl.adapter_training import AdapterTraining
 from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
-from mlx_parallm.rl.collect.groups import FEEDBACK, GroupMember, TrajectoryGroup, TrajectoryState
+from mlx_parallm.rl.collect.groups import FEEDBACK, DropReason, GroupMember, TrajectoryGroup, TrajectoryState
 from mlx_parallm.rl.objectives.advantages import no_signal
 from mlx_parallm.rl.objectives.batches import ScoredGroup
 
@@ -29,6 +29,7 @@ class GroupSelection:
         self._buffer = buffer
         self._wanted = config.update_frequency
         self._imitates = config.loss.imitates  # then every group has a signal
+        self._threshold = config.loss.imitation_threshold
         self._without_signal: deque[ScoredGroup] = deque()  # dropped since the last update
 
     @property
@@ -64,11 +65,14 @@ class GroupSelection:
             self._without_signal.popleft()
 
     def take(self, groups: Sequence[TrajectoryGroup]) -> tuple[list[ScoredGroup], list[ScoredGroup]]:
-        """Starts over with the next update.
+        """Starts over with the next update. If the loss imitates, trajectories with a low reward are dropped.
 
         Returns:
             The groups without a signal since the last update, and `groups`, which an update has taken.
         """
+        if self._imitates:
+            for group in groups:
+                self._drop_low(group)
         taken = [self._observe(group, group.in_state(TrajectoryState.TRAINING)) for group in groups]
         without_signal = [*self._without_signal]
         self._without_signal.clear()
@@ -79,6 +83,11 @@ class GroupSelection:
         self._without_signal.clear()
         for group in self._buffer.ready(self._training.name):
             group.observed = False
+
+    def _drop_low(self, group: TrajectoryGroup) -> None:
+        taken = group.in_state(TrajectoryState.TRAINING)
+        low = [member for member in taken if member.reward is not None and member.reward <= self._threshold]
+        self._buffer.drop(group, DropReason.LOW_REWARD, low)
 
     def _observe(self, group: TrajectoryGroup, members: Sequence[GroupMember]) -> ScoredGroup:
         """These members of a group. The reward trend gets their rewards, unless it has those of the group already."""

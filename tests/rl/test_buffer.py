@@ -139,8 +139,8 @@ def test_a_failed_scorer_costs_its_group_only_and_not_one_that_feedback_complete
     for index in range(2):
         buffer.feedback(f"b-{index}", 1.0)
     buffer.feedback("a-0", 1.0)
-    buffer.fail(failed)
-    buffer.fail(kept)
+    buffer.drop(failed, DropReason.SCORING_FAILED, failed.waiting)
+    buffer.drop(kept, DropReason.SCORING_FAILED, kept.waiting)
     assert [states(group) for group in (failed, kept, other)] == [
         ["scored", "scoring_failed"],
         ["scored"] * 2,

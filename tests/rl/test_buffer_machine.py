@@ -66,7 +66,8 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: self.groups)
     @rule(data=st.data())
     def fail(self, data: st.DataObject) -> None:
-        self.buffer.fail(self.some(data, self.groups))
+        group = self.some(data, self.groups)
+        self.buffer.drop(group, DropReason.SCORING_FAILED, group.waiting)
 
     @precondition(lambda self: self.groups)
     @rule(data=st.data(), index=st.integers(0, 3), score=st.floats(-1, 1))

@@ -1,14 +1,23 @@
-"""TrajectoryBuffer: the trajectories that wait for a reward or an update, or that an update is using."""
+"""TrajectoryBuffer: the trajectories that wait for a reward or an update. Intake: how they come in and get rewards."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 
-from mlx_parallm.core import AdapterRef, TrajectoryCard
-from mlx_parallm.errors import ConflictError, UnknownTrajectoryError
+from mlx_parallm.config import RLTrainingConfig
+from mlx_parallm.core import AdapterRef, Trajectory, TrajectoryCard
+from mlx_parallm.errors import ConflictError, InvalidRequestError, UnknownTrajectoryError
 from mlx_parallm.rl.collect.groups import DropReason, GroupMember, TrajectoryGroup, TrajectoryState
+from mlx_parallm.rl.events import Emit
+from mlx_parallm.rl.scoring.pool import ScoringError
+from mlx_parallm.rl.scoring.service import ScoringService
+
+_log = logging.getLogger(__name__)
 
 
 class TrajectoryBuffer:
@@ -43,17 +52,18 @@ class TrajectoryBuffer:
         assert group.group_id not in self._groups
         self._arrivals += 1
         group.number = self._arrivals
-        self.collected[group.adapter] += len(group.members)
-        self._make_room(len(group.members))
+        size = len(group.members)
+        self.collected[group.adapter] += size
+        if self._held + size > self._size:
+            self._make_room(size)
         self._groups[group.group_id] = group
-        self._held += len(group.members)
+        self._held += size
         self._members.update((member.trajectory.trajectory_id, (group, member)) for member in group.members)
         if self._held > self._size:
             self.drop(group, DropReason.BUFFER_FULL)
 
     def _make_room(self, wanted: int) -> None:
-        if self._held + wanted <= self._size:
-            return
+        """Drops groups until `wanted` more trajectories fit, or none if they cannot fit."""
         droppable = [group for group in self._groups.values() if not group.taken]
         droppable.sort(key=lambda group: bool(group.scored))  # stable, so each part is oldest first
         if self._held - sum(len(group.members) for group in droppable) + wanted > self._size:
@@ -97,14 +107,10 @@ class TrajectoryBuffer:
             if member.state is TrajectoryState.WAITING:
                 member.reward, member.state = reward, TrajectoryState.SCORED
 
-    def fail(self, group: TrajectoryGroup) -> None:
-        """Drops the members without a reward, because the scorer failed. Members with feedback stay."""
-        self._drop_members(group, group.waiting, DropReason.SCORING_FAILED)
-
     def expire(self, group_id: str) -> None:
         """Drops the members without a reward, because the time limit for rewards has passed."""
         if (group := self._groups.get(group_id)) is not None:
-            self._drop_members(group, group.waiting, DropReason.TIMEOUT)
+            self.drop(group, DropReason.TIMEOUT, group.waiting)
 
     # -- out -------------------------------------------------------------------------------------
 
@@ -132,34 +138,25 @@ class TrajectoryBuffer:
         """Marks the taken members as trained or, if there is a `reason`, as dropped. Other members still wait."""
         taken = group.in_state(TrajectoryState.TRAINING)
         if reason is not None:
-            self._drop_members(group, taken, reason)
+            self.drop(group, reason, taken)
             return
         for member in taken:
             member.state = TrajectoryState.TRAINED
         self.trained[group.adapter] += len(taken)
         self._remove_if_ended(group)
 
-    def drop_low(self, group: TrajectoryGroup, threshold: float) -> None:
-        """Drops the taken members whose reward does not exceed `threshold`."""
-        taken = group.in_state(TrajectoryState.TRAINING)
-        low = [member for member in taken if member.reward is not None and member.reward <= threshold]
-        self._drop_members(group, low, DropReason.LOW_REWARD)
-
-    def drop(self, group: TrajectoryGroup, reason: DropReason) -> None:
-        """Drops the members that no update has taken."""
-        self._drop_members(group, (*group.waiting, *group.scored), reason)
+    def drop(self, group: TrajectoryGroup, reason: DropReason, members: Sequence[GroupMember] | None = None) -> None:
+        """Drops these members of the group; None: all that no update has taken."""
+        for member in (*group.waiting, *group.scored) if members is None else members:
+            member.state, member.reason = TrajectoryState.DROPPED, reason
+            self.drops[group.adapter][reason] += 1
+        self._remove_if_ended(group)
 
     def sweep(self, adapter: str, reason_against: Callable[[AdapterRef], DropReason | None]) -> None:
         """Drops the members that no update has taken, if `reason_against` returns a reason for their version."""
         for group in [*self._of(adapter)]:
             if (reason := reason_against(group.version)) is not None:
                 self.drop(group, reason)
-
-    def _drop_members(self, group: TrajectoryGroup, members: Sequence[GroupMember], reason: DropReason) -> None:
-        for member in members:
-            member.drop(reason)
-            self.drops[group.adapter][reason] += 1
-        self._remove_if_ended(group)
 
     def _remove_if_ended(self, group: TrajectoryGroup) -> None:
         if not self.holds(group) or group.waiting or group.scored or group.taken:
@@ -214,3 +211,86 @@ class TrajectoryBuffer:
             members = chain.from_iterable(group.members for group in held if group.adapter == adapter)
             open_members = sum(m.state not in (TrajectoryState.TRAINED, TrajectoryState.DROPPED) for m in members)
             assert collected == open_members + self.trained[adapter] + dropped
+
+
+class Intake:
+    """Adds groups to the buffer and gets their rewards, from scorers and feedback. Event loop's thread only.
+
+    Args:
+        on_ready: called with an adapter's name whenever one of its groups may have become complete.
+    """
+
+    def __init__(
+        self,
+        buffer: TrajectoryBuffer,
+        scorers: ScoringService,
+        config: RLTrainingConfig,
+        on_ready: Callable[[str], None],
+        emit: Emit,
+    ) -> None:
+        self._buffer, self._scorers, self._config = buffer, scorers, config
+        self._on_ready, self._emit = on_ready, emit
+        self._scoring: set[asyncio.Task[None]] = set()
+
+    def add(self, adapter: str, trajectories: Sequence[Trajectory], refused: DropReason | None) -> DropReason | None:
+        """Adds the group of one prompt. `refused`: why it cannot be trained on; None if it can.
+
+        Returns:
+            Why the group was dropped at once; None if it was not.
+        """
+        group = TrajectoryGroup(adapter, trajectories)
+        self._emit(
+            "collected",
+            adapter=adapter,
+            group_id=group.group_id,
+            version=str(group.version),
+            trajectories=len(trajectories),
+        )
+        self._buffer.add(group)
+        if refused is not None:
+            self._buffer.drop(group, refused)
+        if not self._buffer.holds(group):
+            return group.members[0].reason
+        timeout_s = self._config.feedback_timeout_s if group.scorer is None else self._config.group_timeout_s
+        if timeout_s is not None:
+            asyncio.get_running_loop().call_later(timeout_s, self._expire, adapter, group.group_id)
+        if group.scorer is not None:
+            task = asyncio.create_task(self._score(group, trajectories))
+            self._scoring.add(task)
+            task.add_done_callback(self._scoring.discard)
+        return None
+
+    def feedback(self, trajectory_id: str, score: float) -> None:
+        """See `core.TrainingClient.feedback`. Raises InvalidRequestError: the score is not a finite number."""
+        if not math.isfinite(score):
+            raise InvalidRequestError("The score must be a finite number.", param="score")
+        group = self._buffer.feedback(trajectory_id, score)
+        self._scored(group, trajectory_id=trajectory_id, score=score)
+
+    async def close(self) -> None:
+        """Cancels all scoring."""
+        for task in self._scoring:
+            task.cancel()
+        await asyncio.gather(*self._scoring, return_exceptions=True)
+
+    async def _score(self, group: TrajectoryGroup, trajectories: Sequence[Trajectory]) -> None:
+        try:
+            rewards = await self._scorers.score(trajectories)
+        except Exception as error:  # noqa: BLE001 - a failing scorer must affect only its own group
+            _log.warning("scoring by %s failed: %s", group.scorer, error, exc_info=not isinstance(error, ScoringError))
+            self._buffer.drop(group, DropReason.SCORING_FAILED, group.waiting)
+            self._on_ready(group.adapter)
+            return
+        self._buffer.score(group, rewards)
+        self._scored(group, rewards=list(rewards))
+
+    def _scored(self, group: TrajectoryGroup, **data: object) -> None:
+        complete = group.complete
+        self._emit("scored", adapter=group.adapter, group_id=group.group_id, complete=complete, **data)
+        if complete:
+            self._on_ready(group.adapter)
+
+    def _expire(self, adapter: str, group_id: str) -> None:
+        """The argument is an id and not a group, so that the timer does not keep an ended group in memory."""
+        self._buffer.expire(group_id)
+        self._on_ready(adapter)

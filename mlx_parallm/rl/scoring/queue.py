@@ -68,13 +68,14 @@ class FairQueue(Generic[J]):
         allowed = [job for job in self.waiting if self._running[job.rule] < self._max_of_a_rule]
         if not allowed:
             return None
-        clients = Counter(rule.client for rule in self._running.elements())
-
-        def turn(rule: Rule) -> tuple[float, ...]:
-            of_client = clients[rule.client], self._client_seconds[rule.client]
-            return *of_client, self._running[rule], self._rule_seconds[rule]
-
-        first = min((job.rule for job in allowed), key=turn)  # of equal ones the first that arrived
+        running, seconds = Counter(rule.client for rule in self._running.elements()), self._client_seconds
+        first = min(  # of equal ones the first that arrived
+            (job.rule for job in allowed),
+            key=lambda rule: (
+                (running[rule.client], seconds[rule.client]),
+                (self._running[rule], self._rule_seconds[rule]),
+            ),
+        )
         same = [job for job in allowed if job.rule == first]
         fits = sum(1 for _ in takewhile(lambda size: size <= most, accumulate(job.size for job in same)))
         batch = same[: max(fits, 1)]
