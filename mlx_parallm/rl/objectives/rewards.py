@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, fields
+from dataclasses import asdict, dataclass, fields
+from typing import TypeVar
 
 from mlx_parallm.rl.collect.groups import FEEDBACK
 
@@ -34,7 +35,7 @@ class RunningBaseline:
     the last 20 rewards.
     """
 
-    count: int
+    count: float
     mean: float
     variance: float
 
@@ -106,10 +107,6 @@ class RunningReward:
         return self.noise * max(1 / self.count, _MEAN_WEIGHT / (2 - _MEAN_WEIGHT))
 
 
-_TREND_MEAN, _TREND_BEST = "reward_running_mean", "reward_best"
-_TREND_KEYS = tuple(f"reward_{field.name}." for field in fields(RunningReward))
-
-
 class RewardTrend:
     """Running mean reward of an adapter, its best value so far, and whether it fell.
 
@@ -120,71 +117,54 @@ class RewardTrend:
 
     def __init__(self) -> None:
         self.best: float | None = None
-        self._provisional = True
+        self.provisional = True
         self._has_current = False  # a group of the current version was observed since the last `mark_best`
-        self._scorers: dict[str, RunningReward] = {}
+        self.scorers: dict[str, RunningReward] = {}  # the one used last comes last
 
     def observe(self, scorer: str, reward: float, current: bool) -> None:
         """Adds the mean reward of one group. `current`: the version in training drew it."""
-        known = self._scorers.pop(scorer, None)
-        self._scorers[scorer] = known.including(reward) if known else RunningReward.starting_at(reward)
+        known = self.scorers.pop(scorer, None)
+        self.scorers[scorer] = known.including(reward) if known else RunningReward.starting_at(reward)
         self._has_current |= current
         if known is None:
             self.forget_best()
-        if len(self._scorers) > _MAX_SCORERS:
-            del self._scorers[next(iter(self._scorers))]
+        if len(self.scorers) > _MAX_SCORERS:
+            del self.scorers[next(iter(self.scorers))]
             self.forget_best()
 
     @property
     def mean(self) -> float | None:
         """None before the first observation."""
-        means = [scorer.mean for scorer in self._scorers.values()]
+        means = [scorer.mean for scorer in self.scorers.values()]
         return sum(means) / len(means) if means else None
 
     def mark_best(self) -> bool:
         """Stores the mean as the best one if it is, and if the current version contributed to it; returns whether."""
         mean, has_current = self.mean, self._has_current
         self._has_current = False
-        if mean is None or not has_current or not (self.best is None or self._provisional or mean > self.best):
+        if mean is None or not has_current or not (self.best is None or self.provisional or mean > self.best):
             return False
         self.best = mean
-        self._provisional = min(scorer.count for scorer in self._scorers.values()) < _TRUSTED_GROUPS
+        self.provisional = min(scorer.count for scorer in self.scorers.values()) < _TRUSTED_GROUPS
         return True
 
     def fell_by(self, drop: float) -> bool:
         """Whether the mean is at least `drop` below the best one, and by more than chance."""
-        if self.mean is None or self.best is None or self._provisional:
+        if self.mean is None or self.best is None or self.provisional:
             return False
-        error = math.sqrt(sum(scorer.squared_error for scorer in self._scorers.values())) / len(self._scorers)
+        error = math.sqrt(sum(scorer.squared_error for scorer in self.scorers.values())) / len(self.scorers)
         return self.best - self.mean >= max(drop, _STANDARD_ERRORS * error)
 
     def forget_best(self) -> None:
         """The next mean that is marked becomes the best one."""
         self.best = None
 
-    def to_metrics(self) -> dict[str, float]:
-        metrics = {} if self.mean is None else {_TREND_MEAN: self.mean}
-        if self.best is not None and not self._provisional:
-            metrics[_TREND_BEST] = self.best
-        for name, running in self._scorers.items():
-            if _can_be_saved(name):
-                metrics |= dict(zip(_keys(_TREND_KEYS, name), astuple(running), strict=True))
-        return metrics
-
-    @classmethod
-    def of_metrics(cls, metrics: Mapping[str, float]) -> RewardTrend:
-        """The trend that `to_metrics` saved."""
-        trend = cls()
-        for name in _names(_TREND_KEYS, metrics):
-            trend._scorers[name] = RunningReward(*(metrics[key] for key in _keys(_TREND_KEYS, name)))
-        if trend._scorers and _TREND_BEST in metrics:
-            trend.best, trend._provisional = metrics[_TREND_BEST], False
-        return trend
-
 
 # ---- both ----------------------------------------------------------------------------------------
 
-_BASELINE_KEYS = _COUNT, _MEAN, _VARIANCE = "baseline_count.", "baseline_mean.", "baseline_variance."
+_BEST = "reward_best"
+
+R = TypeVar("R", RunningReward, RunningBaseline)
 
 
 class RewardHistory:
@@ -212,33 +192,31 @@ class RewardHistory:
 
     def to_metrics(self) -> dict[str, float]:
         """What `restore` needs after a restart, to be saved in a checkpoint's metrics."""
-        metrics = self.trend.to_metrics()
-        for scorer, baseline in self._baselines.items():
-            if _can_be_saved(scorer):
-                metrics |= dict(zip(_keys(_BASELINE_KEYS, scorer), map(float, astuple(baseline)), strict=True))
+        trend = self.trend
+        metrics = {} if trend.mean is None else {"reward_running_mean": trend.mean}
+        if trend.best is not None and not trend.provisional:
+            metrics[_BEST] = trend.best
+        for prefix, scorers in (("reward", trend.scorers), ("baseline", self._baselines)):
+            for scorer, running in scorers.items():
+                if len(scorer) <= _MAX_SCORER_NAME and scorer.isprintable():
+                    metrics |= {f"{prefix}_{name}.{scorer}": float(value) for name, value in asdict(running).items()}
         return metrics
 
     def restore(self, metrics: Mapping[str, float]) -> None:
-        self.trend = RewardTrend.of_metrics(metrics)
-        self._baselines = {
-            scorer: RunningBaseline(
-                int(metrics[_COUNT + scorer]),
-                metrics[_MEAN + scorer],
-                metrics.get(_VARIANCE + scorer, FEEDBACK_BASELINE.variance),  # older checkpoints lack it
-            )
-            for scorer in _names(_BASELINE_KEYS, metrics)
-            if _MEAN + scorer in metrics
-        }
+        """Continues from what `to_metrics` returned."""
+        self.trend = RewardTrend()
+        self.trend.scorers = _restored("reward", RunningReward, metrics)
+        if self.trend.scorers and _BEST in metrics:
+            self.trend.best, self.trend.provisional = metrics[_BEST], False
+        self._baselines = _restored("baseline", RunningBaseline, metrics)
 
 
-def _can_be_saved(scorer: str) -> bool:
-    return len(scorer) <= _MAX_SCORER_NAME and scorer.isprintable()
-
-
-def _keys(prefixes: tuple[str, ...], scorer: str) -> list[str]:
-    return [prefix + scorer for prefix in prefixes]
-
-
-def _names(prefixes: tuple[str, ...], metrics: Mapping[str, float]) -> list[str]:
-    """The scorers of which `metrics` has figures under these prefixes."""
-    return [key.removeprefix(prefixes[0]) for key in metrics if key.startswith(prefixes[0])]
+def _restored(prefix: str, kind: type[R], metrics: Mapping[str, float]) -> dict[str, R]:
+    """By scorer. A scorer is left out if one of its figures is missing."""
+    count = f"{prefix}_count."
+    restored = {}
+    for scorer in (key.removeprefix(count) for key in metrics if key.startswith(count)):
+        keys = {field.name: f"{prefix}_{field.name}.{scorer}" for field in fields(kind)}
+        if metrics.keys() >= set(keys.values()):
+            restored[scorer] = kind(**{name: metrics[key] for name, key in keys.items()})
+    return restored

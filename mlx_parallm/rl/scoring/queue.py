@@ -68,12 +68,14 @@ class FairQueue(Generic[J]):
         allowed = [job for job in self.waiting if self._running[job.rule] < self._max_of_a_rule]
         if not allowed:
             return None
-        running, seconds = Counter(rule.client for rule in self._running.elements()), self._client_seconds
-        first = min(  # of equal ones the first that arrived
-            (job.rule for job in allowed),
+        running = Counter(rule.client for rule in self._running.elements())
+        first = min(
+            (job.rule for job in allowed),  # of equal ones the first that arrived
             key=lambda rule: (
-                (running[rule.client], seconds[rule.client]),
-                (self._running[rule], self._rule_seconds[rule]),
+                running[rule.client],
+                self._client_seconds[rule.client],
+                self._running[rule],
+                self._rule_seconds[rule],
             ),
         )
         same = [job for job in allowed if job.rule == first]
