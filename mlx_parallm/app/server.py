@@ -6,9 +6,9 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
-from mlx_parallm import BLAS
 from mlx_parallm.app import banner
 from mlx_parallm.app.build import Engine, Served
 from mlx_parallm.config import Config, LoRAConfig, RLConfig, configure
@@ -65,6 +65,7 @@ class IntegratedServer:
         """
         server = self._config.server
         server = server.model_copy(update={"host": host or server.host, "port": server.port if port is None else port})
+        config = self._config.model_copy(update={"server": server})
         try:
             served = await self._load()
             app = create_app(
@@ -75,13 +76,9 @@ class IntegratedServer:
                 served.card,
                 server,
             )
-
-            def announce(bound: int) -> None:
-                banner.show(self._banner(served, server.host, bound))
-
             if self._trains:  # requests can only be collected once the adapter is trained
                 await self._training_started.wait()
-            return await serve(app, announce)
+            return await serve(app, partial(banner.show, served, config))
         finally:
             self._inference_ended.set()
             await self._stop()
@@ -145,26 +142,6 @@ class IntegratedServer:
                 return
             self._training_closed = True
             await self._served.training.close()
-
-    def _banner(self, served: Served, host: str, port: int) -> banner.BannerInfo:
-        config = self._config
-        return banner.BannerInfo(
-            model=served.card,
-            adapters=tuple(card.ref.name for card in served.adapters.cards() if card.live),
-            adapter_slots=config.adapters.max_loras,
-            adapter_rank=config.adapters.max_lora_rank,
-            run=served.run,
-            kv_bytes=self._engine.processor.stats().kv_bytes_budget,
-            mlx_bytes=served.limits.memory,
-            mlx_cache_bytes=served.limits.cache,
-            mlx_wired_bytes=served.limits.wired,
-            device=served.device,
-            blas=BLAS.name,
-            host=host,
-            port=port,
-            authenticated=config.server.api_key is not None,
-            warnings=() if BLAS.fast else (BLAS.problem,),
-        )
 
 
 class RLIntegratedServer(IntegratedServer):

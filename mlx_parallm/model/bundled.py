@@ -8,13 +8,11 @@ rotary embedding. The tokenizer is in the file's metadata (`tokenizer.ggml.*`): 
 from __future__ import annotations
 
 import importlib.util
-import json
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -83,19 +81,6 @@ def load_bundled(dequantize: bool) -> tuple[nn.Module, PreTrainedTokenizerFast, 
     model.load_weights(list(weights.items()))
     model.eval()
     return model, _tokenizer(metadata), config
-
-
-def export_bundled(path: Path | str) -> None:
-    """Writes the bundled model in float32 to `path` as an ordinary mlx-lm model directory of 538 MB."""
-    folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    model, tokenizer, config = load_bundled(dequantize=True)
-    del config["quantization"]
-    mx.save_safetensors(
-        str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())), metadata={"format": "mlx"}
-    )
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    tokenizer.save_pretrained(folder)
 
 
 def _read(path: Path) -> tuple[Weights, Metadata]:

@@ -2,38 +2,65 @@
 
 import io
 import shlex
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import pytest
 
-from mlx_parallm.app.banner import BannerInfo, base_url, render, show
+from mlx_parallm.adapters.checkpoints.runs import Run
+from mlx_parallm.app import banner
+from mlx_parallm.app.banner import base_url, render, show
+from mlx_parallm.blas import Blas
+from mlx_parallm.config import configure
 from mlx_parallm.core import ModelCard
+from mlx_parallm.model.device import MemoryLimits
 
-INFO = BannerInfo(
-    model=ModelCard(
-        name="SmolLM2-135M-Instruct",
-        context_length=8192,
-        vocab_size=49152,
-        quantization="none",
-        dtype="float32",
-        parameters=134_515_008,
-        weight_bytes=538_060_032,
-    ),
-    adapters=(),
-    kv_bytes=2 * 2**30,
-    mlx_bytes=11 * 2**30,
-    mlx_cache_bytes=2**29,
-    mlx_wired_bytes=None,
-    device="CPU",
-    blas="libopenblas.so.0",
-    host="127.0.0.1",
-    port=8000,
-    authenticated=False,
+CARD = ModelCard(
+    name="SmolLM2-135M-Instruct",
+    context_length=8192,
+    vocab_size=49152,
+    quantization="none",
+    dtype="float32",
+    parameters=134_515_008,
+    weight_bytes=538_060_032,
 )
+
+LIMITS = MemoryLimits(11 * 2**30, 2**29, None)
+
+
+@dataclass(frozen=True)
+class Served:
+    """What the banner reads of `app.build.Served`."""
+
+    live: tuple[str, ...] = ()
+    card: ModelCard = CARD
+    limits: MemoryLimits = LIMITS
+    device: str = "CPU"
+    run: Run | None = None
+
+    @property
+    def adapters(self) -> SimpleNamespace:
+        cards = [(name, True) for name in self.live] + [("not-live", False)]
+        return SimpleNamespace(
+            cards=lambda: [SimpleNamespace(ref=SimpleNamespace(name=name), live=live) for name, live in cards]
+        )
+
+    @property
+    def engine(self) -> SimpleNamespace:
+        return SimpleNamespace(stats=lambda: SimpleNamespace(kv_bytes_budget=2 * 2**30))
+
+
+@pytest.fixture(autouse=True)
+def _fast_blas(monkeypatch):
+    monkeypatch.setattr(banner, "BLAS", Blas("libopenblas.so.0", fast=True))
+
+
+def text_of(served: Served = Served(), port: int = 8000, **settings: object) -> str:
+    return render(served, configure(**settings), port)
 
 
 def test_says_what_is_served_and_where():
-    text = render(INFO)
+    text = text_of()
     for fact in (
         "SmolLM2-135M-Instruct, 135M parameters",
         "float32, quantization none",
@@ -51,37 +78,37 @@ def test_says_what_is_served_and_where():
 
 
 def test_says_what_stays_in_memory():
-    assert "up to 512.0 MiB, 10.0 GiB wired" in render(replace(INFO, mlx_wired_bytes=10 * 2**30))
+    wired = replace(LIMITS, wired=10 * 2**30)
+    assert "up to 512.0 MiB, 10.0 GiB wired" in text_of(Served(limits=wired))
 
 
-def adapters_line(**fields: object) -> str:
-    (line,) = (line for line in render(replace(INFO, **fields)).splitlines() if line.strip().startswith("adapters"))
+def adapters_line(*live: str) -> str:
+    lines = text_of(Served(live), adapters__max_loras=4).splitlines()
+    (line,) = (line for line in lines if line.strip().startswith("adapters"))
     return line.strip().removeprefix("adapters").strip()
 
 
 def test_says_which_adapters_there_are_and_how_many_fit():
-    room = {"adapter_slots": 8, "adapter_rank": 16}
-    assert adapters_line() == "none"
-    assert adapters_line(**room) == "none (8 slots, rank up to 16)"
-    assert adapters_line(adapters=("math", "tone"), **room) == "math, tone (8 slots, rank up to 16)"
-    many = tuple(f"a{number}" for number in range(1, 11))
-    assert adapters_line(adapters=many, **room) == "a1, a2, a3, a4, a5, a6, a7, a8 and 2 more (8 slots, rank up to 16)"
-    assert adapters_line(adapters=many[:8]) == "a1, a2, a3, a4, a5, a6, a7, a8"
+    assert adapters_line() == "none (4 slots, rank up to 16)"
+    assert adapters_line("math", "tone") == "math, tone (4 slots, rank up to 16)"
+    many = [f"a{number}" for number in range(1, 11)]
+    assert adapters_line(*many) == "a1, a2, a3, a4, a5, a6, a7, a8 and 2 more (4 slots, rank up to 16)"
+    assert adapters_line(*many[:8]) == "a1, a2, a3, a4, a5, a6, a7, a8 (4 slots, rank up to 16)"
 
 
-def curl(info: BannerInfo) -> list[str]:
-    (line,) = (line for line in render(info).splitlines() if line.strip().startswith("curl"))
+def curl(port: int = 8000, **settings: object) -> list[str]:
+    (line,) = (line for line in text_of(port=port, **settings).splitlines() if line.strip().startswith("curl"))
     return shlex.split(line)
 
 
 def test_curl_can_be_pasted():
-    assert curl(INFO) == [
+    assert curl() == [
         "curl",
         "http://127.0.0.1:8000/v1/completions",
         "-d",
         '{"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0}',
     ]
-    assert "Authorization: Bearer $MLX_PARALLM_API_KEY" in curl(replace(INFO, authenticated=True))
+    assert "Authorization: Bearer $MLX_PARALLM_API_KEY" in curl(server__api_key="k")
 
 
 @pytest.mark.parametrize(
@@ -95,18 +122,18 @@ def test_curl_can_be_pasted():
 )
 def test_base_url_is_one_a_client_here_can_use(host, url):
     assert base_url(host, 80) == url
-    assert curl(replace(INFO, host=host, port=80))[1] == f"{url}/v1/completions"
+    assert curl(80, server__host=host)[1] == f"{url}/v1/completions"
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.2", "box.local"])
 def test_warns_when_bound_beyond_loopback_without_a_key(host):
-    exposed = replace(INFO, host=host)
-    assert f"WARNING: bound to {host} without an API key" in render(exposed)
-    assert "WARNING" not in render(replace(exposed, authenticated=True))
+    assert f"WARNING: bound to {host} without an API key" in text_of(server__host=host)
+    assert "WARNING" not in text_of(server__host=host, server__api_key="k")
 
 
-def test_other_warnings_are_shown():
-    assert render(replace(INFO, warnings=("no fast BLAS found",))).splitlines()[-1] == "WARNING: no fast BLAS found"
+def test_a_slow_blas_is_a_warning(monkeypatch):
+    monkeypatch.setattr(banner, "BLAS", Blas("MLX's own", fast=False, problem="no fast BLAS found"))
+    assert text_of().splitlines()[-1] == "WARNING: no fast BLAS found"
 
 
 class Terminal(io.StringIO):
@@ -117,9 +144,9 @@ class Terminal(io.StringIO):
 def test_styled_on_a_terminal_and_plain_elsewhere(monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    exposed = replace(INFO, host="0.0.0.0", model=replace(INFO.model, name="[red]name"), adapters=("x" * 300,))
+    served, config = Served(("x" * 300,), replace(CARD, name="[red]name")), configure(server__host="0.0.0.0")
     plain, terminal = io.StringIO(), Terminal()
-    show(exposed, plain)
-    show(exposed, terminal)
-    assert plain.getvalue() == render(exposed) + "\n"
+    show(served, config, 8000, plain)
+    show(served, config, 8000, terminal)
+    assert plain.getvalue() == render(served, config, 8000) + "\n"
     assert "\x1b[1;31mWARNING" in terminal.getvalue()

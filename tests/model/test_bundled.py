@@ -1,5 +1,3 @@
-import json
-
 import mlx.core as mx
 import mlx_lm.utils
 import pytest
@@ -66,9 +64,12 @@ def test_quantized_form_agrees_with_the_float32_one(loaded):
     assert mx.abs(model(tokens) - loaded.model(tokens)).max().item() < 1e-3
 
 
-def test_export_is_the_same_model_to_mlx_lm(loaded, tmp_path):
-    bundled.export_bundled(tmp_path)
-    assert "quantization" not in json.loads((tmp_path / "config.json").read_text())
+def test_it_can_be_saved_as_a_model_directory_of_mlx_lm(loaded, tmp_path):
+    saved, saved_tokenizer, config = bundled.load_bundled(dequantize=True)
+    del config["quantization"]
+    mlx_lm.utils.save_model(tmp_path, saved)
+    mlx_lm.utils.save_config(config, tmp_path / "config.json")
+    saved_tokenizer.save_pretrained(tmp_path)
     model, tokenizer = mlx_lm.utils.load(str(tmp_path), tokenizer_config={"trust_remote_code": False})
     text = "In 2024 the naïve café cost 12 €."
     assert tokenizer.encode(text) == loaded.tokenizer.encode(text)

@@ -11,14 +11,20 @@ import sys
 from pathlib import Path
 
 import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
-from mlx_parallm.model.bundled import export_bundled
+
+from mlx_lm.utils import save_config, save_model  # isort: skip
+from mlx_parallm.model.bundled import load_bundled
 
 UNDRAWN_TOKEN, UNDRAWN_ID = "<empty_output>", 16
 
 
 def write_model_dir(folder: Path) -> None:
     """Writes 538 MB."""
-    export_bundled(folder)
+    model, tokenizer, config = load_bundled(dequantize=True)
+    del config["quantization"]
+    save_model(folder, model)
+    save_config(config, folder / "config.json")
+    tokenizer.save_pretrained(folder)
     _change(folder / "config.json", eos_token_id=UNDRAWN_ID)
     _change(folder / "tokenizer_config.json", eos_token=UNDRAWN_TOKEN)
 
