@@ -18,8 +18,8 @@ from mlx_parallm.rl.adapter_training import AdapterTraining
 from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
 from mlx_parallm.rl.collect.groups import DropReason, TrajectoryGroup
 from mlx_parallm.rl.events import Emit
-from mlx_parallm.rl.objectives.batches import PreparedBatch, ScoredGroup, given_groups, prepare
-from mlx_parallm.rl.selection import GroupSelection
+from mlx_parallm.rl.objectives.batches import PreparedBatch, ScoredGroup, prepare
+from mlx_parallm.rl.selection import GroupSelection, given_groups
 
 _DROP_REASONS = {"published": None, "trained": None, "held": DropReason.HELD, "skipped": DropReason.SKIPPED}
 """What happens to the trajectories of an update, by the status of its report. None: they were trained on."""

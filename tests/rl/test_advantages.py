@@ -5,7 +5,7 @@ import pytest
 
 from mlx_parallm.config import RewardScale
 from mlx_parallm.rl.collect.groups import DropReason
-from mlx_parallm.rl.objectives.advantages import group_advantages
+from mlx_parallm.rl.objectives.batches import group_advantages
 from mlx_parallm.rl.objectives.rewards import FEEDBACK_BASELINE, RunningBaseline
 
 

@@ -21,7 +21,7 @@ from rl.loss_reference import (
 
 from mlx_parallm.config import Algorithm, RewardScale
 from mlx_parallm.config.training import ALGORITHM_DEFAULTS
-from mlx_parallm.rl.objectives.advantages import group_advantages
+from mlx_parallm.rl.objectives.batches import group_advantages
 from mlx_parallm.rl.objectives.losses import ALGORITHMS, UpdateTotals, k3, loss, means
 
 POLICY = [each for each in Algorithm if each is not Algorithm.CROSS_ENTROPY]

@@ -1,19 +1,17 @@
-"""Groups with rewards become the batch of one update: samples with advantages, drop reasons, and metrics."""
+"""Groups with rewards become the batch of one update: advantages, samples, drop reasons, and metrics."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, compress
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mlx_parallm.config import ResolvedLoss, RewardScale
-from mlx_parallm.core import AdapterRef, GivenTrajectory, Trajectory
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.core import GivenTrajectory, Trajectory
 from mlx_parallm.rl.collect.groups import FEEDBACK, DropReason
-from mlx_parallm.rl.objectives.advantages import GroupAdvantages, group_advantages, no_signal
 from mlx_parallm.rl.objectives.rewards import RewardHistory
 
 # ---- what an update learns from ------------------------------------------------------------------
@@ -75,48 +73,70 @@ class ScoredGroup:
         return len(self.trajectories) > 1 and not (self.scorer == FEEDBACK and no_signal(self.rewards))
 
 
-def given_groups(
-    trajectories: Iterable[GivenTrajectory], staleness: Callable[[AdapterRef], int] = lambda version: 0
-) -> tuple[ScoredGroup, ...]:
-    """Groups a client's trajectories by `group_id`, or by prompt if they have none; in order of appearance.
+# ---- advantages ----------------------------------------------------------------------------------
+# Each reward minus the mean of its group, scaled. Standard deviations divide by n, not by n - 1, so the rewards
+# 0, 0, 1, 1 give advantages of ±0.9998.
 
-    `staleness`: of the version that drew a trajectory; it raises if the version cannot be trained on.
+_EPSILON = 1e-4
+"""Added to standard deviations."""
 
-    Raises:
-        InvalidRequestError: a trajectory cannot be trained on, or only some of them have a reward.
+_LEAST_DEVIATION = 0.02
+"""Fraction of the largest absolute reward. A group whose standard deviation is smaller than that has a weak signal."""
+
+_LEAST_SPREAD = 1e-6
+"""Fraction of the largest absolute reward. Rewards that differ by less are equal apart from rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupAdvantages:
+    """`values`: one for each reward, in order; all 0 if the group is dropped. `dropped` None: the group is trained on.
+
+    `strength`: how strong the group's signal is, 0 (dropped) to 1. An update of weak groups makes a smaller step.
     """
-    trajectories = tuple(trajectories)
-    groups: dict[object, list[GivenTrajectory]] = {}
-    for number, trajectory in enumerate(trajectories):
-        _check(trajectory, f"trajectories[{number}]")
-        groups.setdefault(trajectory.group_id or trajectory.prompt_ids, []).append(trajectory)
-    if len({trajectory.reward is None for trajectory in trajectories}) > 1:
-        raise InvalidRequestError("trajectories: give a reward with each of them, or with none", "trajectories")
+
+    values: tuple[float, ...]
+    dropped: DropReason | None = None
+    strength: float = 1.0
+
+    @classmethod
+    def none(cls, size: int, reason: DropReason) -> GroupAdvantages:
+        return cls((0.0,) * size, reason, 0.0)
+
+
+def group_advantages(groups: Sequence[Sequence[float]], scale: RewardScale) -> tuple[GroupAdvantages, ...]:
+    """The advantages of all groups of one update, in order.
+
+    GROUP divides by the group's standard deviation + 1e-4, but by at least 0.02 times its largest absolute reward, so
+    that seven rewards of 1 and one of 0.999 do not get the advantages of seven rewards of 1 and one of 0. The strength
+    of a group is its standard deviation divided by that minimum, at most 1, with every scale.
+
+    BATCH divides by the standard deviation of all rewards of the update + 1e-4, pooled as they are: no group's mean is
+    subtracted for it (arXiv 2508.08221). Rewards of dropped groups count in it. NONE divides by 1. With every scale,
+    the group's mean is subtracted from its rewards.
+    """
+    rewards = [np.asarray(group, np.float64) for group in groups]
+    pooled = np.concatenate(rewards) if rewards and scale is RewardScale.BATCH else np.zeros(0)
+    divisor = float(pooled.std()) + _EPSILON if pooled.size else 1.0
     return tuple(
-        ScoredGroup(
-            tuple(group),
-            tuple(each.reward for each in group if each.reward is not None),
-            "given",
-            max(staleness(each.adapter) if each.adapter else 0 for each in group),
-        )
-        for group in groups.values()
+        GroupAdvantages.none(group.size, reason) if (reason := no_signal(group)) else _centred(group, scale, divisor)
+        for group in rewards
     )
 
 
-def _check(trajectory: GivenTrajectory, param: str) -> None:
-    logprobs = trajectory.sampling_logprobs
-    if not trajectory.prompt_ids or not trajectory.completion_ids:
-        raise InvalidRequestError(f"{param}: give one prompt token and one completion token at least", param)
-    if logprobs and len(logprobs) != len(trajectory.completion_ids):
-        raise InvalidRequestError(
-            f"{param}: {len(logprobs)} sampling_logprobs for {len(trajectory.completion_ids)} completion tokens; give "
-            "one for each, or none",
-            param,
-        )
-    if not all(map(math.isfinite, (trajectory.reward or 0.0, *logprobs))):
-        raise InvalidRequestError(f"{param}: reward and sampling_logprobs must be finite numbers", param)
-    if not (trajectory.temperature > 0 and math.isfinite(trajectory.temperature)):
-        raise InvalidRequestError(f"{param}: temperature must be above 0", param)
+def no_signal(rewards: Sequence[float] | NDArray[np.float64]) -> DropReason | None:
+    """Why a group with these rewards, which are finite, cannot be trained on; None if it can."""
+    if len(rewards) < 2:
+        return DropReason.SINGLE
+    if np.ptp(rewards) <= _LEAST_SPREAD * np.abs(rewards).max():
+        return DropReason.ZERO_VARIANCE
+    return None
+
+
+def _centred(rewards: NDArray[np.float64], scale: RewardScale, batch_divisor: float) -> GroupAdvantages:
+    deviation, least = float(rewards.std()), _LEAST_DEVIATION * float(np.abs(rewards).max())
+    divisor = max(deviation, least) + _EPSILON if scale is RewardScale.GROUP else batch_divisor
+    values = tuple(((rewards - rewards.mean()) / divisor).tolist())
+    return GroupAdvantages(values, strength=min(1.0, deviation / least))
 
 
 # ---- the batch of an update ----------------------------------------------------------------------

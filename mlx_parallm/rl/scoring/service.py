@@ -17,14 +17,12 @@ import hashlib
 import json
 import math
 import subprocess
-import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from functools import cached_property
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, NamedTuple
 
 from mlx_parallm.adapters.names import shown
 from mlx_parallm.core import CollectionSpec, Trajectory
@@ -35,7 +33,7 @@ from mlx_parallm.rl.scoring import gym, sample
 from mlx_parallm.rl.scoring.pool import ScoringError, ScoringJob, ScoringPool
 from mlx_parallm.rl.scoring.queue import Rule
 from mlx_parallm.rl.scoring.registry import BUILTINS, GROUP, PARAM, Builtin, terms
-from mlx_parallm.rl.scoring.sample import Metadata, ScorerInput
+from mlx_parallm.rl.scoring.sample import ScorerInput
 
 _DESCRIBE_S = 120.0
 
@@ -98,8 +96,9 @@ class ScoringService:
                 await asyncio.to_thread(self._catalogue.check_bounds, collection)
         else:
             self._catalogue.check_bounds(collection)
-        for name, builtin in _with_slow_checks(collection):
-            await self._check_value(name, builtin.key, collection)
+        for name, builtin in _builtins(collection):
+            if builtin.read is not None:
+                await self._check_value(name, builtin.key, collection)
 
     async def close(self) -> None:
         """Ends the processes; waiting groups fail."""
@@ -147,21 +146,22 @@ def _checked_rewards(reply: Mapping[str, Any], count: int) -> tuple[float, ...]:
 # ---- the catalogue -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Description:
+class _Description(NamedTuple):
+    """What a child process says of one scorer; see `worker`."""
+
     requires: tuple[str, ...]
     tasks: tuple[str, ...]
     problem: str
 
 
 class ScorerCatalogue:
-    """Which scorers there are, and the metadata that they read. Thread-safe.
+    """Which scorers there are, and the metadata that they read.
 
-    A child process is asked once for each name that is not built in, which takes seconds.
+    A child process is asked once for each name that is not built in, which takes seconds. One thread at a time may
+    make checks that have to ask.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._descriptions: dict[str, _Description] = {}
         self._tasks: tuple[str, ...] = ()
 
@@ -172,32 +172,29 @@ class ScorerCatalogue:
             InvalidRequestError: the scorer is unknown or cannot be used, or `metadata` lacks what it reads.
         """
         self.check_bounds(collection)
-        for _, builtin in _with_slow_checks(collection):
-            assert builtin.read is not None
-            builtin.read(collection.metadata)
+        for _, builtin in _builtins(collection):
+            if builtin.read is not None:
+                builtin.read(collection.metadata)
 
     def check_bounds(self, collection: CollectionSpec) -> None:
         """The same without `Builtin.read`, which a client can make slow."""
         for name in _names(collection):
-            self._check(name, collection.metadata)
+            if (builtin := BUILTINS.get(name)) is not None:
+                if builtin.needs is not None:
+                    _require(builtin.needs)
+                builtin.bound(collection.metadata)
+            elif name.startswith(gym.PREFIX):
+                self._check_task(name)
+                sample.entry(collection.metadata)
+            elif name in self._packages:
+                for key in self._usable(name).requires:
+                    sample.present(collection.metadata, key)
+            else:
+                raise _unknown(name, [*BUILTINS, *self._packages, gym.PREFIX + "<task>"])
 
     def must_ask(self, collection: CollectionSpec) -> bool:
         """Whether a check may have to wait for a child process."""
         return any(name not in BUILTINS and name not in self._descriptions for name in _names(collection))
-
-    def _check(self, name: str, metadata: Metadata) -> None:
-        if (builtin := BUILTINS.get(name)) is not None:
-            if builtin.needs is not None:
-                _require(builtin.needs)
-            builtin.bound(metadata)
-        elif name.startswith(gym.PREFIX):
-            self._check_task(name)
-            sample.entry(metadata)
-        elif name in self._packages:
-            for key in self._usable(name).requires:
-                sample.present(metadata, key)
-        else:
-            raise _unknown(name, [*BUILTINS, *self._packages, gym.PREFIX + "<task>"])
 
     @cached_property
     def _packages(self) -> frozenset[str]:
@@ -205,64 +202,31 @@ class ScorerCatalogue:
 
     def _check_task(self, name: str) -> None:
         _require(REASONING_GYM)
-        with self._lock:
-            if not self._tasks:
-                self._tasks = self._describe(name).tasks
+        if not self._tasks:
+            self._tasks = self._describe(name).tasks
         known = [gym.PREFIX + task for task in self._tasks]
         if known and name not in known:
             raise _unknown(name, known)
         self._usable(name)
 
     def _usable(self, name: str) -> _Description:
-        with self._lock:
-            description = self._describe(name)
+        description = self._describe(name)
         if description.problem:
             raise InvalidRequestError(f"{PARAM}: {name} cannot be used: {description.problem}", PARAM)
         return description
 
     def _describe(self, name: str) -> _Description:
-        """Call it with the lock held, so that a name is described once. A failure is not remembered."""
+        """Raises InvalidRequestError: the child process failed. That is not remembered."""
         if name not in self._descriptions:
-            self._descriptions[name] = _description(name)
+            try:
+                reply = _worker_description(name)
+                description = _Description(tuple(reply["requires"]), tuple(reply["tasks"]), str(reply["problem"]))
+            except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError) as error:
+                raise InvalidRequestError(
+                    f"{PARAM}: {name} could not be loaded; the server's log may say why", PARAM
+                ) from error
+            self._descriptions[name] = description
         return self._descriptions[name]
-
-
-def _require(extra: Extra) -> None:
-    """Raises InvalidRequestError: the package is not installed."""
-    if not extra.installed:
-        raise InvalidRequestError(f"{PARAM}: {extra.missing}", PARAM)
-
-
-def _names(collection: CollectionSpec) -> list[str]:
-    return [] if collection.scorer is None else [term.scorer for term in terms(collection.scorer)]
-
-
-def lacks_answer(collection: CollectionSpec) -> bool:
-    """Whether a built-in scorer of the collection reads `metadata.answer` and there is none.
-
-    Raises:
-        InvalidRequestError: the scorer cannot be read as names.
-    """
-    if collection.metadata.get(ANSWER) is not None:
-        return False
-    return any(name in BUILTINS and BUILTINS[name].key == ANSWER for name in _names(collection))
-
-
-def _with_slow_checks(collection: CollectionSpec) -> Iterator[tuple[str, Builtin]]:
-    """The built-in scorers of a collection whose metadata may take long to check."""
-    for name in _names(collection):
-        if (builtin := BUILTINS.get(name)) is not None and builtin.read is not None:
-            yield name, builtin
-
-
-def _description(name: str) -> _Description:
-    try:
-        reply = _worker_description(name)
-        return _Description(tuple(reply["requires"]), tuple(reply["tasks"]), str(reply["problem"]))
-    except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError) as error:
-        raise InvalidRequestError(
-            f"{PARAM}: {name} could not be loaded; the server's log may say why", PARAM
-        ) from error
 
 
 def _worker_description(name: str) -> Mapping[str, Any]:
@@ -280,7 +244,30 @@ def _worker_description(name: str) -> Mapping[str, Any]:
     return reply
 
 
+def _require(extra: Extra) -> None:
+    """Raises InvalidRequestError: the package is not installed."""
+    if not extra.installed:
+        raise InvalidRequestError(f"{PARAM}: {extra.missing}", PARAM)
+
+
 def _unknown(name: str, known: list[str]) -> InvalidRequestError:
     near = get_close_matches(name, known, n=3)
     hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(sorted(known)[:20])}"
     return InvalidRequestError(f"{PARAM}: {shown(name)} is unknown: {hint}", PARAM)
+
+
+def lacks_answer(collection: CollectionSpec) -> bool:
+    """Whether a built-in scorer of the collection reads `metadata.answer` and there is none.
+
+    Raises:
+        InvalidRequestError: the scorer cannot be read as names.
+    """
+    return collection.metadata.get(ANSWER) is None and any(b.key == ANSWER for _, b in _builtins(collection))
+
+
+def _builtins(collection: CollectionSpec) -> list[tuple[str, Builtin]]:
+    return [(name, BUILTINS[name]) for name in _names(collection) if name in BUILTINS]
+
+
+def _names(collection: CollectionSpec) -> list[str]:
+    return [] if collection.scorer is None else [term.scorer for term in terms(collection.scorer)]
