@@ -57,8 +57,8 @@ _CPU_SHARE = 0.25
 """Largest share of RAM that the KV pool takes on a CPU."""
 _POOL_SHARE = 0.8
 """Share of the memory limit that the KV pool takes, after the weights and MLX's buffer cache."""
-_STALL_S, _CPU_STALL_S = 0.1, 0.5
-"""Default limits of a decode stall on a GPU and on a CPU, where a single decode step takes most of 0.1 s."""
+_DECODE_STALL_S, _CPU_DECODE_STALL_S = 0.1, 0.5
+"""Defaults of max_decode_stall_ms, in seconds. On a CPU, a single decode step takes most of 0.1 s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +285,7 @@ def device_schedule(config: Config, cpu: bool) -> DeviceSchedule:
     stall_ms = server.max_decode_stall_ms
     return DeviceSchedule(
         training_time_share=config.rl_training.training_time_share or mode_share,
-        max_decode_stall_s=stall_ms / 1000 if stall_ms else _CPU_STALL_S if cpu else _STALL_S,
+        max_decode_stall_s=stall_ms / 1000 if stall_ms else _CPU_DECODE_STALL_S if cpu else _DECODE_STALL_S,
         row_shares={
             WorkClass.INFERENCE: server.priority_ratios.inference,
             WorkClass.TRAINING: server.priority_ratios.training,

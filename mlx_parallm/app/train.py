@@ -46,7 +46,7 @@ class TrainOptions:
     """What a run does, besides its configuration.
 
     Each of `steps` draws `prompts_per_step` groups of `group_size` trajectories from `environment` and makes one update
-    from them. Steps that a resumed run made before count.
+    from them. In a resumed run, the steps that were made before count too.
     """
 
     environment: str

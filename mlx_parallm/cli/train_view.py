@@ -49,7 +49,7 @@ class RichTrainView:
     """Implements `app.train.TrainView`: writes to `stream` (default: stdout), with styles and progress bars on a
     terminal and plain lines elsewhere.
 
-    A context manager. While it is entered on a terminal, everything else that is printed appears above the bars.
+    A context manager: on a terminal, everything that is printed inside it appears above the bars.
     """
 
     def __init__(self, steps: int, stream: TextIO | None = None) -> None:

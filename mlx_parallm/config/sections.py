@@ -98,7 +98,7 @@ class ServerConfig(Section):
     max_batch_size: Integer = Field(default=128, ge=1)
     """Largest number of sequences in the running batch."""
     max_batched_tokens: Integer = Field(default=2048, ge=1)
-    """Largest number of prompt tokens in one prefill unit. The scheduler may choose fewer."""
+    """Largest number of prompt tokens that one unit of device work computes. The scheduler may choose fewer."""
     max_queued: Integer = Field(default=512, ge=1)
     """Largest number of sequences that wait for admission. Further requests get 429."""
     queue_timeout: Number | None = Field(default=600.0, gt=0)
@@ -106,8 +106,8 @@ class ServerConfig(Section):
     """
     kv_cache_memory: AutoByteSize = None
     """Memory for the KV cache, such as 4GB or 512MiB. The adapter bank and training take what they need of it first.
-    auto takes 80 % of what the weights and mlx_cache_limit leave of mlx_memory_limit, and on a CPU at most a quarter of
-    RAM.
+    auto takes 80 % of the part of mlx_memory_limit that the weights and mlx_cache_limit leave free, and on a CPU at
+    most a quarter of RAM.
     """
     mlx_memory_limit: AutoByteSize = None
     """Memory that MLX may use in all. Above it, MLX waits for running work and frees cached buffers before it
@@ -116,7 +116,7 @@ class ServerConfig(Section):
     """
     mlx_cache_limit: AutoByteSize = None
     """Memory of freed buffers that MLX keeps for reuse; it counts toward mlx_memory_limit. auto takes 5 % of that
-    limit, between 256 MiB and 4 GiB, or 32 MiB on a CPU.
+    limit, but 256 MiB at least and 4 GiB at most; on a CPU it takes 32 MiB.
     """
     max_decode_stall_ms: Integer | None = Field(default=None, ge=1, le=60_000)
     """Longest time in milliseconds that a running request should wait between two tokens for other prompts' prefill and
@@ -153,10 +153,10 @@ class ServerConfig(Section):
     (/health, /ready, /metrics) are logged at level debug.
     """
     served_model_name: OptionalNames = ()
-    """Names that requests may give as `model`; answers have the first one. [] and null mean the model's own name."""
+    """Names that requests may give as `model`; answers give the first one. [] and null mean the model's own name."""
     max_body_bytes: ByteSize = 16 * 2**20
-    """Largest request body. A body may have at most one JSON value for every 16 bytes of this size. Larger requests get
-    413.
+    """Largest request body. A body may hold at most one JSON value for every 16 bytes of this limit. Requests above
+    either limit get 413.
     """
     max_connections: Integer | None = Field(default=None, ge=1)
     """Largest number of open connections. At the limit, the connection that has been idle longest is closed for a new
@@ -211,13 +211,15 @@ class AdaptersConfig(Section):
     allowed_adapter_roots: Folders = ()
     """Folders, in addition to adapter_dir, from which requests may load adapters by path."""
     max_loras: Integer = Field(default=8, ge=1)
-    """Largest number of adapter versions in one batch; the adapter bank has one slot for each."""
+    """Largest number of adapter versions in one batch. The adapter bank holds the weights of each in a slot, whose
+    memory is reserved at the start.
+    """
     max_cpu_loras: Integer = Field(default=16, ge=0)
     """Largest number of evicted adapter versions kept in memory, unpadded. Others are read from their files again when
     a request needs them.
     """
     max_lora_rank: Integer = Field(default=16, ge=1, le=LARGEST_RANK)
-    """Largest rank of an adapter. Every slot of the bank has room for it. When the server trains, a larger lora_rank
+    """Largest rank of an adapter. Every slot of the adapter bank has room for it. When the server trains, a larger lora_rank
     raises it, unless it is set by the same source as lora_rank or by one that takes precedence.
     """
     default_adapter: AdapterName = "default"

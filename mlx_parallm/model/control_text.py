@@ -57,7 +57,7 @@ class Guarded:
 
 
 class ControlText:
-    """Keeps the text of control tokens in client strings from becoming tokens. Any thread.
+    """Keeps the text of control tokens in client strings from becoming tokens. Safe on any thread.
 
     Args:
         added: the tokenizer's added tokens.

@@ -30,7 +30,7 @@ class RotationTable:
     """cos and sin of the positions of one forward, shared by all layers with the same frequencies."""
 
     def __init__(self, dims: int, base: float, scale: float) -> None:
-        # Bit by bit what MLX's own RoPE computes, so that prefill and decode rotate alike.
+        # The same bits as in MLX's own RoPE, which rotates the prompt: prefill and decode must agree.
         half = mx.exp(mx.arange(0, -(dims // 2), -1, dtype=mx.float32) * (math.log(base) / (dims // 2)))
         self._scale = scale
         self._frequencies = mx.concatenate([half, half])

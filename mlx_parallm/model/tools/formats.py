@@ -127,7 +127,7 @@ def _tool_call(parsed: Any) -> ToolCall:
 
 # -- calls whose text was cut off ----------------------------------------------------------------
 #
-# A call is recognised by its lead, the text before the name of the tool. White space is ignored in the comparison.
+# A call is recognised by its prefix, the text before the name of the tool. White space is ignored in the comparison.
 
 Parse = Callable[[str], Sequence[ToolCall]]
 """Parses text between marks. Raises ValueError: it is not a call of a known tool."""
@@ -161,9 +161,9 @@ def _has_argument(syntax: CallSyntax, text: str) -> bool:
 
 def _json_calls(syntax: CallSyntax, text: str, names: frozenset[str]) -> Iterator[ToolCall]:
     """Calls of a family whose arguments are one JSON object, which is the first object after the name."""
-    lead = _first_lead(syntax, text, names)
-    while lead is not None:
-        name, at = lead.group("name"), text.find("{", lead.end())
+    match = _match_first(syntax, text, names)
+    while match is not None:
+        name, at = match.group("name"), text.find("{", match.end())
         try:
             arguments, end = _DECODER.raw_decode(text, at) if at >= 0 else (None, 0)
         except (ValueError, RecursionError):
@@ -172,17 +172,17 @@ def _json_calls(syntax: CallSyntax, text: str, names: frozenset[str]) -> Iterato
             yield ToolCall(name, text[at:] if at >= 0 else "", complete=False)
             return
         yield ToolCall(name, json.dumps(arguments, ensure_ascii=False))
-        lead = _next_lead(syntax, text, end, names)
+        match = _match_next(syntax, text, end, names)
 
 
 def _calls_by_argument(syntax: CallSyntax, parse: Parse, text: str, names: frozenset[str]) -> Iterator[ToolCall]:
     """Calls of a family that writes each argument separately."""
     complete, end = _complete_calls(syntax, parse, text)
     yield from complete
-    lead = _next_lead(syntax, text, end, names) if complete else _first_lead(syntax, text, names)
-    if lead is not None:
-        rest = syntax.block[0] + syntax.lead + text[lead.start("name") :]
-        yield ToolCall(lead.group("name"), _partial_arguments(syntax, parse, rest), complete=False)
+    match = _match_next(syntax, text, end, names) if complete else _match_first(syntax, text, names)
+    if match is not None:
+        rest = syntax.block[0] + syntax.prefix + text[match.start("name") :]
+        yield ToolCall(match.group("name"), _partial_arguments(syntax, parse, rest), complete=False)
 
 
 def _complete_calls(syntax: CallSyntax, parse: Parse, text: str) -> tuple[Sequence[ToolCall], int]:
@@ -197,13 +197,13 @@ def _complete_calls(syntax: CallSyntax, parse: Parse, text: str) -> tuple[Sequen
         return (), 0
 
 
-def _first_lead(syntax: CallSyntax, text: str, names: frozenset[str]) -> re.Match[str] | None:
-    """The lead and name at the beginning of `text`; None while they are incomplete. Raises ValueError: no call."""
-    lead = syntax.block[0] + syntax.lead
-    match = re.match(r"\s*" + _lead_pattern(lead), text)
+def _match_first(syntax: CallSyntax, text: str, names: frozenset[str]) -> re.Match[str] | None:
+    """The prefix and name at the beginning of `text`; None while they are incomplete. Raises ValueError: no call."""
+    prefix = syntax.block[0] + syntax.prefix
+    match = re.match(r"\s*" + _prefix_pattern(prefix), text)
     if match is None:
-        if not _without_spaces(lead).startswith(_without_spaces(text)):
-            raise ValueError("it is not the lead of a call")
+        if not _without_spaces(prefix).startswith(_without_spaces(text)):
+            raise ValueError("it is not the beginning of a call")
         return None
     name = match.group("name")
     if match.end() == len(text) and any(known.startswith(name) for known in names):
@@ -213,17 +213,17 @@ def _first_lead(syntax: CallSyntax, text: str, names: frozenset[str]) -> re.Matc
     return match
 
 
-def _next_lead(syntax: CallSyntax, text: str, start: int, names: frozenset[str]) -> re.Match[str] | None:
-    """The lead and name of one more call, after `start`."""
+def _match_next(syntax: CallSyntax, text: str, start: int, names: frozenset[str]) -> re.Match[str] | None:
+    """The prefix and name of one more call, after `start`."""
     if syntax.between is None:
         return None
-    match = re.compile(_lead_pattern(syntax.between + syntax.lead)).search(text, start)
+    match = re.compile(_prefix_pattern(syntax.between + syntax.prefix)).search(text, start)
     return match if match is not None and match.end() < len(text) and match.group("name") in names else None
 
 
-def _lead_pattern(lead: str) -> str:
-    """A regular expression for a lead and a name, with optional white space after each character of the lead."""
-    return "".join(re.escape(char) + r"\s*" for char in _without_spaces(lead)) + _NAME
+def _prefix_pattern(prefix: str) -> str:
+    """A regular expression for a prefix and a name, with optional white space after each character of the prefix."""
+    return "".join(re.escape(char) + r"\s*" for char in _without_spaces(prefix)) + _NAME
 
 
 def _without_spaces(text: str) -> str:

@@ -41,7 +41,7 @@ class CallSyntax:
     native: tuple[CallSyntax, ...] = ()
 
     @property
-    def lead(self) -> str:
+    def prefix(self) -> str:
         """The text before the name of a tool."""
         return self.call[0].partition("$name")[0]
 
