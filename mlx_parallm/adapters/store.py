@@ -61,7 +61,7 @@ class AdapterStore:
         self._wake = wake
         self._loads: dict[AdapterRef, PendingLoad] = {}
         self._requests: Counter[AdapterRef] = Counter()
-        self._failed: dict[AdapterRef, Exception] = {}
+        self.failures: dict[AdapterRef, Exception] = {}  # versions that requests wait for and that cannot be staged
         self._asked: deque[Iterator[None]] = deque()  # jobs that a caller has asked for
         self._job: Iterator[None] | None = None
         self._make_room = False  # the last version was urgent: grow the bank before the next one comes
@@ -82,11 +82,11 @@ class AdapterStore:
         if ref == BASE_ADAPTER:
             return True
         staged = self.slots.get(ref)
-        if staged is None and ref not in self._loads and ref not in self._failed:
+        if staged is None and ref not in self._loads and ref not in self.failures:
             if (version := self.registry.version(ref)) is not None:
                 self._loads[ref] = PendingLoad(version, time.monotonic())
             else:
-                self._failed[ref] = AdapterUnavailableError(f"{ref} was forgotten before the request was served")
+                self.failures[ref] = AdapterUnavailableError(f"{ref} was forgotten before the request was served")
         return staged is not None and not (staged.draining and self._loads)
 
     def pin(self, ref: AdapterRef) -> int:
@@ -103,8 +103,8 @@ class AdapterStore:
             staged.unpin()
 
     def take_failures(self) -> dict[AdapterRef, Exception]:
-        """Versions that requests wait for and that cannot be staged, with the reasons. Each is returned once."""
-        failed, self._failed = self._failed, {}
+        """Returns and clears `failures`."""
+        failed, self.failures = self.failures, {}
         return failed
 
     # -- publishing ------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ class AdapterStore:
 
     def _fail(self, load: PendingLoad, error: Exception) -> None:
         if self._requests[load.version.ref]:
-            self._failed[load.version.ref] = error
+            self.failures[load.version.ref] = error
         load.complete(error)
         self._drop(load)
 

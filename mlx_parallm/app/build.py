@@ -48,7 +48,7 @@ from mlx_parallm.model.device import (
 )
 from mlx_parallm.model.hooks import install_hook
 from mlx_parallm.model.manager import SharedModelManager
-from mlx_parallm.model.tokenizer import Detokenizer, Tokenizer
+from mlx_parallm.model.tokenizer import Tokenizer, detokenizer_for
 from mlx_parallm.scheduler.scheduler import SchedulerConfig
 
 _log = logging.getLogger(__name__)
@@ -151,7 +151,7 @@ def build(config: Config, processor: ContinuousBatchProcessor, run: Run | None) 
     parts = EngineParts(
         runner,
         store,
-        Vocabulary(card.vocab_size, tokenizer.eos_token_ids, partial(Detokenizer, tokenizer)),
+        Vocabulary(card.vocab_size, tokenizer.eos_token_ids, detokenizer_for(tokenizer)),
         SchedulerConfig(
             max_rows=config.server.max_batch_size,
             max_batched_tokens=config.server.max_batched_tokens,
@@ -187,7 +187,7 @@ def build_runner(manager: SharedModelManager, bank: AdapterBank, config: Config)
     layout = manager.kv_layout
     budget = config.server.kv_cache_memory or _default_budget(manager.card, mlx_limits(config))
     cache = LoRABatchedKVCache(layout, budget, _context_length(manager.card, config))
-    if not cache.can_ever_hold(1):
+    if not cache.longest_row:
         raise ConfigError(
             f"kv_cache_memory of {budget} bytes holds {cache.budget_tokens} tokens of this model; "
             f"give at least {cache.capacity_for(1) * layout.bytes_per_token}"

@@ -6,7 +6,7 @@
 
 Inserting, finishing and growing a row never copies another row. A row's capacity is at most twice its length (above
 the smallest class), and a class grows by at most as many places as it has live rows. The budget counts whole slabs,
-because they are the memory really allocated, plus the memory that adapters and training use (`reserve`).
+because they are the memory really allocated, plus the memory that adapters and training use.
 """
 
 from __future__ import annotations
@@ -32,6 +32,11 @@ rows as the class has live ones, if that is more, up to 32, because fewer slabs 
 class LoRABatchedKVCache:
     """Rows of keys and values within a byte budget.
 
+    Attributes:
+        bytes_reserved: bytes of the budget that adapters and training hold now, so that rows find less memory. A row
+            that is alone may use them nevertheless, so that every request that fits the budget is served.
+        longest_row: tokens of the longest row that fits the budget when it is alone.
+
     Args:
         layout: shapes and dtype of one token's keys and values.
         budget_bytes: upper bound of the bytes held by slabs. While a growing row is copied, it may be exceeded.
@@ -42,16 +47,12 @@ class LoRABatchedKVCache:
         self.layout = layout
         self.budget_tokens = budget_bytes // layout.bytes_per_token
         self.max_length = max_length
-        self._reserved_tokens = 0
+        self.bytes_reserved = 0
+        whole_class = 1 << self.budget_tokens.bit_length() >> 1  # the largest power of two within the budget
+        fits = [n for n in (max_length, whole_class) if n <= max_length and self.capacity_for(n) <= self.budget_tokens]
+        self.longest_row = max(fits, default=0)
         self._refused_at = math.inf  # tokens held when the device last refused a slab
         self._classes: dict[int, list[Slab]] = {}
-
-    def reserve(self, count: int) -> None:
-        """Sets how many bytes of the budget adapters and training hold now, so that rows find less memory.
-
-        A row that is alone may use these bytes nevertheless, so that every request that fits the budget is served.
-        """
-        self._reserved_tokens = -(-count // self.layout.bytes_per_token)
 
     # -- rows ------------------------------------------------------------------------------------
 
@@ -107,16 +108,6 @@ class LoRABatchedKVCache:
             raise ValueError(f"a row of {tokens} tokens passes the longest length {self.max_length}")
         return min(max(MIN_CAPACITY, 1 << (tokens - 1).bit_length()), max(self.max_length, MIN_CAPACITY))
 
-    def can_ever_hold(self, tokens: int) -> bool:
-        """Whether a row of `tokens` fits the budget when it is alone."""
-        return tokens <= self.max_length and self.capacity_for(tokens) <= self.budget_tokens
-
-    @property
-    def longest_row(self) -> int:
-        """Tokens of the longest row that fits the budget when it is alone."""
-        fits = [length for length in (self.max_length, _power_below(self.budget_tokens)) if self.can_ever_hold(length)]
-        return max(fits, default=0)
-
     @property
     def tokens_held(self) -> int:
         return sum(slab.tokens for slab in self.slabs())
@@ -128,10 +119,6 @@ class LoRABatchedKVCache:
     @property
     def bytes_held(self) -> int:
         return self.tokens_held * self.layout.bytes_per_token
-
-    @property
-    def bytes_reserved(self) -> int:
-        return self._reserved_tokens * self.layout.bytes_per_token
 
     @property
     def budget_bytes(self) -> int:
@@ -161,7 +148,8 @@ class LoRABatchedKVCache:
 
     def _add_slab(self, capacity: int, credit: int) -> Slab | None:
         held = self.tokens_held - credit
-        room = self.budget_tokens - held - (self._reserved_tokens if held else 0)
+        reserved = -(-self.bytes_reserved // self.layout.bytes_per_token)
+        room = self.budget_tokens - held - (reserved if held else 0)
         rows = min(self._slab_rows(capacity), room // capacity)
         if rows < 1 or (held and self.tokens_held >= self._refused_at):
             return None
@@ -225,11 +213,6 @@ class LoRABatchedKVCache:
             self._classes[slab.capacity].remove(slab)
             if not self._classes[slab.capacity]:
                 del self._classes[slab.capacity]
-
-
-def _power_below(tokens: int) -> int:
-    """The largest power of two that is at most `tokens` (at least 1)."""
-    return 1 << max(tokens, 1).bit_length() - 1
 
 
 def _occupy(slab: Slab) -> KVRow:

@@ -15,16 +15,14 @@ from mlx_parallm.batch.logit_stages import TokenCounts, has_penalties
 from mlx_parallm.batch.runner import Row
 from mlx_parallm.batch.sampler import RowSampling
 from mlx_parallm.core import (
-    AdapterRef,
     DeviceWork,
     GenerationRequest,
-    GrammarState,
     PromptGroup,
     RequestFinished,
     SequenceState,
     TokenLogprob,
 )
-from mlx_parallm.engine.text import Detokenizes, TextStream
+from mlx_parallm.engine.text import Detokenizes, StopMatcher, TextStream
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,68 +102,45 @@ class LiveRequest:
         )
 
 
-def expand(live: LiveRequest, vocabulary: Vocabulary, first_id: int) -> list[LiveSequence]:
-    """The request's sequences, `n` for each prompt, with ids from `first_id` on."""
-    request, sequences = live.request, []
-    for prompt_index, prompt in enumerate(request.prompts):
-        group = PromptGroup()
-        for sample in range(request.n):
-            index = prompt_index * request.n + sample
-            sequence = _sequence(request, prompt, group, first_id + index, live.arrived_at)
-            sequences.append(_live_sequence(live, sequence, index, sample, vocabulary))
-    return sequences
-
-
-def _sequence(
-    request: GenerationRequest, prompt: tuple[int, ...], group: PromptGroup, number: int, now: float
-) -> SequenceState:
-    return SequenceState(
-        sequence_id=number,
-        tokens=list(prompt),
-        max_tokens=request.stopping.max_tokens,
-        arrived_at=now,
-        group=group,
-        work_class=request.work_class,
-        adapter=request.adapter,
-        priority=request.priority,
-    )
-
-
-def _live_sequence(
-    live: LiveRequest, sequence: SequenceState, index: int, sample: int, vocabulary: Vocabulary
+def live_sequence(
+    live: LiveRequest, index: int, sequence_id: int, group: PromptGroup, vocabulary: Vocabulary
 ) -> LiveSequence:
+    """Choice `index` of a request, with everything that it needs to be computed and turned into text."""
     request = live.request
-    prompt = request.prompts[index // request.n]
+    stopping, prompt, sample = request.stopping, request.prompts[index // request.n], index % request.n
+    params = replace(request.sampling, seed=request.sampling.seed + sample)
     grammar = None if request.grammar is None else request.grammar.start()
     scored = request.prompt_logprobs is not None and sample == 0
-    sequence.scored = scored
     return LiveSequence(
-        sequence=sequence,
+        sequence=SequenceState(
+            sequence_id=sequence_id,
+            tokens=list(prompt),
+            max_tokens=stopping.max_tokens,
+            arrived_at=live.arrived_at,
+            group=group,
+            work_class=request.work_class,
+            adapter=request.adapter,
+            priority=request.priority,
+            scored=scored,
+        ),
         index=index,
         request=live,
         text=TextStream(
-            vocabulary.detokenizer(prompt, request.visible_specials), request.stopping, vocabulary.eos_ids, grammar
+            detokenizer=vocabulary.detokenizer(prompt, request.visible_specials),
+            matcher=StopMatcher(stopping),
+            stopping=stopping,
+            end_ids=frozenset() if stopping.ignore_eos else vocabulary.eos_ids,
+            grammar=grammar,
         ),
-        sampling=_row_sampling(request, prompt, sample, vocabulary, grammar),
+        sampling=RowSampling(
+            params=params,
+            min_tokens=stopping.min_tokens,
+            end_ids=tuple(sorted(vocabulary.eos_ids)),
+            sampling_logprobs=request.collection is not None,
+            counts=TokenCounts(prompt, (), vocabulary.size) if has_penalties(params) else None,
+            grammar=grammar,
+        ),
         scores=[None] if scored else None,
-    )
-
-
-def _row_sampling(
-    request: GenerationRequest,
-    prompt: tuple[int, ...],
-    sample: int,
-    vocabulary: Vocabulary,
-    grammar: GrammarState | None,
-) -> RowSampling:
-    params = replace(request.sampling, seed=request.sampling.seed + sample)
-    return RowSampling(
-        params=params,
-        min_tokens=request.stopping.min_tokens,
-        end_ids=tuple(sorted(vocabulary.eos_ids)),
-        sampling_logprobs=request.collection is not None,
-        counts=TokenCounts(prompt, (), vocabulary.size) if has_penalties(params) else None,
-        grammar=grammar,
     )
 
 
@@ -206,13 +181,11 @@ class PoolMemory:
     def __init__(
         self, cache: LoRABatchedKVCache, adapters: AdapterStore, lives: dict[int, LiveSequence], scope: FaultScope
     ) -> None:
+        self.ready = adapters.ready
         self._cache = cache
         self._adapters = adapters
         self._lives = lives
         self._scope = scope
-
-    def ready(self, adapter: AdapterRef) -> bool:
-        return self._adapters.ready(adapter)
 
     def allocate(self, sequence: SequenceState, source: SequenceState | None) -> int | None:
         """A row with room for all of the sequence's tokens. The last one is not computed: the next step does that."""

@@ -17,9 +17,9 @@ import mlx.core as mx
 
 from mlx_parallm.adapters.store import AdapterStore
 from mlx_parallm.batch.runner import BatchRunner
-from mlx_parallm.core import DeviceSchedule, EngineStats, GenerationRequest, PauseMode, TrainingWork
+from mlx_parallm.core import DeviceSchedule, DeviceWork, EngineStats, GenerationRequest, PauseMode, TrainingWork
 from mlx_parallm.engine.faults import Recovery
-from mlx_parallm.engine.live import FaultScope, LiveRequest, LiveSequence, PoolMemory, Vocabulary
+from mlx_parallm.engine.live import FaultScope, LiveSequence, PoolMemory, Vocabulary
 from mlx_parallm.engine.requests import LiveRequests, PublishEvents
 from mlx_parallm.engine.stats import snapshot
 from mlx_parallm.engine.steps import Decoder, Prefiller
@@ -62,6 +62,7 @@ class DeviceLoop:
         self._runner = runner = parts.runner
         self._adapters = adapters = parts.adapters
         self._training = parts.training
+        self._other_work: list[DeviceWork] = [adapters] if parts.training is None else [adapters, parts.training]
         self._queue_timeout_s = parts.queue_timeout_s
         self._limits = parts.limits
         memory = PoolMemory(runner.cache, adapters, lives, scope)
@@ -86,9 +87,16 @@ class DeviceLoop:
 
     def submit(self, request: GenerationRequest) -> None:
         """Queues a request. A request that can never fit in the KV pool fails at once."""
+        longest_row = self._runner.cache.longest_row
         with self.surviving():
             live = self._requests.open(request)
-            self._refuse_oversized(live)
+            tokens = max(map(len, request.prompts)) + request.stopping.max_tokens
+            if tokens > longest_row:
+                message = (
+                    f"prompt and max_tokens need {tokens} tokens of KV memory, the server has room for {longest_row}; "
+                    "shorten them or raise --kv-cache-memory"
+                )
+                self._requests.fail(live, ContextLengthError(message))
             for sequence in tuple(live.unfinished):
                 self._requests.finish_if_nothing_to_do(sequence)
             self._requests.flush()
@@ -128,23 +136,20 @@ class DeviceLoop:
         """See `AdapterStore.evict_idle`."""
         return self._adapters.evict_idle()
 
-    def _refuse_oversized(self, live: LiveRequest) -> None:
-        longest = max(map(len, live.request.prompts)) + live.request.stopping.max_tokens
-        cache = self._runner.cache
-        if not cache.can_ever_hold(longest):
-            message = (
-                f"prompt and max_tokens need {longest} tokens of KV memory, the server has room for "
-                f"{min(cache.max_length, cache.budget_tokens)}; shorten them or raise --kv-cache-memory"
-            )
-            self._requests.fail(live, ContextLengthError(message))
-
     # -- the loop --------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Runs the next unit of device work. False if there is none."""
+        """Admits sequences and runs the next unit of device work. False if there is none."""
         busy = True
         with self.surviving():
-            busy = self._step()
+            started = time.monotonic()
+            if self._adapters.failures:
+                self._fail_without_adapter()
+            self._runner.cache.bytes_reserved = sum(work.bytes_held for work in self._other_work)
+            self._scheduler.admit()
+            admitted = time.monotonic()
+            self._scheduler.gap.add_wait_time(admitted - started)
+            busy = self._run_next(admitted)
             self._recovery.went_well()
         if busy and self._check_every_unit:
             self.check_integrity()
@@ -162,14 +167,13 @@ class DeviceLoop:
         except Exception as error:  # noqa: BLE001 - MLX may raise anything at any call, and one client's fault must not stop the others
             self._recovery.survive(error)
 
-    def _step(self) -> bool:
-        started = time.monotonic()
-        self._fail_without_adapter()
-        self._runner.cache.reserve(self._bytes_outside_pool())
-        self._scheduler.admit()
-        admitted = time.monotonic()
-        self._scheduler.gap.add_wait_time(admitted - started)
-        unit = self._scheduler.next_unit(admitted, self._other_work())
+    def _run_next(self, now: float) -> bool:
+        waiting = OtherWork(
+            staging=self._adapters.waits(),
+            staging_is_urgent=self._adapters.urgent,
+            training=self._training is not None and self._training.waits(),
+        )
+        unit = self._scheduler.next_unit(now, waiting)
         if self._decoder.in_flight and not isinstance(unit, DecodeUnit):
             with self._trace.span("read tokens"):
                 self._decoder.commit()  # the next call schedules again, with the tokens that were drawn
@@ -220,17 +224,6 @@ class DeviceLoop:
             while time.monotonic() - started < unit.seconds and slots.staged == staged and adapters.waits():
                 adapters.advance()
         self._scheduler.gap.add_staging(time.monotonic() - started)
-
-    def _bytes_outside_pool(self) -> int:
-        """Bytes that adapters and training hold. They share one memory budget with the KV pool."""
-        return self._adapters.bytes_held + (self._training.bytes_held if self._training is not None else 0)
-
-    def _other_work(self) -> OtherWork:
-        return OtherWork(
-            staging=self._adapters.waits(),
-            staging_is_urgent=self._adapters.urgent,
-            training=self._training is not None and self._training.waits(),
-        )
 
     def _train(self, unit: TrainingUnit) -> None:
         """Runs one unit of an update. Its time counts even if it fails."""

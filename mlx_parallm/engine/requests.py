@@ -12,13 +12,14 @@ from mlx_parallm.core import (
     Event,
     FinishReason,
     GenerationRequest,
+    PromptGroup,
     PromptScored,
     RequestFailed,
     SequenceOutput,
     SequenceState,
     WorkClass,
 )
-from mlx_parallm.engine.live import FaultScope, LiveRequest, LiveSequence, Vocabulary, expand
+from mlx_parallm.engine.live import FaultScope, LiveRequest, LiveSequence, Vocabulary, live_sequence
 from mlx_parallm.engine.stats import Counters
 from mlx_parallm.engine.text import TextDelta
 from mlx_parallm.errors import GrammarError, QueueTimeoutError
@@ -62,12 +63,16 @@ class LiveRequests:
         """Adds a request and queues its sequences."""
         live = LiveRequest(request, time.monotonic())
         self._requests[request.request_id] = live
+        groups = [PromptGroup() for _ in request.prompts]
         with self.scope.covering([live]):
-            live.unfinished = expand(live, self._vocabulary, self._next_id)
+            live.unfinished = [
+                live_sequence(live, index, self._next_id + index, groups[index // request.n], self._vocabulary)
+                for index in range(request.sequences)
+            ]
         self._next_id += request.sequences
         self._adapters.add_request(request.adapter)
         self.counters.prompt_tokens += sum(map(len, request.prompts))
-        for sequence in tuple(live.unfinished):
+        for sequence in live.unfinished:
             self._lives[sequence.sequence.sequence_id] = sequence
             self._scheduler.add(sequence.sequence)
         return live

@@ -86,26 +86,20 @@ class _OneStop:
         return place if matched == len(stop) else None
 
 
+@dataclass(eq=False, slots=True)
 class TextStream:
     """The text of one sequence. Takes every drawn token in order, until a delta has a finish reason.
 
-    Args:
-        grammar: the grammar that constrains the text, in its first state. The text ends when no token can follow.
+    `end_ids`: the tokens that end the text. `grammar`: the grammar that constrains the text, in its first state; the
+    text ends when no token can follow. `generated`: tokens taken so far.
     """
 
-    def __init__(
-        self,
-        detokenizer: Detokenizes,
-        stopping: StopParams,
-        eos_ids: frozenset[int],
-        grammar: GrammarState | None = None,
-    ) -> None:
-        self.generated = 0
-        self._detokenizer = detokenizer
-        self._stopping = stopping
-        self._eos_ids = frozenset() if stopping.ignore_eos else eos_ids
-        self._matcher = StopMatcher(stopping)
-        self._grammar = grammar
+    detokenizer: Detokenizes
+    matcher: StopMatcher
+    stopping: StopParams
+    end_ids: frozenset[int]
+    grammar: GrammarState | None = None
+    generated: int = 0
 
     def accept(self, token: int) -> TextDelta:
         """Takes one drawn token. The end-of-sequence token ends the text and is not part of it.
@@ -114,22 +108,22 @@ class TextStream:
             GrammarError: the grammar does not allow the token here.
         """
         self.generated += 1
-        if self._grammar is not None:
-            self._grammar.accept(token)
-        if token in self._eos_ids:
+        if self.grammar is not None:
+            self.grammar.accept(token)
+        if token in self.end_ids:
             return TextDelta(self._rest(), FinishReason.STOP)
-        text = self._detokenizer.add(token)
-        if self.generated < self._stopping.min_tokens:
+        text = self.detokenizer.add(token)
+        if self.generated < self.stopping.min_tokens:
             return TextDelta(text)
-        released, stop = self._matcher.feed(text)
+        released, stop = self.matcher.feed(text)
         if stop is not None:
             return TextDelta(released, FinishReason.STOP, stop)
-        if self._grammar is not None and self._grammar.ended:
+        if self.grammar is not None and self.grammar.ended:
             return TextDelta(released + self._rest(), FinishReason.STOP)
-        if self.generated >= self._stopping.max_tokens:
+        if self.generated >= self.stopping.max_tokens:
             return TextDelta(released + self._rest(), FinishReason.LENGTH)
         return TextDelta(released)
 
     def _rest(self) -> str:
         """The text still held back: an incomplete character, and text that looked like a stop string."""
-        return self._matcher.flush() + self._detokenizer.finish()
+        return self.matcher.flush() + self.detokenizer.finish()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -144,69 +145,55 @@ def _default_template(template: str | dict[str, str] | None) -> str | None:
     return template.get("default") if isinstance(template, dict) else template
 
 
-class Detokenizer:
+class ByteDetokenizer:
     """Turns one sequence's generated ids into text: the results of `add` and `finish`, joined, are its text.
 
-    Special tokens add nothing, except `visible_specials`, which are text. A first token that begins with a space keeps
-    it. If each token is a fixed run of bytes (byte-level BPE, SentencePiece), the joined text equals
-    `Tokenizer.decode(ids, skip_special_tokens=True)`, apart from `visible_specials` and SentencePiece's leading space.
-    `prompt_ids` matter only for other tokenizers.
+    For tokenizers whose tokens are fixed runs of bytes (byte-level BPE, SentencePiece). Special tokens add nothing,
+    except `visible_specials`, which are text. A first token that begins with a space keeps it. Apart from these two,
+    the text equals `Tokenizer.decode(ids, skip_special_tokens=True)`.
     """
 
-    __slots__ = ("_stream", "_tokenizer", "_visible_specials")
+    __slots__ = ("_decode", "_text_bytes", "_tokenizer", "_visible_specials")
 
-    def __init__(
-        self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), visible_specials: frozenset[int] = frozenset()
-    ) -> None:
-        token_bytes = tokenizer.text_bytes
-        self._stream = _ByteStream(token_bytes) if token_bytes is not None else _PrefixStream(tokenizer, prompt_ids)
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], visible_specials: frozenset[int]) -> None:
+        assert tokenizer.text_bytes is not None
         self._tokenizer = tokenizer
+        self._text_bytes = tokenizer.text_bytes
         self._visible_specials = visible_specials
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
 
     def add(self, token_id: int) -> str:
         """The text that this token completes; empty while a UTF-8 character is incomplete."""
         if token_id in self._visible_specials:
-            return self._stream.finish() + self._tokenizer.token_bytes(token_id).decode()
-        return self._stream.add(token_id)
+            return self._decode(self._tokenizer.token_bytes(token_id))
+        # Ids that pad the vocabulary add nothing.
+        return self._decode(self._text_bytes[token_id]) if token_id < len(self._text_bytes) else ""
 
     def finish(self) -> str:
         """The rest of the text: U+FFFD for an incomplete character. Call it last."""
-        return self._stream.finish()
-
-
-class _ByteStream:
-    """An incremental UTF-8 decoder over the bytes of each token."""
-
-    __slots__ = ("_decode", "_token_bytes")
-
-    def __init__(self, token_bytes: list[bytes]) -> None:
-        self._token_bytes = token_bytes
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
-
-    def add(self, token_id: int) -> str:
-        # Ids that pad the vocabulary add nothing.
-        return self._decode(self._token_bytes[token_id]) if token_id < len(self._token_bytes) else ""
-
-    def finish(self) -> str:
         return self._decode(b"", True)
 
 
-class _PrefixStream:
-    """For decoders that look at neighbours: the difference between decoding the last few ids with and without new ones.
+class PrefixDetokenizer:
+    """As `ByteDetokenizer`, for decoders that look at neighbouring tokens: the difference between decoding the last few
+    ids with and without new ones. It begins with the end of the prompt.
 
     ids:  … | start … shown | shown …        `start`: decoding begins here, for context
                                              `shown`: ids before it have been returned as text
     """
 
-    __slots__ = ("_ids", "_shown", "_start", "_tokenizer")
+    __slots__ = ("_ids", "_shown", "_start", "_tokenizer", "_visible_specials")
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], visible_specials: frozenset[int]) -> None:
         self._tokenizer = tokenizer
+        self._visible_specials = visible_specials
         self._ids = list(prompt_ids[-_CONTEXT_TOKENS:])
         self._start = 0
         self._shown = len(self._ids)
 
     def add(self, token_id: int) -> str:
+        if token_id in self._visible_specials:
+            return self.finish() + self._tokenizer.token_bytes(token_id).decode()
         self._ids.append(token_id)
         text = self._new_text()
         held = len(self._ids) - self._shown
@@ -226,3 +213,11 @@ class _PrefixStream:
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+
+Detokenizer = ByteDetokenizer | PrefixDetokenizer
+
+
+def detokenizer_for(tokenizer: Tokenizer) -> Callable[[Sequence[int], frozenset[int]], Detokenizer]:
+    """Makes the detokenizer of one sequence, from the ids of its prompt and the special tokens to write as text."""
+    return partial(ByteDetokenizer if tokenizer.text_bytes is not None else PrefixDetokenizer, tokenizer)

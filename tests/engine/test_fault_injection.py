@@ -243,9 +243,8 @@ METHODS = [
     "runner.cache.allocate",
     "runner.cache.fork",
     "runner.cache.grow",
-    "runner.cache.reserve",
     "adapters.waits",
-    "adapters.ready",
+    "loop._scheduler._memory.ready",
     "adapters.pin",
     "adapters.advance",
     "loop._training.waits",
@@ -255,20 +254,24 @@ METHODS = [
 RECOVERING = ["runner.clear", "adapters.reset", "loop._training.reset"]
 
 
-def break_method(monkeypatch: pytest.MonkeyPatch, harness: Harness, path: str, error: Exception, calls: range) -> None:
-    """Makes these of the method's calls raise, counted from 0."""
+def break_method(
+    monkeypatch: pytest.MonkeyPatch, harness: Harness, path: str, error: Exception, calls: range
+) -> list[int]:
+    """Makes these of the method's calls raise, counted from 0. Returns a list that will hold those that did."""
     part: object = harness
     *parts, name = path.split(".")
     for each in parts:
         part = getattr(part, each)
-    original, seen = getattr(part, name), iter(range(1 << 30))
+    original, seen, raised = getattr(part, name), iter(range(1 << 30)), []
 
     def failing(*args: object, **fields: object) -> object:
-        if next(seen) in calls:
+        if (call := next(seen)) in calls:
+            raised.append(call)
             raise error
         return original(*args, **fields)
 
     monkeypatch.setattr(part, name, failing)
+    return raised
 
 
 @pytest.mark.parametrize(
@@ -283,8 +286,9 @@ def test_a_fault_of_any_part_is_survived(
     undisturbed: dict[tuple[str, int], list[int]],
 ) -> None:
     harness = make()
-    break_method(monkeypatch, harness, path, RuntimeError(message), calls)
+    raised = break_method(monkeypatch, harness, path, RuntimeError(message), calls)
     play(harness)
+    assert raised or calls.start, "no call of it was made at all"
     assert_others_unharmed(harness, undisturbed, failed(harness))
 
 

@@ -283,7 +283,7 @@ async def test_a_request_that_cannot_be_read_fails_alone(
         raise ValueError("injected")
 
     with monkeypatch.context() as patched:
-        patched.setattr("mlx_parallm.engine.requests.expand", broken)
+        patched.setattr("mlx_parallm.engine.requests.live_sequence", broken)
         events = await collect(engine, request("bad", PROMPTS[0], 3))
     assert isinstance(events[-1], RequestFailed)
     assert isinstance((await collect(engine, request("good", PROMPTS[0], 3)))[-1], RequestFinished)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import SupportsIndex
 
 import pytest
+from harness import make_harness
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,8 +32,9 @@ class Pieces:
 
 
 def stream(*pieces: str, eos: int | None = None, tail: str = "", **stopping: object) -> TextStream:
-    eos_ids = frozenset() if eos is None else frozenset({eos})
-    return TextStream(Pieces(*pieces, tail=tail), StopParams(**{"max_tokens": 99, **stopping}), eos_ids)
+    params = StopParams(**{"max_tokens": 99, **stopping})
+    end_ids = frozenset() if eos is None else frozenset({eos})
+    return TextStream(Pieces(*pieces, tail=tail), StopMatcher(params), params, end_ids)
 
 
 @given(SMALL, STOPS, st.data())
@@ -108,8 +110,14 @@ def test_eos_ends_the_text_and_is_not_part_of_it() -> None:
 
 
 def test_ignore_eos_goes_on() -> None:
-    text = stream("a", "", eos=1, ignore_eos=True, max_tokens=3)
-    assert [text.accept(token).finish_reason for token in (0, 1, 0)] == [None, None, FinishReason.LENGTH]
+    end = make_harness()
+    end.submit("r", [1, 2, 3], max_tokens=1)
+    end.run()
+    harness = make_harness(eos_ids=end.tokens("r"))
+    harness.submit("stops", [1, 2, 3], max_tokens=3)
+    harness.submit("goes on", [1, 2, 3], stopping=StopParams(3, ignore_eos=True))
+    harness.run()
+    assert [len(harness.tokens(name)) for name in ("stops", "goes on")] == [1, 3]
 
 
 @pytest.mark.parametrize(("min_tokens", "ends_at"), [(0, 0), (2, 1), (3, 2)])

@@ -8,7 +8,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mlx_parallm.model.bundled import load_bundled
-from mlx_parallm.model.tokenizer import Detokenizer, Tokenizer
+from mlx_parallm.model.tokenizer import Detokenizer, Tokenizer, detokenizer_for
 
 SMOLLM = Tokenizer(TokenizerWrapper(load_bundled(dequantize=False)[1]))
 EMOJI = "a 👨‍👩‍👧 日本語"
@@ -23,8 +23,12 @@ def word_piece():
     return Tokenizer(TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]")))
 
 
+def new(tokenizer: Tokenizer, prompt_ids=()) -> Detokenizer:
+    return detokenizer_for(tokenizer)(prompt_ids, frozenset())
+
+
 def streamed(tokenizer, ids, prompt_ids=()):
-    detokenizer = Detokenizer(tokenizer, prompt_ids)
+    detokenizer = new(tokenizer, prompt_ids)
     return "".join([detokenizer.add(i) for i in ids]) + detokenizer.finish()
 
 
@@ -54,18 +58,18 @@ def test_text_survives(text):
 
 def test_first_token_keeps_its_space():
     (paris,) = SMOLLM.encode(" Paris")
-    assert Detokenizer(SMOLLM, SMOLLM.encode("It is")).add(paris) == " Paris"
+    assert new(SMOLLM, SMOLLM.encode("It is")).add(paris) == " Paris"
 
 
 def test_nothing_is_shown_of_half_a_character():
     ids = SMOLLM.encode("👧")
-    detokenizer = Detokenizer(SMOLLM)
+    detokenizer = new(SMOLLM)
     assert [detokenizer.add(i) for i in ids] == [""] * (len(ids) - 1) + ["👧"]
     assert detokenizer.finish() == ""
 
 
 def test_half_a_character_at_the_end_is_flushed():
-    detokenizer = Detokenizer(SMOLLM)
+    detokenizer = new(SMOLLM)
     for token in SMOLLM.encode("👧")[:-1]:
         assert detokenizer.add(token) == ""
     assert detokenizer.finish() == "\N{REPLACEMENT CHARACTER}"
@@ -90,7 +94,7 @@ def test_tokens_without_text_are_not_decoded_again_and_again(monkeypatch):
     monkeypatch.setattr(tokenizer, "text_bytes", None)
     lengths, decode = [], tokenizer.decode
     monkeypatch.setattr(tokenizer, "decode", lambda ids, **skip: lengths.append(len(ids)) or decode(ids, **skip))
-    detokenizer = Detokenizer(tokenizer)
+    detokenizer = new(tokenizer)
     silent = [detokenizer.add(EOS_ID) for _ in range(500)]
     assert set(silent) == {""}
     assert detokenizer.add(ord("A") - 33) != ""

@@ -18,7 +18,7 @@ from walks import follows, walk
 
 from mlx_parallm.core import GrammarKind, GrammarSpec, ToolCall, UnwritableToolError
 from mlx_parallm.grammar.compiler import LLCompiler
-from mlx_parallm.model.tokenizer import Detokenizer, Tokenizer
+from mlx_parallm.model.tokenizer import Tokenizer, detokenizer_for
 from mlx_parallm.model.tools.formats import FamilyToolFormat
 
 MOST = 3
@@ -194,7 +194,7 @@ def test_marks_that_are_special_tokens_are_text_where_they_are_wanted() -> None:
     ids = tokenizer.encode(text, add_special_tokens=False)
 
     def shown(visible_specials: frozenset[int]) -> str:
-        detokenizer = Detokenizer(tokenizer, (), visible_specials)
+        detokenizer = detokenizer_for(tokenizer)((), visible_specials)
         return "".join(map(detokenizer.add, ids)) + detokenizer.finish()
 
     assert shown(frozenset()) == "änow{}"

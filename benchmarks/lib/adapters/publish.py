@@ -16,7 +16,6 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from itertools import count
 from typing import Any
 
@@ -37,7 +36,7 @@ from mlx_parallm.engine.live import Vocabulary
 from mlx_parallm.engine.loop import EngineParts
 from mlx_parallm.engine.startup import calibrate
 from mlx_parallm.model.manager import SharedModelManager
-from mlx_parallm.model.tokenizer import Detokenizer
+from mlx_parallm.model.tokenizer import detokenizer_for
 from mlx_parallm.scheduler.scheduler import SchedulerConfig
 
 NAME = "churn"
@@ -258,6 +257,6 @@ def _parts(manager: SharedModelManager, watch: Stopwatch) -> EngineParts:
     runner = build_runner(manager, bank, config)
     store, _ = build_store(manager, bank, config, run=None, wake=lambda: None)
     tokenizer = manager.tokenizer
-    vocabulary = Vocabulary(manager.card.vocab_size, tokenizer.eos_token_ids, partial(Detokenizer, tokenizer))
+    vocabulary = Vocabulary(manager.card.vocab_size, tokenizer.eos_token_ids, detokenizer_for(tokenizer))
     timed: tuple[Any, Any] = TimedRunner(runner, watch), TimedStore(store, watch)
     return EngineParts(*timed, vocabulary, SchedulerConfig(), calibrate(runner))
