@@ -219,8 +219,8 @@ class AdaptersConfig(Section):
     a request needs them.
     """
     max_lora_rank: Integer = Field(default=16, ge=1, le=LARGEST_RANK)
-    """Largest rank of an adapter. Every slot of the adapter bank has room for it. When the server trains, a larger lora_rank
-    raises it, unless it is set by the same source as lora_rank or by one that takes precedence.
+    """Largest rank of an adapter. Every slot of the adapter bank has room for it. When the server trains, a larger
+    lora_rank raises it, unless it is set by the same source as lora_rank or by one that takes precedence.
     """
     default_adapter: AdapterName = "default"
     """Name of the adapter that training starts with. Names of checkpoints without an adapter's name refer to it."""
