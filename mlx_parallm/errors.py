@@ -138,3 +138,11 @@ class StorageError(EngineError):
 
 class EngineDeadError(EngineError):
     """The device thread has stopped and accepts no more requests."""
+
+
+_SHOWN_CHARACTERS = 160
+
+
+def shown(text: str) -> str:
+    """The text as quoted ASCII of limited length, safe to put in a message."""
+    return ascii(text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "...")

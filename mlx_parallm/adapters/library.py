@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from mlx_parallm.adapters.checkpoints.store import CheckpointStore
+from mlx_parallm.adapters.files.disk import AdapterRoots
 from mlx_parallm.adapters.files.read import AdapterFile, read_adapter
-from mlx_parallm.adapters.names import AdapterRoots, check_name
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, Version, VersionInfo
-from mlx_parallm.core import AdapterRef, CheckpointCard
+from mlx_parallm.core import AdapterRef, CheckpointCard, check_name
 from mlx_parallm.errors import AdapterFileError, InvalidRequestError
 
 _log = logging.getLogger(__name__)
@@ -84,6 +87,12 @@ class AdapterLibrary:
     def first_version(self, adapter: str) -> int:
         """The first version number that no checkpoint of this adapter has used."""
         return 1 + (self.checkpoints.newest_version(adapter) if self.checkpoints else 0)
+
+
+def name_of_folder(folder: Path) -> str:
+    """The name of the adapter in `folder` if nobody gives it one: plain, and different for every folder."""
+    digest = hashlib.sha256(os.fsencode(folder)).hexdigest()[:8]
+    return f"{re.sub('[^A-Za-z0-9_-]', '_', folder.name)[:48]}.{digest}"
 
 
 def info_of_file(file: AdapterFile) -> VersionInfo:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from mlx_parallm.adapters.weights import Version, VersionInfo
 from mlx_parallm.core import BASE_ADAPTER, AdapterRef
@@ -23,19 +23,6 @@ KEPT_VERSIONS = 4
 _MAX_LISTED, _MAX_LISTED_CHARACTERS = 10, 80
 """The error about an unknown name lists at most this many names, each cut to this many characters."""
 _BASE_ROUTE: Mapping[str, float] = {BASE_ADAPTER.name: 1.0}
-
-
-@dataclass(slots=True)
-class _Name:
-    """The versions of one name.
-
-    `live`: the numbers of the versions that have been live, in order; the last one is live now. `next_version`: the
-    number of the next new version; no number is used twice.
-    """
-
-    versions: dict[int, Version] = field(default_factory=dict)
-    live: list[int] = field(default_factory=list)
-    next_version: int = 1
 
 
 class AdapterRegistry:
@@ -71,8 +58,11 @@ class AdapterRegistry:
         self._first_version = first_version
         self._model_names = model_names
         self._default_takes_over = default_takes_over
-        self._names: dict[str, _Name] = {}
-        self._forgotten: dict[AdapterRef, Version] = {}  # forgotten versions that are still leased
+        self._versions: dict[AdapterRef, Version] = {}  # with forgotten ones that are still leased
+        self._live: dict[
+            str, list[Version]
+        ] = {}  # of each name, the versions that were live, in order; the last one is
+        self._next: dict[str, int] = {}  # of each name, the number of the next version; none is used twice
         self._routes: list[Mapping[str, float]] = [_BASE_ROUTE]
         self._base = Version(BASE_ADAPTER, VersionInfo(0, 0.0, (), 0))
         self._lock = threading.RLock()
@@ -93,7 +83,7 @@ class AdapterRegistry:
 
     def _unknown(self, selector: str) -> UnknownModelError:
         """The error about a selector that means nothing. It lists known names, in text of bounded length."""
-        names = [*self._model_names, BASE_ADAPTER.name, *sorted(name for name, its in self._names.items() if its.live)]
+        names = [*self._model_names, BASE_ADAPTER.name, *sorted(name for name, live in self._live.items() if live)]
         others = len(names) - _MAX_LISTED
         listed = ", ".join(name[:_MAX_LISTED_CHARACTERS] for name in names[:_MAX_LISTED])
         listed += f" and {others} more" if others > 0 else ""
@@ -103,12 +93,8 @@ class AdapterRegistry:
 
     def version(self, ref: AdapterRef) -> Version | None:
         """The version with this name and number, None if no selector finds it and it is not leased."""
-        if ref == BASE_ADAPTER:
-            return self._base
         with self._lock:
-            name = self._names.get(ref.name)
-            known = name.versions.get(ref.version) if name else None
-            return known or self._forgotten.get(ref)
+            return self._base if ref == BASE_ADAPTER else self._versions.get(ref)
 
     @contextmanager
     def lease(self, selector: str | None) -> Iterator[Version]:
@@ -131,20 +117,20 @@ class AdapterRegistry:
         finally:
             with self._lock:
                 version.leases -= 1
-                if not version.leases:
-                    self._forgotten.pop(version.ref, None)
+                if version.forgotten:
+                    self._forget(version)
                 self._trim(version.ref.name)
 
     def _find(self, selector: str) -> Version | None:
         if selector == BASE_ADAPTER.name:
             return self._base
-        text, at, number = selector.partition("@")
-        name = self._names.get(text)
+        name, at, number = selector.partition("@")
         if at:
-            known = number.isascii() and number.isdecimal() and len(number) < 10 and name is not None
-            return name.versions.get(int(number)) if known and name else None
-        if name is not None and name.live:
-            return name.versions[name.live[-1]]
+            is_number = number.isascii() and number.isdecimal() and len(number) < 10
+            version = self._versions.get(AdapterRef(name, int(number))) if is_number else None
+            return version if version and not version.forgotten else None
+        if live := self._live.get(name):
+            return live[-1]
         found = self._find_checkpoint(self.default_adapter, selector)
         return None if found is None else self.restore(*found)
 
@@ -153,21 +139,19 @@ class AdapterRegistry:
     def add(self, adapter: str, info: VersionInfo) -> Version:
         """Adds a version, not live yet. Versions from the same files with older content become superseded."""
         with self._lock:
-            name = self._name(adapter)
-            for older in self._all():
+            for older in self._known():
                 same_place = bool(info.root) and older.info.root == info.root
                 older.superseded |= same_place and older.info.digest != info.digest
-            version = Version(AdapterRef(adapter, name.next_version), info)
-            name.versions[version.ref.version] = version
-            name.next_version += 1
-            return version
+            return self.restore(AdapterRef(adapter, self._next_number(adapter)), info)
 
     def restore(self, ref: AdapterRef, info: VersionInfo) -> Version:
         """Adds a checkpoint's version under the number that it had, unless it is there already."""
         with self._lock:
-            name = self._name(ref.name)
-            name.next_version = max(name.next_version, ref.version + 1)
-            return name.versions.setdefault(ref.version, Version(ref, info))
+            self._next[ref.name] = max(self._next_number(ref.name), ref.version + 1)
+            version = self._versions.get(ref)
+            if version is None or version.forgotten:
+                version = self._versions[ref] = Version(ref, info)
+            return version
 
     def flip(self, ref: AdapterRef) -> None:
         """Makes a version live. Requests that name the adapter get it from now on.
@@ -177,14 +161,13 @@ class AdapterRegistry:
         """
         started = time.perf_counter()
         with self._lock:
-            name = self._name(ref.name)
-            if ref.version not in name.versions:
+            version, live = self._versions.get(ref), self._live.setdefault(ref.name, [])
+            if version is None or version.forgotten:
                 raise UnknownModelError(f"{ref} was unloaded before it went live; load it again.", param="lora_name")
-            is_first = not name.live
-            if name.live[-1:] != [ref.version]:
-                self.swaps += not is_first
-                name.live.append(ref.version)
-            takes_over = is_first and self._default_takes_over and ref.name == self.default_adapter
+            takes_over = not live and self._default_takes_over and ref.name == self.default_adapter
+            if live[-1:] != [version]:
+                self.swaps += bool(live)
+                live.append(version)
             if takes_over and self.route() == _BASE_ROUTE:
                 self.set_route({ref.name: 1.0})
             self._trim(ref.name)
@@ -200,19 +183,20 @@ class AdapterRegistry:
     def live(self, adapter: str) -> Version | None:
         """The live version of a name."""
         with self._lock:
-            name = self._names.get(adapter)
-            return name.versions[name.live[-1]] if name and name.live else None
+            live = self._live.get(adapter)
+            return live[-1] if live else None
 
     def live_from(self, root: str) -> Version | None:
         """A live version that was read from the directory `root`."""
         with self._lock:
-            return next((v for v in self._all() if v.info.root == root and v is self.live(v.ref.name)), None)
+            return next((v[-1] for v in self._live.values() if v and v[-1].info.root == root), None)
 
     def discard(self, ref: AdapterRef) -> None:
         """Forgets a version, if it is still known. If it is live, that is undone: what it replaced is live again."""
         with self._lock:
-            if ref.version in self._name(ref.name).versions:
-                self._forget(ref)
+            version = self._versions.get(ref)
+            if version is not None and not version.forgotten:
+                self._forget(version)
                 routes = [route for route in self._routes if all(map(self._find, route))]
                 self._routes = routes or [_BASE_ROUTE]
 
@@ -225,13 +209,13 @@ class AdapterRegistry:
         """
         with self._lock:
             self.find(adapter)
-            name = self._names.get(adapter)
-            if name is None or len(name.live) < 2:
+            live = self._live.get(adapter, [])
+            if len(live) < 2:
                 raise ConflictError(f"{adapter!r} has no earlier version to go back to.", param="lora_name")
-            earlier = name.versions[name.live[-2]]
+            earlier = live[-2]
             if not available(earlier):
                 raise ConflictError(f"The weights of {earlier.ref} were replaced where they lay.", param="lora_name")
-            name.live.pop()
+            live.pop()
             self.swaps += 1
             return earlier
 
@@ -247,8 +231,7 @@ class AdapterRegistry:
             if version is self._base:
                 raise UnknownModelError("The base model is no adapter; it cannot be unloaded.", param="lora_name")
             whole = selector == version.ref.name
-            name = self._names[version.ref.name]
-            going = tuple(name.versions.values()) if whole else (version,)
+            going = tuple(v for v in self._known() if v.ref.name == selector) if whole else (version,)
             if set(going) & self._routed():
                 raise ConflictError(
                     f"{version.ref.name!r} serves requests that name no adapter; change POST /v1/adapters/route first.",
@@ -257,9 +240,7 @@ class AdapterRegistry:
             if not whole and version is self.live(version.ref.name):
                 raise ConflictError(f"{version.ref} is live; unload {version.ref.name!r} or roll back.", "lora_name")
             for one in going:
-                self._forget(one.ref)
-            if whole:
-                name.live.clear()
+                self._forget(one)
             return going
 
     # -- the route -------------------------------------------------------------------------------
@@ -268,8 +249,8 @@ class AdapterRegistry:
         """For requests that name no adapter: selector → share. The shares add up to 1."""
         return self._routes[-1]
 
-    def check_route(self, weights: Mapping[str, float]) -> tuple[Mapping[str, float], tuple[Version, ...]]:
-        """The weights as shares that add up to 1, and the versions they lead to.
+    def set_route(self, weights: Mapping[str, float]) -> None:
+        """Distributes requests that name no adapter in proportion to the weights of selectors.
 
         Raises:
             UnknownModelError: a selector has no version.
@@ -279,9 +260,6 @@ class AdapterRegistry:
         if not total > 0:
             raise InvalidRequestError("At least one weight must be above 0.", param="weights")
         shares = {selector: weight / total for selector, weight in weights.items() if weight > 0}
-        return shares, tuple(self.find(selector) for selector in shares)
-
-    def set_route(self, shares: Mapping[str, float]) -> None:
         with self._lock:
             for selector in shares:
                 self.find(selector)
@@ -305,40 +283,35 @@ class AdapterRegistry:
     def versions(self) -> tuple[Version, ...]:
         """All known versions, sorted by name and number. Those of checkpoints count once a selector has found them."""
         with self._lock:
-            return tuple(sorted(self._all(), key=lambda v: (v.ref.name, v.ref.version)))
+            return tuple(sorted(self._known(), key=lambda v: (v.ref.name, v.ref.version)))
 
     def needed(self, version: Version) -> bool:
         """Whether the version is leased, is live, is in the route, or would be live after a rollback."""
         with self._lock:
-            name = self._names.get(version.ref.name)
-            ahead = name.live[-2:] if name and not version.forgotten else []
-            return version.leases > 0 or version.ref.version in ahead or version in self._routed()
+            live_or_next = self._live.get(version.ref.name, [])[-2:]
+            return version.leases > 0 or version in live_or_next or version in self._routed()
 
     def needs_files(self, root: str) -> bool:
         """Whether a version that is needed comes from the files at `root`."""
         with self._lock:
-            return any(version.info.root == root and self.needed(version) for version in self._all())
+            return any(version.info.root == root and self.needed(version) for version in self._versions.values())
 
     def check_integrity(self) -> None:
         """Raises AssertionError if names, versions and leases do not agree."""
         with self._lock:
-            for adapter, name in self._names.items():
-                assert set(name.live) <= set(name.versions)
-                for number, version in name.versions.items():
-                    assert version.ref == AdapterRef(adapter, number)
-                    assert number < name.next_version
-                    assert version.leases >= 0
-                    assert not version.forgotten
-            assert all(v.forgotten and v.leases > 0 for v in self._forgotten.values())
+            for ref, version in self._versions.items():
+                assert version.ref == ref
+                assert ref.version < self._next[ref.name]
+                assert version.leases >= version.forgotten
+            for name, live in self._live.items():
+                assert all(self._versions[v.ref] is v and v.ref.name == name and not v.forgotten for v in live)
 
-    def _all(self) -> Iterator[Version]:
-        for name in self._names.values():
-            yield from name.versions.values()
+    def _known(self) -> list[Version]:
+        """The versions that selectors find."""
+        return [version for version in self._versions.values() if not version.forgotten]
 
-    def _name(self, adapter: str) -> _Name:
-        if adapter not in self._names:
-            self._names[adapter] = _Name(next_version=self._first_version(adapter))
-        return self._names[adapter]
+    def _next_number(self, adapter: str) -> int:
+        return self._next.get(adapter) or self._first_version(adapter)
 
     def _routed(self) -> set[Version]:
         found = (self._find(selector) for selector in self._routes[-1])
@@ -346,17 +319,15 @@ class AdapterRegistry:
 
     def _trim(self, adapter: str) -> None:
         """Forgets versions that are neither needed nor among the newest few."""
-        name = self._names.get(adapter)
-        if name is None:
-            return
-        for number in sorted(name.versions)[:-KEPT_VERSIONS]:
-            if not self.needed(name.versions[number]):
-                self._forget(name.versions[number].ref)
+        numbered = sorted((v.ref.version, v) for v in self._known() if v.ref.name == adapter)
+        for _, version in numbered[:-KEPT_VERSIONS]:
+            if not self.needed(version):
+                self._forget(version)
 
-    def _forget(self, ref: AdapterRef) -> None:
-        name = self._names[ref.name]
-        version = name.versions.pop(ref.version)
+    def _forget(self, version: Version) -> None:
+        """No selector finds the version any more. It is gone when its last lease ends."""
         version.forgotten = True
-        if version.leases:
-            self._forgotten[ref] = version
-        name.live = [number for number in name.live if number != ref.version]
+        live = self._live.get(version.ref.name, [])
+        live[:] = [other for other in live if other is not version]
+        if not version.leases and self._versions.get(version.ref) is version:
+            del self._versions[version.ref]

@@ -14,8 +14,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from mlx_parallm.adapters.checkpoints.store import CheckpointStore
-from mlx_parallm.adapters.library import AdapterLibrary, info_of_file
-from mlx_parallm.adapters.names import check_name, name_of_folder
+from mlx_parallm.adapters.library import AdapterLibrary, info_of_file, name_of_folder
 from mlx_parallm.adapters.registry import AdapterRegistry
 from mlx_parallm.adapters.store import AdapterStore
 from mlx_parallm.adapters.weights import AdapterWeights, Version, VersionInfo
@@ -27,6 +26,7 @@ from mlx_parallm.core import (
     CheckpointCard,
     DeviceThread,
     Residence,
+    check_name,
 )
 from mlx_parallm.errors import ConflictError, InvalidRequestError, UnknownModelError
 
@@ -162,11 +162,11 @@ class AdapterService:
 
     async def set_route(self, weights: Mapping[str, float]) -> Mapping[str, float]:
         """See `core.AdapterClient.set_route`."""
-        shares, versions = self._registry.check_route(weights)
         async with self._publishing:
-            for version in versions:
-                await self._device.run(partial(self._store.stage, version))
-            self._registry.set_route(shares)
+            for selector, weight in weights.items():
+                if weight > 0:
+                    await self._device.run(partial(self._store.stage, self._registry.find(selector)))
+            self._registry.set_route(weights)
         return self._registry.route()
 
     async def rollback(self, name: str | None) -> tuple[AdapterRef, Mapping[str, float]]:

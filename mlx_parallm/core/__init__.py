@@ -33,6 +33,8 @@ from mlx_parallm.core.adapters import (
     AdapterStats,
     CheckpointCard,
     Residence,
+    check_name,
+    check_tag,
 )
 from mlx_parallm.core.device import (
     DECODE_GAPS,

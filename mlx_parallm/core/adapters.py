@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
+
+from mlx_parallm.errors import InvalidRequestError, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +25,37 @@ class AdapterRef:
 
 BASE_ADAPTER = AdapterRef("base", 0)
 """The base model without an adapter: slot 0 of the bank."""
+
+
+_PLAIN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
+_CHECKPOINT = re.compile(r"checkpoint-[0-9]+")
+_RULE = "use 1 to 64 letters, digits, '.', '_' and '-', not starting with '.'"
+
+
+def check_name(name: str, param: str = "lora_name") -> str:
+    """Returns `name` if an adapter can have it: a plain name that is not reserved.
+
+    Raises:
+        InvalidRequestError: it has other characters, is too long, or is reserved.
+    """
+    return _checked(name, param, frozenset({"base", "base-model", "latest", "best", "route", "rollback"}))
+
+
+def check_tag(tag: str) -> str:
+    """Returns `tag` if a user may give it to a checkpoint. The tag `best` is allowed.
+
+    Raises:
+        InvalidRequestError: it has other characters, is too long, or is reserved.
+    """
+    return _checked(tag, "tags", frozenset({"base", "latest"}))
+
+
+def _checked(name: str, param: str, reserved: frozenset[str]) -> str:
+    if not _PLAIN.fullmatch(name):
+        raise InvalidRequestError(f"{param}: {shown(name)} is not a plain name: {_RULE}", param)
+    if name in reserved or _CHECKPOINT.fullmatch(name):
+        raise InvalidRequestError(f"{param}: {shown(name)} is reserved: choose another name", param)
+    return name
 
 
 class Residence(StrEnum):

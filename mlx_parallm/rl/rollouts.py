@@ -13,7 +13,6 @@ from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Protocol, TypeGuard, cast
 
-from mlx_parallm.adapters.names import shown
 from mlx_parallm.core import (
     AdapterClient,
     CollectionSpec,
@@ -26,7 +25,7 @@ from mlx_parallm.core import (
     TextTokenizer,
     WorkClass,
 )
-from mlx_parallm.errors import ConfigError, EngineDeadError, EngineError, TrainingFailedError
+from mlx_parallm.errors import ConfigError, EngineDeadError, EngineError, TrainingFailedError, shown
 from mlx_parallm.extras import REASONING_GYM
 from mlx_parallm.rl.scoring import gym
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from mlx_parallm.adapters.names import check_name, check_tag
 from mlx_parallm.adapters.service import AdapterService
 from mlx_parallm.config import CheckpointingConfig, ResolvedTraining
 from mlx_parallm.core import (
@@ -29,6 +28,8 @@ from mlx_parallm.core import (
     Trajectory,
     TrajectoryCard,
     UpdateReport,
+    check_name,
+    check_tag,
 )
 from mlx_parallm.errors import ConflictError, UnknownModelError
 from mlx_parallm.rl.adapter_training import AdapterTraining, AdapterTrainingParts, PolicyOf

@@ -2,7 +2,9 @@ import os
 
 import pytest
 
-from mlx_parallm.adapters.names import AdapterRoots, check_name, check_tag, name_of_folder
+from mlx_parallm.adapters.files.disk import AdapterRoots
+from mlx_parallm.adapters.library import name_of_folder
+from mlx_parallm.core import check_name, check_tag
 from mlx_parallm.errors import InvalidRequestError
 
 

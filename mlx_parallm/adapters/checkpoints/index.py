@@ -13,8 +13,7 @@ from pydantic import TypeAdapter
 from mlx_parallm.adapters.checkpoints import atomic
 from mlx_parallm.adapters.checkpoints.manifest import Manifest, read_manifest, step_of, verify
 from mlx_parallm.adapters.checkpoints.runs import is_run
-from mlx_parallm.adapters.names import check_name, check_tag
-from mlx_parallm.core import AdapterRef, CheckpointCard
+from mlx_parallm.core import AdapterRef, CheckpointCard, check_name, check_tag
 from mlx_parallm.errors import AdapterFileError, InvalidRequestError
 
 LATEST = "latest"

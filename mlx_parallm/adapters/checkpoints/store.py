@@ -32,9 +32,8 @@ from mlx_parallm.adapters.checkpoints.manifest import (
 )
 from mlx_parallm.adapters.files.read import read_adapter
 from mlx_parallm.adapters.files.write import write_mlx_lm
-from mlx_parallm.adapters.names import check_name, check_tag
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights
-from mlx_parallm.core import AdapterRef, CheckpointCard
+from mlx_parallm.core import AdapterRef, CheckpointCard, check_name, check_tag
 from mlx_parallm.errors import AdapterFileError, ConfigError, ConflictError, StorageError, UnknownModelError
 
 T = TypeVar("T")

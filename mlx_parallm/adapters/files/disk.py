@@ -13,7 +13,7 @@ import os
 import stat
 import struct
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -22,12 +22,12 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, deserialize
 
-from mlx_parallm.adapters.names import AdapterRoots, shown
-from mlx_parallm.errors import AdapterFileError
+from mlx_parallm.errors import AdapterFileError, InvalidRequestError, shown
 
 Float32 = NDArray[np.float32]
 
 CONFIG_FILE = "adapter_config.json"
+_MAX_PATH = 4096
 _CONFIG_BYTES = 2**20
 _HEADER_BYTES = 2**23
 _ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
@@ -42,6 +42,48 @@ _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 def problem(message: str) -> AdapterFileError:
     """The error for a file that cannot be used."""
     return AdapterFileError(message, "lora_path")
+
+
+class AdapterRoots:
+    """The directories under which adapters may be read. Symlinks are resolved before a path is checked."""
+
+    def __init__(self, roots: Sequence[Path]) -> None:
+        self._roots = tuple(Path(os.path.realpath(root.expanduser())) for root in roots)
+
+    def resolve(self, path: str) -> Path:
+        """The real path of an adapter's directory. A relative `path` is tried against each root in turn, then against
+        the working directory.
+
+        Raises:
+            InvalidRequestError: there is no root, or no such directory inside one. The message does not reveal
+                whether `path` exists outside the roots.
+        """
+        if not self._roots:
+            raise InvalidRequestError(
+                "no directory is allowed: start the server with --allowed-adapter-roots", "lora_path"
+            )
+        for start in (*self._roots, Path.cwd()) if 0 < len(path) <= _MAX_PATH else ():
+            real = _real(start / path)
+            if real is not None and os.path.isdir(real) and self.inside(real):
+                return real
+        raise InvalidRequestError(
+            f"{shown(path)} is no directory inside the allowed roots: name one that is there, absolute, relative to a "
+            "root of --allowed-adapter-roots, or relative to the server's working directory",
+            "lora_path",
+        )
+
+    def inside(self, path: Path) -> bool:
+        """Whether the path, with symlinks resolved, is a root or lies under one."""
+        real = _real(path)
+        return real is not None and any(real.is_relative_to(root) for root in self._roots)
+
+
+def _real(path: Path) -> Path | None:
+    """The path without symlinks; None if no file can have it, because of a NUL or a lone surrogate."""
+    try:
+        return Path(os.path.realpath(path))
+    except (OSError, ValueError):
+        return None
 
 
 def open_file(path: Path, roots: AdapterRoots | None) -> BinaryIO:

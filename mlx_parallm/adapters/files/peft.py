@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Generic, Literal, TypeVar
 
 from mlx_parallm.adapters.files.disk import CONFIG_FILE, described, number_of, problem, rank_of
-from mlx_parallm.adapters.names import shown
+from mlx_parallm.errors import shown
 
 Value = TypeVar("Value", int, float)
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from mlx_parallm.adapters.files.disk import (
     CONFIG_FILE,
+    AdapterRoots,
     Float32,
     Header,
     TensorInfo,
@@ -32,8 +33,8 @@ from mlx_parallm.adapters.files.disk import (
     read_tensors,
 )
 from mlx_parallm.adapters.files.peft import PeftFormat
-from mlx_parallm.adapters.names import AdapterRoots, shown
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LinearSpec, LoRAPair
+from mlx_parallm.errors import shown
 
 MLX_LM_WEIGHTS = "adapters.safetensors"
 _MLX_LM_KINDS = {"dora": "DoRA", "full": "full fine-tuning"}

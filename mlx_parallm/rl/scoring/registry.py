@@ -18,8 +18,7 @@ from importlib.metadata import entry_points
 from types import FrameType
 from typing import Any, SupportsFloat
 
-from mlx_parallm.adapters.names import shown
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.errors import InvalidRequestError, shown
 from mlx_parallm.extras import MATH, Extra
 from mlx_parallm.rl.scoring import gym, sample
 from mlx_parallm.rl.scoring.sample import Metadata, Scorer, ScorerInput

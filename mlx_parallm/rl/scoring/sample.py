@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from mlx_parallm.adapters.names import shown
 from mlx_parallm.core import Trajectory
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.errors import InvalidRequestError, shown
 
 Metadata = Mapping[str, Any]
 

@@ -24,9 +24,8 @@ from functools import cached_property
 from importlib.metadata import entry_points
 from typing import Any, NamedTuple
 
-from mlx_parallm.adapters.names import shown
 from mlx_parallm.core import CollectionSpec, Trajectory
-from mlx_parallm.errors import InvalidRequestError, OverloadedError
+from mlx_parallm.errors import InvalidRequestError, OverloadedError, shown
 from mlx_parallm.extras import REASONING_GYM, Extra
 from mlx_parallm.processes import command, environment, stdin_until_exit
 from mlx_parallm.rl.scoring import gym, sample
