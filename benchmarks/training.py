@@ -133,7 +133,7 @@ async def _memory() -> Memory:
         bank = made.served.adapters.stats().bank_bytes
         await made.load(CLIENTS, lambda: made.status().updates_total >= 4)
         peak = made.trainer.peak_bytes
-        adapter = 4 * made.training.learner._policies["default"].parameters
+        adapter = 4 * made.training.learner.trainer.policies["default"].parameters
         return Memory(adapter, base, started, max(held) - base, bank, peak_serving, peak)
 
 

@@ -25,8 +25,8 @@ from mlx_parallm.rl.checkpoints import BEST, AdapterCheckpoints, PolicyCheckpoin
 from mlx_parallm.rl.collect.groups import VersionHistory
 from mlx_parallm.rl.events import Emit, UpdateOutcome, UpdateReporter
 from mlx_parallm.rl.gate import Gate
-from mlx_parallm.rl.learn.learner import Learner
 from mlx_parallm.rl.learn.policy import PolicySnapshot, PolicyState
+from mlx_parallm.rl.learn.trainer import Learner
 from mlx_parallm.rl.objectives.batches import UpdateBatch
 from mlx_parallm.rl.objectives.rewards import RewardHistory
 
@@ -197,7 +197,7 @@ class AdapterTraining:
     @asynccontextmanager
     async def _staged(self) -> AsyncIterator[AdapterRef]:
         """Stages a new version of the learner's policy. After the block it is discarded, unless it is in `versions`."""
-        weights = await self._learner.weights(self.name)  # they never leave the device
+        weights = self._learner.weights(self.name)  # they never leave the device
         version = await self._adapters.publish(self.name, weights, goes_live=False)
         self.versions.announce(version.ref)
         try:

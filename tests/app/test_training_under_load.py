@@ -193,7 +193,7 @@ def _params(weights: AdapterWeights) -> Params:
 async def test_between_updates_training_holds_an_adapter_and_its_optimizer_state(tmp_path: Path) -> None:
     """Three times the adapter's float32 factors: themselves and AdamW's two moments. Gradients come and go."""
     async with rig(tmp_path) as made:
-        policy = made.training.learner._policies["default"]
+        policy = made.training.learner.trainer.policies["default"]
 
         def held() -> int:
             return sum(leaf.nbytes for _, leaf in tree_flatten([policy.params, policy.state.optimizer]))

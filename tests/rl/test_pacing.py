@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from mlx_parallm.rl.learn.pacing import Pacer, Stage, StageKind
+from mlx_parallm.rl.learn.forwards import Stage, StageKind
+from mlx_parallm.rl.learn.pacing import Pacer
 
 LAYERS = 30
 FORWARD, HEAD, HEAD_BACKWARD, BACKWARD = StageKind.FORWARD, StageKind.HEAD, StageKind.HEAD_BACKWARD, StageKind.BACKWARD

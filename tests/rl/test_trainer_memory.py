@@ -57,7 +57,7 @@ def test_a_micro_step_adds_its_gradients_in_place(policies: int, monkeypatch: py
         policy = make_policy(trainer, moved=0.01, name=str(at))
         assert 4 * policy.parameters == SET
         futures.append(trainer.begin(policy, UpdateBatch(tuple(samples(4, groups=1)))))
-    mx.eval([policy.params for policy in trainer._policies.values()])
+    mx.eval([policy.params for policy in trainer.policies.values()])
     before = active()
     trainer.advance()
     first = active()

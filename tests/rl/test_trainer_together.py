@@ -186,7 +186,7 @@ def test_device_time_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """By what each had of a micro-step: together it is the time that passed."""
     trainer, model = make_trainer(ROOM)
     now, outcomes = [0.0], Outcomes()
-    monkeypatch.setattr("mlx_parallm.rl.learn.trainer.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("mlx_parallm.rl.learn.pacing.time.monotonic", lambda: now[0])
     inner = trainer._forwards.gradients
 
     def slow(inputs):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from itertools import accumulate, chain, pairwise
 from typing import cast
 
@@ -21,8 +22,8 @@ from mlx.utils import tree_map
 from mlx_parallm.batch.rowwise import exp, row_sum
 from mlx_parallm.config import OldLogprobs, ResolvedLoss
 from mlx_parallm.rl.learn.model import Params, Span, TrainableModel
-from mlx_parallm.rl.learn.pacing import Stage, StageKind
 from mlx_parallm.rl.learn.packing import MicroBatch
+from mlx_parallm.rl.learn.policy import PolicyState
 from mlx_parallm.rl.objectives.losses import Denominators, LossStats, TokenBatch, loss
 
 Scores = tuple[mx.array, mx.array]
@@ -35,14 +36,30 @@ _BLOCK = 256
 """Positions whose logits are in memory at the same time."""
 
 
+class StageKind(Enum):
+    """What a stage computes. The value is its expected cost, in layers, before one was measured."""
+
+    FORWARD = 1.0
+    HEAD = 8.0
+    HEAD_BACKWARD = 20.0
+    BACKWARD = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Lazy arrays (any tree) that are evaluated together, after those of the stages before it."""
+
+    kind: StageKind
+    arrays: object
+
+
 @dataclass(frozen=True, slots=True)
 class MicroStepInput:
-    """One policy's part of a micro-step: its micro-batch and its LoRA factors, and the totals and the gradients so far
-    of its update."""
+    """One policy's part of a micro-step: its micro-batch, its state, and the totals and the gradients so far of its
+    update."""
 
     batch: MicroBatch
-    params: Params
-    scale: float
+    policy: PolicyState
     denominators: Denominators
     gradients: Params | None
 
@@ -97,7 +114,8 @@ class TrainingForwards:
 
         def objective(params: list[Params]) -> tuple[mx.array, tuple[ForwardPass, list[tuple[mx.array, LossStats]]]]:
             spans = [
-                Span(each.batch.tokens.size, factors, each.scale) for each, factors in zip(inputs, params, strict=True)
+                Span(each.batch.tokens.size, factors, each.policy.scale)
+                for each, factors in zip(inputs, params, strict=True)
             ]
             forward = self.scores(batches, spans)
             losses = [
@@ -106,7 +124,7 @@ class TrainingForwards:
             ]
             return mx.stack([value for value, _ in losses]).sum(), (forward, losses)
 
-        (_, (forward, losses)), gradients = mx.value_and_grad(objective)([each.params for each in inputs])
+        (_, (forward, losses)), gradients = mx.value_and_grad(objective)([each.policy.params for each in inputs])
         logprobs = [mx.stop_gradient(logp) for logp, _ in forward.scores]
         results = [
             MicroStepResult(value, stats, logp, new if each.gradients is None else _sum(each.gradients, new))

@@ -1,4 +1,4 @@
-"""Cutting a micro-step into units of device work that keep to a latency budget.
+"""Jobs of the trainer, and how a micro-step is cut into units of device work that keep to a latency budget.
 
     forward, layer by layer ─▶ head: losses ─▶ head and top layer backward ─▶ backward, layer by layer
     └────── unit ──────┘└──────── unit ────────┘└────────── unit ──────────┘└──────── unit ────────┘
@@ -11,37 +11,22 @@ size and prompts of any length can be trained beside requests.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from enum import Enum
 
 import mlx.core as mx
+
+from mlx_parallm.rl.learn.forwards import Stage, StageKind
+from mlx_parallm.rl.learn.update import Update
 
 _TARGET = 0.75
 """Fraction of the budget that a unit aims at; the rest absorbs noise in the measured times."""
 
 _LATEST_START = 0.5
-"""Fraction of that target after which no new micro-step is begun in the unit."""
+"""Fraction of that target after which no new job is begun in the unit."""
 
 _NEWEST = 0.5
 """Weight of the newest stage in the running time of its kind."""
-
-
-class StageKind(Enum):
-    """What a stage computes. The value is its expected cost, in layers, before one was measured."""
-
-    FORWARD = 1.0
-    HEAD = 8.0
-    HEAD_BACKWARD = 20.0
-    BACKWARD = 3.0
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """Lazy arrays (any tree) that are evaluated together, after those of the stages before it."""
-
-    kind: StageKind
-    arrays: object
 
 
 class Pacer:
@@ -62,7 +47,7 @@ class Pacer:
 
     @property
     def has_room(self) -> bool:
-        """Whether there is time to begin another micro-step in this unit."""
+        """Whether there is time to begin another job in this unit."""
         return time.monotonic() - self._began <= _LATEST_START * _TARGET * self.budget
 
     def run(self, stages: Iterable[Stage], tokens: int) -> Iterator[None]:
@@ -80,3 +65,34 @@ class Pacer:
             before = measured.get(stage.kind, seconds)
             measured[stage.kind] = before + _NEWEST * (seconds - before)
             self._empty = False
+
+
+@dataclass(slots=True)
+class Job:
+    """A micro-step, or the end of an update, and the memory that it has taken so far.
+
+    tokens: the tokens of each update that it works on. The updates share its device time in these proportions.
+    parts: each step of the iterator runs one part, within one unit.
+    finishes: the update that is finished after it, if any.
+    kept_bytes: what its parts have left allocated. most_bytes: the most that was allocated for it at one time. Other
+        work uses the device between the parts, so what each of them allocates is added up.
+    """
+
+    tokens: Mapping[Update, int]
+    parts: Iterator[None]
+    finishes: Update | None = None
+    kept_bytes: int = 0
+    most_bytes: int = 0
+
+    def run(self) -> bool:
+        """Runs the next part, and measures its time and its memory. Returns whether it was the last one."""
+        started, before = time.monotonic(), mx.get_active_memory()
+        mx.reset_peak_memory()
+        try:
+            return next(self.parts, self) is self
+        finally:
+            self.most_bytes = max(self.most_bytes, self.kept_bytes + mx.get_peak_memory() - before)
+            self.kept_bytes += mx.get_active_memory() - before
+            seconds_per_token = (time.monotonic() - started) / sum(self.tokens.values())
+            for update, tokens in self.tokens.items():
+                update.device_seconds += tokens * seconds_per_token

@@ -24,15 +24,12 @@ class SampleBatch:
     """The samples that an update adds to one micro-step.
 
     segments: how their tokens are laid out: one segment for each run of samples with the same prompt.
+    size: number of tokens, each prompt once, padding included.
     """
 
     samples: tuple[Sample, ...] = ()
     segments: tuple[Segment, ...] = ()
-
-    @property
-    def size(self) -> int:
-        """Tokens, each prompt once, padding included."""
-        return sum(segment.tokens for segment in self.segments)
+    size: int = 0
 
     @property
     def trained_tokens(self) -> int:
@@ -44,7 +41,8 @@ class SampleBatch:
         before, last = self.segments, Segment(len(sample.prompt_ids), ())
         if self.samples and self.samples[-1].prompt_ids == sample.prompt_ids:
             before, last = self.segments[:-1], self.segments[-1]
-        return SampleBatch((*self.samples, sample), (*before, last.with_row(len(sample.completion_ids) - 1)))
+        segments = (*before, last.with_row(len(sample.completion_ids) - 1))
+        return SampleBatch((*self.samples, sample), segments, sum(segment.tokens for segment in segments))
 
 
 @dataclass(frozen=True, slots=True)

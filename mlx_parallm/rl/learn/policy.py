@@ -25,6 +25,9 @@ from mlx_parallm.rl.learn.model import Params
 
 _OPTIMIZER_FILE = "optimizer.safetensors"
 _TRAINER_FILE = "trainer.json"
+_COPY_BYTES = 8 << 20
+"""Bytes copied to host memory in one call on the device thread, which takes a few milliseconds."""
+
 _LEARNING_RATE = "learning_rate"
 """Leaf of an optimizer's state: the learning rate of the last step."""
 
@@ -74,7 +77,7 @@ class PolicyState:
         """Learning rate of the last step."""
         return float(self.optimizer[_LEARNING_RATE].item())
 
-    def copied(self, nbytes: int) -> Iterator[PolicySnapshot | None]:
+    def copied(self, nbytes: int = _COPY_BYTES) -> Iterator[PolicySnapshot | None]:
         """Copies the state to host memory, about `nbytes` per step of the iterator.
 
         Yields None after each part, and the snapshot at the end.
@@ -146,11 +149,6 @@ class Policy:
     def params(self) -> Params:
         """The current factors."""
         return self.state.params
-
-    @property
-    def tensors(self) -> int:
-        """Number of trained arrays."""
-        return 2 * len(self.params)
 
     def weights(self) -> AdapterWeights:
         """The current factors, as MLX arrays."""

@@ -1,32 +1,36 @@
-"""GRPOTrainer: updates of policies on the served base weights, as units of device work.
+"""GRPOTrainer: updates of policies on the served base weights, as units of device work. Learner: the event loop's
+access to it.
 
     begin(policy, batch) ─▶ micro-step ─▶ micro-step ─▶ … ─▶ clip, AdamW, check ─▶ outcome
                             forward, backward, gradients added up
 
-The trainer works on one job after another: a micro-step, or the end of an update. A job is a generator that yields
-when the rest of it needs a new unit (see `pacing`). Updates of one policy follow each other. Updates of different
-policies share micro-steps: each micro-step takes a batch of samples of the oldest update, and one of every other update
-whose batch still fits.
+The trainer works on one job after another: a micro-step, or the end of an update. A job is cut into parts that fit in
+one unit each (see `pacing`). Updates of one policy follow each other. Updates of different policies share micro-steps:
+each micro-step takes a batch of samples of the oldest update, and one of every other update whose batch still fits.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import math
-import time
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from contextlib import suppress
 from typing import cast
 
 import mlx.core as mx
 
+from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.config import ModelConfig, ResolvedTraining
-from mlx_parallm.errors import StepFailedError
+from mlx_parallm.core import AdapterRef, DeviceThread
+from mlx_parallm.core.futures import completed, then
+from mlx_parallm.errors import EngineDeadError, StepFailedError
 from mlx_parallm.rl.events import UpdateOutcome
-from mlx_parallm.rl.learn.forwards import MicroStepInput, TrainingForwards
+from mlx_parallm.rl.learn.forwards import MicroStepInput, Stage, TrainingForwards
 from mlx_parallm.rl.learn.model import Span, TrainableModel
-from mlx_parallm.rl.learn.pacing import Pacer, Stage
+from mlx_parallm.rl.learn.pacing import Job, Pacer
 from mlx_parallm.rl.learn.packing import SampleBatch, pack
 from mlx_parallm.rl.learn.policy import Policy, PolicySnapshot, PolicyState
 from mlx_parallm.rl.learn.update import Update
@@ -35,6 +39,11 @@ from mlx_parallm.rl.objectives.losses import k3
 
 _MEASURED_JOBS = 16
 """Jobs whose memory is remembered."""
+
+Publish = Callable[[UpdateOutcome, AdapterWeights], Future[AdapterRef] | None]
+"""Publishes the weights of a finished update, or returns None if they are not to go live. On the device thread."""
+
+_log = logging.getLogger(__name__)
 
 
 class GRPOTrainer:
@@ -52,12 +61,12 @@ class GRPOTrainer:
         self.model = model
         self.config = config
         self.lora = lora
+        self.policies: dict[str, Policy] = {}
         self._measure_kl = measure_kl
         self._forwards = TrainingForwards(model, config.loss)
         self._pacer = Pacer()
-        self._policies: dict[str, Policy] = {}
         self._queue: list[Update] = []
-        self._job: _Job | None = None
+        self._job: Job | None = None
         self._job_bytes = deque([0], maxlen=_MEASURED_JOBS)
         self._peak_bytes = 0
 
@@ -66,7 +75,7 @@ class GRPOTrainer:
     def open(self, name: str, start: PolicySnapshot | None = None) -> Policy:
         """Makes the policy of a name, in place of an earlier one. Raises what `Policy` raises."""
         policy = Policy(self.model.layout, self.lora, self.config.optimizer, self.config.seed, start)
-        self._policies[name] = policy
+        self.policies[name] = policy
         return policy
 
     def begin(self, policy: Policy, batch: UpdateBatch) -> Future[UpdateOutcome]:
@@ -86,9 +95,9 @@ class GRPOTrainer:
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of all states of policies that something holds, and while updates wait, of gradients and of the arrays
-        that a micro-step needs beside them, as far as that was measured."""
-        held = sum(policy.nbytes * len(policy.states) for policy in self._policies.values())
+        """Bytes of all states of policies that something holds. While updates wait, also of their float32 gradients and
+        of the other arrays of a micro-step, which are known once one was measured."""
+        held = sum(policy.nbytes * len(policy.states) for policy in self.policies.values())
         if self._queue:
             held += 4 * sum(policy.parameters for policy in {update.policy for update in self._queue})
             held += max(*self._job_bytes, self._job.most_bytes if self._job else 0)
@@ -151,7 +160,7 @@ class GRPOTrainer:
 
     # -- jobs ------------------------------------------------------------------------------------
 
-    def _next_job(self) -> _Job:
+    def _next_job(self) -> Job:
         """The end of an update whose micro-steps are all done, or else a micro-step with a batch of samples of the
         oldest update, and one of the oldest update of every other policy as long as they fit."""
         oldest: dict[Policy, Update] = {}
@@ -159,7 +168,7 @@ class GRPOTrainer:
             oldest.setdefault(update.policy, update)
         for update in oldest.values():
             if not update.pending:
-                return _Job({update: 1}, self._conclude(update), finishes=update)
+                return Job({update: 1}, self._conclude(update), finishes=update)
         room: float = self.config.micro_batch_tokens
         batches: dict[Update, SampleBatch] = {}
         for update in oldest.values():
@@ -168,20 +177,14 @@ class GRPOTrainer:
                 batches[update] = batch
                 room -= batch.size
         sizes = {update: batch.size for update, batch in batches.items()}
-        return _Job(sizes, self._pacer.run(self._micro_step(batches), sum(sizes.values())))
+        return Job(sizes, self._pacer.run(self._micro_step(batches), sum(sizes.values())))
 
     def _micro_step(self, batches: Mapping[Update, SampleBatch]) -> Iterator[Stage]:
         """The stages of a micro-step, which adds the gradients of each batch to those of its update."""
         micro_step = self._forwards.gradients(
             [
-                MicroStepInput(
-                    pack(batch),
-                    update.policy.params,
-                    update.policy.scale,
-                    update.totals.for_rows(batch.samples),
-                    update.gradients,
-                )
-                for update, batch in batches.items()
+                MicroStepInput(pack(batch), each.policy.state, each.totals.for_rows(batch.samples), each.gradients)
+                for each, batch in batches.items()
             ]
         )
         for (update, batch), result in zip(batches.items(), micro_step.results, strict=True):
@@ -220,32 +223,78 @@ class GRPOTrainer:
         return cast(float, kl.item())
 
 
-@dataclass(slots=True)
-class _Job:
-    """A micro-step, or the end of an update, and the memory that it has taken so far.
+class Learner:
+    """The event loop's access to the policies in training, by adapter name. A name that is not open raises KeyError.
 
-    tokens: the tokens of each update that it works on. The updates share its device time in these proportions.
-    parts: each step of the iterator runs one part, within one unit.
-    finishes: the update that is finished after it, if any.
-    kept_bytes: what its parts have left allocated. most_bytes: the most that was allocated for it at one time. Other
-        work uses the device between the parts, so what each of them allocates is added up.
+    Updates of one adapter run one after the other; updates of different adapters share micro-steps.
     """
 
-    tokens: Mapping[Update, int]
-    parts: Iterator[None]
-    finishes: Update | None = None
-    kept_bytes: int = 0
-    most_bytes: int = 0
+    def __init__(self, device: DeviceThread, trainer: GRPOTrainer) -> None:
+        self.trainer = trainer
+        self._device = device
 
-    def run(self) -> bool:
-        """Runs the next part, and measures its time and its memory. Returns whether it was the last one."""
-        started, before = time.monotonic(), mx.get_active_memory()
-        mx.reset_peak_memory()
+    async def open(self, name: str, start: PolicySnapshot | None) -> None:
+        """Starts training from this policy; None: from a new one, equal to the base model.
+
+        Raises:
+            ConfigError: the model has no linear layer with the name of a target module.
+            InvalidRequestError: `start` has another rank, alpha or targets than those configured.
+        """
+        trainer, lora = self.trainer, self.trainer.lora
+        policy = await self._device.run(lambda: trainer.open(name, start))
+        _log.info(
+            "training %s: %d numbers, rank %d, alpha %g, on %s; nothing else has a gradient",
+            *(name, policy.parameters, lora.lora_rank, lora.lora_alpha, ", ".join(lora.lora_target_modules)),
+        )
+
+    async def learn(
+        self, name: str, batch: UpdateBatch, publish: Publish | None = None
+    ) -> tuple[UpdateOutcome, AdapterRef | None]:
+        """Makes one update, in micro-steps between decode steps. `publish` is called right after it on the device
+        thread, because a trip to the event loop and back would take a decode step. If the caller is cancelled, an
+        update that is not finished is abandoned.
+
+        Returns:
+            The outcome, and the version that `publish` made of it.
+
+        Raises:
+            StepFailedError: the update failed on the device; the policy is as before.
+            Exception: raised by `publish`; the policy has changed.
+        """
+        policy = self.trainer.policies[name]
+
+        def publish_outcome(outcome: UpdateOutcome) -> Future[tuple[UpdateOutcome, AdapterRef | None]]:
+            live = publish(outcome, policy.weights()) if publish else None
+            return completed((outcome, None)) if live is None else then(live, lambda ref: (outcome, ref))
+
         try:
-            return next(self.parts, self) is self
-        finally:
-            self.most_bytes = max(self.most_bytes, self.kept_bytes + mx.get_peak_memory() - before)
-            self.kept_bytes += mx.get_active_memory() - before
-            seconds_per_token = (time.monotonic() - started) / sum(self.tokens.values())
-            for update, tokens in self.tokens.items():
-                update.device_seconds += tokens * seconds_per_token
+            return await self._device.run(lambda: then(self.trainer.begin(policy, batch), publish_outcome))
+        except asyncio.CancelledError:
+            with suppress(EngineDeadError):
+                await self._device.run(lambda: self.trainer.abandon(policy))
+            raise
+
+    def state(self, name: str) -> PolicyState:
+        """The current policy by reference. Nothing is copied; its memory is in use while the state is referenced."""
+        return self.trainer.policies[name].state
+
+    async def snapshot(self, state: PolicyState | PolicySnapshot) -> PolicySnapshot:
+        """A copy in host memory, made in parts; requests and updates continue between them."""
+        if isinstance(state, PolicySnapshot):
+            return state
+        parts = state.copied()
+        while (copy := await self._device.run(lambda: next(parts))) is None:
+            pass
+        return copy
+
+    async def restore(self, name: str, goal: PolicyState | PolicySnapshot | None) -> None:
+        """Goes back to a state or a checkpoint; None: to a new policy, equal to the base model.
+
+        Raises:
+            InvalidRequestError: the checkpoint has another rank, alpha or targets than those configured.
+        """
+        await self._device.run(lambda: self.trainer.policies[name].restore(goal))
+
+    def weights(self, name: str) -> AdapterWeights:
+        """The current weights as MLX arrays, which only the device thread may read."""
+        return self.trainer.policies[name].weights()
