@@ -78,9 +78,10 @@ def create_app(
         started_at=int(time.time()),
         model_names=frozenset({*card.names, GENERIC_NAME}),
     )
-    for routes in ROUTES:
-        app.include_router(routes.router)
-    install_handlers(app, [route for routes in ROUTES for route in routes.router.routes if isinstance(route, Route)])
+    for module in ROUTES:
+        app.include_router(module.router)
+    routes = [route for module in ROUTES for route in module.router.routes if isinstance(route, Route)]
+    install_handlers(app, routes)
     add_middlewares(app, config, metrics)
-    app.openapi = partial(describe, app, config.strict_fields)  # type: ignore[method-assign]
+    app.openapi = partial(describe, app, routes, config.strict_fields)  # type: ignore[method-assign]
     return app

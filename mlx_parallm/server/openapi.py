@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
 from fastapi import FastAPI
+from fastapi.encoders import jsonable_encoder
 from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
 from pydantic import BaseModel
+from starlette.routing import Route
 
 from mlx_parallm.errors import (
     AbortedError,
@@ -27,6 +30,7 @@ from mlx_parallm.errors import (
     TrainingDisabledError,
     UnknownModelError,
 )
+from mlx_parallm.server.api.fields import OpenBody
 from mlx_parallm.server.errors import (
     RULES,
     ApiKeyError,
@@ -40,7 +44,7 @@ from mlx_parallm.server.errors import (
     MediaTypeError,
     rule_of,
 )
-from mlx_parallm.server.http.body import OPEN
+from mlx_parallm.server.http.body import BodyModel
 from mlx_parallm.server.http.middleware import OPEN_PATHS
 from mlx_parallm.server.http.request_log import IGNORED_FIELDS, LORA_ADAPTER, REQUEST_ID
 
@@ -89,6 +93,7 @@ EVENTS: dict[str, Any] = {
 }
 """The `content` of a route that answers with server-sent events; the schema is that of one event."""
 
+REF = "#/components/schemas/{model}"
 KINDS = "x-raises"
 """Key that `raises` sets and `describe` removes: the class names of the errors with one status."""
 
@@ -133,37 +138,63 @@ def streamable(whole: type[BaseModel], *kinds: Kind) -> dict[int | str, dict[str
     return {200: answer, **raises(*GENERATING, *kinds)}
 
 
-def describe(app: FastAPI, strict_fields: bool) -> dict[str, Any]:
-    """The document, made once and kept on the app. `strict_fields`: no body may have undeclared fields."""
+def describe(app: FastAPI, routes: Sequence[Route], strict_fields: bool) -> dict[str, Any]:
+    """The document, made once and kept on the app.
+
+    Args:
+        routes: all routes of the app.
+        strict_fields: no body may have undeclared fields.
+    """
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, description=DESCRIPTION, routes=app.routes)
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
-        for path, operation in _operations(document):
-            opens = operation.get("requestBody", {}).pop(OPEN, False) and not strict_fields
-            if opens:
-                _open(_content(operation)["schema"])
-            schemas |= _lift_definitions(operation)
-            operation["responses"] = _with_headers(_responses(path, operation), opens)
-            if path in EXAMPLES and "requestBody" in operation:
-                _content(operation)["examples"] = {name: {"value": body} for name, body in EXAMPLES[path].items()}
+        bodies = dict(_bodies(routes))
+        for path, item in document["paths"].items():
+            for method, operation in item.items():
+                body = bodies.get((path, method))
+                opens = body is not None and issubclass(body.model, OpenBody) and not strict_fields
+                if body is not None:
+                    operation["requestBody"], definitions = _request_body(path, body, opens)
+                    schemas |= definitions
+                operation["responses"] = _with_headers(_responses(path, operation), opens)
         for unused in ("HTTPValidationError", "ValidationError"):
             schemas.pop(unused, None)
-        schemas |= _error_schemas()
+        error = ErrorBody.model_json_schema(ref_template=REF)
+        schemas |= {**error.pop("$defs"), ErrorBody.__name__: error}
+        for schema in schemas.values():
+            for field in schema.get("properties", {}).values():
+                if "const" in field:
+                    field.setdefault("description", "Always this value.")
         app.openapi_schema = document
     return app.openapi_schema
 
 
-def _operations(document: dict[str, Any]) -> Iterator[tuple[str, Operation]]:
-    for path, item in document["paths"].items():
-        for operation in item.values():
-            yield path, operation
+def _bodies(routes: Iterable[Route]) -> Iterator[tuple[tuple[str, str], BodyModel]]:
+    """The body of each route that has one, by path and method."""
+    for route in routes:
+        for needed in route.dependant.dependencies if isinstance(route, APIRoute) else ():
+            if (body := getattr(needed.call, "body", None)) is not None:
+                yield from (((route.path_format, method.lower()), body) for method in route.methods or ())
+
+
+def _request_body(path: str, body: BodyModel, opens: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The `requestBody` of an operation, and the schemas that it refers to. With `opens`, every object of the body may
+    have undeclared fields."""
+    schema = jsonable_encoder(body.model.model_json_schema(ref_template=REF), exclude_none=True)
+    definitions: dict[str, Any] = schema.pop("$defs", {})
+    for part in (schema, *definitions.values()):
+        if opens and "properties" in part:
+            part["additionalProperties"] = True
+    examples = {name: {"value": example} for name, example in EXAMPLES.get(path, {}).items()}
+    content = {"application/json": {"schema": schema, "examples": examples}}
+    return {"required": body.required, "content": content}, definitions
 
 
 def _responses(path: str, operation: Operation) -> dict[str, Any]:
     """The declared responses, then every possible error, by status."""
     declared: dict[str, Any] = operation["responses"]
     named = {name for answer in declared.values() for name in answer.get(KINDS, ())}
-    kinds = {kind for kind in _all_kinds() if kind.__name__ in named} | set(_of_form(path, operation))
+    kinds = {kind for kind in (*RULES, *GENERATING) if kind.__name__ in named} | set(_of_form(path, operation))
     answers = {status: answer for status, answer in declared.items() if status != "422" and KINDS not in answer}
     for status in sorted({rule_of(kind).status for kind in kinds}):
         answers[str(status)] = _error(kind for kind in kinds if rule_of(kind).status == status)
@@ -175,17 +206,6 @@ def _with_headers(answers: Mapping[str, dict[str, Any]], opens: bool) -> dict[st
     return {
         status: {**answer, "headers": {**answer.get("headers", {}), **common}} for status, answer in answers.items()
     }
-
-
-def _open(schema: dict[str, Any]) -> None:
-    """Allows undeclared properties in every object of a body."""
-    for part in (schema, *schema.get("$defs", {}).values()):
-        if "properties" in part:
-            part["additionalProperties"] = True
-
-
-def _all_kinds() -> Iterable[Kind]:
-    return (*RULES, *GENERATING)
 
 
 def _of_form(path: str, operation: Operation) -> Iterator[Kind]:
@@ -202,32 +222,10 @@ def _of_form(path: str, operation: Operation) -> Iterator[Kind]:
 def _error(kinds: Iterable[Kind]) -> dict[str, Any]:
     """The response of one status, with the meaning of each of its codes."""
     rules = {rule_of(kind): kind for kind in sorted(kinds, key=lambda kind: kind.__name__)}
-    about = {str(rule.code or "invalid_request_error"): rule.message or _meaning(kind) for rule, kind in rules.items()}
-    lines = [f"`{code}`: {meaning}" for code, meaning in sorted(about.items())]
-    schema = {"$ref": f"#/components/schemas/{ErrorBody.__name__}"}
+    meanings = ((rule, rule.message or (kind.__doc__ or "").partition("\n")[0]) for rule, kind in rules.items())
+    lines = sorted(f"`{rule.code or 'invalid_request_error'}`: {meaning}" for rule, meaning in meanings)
+    schema = {"$ref": REF.format(model=ErrorBody.__name__)}
     return {"description": "\n\n".join(lines), "content": {"application/json": {"schema": schema}}}
-
-
-def _meaning(kind: Kind) -> str:
-    return (kind.__doc__ or "").partition("\n")[0]
-
-
-def _error_schemas() -> dict[str, Any]:
-    schema = ErrorBody.model_json_schema(ref_template="#/components/schemas/{model}")
-    return {**schema.pop("$defs"), ErrorBody.__name__: schema}
-
-
-def _content(operation: Operation) -> dict[str, Any]:
-    content: Mapping[str, dict[str, Any]] = operation["requestBody"]["content"]
-    return content["application/json"]
-
-
-def _lift_definitions(operation: Operation) -> dict[str, Any]:
-    """Removes and returns the `$defs` of a request body's schema; its references point to the document's components."""
-    if "requestBody" not in operation:
-        return {}
-    definitions: dict[str, Any] = _content(operation)["schema"].pop("$defs", {})
-    return definitions
 
 
 # Example bodies, by path and name. Each can be sent unchanged to a server that trains and has an adapter `math`; those

@@ -28,7 +28,7 @@ from mlx_parallm.server.api.logprobs import (
     scored_prompt,
 )
 from mlx_parallm.server.generation import GenerationResponse
-from mlx_parallm.server.http.body import json_body, request_body
+from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.http.request_log import new_request_id
 from mlx_parallm.server.openapi import streamable
 from mlx_parallm.server.planning import compile_grammar, plan, work_class
@@ -118,7 +118,6 @@ class Completion(AnswerObject):
     LONG: ClassVar[bool] = True
 
     object: Literal["text_completion"]
-    """Always this value."""
     choices: list[CompletionChoice]
     """All answers; in a chunk of a stream, the one it adds to, or none."""
 
@@ -129,7 +128,7 @@ router = APIRouter()
 Body = Annotated[CompletionBody, Depends(json_body(CompletionBody))]
 
 
-@router.post("/v1/completions", responses=streamable(Completion), openapi_extra=request_body(CompletionBody))
+@router.post("/v1/completions", responses=streamable(Completion))
 async def create_completion(body: Body, services: ServicesDep) -> Response:
     """Continues one or more prompts."""
     return GenerationResponse(services, body, len(body.prompt), partial(prepare, body, services))

@@ -37,14 +37,12 @@ class PausedObject(WireOutput):
     """The pause is in force."""
 
     status: Literal["paused"]
-    """Always `paused`."""
 
 
 class ResumedObject(WireOutput):
     """No pause is in force."""
 
     status: Literal["resumed"]
-    """Always `resumed`."""
 
 
 class PauseStatus(WireOutput):
@@ -103,7 +101,6 @@ class PrefixCacheReset(WireOutput):
     """No prefix is cached."""
 
     status: Literal["success"]
-    """Always `success`."""
 
 
 @router.post("/reset_prefix_cache")

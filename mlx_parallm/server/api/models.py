@@ -14,7 +14,7 @@ from mlx_parallm.core import AdapterCard
 from mlx_parallm.errors import ContextLengthError, UnknownModelError
 from mlx_parallm.server.api.chat.messages import Messages, TemplateOptions, render
 from mlx_parallm.server.api.fields import OpenBody, TokenIds, WireOutput, refused
-from mlx_parallm.server.http.body import json_body, request_body
+from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.openapi import raises
 from mlx_parallm.server.planning import check_ids
 from mlx_parallm.server.services import Services, ServicesDep
@@ -31,7 +31,6 @@ class Model(WireOutput):
     id: str
     """The name."""
     object: Literal["model"]
-    """Always `model`."""
     created: int
     """Unix time, seconds."""
     owned_by: str
@@ -50,7 +49,6 @@ class ModelList(WireOutput):
     """The names that `model` accepts."""
 
     object: Literal["list"]
-    """Always `list`."""
     data: list[Model]
     """The base model first."""
 
@@ -167,9 +165,7 @@ class TokenizerInfo(WireOutput):
     """The chat template, in Jinja."""
 
 
-@router.post(
-    "/tokenize", response_model=Tokens, responses=raises(UnknownModelError), openapi_extra=request_body(TokenizeBody)
-)
+@router.post("/tokenize", response_model=Tokens, responses=raises(UnknownModelError))
 async def tokenize(
     body: Annotated[TokenizeBody, Depends(json_body(TokenizeBody))], request: Request, services: ServicesDep
 ) -> Response:
@@ -179,12 +175,7 @@ async def tokenize(
     return await services.workers.run(request.state.body_bytes, partial(_tokenize, body, services))
 
 
-@router.post(
-    "/detokenize",
-    response_model=Detokenized,
-    responses=raises(UnknownModelError),
-    openapi_extra=request_body(DetokenizeBody),
-)
+@router.post("/detokenize", response_model=Detokenized, responses=raises(UnknownModelError))
 async def detokenize(
     body: Annotated[DetokenizeBody, Depends(json_body(DetokenizeBody))], request: Request, services: ServicesDep
 ) -> Response:

@@ -11,6 +11,7 @@ import asyncio
 import json
 import re
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -28,9 +29,6 @@ from mlx_parallm.server.services import ServicesDep
 M = TypeVar("M", bound=BaseModel)
 Pace = Callable[[int], Awaitable[None]]
 
-OPEN = "x-open"
-"""Key in a `requestBody` that `openapi.describe` removes: whether the body may have undeclared fields."""
-
 # `curl -d '{…}'` sends the second one. A browser may send it to another site without a preflight request, so it is
 # accepted only because the Host and Origin checks run first.
 JSON_TYPES = frozenset({"application/json", "application/x-www-form-urlencoded"})
@@ -39,8 +37,19 @@ BYTES_PER_VALUE = 16
 SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
+@dataclass(frozen=True, slots=True)
+class BodyModel:
+    """The body of a route: its schema, and whether it may not be left out. `openapi.describe` reads it."""
+
+    model: type[BaseModel]
+    required: bool
+
+
 def json_body(model: type[M], required: bool = True) -> Callable[..., Awaitable[M]]:
-    """A FastAPI dependency that returns the request's body as `model`. Unless it is `required`, no body means `{}`."""
+    """A FastAPI dependency that returns the request's body as `model`. Unless it is `required`, no body means `{}`.
+
+    The dependency's attribute `body` is its `BodyModel`.
+    """
 
     async def parsed(request: Request, services: ServicesDep) -> M:
         if not required and _has_no_body(request):
@@ -56,14 +65,8 @@ def json_body(model: type[M], required: bool = True) -> Callable[..., Awaitable[
             parse = partial(_parse_large, model, raw, config.max_body_bytes, ignored)
             return await services.workers.run(len(raw), parse)
 
+    parsed.body = BodyModel(model, required)  # type: ignore[attr-defined]
     return parsed
-
-
-def request_body(model: type[BaseModel], required: bool = True) -> dict[str, Any]:
-    """The OpenAPI `requestBody` of a route that uses `json_body`; `openapi.describe` moves its `$defs` and `OPEN`."""
-    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
-    content = {"application/json": {"schema": schema}}
-    return {"requestBody": {"required": required, "content": content, OPEN: issubclass(model, OpenBody)}}
 
 
 def _has_no_body(request: Request) -> bool:

@@ -39,7 +39,7 @@ from mlx_parallm.server.api.adapters.schema import (
     UnloadLoraBody,
 )
 from mlx_parallm.server.errors import DrainingError
-from mlx_parallm.server.http.body import json_body, request_body
+from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.openapi import raises
 from mlx_parallm.server.planning import adapter_named_by
 from mlx_parallm.server.services import Services, ServicesDep
@@ -54,11 +54,7 @@ router = APIRouter()
 # -- load and unload -------------------------------------------------------------------------------
 
 
-@router.post(
-    "/v1/load_lora_adapter",
-    responses=raises(AdapterFileError, DrainingError, EngineDeadError),
-    openapi_extra=request_body(LoadLoraBody),
-)
+@router.post("/v1/load_lora_adapter", responses=raises(AdapterFileError, DrainingError, EngineDeadError))
 async def load_lora_adapter(
     body: Annotated[LoadLoraBody, Depends(json_body(LoadLoraBody))], services: ServicesDep
 ) -> LoadedLora:
@@ -69,7 +65,7 @@ async def load_lora_adapter(
     return LoadedLora(**adapter, status="success", lora_name=card.ref.name, lora_adapter=str(card.ref))
 
 
-@router.post("/v1/unload_lora_adapter", responses=UNLOAD_ERRORS, openapi_extra=request_body(UnloadLoraBody))
+@router.post("/v1/unload_lora_adapter", responses=UNLOAD_ERRORS)
 async def unload_lora_adapter(
     body: Annotated[UnloadLoraBody, Depends(json_body(UnloadLoraBody))], services: ServicesDep
 ) -> UnloadedLora:
@@ -86,8 +82,8 @@ async def _unload(services: Services, selector: str, param: str) -> UnloadedLora
 # -- route and rollback ----------------------------------------------------------------------------
 
 
-@router.post("/model/switch-lora", responses=ROUTE_ERRORS, openapi_extra=request_body(SwitchLoraBody))
-@router.post("/v1/model/switch-lora", responses=ROUTE_ERRORS, openapi_extra=request_body(SwitchLoraBody))
+@router.post("/model/switch-lora", responses=ROUTE_ERRORS)
+@router.post("/v1/model/switch-lora", responses=ROUTE_ERRORS)
 async def switch_lora(
     body: Annotated[SwitchLoraBody, Depends(json_body(SwitchLoraBody))], services: ServicesDep
 ) -> SwitchedLora:
@@ -104,7 +100,7 @@ async def get_route(services: ServicesDep) -> AdapterRoute:
     return AdapterRoute(route=dict(services.adapters.route()))
 
 
-@router.post("/v1/adapters/route", responses=ROUTE_ERRORS, openapi_extra=request_body(RouteBody))
+@router.post("/v1/adapters/route", responses=ROUTE_ERRORS)
 async def set_route(body: Annotated[RouteBody, Depends(json_body(RouteBody))], services: ServicesDep) -> AdapterRoute:
     """Splits the requests that name no adapter between versions, in proportion to the weights."""
     with adapter_named_by("weights", *body.weights):
@@ -119,11 +115,7 @@ async def reset_route(services: ServicesDep) -> AdapterRoute:
     return AdapterRoute(route=dict(await services.lifecycle.run_to_end(to_base)))
 
 
-@router.post(
-    "/v1/adapters/rollback",
-    responses=raises(UnknownModelError, ConflictError, DrainingError),
-    openapi_extra=request_body(RollbackBody),
-)
+@router.post("/v1/adapters/rollback", responses=raises(UnknownModelError, ConflictError, DrainingError))
 async def roll_back(
     body: Annotated[RollbackBody, Depends(json_body(RollbackBody))], services: ServicesDep
 ) -> RolledBack:
@@ -185,8 +177,6 @@ def adapter_object(card: AdapterCard) -> Adapter:
 
 # -- checkpoints -----------------------------------------------------------------------------------
 
-SAVE = request_body(SaveCheckpointBody, required=False)
-
 
 @router.get("/v1/checkpoints")
 async def list_checkpoints(services: ServicesDep) -> CheckpointList:
@@ -194,8 +184,8 @@ async def list_checkpoints(services: ServicesDep) -> CheckpointList:
     return CheckpointList(object="list", data=[checkpoint_object(card) for card in services.adapters.checkpoints()])
 
 
-@router.post("/training/checkpoint", responses=SAVE_ERRORS, openapi_extra=SAVE)
-@router.post("/v1/training/checkpoint", responses=SAVE_ERRORS, openapi_extra=SAVE)
+@router.post("/training/checkpoint", responses=SAVE_ERRORS)
+@router.post("/v1/training/checkpoint", responses=SAVE_ERRORS)
 async def save_checkpoint(
     body: Annotated[SaveCheckpointBody, Depends(json_body(SaveCheckpointBody, required=False))], services: ServicesDep
 ) -> Checkpoint:

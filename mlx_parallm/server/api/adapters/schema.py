@@ -157,7 +157,6 @@ class AdapterList(WireOutput):
     """All adapter versions that requests may name."""
 
     object: Literal["list"]
-    """Always `list`."""
     data: list[Adapter]
     """Ordered by name and version."""
     route: dict[str, float]
@@ -172,7 +171,6 @@ class LoadedLora(Adapter):
     """The adapter version that was loaded."""
 
     status: Literal["success"]
-    """Always `success`."""
     lora_name: str
     """The adapter's name."""
     lora_adapter: str
@@ -183,7 +181,6 @@ class UnloadedLora(WireOutput):
     """The adapter versions that were removed."""
 
     status: Literal["success"]
-    """Always `success`."""
     unloaded: list[str]
     """The versions, as `name@version`."""
 
@@ -199,7 +196,6 @@ class RolledBack(WireOutput):
     """The state after a rollback."""
 
     status: Literal["success"]
-    """Always `success`."""
     lora_adapter: str
     """The version that is live again; after a rollback of the route, the one with the largest share."""
     route: dict[str, float]
@@ -210,7 +206,6 @@ class SwitchedLora(WireOutput):
     """The route after a switch."""
 
     status: Literal["success"]
-    """Always `success`."""
     current_lora: str
     """The version that serves requests which name no adapter."""
     route: dict[str, float]
@@ -238,6 +233,5 @@ class CheckpointList(WireOutput):
     """Checkpoints on disk."""
 
     object: Literal["list"]
-    """Always `list`."""
     data: list[Checkpoint]
     """Oldest first."""

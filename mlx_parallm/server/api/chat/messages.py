@@ -42,7 +42,6 @@ class TextPart(WireInput):
     """One part of a message's content."""
 
     type: Literal["text"]
-    """Always this value."""
     text: str
     """The text."""
 

@@ -36,7 +36,7 @@ from mlx_parallm.server.api.chat.splitter import AnswerSyntax, CallPart, JoinedP
 from mlx_parallm.server.api.chat.tools import NamedTool, answer_grammar, answer_syntax
 from mlx_parallm.server.api.logprobs import chat_logprobs, prompt_logprobs, scored_prompt
 from mlx_parallm.server.generation import GenerationResponse
-from mlx_parallm.server.http.body import json_body, request_body
+from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.http.request_log import new_request_id
 from mlx_parallm.server.openapi import streamable
 from mlx_parallm.server.planning import plan, work_class
@@ -46,7 +46,7 @@ router = APIRouter()
 Body = Annotated[ChatBody, Depends(json_body(ChatBody))]
 
 
-@router.post("/v1/chat/completions", responses=streamable(ChatCompletion), openapi_extra=request_body(ChatBody))
+@router.post("/v1/chat/completions", responses=streamable(ChatCompletion))
 async def create_chat_completion(body: Body, services: ServicesDep) -> Response:
     """Continues a conversation, rendered with the model's own chat template."""
     return GenerationResponse(services, body, 1, partial(prepare, body, services))

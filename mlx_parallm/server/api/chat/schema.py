@@ -75,7 +75,6 @@ class Call(WireOutput):
     id: str
     """The id that the message with the result names."""
     type: Literal["function"]
-    """Always this value."""
     function: CalledFunction
     """The function that is called."""
 
@@ -97,7 +96,6 @@ class ChatMessage(WireOutput):
     """The assistant's message."""
 
     role: Literal["assistant"]
-    """Always this value."""
     content: str | None
     """The text; null if there are only calls or reasoning."""
     reasoning_content: str | None = None
@@ -170,7 +168,6 @@ class ChatCompletion(AnswerObject):
     LONG: ClassVar[bool] = True
 
     object: Literal["chat.completion"]
-    """Always this value."""
     choices: list[ChatChoice]
     """The `n` answers."""
     usage: Usage
@@ -185,7 +182,6 @@ class ChatCompletionChunk(AnswerObject):
     """One event of a stream."""
 
     object: Literal["chat.completion.chunk"]
-    """Always this value."""
     choices: list[ChatChunkChoice]
     """The choice that the chunk adds to, or none."""
     prompt_token_ids: list[int] | None = None

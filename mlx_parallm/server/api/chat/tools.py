@@ -62,7 +62,6 @@ class FunctionTool(WireInput):
     """A tool. Functions are the only kind."""
 
     type: Literal["function"]
-    """Always this value."""
     function: Function
     """The function."""
 
@@ -81,7 +80,6 @@ class NamedTool(WireInput):
     """The one function that the answer must call."""
 
     type: Literal["function"]
-    """Always this value."""
     function: ChosenFunction
     """The function."""
 

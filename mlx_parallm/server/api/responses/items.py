@@ -66,7 +66,6 @@ class CallItem(WireInput):
     NEUTRAL: ClassVar[Neutral] = {"async": (False,), "namespace": ()}
 
     type: Literal["function_call"]
-    """Always this value."""
     call_id: str
     """The id that the item with the output names."""
     name: str
@@ -91,7 +90,6 @@ class CallOutputItem(WireInput):
     NEUTRAL: ClassVar[Neutral] = {"namespace": ()}
 
     type: Literal["function_call_output"]
-    """Always this value."""
     call_id: str
     """The id of the call."""
     output: Text
@@ -105,7 +103,6 @@ class ReasoningPart(WireInput):
     """A part of the model's reasoning."""
 
     type: Literal["reasoning_text"]
-    """Always this value."""
     text: str
     """The text."""
 
@@ -116,7 +113,6 @@ class ReasoningItem(WireInput):
     IGNORED: ClassVar[frozenset[str]] = frozenset({"id", "status", "summary", "encrypted_content"})
 
     type: Literal["reasoning"]
-    """Always this value."""
     content: list[ReasoningPart] = Field(default_factory=list)
     """The reasoning. Without it the item adds nothing to the prompt."""
 

@@ -21,7 +21,6 @@ class OutputText(WireOutput):
     """The text of a message."""
 
     type: Literal["output_text"]
-    """Always this value."""
     text: str
     """The text."""
     annotations: list[Any]
@@ -32,7 +31,6 @@ class ReasoningText(WireOutput):
     """The text of the model's reasoning."""
 
     type: Literal["reasoning_text"]
-    """Always this value."""
     text: str
     """The text."""
 
@@ -43,11 +41,9 @@ class OutputMessage(WireOutput):
     id: str
     """The item's id."""
     type: Literal["message"]
-    """Always this value."""
     status: ItemStatus
     """`incomplete` if the token limit cut it off."""
     role: Literal["assistant"]
-    """Always this value."""
     content: list[OutputText]
     """One text; empty in the stream's event that adds the item."""
 
@@ -58,7 +54,6 @@ class OutputReasoning(WireOutput):
     id: str
     """The item's id."""
     type: Literal["reasoning"]
-    """Always this value."""
     status: ItemStatus
     """`incomplete` if the token limit cut it off."""
     summary: list[Any]
@@ -73,7 +68,6 @@ class OutputCall(WireOutput):
     id: str
     """The item's id."""
     type: Literal["function_call"]
-    """Always this value."""
     status: ItemStatus
     """`incomplete` if the token limit cut it off; then the function must not be run."""
     call_id: str
@@ -140,7 +134,6 @@ class ResponseObject(WireOutput):
     id: str
     """The id for `previous_response_id`, which is also in the header x-request-id."""
     object: Literal["response"]
-    """Always this value."""
     created_at: int
     """Unix time in seconds."""
     status: ResponseStatus
@@ -186,7 +179,6 @@ class ResponseObject(WireOutput):
     store: bool
     """Whether the response is kept."""
     background: Literal[False]
-    """Always this value."""
     truncation: Literal["auto", "disabled"]
     """From the request."""
 
@@ -219,16 +211,13 @@ class DeletedResponse(WireOutput):
     id: str
     """The response's id."""
     object: Literal["response"]
-    """Always this value."""
     deleted: Literal[True]
-    """Always this value."""
 
 
 class InputItems(WireOutput):
     """A page of a response's input items."""
 
     object: Literal["list"]
-    """Always this value."""
     data: list[dict[str, Any]]
     """Messages, calls, outputs and reasoning, including those of earlier turns."""
     first_id: str | None
@@ -243,6 +232,5 @@ class InputTokens(WireOutput):
     """The length of a prompt."""
 
     object: Literal["response.input_tokens"]
-    """Always this value."""
     input_tokens: int
     """Tokens of the whole conversation, including tools and instructions."""

@@ -33,7 +33,7 @@ from mlx_parallm.server.api.responses.store import (
 from mlx_parallm.server.api.responses.stream import ResponseWriter
 from mlx_parallm.server.errors import UnknownResponseError
 from mlx_parallm.server.generation import GenerationResponse
-from mlx_parallm.server.http.body import first_fault, json_body, request_body
+from mlx_parallm.server.http.body import first_fault, json_body
 from mlx_parallm.server.openapi import raises, streamable
 from mlx_parallm.server.services import Services, ServicesDep
 
@@ -63,11 +63,7 @@ ResponseId = Annotated[str, Path(description="The id of a stored response.")]
 Body = Annotated[ResponsesBody, Depends(json_body(ResponsesBody))]
 
 
-@router.post(
-    "/v1/responses",
-    responses=streamable(ResponseObject, UnknownResponseError),
-    openapi_extra=request_body(ResponsesBody),
-)
+@router.post("/v1/responses", responses=streamable(ResponseObject, UnknownResponseError))
 async def create_response(body: Body, request: Request, services: ServicesDep) -> Response:
     """Answers a conversation, and stores the response for the next turn unless `store` is false."""
     stored = _previous(body, services)
@@ -79,7 +75,6 @@ async def create_response(body: Body, request: Request, services: ServicesDep) -
 @router.post(
     "/v1/responses/input_tokens",
     responses=raises(UnknownResponseError, UnknownModelError, ContextLengthError),
-    openapi_extra=request_body(ResponsesBody),
 )
 async def count_input_tokens(body: Body, request: Request, services: ServicesDep) -> InputTokens:
     """The number of tokens in the prompt that the same body would have at `POST /v1/responses`. Generates nothing."""

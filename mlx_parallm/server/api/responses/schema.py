@@ -26,7 +26,6 @@ class FlatTool(WireInput):
     NEUTRAL: ClassVar[Neutral] = {"allowed_callers": (["direct"],), "async": (False,), "defer_loading": (False,)}
 
     type: Literal["function"]
-    """Always this value."""
     name: str
     """The function's name."""
     description: str | None = None
@@ -50,7 +49,6 @@ class NamedFunction(WireInput):
     """The one function that the answer must call."""
 
     type: Literal["function"]
-    """Always this value."""
     name: str
     """One of `tools`."""
 

@@ -50,7 +50,7 @@ from mlx_parallm.server.api.training.schema import (
 )
 from mlx_parallm.server.errors import DrainingError, error_body
 from mlx_parallm.server.generation import EventStream
-from mlx_parallm.server.http.body import json_body, request_body
+from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.lifecycle import Lifecycle, while_connected
 from mlx_parallm.server.metrics_collectors import training_statuses
 from mlx_parallm.server.openapi import EVENTS, raises
@@ -68,11 +68,7 @@ router = APIRouter()
 # -- update ----------------------------------------------------------------------------------------
 
 
-@router.post(
-    "/v1/training/update",
-    responses=raises(*PUBLISH_ERRORS, ContextLengthError),
-    openapi_extra=request_body(UpdateBody, required=False),
-)
+@router.post("/v1/training/update", responses=raises(*PUBLISH_ERRORS, ContextLengthError))
 async def update(
     body: Annotated[UpdateBody, Depends(json_body(UpdateBody, required=False))],
     request: Request,
@@ -137,11 +133,7 @@ def _version(selector: str | None, services: Services, param: str) -> AdapterRef
 # -- feedback --------------------------------------------------------------------------------------
 
 
-@router.post(
-    "/v1/training/feedback",
-    responses=raises(UnknownTrajectoryError, ConflictError, TrainingDisabledError),
-    openapi_extra=request_body(FeedbackBody),
-)
+@router.post("/v1/training/feedback", responses=raises(UnknownTrajectoryError, ConflictError, TrainingDisabledError))
 async def feedback(
     body: Annotated[FeedbackBody, Depends(json_body(FeedbackBody))], training: TrainingDep
 ) -> FeedbackObject:
@@ -154,32 +146,27 @@ async def feedback(
 # -- control ---------------------------------------------------------------------------------------
 
 Control = Annotated[ControlBody, Depends(json_body(ControlBody, required=False))]
-CONTROL = request_body(ControlBody, required=False)
 
 
-@router.post("/v1/training/start", responses=raises(*CONTROL_ERRORS), openapi_extra=CONTROL)
+@router.post("/v1/training/start", responses=raises(*CONTROL_ERRORS))
 async def start(body: Control, services: ServicesDep, training: TrainingDep) -> TrainingObject:
     """Trains this adapter too, from its live version or, if there is none, from the base model."""
     return await _control(body, services, training.start)
 
 
-@router.post("/v1/training/pause", responses=raises(*CONTROL_ERRORS), openapi_extra=CONTROL)
+@router.post("/v1/training/pause", responses=raises(*CONTROL_ERRORS))
 async def pause(body: Control, services: ServicesDep, training: TrainingDep) -> TrainingObject:
     """Stops automatic updates; trajectories are still collected."""
     return await _control(body, services, training.pause)
 
 
-@router.post("/v1/training/resume", responses=raises(*CONTROL_ERRORS), openapi_extra=CONTROL)
+@router.post("/v1/training/resume", responses=raises(*CONTROL_ERRORS))
 async def resume(body: Control, services: ServicesDep, training: TrainingDep) -> TrainingObject:
     """Restarts automatic updates."""
     return await _control(body, services, training.resume)
 
 
-@router.post(
-    "/v1/training/rollback",
-    responses=raises(*PUBLISH_ERRORS),
-    openapi_extra=request_body(TrainingRollbackBody, required=False),
-)
+@router.post("/v1/training/rollback", responses=raises(*PUBLISH_ERRORS))
 async def roll_back(
     body: Annotated[TrainingRollbackBody, Depends(json_body(TrainingRollbackBody, required=False))],
     services: ServicesDep,

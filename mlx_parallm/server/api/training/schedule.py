@@ -12,7 +12,7 @@ from mlx_parallm.core import MODE_SHARES, DeviceSchedule, EngineStats, WorkClass
 from mlx_parallm.errors import EngineDeadError, TrainingDisabledError
 from mlx_parallm.server.api.fields import WireInput, WireOutput, refused
 from mlx_parallm.server.errors import DrainingError
-from mlx_parallm.server.http.body import json_body, request_body
+from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.openapi import raises
 from mlx_parallm.server.services import Services, ServicesDep, TrainingDep
 
@@ -110,11 +110,7 @@ async def get_schedule(services: ServicesDep, _: TrainingDep) -> ScheduleObject:
     return schedule_object(services.engine.stats())
 
 
-@router.post(
-    "/v1/training/schedule",
-    responses=raises(TrainingDisabledError, DrainingError, EngineDeadError),
-    openapi_extra=request_body(ScheduleBody),
-)
+@router.post("/v1/training/schedule", responses=raises(TrainingDisabledError, DrainingError, EngineDeadError))
 async def set_schedule(
     body: Annotated[ScheduleBody, Depends(json_body(ScheduleBody))], services: ServicesDep, _: TrainingDep
 ) -> ScheduleObject:

@@ -229,7 +229,6 @@ class FeedbackObject(WireOutput):
     """The reward that was set."""
 
     status: Literal["success"]
-    """Always `success`."""
     trajectory_id: str
     """The trajectory."""
     score: float
@@ -304,6 +303,5 @@ class DebugTrajectories(WireOutput):
     """The newest trajectories."""
 
     object: Literal["list"]
-    """Always `list`."""
     data: list[DebugTrajectory]
     """Newest first."""
