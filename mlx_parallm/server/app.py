@@ -20,7 +20,7 @@ from mlx_parallm.server.api import completions, control, models, ops
 from mlx_parallm.server.api.adapters import route as adapter_routes
 from mlx_parallm.server.api.chat import route as chat
 from mlx_parallm.server.api.responses import route as responses
-from mlx_parallm.server.api.responses.store import ResponseStore
+from mlx_parallm.server.api.responses.conversation import ResponseStore
 from mlx_parallm.server.api.training import route as training_routes
 from mlx_parallm.server.api.training import schedule
 from mlx_parallm.server.errors import install_handlers

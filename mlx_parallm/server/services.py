@@ -23,7 +23,7 @@ from mlx_parallm.core import (
 )
 from mlx_parallm.errors import InvalidRequestError, TrainingDisabledError
 from mlx_parallm.server.api.generation_fields import MAX_SEQUENCES
-from mlx_parallm.server.api.responses.store import ResponseStore
+from mlx_parallm.server.api.responses.conversation import ResponseStore
 from mlx_parallm.server.errors import AsleepError, DrainingError, InferenceDisabledError
 from mlx_parallm.server.http.workers import Workers
 from mlx_parallm.server.lifecycle import Lifecycle, SequenceGate, SleepSwitch

@@ -15,6 +15,7 @@ from mlx_parallm.server.api.control import SleepStatus
 from mlx_parallm.server.api.fields import OpenBody
 from mlx_parallm.server.api.responses.objects import ResponseObject
 from mlx_parallm.server.api.responses.schema import ResponsesBody
+from mlx_parallm.server.api.training import objects as training_objects
 from mlx_parallm.server.api.training import schedule as schedule_wire
 from mlx_parallm.server.api.training import schema as training_wire
 
@@ -168,12 +169,12 @@ def test_the_document_describes_bodies_answers_and_errors(document):
         ("/v1/model/switch-lora", wire.SwitchLoraBody, wire.SwitchedLora),
         ("/training/checkpoint", wire.SaveCheckpointBody, wire.Checkpoint),
         ("/v1/training/checkpoint", wire.SaveCheckpointBody, wire.Checkpoint),
-        ("/v1/training/update", training_wire.UpdateBody, training_wire.UpdateObject),
-        ("/v1/training/start", training_wire.ControlBody, training_wire.TrainingObject),
-        ("/v1/training/pause", training_wire.ControlBody, training_wire.TrainingObject),
-        ("/v1/training/resume", training_wire.ControlBody, training_wire.TrainingObject),
-        ("/v1/training/rollback", training_wire.TrainingRollbackBody, training_wire.TrainingObject),
-        ("/v1/training/feedback", training_wire.FeedbackBody, training_wire.FeedbackObject),
+        ("/v1/training/update", training_wire.UpdateBody, training_objects.UpdateObject),
+        ("/v1/training/start", training_wire.ControlBody, training_objects.TrainingObject),
+        ("/v1/training/pause", training_wire.ControlBody, training_objects.TrainingObject),
+        ("/v1/training/resume", training_wire.ControlBody, training_objects.TrainingObject),
+        ("/v1/training/rollback", training_wire.TrainingRollbackBody, training_objects.TrainingObject),
+        ("/v1/training/feedback", training_wire.FeedbackBody, training_objects.FeedbackObject),
         ("/v1/training/schedule", schedule_wire.ScheduleBody, schedule_wire.ScheduleObject),
     ],
 )
@@ -187,10 +188,10 @@ def test_the_document_describes_adapter_and_training_routes(document, path, body
 @pytest.mark.parametrize(
     ("path", "answer"),
     [
-        ("/v1/training/status", training_wire.TrainingObject),
+        ("/v1/training/status", training_objects.TrainingObject),
         ("/v1/training/schedule", schedule_wire.ScheduleObject),
-        ("/debug/training", training_wire.DebugTraining),
-        ("/debug/trajectories", training_wire.DebugTrajectories),
+        ("/debug/training", training_objects.DebugTraining),
+        ("/debug/trajectories", training_objects.DebugTrajectories),
     ],
 )
 def test_the_document_describes_what_is_asked_of_training(document, path, answer):

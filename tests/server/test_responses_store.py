@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from server.test_disconnect import post, within_a_second
 
-from mlx_parallm.server.api.responses.store import ResponseStore, StoredResponse
-from mlx_parallm.server.errors import UnknownResponseError
+from mlx_parallm.server.api.responses.conversation import ResponseStore, StoredResponse
 
 URL = "/v1/responses"
 
@@ -110,9 +109,8 @@ def test_a_response_that_is_too_large_drops_no_other():
     store = ResponseStore(9, 10)
     store.put("a", stored(10))
     store.put("b", stored(11))
-    assert store.find("a", "p") == stored(10)
-    with pytest.raises(UnknownResponseError):
-        store.find("b", "p")
+    assert store.find("a") == stored(10)
+    assert store.find("b") is None
 
 
 @given(st.lists(st.tuples(st.sampled_from(["put", "find", "forget"]), st.integers(0, 12)), max_size=60))
@@ -127,11 +125,11 @@ def test_the_store_is_bounded_and_keeps_the_most_recently_used(steps):
                 del model[next(iter(model))]
         elif model:
             name = list(model)[value % len(model)]
-            assert store.find(name, "p") == model[name]
+            assert store.find(name) == model[name]
             model[name] = model.pop(name)
             if step == "forget":
                 store.delete(name)
                 del model[name]
         assert (len(store), store.held_bytes) == (len(model), sum(kept.size for kept in model.values()))
     for name in model:
-        store.find(name, "p")
+        assert store.find(name) is not None

@@ -14,7 +14,7 @@ from walks import follows
 
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.core import Reasoning
-from mlx_parallm.server.api.responses.items import ITEM_LIST, messages_of
+from mlx_parallm.server.api.responses.conversation import ITEM_LIST, messages_of
 from mlx_parallm.server.app import create_app
 
 URL = "/v1/responses"

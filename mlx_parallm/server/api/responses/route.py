@@ -7,10 +7,10 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Path, Query
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -20,16 +20,15 @@ from mlx_parallm.server.api.chat.route import plan_chat, prompt_of
 from mlx_parallm.server.api.chat.schema import ChatBody
 from mlx_parallm.server.api.chat.splitter import Splitter
 from mlx_parallm.server.api.fields import WireQuery
-from mlx_parallm.server.api.responses.items import ITEM_LIST, messages_of
-from mlx_parallm.server.api.responses.objects import DeletedResponse, InputItems, InputTokens, ResponseObject, new_id
-from mlx_parallm.server.api.responses.schema import ResponsesBody
-from mlx_parallm.server.api.responses.store import (
-    InputItemsQuery,
+from mlx_parallm.server.api.responses.conversation import (
+    ITEM_LIST,
     ItemFields,
     StoredResponse,
     listed_item,
-    page_of,
+    messages_of,
 )
+from mlx_parallm.server.api.responses.objects import DeletedResponse, InputItems, InputTokens, ResponseObject, new_id
+from mlx_parallm.server.api.responses.schema import ResponsesBody
 from mlx_parallm.server.api.responses.stream import ResponseWriter
 from mlx_parallm.server.errors import UnknownResponseError
 from mlx_parallm.server.generation import GenerationResponse
@@ -37,6 +36,7 @@ from mlx_parallm.server.http.body import first_fault, json_body
 from mlx_parallm.server.openapi import raises, streamable
 from mlx_parallm.server.services import Services, ServicesDep
 
+MAX_ITEM_ID = 128
 EMPTY_CONVERSATION = StoredResponse(b'{"output":[]}', b"[]")
 ANSWER_SHARE = 4
 """With truncation, an answer of unknown length gets one part in this many of the context."""
@@ -56,6 +56,19 @@ class ResponseQuery(WireQuery):
 
     include_obfuscation: bool = False
     """Accepted and ignored: stored responses are not streamed."""
+
+
+class InputItemsQuery(WireQuery):
+    """The page of input items that is asked for."""
+
+    after: Annotated[str, Field(max_length=MAX_ITEM_ID)] | None = None
+    """The id of an item: the page starts after it."""
+    limit: Annotated[int, Field(ge=1, le=100)] = 20
+    """Most items of a page."""
+    order: Literal["asc", "desc"] = "desc"
+    """`asc`: oldest first. `desc`: newest first."""
+    include: Annotated[list[str], Field(alias="include[]", max_length=16)] = Field(default_factory=list)
+    """Accepted and ignored: items are always listed whole."""
 
 
 router = APIRouter()
@@ -90,8 +103,8 @@ async def list_input_items(
     response_id: ResponseId, services: ServicesDep, query: Annotated[InputItemsQuery, Query()]
 ) -> InputItems:
     """The input items of a stored response, including those of earlier turns."""
-    stored = services.responses.find(response_id, "response_id")
-    return await services.workers.run(stored.size, partial(page_of, stored, query))
+    stored = _stored(services, response_id, "response_id")
+    return await services.workers.run(stored.size, partial(_page_of, stored, query))
 
 
 @router.post(
@@ -102,7 +115,7 @@ async def list_input_items(
 async def cancel_response(response_id: ResponseId, services: ServicesDep) -> Response:
     """Always an error, as OpenAI's is for a response that does not run in the background. This server has no background
     responses: to end a response, close its connection."""
-    services.responses.find(response_id, "response_id")
+    _stored(services, response_id, "response_id")
     raise InvalidRequestError(
         "response_id: only a response that runs in the background can be cancelled, and this server has none; close "
         "the connection of a response to end it.",
@@ -115,14 +128,14 @@ async def get_response(
     response_id: ResponseId, services: ServicesDep, query: Annotated[ResponseQuery, Query()]
 ) -> Response:
     """A stored response, as it was when it ended."""
-    stored = services.responses.find(response_id, "response_id")
+    stored = _stored(services, response_id, "response_id")
     return Response(stored.response, media_type="application/json")
 
 
 @router.delete("/v1/responses/{response_id}", responses=raises(UnknownResponseError))
 async def delete_response(response_id: ResponseId, services: ServicesDep) -> DeletedResponse:
     """Deletes a stored response. Responses that continue it stay whole."""
-    services.responses.find(response_id, "response_id")
+    _stored(services, response_id, "response_id")
     services.responses.delete(response_id)
     return DeletedResponse(id=response_id, object="response", deleted=True)
 
@@ -146,7 +159,7 @@ def prepare(
         request, syntax = plan_chat(new_id("resp"), chat, services, adapter, collection)
     items = [*earlier, *map(listed_item, body.input)]
     keep = partial(_store, services, items) if body.store else _do_not_store
-    return ResponseWriter(body, chat, request, services.card.name, Splitter(syntax), keep)
+    return ResponseWriter(body=body, request=request, model=services.card.name, splitter=Splitter(syntax), keep=keep)
 
 
 def _store(services: Services, items: Sequence[ItemFields], response: ResponseObject) -> None:
@@ -157,11 +170,40 @@ def _store(services: Services, items: Sequence[ItemFields], response: ResponseOb
 def _do_not_store(_: ResponseObject) -> None: ...
 
 
+def _page_of(stored: StoredResponse, query: InputItemsQuery) -> InputItems:
+    """The page of the response's input items that `query` asks for.
+
+    Raises:
+        InvalidRequestError: no item has the id `after`.
+    """
+    items: list[ItemFields] = json.loads(stored.input_items)
+    if query.order == "desc":
+        items.reverse()
+    places = {item["id"]: place for place, item in enumerate(items)}
+    if query.after is not None and query.after not in places:
+        raise InvalidRequestError("after: no item of this response has that id.", param="after")
+    start = 0 if query.after is None else places[query.after] + 1
+    data = items[start : start + query.limit]
+    ends = (data[0]["id"], data[-1]["id"]) if data else (None, None)
+    has_more = start + query.limit < len(items)
+    return InputItems(object="list", data=data, first_id=ends[0], last_id=ends[1], has_more=has_more)
+
+
+def _stored(services: Services, response_id: str, param: str) -> StoredResponse:
+    """Raises UnknownResponseError, naming `param`, if the response is not stored."""
+    stored = services.responses.find(response_id)
+    if stored is None:
+        raise UnknownResponseError(
+            f"{param}: no such response; it was not stored, or newer ones took its place.", param=param
+        )
+    return stored
+
+
 def _previous(body: ResponsesBody, services: Services) -> StoredResponse:
     """The response that this one continues. Raises UnknownResponseError."""
     if body.previous_response_id is None:
         return EMPTY_CONVERSATION
-    return services.responses.find(body.previous_response_id, "previous_response_id")
+    return _stored(services, body.previous_response_id, "previous_response_id")
 
 
 def _as_chat(body: ResponsesBody, previous: StoredResponse) -> tuple[list[ItemFields], ChatBody]:

@@ -14,7 +14,7 @@ from mlx_parallm.server.api.chat.messages import MAX_MESSAGES, TemplateOptions
 from mlx_parallm.server.api.chat.tools import MAX_TOOLS
 from mlx_parallm.server.api.fields import INT32_MAX, Neutral, OpenBody, WireInput, read_nested, refused
 from mlx_parallm.server.api.generation_fields import NO_LIMIT, UNSUPPORTED_OPTIONS, Seed, Temperature, TopP
-from mlx_parallm.server.api.responses.items import ChatMessageFields, Item, messages_of
+from mlx_parallm.server.api.responses.conversation import ChatMessageFields, Item, messages_of
 
 MAX_RESPONSE_ID = 128
 
@@ -262,3 +262,24 @@ class ResponsesBody(OpenBody):
         if "tool_choice" not in self.model_fields_set:
             return None
         return self.tool_choice.for_chat() if isinstance(self.tool_choice, NamedFunction) else self.tool_choice
+
+    def returned(self) -> dict[str, Any]:
+        """The fields of the response that repeat those of the request."""
+        choice = self.tool_choice
+        return {
+            "previous_response_id": self.previous_response_id,
+            "instructions": self.instructions,
+            "max_output_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "text": {"format": self.text.format.sent()},
+            "tools": [tool.model_dump(exclude_none=True) for tool in self.tools],
+            "tool_choice": choice.model_dump() if isinstance(choice, NamedFunction) else choice,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "reasoning": {"effort": self.reasoning.effort, "summary": None},
+            # The metadata of a collected request is for its scorer and may be long: it is not returned.
+            "metadata": {} if self.collect_trajectory else self.metadata or {},
+            "store": self.store,
+            "background": False,
+            "truncation": self.truncation,
+        }

@@ -1,61 +1,222 @@
-"""From the engine's events to a response: typed, numbered events of a stream, or one object."""
+"""From the engine's events to a response: typed, numbered events of a stream, or one object.
+
+The output items of a response have these events while they are generated:
+
+    reasoning  added, content_part.added, reasoning_text.delta …, reasoning_text.done, content_part.done, done
+    message    added, content_part.added, output_text.delta …, output_text.done, content_part.done, done
+    call       added, function_call_arguments.delta …, function_call_arguments.done, done
+
+One item is open at a time. A part of another kind ends it.
+"""
 
 from __future__ import annotations
 
 import itertools
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from mlx_parallm.core import Event, FinishReason, GenerationRequest, RequestFinished, SequenceOutput
 from mlx_parallm.errors import RequestError
 from mlx_parallm.server.api.answer import AnswerWriter, collected_fields, cut_off, served_by
-from mlx_parallm.server.api.chat.schema import ChatBody
 from mlx_parallm.server.api.chat.splitter import AnswerPart, Splitter
 from mlx_parallm.server.api.responses.objects import (
     ErrorCode,
     IncompleteDetails,
     InputTokensDetails,
     ItemStatus,
+    OutputCall,
+    OutputItem,
+    OutputMessage,
+    OutputReasoning,
+    OutputText,
     OutputTokensDetails,
+    ReasoningText,
     ResponseError,
     ResponseEvent,
     ResponseObject,
     ResponseStatus,
     ResponseUsage,
+    new_id,
 )
-from mlx_parallm.server.api.responses.schema import NamedFunction, ResponsesBody
-from mlx_parallm.server.api.responses.stream_items import ItemEvent, OutputItems
+from mlx_parallm.server.api.responses.schema import ResponsesBody
 from mlx_parallm.server.errors import error_body
 
+ItemEvent = tuple[str, dict[str, Any]]
+"""The type of an event, and its fields without the sequence number."""
 
+
+class OutputItems:
+    """The items of one response: those that are `done`, and the open one."""
+
+    def __init__(self) -> None:
+        self.done: list[OutputItem] = []
+        self._open: _OpenItem | None = None
+
+    def add(self, part: AnswerPart) -> Iterator[ItemEvent]:
+        """Adds a part to the open item, or ends that item and opens another."""
+        if self._open is None or not self._open.takes(part):
+            yield from self.close("completed")
+            kind = _OpenCall if part.call else _OpenReasoning if part.reasoning else _OpenMessage
+            self._open = kind(part, len(self.done))
+            yield from self._open.added()
+        yield from self._open.extend(part)
+
+    def close(self, status: ItemStatus) -> Iterator[ItemEvent]:
+        """Ends the open item, if there is one."""
+        if self._open is not None:
+            yield from self._open.closed(status)
+            self.done.append(self._open.item(status))
+            self._open = None
+
+
+class _OpenItem(ABC):
+    PREFIX: ClassVar[str]
+
+    def __init__(self, first: AnswerPart, index: int) -> None:
+        self.id = new_id(self.PREFIX)
+        self.position: dict[str, Any] = {"item_id": self.id, "output_index": index}
+        self._texts: list[str] = []
+
+    @property
+    def text(self) -> str:
+        return "".join(self._texts)
+
+    @abstractmethod
+    def takes(self, part: AnswerPart) -> bool:
+        """Whether the part belongs to this item."""
+
+    @abstractmethod
+    def extend(self, part: AnswerPart) -> Iterator[ItemEvent]:
+        """Adds a part that belongs to this item."""
+
+    @abstractmethod
+    def item(self, status: ItemStatus) -> OutputItem:
+        """The item as it is now. One that is in progress has no content yet."""
+
+    def added(self) -> Iterator[ItemEvent]:
+        yield "response.output_item.added", self._item_fields("in_progress")
+
+    def closed(self, status: ItemStatus) -> Iterator[ItemEvent]:
+        yield "response.output_item.done", self._item_fields(status)
+
+    def _item_fields(self, status: ItemStatus) -> dict[str, Any]:
+        return {"output_index": self.position["output_index"], "item": self.item(status)}
+
+
+class _OpenText(_OpenItem):
+    """An item that consists of one text."""
+
+    EVENT: ClassVar[str]
+    EXTRA: ClassVar[dict[str, Any]] = {}
+    """Fields that the text's events have besides."""
+
+    def __init__(self, first: AnswerPart, index: int) -> None:
+        super().__init__(first, index)
+        self.position |= {"content_index": 0}
+
+    @abstractmethod
+    def content(self) -> OutputText | ReasoningText: ...
+
+    def added(self) -> Iterator[ItemEvent]:
+        yield from super().added()
+        yield "response.content_part.added", {**self.position, "part": self.content()}
+
+    def extend(self, part: AnswerPart) -> Iterator[ItemEvent]:
+        if text := part.reasoning or part.text:
+            self._texts.append(text)
+            yield f"{self.EVENT}.delta", {**self.position, "delta": text, **self.EXTRA}
+
+    def closed(self, status: ItemStatus) -> Iterator[ItemEvent]:
+        yield f"{self.EVENT}.done", {**self.position, "text": self.text, **self.EXTRA}
+        yield "response.content_part.done", {**self.position, "part": self.content()}
+        yield from super().closed(status)
+
+
+class _OpenReasoning(_OpenText):
+    PREFIX, EVENT = "rs", "response.reasoning_text"
+
+    def takes(self, part: AnswerPart) -> bool:
+        return bool(part.reasoning)
+
+    def content(self) -> ReasoningText:
+        return ReasoningText(type="reasoning_text", text=self.text)
+
+    def item(self, status: ItemStatus) -> OutputReasoning:
+        content = [] if status == "in_progress" else [self.content()]
+        return OutputReasoning(id=self.id, type="reasoning", status=status, summary=[], content=content)
+
+
+class _OpenMessage(_OpenText):
+    PREFIX, EVENT, EXTRA = "msg", "response.output_text", {"logprobs": []}
+
+    def takes(self, part: AnswerPart) -> bool:
+        return part.call is None and not part.reasoning
+
+    def content(self) -> OutputText:
+        return OutputText(type="output_text", text=self.text, annotations=[])
+
+    def item(self, status: ItemStatus) -> OutputMessage:
+        content = [] if status == "in_progress" else [self.content()]
+        return OutputMessage(id=self.id, type="message", status=status, role="assistant", content=content)
+
+
+class _OpenCall(_OpenItem):
+    PREFIX = "fc"
+
+    def __init__(self, first: AnswerPart, index: int) -> None:
+        super().__init__(first, index)
+        assert first.call is not None
+        self._call = first.call
+        self._complete = True
+
+    def takes(self, part: AnswerPart) -> bool:
+        return part.call is not None and part.call.position == self._call.position
+
+    def extend(self, part: AnswerPart) -> Iterator[ItemEvent]:
+        if part.call is None:
+            return
+        self._complete = part.call.complete
+        if part.call.arguments:
+            self._texts.append(part.call.arguments)
+            yield "response.function_call_arguments.delta", {**self.position, "delta": part.call.arguments}
+
+    def closed(self, status: ItemStatus) -> Iterator[ItemEvent]:
+        fields = {**self.position, "name": self._call.name, "arguments": self.text}
+        yield "response.function_call_arguments.done", fields
+        yield from super().closed(status)
+
+    def item(self, status: ItemStatus) -> OutputCall:
+        """A closed call is complete or not by itself, even if the response was cut off after it."""
+        if status != "in_progress":
+            status = "completed" if self._complete else "incomplete"
+        called = {"call_id": self._call.call_id, "name": self._call.name, "arguments": self.text}
+        return OutputCall.model_validate({"id": self.id, "type": "function_call", "status": status, **called})
+
+
+@dataclass(kw_only=True, eq=False)
 class ResponseWriter(AnswerWriter):
     """Writes a response. The whole response is the object of the stream's last event, so the two cannot differ.
 
-    `keep` is called with the response when it has ended, before it is sent. `model` is the base model's name.
+    `model` is the base model's name. `keep` is called with the response when it has ended, before it is sent.
+    `created_at` is Unix time in seconds.
     """
 
     ENDS_WITH_DONE: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        body: ResponsesBody,
-        chat: ChatBody,
-        request: GenerationRequest,
-        model: str,
-        splitter: Splitter,
-        keep: Callable[[ResponseObject], None],
-    ) -> None:
-        self.request = request
-        identity = {"id": request.request_id, "object": "response", "created_at": int(time.time())}
-        self._fields = {**identity, **served_by(request, model), **_request_fields(body, chat)}
-        self._splitter = splitter
-        self._keep = keep
-        self._items = OutputItems()
-        self._numbers = itertools.count()
-        self._reason: FinishReason | None = None
-        self._uncounted_tokens = 0
-        self._reasoning_tokens = 0
+    body: ResponsesBody
+    request: GenerationRequest
+    model: str
+    splitter: Splitter
+    keep: Callable[[ResponseObject], None]
+    created_at: int = field(default_factory=lambda: int(time.time()))
+    _items: OutputItems = field(default_factory=OutputItems, init=False)
+    _numbers: Iterator[int] = field(default_factory=itertools.count, init=False)
+    _reason: FinishReason | None = field(default=None, init=False)
+    _uncounted_tokens: int = field(default=0, init=False)
+    _reasoning_tokens: int = field(default=0, init=False)
 
     def opening_chunks(self) -> Iterator[ResponseEvent]:
         response = self._response("in_progress")
@@ -81,9 +242,9 @@ class ResponseWriter(AnswerWriter):
     def _add(self, output: SequenceOutput) -> Iterator[ItemEvent]:
         self._uncounted_tokens += len(output.token_ids)
         self._reason = output.finish_reason
-        parts = list(self._splitter.feed(output.text))
+        parts = list(self.splitter.feed(output.text))
         if output.finish_reason is not None:
-            parts += self._splitter.end(cut_off(output))
+            parts += self.splitter.end(cut_off(output))
         self._count_reasoning(parts)
         for part in parts:
             yield from self._items.add(part)
@@ -101,7 +262,7 @@ class ResponseWriter(AnswerWriter):
         details = IncompleteDetails(reason="max_output_tokens") if status == "incomplete" else None
         usage, trajectories = self._usage(finished), collected_fields(self.request, finished)
         response = self._response(status, incomplete_details=details, usage=usage, **trajectories)
-        self._keep(response)
+        self.keep(response)
         yield self._event(f"response.{status}", response=response)
 
     def _last_items(self, status: ResponseStatus) -> Iterator[ItemEvent]:
@@ -122,33 +283,13 @@ class ResponseWriter(AnswerWriter):
         )
 
     def _response(self, status: ResponseStatus, **more: Any) -> ResponseObject:
+        fields = {"id": self.request.request_id, "object": "response", "created_at": self.created_at, "status": status}
         results = {"error": None, "incomplete_details": None, "usage": None, "output": list(self._items.done)}
-        return ResponseObject(**self._fields, status=status, **(results | more))
+        served = served_by(self.request, self.model)
+        return ResponseObject.model_validate({**fields, **served, **self.body.returned(), **results, **more})
 
     def _numbered(self, events: Iterator[ItemEvent]) -> Iterator[ResponseEvent]:
         return (self._event(kind, **fields) for kind, fields in events)
 
     def _event(self, kind: str, **fields: Any) -> ResponseEvent:
         return ResponseEvent(type=kind, sequence_number=next(self._numbers), **fields)
-
-
-def _request_fields(body: ResponsesBody, chat: ChatBody) -> dict[str, Any]:
-    """The fields of the response that repeat those of the request."""
-    choice = body.tool_choice
-    return {
-        "previous_response_id": body.previous_response_id,
-        "instructions": body.instructions,
-        "max_output_tokens": body.max_output_tokens,
-        "temperature": chat.temperature,
-        "top_p": chat.top_p,
-        "text": {"format": body.text.format.sent()},
-        "tools": [tool.model_dump(exclude_none=True) for tool in body.tools],
-        "tool_choice": choice.model_dump() if isinstance(choice, NamedFunction) else choice,
-        "parallel_tool_calls": body.parallel_tool_calls,
-        "reasoning": {"effort": body.reasoning.effort, "summary": None},
-        # The metadata of a collected request is for its scorer and may be long: it is not returned.
-        "metadata": {} if body.collect_trajectory else body.metadata or {},
-        "store": body.store,
-        "background": False,
-        "truncation": body.truncation,
-    }

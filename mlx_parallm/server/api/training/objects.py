@@ -1,33 +1,180 @@
-"""Converts training's status, reports, events and trajectories to response bodies; numbers that are not finite become
-null, because JSON has none."""
+"""Response objects of the training routes, made from what training reports. Numbers that are not finite become null,
+because JSON has none."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Literal
 
 from mlx_parallm.core import AdapterRef, TrainingEvent, TrainingStatus, TrajectoryCard, UpdateReport
-from mlx_parallm.server.api.training.schema import (
-    DebugAdapterTraining,
-    DebugTrajectory,
-    EventObject,
-    TrainingObject,
-    UpdateObject,
-)
+from mlx_parallm.server.api.fields import WireOutput
 
-FIGURES = {
-    "loss": "loss",
-    "reward_mean": "reward_mean",
-    "reward_std": "reward_std",
-    "kl": "kl",
-    "entropy": "entropy",
-    "clip_fraction": "clip_fraction",
-    "ratio": "ratio_mean",
-    "staleness": "staleness",
-}
-"""Maps fields of the status to metrics of the last update."""
+
+class UpdateObject(WireOutput):
+    """The result of one update."""
+
+    status: Literal["published", "trained", "held", "skipped"]
+    """`published`: the new version is live. `trained`: it is not published, as requested. `held`: the gate refused it,
+    and the adapter is unchanged. `skipped`: there was nothing to learn."""
+    reason: str
+    """Why it was held or skipped."""
+    lora_adapter: str | None
+    """The new version."""
+    step: int
+    """Optimizer steps so far."""
+    metrics: dict[str, float | None]
+    """Figures of the update by name; null if not finite."""
+    checkpoint: str | None
+    """Name of the checkpoint, if one was saved; never null if `checkpoint_name` was given."""
+
+
+class TrainingObject(WireOutput):
+    """The training of one adapter."""
+
+    training_enabled: bool
+    """Whether the server trains."""
+    state: str
+    """disabled, idle, running, updating or paused."""
+    lora_adapter: str | None
+    """The trained adapter."""
+    live_lora: str | None
+    """Its live version."""
+    current_lora: str | None
+    """What requests that name no adapter get now: the version with the largest share of the route, whatever its
+    adapter; null if it is the base model."""
+    step: int
+    """Optimizer steps so far."""
+    trajectories_collected: int
+    """Trajectories collected since start."""
+    trajectories_waiting: int
+    """Trajectories that wait for a reward."""
+    groups_ready: int
+    """Complete groups that wait for an update."""
+    updates_total: int
+    """Updates since start."""
+    updates_per_second: float
+    """Recent rate of updates."""
+    last_update: str | None
+    """Time of the last update, in ISO-8601, UTC."""
+    loss: float | None
+    """Loss of the last update. This and the fields down to `staleness` are null if not known."""
+    reward_mean: float | None
+    """Mean reward of the last update."""
+    reward_std: float | None
+    """Standard deviation of the rewards of the last update."""
+    reward_running_mean: float | None
+    """Running mean of the rewards over updates."""
+    kl: float | None
+    """KL divergence from the base model in nats a token; estimated from a sample of the tokens, unless it is part of
+    the loss."""
+    entropy: float | None
+    """Entropy in nats a token."""
+    clip_fraction: float | None
+    """Share of tokens that were clipped, 0 to 1."""
+    ratio: float | None
+    """Mean importance ratio."""
+    staleness: float | None
+    """Mean number of versions between sampling and training."""
+    metrics: dict[str, float | None]
+    """All figures of the last update, by name."""
+    drops: dict[str, int]
+    """Trajectories dropped, by reason."""
+    skips: dict[str, int]
+    """Updates skipped, by reason."""
+    best_lora: str | None
+    """The version with the best evaluation."""
+    available_checkpoints: list[str]
+    """Names of its checkpoints, oldest first, each followed by its tags."""
+    trained_adapters: list[str]
+    """All adapters that this server trains."""
+
+
+class FeedbackObject(WireOutput):
+    """The reward that was set."""
+
+    status: Literal["success"]
+    trajectory_id: str
+    """The trajectory."""
+    score: float
+    """Its reward."""
+
+
+class EventObject(WireOutput):
+    """One event of the stream."""
+
+    kind: str
+    """The kind of event; also its name in the stream."""
+    at: str
+    """Time in ISO-8601, UTC."""
+    data: dict[str, Any]
+    """Details, by kind."""
+
+
+class DebugAdapterTraining(TrainingObject):
+    """The training of one adapter, with details."""
+
+    detail: dict[str, Any]
+    """The trainer's state, for people."""
+
+
+class DebugTraining(WireOutput):
+    """The training of all adapters, with details."""
+
+    training_enabled: bool
+    """Whether the server trains."""
+    adapters: list[DebugAdapterTraining]
+    """One for each trained adapter."""
+
+
+class DebugTrajectory(WireOutput):
+    """One trajectory."""
+
+    trajectory_id: str
+    """Its id."""
+    group_id: str
+    """Id of its group: the trajectories of one prompt."""
+    group_size: int
+    """Number of trajectories that the group will have."""
+    lora_adapter: str
+    """The adapter version that it was sampled from; `base@0` for the base model."""
+    state: str
+    """waiting (for a reward), scored, training, trained or dropped."""
+    reason: str
+    """Why it was dropped; else empty."""
+    reward: float | None
+    """Its reward; null: none yet."""
+    scoring_function: str | None
+    """The scorer that rewards it; null: feedback does."""
+    metadata: dict[str, Any]
+    """Data for the scorer."""
+    prompt_token_ids: list[int]
+    """Token ids of the prompt."""
+    completion_token_ids: list[int]
+    """Token ids of the completion, as sampled."""
+    sampling_logprobs: list[float | None]
+    """Log-probabilities in nats, of the distribution that each token was sampled from."""
+    temperature: float
+    """The temperature of sampling."""
+    text: str
+    """Text of the completion."""
+    finish_reason: Literal["stop", "length"]
+    """Why the completion ended."""
+    created: str
+    """Time in ISO-8601, UTC."""
+
+
+class DebugTrajectories(WireOutput):
+    """The newest trajectories."""
+
+    object: Literal["list"]
+    data: list[DebugTrajectory]
+    """Newest first."""
+
+
+FIGURES = ("loss", "reward_mean", "reward_std", "kl", "entropy", "clip_fraction", "staleness")
+"""Metrics of the last update that the status has as fields of the same names too."""
 
 
 def status_object(status: TrainingStatus, current: AdapterRef | None) -> TrainingObject:
@@ -52,7 +199,8 @@ def status_object(status: TrainingStatus, current: AdapterRef | None) -> Trainin
         best_lora=_name(status.best),
         available_checkpoints=list(status.checkpoints),
         trained_adapters=list(status.trained),
-        **{field: _finite(status.metrics.get(metric)) for field, metric in FIGURES.items()},
+        ratio=_finite(status.metrics.get("ratio_mean")),
+        **{name: _finite(status.metrics.get(name)) for name in FIGURES},
     )
 
 

@@ -30,6 +30,11 @@ from mlx_parallm.errors import (
     UnknownTrajectoryError,
 )
 from mlx_parallm.server.api.training.objects import (
+    DebugTraining,
+    DebugTrajectories,
+    FeedbackObject,
+    TrainingObject,
+    UpdateObject,
     debug_object,
     event_object,
     status_object,
@@ -38,15 +43,10 @@ from mlx_parallm.server.api.training.objects import (
 )
 from mlx_parallm.server.api.training.schema import (
     ControlBody,
-    DebugTraining,
-    DebugTrajectories,
     FeedbackBody,
-    FeedbackObject,
     GivenTrajectoryBody,
-    TrainingObject,
     TrainingRollbackBody,
     UpdateBody,
-    UpdateObject,
 )
 from mlx_parallm.server.errors import DrainingError, error_body
 from mlx_parallm.server.generation import EventStream

@@ -1,16 +1,22 @@
-"""The input items of a conversation (OpenAI's `ResponseInputItem`), and the chat messages that they stand for.
+"""A conversation of `/v1/responses`: its input items (OpenAI's `ResponseInputItem`), the chat messages that they stand
+for, and the stored responses that clients can retrieve and continue.
 
 Output items of a response can be sent back unchanged.
 """
 
 from __future__ import annotations
 
+import json
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from threading import RLock
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator, TypeAdapter, ValidationInfo
 
 from mlx_parallm.server.api.fields import Neutral, Validate, WireInput, read_nested, refused
+from mlx_parallm.server.api.responses.objects import new_id
 
 ChatMessageFields = dict[str, Any]
 """The fields of a message, as chat's `Message` validates them."""
@@ -168,3 +174,88 @@ def _continues(before: ChatMessageFields, message: ChatMessageFields) -> bool:
 def _joined(before: ChatMessageFields, message: ChatMessageFields) -> ChatMessageFields:
     added = {name: value for name, value in message.items() if name != "role"}
     return before | {name: before[name] + value if name in before else value for name, value in added.items()}
+
+
+# -- stored responses -------------------------------------------------------------------------------
+
+ID_PREFIXES: Mapping[str, str] = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "reasoning": "rs",
+}
+
+ItemFields = dict[str, Any]
+"""An input item with its id and status, as OpenAI lists it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """A response and all its input items, both as JSON. The items include those of earlier turns, so a response stays
+    whole when an earlier one is deleted."""
+
+    response: bytes
+    input_items: bytes
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return len(self.response) + len(self.input_items)
+
+    def items(self) -> list[ItemFields]:
+        """The conversation up to the response's end."""
+        return [*json.loads(self.input_items), *json.loads(self.response)["output"]]
+
+
+class ResponseStore:
+    """Keeps the most recently used responses in memory. Its methods can be called from any thread.
+
+    Invariant: it holds at most `most` responses, of `most_bytes` bytes in total; `held_bytes` is the current total.
+    """
+
+    def __init__(self, most: int = 1000, most_bytes: int = 64 * 2**20) -> None:
+        self._most = most
+        self._most_bytes = most_bytes
+        self._lock = RLock()
+        self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
+        self.held_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    def put(self, response_id: str, stored: StoredResponse) -> None:
+        """Stores a response and drops the least recently used ones to make room. One that is larger than all the room
+        is not stored."""
+        if stored.size > self._most_bytes:
+            return
+        with self._lock:
+            self._stored[response_id] = stored
+            self.held_bytes += stored.size
+            while len(self._stored) > self._most or self.held_bytes > self._most_bytes:
+                self.delete(next(iter(self._stored)))
+
+    def find(self, response_id: str) -> StoredResponse | None:
+        """The response, which becomes the most recently used one. None if it is not stored."""
+        with self._lock:
+            if response_id in self._stored:
+                self._stored.move_to_end(response_id)
+            return self._stored.get(response_id)
+
+    def delete(self, response_id: str) -> None:
+        """Deletes a response that is stored."""
+        with self._lock:
+            self.held_bytes -= self._stored.pop(response_id).size
+
+
+def listed_item(item: InputItem) -> ItemFields:
+    """An item that a client sent, with a new id and a status."""
+    fields = {"status": "completed", **item.model_dump(exclude_none=True), "id": new_id(ID_PREFIXES[item.type])}
+    if isinstance(item, MessageItem):
+        return {**fields, "content": [_text_part(item)]}
+    return {**fields, "summary": []} if item.type == "reasoning" else fields
+
+
+def _text_part(item: MessageItem) -> dict[str, Any]:
+    if item.role == "assistant":
+        return {"type": "output_text", "text": item.content, "annotations": []}
+    return {"type": "input_text", "text": item.content}
