@@ -92,10 +92,6 @@ class RunningReward:
     last: float
     noise: float
 
-    @classmethod
-    def starting_at(cls, reward: float) -> RunningReward:
-        return cls(1, reward, reward, 0.0)
-
     def including(self, reward: float) -> RunningReward:
         mean = self.mean + max(1 / (self.count + 1), _MEAN_WEIGHT) * (reward - self.mean)
         noise = self.noise + max(1 / self.count, _NOISE_WEIGHT) * ((reward - self.last) ** 2 / 2 - self.noise)
@@ -124,7 +120,7 @@ class RewardTrend:
     def observe(self, scorer: str, reward: float, current: bool) -> None:
         """Adds the mean reward of one group. `current`: the version in training drew it."""
         known = self.scorers.pop(scorer, None)
-        self.scorers[scorer] = known.including(reward) if known else RunningReward.starting_at(reward)
+        self.scorers[scorer] = known.including(reward) if known else RunningReward(1, reward, reward, 0.0)
         self._has_current |= current
         if known is None:
             self.forget_best()

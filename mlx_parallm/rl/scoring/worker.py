@@ -50,6 +50,7 @@ def main() -> None:
 
 def describe(name: str) -> dict[str, Any]:
     tasks: tuple[str, ...] = ()
+    requires: list[str] = []
     try:
         if name.startswith(gym.PREFIX):
             tasks = gym.task_names()
@@ -57,9 +58,9 @@ def describe(name: str) -> dict[str, Any]:
         requires = [str(key) for key in getattr(scorer, "requires", ())]
         problem = "" if callable(scorer) else "it cannot be called"
     except gym.UnusableTaskError as error:
-        return {"requires": [], "tasks": tasks, "problem": str(error)}
+        problem = str(error)
     except BaseException as error:  # noqa: BLE001 - importing a user's package may raise anything
-        return {"requires": [], "tasks": tasks, "problem": f"{type(error).__name__}: {error}"}
+        problem = f"{type(error).__name__}: {error}"
     return {"requires": requires, "tasks": tasks, "problem": problem}
 
 
