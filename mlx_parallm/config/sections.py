@@ -120,9 +120,9 @@ class ServerConfig(Section):
     """
     max_decode_stall_ms: Integer | None = Field(default=None, ge=1, le=60_000)
     """Longest time in milliseconds that a running request should wait between two tokens for other prompts' prefill and
-    for training. It is a target: a unit of device work is sized by its predicted duration and is not interrupted, and
-    every waiting prompt gets a chunk at least every 8 decode steps, so a single wait can be longer. null means 500 on a
-    CPU and 100 elsewhere.
+    for training. It is a target, and a single wait can be longer: a unit of device work is sized by its predicted
+    duration and is not interrupted, and every waiting prompt gets a chunk at least every 8 decode steps. null means 500
+    on a CPU and 100 elsewhere.
     """
     shutdown_timeout: Number = Field(default=30.0, ge=0)
     """Time in seconds that running requests get to finish after SIGTERM or Ctrl-C."""

@@ -1,7 +1,7 @@
 """Faster forms of four mlx-lm modules for a CPU, which replace the originals at load.
 
-All compute the same as the originals, apart from rounding. Decode on a CPU spends its time in products of a few rows
-with a large matrix, which OpenBLAS repacks each time, and in small element-wise operations, each of which has a fixed
+All compute the same as the originals, apart from rounding. Decode on a CPU spends its time on two things: products of
+a few rows with a large matrix, which OpenBLAS repacks each time, and small element-wise operations, each with a fixed
 cost.
 """
 

@@ -32,8 +32,8 @@ def device_name() -> str:
 def prepare_device() -> None:
     """Switches `mx.compile` off on a CPU. Call it once, before a model first runs.
 
-    On a CPU, MLX would call g++ in the middle of a step, if there is one, and load the result from the shared temporary
-    directory, to save about 1 % of a step.
+    There, MLX would call g++ in the middle of a step, if there is one, and load the result from the shared temporary
+    directory. That would save only about 1 % of a step.
     """
     if on_cpu():
         mx.disable_compile()
