@@ -105,17 +105,13 @@ class AdapterService:
                 return live.ref.name
             return (await self.load(name_of_folder(folder), str(folder), replace=True)).ref.name
 
-    async def publish(
-        self, name: str, weights: AdapterWeights, info: VersionInfo | None = None, goes_live: bool = True
-    ) -> Version:
+    async def publish(self, name: str, weights: AdapterWeights, info: VersionInfo, goes_live: bool = True) -> Version:
         """Adds a version of `name`, stages it between decode steps and makes it live. If that fails or is cancelled,
         the version is forgotten.
 
-        Args:
-            info: facts about the files that it comes from.
-            goes_live: if it is false, only `name@version` selects the version.
+        `goes_live`: if it is false, only `name@version` selects the version.
         """
-        version = self._registry.add(name, info or VersionInfo.of(weights))
+        version = self._registry.add(name, info)
         try:
             await self._device.run(lambda: self._store.stage(version, weights, goes_live=goes_live))
         except BaseException:
@@ -135,7 +131,12 @@ class AdapterService:
         await self._device.run(lambda: self._store.stage(version, goes_live=True))
 
     def publish_trained(
-        self, name: str, weights: AdapterWeights, on_added: Callable[[AdapterRef], None], goes_live: bool
+        self,
+        name: str,
+        weights: AdapterWeights,
+        info: VersionInfo,
+        on_added: Callable[[AdapterRef], None],
+        goes_live: bool = True,
     ) -> Future[AdapterRef]:
         """Does what `publish` does, for a caller on the device thread, where the future is completed, too: each trip to
         the event loop would delay the version by some decode steps. The version is staged before all others.
@@ -144,7 +145,7 @@ class AdapterService:
             weights: MLX arrays.
             on_added: called with the version before any request can use it.
         """
-        version = self._registry.add(name, VersionInfo.of(weights))
+        version = self._registry.add(name, info)
         on_added(version.ref)
         staged = self._store.stage(version, weights, urgent=True, goes_live=goes_live)
         staged.add_done_callback(lambda done: self._registry.discard(version.ref) if done.exception() else None)

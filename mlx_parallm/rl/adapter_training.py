@@ -11,17 +11,16 @@ to the flip happens on the device thread, with no trip to the event loop.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 from mlx_parallm.adapters.service import AdapterService
-from mlx_parallm.adapters.weights import AdapterWeights
+from mlx_parallm.adapters.weights import AdapterWeights, VersionInfo
 from mlx_parallm.config import CheckpointingConfig, ResolvedTraining
 from mlx_parallm.core import BASE_ADAPTER, AdapterRef, CheckpointCard, UpdateReport
-from mlx_parallm.errors import AdapterFileError, ConflictError
-from mlx_parallm.rl.checkpoints import BEST, AdapterCheckpoints, PolicyCheckpoints, TrainedVersion, UnsavedUpdates
+from mlx_parallm.rl.checkpoints import BEST, AdapterCheckpoints, PolicyCheckpoints, PolicyOf, TrainedVersion
 from mlx_parallm.rl.collect.groups import VersionHistory
 from mlx_parallm.rl.events import Emit, UpdateOutcome, UpdateReporter
 from mlx_parallm.rl.gate import Gate
@@ -29,9 +28,6 @@ from mlx_parallm.rl.learn.policy import PolicySnapshot, PolicyState
 from mlx_parallm.rl.learn.trainer import Learner
 from mlx_parallm.rl.objectives.batches import UpdateBatch
 from mlx_parallm.rl.objectives.rewards import RewardHistory
-
-PolicyOf = Callable[[AdapterRef], Awaitable[PolicySnapshot]]
-"""Makes a policy from a live version that was not trained here: its weights, a new optimizer, step 0."""
 
 PROGRESS = ("run_steps", "run_tasks")
 """The keys that `AdapterTraining.progress` may have."""
@@ -80,14 +76,16 @@ class AdapterTraining:
         self.rewards = RewardHistory()
         self.unpublished = False
         self.progress: Mapping[str, float] = {}
-        self.checkpoints = AdapterCheckpoints(name, parts.learner, parts.adapters, parts.checkpoints, parts.emit)
+        self.checkpoints = AdapterCheckpoints(
+            name, parts.learner, parts.adapters, parts.checkpoints, parts.checkpointing, parts.emit, parts.policy_of
+        )
         self.reports = UpdateReporter(name, parts.emit)
         self._parts = parts
         self._learner = parts.learner
         self._adapters = parts.adapters
         self._serves_base = serves_base
         self._undo: PolicyState | PolicySnapshot | None = None
-        self._unsaved = UnsavedUpdates()
+        self._info: VersionInfo  # of every version that training makes; set by `open`
 
     @property
     def live(self) -> AdapterRef | None:
@@ -106,42 +104,28 @@ class AdapterTraining:
         """
         live = self.live
         card = self.checkpoints.newest_of(live)
-        start = None if live is None else await self._start(live, card)
+        start = None if live is None else await self.checkpoints.policy_of(live, card)
         await self._learner.open(self.name, start)
+        self._info = VersionInfo.of(self._learner.weights(self.name))
         self._undo, self.unpublished, self.rewards = None, False, RewardHistory()
-        self._unsaved = UnsavedUpdates()
+        self.checkpoints.unsaved.clear()
         self.checkpoints.set_best(None)
         self.versions = VersionHistory(live or BASE_ADAPTER)
         self.reports.step = start.step if start else 0
         if start is not None and card is not None:
             self.rewards.restore(card.metrics)
             self.progress = {name: card.metrics[name] for name in PROGRESS if name in card.metrics}
-            await self._resume_best(TrainedVersion(self.versions.latest, start))
+            best = await self.checkpoints.load_best()
+            if best is None:  # its checkpoint is gone
+                self.rewards.trend.forget_best()
+            self.checkpoints.set_best(TrainedVersion(best.ref) if best else TrainedVersion(self.versions.latest, start))
         elif live is None and not self._serves_base:
-            await self._publish_first()
+            async with self._undone_on_failure():
+                ref = await self._stage()
+                await self._adapters.flip(ref)
+                self.versions.append(ref)
+                self._undo = None
         self._parts.emit("started", adapter=self.name, version=str(self.versions.latest), step=self.reports.step)
-
-    async def _start(self, live: AdapterRef, card: CheckpointCard | None) -> PolicySnapshot:
-        if card is not None:
-            try:
-                return (await self._parts.checkpoints.load(self.name, card.name))[1]
-            except AdapterFileError as error:
-                _log.warning("%s begins with the weights of %s and a new optimizer: %s", self.name, live, error)
-        if self._parts.policy_of is None:
-            raise ConflictError(f"{live} was not trained here, so it cannot be trained on; start another name.")
-        return await self._parts.policy_of(live)
-
-    async def _resume_best(self, start: TrainedVersion) -> None:
-        """Sets the best version to that of the resumed run or, if its checkpoint is gone, to the resumed version."""
-        best = await self.checkpoints.load_best()
-        if best is None:
-            self.rewards.trend.forget_best()
-        self.checkpoints.set_best(TrainedVersion(best.ref) if best else start)
-
-    async def _publish_first(self) -> None:
-        async with self._staged() as ref:
-            await self._adapters.flip(ref)
-            self.versions.append(ref)
 
     # -- an update -------------------------------------------------------------------------------
 
@@ -178,7 +162,7 @@ class AdapterTraining:
             if ref is not None and gate.evaluates:
                 await self._adapters.flip(ref)
             self._undo = None
-            self._unsaved.add()
+            self.checkpoints.unsaved.add()
             self.unpublished = ref is None
             if ref is not None:
                 self.versions.append(ref)
@@ -192,18 +176,16 @@ class AdapterTraining:
         gate = self._parts.gate
         if outcome.skipped or gate.judge(outcome.metrics):
             return None
-        return self._adapters.publish_trained(self.name, weights, self.versions.announce, not gate.evaluates)
+        return self._adapters.publish_trained(
+            self.name, weights, self._info, self.versions.announce, goes_live=not gate.evaluates
+        )
 
-    @asynccontextmanager
-    async def _staged(self) -> AsyncIterator[AdapterRef]:
-        """Stages a new version of the learner's policy. After the block it is discarded, unless it is in `versions`."""
+    async def _stage(self) -> AdapterRef:
+        """Stages a new version of the learner's policy, which is not live yet."""
         weights = self._learner.weights(self.name)  # they never leave the device
-        version = await self._adapters.publish(self.name, weights, goes_live=False)
+        version = await self._adapters.publish(self.name, weights, self._info, goes_live=False)
         self.versions.announce(version.ref)
-        try:
-            yield version.ref
-        finally:
-            self._discard_announced()
+        return version.ref
 
     def _discard_announced(self) -> None:
         """Forgets the version that was announced, unless it is in `versions`."""
@@ -212,24 +194,19 @@ class AdapterTraining:
 
     # -- checkpoints -----------------------------------------------------------------------------
 
-    @property
-    def saves_in(self) -> float | None:
-        """Seconds until a checkpoint is due, 0 if it is due now; None if every update is in a checkpoint."""
-        return self._unsaved.due_in(self._parts.checkpointing)
-
     async def save_if_due(self) -> str | None:
         """Saves a checkpoint if one is due, and returns its name. If that fails, it is due again later."""
-        if self.saves_in != 0:
+        if self.checkpoints.unsaved.due_in != 0:
             return None
         try:
             return (await self.save()).name
         except Exception:  # noqa: BLE001 - it is logged already, and the update itself is live
-            self._unsaved.postpone()
+            self.checkpoints.unsaved.postpone()
             return None
 
     async def close(self) -> None:
         """Saves updates that no checkpoint has. Raises what `save` raises."""
-        if self._unsaved.lost:
+        if self.checkpoints.unsaved.lost:
             await self.save()
 
     async def save(
@@ -247,13 +224,12 @@ class AdapterTraining:
         policy = await self._policy()
         of_update = self.reports.metrics if metrics is None else metrics
         metrics = {**of_update, **self.rewards.to_metrics(), **self.progress}
-        if self.unpublished or self.versions.latest == BASE_ADAPTER:
-            async with self._staged() as ref:
-                card = await self.checkpoints.save(ref, policy, metrics, tags, step)
-        else:
-            card = await self.checkpoints.save(self.versions.latest, policy, metrics, tags, step)
-        self._unsaved = UnsavedUpdates()
-        return card
+        has_version = not self.unpublished and self.versions.latest != BASE_ADAPTER
+        try:
+            ref = self.versions.latest if has_version else await self._stage()
+            return await self.checkpoints.save(ref, policy, metrics, tags, step)
+        finally:
+            self._discard_announced()
 
     # -- rollback --------------------------------------------------------------------------------
 
@@ -269,10 +245,15 @@ class AdapterTraining:
             Exception: raised by the learner or while publishing; policy and versions are as before.
         """
         goal = await self.checkpoints.find(to)
-        with self.checkpoints.lease(goal):
+        with self._adapters.lease(goal.selector):
             async with self._undone_on_failure():
                 await self._learner.restore(self.name, goal.policy)
-                ref = await self._flip_back(goal)
+                # the base model is no version of the adapter: in its place, a new version that equals it goes live
+                ref = goal.ref if goal.ref != BASE_ADAPTER else await self._stage()
+                await self._adapters.flip(ref)
+                self.versions.rewind_to(goal.ref)
+                if ref != goal.ref:
+                    self.versions.append(ref)
                 self._undo = None
             self.unpublished = False
             self.rewards.restart()
@@ -281,28 +262,15 @@ class AdapterTraining:
             await self._resume_from(ref, best=to in (None, BEST))
         return ref
 
-    async def _flip_back(self, goal: TrainedVersion) -> AdapterRef:
-        """Makes the goal live. The base model is not a version of the adapter: in its place, a new version that equals
-        it goes live."""
-        if goal.ref != BASE_ADAPTER:
-            await self._adapters.flip(goal.ref)
-            self.versions.rewind_to(goal.ref)
-            return goal.ref
-        async with self._staged() as ref:
-            await self._adapters.flip(ref)
-            self.versions.rewind_to(BASE_ADAPTER)
-            self.versions.append(ref)
-            return ref
-
     async def _resume_from(self, ref: AdapterRef, best: bool) -> None:
         """Makes a restart resume from this version. The best version may not have a checkpoint yet, so it is saved."""
         if best:
             self.checkpoints.set_best(TrainedVersion(ref, await self._policy()))
-            self._unsaved.add()
+            self.checkpoints.unsaved.add()
             with suppress(Exception):  # `save` has logged it, and the next checkpoint saves the best version again
                 await self.save()
         else:
-            self._unsaved = UnsavedUpdates()
+            self.checkpoints.unsaved.clear()
         if card := self.checkpoints.newest_of(ref):
             await self.checkpoints.set_latest(card.name)
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,9 @@ from mlx_parallm.rl.learn.trainer import Learner
 
 BEST = "best"
 """The tag of the best version's checkpoint."""
+
+PolicyOf = Callable[[AdapterRef], Awaitable[PolicySnapshot]]
+"""Makes a policy from a live version that was not trained here: its weights, a new optimizer, step 0."""
 
 _log = logging.getLogger(__name__)
 
@@ -98,6 +101,11 @@ class TrainedVersion:
     policy: PolicyState | PolicySnapshot | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
 
+    @property
+    def selector(self) -> str:
+        """What a request names to get this version."""
+        return self.ref.name if self.ref == BASE_ADAPTER else str(self.ref)
+
 
 @dataclass(slots=True)
 class UnsavedUpdates:
@@ -107,6 +115,7 @@ class UnsavedUpdates:
     attempt, when that was made, in seconds of `time.monotonic`. `lost`: whether a crash now would lose an update.
     """
 
+    config: CheckpointingConfig
     count: int = 0
     since: float | None = None
     lost: bool = False
@@ -120,11 +129,16 @@ class UnsavedUpdates:
         """Call this after a failed attempt to save: the next one is due after the usual number of updates or time."""
         self.count, self.since = 0, time.monotonic()
 
-    def due_in(self, config: CheckpointingConfig) -> float | None:
+    def clear(self) -> None:
+        self.count, self.since, self.lost = 0, None, False
+
+    @property
+    def due_in(self) -> float | None:
         """Seconds until a checkpoint is due, 0 if it is due now; None if every update is in a checkpoint."""
         if not self.lost or self.since is None:
             return None
-        return 0.0 if self.count >= config.interval else max(0.0, self.since + 60 * config.minutes - time.monotonic())
+        due_at = self.since + 60 * self.config.minutes
+        return 0.0 if self.count >= self.config.interval else max(0.0, due_at - time.monotonic())
 
 
 class AdapterCheckpoints:
@@ -135,15 +149,24 @@ class AdapterCheckpoints:
     """
 
     def __init__(
-        self, name: str, learner: Learner, adapters: AdapterService, checkpoints: PolicyCheckpoints, emit: Emit
+        self,
+        name: str,
+        learner: Learner,
+        adapters: AdapterService,
+        checkpoints: PolicyCheckpoints,
+        config: CheckpointingConfig,
+        emit: Emit,
+        policy_of: PolicyOf | None,
     ) -> None:
         self.best: TrainedVersion | None = None
+        self.unsaved = UnsavedUpdates(config)
         self.failures = 0
         self._name = name
         self._learner = learner
         self._adapters = adapters
         self._checkpoints = checkpoints
         self._emit = emit
+        self._policy_of = policy_of
         self._lease = ExitStack()
 
     # -- the best version ------------------------------------------------------------------------
@@ -153,16 +176,12 @@ class AdapterCheckpoints:
         lease = ExitStack()
         try:
             if best is not None:
-                lease.enter_context(self.lease(best))
+                lease.enter_context(self._adapters.lease(best.selector))
         except UnknownModelError as error:
             _log.warning("the best version of %s stays as it is: %s", self._name, error)
             return
         self._lease.close()
         self._lease, self.best = lease, best
-
-    def lease(self, version: TrainedVersion) -> AbstractContextManager[AdapterRef]:
-        """While the block runs, the version is not forgotten. Raises UnknownModelError: it was."""
-        return self._adapters.lease(version.ref.name if version.ref == BASE_ADAPTER else str(version.ref))
 
     async def load(self, which: str) -> TrainedVersion:
         """See `PolicyCheckpoints.load`."""
@@ -190,6 +209,23 @@ class AdapterCheckpoints:
         if best is None:
             raise ConflictError(f"{self._name!r} has no best version yet: name a checkpoint.", param="to")
         return best
+
+    # -- the live version ------------------------------------------------------------------------
+
+    async def policy_of(self, live: AdapterRef, card: CheckpointCard | None) -> PolicySnapshot:
+        """The policy that training of the live version starts from: that of its checkpoint, if it has a usable one.
+
+        Raises:
+            ConflictError: it has none, and was not trained here.
+        """
+        if card is not None:
+            try:
+                return (await self._checkpoints.load(self._name, card.name))[1]
+            except AdapterFileError as error:
+                _log.warning("%s begins with the weights of %s and a new optimizer: %s", self._name, live, error)
+        if self._policy_of is None:
+            raise ConflictError(f"{live} was not trained here, so it cannot be trained on; start another name.")
+        return await self._policy_of(live)
 
     # -- saving ----------------------------------------------------------------------------------
 
@@ -224,6 +260,7 @@ class AdapterCheckpoints:
             raise
         if BEST in tags:
             self._drop_best_policy()
+        self.unsaved.clear()
         return card
 
     async def set_latest(self, checkpoint: str) -> None:

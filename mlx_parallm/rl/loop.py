@@ -59,14 +59,14 @@ class TrainingLoop:
         """Makes updates and checkpoints when they are due. Never returns; a failing update does not stop it."""
         while True:
             with suppress(TimeoutError):
-                async with asyncio.timeout(self.training.saves_in):
+                async with asyncio.timeout(self.training.checkpoints.unsaved.due_in):
                     await self._changed.wait()
             self._changed.clear()
             while self._due:
-                await self._automatic_update()
-            if self.training.saves_in == 0:
                 async with self._lock:
-                    await self.training.save_if_due()
+                    await self._automatic_update()
+            async with self._lock:
+                await self.training.save_if_due()
 
     def wake(self) -> None:
         """Call this when groups may have become complete."""
@@ -78,9 +78,7 @@ class TrainingLoop:
         return self._pause_reason is None and (self._selection.enough or self.training.rewards_fell)
 
     async def _automatic_update(self) -> None:
-        async with self._lock:
-            if not self._due:
-                return
+        if self._due:  # no other update has taken the trajectories
             try:
                 await self._update(self._buffer.take(self.name, self._config.update_frequency))
             except Exception:  # noqa: BLE001 - only this update fails; after `max_skips` of them training pauses

@@ -32,8 +32,8 @@ from mlx_parallm.core import (
     check_tag,
 )
 from mlx_parallm.errors import ConflictError, UnknownModelError
-from mlx_parallm.rl.adapter_training import AdapterTraining, AdapterTrainingParts, PolicyOf
-from mlx_parallm.rl.checkpoints import PolicyCheckpoints
+from mlx_parallm.rl.adapter_training import AdapterTraining, AdapterTrainingParts
+from mlx_parallm.rl.checkpoints import PolicyCheckpoints, PolicyOf
 from mlx_parallm.rl.collect.buffer import Intake, TrajectoryBuffer
 from mlx_parallm.rl.collect.groups import DropReason, TrajectoryGroup, TrajectoryState, collect
 from mlx_parallm.rl.collect.log import TrajectoryLog

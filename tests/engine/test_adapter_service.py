@@ -283,7 +283,8 @@ async def test_a_dead_device_thread_is_an_error_not_a_wait(world: World) -> None
 
 async def learnt(world: World, weights: AdapterWeights) -> AdapterRef:
     """Publishes weights from the device thread. The version's name is appended to `known`."""
-    return await world.processor.run(lambda: world.service.publish_trained("policy", weights, world.known.append, True))
+    info, add = VersionInfo.of(weights), world.known.append
+    return await world.processor.run(lambda: world.service.publish_trained("policy", weights, info, add))
 
 
 async def test_a_version_goes_live_from_the_device_thread(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,7 +123,12 @@ class FakePublisher:
         return self.names.get(name)
 
     def publish_trained(
-        self, name: str, weights: AdapterWeights, on_added: Callable[[AdapterRef], None], goes_live: bool
+        self,
+        name: str,
+        weights: AdapterWeights,
+        info: VersionInfo,
+        on_added: Callable[[AdapterRef], None],
+        goes_live: bool,
     ) -> Future[AdapterRef]:
         ref, staged = self._added(name, weights), Future[AdapterRef]()
         on_added(ref)
@@ -139,11 +144,11 @@ class FakePublisher:
             staged.set_result(ref)
         return staged
 
-    async def publish(self, name: str, weights: AdapterWeights, goes_live: bool = True) -> Version:
+    async def publish(self, name: str, weights: AdapterWeights, info: VersionInfo, goes_live: bool) -> Version:
         assert not goes_live
         ref = self._added(name, weights)
         await asyncio.sleep(0)
-        return Version(ref, VersionInfo.of(weights))
+        return Version(ref, info)
 
     def _added(self, name: str, weights: AdapterWeights) -> AdapterRef:
         self._next[name] += 1

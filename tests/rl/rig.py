@@ -10,7 +10,8 @@ from rl.fakes import FakeLearner, FakePublisher, trajectories
 
 from mlx_parallm.config import CheckpointingConfig, ResolvedTraining, RewardScale
 from mlx_parallm.core import AdapterRef
-from mlx_parallm.rl.adapter_training import AdapterTraining, AdapterTrainingParts, PolicyOf
+from mlx_parallm.rl.adapter_training import AdapterTraining, AdapterTrainingParts
+from mlx_parallm.rl.checkpoints import PolicyOf
 from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
 from mlx_parallm.rl.collect.groups import TrajectoryGroup
 from mlx_parallm.rl.gate import Evaluate, Gate

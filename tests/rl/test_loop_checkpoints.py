@@ -227,7 +227,7 @@ async def test_an_update_waits_for_its_checkpoint_only_so_long() -> None:
         while not rig.saves:
             await asyncio.sleep(0.01)
     assert rig.saves == [("checkpoint-1", ref(1), ())]
-    assert rig.training.saves_in is None
+    assert rig.training.checkpoints.unsaved.due_in is None
 
 
 async def test_a_checkpoint_that_was_asked_for_is_saved_or_an_error() -> None:
