@@ -19,8 +19,7 @@ from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.registry import AdapterRegistry
 from mlx_parallm.adapters.slots import Copies, PendingLoad, Slots
 from mlx_parallm.adapters.weights import AdapterWeights, Version
-from mlx_parallm.core import BASE_ADAPTER, AdapterRef, Residence
-from mlx_parallm.core.futures import completed
+from mlx_parallm.core import BASE_ADAPTER, AdapterRef, Residence, completed
 from mlx_parallm.errors import AdapterUnavailableError, UnknownModelError
 
 T = TypeVar("T")

@@ -5,7 +5,7 @@ For each layer, a model file calls `cache.offset` (RoPE positions), `cache.make_
 `cache.attend`, which reads the pool in place. Without it (`FetchingLayerCache`), `update_and_fetch` returns dense
 copies and `make_mask` a real mask, and the model computes attention itself.
 
-There are three kinds of forward pass (`prefill.py`, `decode.py`):
+There are three kinds of forward pass (`forwards.py`):
 
     prefill   one row, T tokens            [1, T]   integer offset, causal
     packed    T tokens of several rows     [T, 1]   offset [T]; each row attends to its own tokens only

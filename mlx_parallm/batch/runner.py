@@ -16,9 +16,8 @@ import mlx.nn as nn
 
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.batch.attention import FetchingLayerCache, Forward, LayerCache
-from mlx_parallm.batch.decode import DecodeForward
+from mlx_parallm.batch.forwards import DecodeForward, PackedPrefillForward, PrefillForward
 from mlx_parallm.batch.kv_cache import LoRABatchedKVCache
-from mlx_parallm.batch.prefill import PackedPrefillForward, PrefillForward
 from mlx_parallm.batch.rowwise import log_normaliser, token_logprobs, token_ranks, top_logprobs
 from mlx_parallm.batch.sampler import RowSampling, Sampled, SamplingPlan, plan_sampling, sample
 from mlx_parallm.batch.slab import KVRow

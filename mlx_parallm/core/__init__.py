@@ -46,6 +46,9 @@ from mlx_parallm.core.device import (
     Histogram,
     PauseMode,
     TrainingWork,
+    complete,
+    completed,
+    then,
 )
 from mlx_parallm.core.engine import EngineClient, EngineStats, ModelCard
 from mlx_parallm.core.grammar import (

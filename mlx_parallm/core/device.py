@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol, TypeVar, overload
+from typing import Any, Protocol, TypeVar, overload
 
 from mlx_parallm.core.requests import WorkClass
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 MODE_SHARES: Mapping[str, float] = {"inference_and_training": 0.12, "training_priority": 0.5}
 """The default `training_time_share` of each mode in which a server both serves and trains."""
@@ -144,3 +145,45 @@ class TrainingWork(DeviceWork, Protocol):
     def peak_bytes(self) -> int:
         """Peak device memory of the process since start. MLX's own counter is reset when a unit is measured."""
         ...
+
+
+# ---- results of work that takes several units --------------------------------------------------
+
+# A continuation runs on the thread that completes the future. On the device thread it need not wait for the event loop,
+# which would cost a decode step.
+
+
+def complete(future: Future[Any], call: Callable[[], Any]) -> None:
+    """Calls `call` and completes `future` with its result or exception. If the result is a future itself, `future`
+    is completed when that one is."""
+    try:
+        result = call()
+    except Exception as error:  # noqa: BLE001 - it is raised where the future is awaited
+        future.set_exception(error)
+        return
+    if isinstance(result, Future):
+        result.add_done_callback(lambda inner: complete(future, inner.result))
+    else:
+        future.set_result(result)
+
+
+@overload
+def then(future: Future[T], step: Callable[[T], Future[U]]) -> Future[U]: ...
+
+
+@overload
+def then(future: Future[T], step: Callable[[T], U]) -> Future[U]: ...
+
+
+def then(future: Future[T], step: Callable[[T], Any]) -> Future[Any]:
+    """The future of `step(future.result())`. If `future` fails, `step` is not called and the exception is passed on."""
+    following: Future[Any] = Future()
+    future.add_done_callback(lambda done: complete(following, lambda: step(done.result())))
+    return following
+
+
+def completed(result: T) -> Future[T]:
+    """A future that has this result already."""
+    future: Future[T] = Future()
+    future.set_result(result)
+    return future

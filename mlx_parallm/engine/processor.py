@@ -30,8 +30,8 @@ from mlx_parallm.core import (
     PauseMode,
     RequestFailed,
     RequestFinished,
+    complete,
 )
-from mlx_parallm.core.futures import complete
 from mlx_parallm.engine.loop import DeviceLoop, EngineParts
 from mlx_parallm.errors import EngineDeadError
 

@@ -2,24 +2,32 @@
 
 llguidance bounds the work for a token, but not the work to build a grammar: some patterns of a few characters, such as
 `a{1000}{1000}{1000}`, would take hours and all memory. The child has limits of time and memory, and a low priority, so
-that requests in progress come first.
+that requests in progress come first. It is this module, run as `python -m mlx_parallm.grammar.trial`:
+
+    stdout: ""                                                  it has started
+    stdin:  {"kind": "regex", "source": "[0-9]+"}               one grammar a line
+    stdout: "" if it can be compiled, else the reason
 """
 
 from __future__ import annotations
 
 import json
+import os
+import resource
 import selectors
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from queue import Empty, LifoQueue
 from subprocess import PIPE, Popen
+from typing import BinaryIO
 
-from mlx_parallm.core import GrammarSpec
+from llguidance import LLTokenizer
+
+from mlx_parallm.core import GrammarKind, GrammarSpec
 from mlx_parallm.errors import EngineError, OverloadedError
-from mlx_parallm.grammar.matcher import GrammarRefused
-from mlx_parallm.grammar.worker import CPU_LIMIT_S
-from mlx_parallm.processes import command, environment
+from mlx_parallm.grammar.matcher import GrammarRefused, build_matcher
+from mlx_parallm.processes import command, environment, private_pipes
 
 CHILDREN = 2
 """Grammars that are checked at the same time."""
@@ -30,6 +38,13 @@ _QUEUE_TIMEOUT_S = 10.0
 _START_TIMEOUT_S = 60.0
 _WALL_LIMIT_S = 30.0
 """For one grammar. The child's own limit counts processor time only, for which it may wait because of its priority."""
+
+_CPU_LIMIT_S = 3.0
+"""Processor time for one grammar."""
+
+_MEMORY_LIMIT = 2 << 30
+_NICENESS = 10
+"""With this niceness the child gets about a tenth of a core on which another process runs too."""
 
 
 class Trial:
@@ -97,7 +112,9 @@ class _Child:
             return str(json.loads(reply))
         timed_out = process.wait() == -signal.SIGPROF
         self.kill()
-        return f"it takes more than {CPU_LIMIT_S:g} s to compile" if timed_out else "it takes more memory than there is"
+        return (
+            f"it takes more than {_CPU_LIMIT_S:g} s to compile" if timed_out else "it takes more memory than there is"
+        )
 
     def interrupt(self) -> None:
         """Makes a check in progress return at once. Any thread."""
@@ -116,7 +133,7 @@ class _Child:
         self.kill()
         try:
             self._process = Popen(
-                command("mlx_parallm.grammar.worker"),
+                command("mlx_parallm.grammar.trial"),
                 env=environment(),
                 stdin=PIPE,
                 stdout=PIPE,
@@ -142,3 +159,38 @@ def _read_line(process: Popen[bytes], timeout_s: float) -> bytes | None:
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
         return process.stdout.readline() if selector.select(timeout_s) else None
+
+
+# ---- the child ---------------------------------------------------------------------------------
+
+
+def main() -> None:
+    with suppress(ValueError, OSError):  # macOS refuses the limit; there only time is limited
+        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_LIMIT, _MEMORY_LIMIT))
+    os.nice(_NICENESS)
+    requests, replies = private_pipes()
+    tokenizer = LLTokenizer("byte")
+    _reply(replies, "")
+    for line in requests:
+        signal.setitimer(signal.ITIMER_PROF, _CPU_LIMIT_S)  # SIGPROF ends the process, whatever it is doing
+        grammar = json.loads(line)
+        reason = _reason_to_refuse(tokenizer, GrammarSpec(GrammarKind(grammar["kind"]), grammar["source"]))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        _reply(replies, reason)
+
+
+def _reason_to_refuse(tokenizer: LLTokenizer, spec: GrammarSpec) -> str:
+    try:
+        build_matcher(tokenizer, spec)
+    except GrammarRefused as refused:
+        return str(refused)
+    return ""
+
+
+def _reply(replies: BinaryIO, reason: str) -> None:
+    replies.write(json.dumps(reason).encode() + b"\n")
+    replies.flush()
+
+
+if __name__ == "__main__":
+    main()

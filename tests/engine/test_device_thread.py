@@ -13,8 +13,15 @@ import pytest
 from harness import PlainText, make_harness, solo
 from tiny import tiny_model
 
-from mlx_parallm.core import DeviceSchedule, GenerationRequest, SamplingParams, SequenceOutput, StopParams
-from mlx_parallm.core.futures import completed, then
+from mlx_parallm.core import (
+    DeviceSchedule,
+    GenerationRequest,
+    SamplingParams,
+    SequenceOutput,
+    StopParams,
+    completed,
+    then,
+)
 from mlx_parallm.engine.live import Vocabulary
 from mlx_parallm.engine.loop import EngineParts
 from mlx_parallm.engine.processor import ContinuousBatchProcessor

@@ -1,4 +1,4 @@
-"""`core.futures`: continuations run on the completing thread, and every error reaches the last future."""
+"""Continuations of futures run on the completing thread, and every error reaches the last future."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from mlx_parallm.core.futures import complete, completed, then
+from mlx_parallm.core import complete, completed, then
 
 
 def failed(error: Exception) -> Future[int]:

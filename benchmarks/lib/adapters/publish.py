@@ -30,8 +30,7 @@ from lib.prompts import short_prompts
 from mlx_parallm.adapters.weights import VersionInfo
 from mlx_parallm.app.build import build_runner, build_store
 from mlx_parallm.config import AdaptersConfig, Config
-from mlx_parallm.core import AdapterRef, Residence
-from mlx_parallm.core.futures import then
+from mlx_parallm.core import AdapterRef, Residence, then
 from mlx_parallm.engine.live import Vocabulary
 from mlx_parallm.engine.loop import EngineParts
 from mlx_parallm.engine.startup import calibrate

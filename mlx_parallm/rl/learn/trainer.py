@@ -24,8 +24,7 @@ import mlx.core as mx
 
 from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.config import ModelConfig, ResolvedTraining
-from mlx_parallm.core import AdapterRef, DeviceThread
-from mlx_parallm.core.futures import completed, then
+from mlx_parallm.core import AdapterRef, DeviceThread, completed, then
 from mlx_parallm.errors import EngineDeadError, StepFailedError
 from mlx_parallm.rl.events import UpdateOutcome
 from mlx_parallm.rl.learn.forwards import MicroStepInput, Stage, TrainingForwards
