@@ -81,7 +81,9 @@ class TrainingService:
         self._default = default_adapter
         self._hub = EventHub()
         self._buffer = TrajectoryBuffer(config.trajectory_buffer_size, self._on_group_end)
-        self._intake = Intake(self._buffer, parts.scorers, config, self._wake, self._hub.emit)
+        self._intake = Intake(
+            self._buffer, parts.scorers, config, lambda adapter: self._loops[adapter].wake(), self._hub.emit
+        )
         self._adapter_parts = AdapterTrainingParts(
             parts.learner,
             parts.adapters,
@@ -197,10 +199,6 @@ class TrainingService:
     def _trained_by(self, version: AdapterRef) -> str:
         """Name of the adapter that trajectories of this version train."""
         return self._default if version == BASE_ADAPTER else version.name
-
-    def _wake(self, adapter: str) -> None:
-        if (loop := self._loops.get(adapter)) is not None:
-            loop.wake()
 
     def _on_group_end(self, group: TrajectoryGroup) -> None:
         if dropped := group.in_state(TrajectoryState.DROPPED):

@@ -265,7 +265,9 @@ class Intake:
         if not math.isfinite(score):
             raise InvalidRequestError("The score must be a finite number.", param="score")
         group = self._buffer.feedback(trajectory_id, score)
-        self._scored(group, trajectory_id=trajectory_id, score=score)
+        of_group = {"adapter": group.adapter, "group_id": group.group_id, "complete": group.complete}
+        self._emit("scored", **of_group, trajectory_id=trajectory_id, score=score)
+        self._on_ready(group.adapter)
 
     async def close(self) -> None:
         """Cancels all scoring."""
@@ -279,16 +281,11 @@ class Intake:
         except Exception as error:  # noqa: BLE001 - a failing scorer must affect only its own group
             _log.warning("scoring by %s failed: %s", group.scorer, error, exc_info=not isinstance(error, ScoringError))
             self._buffer.drop(group, DropReason.SCORING_FAILED, group.waiting)
-            self._on_ready(group.adapter)
-            return
-        self._buffer.score(group, rewards)
-        self._scored(group, rewards=list(rewards))
-
-    def _scored(self, group: TrajectoryGroup, **data: object) -> None:
-        complete = group.complete
-        self._emit("scored", adapter=group.adapter, group_id=group.group_id, complete=complete, **data)
-        if complete:
-            self._on_ready(group.adapter)
+        else:
+            self._buffer.score(group, rewards)
+            of_group = {"adapter": group.adapter, "group_id": group.group_id, "complete": group.complete}
+            self._emit("scored", **of_group, rewards=list(rewards))
+        self._on_ready(group.adapter)
 
     def _expire(self, adapter: str, group_id: str) -> None:
         """The argument is an id and not a group, so that the timer does not keep an ended group in memory."""

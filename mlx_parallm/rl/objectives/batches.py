@@ -68,8 +68,8 @@ class ScoredGroup:
 
     @property
     def is_compared(self) -> bool:
-        """Whether its rewards are compared with each other, and not with earlier ones. Equal scores from people are a
-        signal: all samples of the prompt are good, or all are bad."""
+        """Whether its rewards are compared with each other. Otherwise each is compared with the scorer's earlier
+        rewards: those of a single sample, and equal scores from people, which say that all samples are good, or bad."""
         return len(self.trajectories) > 1 and not (self.scorer == FEEDBACK and no_signal(self.rewards))
 
 
