@@ -24,7 +24,7 @@ from mlx_parallm.config import Config
 from mlx_parallm.core import BASE_ADAPTER, UpdateReport
 from mlx_parallm.errors import ConfigError, EngineDeadError, InvalidRequestError, TrainingFailedError
 from mlx_parallm.rl.collect.groups import DropReason
-from mlx_parallm.rl.rollouts import DrawResult, Rollouts, RolloutSettings, Task, environment
+from mlx_parallm.rl.rollouts import DrawResult, Environment, Rollouts, RolloutSettings, Task, environment
 from mlx_parallm.rl.scoring.service import ScorerCatalogue
 from mlx_parallm.rl.selection import REFILLS
 
@@ -98,12 +98,13 @@ def run(config: Config, options: TrainOptions, view: TrainView) -> int:
         EngineError: the device thread ended, or could not draw.
     """
     logging.basicConfig(level=config.server.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
-    environment(options.environment)  # refuses an unknown name before the model is loaded
+    source = environment(options.environment)  # refuses an unknown name before the model is loaded
     engine = Engine(config)
     served = engine.start()
     assert served.training is not None  # the command's configuration trains
     try:
-        return asyncio.run(_until_signal(_TrainingRun(config, options, view, engine, served, served.training).run()))
+        steps = _TrainingRun(config, options, source, view, engine, served, served.training)
+        return asyncio.run(_until_signal(steps.run()))
     finally:
         engine.stop()
 
@@ -143,6 +144,7 @@ class _TrainingRun:
         self,
         config: Config,
         options: TrainOptions,
+        source: Environment,
         view: TrainView,
         engine: Engine,
         served: Served,
@@ -150,6 +152,7 @@ class _TrainingRun:
     ) -> None:
         self._config = config
         self._options = options
+        self._source = source
         self._view = view
         self._engine = engine
         self._served = served
@@ -180,7 +183,7 @@ class _TrainingRun:
 
     def _tasks(self, taken: int) -> Iterator[Task]:
         """The environment's tasks after the first `taken`. Raises ConfigError: they cannot be scored."""
-        tasks = environment(self._options.environment).tasks(self._config.rl_training.seed)
+        tasks = self._source.tasks(self._config.rl_training.seed)
         first = next(tasks)
         try:
             ScorerCatalogue().check(first.collection)

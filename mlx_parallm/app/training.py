@@ -10,7 +10,7 @@ from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.library import AdapterLibrary
 from mlx_parallm.adapters.service import AdapterService
 from mlx_parallm.adapters.store import AdapterStore
-from mlx_parallm.config import Config
+from mlx_parallm.config import Config, Mode
 from mlx_parallm.core import AdapterRef, EngineClient, TextTokenizer
 from mlx_parallm.engine.processor import ContinuousBatchProcessor
 from mlx_parallm.model.hooks import install_hook
@@ -21,8 +21,10 @@ from mlx_parallm.rl.gate import Evaluation, read_prompts
 from mlx_parallm.rl.learn.model import TrainableModel
 from mlx_parallm.rl.learn.policy import PolicySnapshot
 from mlx_parallm.rl.learn.trainer import GRPOTrainer, Learner
+from mlx_parallm.rl.rollouts import answers_of
 from mlx_parallm.rl.scoring.service import ScorerCatalogue, ScoringService
 from mlx_parallm.rl.service import TrainingParts, TrainingService
+from mlx_parallm.rl.tasks import FileTasks
 
 
 def build_trainer(manager: SharedModelManager, bank: AdapterBank, config: Config) -> GRPOTrainer | None:
@@ -74,7 +76,7 @@ def build_training(
     """The service that learns from collected trajectories, with its scorers.
 
     Raises:
-        ConfigError: the evaluation prompts cannot be used.
+        ConfigError: the evaluation prompts or the environment's tasks cannot be used.
     """
     assert library.checkpoints is not None  # a server that trains has a run
     learner = Learner(processor, trainer)
@@ -95,8 +97,16 @@ def build_training(
         evaluate=_evaluation(processor, tokenizer, scorers, config),
         policy_of=policy_of,
         log=TrajectoryLog(training.trajectory_log) if training.trajectory_log else None,
+        tasks=_tasks(config),
     )
     return TrainingRuntime(TrainingService(parts, default), scorers, learner, default)
+
+
+def _tasks(config: Config) -> FileTasks:
+    """The tasks of the environment, for requests whose metadata has no answer."""
+    name = config.rl_training.environment
+    takes_requests = config.server.mode is not Mode.TRAINING_ONLY
+    return answers_of(name) if name is not None and takes_requests else FileTasks()
 
 
 def _evaluation(

@@ -34,7 +34,7 @@ class Flag:
         return text.replace("%", "%%")
 
 
-TRAIN_ONLY = frozenset({"rl_training.environment", "rl_training.max_completion_tokens"})
+TRAIN_ONLY = frozenset({"rl_training.max_completion_tokens"})
 """Keys whose flags only `mlx_parallm_train` has."""
 
 FLAGS = (
@@ -85,7 +85,7 @@ FLAGS = (
     Flag("--micro-batch-tokens", "rl_training.micro_batch_tokens", "TOKENS"),
     Flag("--trajectory-buffer-size", "rl_training.trajectory_buffer_size", "TRAJECTORIES"),
     Flag("--trajectory-log", "rl_training.trajectory_log", "FILE"),
-    Flag("--environment", "rl_training.environment", "NAME"),
+    Flag("--environment", "rl_training.environment", "FILE_OR_NAME"),
     Flag("--max-tokens", "rl_training.max_completion_tokens", "TOKENS"),
     Flag("--atropos-url", "rl_training.atropos_url", "URL"),
     Flag("--seed", "rl_training.seed", "SEED"),

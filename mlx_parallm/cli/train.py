@@ -103,7 +103,7 @@ def _check_required(args: argparse.Namespace, config: Config) -> str:
     environment = config.rl_training.environment
     problems = []
     if environment is None:
-        problems.append("--environment: name what to train on, such as reasoning_gym:leg_counting")
+        problems.append("--environment: name what to train on, such as FILE.jsonl or reasoning_gym:leg_counting")
     if args.steps is None:
         problems.append("--steps: say how many updates to make")
     if problems or environment is None:

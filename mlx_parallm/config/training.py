@@ -229,8 +229,9 @@ class RLTrainingConfig(Section):
     seed: Integer = Field(default=0, ge=0, lt=2**32)
     """Seed of the initial weights of new adapters. In mlx_parallm_train also the seed of tasks and samples."""
     environment: Text | None = None
-    """Source of prompts and rewards for mlx_parallm_train, such as reasoning_gym:leg_counting. A server does not use
-    it.
+    """A JSONL file of tasks with their answers, or the id of a hub data set with such a file. mlx_parallm_train trains
+    on them, or on reasoning_gym:<task>, or on an environment of another package. A server looks up the answers that
+    requests leave out.
     """
     atropos_url: Text | None = None
     """Base URL of an Atropos trajectory API that gives rewards. Not available in this version: refused if set."""

@@ -145,11 +145,14 @@ class TrainingClient(Protocol):
     TrainingClient.
     """
 
-    async def check(self, collection: CollectionSpec, adapter: AdapterRef) -> CollectionSpec:
+    async def check(self, collection: CollectionSpec, adapter: AdapterRef, prompt: str | None = None) -> CollectionSpec:
         """Checks before generation whether a request may be collected. This may wait for a child process.
 
+        If its scorer reads an answer and `metadata` has none, the answer is that of the server's task with the id
+        `metadata.problem_id`, or with the text `prompt`.
+
         Returns:
-            The collection; without a scorer, to wait for feedback, if its scorer reads an answer that `metadata` lacks.
+            The collection, with that answer; without a scorer, to wait for feedback, if there is no such task.
 
         Raises:
             OverloadedError: too many other requests are being checked.

@@ -28,6 +28,8 @@ from mlx_parallm.core import (
 from mlx_parallm.errors import ConfigError, EngineDeadError, EngineError, TrainingFailedError, shown
 from mlx_parallm.extras import REASONING_GYM
 from mlx_parallm.rl.scoring import gym
+from mlx_parallm.rl.scoring.service import ANSWER
+from mlx_parallm.rl.tasks import PROBLEM_ID, FileTask, FileTasks, find_tasks
 
 # ---- environments --------------------------------------------------------------------------------
 
@@ -70,18 +72,58 @@ class ReasoningGym:
         return Task((message,), CollectionSpec(gym.PREFIX + self._task, {"entry": plain}))
 
 
+class TasksOfFile:
+    """The tasks of a file, each once before any comes again, in an order that depends on the seed."""
+
+    def __init__(self, file: FileTasks) -> None:
+        self._file = file
+
+    def tasks(self, seed: int) -> Iterator[Task]:
+        for epoch in itertools.count():
+            order = random.Random(f"{seed}/{epoch}").sample(self._file.tasks, len(self._file.tasks))
+            yield from map(_from_line, order)
+
+
+def _from_line(task: FileTask) -> Task:
+    named = {} if task.id is None else {PROBLEM_ID: task.id}
+    return Task(
+        ({"role": "user", "content": task.prompt},), CollectionSpec(task.scorer, {ANSWER: task.answer, **named})
+    )
+
+
 def environment(name: str) -> Environment:
-    """The environment `reasoning_gym:<task>`, which may take seconds to import, or the one of an entry point.
+    """The environment `reasoning_gym:<task>`, which may take seconds to import; or the tasks of a JSONL file or of a
+    data set of the hub; or the environment of an entry point.
 
     Raises:
         ConfigError: it is unknown, not installed, or cannot be loaded.
     """
     if name.startswith(gym.PREFIX):
         return _reasoning_gym(name)
+    file = find_tasks(name)
+    return _loaded(_entry_point(name)) if file is None else TasksOfFile(file)
+
+
+def answers_of(name: str) -> FileTasks:
+    """The tasks whose answers a server looks up: those of a JSONL file or of a data set of the hub. There are none if
+    `name` is another environment, which is not loaded.
+
+    Raises:
+        ConfigError: it is unknown, or its file cannot be used.
+    """
+    if name.startswith(gym.PREFIX):
+        return FileTasks()
+    file = find_tasks(name)
+    if file is None:
+        _entry_point(name)
+    return file or FileTasks()
+
+
+def _entry_point(name: str) -> EntryPoint:
     points = {point.name: point for point in entry_points(group=GROUP)}
     if name not in points:
-        raise _unknown(name, [*points, gym.PREFIX + "<task>"])
-    return _loaded(points[name])
+        raise _unknown(name, [*points, gym.PREFIX + "<task>", "FILE.jsonl (such as gsm8k's train.jsonl)"])
+    return points[name]
 
 
 def _reasoning_gym(name: str) -> Environment:

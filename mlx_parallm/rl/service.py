@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -41,7 +41,8 @@ from mlx_parallm.rl.events import EventHub, Listener
 from mlx_parallm.rl.gate import Evaluate, Gate
 from mlx_parallm.rl.learn.trainer import Learner
 from mlx_parallm.rl.loop import TrainingLoop
-from mlx_parallm.rl.scoring.service import ScoringService, lacks_answer
+from mlx_parallm.rl.scoring.service import ANSWER, ScoringService, lacks_answer
+from mlx_parallm.rl.tasks import PROBLEM_ID, FileTasks
 
 T = TypeVar("T")
 
@@ -53,7 +54,8 @@ class TrainingParts:
     """What training is made of.
 
     `evaluate`: decides about every version before it goes live. `policy_of`: the policy that training of a live version
-    without a checkpoint of a trainer starts from. `log`: gets every trajectory in the end.
+    without a checkpoint of a trainer starts from. `log`: gets every trajectory in the end. `tasks`: have the answers
+    that requests leave out.
     """
 
     learner: Learner
@@ -65,6 +67,7 @@ class TrainingParts:
     evaluate: Evaluate | None = None
     policy_of: PolicyOf | None = None
     log: TrajectoryLog | None = None
+    tasks: FileTasks = field(default_factory=FileTasks)
 
 
 class TrainingService:
@@ -139,7 +142,7 @@ class TrainingService:
 
     # -- trajectories ----------------------------------------------------------------------------
 
-    async def check(self, collection: CollectionSpec, adapter: AdapterRef) -> CollectionSpec:
+    async def check(self, collection: CollectionSpec, adapter: AdapterRef, prompt: str | None = None) -> CollectionSpec:
         """See `core.TrainingClient.check`."""
         loop = self._loops.get(self._trained_by(adapter))
         if loop is None or not loop.training.versions.includes_ever(adapter):
@@ -149,8 +152,12 @@ class TrainingService:
                 param="collect_trajectory",
             )
         if lacks_answer(collection):
-            unscored = f"metadata has no answer for {collection.scorer}, so the trajectories wait for feedback."
-            return replace(collection, scorer=None, unscored=unscored)
+            metadata = collection.metadata
+            answer = self._parts.tasks.answer(metadata.get(PROBLEM_ID), prompt)
+            if answer is None:
+                lacking = f"Neither metadata nor a task of the server has an answer for {collection.scorer}"
+                return replace(collection, scorer=None, unscored=f"{lacking}, so the trajectories wait for feedback.")
+            collection = replace(collection, metadata={**metadata, ANSWER: answer})
         await self._parts.scorers.check(collection)
         return collection
 

@@ -145,7 +145,8 @@ class GenerationResponse(Response):
     async def _collection(self, scope: Scope, adapter: AdapterRef) -> CollectionSpec:
         body = self._body
         collection = CollectionSpec(body.scoring_function, body.metadata or {}, client_of(scope))
-        return await self._services.require_training("collect_trajectory").check(collection, adapter)
+        training = self._services.require_training("collect_trajectory")
+        return await training.check(collection, adapter, body.task_prompt)
 
     async def _send_whole(self, writer: AnswerWriter, scope: Scope, receive: Receive, send: Send) -> None:
         services, record = self._services, record_of(scope)

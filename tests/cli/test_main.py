@@ -117,7 +117,7 @@ def test_print_config_shows_sources_and_no_secret(app, capsys):
         (["8000"], "error: unexpected argument '8000'"),
         (["--port"], "error: argument --port: expected one argument"),
         (["--port", "x"], "error: server.port: must be a valid integer"),
-        (["--environment", "gsm8k"], "error: --environment: unknown flag"),
+        (["--max-tokens", "9"], "error: --max-tokens: unknown flag"),
         (["--rl-algorithm", "ppo"], "error: rl_training.algorithm: must be 'grpo', 'bnpo'"),
         (
             ["--mode", "rl", "--lora-rank", "32", "--max-lora-rank", "16"],

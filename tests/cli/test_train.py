@@ -85,7 +85,7 @@ def test_one_update_is_one_step_whatever_the_file_says(training, tmp_path):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--steps", "2"], "error: --environment: name what to train on, such as reasoning_gym:"),
+        (["--steps", "2"], "error: --environment: name what to train on, such as FILE.jsonl or reasoning_gym:"),
         (["--environment", TASK], "error: --steps: say how many updates to make"),
         ([*RUN, "--steps", "0"], "error: argument --steps: must be a whole number, 1 at least, got '0'"),
         ([*RUN, "--group-size", "1"], "error: argument --group-size: must be a whole number, 2 at least"),

@@ -113,7 +113,7 @@ def test_a_users_package_adds_environments(package, name):
         ("capitols", "did you mean capitals"),
         ("reasoning_gym:chain_sun", "did you mean reasoning_gym:chain_sum"),
         ("reasoning_gym:", "unknown"),
-        ("zzzzzz", "there are capitals, .*reasoning_gym:<task>"),
+        ("zzzzzz", r"there are FILE\.jsonl .*, capitals, .*reasoning_gym:<task>"),
     ],
 )
 def test_names_that_give_no_environment_are_refused(package, name, message):

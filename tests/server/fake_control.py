@@ -168,6 +168,7 @@ class FakeTraining:
         self.known = {"traj-0"}
         self.cards = ()
         self.checked = []
+        self.prompts = []
         self.collected = []
         self.checks_go_on = asyncio.Event()
         self.checks_go_on.set()
@@ -180,9 +181,10 @@ class FakeTraining:
         self.saves = ()
         self.listening = 0
 
-    async def check(self, collection, adapter):
+    async def check(self, collection, adapter, prompt=None):
         await self.checks_go_on.wait()
         self.checked.append((collection, adapter))
+        self.prompts.append(prompt)
         if self.error:
             raise self.error
         if collection.scorer not in (None, "exact"):

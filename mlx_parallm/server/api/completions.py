@@ -78,6 +78,12 @@ class CompletionBody(GenerationBody):
     add_special_tokens: bool = True
     """Whether the tokenizer may add special tokens to a text. Token ids are used as they are."""
 
+    @property
+    def task_prompt(self) -> str | None:
+        """The prompt, if it is one text."""
+        only = self.prompt[0] if len(self.prompt) == 1 else None
+        return only if isinstance(only, str) else None
+
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:

@@ -220,6 +220,11 @@ class GenerationBody(StructuredBody):
     """Whose share of the batch's rows the request uses while both kinds wait. If it is left out: `rollout` with
     `collect_trajectory`, unless the server is configured otherwise, else `live`."""
 
+    @property
+    def task_prompt(self) -> str | None:
+        """The text by which a task of the server is found; None if there is no such text, or several."""
+        return None
+
     @model_validator(mode="after")
     def _check_options(self) -> Self:
         if self.best_of not in (None, 1, self.n):

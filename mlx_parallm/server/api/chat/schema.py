@@ -49,6 +49,11 @@ class ChatBody(ToolCallingBody):
     chat_template_kwargs: TemplateOptions = TemplateOptions()
     """Switches of the chat template."""
 
+    @property
+    def task_prompt(self) -> str | None:
+        """The last message of the user."""
+        return next((message.content for message in reversed(self.messages) if message.role == "user"), None)
+
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
         if self.top_logprobs and not self.logprobs:

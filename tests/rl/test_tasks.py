@@ -1,0 +1,206 @@
+"""Tasks of a JSONL file: which lines are read, and how a task is found."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import islice
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.rl import tasks
+from mlx_parallm.rl.rollouts import answers_of, environment
+from mlx_parallm.rl.scoring.registry import load
+from mlx_parallm.rl.scoring.sample import ScorerInput
+from mlx_parallm.rl.tasks import FileTask, find_tasks, read_tasks
+
+SOLUTION = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nTogether 48+24 = 72.\n#### 72"
+SUM = {"id": "sum", "prompt": "2 + 2 =", "answer": "4"}
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    """Writes lines, those that are no text as JSON, and returns the file's path."""
+
+    def write(*lines: object) -> Path:
+        file = tmp_path / "tasks.jsonl"
+        encoded = [line if isinstance(line, bytes | str) else json.dumps(line) for line in lines]
+        file.write_bytes(b"\n".join(line if isinstance(line, bytes) else line.encode() for line in encoded))
+        return file
+
+    return write
+
+
+def test_both_forms_of_a_line_are_read(write) -> None:
+    lines = [
+        SUM,
+        "",
+        {"question": "How many clips?", "answer": SOLUTION},
+        {"id": 7, "prompt": "Half?", "answer": r"\frac{1}{2}"},
+        {"prompt": "x?", "answer": 4.5, "scoring_function": "0.9*exact + 0.1*length", "source": "mine"},
+        {"prompt": "one \u2028 line\r", "answer": "1,200"},
+    ]
+    assert read_tasks(write(*lines)).tasks == (
+        FileTask("2 + 2 =", "4", "gsm8k", "sum"),
+        FileTask("How many clips?", "72", "gsm8k"),
+        FileTask("Half?", r"\frac{1}{2}", "math", "7"),
+        FileTask("x?", "4.5", "0.9*exact + 0.1*length"),
+        FileTask("one \u2028 line\r", "1,200", "gsm8k"),
+    )
+
+
+BAD = [
+    ("{", "line 2 of"),
+    ("[]", "not a JSON object"),
+    ("[" * 100_000, "line 2 of"),
+    (b'{"prompt": "\xff", "answer": "1"}', "line 2 of"),
+    ({"answer": "4"}, r"prompt \(or question\)"),
+    ({"prompt": 4, "answer": "4"}, r"prompt \(or question\)"),
+    ({"prompt": "x"}, "answer must be"),
+    ({"prompt": "x", "answer": None}, "answer must be"),
+    ({"prompt": "x", "answer": ["4"]}, "answer must be"),
+    ({"prompt": "x", "answer": "so ####  "}, "answer must be"),
+    ({"prompt": "x", "answer": "4", "id": 1.5}, "id must be"),
+    ({"prompt": "x", "answer": "4", "id": True}, "id must be"),
+    ({"prompt": "x", "answer": "4", "scoring_function": 3}, "scoring_function must be"),
+    ({"prompt": "x", "answer": "4", "scoring_function": "exact + regex"}, "cannot be read"),
+    ({"prompt": "2 + 2 =", "answer": "5"}, "same prompt and another answer"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), BAD, ids=[message for _, message in BAD])
+def test_a_bad_line_costs_itself_and_the_log_gives_its_number(write, caplog, line, message) -> None:
+    kept = read_tasks(write(SUM, line, {"prompt": "3 + 3 =", "answer": "6"})).tasks
+    assert [task.answer for task in kept] == ["4", "6"]
+    (record,) = caplog.records
+    assert record.getMessage().startswith("line 2 of ")
+    assert re.search(message, record.getMessage())
+
+
+def test_many_bad_lines_are_counted(write, caplog) -> None:
+    read_tasks(write(SUM, *["{"] * 500))
+    assert len(caplog.records) < 30
+    assert "480 more lines" in caplog.records[-1].getMessage()
+
+
+def test_one_id_twice_is_an_error_that_names_both_lines(write) -> None:
+    with pytest.raises(ConfigError, match="lines 1 and 3 of .* same id"):
+        read_tasks(write({**SUM, "id": 1}, "{", {"id": "1", "prompt": "3 + 3 =", "answer": "6"}))
+
+
+def test_the_same_task_twice_is_no_error(write) -> None:
+    anonymous = {"prompt": "2 + 2 =", "answer": "4"}
+    assert len(read_tasks(write(anonymous, anonymous)).tasks) == 2
+
+
+def test_a_file_that_gives_no_task_is_refused(write, tmp_path: Path, monkeypatch) -> None:
+    for file, message in (
+        (write("{}", ""), "has no task; each line needs"),
+        (tmp_path / "gone.jsonl", "cannot be read"),
+        (tmp_path, "cannot be read"),
+        (tmp_path / "nul\0.jsonl", "cannot be read"),
+    ):
+        with pytest.raises(ConfigError, match=message) as caught:
+            read_tasks(file)
+        assert str(caught.value).startswith("environment: ")
+    monkeypatch.setattr(tasks, "MAX_FILE_BYTES", 1024 * 1024)
+    assert read_tasks(write(SUM, " " * (1024 * 1024 - len(json.dumps(SUM)) - 1))).tasks
+    with pytest.raises(ConfigError, match="more than 1 MiB"):
+        read_tasks(write(SUM, " " * (1024 * 1024 - len(json.dumps(SUM)))))
+
+
+def test_a_task_is_found_by_its_id_and_else_by_its_prompt(write) -> None:
+    found = read_tasks(write(SUM, {"id": 7, "prompt": "3 + 3 =", "answer": "6"}, {"prompt": "1 + 1 =", "answer": "2"}))
+    for problem_id, prompt, answer in (
+        ("sum", None, "4"),
+        ("7", "anything", "6"),
+        (7, "2 + 2 =", "6"),
+        ("unknown", "2 + 2 =", "4"),
+        (None, "1 + 1 =", "2"),
+        ([7], "1 + 1 =", "2"),
+        ("None", "1 + 1 = ", None),
+        (None, None, None),
+        (None, "", None),
+        (True, None, None),
+    ):
+        assert found.answer(problem_id, prompt) == answer, (problem_id, prompt)
+
+
+# ---- environments --------------------------------------------------------------------------------
+
+
+def test_a_file_is_an_endless_environment_in_an_order_of_the_seed(write) -> None:
+    file = str(write(*({"id": n, "prompt": f"{n} + 1 =", "answer": n + 1} for n in range(20))))
+    drawn = [task.collection.metadata["problem_id"] for task in islice(environment(file).tasks(3), 40)]
+    again = [task.collection.metadata["problem_id"] for task in islice(environment(file).tasks(3), 40)]
+    other = [task.collection.metadata["problem_id"] for task in islice(environment(file).tasks(4), 40)]
+    assert drawn == again
+    assert drawn != other
+    assert drawn[:20] != drawn[20:]
+    assert sorted(drawn[:20], key=int) == sorted(drawn[20:], key=int) == [str(n) for n in range(20)]
+
+
+def test_a_task_of_a_file_is_scored_by_its_answer(write) -> None:
+    (task,) = islice(environment(str(write({"question": "How many clips?", "answer": SOLUTION}))).tasks(0), 1)
+    assert task.messages == ({"role": "user", "content": "How many clips?"},)
+    score = load(task.collection.scorer)
+    assert [score(ScorerInput(text, 9, 3, "stop", task.collection.metadata)) for text in ("It is 72.", "73")] == [1, 0]
+
+
+def test_a_server_reads_files_and_loads_no_other_environment(write, monkeypatch) -> None:
+    assert answers_of(str(write(SUM))).answer("sum", None) == "4"
+    monkeypatch.setattr("mlx_parallm.rl.scoring.gym.task_names", lambda: pytest.fail("reasoning-gym was loaded"))
+    assert answers_of("reasoning_gym:leg_counting").tasks == ()
+
+
+@pytest.mark.parametrize("find", [environment, answers_of])
+def test_gsm8k_without_a_file_says_what_to_give(find) -> None:
+    with pytest.raises(ConfigError, match=r"environment: 'gsm8k' is unknown: .*FILE\.jsonl \(such as gsm8k's train"):
+        find("gsm8k")
+
+
+# ---- the hub -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch):
+    """A data set with these files."""
+
+    def hub(*names: str) -> None:
+        for name in names:
+            file = tmp_path / "snapshot" / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps({**SUM, "id": name}))
+
+        def download(name: str, repo_type: str, allow_patterns: str) -> str:
+            assert (name, repo_type, allow_patterns) == ("someone/sums", "dataset", "*.jsonl")
+            return str(tmp_path / "snapshot")
+
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+
+    return hub
+
+
+@pytest.mark.parametrize("files", [("sums.jsonl",), ("data/train.jsonl", "data/test.jsonl")])
+def test_a_data_set_of_the_hub_gives_its_file(hub, files) -> None:
+    hub(*files)
+    (task,) = find_tasks("someone/sums").tasks
+    assert task.id == files[0]
+
+
+@pytest.mark.parametrize("files", [(), ("a.jsonl", "b.jsonl")])
+def test_a_data_set_with_no_file_or_several_says_what_to_do(hub, files) -> None:
+    hub(*files)
+    with pytest.raises(
+        ConfigError, match="has . JSONL files to choose from; download the JSONL file and give its path"
+    ):
+        find_tasks("someone/sums")
+
+
+def test_a_data_set_that_cannot_be_had_says_what_to_do(monkeypatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match="no file, and no data set 'someone/sums' .*download the JSONL file"):
+        find_tasks("someone/sums")
