@@ -228,6 +228,22 @@ def test_tasks_that_cannot_be_scored_end_the_run_before_anything_is_drawn(tmp_pa
     assert view.facts == {}
 
 
+@pytest.mark.timeout(120)
+def test_a_file_of_tasks_is_trained_on_and_its_bad_lines_are_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tasks = [{"id": n, "prompt": f"{n} + 1 =", "answer": n + 1, "scoring_function": "exact"} for n in range(4)]
+    file, log = tmp_path / "tasks.jsonl", tmp_path / "log.jsonl"
+    file.write_text("\n".join(map(json.dumps, tasks)) + "\n{")
+    settings = config(tmp_path, rl_training__environment=str(file), rl_training__trajectory_log=log)
+    assert run(settings, TrainOptions(str(file), 2, GROUP, PROMPTS), View()) == 0
+    drawn = [line["metadata"] for line in map(json.loads, log.read_text().splitlines())]
+    assert {(metadata["problem_id"], metadata["answer"]) for metadata in drawn} == {
+        (str(n), str(n + 1)) for n in range(4)
+    }
+    assert [r.getMessage()[:7] for r in caplog.records if "left out" in r.getMessage()] == ["line 5 "]
+
+
 def test_an_unknown_environment_is_told_before_the_model_is_loaded(tmp_path: Path) -> None:
     absent = configure(tmp_path / "no model", None, None)
     with pytest.raises(ConfigError, match="letterz"):

@@ -14,6 +14,7 @@ import pytest
 from tiny import save_tiny
 
 from mlx_parallm.config import resolve
+from mlx_parallm.rl.rollouts import answers_of
 
 FOLDER = Path(__file__).parents[2] / "examples" / "first_sketch"
 METRICS = (
@@ -43,6 +44,7 @@ def test_its_program_answers_its_requests(tmp_path: Path) -> None:
         saved, answer, update, status, _, switched = map(json.loads, lines[:6])
         assert (saved["name"], saved["step"]) == ("checkpoint-0", 0)
         assert (answer["lora_adapter"], len(answer["trajectory_ids"])) == ("default@1", 2)
+        assert "trajectory_warning" not in answer, "the server found the answer"
         assert (update["status"], update["checkpoint"]) == ("published", "checkpoint-1")
         assert status["current_lora"] == update["lora_adapter"] == switched["current_lora"]
         assert {"checkpoint-0", "checkpoint-1", "manual-update-1"} <= set(status["available_checkpoints"])
@@ -67,3 +69,5 @@ def test_its_configuration_is_valid() -> None:
     config = resolve({}, {}, FOLDER / "server_config.yaml").config
     assert config.rl_training.enabled
     assert config.model.lora_target_modules == ("q_proj", "v_proj")
+    assert config.rl_training.environment is not None
+    assert len(answers_of(str(FOLDER.parents[1] / config.rl_training.environment)).tasks) == 3

@@ -87,7 +87,7 @@ def test_many_bad_lines_are_counted(write, caplog) -> None:
 
 
 def test_one_id_twice_is_an_error_that_names_both_lines(write) -> None:
-    with pytest.raises(ConfigError, match="lines 1 and 3 of .* same id"):
+    with pytest.raises(ConfigError, match=r"lines 1 and 3 of .* same id"):
         read_tasks(write({**SUM, "id": 1}, "{", {"id": "1", "prompt": "3 + 3 =", "answer": "6"}))
 
 
@@ -195,12 +195,12 @@ def test_a_data_set_of_the_hub_gives_its_file(hub, files) -> None:
 def test_a_data_set_with_no_file_or_several_says_what_to_do(hub, files) -> None:
     hub(*files)
     with pytest.raises(
-        ConfigError, match="has . JSONL files to choose from; download the JSONL file and give its path"
+        ConfigError, match=r"has . JSONL files to choose from; download the JSONL file and give its path"
     ):
         find_tasks("someone/sums")
 
 
 def test_a_data_set_that_cannot_be_had_says_what_to_do(monkeypatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ConfigError, match="no file, and no data set 'someone/sums' .*download the JSONL file"):
+    with pytest.raises(ConfigError, match=r"no file, and no data set 'someone/sums' .*download the JSONL file"):
         find_tasks("someone/sums")

@@ -92,6 +92,25 @@ async def test_the_sampling_version_is_checked(client, adapters, training):
     assert adapters.leased == 0
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "prompt"),
+    [
+        (COMPLETIONS, {"prompt": "2 + 2 ="}, "2 + 2 ="),
+        (COMPLETIONS, {"prompt": ["2 + 2 ="]}, "2 + 2 ="),
+        (COMPLETIONS, {"prompt": ["2 + 2 =", "3 + 3 ="]}, None),
+        (COMPLETIONS, {"prompt": [50, 32]}, None),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "2 + 2 ="}]}]}, "2 + 2 ="),
+        (CHAT, {"messages": [{"role": role, "content": role} for role in ("user", "system", "assistant")]}, "user"),
+        (CHAT, {"messages": [{"role": "user", "content": text} for text in ("first", "last")]}, "last"),
+        (CHAT, {"messages": [{"role": "system", "content": "x"}]}, None),
+        ("/v1/responses", {"input": "2 + 2 ="}, "2 + 2 ="),
+    ],
+)
+async def test_training_gets_the_text_by_which_a_task_is_found(client, training, path, body, prompt):
+    assert (await client.post(path, json={**body, "collect_trajectory": True})).status_code == 200
+    assert training.prompts == [prompt]
+
+
 async def test_a_slow_check_delays_no_other_request(client, training):
     """The first one may import a scorer's library; a long one compiles a pattern in a child."""
     training.checks_go_on.clear()
