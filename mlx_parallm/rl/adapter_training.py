@@ -227,7 +227,10 @@ class AdapterTraining:
         has_version = not self.unpublished and self.versions.latest != BASE_ADAPTER
         try:
             ref = self.versions.latest if has_version else await self._stage()
-            return await self.checkpoints.save(ref, policy, metrics, tags, step)
+            card = await self.checkpoints.save(ref, policy, metrics, tags, step)
+            if not has_version:
+                self.versions.add_saved(card.adapter)
+            return card
         finally:
             self._discard_announced()
 

@@ -44,7 +44,7 @@ def test_its_program_answers_its_requests(tmp_path: Path) -> None:
         saved, answer, update, status, _, switched = map(json.loads, lines[:6])
         assert (saved["name"], saved["step"]) == ("checkpoint-0", 0)
         assert (answer["lora_adapter"], len(answer["trajectory_ids"])) == ("default@1", 2)
-        assert "trajectory_warning" not in answer, "the server found the answer"
+        assert answer.get("trajectory_warning", "") == ""
         assert (update["status"], update["checkpoint"]) == ("published", "checkpoint-1")
         assert status["current_lora"] == update["lora_adapter"] == switched["current_lora"]
         assert {"checkpoint-0", "checkpoint-1", "manual-update-1"} <= set(status["available_checkpoints"])

@@ -69,6 +69,7 @@ async def test_before_the_first_update_step_0_is_saved_and_restores() -> None:
     card = await rig.loop.save(None, ["start"], {})
     assert (card.name, rig.publisher.saved[-1][1]) == ("checkpoint-0", policy(0.0, 0))
     assert rig.publisher.live(NAME) is None, "requests still get the base model"
+    assert rig.training.versions.staleness(card.adapter) == 0, "requests that name the checkpoint can be trained on"
     assert (await rig.loop.save(None, [], {})).name == "checkpoint-0", "the same content is not saved twice"
     await rig.updated(1.0, 0.0)
     await rig.loop.roll_back("start")
@@ -83,6 +84,7 @@ async def test_a_policy_that_is_not_published_is_saved_as_a_version_of_its_own()
     card = await rig.loop.save(None, [], {})
     assert (card.adapter, rig.publisher.saved[-1][1]) == (ref(2), policy(2.0, 2))
     assert rig.publisher.names[NAME] == ref(1) == rig.training.versions.latest
+    assert rig.training.versions.staleness(card.adapter) == 0
     rig.check()
 
 

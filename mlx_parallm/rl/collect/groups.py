@@ -221,6 +221,7 @@ class VersionHistory:
         self._positions = {start: 0}  # replaced and never modified, so that any thread may read it
         self._ever = {start}
         self._announced: AdapterRef | None = None
+        self._saved: AdapterRef | None = None
 
     @property
     def latest(self) -> AdapterRef:
@@ -228,7 +229,7 @@ class VersionHistory:
 
     def staleness(self, ref: AdapterRef) -> int | None:
         """How many versions were published after `ref`; None: `ref` is not in the history."""
-        if ref == self._announced:
+        if ref in (self._announced, self._saved):
             return 0
         positions = self._positions
         return len(positions) - 1 - positions[ref] if ref in positions else None
@@ -247,10 +248,16 @@ class VersionHistory:
         ref, self._announced = self._announced, None
         return ref
 
+    def add_saved(self, ref: AdapterRef) -> None:
+        """Call this when a checkpoint holds the present policy as a version of its own, which requests may name. The
+        version is in the history until the next one is appended."""
+        self._ever.add(ref)
+        self._saved = ref
+
     def append(self, ref: AdapterRef) -> None:
         self._ever.add(ref)
         self._positions = {**self._positions, ref: len(self._positions)}
-        self._announced = None
+        self._announced = self._saved = None
 
     def rewind_to(self, ref: AdapterRef) -> None:
         """Removes the versions after `ref`. A `ref` that is not in the history starts a new one."""
@@ -258,7 +265,7 @@ class VersionHistory:
         older = {version: at for version, at in self._positions.items() if at < position}
         self._ever.add(ref)
         self._positions = {**older, ref: position}
-        self._announced = None
+        self._announced = self._saved = None
 
     def last(self, count: int) -> tuple[str, ...]:
         """The last `count` versions as text, oldest first."""
