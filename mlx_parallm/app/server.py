@@ -12,9 +12,8 @@ from pathlib import Path
 from mlx_parallm.app import banner
 from mlx_parallm.app.build import Engine, Served
 from mlx_parallm.config import Config, LoRAConfig, RLConfig, configure
-from mlx_parallm.server.app import create_app
+from mlx_parallm.server.app import create_app, serve
 from mlx_parallm.server.http import request_log
-from mlx_parallm.server.run import serve
 
 
 def run(config: Config) -> int:

@@ -1,20 +1,29 @@
-"""Builds the FastAPI app. This is the only module that knows all routes.
+"""Builds the FastAPI app, and runs it in this process with uvicorn. This is the only module that knows all routes.
 
 request → middlewares (`http.middleware`) → body → schema → place in the queue → adapter version
         → prompt ids → engine.generate → answer → server-sent events or one JSON body
+
+Signals drain the server, and it stops if the engine dies.
 """
 
 from __future__ import annotations
 
+import asyncio
+import socket
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
+from types import FrameType
 
+import uvicorn
 from fastapi import FastAPI
 from starlette.routing import Route
 
 from mlx_parallm import __version__
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.core import AdapterClient, EngineClient, ModelCard, TextTokenizer, TrainingClient
+from mlx_parallm.errors import ConfigError, EngineDeadError
 from mlx_parallm.grammar.compiler import LLCompiler
 from mlx_parallm.server.api import completions, control, models, ops
 from mlx_parallm.server.api.adapters import route as adapter_routes
@@ -24,6 +33,7 @@ from mlx_parallm.server.api.responses.conversation import ResponseStore
 from mlx_parallm.server.api.training import route as training_routes
 from mlx_parallm.server.api.training import schedule
 from mlx_parallm.server.errors import install_handlers
+from mlx_parallm.server.http.connection import ConnectionLimits, LimitedProtocol, reserve_open_files
 from mlx_parallm.server.http.middleware import add_middlewares
 from mlx_parallm.server.http.workers import Workers
 from mlx_parallm.server.lifecycle import Lifecycle, SequenceGate, SleepSwitch
@@ -31,18 +41,12 @@ from mlx_parallm.server.metrics import ServerMetrics
 from mlx_parallm.server.openapi import describe
 from mlx_parallm.server.services import Services
 
-ROUTES = (
-    completions,
-    chat,
-    responses,
-    models,
-    adapter_routes,
-    training_routes,
-    schedule,
-    control,
-    ops,
-)
+ROUTES = (completions, chat, responses, models, adapter_routes, training_routes, schedule, control, ops)
 
+MAX_HEADER_BYTES = 64 * 1024
+CLOSING_S = 3
+ALIVE_CHECK_TICKS = 10  # of 0.1 s each
+EXIT_OK, EXIT_ENGINE_DEAD = 0, 1
 GENERIC_NAME = "base-model"
 """A name of the served model on every server."""
 
@@ -85,3 +89,105 @@ def create_app(
     add_middlewares(app, config, metrics)
     app.openapi = partial(describe, app, routes, config.strict_fields)  # type: ignore[method-assign]
     return app
+
+
+async def serve(app: FastAPI, on_started: Callable[[int], None]) -> int:
+    """Serves on the configured host and port until a signal comes or the engine dies, and returns the process's exit
+    code: 0 after a drain, 1 if the engine died. Signals are handled only on the main thread.
+
+    SIGTERM or SIGINT begins a drain: requests under way may finish within the configured `shutdown_timeout`, then they
+    are ended with an error. A second signal ends them at once. A drain also ends a pause.
+
+    Args:
+        on_started: called with the bound port, which the system chooses if port 0 is configured.
+
+    Raises:
+        ConfigError: the host and port cannot be bound.
+    """
+    services: Services = app.state.services
+    listening = bind(services.config.host, services.config.port)
+    server = DrainingServer(app, lambda: on_started(listening.getsockname()[1]))
+    try:
+        await server.serve(sockets=[listening])
+    finally:
+        await asyncio.to_thread(services.grammars.close)
+    return server.exit_code
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises ConfigError if the address is in use or does not belong to this machine."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listening = socket.create_server((host, port), family=family, backlog=2048)
+        # Accepted sockets inherit it. asyncio sets it only on sockets whose protocol number is given, and without it
+        # Nagle's algorithm and delayed ACKs hold the body on a reused connection back for 40 ms.
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return listening
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port} ({error.strerror}); choose another host or port") from error
+
+
+class DrainingServer(uvicorn.Server):
+    """uvicorn's server, with a drain before its own shutdown: that closes the listening socket at once, but clients
+    should get a 503 while requests under way finish."""
+
+    def __init__(self, app: FastAPI, on_started: Callable[[], None]) -> None:
+        super().__init__(_uvicorn_config(app))
+        self.exit_code = EXIT_OK
+        self._services: Services = app.state.services
+        self._on_started = on_started
+        self._drain_until: float | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_started()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Replaces uvicorn's handler, which exits without a drain and raises the signal again."""
+        if self._drain_until is not None:
+            self._drain_until = time.monotonic()
+        self.begin_drain()
+
+    def begin_drain(self) -> None:
+        self._services.lifecycle.begin_drain()
+        if self._drain_until is None:
+            self._drain_until = time.monotonic() + self._services.config.shutdown_timeout
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called by uvicorn every 0.1 s; true stops the server."""
+        if counter % ALIVE_CHECK_TICKS == 0 and not self._services.engine.stats().alive:
+            self.exit_code = EXIT_ENGINE_DEAD
+            self._services.lifecycle.expire()
+            return True
+        if self._drain_until is not None and self._services.engine.stats().paused:
+            with suppress(EngineDeadError):  # the next check sees it
+                await self._services.engine.resume()  # so that paused requests can finish
+        return await super().on_tick(counter) or self._drained()
+
+    def _drained(self) -> bool:
+        if self._drain_until is None:
+            return False
+        if time.monotonic() >= self._drain_until:
+            self._services.lifecycle.expire()
+            return True
+        return self._services.gate.held == 0 and not self._services.lifecycle.working
+
+
+def _uvicorn_config(app: FastAPI) -> uvicorn.Config:
+    """`LimitedProtocol` needs h11, so uvicorn may not choose another parser. The caller configures logging."""
+    services: Services = app.state.services
+    config = services.config
+    limits = ConnectionLimits(
+        reserve_open_files(config.connection_limit), config.header_timeout, config.write_timeout, config.access_log
+    )
+    return uvicorn.Config(
+        app,
+        http=partial(LimitedProtocol, limits),  # type: ignore[arg-type]  # uvicorn calls it, as it would a class
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        timeout_graceful_shutdown=CLOSING_S,
+    )

@@ -11,8 +11,7 @@ from server.fakes import CARD, ByteTokenizer, FakeEngine
 
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.grammar.trial import Trial
-from mlx_parallm.server.app import create_app
-from mlx_parallm.server.run import DrainingServer, bind
+from mlx_parallm.server.app import DrainingServer, bind, create_app
 
 
 class SharedTrial(Trial):
