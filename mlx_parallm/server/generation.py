@@ -49,7 +49,7 @@ _SSE_HEADERS = [
 
 
 class EventStream:
-    """The server-sent events of one response. `headers` are sent beside the stream's own."""
+    """The server-sent events of one response. `headers` are sent in addition to the stream's own."""
 
     def __init__(self, send: Send, headers: Mapping[str, str]) -> None:
         self._send = send
@@ -212,13 +212,9 @@ def _json(writer: AnswerWriter, events: Sequence[Event]) -> bytes:
 
 def _answer_bytes(events: Sequence[Event]) -> int:
     """A rough estimate of the answer's length in bytes."""
-    return sum(_BYTES_PER_EVENT + _BYTES_PER_LOGPROB * _logprobs_in(event) for event in events)
-
-
-def _logprobs_in(event: Event) -> int:
-    if isinstance(event, SequenceOutput | PromptScored):
-        return sum(len(token.top) + 1 for token in event.logprobs if token is not None)
-    return 0
+    scored = (event for event in events if isinstance(event, SequenceOutput | PromptScored))
+    logprobs = sum(len(token.top) + 1 for event in scored for token in event.logprobs if token is not None)
+    return _BYTES_PER_EVENT * len(events) + _BYTES_PER_LOGPROB * logprobs
 
 
 async def _send_chunk(stream: EventStream, chunk: WireOutput) -> None:

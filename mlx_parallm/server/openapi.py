@@ -131,7 +131,7 @@ def raises(*kinds: Kind) -> dict[int | str, dict[str, Any]]:
 
 def streamable(whole: type[BaseModel], *kinds: Kind) -> dict[int | str, dict[str, Any]]:
     """The `responses` of a generating route: one JSON body, or events if `stream` is true, or an error; `kinds` are
-    errors beside those that all generating routes may raise."""
+    errors in addition to those that all generating routes may raise."""
     headers = {LORA_ADAPTER: LORA_ADAPTER_HEADER}
     about = "One body, or server-sent events."
     answer = {"model": whole, "content": deepcopy(EVENTS), "description": about, "headers": headers}

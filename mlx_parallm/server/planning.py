@@ -25,7 +25,7 @@ from mlx_parallm.errors import ContextLengthError, InvalidRequestError, UnknownM
 from mlx_parallm.server.api.generation_fields import GenerationBody
 
 MAX_ADAPTER_NAME = 160
-"""Most characters of an adapter's name with its version. Longer names are unknown."""
+"""Largest number of characters of an adapter's name with its version. Longer names are unknown."""
 SEED_SPACE = 2**64
 _WORK_CLASSES = {TrafficClass.LIVE: WorkClass.INFERENCE, TrafficClass.ROLLOUT: WorkClass.TRAINING}
 
@@ -95,10 +95,10 @@ def plan(
     body: GenerationBody,
     prompts: Sequence[Sequence[int]],
     card: ModelCard,
+    config: ServerConfig,
     adapter: AdapterRef,
     collection: CollectionSpec | None,
     grammar: Grammar | None,
-    work_class: WorkClass,
     max_tokens: int | None,
     default_max_tokens: int | None = None,
     top_logprobs: int | None = None,
@@ -125,6 +125,7 @@ def plan(
         raise InvalidRequestError(
             f"min_tokens ({body.min_tokens}) is over max_tokens ({max_tokens}).", param="min_tokens"
         )
+    default_class = config.collected_traffic_class if body.collect_trajectory else TrafficClass.LIVE
     return GenerationRequest(
         request_id=request_id,
         prompts=tuple(tuple(ids) for ids in prompts),
@@ -133,18 +134,12 @@ def plan(
         n=body.n,
         prompt_logprobs=prompt_logprobs,
         adapter=adapter,
-        work_class=work_class,
+        work_class=_WORK_CLASSES[TrafficClass(body.traffic_class or default_class)],
         priority=body.priority,
         collection=collection,
         grammar=grammar,
         visible_specials=visible_specials,
     )
-
-
-def work_class(body: GenerationBody, config: ServerConfig) -> WorkClass:
-    """The class whose share of the rows the request uses."""
-    default = config.collected_traffic_class if body.collect_trajectory else TrafficClass.LIVE
-    return _WORK_CLASSES[TrafficClass(body.traffic_class or default)]
 
 
 def _token_limit(asked: int | None, default: int | None, longest_prompt: int, context: int) -> int:

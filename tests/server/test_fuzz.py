@@ -13,6 +13,7 @@ from mlx_parallm.server.api.chat.schema import ChatBody, ChatCompletion
 from mlx_parallm.server.api.completions import Completion, CompletionBody
 from mlx_parallm.server.api.responses.objects import ResponseObject
 from mlx_parallm.server.api.responses.schema import ResponsesBody
+from mlx_parallm.server.api.training import objects as training_objects
 from mlx_parallm.server.api.training import schedule as schedule_wire
 from mlx_parallm.server.api.training import schema as training_wire
 
@@ -151,19 +152,19 @@ def test_save(make_client, adapters, body):
     )
 )
 def test_update(make_client, adapters, body):
-    check_change(make_client, adapters, "/v1/training/update", training_wire.UpdateObject, body)
+    check_change(make_client, adapters, "/v1/training/update", training_objects.UpdateObject, body)
 
 
 @fuzzed
 @given(body=bodies(training_wire.TrainingRollbackBody, {}))
 def test_training_rollback(make_client, adapters, body):
-    check_change(make_client, adapters, "/v1/training/rollback", training_wire.TrainingObject, body)
+    check_change(make_client, adapters, "/v1/training/rollback", training_objects.TrainingObject, body)
 
 
 @fuzzed
 @given(body=bodies(training_wire.FeedbackBody, {"trajectory_id": "traj-0", "score": 1}))
 def test_feedback(make_client, adapters, body):
-    check_change(make_client, adapters, "/v1/training/feedback", training_wire.FeedbackObject, body)
+    check_change(make_client, adapters, "/v1/training/feedback", training_objects.FeedbackObject, body)
 
 
 @fuzzed

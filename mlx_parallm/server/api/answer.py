@@ -207,7 +207,7 @@ class ChoiceWriter(AnswerWriter, Generic[Body]):
         return True
 
     def _fields(self) -> dict[str, Any]:
-        """The fields that the whole answer and every chunk have, beside `object` and `choices`."""
+        """The fields of the whole answer and of every chunk, except `object` and `choices`."""
         fields = {"id": self.request.request_id, "created": self.created, **served_by(self.request, self.model)}
         # The metadata of a collected request is for its scorer and may be long: it is not returned.
         if self.body.metadata is not None and not self.body.collect_trajectory:

@@ -31,7 +31,7 @@ from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.http.request_log import new_request_id
 from mlx_parallm.server.openapi import streamable
-from mlx_parallm.server.planning import compile_grammar, plan, work_class
+from mlx_parallm.server.planning import compile_grammar, plan
 from mlx_parallm.server.services import Services, ServicesDep
 
 DEFAULT_MAX_TOKENS = 16
@@ -69,8 +69,8 @@ class CompletionBody(GenerationBody):
     prompt: Prompts
     """A text, a list of token ids, or a list of either. Each prompt gets `n` answers."""
     max_tokens: Annotated[int, Field(ge=NO_LIMIT, le=INT32_MAX)] | None = None
-    """Most tokens to generate. If it is left out: 16, or as many as fit. null and -1: as many as fit. 0 only scores the
-    prompt, with `echo` or `prompt_logprobs`."""
+    """Maximum number of tokens to generate. If it is left out: 16, or as many as fit. null and -1: as many as fit. 0
+    only scores the prompt, with `echo` or `prompt_logprobs`."""
     logprobs: TopLogprobs | None = None
     """Return the logprobs of the generated tokens, and of this many most likely tokens at each position."""
     echo: bool = False
@@ -155,9 +155,9 @@ def prepare(
             for prompt in body.prompt
         ],
         card=services.card,
+        config=services.config,
         adapter=adapter,
         collection=collection,
-        work_class=work_class(body, services.config),
         grammar=compile_grammar(*body.grammar, services.grammars) if body.grammar else None,
         max_tokens=None if unlimited else body.max_tokens,
         default_max_tokens=None if unlimited else DEFAULT_MAX_TOKENS,

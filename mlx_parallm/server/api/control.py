@@ -72,7 +72,7 @@ async def resume(services: ServicesDep) -> ResumedObject:
 
 @router.get("/is_paused")
 async def is_paused(services: ServicesDep) -> PauseStatus:
-    """Whether `/pause` is in force. It is from the call on, although requests may still be under way."""
+    """Whether `/pause` is in force. This is true from the call on, even while requests are still under way."""
     return PauseStatus(is_paused=services.engine.stats().paused)
 
 
@@ -129,7 +129,7 @@ class WakeQuery(WireQuery):
     """vLLM's parameter of `/wake_up`."""
 
     tags: Annotated[list[Literal["weights", "kv_cache"]], Field(max_length=8)] = Field(default_factory=list)
-    """What to wake; left out, everything. `weights` stay loaded, so without `kv_cache` nothing changes."""
+    """What to wake; by default, everything. `weights` always stay loaded, so without `kv_cache` nothing changes."""
 
 
 class SleepStatus(WireOutput):
@@ -142,8 +142,8 @@ class SleepStatus(WireOutput):
 @router.post("/sleep", responses=raises(ConflictError, DrainingError, EngineDeadError))
 async def sleep(services: ServicesDep, query: Annotated[SleepQuery, Query()]) -> SleepStatus:
     """Refuses new completions at once, and answers when those under way have ended and the memory is free, or when the
-    server was woken meanwhile; a client that disconnects does not stop it. Training, adapter and status routes continue
-    to work. 409 if a pause holds requests, because they would not end."""
+    server was woken meanwhile. If the client disconnects, the server still goes to sleep. Training, adapter and status
+    routes continue to work. 409 if a pause holds requests, because they would not end."""
     if services.engine.stats().paused and services.gate.held:
         raise ConflictError("A pause holds requests: POST /resume first, or POST /pause?mode=abort to end them.")
     await services.lifecycle.run_to_end(services.sleep.sleep(free_adapters=query.level == ADAPTERS_LEVEL))
@@ -152,7 +152,7 @@ async def sleep(services: ServicesDep, query: Annotated[SleepQuery, Query()]) ->
 
 @router.post("/wake_up")
 async def wake_up(services: ServicesDep, query: Annotated[WakeQuery, Query()]) -> SleepStatus:
-    """Accepts completions again at once; awake already, it changes nothing. The memory is allocated again when a
+    """Accepts completions again at once. If the server is awake, nothing changes. The memory is allocated again when a
     request needs it."""
     if not query.tags or KV_CACHE in query.tags:
         services.sleep.wake()

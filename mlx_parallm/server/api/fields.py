@@ -32,9 +32,9 @@ EMPTY: tuple[Any, ...] = ("", [], {})
 """Values that are neutral in every unsupported field, as null is."""
 INT32_MAX = 2**31 - 1
 MAX_NAMES, MAX_NAME = 20, 64
-"""Most unknown fields that are reported for one body, and most characters of each name."""
+"""Largest number of unknown fields that are reported for one body, and of characters of each name."""
 MISSPELLED = 0.85
-"""Least similarity (`difflib`'s ratio) at which an unknown name counts as a misspelled known one."""
+"""Smallest similarity (`difflib`'s ratio) at which an unknown name counts as a misspelled known one."""
 NULL = {"type": "null"}
 ANNOTATIONS = ("title", "description", "default", "examples")
 """JSON Schema keywords that describe a field as a whole and not one of its alternatives."""
@@ -88,11 +88,12 @@ def _percent_encoded(path: str) -> str:
 
 
 class WireInput(BaseModel):
-    """A JSON object that a client sends. A field that is null counts as left out, or has its value in `NULL_VALUES`.
+    """A JSON object that a client sends. A field that is null counts as left out, unless `NULL_VALUES` has a value for
+    it.
 
     `IGNORED` names fields that clients of other servers send and that have no effect here. They take any value.
-    `NEUTRAL` has the values that have no effect, by field; null, "", [] and {} never have one. A declared field with
-    such a value counts as left out. An undeclared field is accepted with such a value and refused by name with any
+    `NEUTRAL` maps fields to the values that have no effect; null, "", [] and {} never have an effect. A declared field
+    with such a value counts as left out. An undeclared field is accepted with such a value and refused by name with any
     other, because an answer that ignored it would not be the answer that the client asked for. Any other undeclared
     field is unknown; see `IgnoredFields`.
     """

@@ -13,7 +13,7 @@ from mlx_parallm.server.api.grammar_fields import StructuredBody, is_shallow
 
 MAX_LOGPROBS = 20
 MAX_SEQUENCES = 128
-"""Most sequences of one request: `n` times its prompts."""
+"""Largest number of sequences of one request, which is `n` times its prompts."""
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 1024
 MAX_BIASES, MAX_BIAS = 1024, 100.0
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
@@ -21,7 +21,7 @@ MAX_COLLECTED_METADATA_BYTES, MAX_COLLECTED_METADATA_DEPTH = 64 * 1024, 32
 NO_LIMIT = -1
 """As a number of tokens to generate: as many as fit the context."""
 MAX_SCORER = 512
-"""Most characters of a scorer's name, or of an expression that combines several scorers."""
+"""Largest number of characters of a scorer's name, or of an expression that combines several scorers."""
 MIN_COLLECTED_TEMPERATURE = 0.01
 """Near 0 the distribution has all its mass on one token, and its logprobs carry no information for training."""
 
@@ -60,7 +60,7 @@ UNSUPPORTED_OPTIONS: Neutral = {
 """The `NEUTRAL` fields of all generating routes."""
 
 
-# ---- field types, checked by hand so that an error names the field and hostile values are cheap to refuse ------------
+# ---- field types: checked by hand, so that errors name the field and hostile values cost little ----------------------
 
 
 def _stops(value: object) -> list[str]:
@@ -75,19 +75,12 @@ def _stops(value: object) -> list[str]:
 def _biases(value: object) -> dict[int, float]:
     if not isinstance(value, dict) or len(value) > MAX_BIASES:
         raise refused(f"must map at most {MAX_BIASES} token ids to numbers")
-    return {_bias_id(key): _bias(bias) for key, bias in value.items()}
-
-
-def _bias_id(key: str) -> int:
-    if key.isascii() and key.isdecimal() and len(key) <= 10 and str(int(key)) == key:
-        return int(key)
-    raise refused("each key must be a token id in decimal digits")
-
-
-def _bias(value: object) -> float:
-    if type(value) in (int, float) and -MAX_BIAS <= value <= MAX_BIAS:  # type: ignore[operator]
-        return float(value)  # type: ignore[arg-type]
-    raise refused(f"each value must be a number from {-MAX_BIAS:g} to {MAX_BIAS:g}")
+    for key, bias in value.items():
+        if not (key.isascii() and key.isdecimal() and len(key) <= 10 and str(int(key)) == key):
+            raise refused("each key must be a token id in decimal digits")
+        if type(bias) not in (int, float) or not -MAX_BIAS <= bias <= MAX_BIAS:
+            raise refused(f"each value must be a number from {-MAX_BIAS:g} to {MAX_BIAS:g}")
+    return {int(key): float(bias) for key, bias in value.items()}
 
 
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
@@ -164,8 +157,8 @@ class GenerationBody(StructuredBody):
     """A name of the served model, `base`, or an adapter: its name (for the live version), `name@version`, or a
     checkpoint of the default adapter. If it is left out or names the served model, the server's routing chooses."""
     lora_adapter: str | None = None
-    """An adapter, named as in `model`, which may name the served model beside it. If both name an adapter, they must
-    agree."""
+    """An adapter, named as in `model`. `model` may name the served model at the same time. If both name an adapter,
+    they must agree."""
     adapters: str | None = None
     """mlx-lm's name for `lora_adapter`, or the path of an adapter's folder under the operator's adapter roots, which is
     loaded by the first request that names it. A path contains a `/`."""
@@ -215,10 +208,10 @@ class GenerationBody(StructuredBody):
     collect_trajectory: bool = False
     """Whether the answers are kept for training. The `n` answers to a prompt are one group."""
     scoring_function: Annotated[str, Field(min_length=1, max_length=MAX_SCORER)] | None = None
-    """The scorer that rewards the collected answers. If it is left out, rewards come by feedback."""
+    """The scorer that rewards the collected answers. If it is left out, clients send rewards as feedback."""
     traffic_class: Literal["live", "rollout"] | None = None
-    """Whose share of the batch's rows the request uses while both kinds wait. If it is left out: `rollout` with
-    `collect_trajectory`, unless the server is configured otherwise, else `live`."""
+    """The kind of requests whose share of the batch's rows this one uses while both kinds wait. If it is left out:
+    `rollout` with `collect_trajectory`, unless the server is configured otherwise, else `live`."""
 
     @property
     def task_prompt(self) -> str | None:

@@ -36,11 +36,11 @@ class Model(WireOutput):
     owned_by: str
     """Always `mlx_parallm`."""
     root: str
-    """The folder that an adapter was loaded from; for the base model, its name."""
+    """For an adapter, the folder that it was loaded from. For the base model, its name."""
     parent: str | None
     """For an adapter, the base model's name."""
     max_model_len: int
-    """Most tokens of prompt and answer together."""
+    """Maximum number of tokens of prompt and answer together."""
     version: int | None = None
     """For an adapter, its version."""
 
@@ -104,7 +104,7 @@ class TokenizeBody(OpenBody):
     """Exactly one of `prompt` and `messages`."""
 
     model: str | None = None
-    """Must be a known name, and changes nothing: all adapters share one tokenizer."""
+    """Must be a known name. It has no effect, because all adapters share one tokenizer."""
     prompt: str | None = None
     """A text."""
     messages: Messages | None = None
@@ -131,16 +131,16 @@ class Tokens(WireOutput):
     count: int
     """Number of ids."""
     max_model_len: int
-    """Most tokens of prompt and answer together."""
+    """Maximum number of tokens of prompt and answer together."""
 
 
 class DetokenizeBody(OpenBody):
     """Token ids to decode."""
 
     model: str | None = None
-    """Must be a known name, and changes nothing: all adapters share one tokenizer."""
+    """Must be a known name. It has no effect, because all adapters share one tokenizer."""
     tokens: TokenIds
-    """Ids below the vocabulary's size."""
+    """Token ids, smaller than the size of the vocabulary."""
 
 
 class Detokenized(WireOutput):
@@ -160,7 +160,7 @@ class TokenizerInfo(WireOutput):
     eos_token_ids: list[int]
     """Ids that end an answer."""
     vocab_size: int
-    """Token ids are below it."""
+    """Size of the vocabulary. Token ids are smaller."""
     chat_template: str | None
     """The chat template, in Jinja."""
 

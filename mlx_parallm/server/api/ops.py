@@ -95,9 +95,9 @@ class ModelInfo(WireOutput):
     name: str
     """The name that `model` accepts."""
     context_length: int
-    """Most tokens of prompt and answer together."""
+    """Maximum number of tokens of prompt and answer together."""
     vocab_size: int
-    """Token ids are below it."""
+    """Size of the vocabulary. Token ids are smaller."""
     quantization: str
     """Quantization of the weights as loaded."""
     dtype: str
@@ -107,28 +107,28 @@ class ModelInfo(WireOutput):
     weight_bytes: int
     """Bytes of the weights in memory."""
     aliases: tuple[str, ...]
-    """More names that `model` accepts for it."""
+    """Other names that `model` accepts for it."""
 
 
 class ServerLimits(WireOutput):
     """The configured limits."""
 
     max_batch_size: int
-    """Most sequences in one batch."""
+    """Maximum number of sequences in one batch."""
     max_queued: int
-    """Most sequences that wait beside a full batch."""
+    """Maximum number of sequences that wait while the batch is full."""
     max_sequences_per_request: int
-    """Most sequences of one request: `n` times its prompts."""
+    """Maximum number of sequences of one request, which is `n` times its prompts."""
     max_body_bytes: int
-    """Most bytes of a request's body."""
+    """Maximum number of bytes of a request's body."""
     kv_cache_bytes: int
-    """Bytes of the KV pool's budget."""
+    """Memory budget of the KV pool, in bytes."""
     adapter_slots: int
-    """Most adapter versions in one batch."""
+    """Maximum number of adapter versions in one batch."""
 
 
 class ServerInfo(WireOutput):
-    """Model, versions, limits and state of this server. It has no paths and no keys."""
+    """Model, versions, limits and state of this server. Paths and keys are not shown."""
 
     version: str
     """The version of the package mlx_parallm."""
@@ -141,7 +141,7 @@ class ServerInfo(WireOutput):
     limits: ServerLimits
     """The limits in force."""
     mode: ServerMode
-    """How device time is shared now; `custom`: with a share that no mode has."""
+    """The mode that says how device time is shared now. `custom`: the share is that of no mode."""
     paused: bool
     """True from `/pause` to `/resume`."""
     asleep: bool
@@ -149,7 +149,7 @@ class ServerInfo(WireOutput):
     draining: bool
     """True once the server is shutting down."""
     inference: bool
-    """Whether it accepts generation requests; false: it only trains."""
+    """Whether it accepts generation requests. false: it only trains."""
     training: bool
     """Whether it trains."""
 

@@ -1,5 +1,4 @@
-"""Reads a request's body as JSON and validates it; every malformed body is answered with an error that says what is
-wrong.
+"""Reads a request's body as JSON and validates it. The error about a malformed body says what is wrong.
 
 FastAPI's own body parsing is not used: it reads bodies of any size, accepts any content type as JSON, and its errors
 echo input that may not be encodable.
@@ -52,7 +51,8 @@ def json_body(model: type[M], required: bool = True) -> Callable[..., Awaitable[
     """
 
     async def parsed(request: Request, services: ServicesDep) -> M:
-        if not required and _has_no_body(request):
+        headers = request.headers
+        if not required and headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers:
             return model()
         config = services.config
         length = _check_headers(request, config.max_body_bytes)
@@ -67,10 +67,6 @@ def json_body(model: type[M], required: bool = True) -> Callable[..., Awaitable[
 
     parsed.body = BodyModel(model, required)  # type: ignore[attr-defined]
     return parsed
-
-
-def _has_no_body(request: Request) -> bool:
-    return request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers
 
 
 def _check_headers(request: Request, limit: int) -> int | None:
@@ -121,7 +117,7 @@ async def _read(request: Request, config: ServerConfig, pace: Pace | None = None
 
 def _parse_large(model: type[M], raw: bytes, max_body_bytes: int, ignored: IgnoredFields | None) -> M:
     """`parse_body` in a worker thread. Python's JSON parser holds the interpreter lock for the whole body, about 100 ns
-    for each value, so a thread alone does not keep it from stopping everything else: the values are counted first.
+    for each value, so it would stop all other threads. Therefore the values are counted first.
 
     Raises:
         BodyTooLargeError: the body has more than one JSON value for each `BYTES_PER_VALUE` of `max_body_bytes`.

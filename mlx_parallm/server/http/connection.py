@@ -1,7 +1,7 @@
 """One client's connection: HTTP/1.1 by uvicorn and h11, with limits so that one client cannot hold what others need.
 
-- The number of open connections is limited. A new connection replaces the one that has been idle, or sending its
-  headers, for longest. If every connection is being answered, the new one gets a 503.
+- The number of open connections is limited. A new connection replaces the one that has longest been idle or sending its
+  headers. If every connection is being answered, the new one gets a 503.
 - Headers must arrive within a time limit (so must bodies: see `body`).
 - A client that stops reading its answer is disconnected, which frees its rows.
 - Input that is not HTTP gets an error body like any other error, with an id and a line in the request log.
@@ -24,11 +24,13 @@ from mlx_parallm.server.http import request_log
 from mlx_parallm.server.http.request_log import REQUEST_ID, RequestRecord
 
 LINGER_S = 2
-"""Seconds that a refused client has to read the refusal: closing a socket with unread input resets the connection."""
+"""Seconds that a refused client has to read the refusal. Closing a socket with unread input would reset the
+connection."""
 _MAX_LINGERING = 64
 
 OTHER_FILES = 128
-"""Files that the process opens beside connections: model, adapters, checkpoints, pipes of child processes, logs."""
+"""Number of files that the process opens in addition to connections: model, adapters, checkpoints, pipes of child
+processes, logs."""
 
 log = logging.getLogger(__name__)
 

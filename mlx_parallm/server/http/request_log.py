@@ -1,6 +1,7 @@
-"""The request log: what is noted of each HTTP request, and the line of JSON that is written when the request ends.
+"""The request log: a record of each HTTP request, and the line of JSON that is written when the request ends.
 
-A line never has text of a prompt or an answer. Names, ids and paths that a client sent are escaped and cut.
+A line never contains text of a prompt or an answer. Names, ids and paths that a client sent are escaped and
+shortened.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def write_plain_lines() -> None:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What the log and the response headers show of one request.
+    """The facts about one request that the log and the response headers show.
 
     `request_id` is the value of the response's x-request-id header. If `id_from_client`, two requests may share it;
     `engine_id` is unique. `arrived_at` is `time.monotonic`; `queue_s` and `first_token_s` are seconds from the arrival.
@@ -136,12 +137,11 @@ def write(record: RequestRecord, route: str | None) -> None:
     succeeded = record.status is not None and record.status < 400
     level = logging.DEBUG if route in PROBES and succeeded else logging.INFO
     if log.isEnabledFor(level):
-        fields = _common_fields(record, route) | (_generation_fields(record) if record.generates else {})
-        log.log(level, "%s", json.dumps(fields | _optional_fields(record), separators=(",", ":")))
+        log.log(level, "%s", json.dumps(_line(record, route), separators=(",", ":")))
 
 
-def _common_fields(record: RequestRecord, route: str | None) -> dict[str, Any]:
-    return {
+def _line(record: RequestRecord, route: str | None) -> dict[str, Any]:
+    line: dict[str, Any] = {
         "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "id": record.request_id,
         "method": _cut(record.method),
@@ -149,30 +149,24 @@ def _common_fields(record: RequestRecord, route: str | None) -> dict[str, Any]:
         "status": record.status or CLIENT_LEFT,
         "total_ms": _ms(time.monotonic() - record.arrived_at),
     }
-
-
-def _generation_fields(record: RequestRecord) -> dict[str, Any]:
-    return {
-        "model": _cut(record.model),
-        "adapter": record.adapter,
-        "prompt_tokens": record.prompt_tokens,
-        "cached_tokens": record.cached_tokens,
-        "completion_tokens": record.completion_tokens,
-        "queue_ms": _ms(record.queue_s),
-        "first_token_ms": _ms(record.first_token_s),
-        "finish": record.finish,
-    }
-
-
-def _optional_fields(record: RequestRecord) -> dict[str, Any]:
-    """Fields that a line has only if they are not empty."""
-    fields = {
+    if record.generates:
+        line |= {
+            "model": _cut(record.model),
+            "adapter": record.adapter,
+            "prompt_tokens": record.prompt_tokens,
+            "cached_tokens": record.cached_tokens,
+            "completion_tokens": record.completion_tokens,
+            "queue_ms": _ms(record.queue_s),
+            "first_token_ms": _ms(record.first_token_s),
+            "finish": record.finish,
+        }
+    only_if_set = {
         "error": record.error,
         "engine_id": None if record.engine_id == record.request_id else record.engine_id,
         "ignored": record.ignored.names,
         "did_you_mean": record.ignored.meant,
     }
-    return {name: value for name, value in fields.items() if value}
+    return line | {name: value for name, value in only_if_set.items() if value}
 
 
 def _cut(text: str | None) -> str | None:

@@ -39,7 +39,7 @@ def client_of(scope: Scope) -> str:
 
 
 class PerClientSemaphore:
-    """A semaphore of `total` places, of which one client may hold at most `per_client`. Event loop only.
+    """A semaphore with `total` places, of which one client may hold at most `per_client`. Event loop only.
 
     A client waits for one of its own places first, so at most `per_client` of its requests are in the common queue.
 
@@ -87,11 +87,11 @@ class PerClientSemaphore:
 
 
 class Workers:
-    """The pools, and the limits of large bodies: a request holds a place of `large_bodies` while its large body is in
-    memory. Used on the event loop's thread only.
+    """The thread pools and the limits for large bodies. A request holds a place of `large_bodies` while its large body
+    is in memory. Used on the event loop's thread only.
 
     Args:
-        body_timeout_s: longest time in seconds that a large body waits for others to be read.
+        body_timeout_s: longest time in seconds that a large body waits while others are read.
     """
 
     def __init__(self, body_timeout_s: float) -> None:
@@ -105,7 +105,7 @@ class Workers:
         self._next_read_at = 0.0  # event loop time
 
     async def run(self, size: int, call: Callable[[], T]) -> T:
-        """Runs `call` in a thread of the small or the large pool; `size` in bytes is what its time grows with."""
+        """Runs `call` in a thread of the small or the large pool; its time grows with `size`, in bytes."""
         return await to_thread.run_sync(call, limiter=self._small if size <= SMALL_BYTES else self._large)
 
     async def compile(self, client: str, call: Callable[[], T]) -> T:

@@ -65,7 +65,7 @@ class LoadLoraBody(WireInput):
     lora_path: Annotated[str, Field(min_length=1, max_length=MAX_PATH)]
     """A folder under the operator's adapter roots."""
     load_inplace: bool = False
-    """Whether the name may exist already. If it does, it means the new version from now on."""
+    """Whether the name may be in use already. If it is, it means the new version from now on."""
 
 
 class UnloadLoraBody(WireInput):
@@ -88,7 +88,7 @@ class RollbackBody(WireInput):
     """The change to undo."""
 
     lora_name: str | None = None
-    """The adapter whose previous version becomes live; left out, the last change of the route is undone."""
+    """The adapter whose previous version becomes live. If it is left out, the last change of the route is undone."""
 
 
 class SwitchLoraBody(WireInput):
@@ -104,11 +104,11 @@ class SaveCheckpointBody(WireInput):
     checkpoint_name: Name | None = None
     """A tag for the checkpoint."""
     lora_name: str | None = None
-    """A selector; left out, the default adapter."""
+    """A selector. By default, the default adapter."""
     step: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
-    """Number of the checkpoint; left out, the next one."""
+    """Number of the checkpoint. By default, the next number."""
     metrics: Metrics = Field(default_factory=dict)
-    """Numbers that are saved with it, by name; at most 64."""
+    """Up to 64 numbers, by name, that are saved with it."""
 
 
 class Adapter(WireOutput):

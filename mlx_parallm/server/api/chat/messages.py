@@ -1,6 +1,6 @@
 """The messages of a conversation as clients send them, and the prompt that the model's chat template makes of them.
 
-Some templates know nothing of tools. For them, the tools are described in the system message, calls become text of the
+Some templates do not support tools. For them, the tools are described in the system message, calls become text of the
 assistant's message, and results become messages of the user.
 """
 
@@ -18,7 +18,7 @@ from mlx_parallm.server.api.fields import Neutral, WireInput, read_nested, refus
 
 MAX_MESSAGES = 4096
 MAX_CALLS = 128
-"""Most calls in one message."""
+"""Largest number of calls in one message."""
 MAX_CALL_NAME, MAX_CALL_ID, MAX_ARGUMENTS = 256, 256, 1024 * 1024
 
 TemplateMessage = Mapping[str, Any]

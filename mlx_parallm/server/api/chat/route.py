@@ -39,7 +39,7 @@ from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.http.request_log import new_request_id
 from mlx_parallm.server.openapi import streamable
-from mlx_parallm.server.planning import plan, work_class
+from mlx_parallm.server.planning import plan
 from mlx_parallm.server.services import Services, ServicesDep
 
 router = APIRouter()
@@ -67,7 +67,7 @@ def prepare(body: ChatBody, services: Services, adapter: AdapterRef, collection:
 def plan_chat(
     request_id: str, body: ChatBody, services: Services, adapter: AdapterRef, collection: CollectionSpec | None
 ) -> tuple[GenerationRequest, AnswerSyntax]:
-    """The engine's request for a conversation, and what its answers may contain."""
+    """The engine's request for a conversation, and the parts that its answers may contain."""
     prompt = prompt_of(body, services)
     syntax = answer_syntax(body, prompt, services.tokenizer)
     request = plan(
@@ -75,9 +75,9 @@ def plan_chat(
         body=body,
         prompts=[prompt],
         card=services.card,
+        config=services.config,
         adapter=adapter,
         collection=collection,
-        work_class=work_class(body, services.config),
         grammar=answer_grammar(body, syntax, services.grammars),
         max_tokens=body.max_completion_tokens or body.max_tokens,
         top_logprobs=body.top_logprobs if body.logprobs else None,
@@ -149,7 +149,7 @@ class ChatWriter(ChoiceWriter[ChatBody]):
         return ChatChoice(index=piece.index, message=message, **self._details(piece))
 
     def _details(self, piece: ChoicePiece) -> dict[str, Any]:
-        """The fields that a choice has beside its message or delta."""
+        """The fields of a choice other than its message or delta."""
         top, as_ids = self.body.top_logprobs, self.body.return_tokens_as_token_ids
         logprobs = chat_logprobs(self.tokenizer, piece.scored, top, as_ids) if piece.scored else None
         ids = {"token_ids": list(piece.token_ids)} if self.body.return_token_ids else {}

@@ -37,7 +37,7 @@ class ChatBody(ToolCallingBody):
     messages: Messages
     """The conversation so far."""
     max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
-    """Most tokens to generate. If it is left out or -1: as many as fit."""
+    """Maximum number of tokens to generate. If it is left out or -1: as many as fit."""
     max_completion_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     """The newer name of `max_tokens`."""
     logprobs: bool = False

@@ -3,9 +3,9 @@
     TEXT ──start of reasoning, at the very beginning──▶ REASONING ──its end──▶ TEXT
     TEXT ──start of calls──▶ CALL ──end of calls, or end of the text──▶ TEXT
 
-White space beside a mark belongs to the mark. What may be the beginning of a mark is held back, and so is white space
-that may come before one. Text between the marks of a call that is not a call stays text, including the marks. If the
-text is cut off inside a call, the call is not complete, and nothing of it is text.
+White space next to a mark belongs to the mark. Text that may be the beginning of a mark is held back, and so is white
+space that may come before one. If the text between the marks of a call is no valid call, it stays text, and so do the
+marks. If the text is cut off inside a call, the call is not complete, and no part of it becomes text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mlx_parallm.core import Reasoning, ReasoningPrefix, Tool, ToolCall, ToolFor
 
 @dataclass(frozen=True, slots=True)
 class AnswerSyntax:
-    """What an answer may contain besides text, and how the model writes it."""
+    """The parts that an answer may contain in addition to text, and how the model writes them."""
 
     reasoning: Reasoning | None = None
     """The marks around reasoning. None: the answer has none."""

@@ -30,7 +30,7 @@ MAX_TOOLS = 128
 MAX_CALLS_PER_ANSWER = 32
 
 _PROMPT_END = 64
-"""Number of tokens at the end of a prompt in which the start of reasoning is looked for."""
+"""Number of tokens at the end of a prompt that are searched for the start of reasoning."""
 
 # ---- request fields --------------------------------------------------------------------------------
 
@@ -52,8 +52,8 @@ class Function(WireInput):
     parameters: Annotated[dict[str, Any], PlainValidator(_parameters, json_schema_input_type=dict[str, Any])] | None = (
         None
     )
-    """The JSON schema of its arguments: an object's, of at most 128 KiB and 64 levels. If it is left out, the function
-    takes no arguments."""
+    """The JSON schema of its arguments, which are an object; at most 128 KiB and 64 levels. If it is left out, the
+    function takes no arguments."""
     strict: bool = False
     """If one function is strict, the arguments of all calls follow their schemas, even with `tool_choice` auto."""
 
@@ -151,7 +151,7 @@ class ToolCallingBody(GenerationBody):
 
 
 def answer_syntax(body: ToolCallingBody, prompt: Sequence[int], tokenizer: TextTokenizer) -> AnswerSyntax:
-    """What the answers to `prompt`, the rendered token ids, may contain besides text."""
+    """The parts that the answers to `prompt`, the rendered token ids, may contain in addition to text."""
     reasoning = tokenizer.reasoning
     prompt_end = tokenizer.decode(prompt[-_PROMPT_END:]).rstrip() if reasoning else ""
     several = body.parallel_tool_calls and not isinstance(body.tool_choice, NamedTool)

@@ -39,7 +39,7 @@ from mlx_parallm.server.services import Services, ServicesDep
 MAX_ITEM_ID = 128
 EMPTY_CONVERSATION = StoredResponse(b'{"output":[]}', b"[]")
 ANSWER_SHARE = 4
-"""With truncation, an answer of unknown length gets one part in this many of the context."""
+"""With truncation, an answer of unknown length gets the context's length divided by this."""
 OWN_NAMES: Mapping[str, str] = {
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
@@ -48,7 +48,8 @@ OWN_NAMES: Mapping[str, str] = {
     "reasoning_effort": "reasoning.effort",
     ".function": "",
 }
-"""Names of chat's fields, and the names of the same fields here. Longer names come before their beginnings."""
+"""Maps names of chat's fields to the names of the same fields here. A name comes before all names that it starts
+with."""
 
 
 class ResponseQuery(WireQuery):
@@ -59,12 +60,12 @@ class ResponseQuery(WireQuery):
 
 
 class InputItemsQuery(WireQuery):
-    """The page of input items that is asked for."""
+    """The requested page of input items."""
 
     after: Annotated[str, Field(max_length=MAX_ITEM_ID)] | None = None
     """The id of an item: the page starts after it."""
     limit: Annotated[int, Field(ge=1, le=100)] = 20
-    """Most items of a page."""
+    """Maximum number of items of a page."""
     order: Literal["asc", "desc"] = "desc"
     """`asc`: oldest first. `desc`: newest first."""
     include: Annotated[list[str], Field(alias="include[]", max_length=16)] = Field(default_factory=list)
@@ -78,7 +79,7 @@ Body = Annotated[ResponsesBody, Depends(json_body(ResponsesBody))]
 
 @router.post("/v1/responses", responses=streamable(ResponseObject, UnknownResponseError))
 async def create_response(body: Body, request: Request, services: ServicesDep) -> Response:
-    """Answers a conversation, and stores the response for the next turn unless `store` is false."""
+    """Answers a conversation. Unless `store` is false, the response is stored for the next turn."""
     stored = _previous(body, services)
     request.state.body_bytes += stored.size
     earlier, chat = await services.workers.run(request.state.body_bytes, partial(_as_chat, body, stored))
@@ -158,16 +159,13 @@ def prepare(
         chat = _fitted(body, chat, services)
         request, syntax = plan_chat(new_id("resp"), chat, services, adapter, collection)
     items = [*earlier, *map(listed_item, body.input)]
-    keep = partial(_store, services, items) if body.store else _do_not_store
+    keep = partial(_store, services, items) if body.store else lambda _: None
     return ResponseWriter(body=body, request=request, model=services.card.name, splitter=Splitter(syntax), keep=keep)
 
 
 def _store(services: Services, items: Sequence[ItemFields], response: ResponseObject) -> None:
     input_items = json.dumps(items, ensure_ascii=False).encode("utf-8")
     services.responses.put(response.id, StoredResponse(response.json_text().encode("utf-8"), input_items))
-
-
-def _do_not_store(_: ResponseObject) -> None: ...
 
 
 def _page_of(stored: StoredResponse, query: InputItemsQuery) -> InputItems:

@@ -204,7 +204,7 @@ class ResponsesBody(OpenBody):
     lora_adapter: str | None = None
     """An adapter, named as in `model`. If both fields name one, they must agree."""
     max_output_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
-    """Most tokens to generate, including reasoning and calls. If it is left out: as many as fit."""
+    """Maximum number of tokens to generate, including reasoning and calls. If it is left out: as many as fit."""
     temperature: Temperature = 1.0
     """Divides the logits; 0 means greedy decoding."""
     top_p: TopP = 1.0
@@ -239,14 +239,15 @@ class ResponsesBody(OpenBody):
     collect_trajectory: bool = False
     """Whether the answer is kept for training."""
     scoring_function: str | None = None
-    """The scorer that rewards the collected answer. If it is left out, rewards come by feedback."""
+    """The scorer that rewards the collected answer. If it is left out, clients send the reward as feedback."""
     traffic_class: Literal["live", "rollout"] | None = None
-    """Whose share of the batch's rows the request uses, as in chat."""
+    """The kind of requests whose share of the batch's rows this one uses, as in chat."""
     chat_template_kwargs: TemplateOptions = TemplateOptions()
     """Switches of the chat template."""
 
     def for_chat(self, earlier: Sequence[ChatMessageFields]) -> dict[str, Any]:
         """The same request as a body of chat, with the messages of `earlier` turns before those of `input`."""
+        choice = self.tool_choice.for_chat() if isinstance(self.tool_choice, NamedFunction) else self.tool_choice
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         return {
             **self.model_dump(include=set(self.CHAT_FIELDS), exclude_unset=True),
@@ -255,13 +256,8 @@ class ResponsesBody(OpenBody):
             "response_format": self.text.format.for_chat(),
             "reasoning_effort": self.reasoning.effort,
             "tools": [tool.for_chat() for tool in self.tools] or None,
-            "tool_choice": self._choice_for_chat(),
+            "tool_choice": choice if "tool_choice" in self.model_fields_set else None,
         }
-
-    def _choice_for_chat(self) -> object:
-        if "tool_choice" not in self.model_fields_set:
-            return None
-        return self.tool_choice.for_chat() if isinstance(self.tool_choice, NamedFunction) else self.tool_choice
 
     def returned(self) -> dict[str, Any]:
         """The fields of the response that repeat those of the request."""

@@ -111,7 +111,7 @@ class _OpenText(_OpenItem):
 
     EVENT: ClassVar[str]
     EXTRA: ClassVar[dict[str, Any]] = {}
-    """Fields that the text's events have besides."""
+    """Further fields of the events about the text."""
 
     def __init__(self, first: AnswerPart, index: int) -> None:
         super().__init__(first, index)
@@ -250,7 +250,8 @@ class ResponseWriter(AnswerWriter):
             yield from self._items.add(part)
 
     def _count_reasoning(self, parts: Sequence[AnswerPart]) -> None:
-        """Counts tokens with the parts that their text came out in. Tokens of marks count with the next parts."""
+        """Counts tokens as reasoning if the parts that contain their text are. Tokens of marks count with the next
+        parts."""
         if any(part.reasoning for part in parts):
             self._reasoning_tokens += self._uncounted_tokens
         if parts:

@@ -197,7 +197,7 @@ def _status(status: TrainingStatus, services: Services) -> TrainingObject:
 @router.get("/v1/training/status", responses=raises(UnknownModelError))
 async def status(
     services: ServicesDep,
-    lora_adapter: Annotated[str | None, Query(description="A trained adapter; left out, the default one.")] = None,
+    lora_adapter: Annotated[str | None, Query(description="A trained adapter. Default: the default adapter.")] = None,
 ) -> TrainingObject:
     """The training of one adapter."""
     if services.training is None:

@@ -53,8 +53,8 @@ class ScheduleBody(WireInput):
     """The changes; at least one field must be given, and fields that are left out keep their values."""
 
     mode: Annotated[Mode, BeforeValidator(_mode)] | None = None
-    """A name for a `training_time_share`: inference_and_training is 0.12, training_priority 0.5. A share that is given
-    beside it overrides it."""
+    """A name for a `training_time_share`: inference_and_training is 0.12, training_priority 0.5. `training_time_share`
+    overrides it."""
     training_time_share: Annotated[float, Field(gt=0, le=1)] | None = None
     """Share of device time for updates while requests run, above 0, at most 1. Updates also get all idle time."""
     max_decode_stall_ms: Annotated[float, Field(ge=MIN_STALL_MS, le=MAX_STALL_MS)] | None = None

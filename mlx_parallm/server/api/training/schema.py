@@ -20,7 +20,8 @@ GivenTexts = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_leng
 
 
 class GivenTrajectoryBody(WireInput):
-    """A trajectory that the client brings. Its prompt and its completion are token ids or text, each given once."""
+    """A trajectory that the client sends. The prompt and the completion are each given once, as token ids or as
+    text."""
 
     prompt_token_ids: NonEmptyTokenIds | None = None
     """Token ids of the prompt, at least one."""
@@ -29,22 +30,22 @@ class GivenTrajectoryBody(WireInput):
     completion_token_ids: NonEmptyTokenIds | None = None
     """Token ids of the completion, at least one."""
     tokens: NonEmptyTokenIds | None = None
-    """Another name of `completion_token_ids`."""
+    """Another name for `completion_token_ids`."""
     output: Annotated[str, Field(min_length=1)] | None = None
     """The completion as text. The served tokenizer encodes it once and adds no special token, so an answer that ended
     by itself has no end-of-sequence token. The tokens may differ from those that were drawn; `tokens` are exact."""
     reward: float | None = None
-    """May be left out for the loss cross_entropy, which does not use rewards."""
+    """The reward. It may be left out for the loss cross_entropy, which does not use rewards."""
     group_id: Annotated[str, Field(max_length=MAX_NAME)] = ""
-    """Trajectories of one prompt have the same one; their rewards are compared."""
+    """The group. Trajectories of one prompt have the same group, within which rewards are compared."""
     sampling_logprobs: list[Logprob] | None = None
-    """Log-probabilities in nats, one for each completion token, of the distribution that it was sampled from. Left
-    out, the trainer computes those of the current policy, as if it had drawn the completion."""
+    """Log-probabilities in nats, one for each completion token, of the distribution that it was sampled from. If
+    they are left out, the trainer computes those of the current policy, as if it had drawn the completion."""
     logprobs: list[Logprob] | None = None
-    """Another name of `sampling_logprobs`."""
+    """Another name for `sampling_logprobs`."""
     lora_version: str | None = None
-    """The adapter version that drew the completion: a selector. Versions that training does not continue from, or older
-    than `max_staleness`, are refused. Left out, the trajectory counts as new."""
+    """The adapter version that drew the completion: a selector. It is refused if training does not continue from it,
+    or if it is older than `max_staleness`. If it is left out, the trajectory counts as new."""
     temperature: Annotated[float, Field(ge=MIN_COLLECTED_TEMPERATURE, le=2)] = 1.0
     """The temperature of sampling."""
 
@@ -75,7 +76,8 @@ class UpdateBody(WireInput):
     """One update."""
 
     trajectories: Annotated[list[GivenTrajectoryBody], Field(min_length=1, max_length=MAX_GIVEN)] | None = None
-    """The training data; left out, the complete groups that were collected. All have a reward, or none has."""
+    """The training data. If it is left out, the complete groups that were collected are used. Either all trajectories
+    have a reward or none has."""
     prompts: GivenTexts | None = None
     """The training data as three lists of the same length, in place of `trajectories`: prompts as text, one completion
     for each in `outputs`, and its reward in `rewards`. Equal prompts are one group."""
@@ -84,12 +86,12 @@ class UpdateBody(WireInput):
     rewards: Annotated[list[float], Field(min_length=1, max_length=MAX_GIVEN)] | None = None
     """One reward for each of `prompts`."""
     update_inference: bool = True
-    """Whether the new version is published."""
+    """Whether the new version becomes live."""
     checkpoint_name: Name | None = None
-    """A tag: the adapter is saved with it after the update, even if that was held or skipped. If it cannot be saved,
-    the answer is an error."""
+    """A tag. After the update, even if it was held or skipped, the adapter is saved as a checkpoint with this tag. If
+    it cannot be saved, the answer is an error."""
     lora_adapter: str | None = None
-    """The adapter to train; left out, the default one."""
+    """The adapter to train. By default, the default adapter."""
 
     @property
     def given(self) -> list[GivenTrajectoryBody] | None:
@@ -127,14 +129,14 @@ class ControlBody(WireInput):
     """The adapter to control."""
 
     lora_adapter: str | None = None
-    """The adapter; left out, the default one."""
+    """The adapter. By default, the default adapter."""
 
 
 class TrainingRollbackBody(ControlBody):
     """The version to go back to."""
 
     to: str | None = None
-    """A checkpoint's name or tag; left out, the best version."""
+    """A checkpoint's name or tag. By default, the best version."""
 
 
 class FeedbackBody(WireInput):
