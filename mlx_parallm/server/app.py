@@ -3,7 +3,7 @@
 request → middlewares (`http.middleware`) → body → schema → place in the queue → adapter version
         → prompt ids → engine.generate → answer → server-sent events or one JSON body
 
-Signals drain the server, and it stops if the engine dies.
+A signal starts a drain. The server also stops if the engine dies.
 """
 
 from __future__ import annotations

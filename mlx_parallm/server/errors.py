@@ -84,7 +84,7 @@ class NotReadyError(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class ErrorRule:
-    """The HTTP form of one kind of exception; with `message` None the exception's own text is sent."""
+    """The HTTP form of one kind of exception. If `message` is None, the exception's own text is sent."""
 
     status: int
     code: str | None = None

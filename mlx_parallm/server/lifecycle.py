@@ -1,4 +1,4 @@
-"""Which requests the server takes now: the bounded queue, sleep, and the stages of a shutdown.
+"""Decides which requests the server accepts: the bounded queue, sleep, and the stages of a shutdown.
 
 serving → draining (requests under way may finish) → expired (they are ended with an error)
 """
@@ -113,7 +113,7 @@ class SleepSwitch:
             task.result()
 
     def wake(self) -> None:
-        """Takes requests again. The first one that needs the memory allocates it."""
+        """Accepts requests again. The first one that needs the memory allocates it."""
         self.asleep = False
         for task in self._pending:
             task.cancel()

@@ -1,7 +1,7 @@
-"""Prometheus metrics that the HTTP server counts itself, `mlx_parallm_*`: requests, latencies, responses.
+"""Prometheus metrics that the HTTP server counts itself, all named `mlx_parallm_*`: requests, latencies and responses.
 
-Names and meanings are vLLM's if vLLM has the metric. `metrics_collectors` has those that are read from the engine, the
-adapters and training on each scrape. The registry belongs to the app, not to the process.
+A metric that vLLM has too has vLLM's name and meaning. `metrics_collectors` has the metrics that are read from the
+engine, the adapters and training on each scrape. The registry belongs to the app, not to the process.
 """
 
 from __future__ import annotations
@@ -47,17 +47,23 @@ class ServerMetrics:
         self.adapters = AdapterCollector(adapters)
         self.registry.register(self.adapters)
         self.registry.register(TrainingCollector(training))
-        self.ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", REQUEST_BUCKETS_S)
-        self.e2e = self._histogram("e2e_request_latency_seconds", "Arrival to last token.", REQUEST_BUCKETS_S)
-        self.queued = self._histogram("request_queue_time_seconds", "Arrival to first prefill.", REQUEST_BUCKETS_S)
+        self.ttft = self._histogram(
+            "time_to_first_token_seconds", "Time from arrival to first token.", REQUEST_BUCKETS_S
+        )
+        self.e2e = self._histogram("e2e_request_latency_seconds", "Time from arrival to last token.", REQUEST_BUCKETS_S)
+        self.queued = self._histogram(
+            "request_queue_time_seconds", "Time from arrival to first prefill.", REQUEST_BUCKETS_S
+        )
         self.inter_token = self._histogram(
-            "inter_token_latency_seconds", "Between two tokens of a sequence.", TOKEN_BUCKETS_S
+            "inter_token_latency_seconds", "Time between two tokens of a sequence.", TOKEN_BUCKETS_S
         )
         self.finished = self._counter(
             "request_success", "Sequences ended: stop, length, abort or error.", ("finished_reason",)
         )
         self.prefix_queries = self._counter("prefix_cache_queries", "Prompt tokens of finished requests.")
-        self.prefix_hits = self._counter("prefix_cache_hits", "Those of them taken from a prefix cache.")
+        self.prefix_hits = self._counter(
+            "prefix_cache_hits", "Prompt tokens of finished requests that were taken from a prefix cache."
+        )
         self.client_disconnects = self._counter("client_disconnects", "Requests whose client left before the end.")
         self.responses = self._counter("http_responses", "HTTP responses by status.", ("status",))
         self.ignored_fields = self._counter("ignored_fields", "Unknown fields of request bodies that were ignored.")

@@ -52,12 +52,12 @@ ENGINE_GAUGES: Table[EngineStats] = {
     "num_requests_running": ("Sequences that hold a row.", lambda stats: stats.running),
     "num_requests_waiting": ("Sequences that wait for a row.", lambda stats: stats.waiting),
     "kv_cache_usage_perc": (
-        "Held share of the KV pool's budget, 0 to 1.",
+        "Share of the KV pool's budget in use, 0 to 1.",
         lambda stats: stats.kv_bytes_held / stats.kv_bytes_budget if stats.kv_bytes_budget else 0.0,
     ),
     "kv_cache_bytes_held": ("Bytes of the KV pool in use.", lambda stats: stats.kv_bytes_held),
     "kv_cache_tokens": ("Tokens in the KV pool.", lambda stats: stats.kv_tokens_used),
-    "engine_paused": ("1 since POST /pause, until POST /resume.", lambda stats: stats.paused),
+    "engine_paused": ("1 from POST /pause to POST /resume.", lambda stats: stats.paused),
     "engine_alive": ("1 while the device thread runs.", lambda stats: stats.alive),
     "training_share_now": (
         "Share of device time that training got in the last window.",
@@ -86,18 +86,18 @@ ENGINE_COUNTERS: Table[EngineStats] = {
 }
 ENGINE_HISTOGRAMS: Mapping[str, tuple[str, Callable[[EngineStats], Histogram]]] = {
     "decode_gap_seconds": (
-        "Between two decode steps while rows wait for the second.",
+        "Time between two decode steps, while rows wait for the second.",
         lambda stats: stats.decode_gaps,
     ),
     "training_share": (
-        "Share of device time that training got, by window in which training and rows both had work throughout.",
+        "Share of device time that training got in each window in which both training and rows always had work.",
         lambda stats: stats.training_shares,
     ),
 }
 
 
 class EngineCollector(Collector):
-    """Reads the engine once per scrape, so that its figures are from one moment."""
+    """Reads the engine once per scrape, so that all its values are from the same moment."""
 
     def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
@@ -140,7 +140,10 @@ ADAPTER_GAUGES: Table[AdapterStats] = {
     "lora_stage_seconds_last": ("How long the last version took to stage.", lambda stats: stats.stage_s_last),
 }
 ADAPTER_COUNTERS: Table[AdapterStats] = {
-    "lora_swaps": ("Times that a name, or the route, was pointed to another version.", lambda stats: stats.swaps_total),
+    "lora_swaps": (
+        "Number of times that a name, or the route, was set to another version.",
+        lambda stats: stats.swaps_total,
+    ),
     "lora_staged": ("Adapter versions staged into a slot.", lambda stats: stats.staged_total),
     "lora_evicted": ("Adapter versions that lost their slot.", lambda stats: stats.evicted_total),
     "checkpoint_saves": ("Checkpoints written.", lambda stats: stats.checkpoint_saves_total),
@@ -181,7 +184,7 @@ class AdapterCollector(Collector):
             for ref, served in self._served.items():
                 counter.add_metric((ref.name, str(ref.version)), read(served))
             yield counter
-        about = "Arrival to last token, by adapter version."
+        about = "Time from arrival to last token, by adapter version."
         latency = SummaryMetricFamily(PREFIX + "adapter_request_latency_seconds", about, labels=VERSION_LABELS)
         for ref, served in self._served.items():
             latency.add_metric((ref.name, str(ref.version)), served.finished, served.latency_s)
@@ -210,10 +213,10 @@ TRAINING_GAUGES: Mapping[str, tuple[str, Callable[[TrainingStatus], float | None
     "trajectories_waiting": ("Trajectories that wait for a reward.", lambda status: status.trajectories_waiting),
     "groups_ready": ("Complete groups that wait for an update.", lambda status: status.groups_ready),
     "step": ("Optimizer steps of the policy.", lambda status: status.step),
-    "updates_per_second": ("Updates per second, lately.", lambda status: status.updates_per_second),
+    "updates_per_second": ("Recent rate of updates per second.", lambda status: status.updates_per_second),
     "training_loss": ("Loss of the last update.", lambda status: status.metrics.get("loss")),
     "reward_mean": ("Mean reward of the last update.", lambda status: status.metrics.get("reward_mean")),
-    "reward_std": ("Rewards' standard deviation, last update.", lambda status: status.metrics.get("reward_std")),
+    "reward_std": ("Standard deviation of rewards, last update.", lambda status: status.metrics.get("reward_std")),
     "reward_running_mean": ("Running mean of rewards.", lambda status: status.reward_running_mean),
     "kl": (
         "KL to the base in nats a token, last update: estimated from a sample of its tokens.",
@@ -227,7 +230,7 @@ TRAINING_GAUGES: Mapping[str, tuple[str, Callable[[TrainingStatus], float | None
     ),
     "ratio": ("Mean policy ratio, last update.", lambda status: status.metrics.get("ratio_mean")),
     "ratio_max": ("Largest policy ratio of a token, last update.", lambda status: status.metrics.get("ratio_max")),
-    "staleness": ("Mean versions of lag, last update.", lambda status: status.metrics.get("staleness")),
+    "staleness": ("Mean staleness in versions, last update.", lambda status: status.metrics.get("staleness")),
     "last_update_timestamp_seconds": ("Unix time of the last update.", lambda status: status.last_update),
 }
 TRAINING_REASONS: Mapping[str, tuple[str, Callable[[TrainingStatus], Mapping[str, int]]]] = {
@@ -239,7 +242,7 @@ TRAINING_REASONS: Mapping[str, tuple[str, Callable[[TrainingStatus], Mapping[str
 class TrainingCollector(Collector):
     """Reads the status of every trained adapter once per scrape. Event loop only.
 
-    A figure that is not known yet has no sample. If the server does not train, the only sample is 0 collected
+    A value that is not known yet has no sample. If the server does not train, the only sample is 0 collected
     trajectories, without a label.
     """
 

@@ -1,5 +1,5 @@
-"""From a checked request body to the engine's `GenerationRequest`: the adapter that the body names, its grammar, and
-the checks that need the model's vocabulary and context length."""
+"""Makes the engine's `GenerationRequest` of a validated body: finds the adapter that the body names, compiles its
+grammar, and makes the checks that need the model's vocabulary and context length."""
 
 from __future__ import annotations
 
@@ -109,7 +109,8 @@ def plan(
 
     Args:
         max_tokens: the limit that the client asked for.
-        default_max_tokens: the limit without one, if the context has room for it. None: all that fit.
+        default_max_tokens: the limit if the client asked for none; less if the context has less room. None: as many as
+            fit.
         top_logprobs: alternatives to report for each generated token. None: no logprobs.
         prompt_logprobs: alternatives to report for each prompt token. None: no prompt logprobs.
         visible_specials: special tokens that are part of the text.

@@ -58,7 +58,7 @@ class Services:
     schedule_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def check_open(self) -> None:
-        """Checks that the server takes generation requests now.
+        """Checks that the server accepts generation requests now.
 
         Raises:
             DrainingError: it is shutting down.
@@ -89,8 +89,8 @@ class Services:
             return self.adapters.find(selector)
 
     def routed_adapter(self) -> AdapterRef | None:
-        """What requests that name no adapter get now: the version with the largest share of the route. None: the base
-        model."""
+        """The version that requests get now if they name no adapter: the one with the largest share of the route. None:
+        the base model."""
         route = self.adapters.route()
         selector = max(route, key=lambda name: route[name])
         return None if selector == BASE_ADAPTER.name else self.adapters.find(selector).ref

@@ -8,7 +8,7 @@ from mlx_parallm.core import AdapterStats, DeviceSchedule, Histogram
 
 URL = "/v1/completions"
 GAPS = """\
-# HELP mlx_parallm_decode_gap_seconds Between two decode steps while rows wait for the second.
+# HELP mlx_parallm_decode_gap_seconds Time between two decode steps, while rows wait for the second.
 # TYPE mlx_parallm_decode_gap_seconds histogram
 mlx_parallm_decode_gap_seconds_bucket{le="0.5"} 2.0
 mlx_parallm_decode_gap_seconds_bucket{le="1.0"} 2.0

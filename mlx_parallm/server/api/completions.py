@@ -173,8 +173,8 @@ def prepare(
 class CompletionWriter(ChoiceWriter[CompletionBody]):
     """Writes texts, echoed prompts and logprobs.
 
-    An echoed prompt is the first piece of its choices. It is sent at once, or with its logprobs if those are wanted:
-    then pieces that arrive before them are held back, because another sample of the prompt may be faster.
+    An echoed prompt is the first piece of its choices. It is sent at once, or with its logprobs if those are wanted.
+    Then the pieces of its choices are held back until the logprobs arrive.
 
     `echoes` has each prompt as the client sent it, or the text of its token ids; it is empty without `echo`.
     """

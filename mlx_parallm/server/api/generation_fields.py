@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, PlainValidator, model_validator
 
-from mlx_parallm.server.api.fields import INT32_MAX, Neutral, WireInput, refused
+from mlx_parallm.server.api.fields import INT32_MAX, Neutral, OpenBody, WireInput, refused
 from mlx_parallm.server.api.grammar_fields import StructuredBody, is_shallow
 
 MAX_LOGPROBS = 20
@@ -137,21 +137,12 @@ class StreamOptions(WireInput):
     """Whether every chunk has the usage so far; needs `include_usage`."""
 
 
-class GenerationBody(StructuredBody):
-    """The fields that completions and chat share. Ranges are OpenAI's, or vLLM's for fields that OpenAI lacks."""
+class SharedBody(OpenBody):
+    """The fields that all generating routes share. Ranges are OpenAI's, or vLLM's for fields that OpenAI lacks."""
 
-    IGNORED: ClassVar[frozenset[str]] = StructuredBody.IGNORED | {
-        "user",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "store",
-        "service_tier",
-        "thinking",
-        "reasoning_effort",
-        "verbosity",
-    }
-    NEUTRAL: ClassVar[Neutral] = UNSUPPORTED_OPTIONS
+    IGNORED: ClassVar[frozenset[str]] = frozenset(
+        {"user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier"}
+    )
 
     model: str | None = None
     """A name of the served model, `base`, or an adapter: its name (for the live version), `name@version`, or a
@@ -159,6 +150,36 @@ class GenerationBody(StructuredBody):
     lora_adapter: str | None = None
     """An adapter, named as in `model`. `model` may name the served model at the same time. If both name an adapter,
     they must agree."""
+    stream: bool = False
+    """Whether the answer is sent as server-sent events instead of one body."""
+    temperature: Temperature = 1.0
+    """Divides the logits; 0 means greedy decoding."""
+    top_p: TopP = 1.0
+    """Sample from the fewest most likely tokens whose probabilities sum to at least this; 1 is off, 0 is greedy."""
+    seed: Seed | None = None
+    """Equal seeds sample equal tokens, whatever else is in the batch. Sample j of a prompt uses `seed` + j."""
+    ignore_eos: bool = False
+    """Whether to continue after the end-of-sequence token."""
+    metadata: dict[str, Any] | None = None
+    """At most 16 short strings, returned with the answer. With `collect_trajectory`, any JSON of at most 64 KiB and 32
+    levels, for the scorer."""
+    collect_trajectory: bool = False
+    """Whether the answers are kept for training. All answers to a prompt are one group."""
+    scoring_function: Annotated[str, Field(min_length=1, max_length=MAX_SCORER)] | None = None
+    """The scorer that rewards the collected answers. If it is left out, clients send rewards as feedback."""
+    traffic_class: Literal["live", "rollout"] | None = None
+    """The kind of requests whose share of the batch's rows this one uses while both kinds wait. If it is left out:
+    `rollout` with `collect_trajectory`, unless the server is configured otherwise, else `live`."""
+
+
+class GenerationBody(SharedBody, StructuredBody):
+    """The fields that completions and chat share."""
+
+    IGNORED: ClassVar[frozenset[str]] = (
+        SharedBody.IGNORED | StructuredBody.IGNORED | {"store", "thinking", "reasoning_effort", "verbosity"}
+    )
+    NEUTRAL: ClassVar[Neutral] = UNSUPPORTED_OPTIONS
+
     adapters: str | None = None
     """mlx-lm's name for `lora_adapter`, or the path of an adapter's folder under the operator's adapter roots, which is
     loaded by the first request that names it. A path contains a `/`."""
@@ -166,20 +187,12 @@ class GenerationBody(StructuredBody):
     """Must be 1 or equal to `n`: all answers that are generated are returned."""
     n: Annotated[int, Field(ge=1, le=MAX_SEQUENCES)] = 1
     """Number of answers to each prompt. `n` times the number of prompts is limited, see `/server_info`."""
-    stream: bool = False
-    """Whether the answer is sent as server-sent events instead of one body."""
     stream_options: StreamOptions = StreamOptions()
     """What a stream reports about usage. It has no effect without `stream`."""
-    temperature: Temperature = 1.0
-    """Divides the logits; 0 means greedy decoding."""
-    top_p: TopP = 1.0
-    """Sample from the fewest most likely tokens whose probabilities sum to at least this; 1 is off, 0 is greedy."""
     top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] = 0
     """Sample from this many most likely tokens; 0 and -1 are off."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Sample from tokens with at least this share of the most likely token's probability; 0 is off."""
-    seed: Seed | None = None
-    """Equal seeds sample equal tokens, whatever else is in the batch. Sample j of a prompt uses `seed` + j."""
     stop: Stops = Field(default_factory=list)
     """One text or a list of texts. The answer ends before the first of them."""
     presence_penalty: Penalty = 0.0
@@ -192,8 +205,6 @@ class GenerationBody(StructuredBody):
     """Values added to logits: maps token ids, in decimal digits, to numbers."""
     min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] = 0
     """Number of tokens before the answer may end by itself."""
-    ignore_eos: bool = False
-    """Whether to continue after the end-of-sequence token."""
     priority: Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)] = 0
     """Requests with lower values run earlier."""
     return_token_ids: bool = False
@@ -202,16 +213,6 @@ class GenerationBody(StructuredBody):
     """Whether tokens in `logprobs` are written as `token_id:<id>`, which is unique, unlike their texts."""
     prompt_logprobs: TopLogprobs | None = None
     """Return the logprobs of the prompt's tokens, and of this many most likely tokens at each position."""
-    metadata: dict[str, Any] | None = None
-    """At most 16 short strings, returned with the answer. With `collect_trajectory`, any JSON of at most 64 KiB and 32
-    levels, for the scorer."""
-    collect_trajectory: bool = False
-    """Whether the answers are kept for training. The `n` answers to a prompt are one group."""
-    scoring_function: Annotated[str, Field(min_length=1, max_length=MAX_SCORER)] | None = None
-    """The scorer that rewards the collected answers. If it is left out, clients send rewards as feedback."""
-    traffic_class: Literal["live", "rollout"] | None = None
-    """The kind of requests whose share of the batch's rows this one uses while both kinds wait. If it is left out:
-    `rollout` with `collect_trajectory`, unless the server is configured otherwise, else `live`."""
 
     @property
     def task_prompt(self) -> str | None:

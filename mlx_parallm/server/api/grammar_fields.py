@@ -65,7 +65,7 @@ SPECS: Mapping[str, Callable[[Any], GrammarSpec]] = {
     "choice": lambda choices: GrammarSpec(GrammarKind.CHOICE, json.dumps(choices)),
     "grammar": lambda source: GrammarSpec(GrammarKind.GRAMMAR, source),
 }
-"""vLLM's ways to write a grammar, and how each becomes a `GrammarSpec`."""
+"""Maps vLLM's ways to write a grammar to functions that make a `GrammarSpec` of it."""
 
 
 class NamedSchema(WireInput):

@@ -121,7 +121,7 @@ class Adapter(WireOutput):
     version: int
     """Counted from 1."""
     live: bool
-    """Whether the name alone means this version."""
+    """Whether the name without a version means this one."""
     residence: Literal["slot", "copy", "file"]
     """`slot`: in the adapter bank. `copy`: in memory. `file`: only on disk."""
     root: str

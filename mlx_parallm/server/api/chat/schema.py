@@ -78,14 +78,14 @@ class Call(WireOutput):
     """A tool call."""
 
     id: str
-    """The id that the message with the result names."""
+    """The id by which the message with the result refers to the call."""
     type: Literal["function"]
     function: CalledFunction
     """The function that is called."""
 
 
 class CallDelta(WireOutput):
-    """What a chunk adds to a tool call."""
+    """The part of a tool call that a chunk adds."""
 
     index: int
     """The call's position in the answer."""
@@ -94,7 +94,7 @@ class CallDelta(WireOutput):
     type: Literal["function"] | None = None
     """In the first chunk of the call."""
     function: CalledFunction
-    """What is added."""
+    """The part that is added."""
 
 
 class ChatMessage(WireOutput):

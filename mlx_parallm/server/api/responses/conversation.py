@@ -73,7 +73,7 @@ class CallItem(WireInput):
 
     type: Literal["function_call"]
     call_id: str
-    """The id that the item with the output names."""
+    """The id by which the item with the output refers to the call."""
     name: str
     """The function's name."""
     arguments: str
@@ -114,7 +114,8 @@ class ReasoningPart(WireInput):
 
 
 class ReasoningItem(WireInput):
-    """The model's reasoning. Only `content` is read: not its summary, nor the encrypted form of other servers."""
+    """The model's reasoning. Only `content` is read; the summary and the encrypted form of other servers are
+    ignored."""
 
     IGNORED: ClassVar[frozenset[str]] = frozenset({"id", "status", "summary", "encrypted_content"})
 
@@ -152,8 +153,8 @@ ITEM_LIST: TypeAdapter[list[InputItem]] = TypeAdapter(list[Item])
 
 
 def messages_of(items: Iterable[InputItem]) -> list[ChatMessageFields]:
-    """The items as chat messages. Reasoning, text and calls of the assistant that follow each other, in this order, are
-    one message."""
+    """The items as chat messages. Reasoning, text and calls of the assistant become one message if they follow each
+    other in this order."""
     messages: list[ChatMessageFields] = []
     for message in filter(None, (item.message() for item in items)):
         if messages and _continues(messages[-1], message):
@@ -224,8 +225,8 @@ class ResponseStore:
         return len(self._stored)
 
     def put(self, response_id: str, stored: StoredResponse) -> None:
-        """Stores a response and drops the least recently used ones to make room. One that is larger than all the room
-        is not stored."""
+        """Stores a response, and drops the least recently used ones to make room. A response that is larger than
+        `most_bytes` is not stored."""
         if stored.size > self._most_bytes:
             return
         with self._lock:

@@ -71,7 +71,7 @@ class OutputCall(WireOutput):
     status: ItemStatus
     """`incomplete` if the token limit cut it off; then the function must not be run."""
     call_id: str
-    """The id that the item with the output names."""
+    """The id by which the item with the output refers to the call."""
     name: str
     """The function's name."""
     arguments: str

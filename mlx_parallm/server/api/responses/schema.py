@@ -1,6 +1,6 @@
 """The body of `POST /v1/responses`: OpenAI's Responses API for a server that does not run tools itself.
 
-A body is translated into one of chat and validated as such once more, so both routes have the same limits.
+A body is translated into a chat body, which is validated too, so both routes have the same limits.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pydantic import BeforeValidator, Field, PlainValidator, ValidationInfo
 
 from mlx_parallm.server.api.chat.messages import MAX_MESSAGES, TemplateOptions
 from mlx_parallm.server.api.chat.tools import MAX_TOOLS
-from mlx_parallm.server.api.fields import INT32_MAX, Neutral, OpenBody, WireInput, read_nested, refused
-from mlx_parallm.server.api.generation_fields import NO_LIMIT, UNSUPPORTED_OPTIONS, Seed, Temperature, TopP
+from mlx_parallm.server.api.fields import INT32_MAX, Neutral, WireInput, read_nested, refused
+from mlx_parallm.server.api.generation_fields import NO_LIMIT, UNSUPPORTED_OPTIONS, SharedBody
 from mlx_parallm.server.api.responses.conversation import ChatMessageFields, Item, messages_of
 
 MAX_RESPONSE_ID = 128
@@ -129,20 +129,10 @@ class ReasoningConfig(WireInput):
     """Chat's `reasoning_effort`."""
 
 
-class ResponsesBody(OpenBody):
+class ResponsesBody(SharedBody):
     """A conversation so far, or its next turn."""
 
-    IGNORED: ClassVar[frozenset[str]] = frozenset(
-        {
-            "user",
-            "safety_identifier",
-            "prompt_cache_key",
-            "prompt_cache_retention",
-            "service_tier",
-            "stream_options",
-            "max_tool_calls",
-        }
-    )
+    IGNORED: ClassVar[frozenset[str]] = SharedBody.IGNORED | {"stream_options", "max_tool_calls"}
     NEUTRAL: ClassVar[Neutral] = {
         **UNSUPPORTED_OPTIONS,
         "access_programs": (),
@@ -174,24 +164,6 @@ class ResponsesBody(OpenBody):
         "top_k": (0, -1),
         "top_logprobs": (0,),
     }
-    CHAT_FIELDS: ClassVar[frozenset[str]] = frozenset(
-        {
-            "model",
-            "lora_adapter",
-            "temperature",
-            "top_p",
-            "seed",
-            "ignore_eos",
-            "stream",
-            "parallel_tool_calls",
-            "metadata",
-            "collect_trajectory",
-            "scoring_function",
-            "traffic_class",
-            "chat_template_kwargs",
-        }
-    )
-    """The fields that have chat's name and meaning."""
 
     input: Items
     """A message of the user as text, or a list of items: messages, function calls and their outputs, reasoning."""
@@ -199,22 +171,8 @@ class ResponsesBody(OpenBody):
     """A system message before all others. It applies to this request only."""
     previous_response_id: Annotated[str, Field(max_length=MAX_RESPONSE_ID)] | None = None
     """A stored response to continue: its whole conversation comes before `input`."""
-    model: str | None = None
-    """The served model, `base`, or an adapter, as in chat."""
-    lora_adapter: str | None = None
-    """An adapter, named as in `model`. If both fields name one, they must agree."""
     max_output_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     """Maximum number of tokens to generate, including reasoning and calls. If it is left out: as many as fit."""
-    temperature: Temperature = 1.0
-    """Divides the logits; 0 means greedy decoding."""
-    top_p: TopP = 1.0
-    """Sample from the fewest most likely tokens whose probabilities sum to at least this; 1 is off, 0 is greedy."""
-    seed: Seed | None = None
-    """Equal seeds sample equal tokens, whatever else is in the batch."""
-    ignore_eos: bool = False
-    """Whether to continue after the end-of-sequence token."""
-    stream: bool = False
-    """Whether the answer is sent as server-sent events instead of one body."""
     store: bool = True
     """Whether the response is kept in memory, for `previous_response_id` and `GET`, until newer ones replace it."""
     truncation: Literal["auto", "disabled"] = "disabled"
@@ -234,23 +192,16 @@ class ResponsesBody(OpenBody):
     """Settings of the model's reasoning."""
     include: Annotated[list[Literal["reasoning.encrypted_content"]], Field(max_length=1)] = Field(default_factory=list)
     """Only `reasoning.encrypted_content`, which has no effect: reasoning items have their text and can be sent back."""
-    metadata: dict[str, Any] | None = None
-    """At most 16 short strings, returned with the answer. With `collect_trajectory`, any JSON, for the scorer."""
-    collect_trajectory: bool = False
-    """Whether the answer is kept for training."""
-    scoring_function: str | None = None
-    """The scorer that rewards the collected answer. If it is left out, clients send the reward as feedback."""
-    traffic_class: Literal["live", "rollout"] | None = None
-    """The kind of requests whose share of the batch's rows this one uses, as in chat."""
     chat_template_kwargs: TemplateOptions = TemplateOptions()
     """Switches of the chat template."""
 
     def for_chat(self, earlier: Sequence[ChatMessageFields]) -> dict[str, Any]:
         """The same request as a body of chat, with the messages of `earlier` turns before those of `input`."""
+        same = {*SharedBody.model_fields, "parallel_tool_calls", "chat_template_kwargs"}
         choice = self.tool_choice.for_chat() if isinstance(self.tool_choice, NamedFunction) else self.tool_choice
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         return {
-            **self.model_dump(include=set(self.CHAT_FIELDS), exclude_unset=True),
+            **self.model_dump(include=same, exclude_unset=True),
             "messages": [*system, *earlier, *messages_of(self.input)],
             "max_completion_tokens": self.max_output_tokens,
             "response_format": self.text.format.for_chat(),

@@ -25,7 +25,7 @@ class UpdateObject(WireOutput):
     step: int
     """Optimizer steps so far."""
     metrics: dict[str, float | None]
-    """Figures of the update by name; null if not finite."""
+    """Metrics of the update by name; null if not finite."""
     checkpoint: str | None
     """Name of the checkpoint, if one was saved; never null if `checkpoint_name` was given."""
 
@@ -36,14 +36,14 @@ class TrainingObject(WireOutput):
     training_enabled: bool
     """Whether the server trains."""
     state: str
-    """disabled, idle, running, updating or paused."""
+    """`disabled`, `idle`, `running`, `updating` or `paused`."""
     lora_adapter: str | None
     """The trained adapter."""
     live_lora: str | None
     """Its live version."""
     current_lora: str | None
-    """What requests that name no adapter get now: the version with the largest share of the route, whatever its
-    adapter; null if it is the base model."""
+    """The version that requests get now if they name no adapter: the one with the largest share of the route, of any
+    adapter. null: the base model."""
     step: int
     """Optimizer steps so far."""
     trajectories_collected: int
@@ -78,7 +78,7 @@ class TrainingObject(WireOutput):
     staleness: float | None
     """Mean number of versions between sampling and training."""
     metrics: dict[str, float | None]
-    """All figures of the last update, by name."""
+    """All metrics of the last update, by name."""
     drops: dict[str, int]
     """Trajectories dropped, by reason."""
     skips: dict[str, int]
@@ -140,13 +140,13 @@ class DebugTrajectory(WireOutput):
     lora_adapter: str
     """The adapter version that it was sampled from; `base@0` for the base model."""
     state: str
-    """waiting (for a reward), scored, training, trained or dropped."""
+    """`waiting` (for a reward), `scored`, `training`, `trained` or `dropped`."""
     reason: str
-    """Why it was dropped; else empty."""
+    """Why it was dropped; empty if it was not."""
     reward: float | None
-    """Its reward; null: none yet."""
+    """Its reward; null if it has none yet."""
     scoring_function: str | None
-    """The scorer that rewards it; null: feedback does."""
+    """The scorer that rewards it; null if its reward comes as feedback."""
     metadata: dict[str, Any]
     """Data for the scorer."""
     prompt_token_ids: list[int]
@@ -178,7 +178,7 @@ FIGURES = ("loss", "reward_mean", "reward_std", "kl", "entropy", "clip_fraction"
 
 
 def status_object(status: TrainingStatus, current: AdapterRef | None) -> TrainingObject:
-    """`current`: what requests that name no adapter get; None: the base model."""
+    """`current` is the version that requests get if they name no adapter; None is the base model."""
     return TrainingObject(
         training_enabled=status.state != "disabled",
         state=status.state,

@@ -1,7 +1,7 @@
 """`/v1/training`: updates, feedback, control, status and events; `/debug/training` and `/debug/trajectories`.
 
-A change runs to its end even if the client disconnects. If the server does not train, status and debug routes say so,
-and all others answer 409.
+A change runs to its end even if the client disconnects. If the server does not train, the status and debug routes say
+so, and all others answer 409.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ async def update(
     services: ServicesDep,
     training: TrainingDep,
 ) -> UpdateObject:
-    """Makes one update now, with the complete groups or with given trajectories; answers when it is live."""
+    """Makes one update now, with the complete groups or with the given trajectories, and answers when the new version
+    is live."""
     given = None
     if body.given is not None:
         encode = partial(_given, body.given, services)
@@ -137,8 +138,8 @@ def _version(selector: str | None, services: Services, param: str) -> AdapterRef
 async def feedback(
     body: Annotated[FeedbackBody, Depends(json_body(FeedbackBody))], training: TrainingDep
 ) -> FeedbackObject:
-    """Sets a trajectory's reward. Feedback on one sample of a group is enough, and the last one before training counts.
-    409 for a trajectory that was trained on or dropped."""
+    """Sets a trajectory's reward. Feedback on one sample of a group is enough, and the last feedback before training
+    counts. The answer is 409 if the trajectory was trained on or dropped."""
     training.feedback(body.trajectory_id, body.score)
     return FeedbackObject(status="success", trajectory_id=body.trajectory_id, score=body.score)
 
@@ -174,7 +175,7 @@ async def roll_back(
 ) -> TrainingObject:
     """Serves the best version, or a checkpoint, and continues training from it."""
     with adapter_named_by("lora_adapter", body.lora_adapter):
-        training.status(body.lora_adapter)  # an unknown adapter is reported as `lora_adapter`, not as `to`
+        training.status(body.lora_adapter)  # the error about an unknown adapter names `lora_adapter`, not `to`
     with adapter_named_by("to", body.to):
         rolling_back = training.rollback(body.lora_adapter, body.to)
         return _status(await services.lifecycle.run_to_end(rolling_back), services)

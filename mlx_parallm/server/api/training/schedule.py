@@ -53,13 +53,13 @@ class ScheduleBody(WireInput):
     """The changes; at least one field must be given, and fields that are left out keep their values."""
 
     mode: Annotated[Mode, BeforeValidator(_mode)] | None = None
-    """A name for a `training_time_share`: inference_and_training is 0.12, training_priority 0.5. `training_time_share`
-    overrides it."""
+    """A name for a `training_time_share`: inference_and_training means 0.12, training_priority means 0.5.
+    `training_time_share` overrides it."""
     training_time_share: Annotated[float, Field(gt=0, le=1)] | None = None
     """Share of device time for updates while requests run, above 0, at most 1. Updates also get all idle time."""
     max_decode_stall_ms: Annotated[float, Field(ge=MIN_STALL_MS, le=MAX_STALL_MS)] | None = None
-    """Milliseconds of other work between two tokens. That work is sized by prediction and is not interrupted, so a
-    token can take longer."""
+    """Time for other work between two tokens, in milliseconds. That work is sized by prediction and is not interrupted,
+    so a token can take longer."""
     priority_ratios: PriorityRatiosBody | None = None
     """Shares of the batch's rows."""
 
@@ -96,8 +96,8 @@ class ScheduleObject(WireOutput):
     training_time_share: float
     """Share of device time for updates while requests run, 0 to 1."""
     max_decode_stall_ms: float
-    """Milliseconds of other work between two tokens. That work is sized by prediction and is not interrupted, so a
-    token can take longer."""
+    """Time for other work between two tokens, in milliseconds. That work is sized by prediction and is not interrupted,
+    so a token can take longer."""
     priority_ratios: PriorityRatiosObject
     """Shares of the batch's rows."""
     measured: MeasuredShares
