@@ -7,17 +7,18 @@ staging an adapter, part of a training micro-step) runs. `DeviceLoop.surviving` 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
 from mlx_parallm.adapters.store import AdapterStore
 from mlx_parallm.batch.runner import BatchRunner
-from mlx_parallm.core import DeviceSchedule, DeviceWork, EngineStats, GenerationRequest, PauseMode, TrainingWork
+from mlx_parallm.core import DeviceWork, EngineStats, GenerationRequest, PauseMode, TrainingWork, complete
 from mlx_parallm.engine.faults import Recovery
 from mlx_parallm.engine.live import FaultScope, LiveSequence, PoolMemory, Vocabulary
 from mlx_parallm.engine.requests import LiveRequests, PublishEvents
@@ -60,28 +61,20 @@ class DeviceLoop:
         lives: dict[int, LiveSequence] = {}
         self._scope = scope = FaultScope()
         self._runner = runner = parts.runner
-        self._adapters = adapters = parts.adapters
+        self.adapters = adapters = parts.adapters
         self._training = parts.training
         self._other_work: list[DeviceWork] = [adapters] if parts.training is None else [adapters, parts.training]
         self._queue_timeout_s = parts.queue_timeout_s
         self._limits = parts.limits
         memory = PoolMemory(runner.cache, adapters, lives, scope)
-        self._scheduler = scheduler = RLAwareScheduler(parts.scheduler, memory, parts.cost)
+        self.scheduler = scheduler = RLAwareScheduler(parts.scheduler, memory, parts.cost)
         self._requests = requests = LiveRequests(lives, scope, parts.vocabulary, scheduler, adapters, publish)
         self.counters = requests.counters
-        self._prefiller = Prefiller(runner, requests)
+        self._prefiller = Prefiller(runner, requests, scheduler)
         self._decoder = decoder = Decoder(runner, requests, scheduler, parts.lookahead)
         self._trace = UnitTrace(parts.trace)
         self._check_every_unit = parts.check_every_unit
         self._recovery = Recovery(runner, decoder, requests, scheduler, adapters, parts.training)
-
-    def reschedule(self, schedule: DeviceSchedule) -> None:
-        """Applies a schedule from the next unit on."""
-        self._scheduler.reschedule(schedule)
-
-    def add_wait_time(self, seconds: float) -> None:
-        """Counts time that rows have waited for calls on this thread between two units."""
-        self._scheduler.gap.add_wait_time(seconds)
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -112,29 +105,28 @@ class DeviceLoop:
         with self.surviving():
             self._requests.abort(request_id)
 
-    def commit_step(self) -> None:
-        """Reads the step in flight, so that an error in the next call on this thread was caused by that call."""
+    def call(self, function: Callable[[DeviceLoop], Any], done: Future[Any]) -> None:
+        """Runs `function` and completes `done`. An error concerns only the caller: no row's arrays are written, and no
+        decode step is in flight, whose error would show here."""
+        started = time.monotonic()
+        self._commit_step()
+        complete(done, lambda: function(self))
+        self.scheduler.gap.add_wait_time(time.monotonic() - started)
+
+    def _commit_step(self) -> None:
         with self.surviving():
             self._decoder.commit()
             self._requests.flush()
 
     def pause(self, mode: PauseMode) -> None:
         """Makes new requests wait for `resume`; `mode` says what happens to those in progress."""
-        self._scheduler.pause(freeze=mode is PauseMode.KEEP)
+        self.scheduler.pause(freeze=mode is PauseMode.KEEP)
         if mode is PauseMode.WAIT:
             return
-        self.commit_step()  # its tokens are published
+        self._commit_step()  # its tokens are published
         if mode is PauseMode.ABORT:
             self._requests.fail_all(AbortedError("the server was paused"))
         self._requests.flush()
-
-    def resume(self) -> None:
-        """Ends a pause."""
-        self._scheduler.resume()
-
-    def evict_adapters(self) -> Future[None]:
-        """See `AdapterStore.evict_idle`."""
-        return self._adapters.evict_idle()
 
     # -- the loop --------------------------------------------------------------------------------
 
@@ -143,12 +135,12 @@ class DeviceLoop:
         busy = True
         with self.surviving():
             started = time.monotonic()
-            if self._adapters.failures:
+            if self.adapters.failures:
                 self._fail_without_adapter()
             self._runner.cache.bytes_reserved = sum(work.bytes_held for work in self._other_work)
-            self._scheduler.admit()
+            self.scheduler.admit()
             admitted = time.monotonic()
-            self._scheduler.gap.add_wait_time(admitted - started)
+            self.scheduler.gap.add_wait_time(admitted - started)
             busy = self._run_next(admitted)
             self._recovery.went_well()
         if busy and self._check_every_unit:
@@ -169,11 +161,11 @@ class DeviceLoop:
 
     def _run_next(self, now: float) -> bool:
         waiting = OtherWork(
-            staging=self._adapters.waits(),
-            staging_is_urgent=self._adapters.urgent,
+            staging=self.adapters.waits(),
+            staging_is_urgent=self.adapters.urgent,
             training=self._training is not None and self._training.waits(),
         )
-        unit = self._scheduler.next_unit(now, waiting)
+        unit = self.scheduler.next_unit(now, waiting)
         if self._decoder.in_flight and not isinstance(unit, DecodeUnit):
             with self._trace.span("read tokens"):
                 self._decoder.commit()  # the next call schedules again, with the tokens that were drawn
@@ -190,7 +182,7 @@ class DeviceLoop:
             case DecodeUnit():
                 self._decoder.run(unit)
             case PrefillUnit():
-                self._prefill(unit)
+                self._prefiller.run(unit)
             case StagingUnit():
                 self._stage(unit)
             case TrainingUnit():
@@ -200,30 +192,18 @@ class DeviceLoop:
         """Closes the debug trace. Called once, after the last step."""
         self._trace.close()
 
-    # -- prefill ---------------------------------------------------------------------------------
-
-    def _prefill(self, unit: PrefillUnit) -> None:
-        started = time.monotonic()
-        self._prefiller.run(unit)
-        now = time.monotonic()
-        self.counters.prefilled_tokens += unit.tokens
-        self._scheduler.record_prefill(unit, now - started, now)
-        for part in unit.parts:
-            if part.sequence.to_prefill == 0:
-                self._requests.prefilled(self._requests.live(part.sequence))
-
     # -- adapters and training -------------------------------------------------------------------
 
     def _stage(self, unit: StagingUnit) -> None:
         """Stages at most one version. Rows waiting for it are admitted before the next version may take the slot;
         otherwise two versions competing for one slot would evict each other forever."""
-        adapters, slots, started = self._adapters, self._adapters.slots, time.monotonic()
+        adapters, slots, started = self.adapters, self.adapters.slots, time.monotonic()
         staged = slots.staged
         with self._scope.covering(work=adapters):
             adapters.advance()
             while time.monotonic() - started < unit.seconds and slots.staged == staged and adapters.waits():
                 adapters.advance()
-        self._scheduler.gap.add_staging(time.monotonic() - started)
+        self.scheduler.gap.add_staging(time.monotonic() - started)
 
     def _train(self, unit: TrainingUnit) -> None:
         """Runs one unit of an update. Its time counts even if it fails."""
@@ -237,13 +217,13 @@ class DeviceLoop:
             now = time.monotonic()
             self.counters.training_units += 1
             self.counters.training_seconds += now - started
-            self._scheduler.record_training(now - started, now)
+            self.scheduler.record_training(now - started, now)
 
     # -- faults ----------------------------------------------------------------------------------
 
     def _fail_without_adapter(self) -> None:
         """Fails requests whose adapter cannot be staged. They hold no row."""
-        for ref, error in self._adapters.take_failures().items():
+        for ref, error in self.adapters.take_failures().items():
             for request in self._requests.of_adapter(ref):
                 self._requests.fail(request, error)
         self._requests.flush()
@@ -253,14 +233,14 @@ class DeviceLoop:
     def stats(self) -> EngineStats:
         """Counters and gauges now."""
         peak = mx.get_peak_memory() if self._training is None else self._training.peak_bytes
-        return snapshot(self.counters, self._scheduler, self._runner.cache, self._requests.lives(), peak, self._limits)
+        return snapshot(self.counters, self.scheduler, self._runner.cache, self._requests.lives(), peak, self._limits)
 
     def check_integrity(self) -> None:
         """Raises AssertionError if scheduler, KV pool, adapter slots and live requests do not agree."""
-        self._scheduler.check_integrity()
+        self.scheduler.check_integrity()
         self._runner.cache.check_integrity()
-        self._adapters.check_integrity()
+        self.adapters.check_integrity()
         self._requests.check_integrity()
         rows = {id(live.row.kv): live.row.kv for live in self._requests.lives() if live.row is not None}
         assert set(rows) == {id(row) for row in self._runner.cache.rows()}
-        assert self._adapters.slots.pinned == len({row.adapter_slot for row in rows.values()} - {0})
+        assert self.adapters.slots.pinned == len({row.adapter_slot for row in rows.values()} - {0})

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar, overload
 
 import mlx.core as mx
@@ -30,7 +30,6 @@ from mlx_parallm.core import (
     PauseMode,
     RequestFailed,
     RequestFinished,
-    complete,
 )
 from mlx_parallm.engine.loop import DeviceLoop, EngineParts
 from mlx_parallm.errors import EngineDeadError
@@ -46,29 +45,8 @@ _SNAPSHOT_S = 0.1
 """While the loop is busy, it renews the snapshot that `stats` returns when that is older than this."""
 _DEAD = "the device thread has stopped; restart the server"
 
-
-@dataclass(frozen=True, slots=True)
-class _Abort:
-    request_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """A function to run on the device thread between two units, and the future of its result."""
-
-    function: Callable[[DeviceLoop], Any]
-    done: Future[Any]
-
-
-class _Wake:
-    """Wakes the loop when it is idle."""
-
-
-class _Stop:
-    """Ends the device thread."""
-
-
-_Message = GenerationRequest | _Abort | _Call | _Wake | _Stop
+_Message = Callable[[DeviceLoop], object]
+"""What the device thread does between two units."""
 
 
 class ContinuousBatchProcessor:
@@ -84,7 +62,7 @@ class ContinuousBatchProcessor:
     def __init__(self, build: Callable[[], EngineParts], debug: bool = False) -> None:
         self._build = build
         self._debug = debug
-        self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()  # None ends the thread
         self._queues: dict[str, asyncio.Queue[Event]] = {}
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._pauses = 0  # calls of `pause` and `resume`; a later call ends the wait of an earlier one
@@ -105,7 +83,7 @@ class ContinuousBatchProcessor:
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """Ends the device thread after its current unit. Running requests fail."""
-        self._inbox.put(_Stop())
+        self._inbox.put(None)
         self._thread.join(timeout_s)
 
     def stats(self) -> EngineStats:
@@ -113,7 +91,7 @@ class ContinuousBatchProcessor:
 
     def wake(self) -> None:
         """Wakes the loop when it is idle."""
-        self._inbox.put(_Wake())
+        self._inbox.put(lambda loop: None)
 
     # -- the event loop's thread -----------------------------------------------------------------
 
@@ -124,7 +102,7 @@ class ContinuousBatchProcessor:
             raise EngineDeadError(_DEAD)
         events: asyncio.Queue[Event] = asyncio.Queue()
         self._queues[request.request_id] = events
-        self._inbox.put(request)
+        self._inbox.put(lambda loop: loop.submit(request))
         ended = False
         try:
             while not ended:
@@ -134,11 +112,11 @@ class ContinuousBatchProcessor:
         finally:
             del self._queues[request.request_id]
             if not ended:
-                self._inbox.put(_Abort(request.request_id))
+                self._inbox.put(lambda loop: loop.abort(request.request_id))
 
     async def reschedule(self, schedule: DeviceSchedule) -> None:
         """See `core.EngineClient.reschedule`."""
-        await self._change(lambda loop: loop.reschedule(schedule))
+        await self._change(lambda loop: loop.scheduler.reschedule(schedule))
 
     async def pause(self, mode: PauseMode) -> None:
         """See `core.EngineClient.pause`."""
@@ -151,14 +129,14 @@ class ContinuousBatchProcessor:
     async def resume(self) -> None:
         """See `core.EngineClient.resume`."""
         self._pauses += 1
-        await self._change(DeviceLoop.resume)
+        await self._change(lambda loop: loop.scheduler.resume())
 
     async def sleep(self, bank: bool = False) -> None:
         """See `core.EngineClient.sleep`."""
         while self._queues:
             await asyncio.sleep(_DRAIN_CHECK_S)
         if bank:
-            await self._run(DeviceLoop.evict_adapters)
+            await self._run(lambda loop: loop.adapters.evict_idle())
         await self._change(lambda _: mx.clear_cache())
 
     @overload
@@ -182,7 +160,7 @@ class ContinuousBatchProcessor:
 
     async def _run(self, function: Callable[[DeviceLoop], Any]) -> Any:
         done: Future[Any] = Future()
-        self._inbox.put(_Call(function, done))
+        self._inbox.put(lambda loop: loop.call(function, done))
         waiting = asyncio.wrap_future(done)
         waiting.add_done_callback(asyncio.Future.exception)  # else asyncio would warn if the caller is cancelled
         while not waiting.done():
@@ -240,16 +218,11 @@ class ContinuousBatchProcessor:
                 loop.check_integrity()
 
     def _take_messages(self, loop: DeviceLoop, wait_s: float) -> bool:
-        """Handles the messages in the inbox, waiting up to `wait_s` seconds for the first one. False after `_Stop`."""
+        """Handles the messages in the inbox, waiting up to `wait_s` seconds for the first. False: the thread is to end."""
         try:
             message = self._inbox.get(block=wait_s > 0.0, timeout=wait_s or None)
-            while not isinstance(message, _Stop):
-                if isinstance(message, _Abort):
-                    loop.abort(message.request_id)
-                elif isinstance(message, _Call):
-                    _execute(message, loop)
-                elif isinstance(message, GenerationRequest):
-                    loop.submit(message)
+            while message is not None:
+                message(loop)
                 message = self._inbox.get_nowait()
         except queue.Empty:
             return True
@@ -262,11 +235,3 @@ class ContinuousBatchProcessor:
         if self._event_loop is None or self._event_loop.is_closed():
             return
         self._event_loop.call_soon_threadsafe(callback, argument)
-
-
-def _execute(call: _Call, loop: DeviceLoop) -> None:
-    """Runs a call with no decode step in flight. Its error concerns only the caller: no row's arrays are written."""
-    started = time.monotonic()
-    loop.commit_step()
-    complete(call.done, lambda: call.function(loop))
-    loop.add_wait_time(time.monotonic() - started)

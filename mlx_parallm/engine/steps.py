@@ -25,17 +25,25 @@ from mlx_parallm.scheduler.units import DecodeUnit, PrefillPart, PrefillUnit
 class Prefiller:
     """Computes the keys and values of prompt chunks. Device thread only; raises what the device raises."""
 
-    def __init__(self, runner: BatchRunner, requests: LiveRequests) -> None:
+    def __init__(self, runner: BatchRunner, requests: LiveRequests, scheduler: RLAwareScheduler) -> None:
         self._runner = runner
         self._requests = requests
+        self._scheduler = scheduler
 
     def run(self, unit: PrefillUnit) -> None:
         """Computes the chunks of one unit, and the logprobs if its prompt is scored."""
+        started = time.monotonic()
         with self._requests.scope.covering(self._requests.live(part.sequence).request for part in unit.parts):
             if unit.parts[0].sequence.scored:
                 self._score(unit.parts[0])
             else:
                 self._runner.prefill([self._chunk(part) for part in unit.parts])
+        now = time.monotonic()
+        self._requests.counters.prefilled_tokens += unit.tokens
+        self._scheduler.record_prefill(unit, now - started, now)
+        for part in unit.parts:
+            if part.sequence.to_prefill == 0:
+                self._requests.prefilled(self._requests.live(part.sequence))
 
     def _score(self, part: PrefillPart) -> None:
         live = self._requests.live(part.sequence)

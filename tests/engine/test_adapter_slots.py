@@ -106,7 +106,7 @@ def test_a_unit_of_staging_brings_one_version_though_it_has_time_for_more() -> N
     staged = harness.adapters.slots.staged
     for name, ref in (("first", refs[1]), ("second", refs[2])):
         harness.submit(name, [1, 2, 3], 3, adapter=ref)
-    harness.loop._scheduler.admit()
+    harness.loop.scheduler.admit()
     assert harness.adapters.waits(), "for the other slot"
     harness.loop._stage(StagingUnit(0.5))
     assert harness.adapters.slots.staged == staged + 1

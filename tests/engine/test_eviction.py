@@ -38,7 +38,7 @@ def say(harness: Harness, request_id: str, ref: AdapterRef) -> list[int]:
 
 
 def evict(harness: Harness) -> None:
-    harness.wait(harness.loop.evict_adapters())
+    harness.wait(harness.loop.adapters.evict_idle())
     harness.run()
 
 
@@ -75,7 +75,7 @@ def test_a_version_that_rows_hold_stays_and_so_does_the_bank() -> None:
     harness.submit("r", PROMPT, 8, adapter=held)
     while not harness.tokens("r"):
         harness.loop.step()
-    harness.wait(harness.loop.evict_adapters())
+    harness.wait(harness.loop.adapters.evict_idle())
     harness.run()
     assert harness.tokens("r") == expected
     assert (residence(harness, held), residence(harness, idle)) == (Residence.SLOT, Residence.COPY)
@@ -106,7 +106,7 @@ def test_a_fault_during_eviction_is_raised_and_loses_nothing_that_has_files(
 
     with monkeypatch.context() as patch:
         patch.setattr(harness.adapters.bank, "read", broken)
-        evicted = harness.loop.evict_adapters()
+        evicted = harness.loop.adapters.evict_idle()
         harness.run()
     assert isinstance(evicted.exception(timeout=0), RuntimeError)
     assert say(harness, "after", ref) == before

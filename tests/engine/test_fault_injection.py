@@ -244,7 +244,7 @@ METHODS = [
     "runner.cache.fork",
     "runner.cache.grow",
     "adapters.waits",
-    "loop._scheduler._memory.ready",
+    "loop.scheduler._memory.ready",
     "adapters.pin",
     "adapters.advance",
     "loop._training.waits",

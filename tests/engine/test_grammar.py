@@ -132,7 +132,7 @@ def test_preempted_rows_go_on_where_their_text_was() -> None:
     for rid, word in words.items():
         harness.submit(rid, PROMPT, 100, grammar=Words(word))
     harness.run()
-    assert harness.loop._scheduler.preemptions > 0
+    assert harness.loop.scheduler.preemptions > 0
     for rid, word in words.items():
         assert tuple(harness.tokens(rid)) == word
 

@@ -184,7 +184,7 @@ def test_each_unit_is_paced_by_the_schedule_in_force() -> None:
     harness, training = learning()
     training.left = 2
     harness.loop.step()
-    harness.loop.reschedule(DeviceSchedule(max_decode_stall_s=0.1))
+    harness.loop.scheduler.reschedule(DeviceSchedule(max_decode_stall_s=0.1))
     harness.loop.step()
     assert training.paces == [0.5, 0.1]
     assert harness.loop.stats().schedule.max_decode_stall_s == 0.1
@@ -197,7 +197,7 @@ def test_what_rows_have_waited_already_is_taken_from_the_next_unit() -> None:
         harness.loop.step()
     harness.loop.step()
     training.left = 1
-    harness.loop.add_wait_time(0.2)
+    harness.loop.scheduler.gap.add_wait_time(0.2)
     harness.run()
     assert training.paces[0] == pytest.approx(0.3, abs=0.02)
 
