@@ -103,7 +103,7 @@ def run(config: Config, options: TrainOptions, view: TrainView) -> int:
     served = engine.start()
     assert served.training is not None  # the command's configuration trains
     try:
-        steps = _TrainingRun(config, options, source, view, engine, served, served.training)
+        steps = _TrainingRun(config, options, source, view, served, served.training)
         return asyncio.run(_until_signal(steps.run()))
     finally:
         engine.stop()
@@ -137,53 +137,47 @@ def _exit_now(code: int) -> NoReturn:
     os._exit(code)
 
 
+@dataclass
 class _TrainingRun:
-    """The steps of one run."""
+    """The steps of one run. `drawn` of `wanted` trajectories of the current step were reported to the view."""
 
-    def __init__(
-        self,
-        config: Config,
-        options: TrainOptions,
-        source: Environment,
-        view: TrainView,
-        engine: Engine,
-        served: Served,
-        training: TrainingRuntime,
-    ) -> None:
-        self._config = config
-        self._options = options
-        self._source = source
-        self._view = view
-        self._engine = engine
-        self._served = served
-        self._training = training
-        self._service = training.service
-        self._drawn = self._wanted = 0
-        self._failures = deque[str](maxlen=max(options.prompts_per_step, _MIN_WINDOW))  # "" for a task that succeeded
+    config: Config
+    options: TrainOptions
+    source: Environment
+    view: TrainView
+    served: Served
+    training: TrainingRuntime
+    drawn: int = 0
+    wanted: int = 0
+
+    def __post_init__(self) -> None:
+        self.service = self.training.service
+        window = max(self.options.prompts_per_step, _MIN_WINDOW)
+        self.failures = deque[str](maxlen=window)  # "" for a task that succeeded
 
     async def run(self) -> None:
         """Makes the steps that are left. The checkpoint of the last one is tagged."""
-        options = self._options
+        options = self.options
         try:
-            await self._training.start()
-            await self._service.pause()  # each step makes its own update when its trajectories are scored
+            await self.training.start()
+            await self.service.pause()  # each step makes its own update when its trajectories are scored
             done, taken = self._progress()
             rollouts = self._rollouts(await asyncio.to_thread(self._tasks, taken), taken)
-            self._view.started(_facts(self._config, options, self._served), done)
+            self.view.started(_facts(self.config, options, self.served), done)
             for step in range(done + 1, options.steps + 1):
-                self._view.updated(await self._step(rollouts, step))
+                self.view.updated(await self._step(rollouts, step))
                 self._check_failures()
         finally:
-            await self._training.close()
+            await self.training.close()
 
     def _progress(self) -> tuple[int, int]:
         """The steps made and the tasks taken before the run was resumed."""
-        progress = self._service.progress()
+        progress = self.service.progress()
         return int(progress.get(STEPS, 0)), int(progress.get(TASKS, 0))
 
     def _tasks(self, taken: int) -> Iterator[Task]:
         """The environment's tasks after the first `taken`. Raises ConfigError: they cannot be scored."""
-        tasks = self._source.tasks(self._config.rl_training.seed)
+        tasks = self.source.tasks(self.config.rl_training.seed)
         first = next(tasks)
         try:
             ScorerCatalogue().check(first.collection)
@@ -192,10 +186,10 @@ class _TrainingRun:
         return itertools.islice(itertools.chain([first], tasks), taken, None)
 
     def _rollouts(self, tasks: Iterator[Task], taken: int) -> Rollouts:
-        training, served = self._config.rl_training, self._served
+        training, served = self.config.rl_training, self.served
         assert served.run is not None  # the command's configuration keeps checkpoints
         settings = RolloutSettings(
-            self._options.group_size,
+            self.options.group_size,
             training.max_completion_tokens,
             seed=training.seed,
             run=served.run.id,
@@ -205,55 +199,55 @@ class _TrainingRun:
 
     async def _step(self, rollouts: Rollouts, step: int) -> UpdateReport:
         """Makes one update. Its report includes the speed of the whole step."""
-        started, self._drawn, self._wanted = time.monotonic(), 0, 0
+        started, self.drawn, self.wanted = time.monotonic(), 0, 0
         tokens, drawing, failures = 0, 0.0, 0
         for _ in range(1 + self._refills):
-            if missing := self._options.prompts_per_step - self._service.status().groups_ready:
+            if missing := self.options.prompts_per_step - self.service.status().groups_ready:
                 began = time.monotonic()
                 drawn, unscored = await self._draw(rollouts, missing), self._unscored()
                 drawing += time.monotonic() - began
                 await self._wait_for_rewards()
                 failures += self._count(missing, [*drawn.failures, *[_UNSCORED] * (self._unscored() - unscored)])
                 tokens += drawn.tokens
-        report = await self._service.update(progress={STEPS: step, TASKS: rollouts.taken})
+        report = await self.service.update(progress={STEPS: step, TASKS: rollouts.taken})
         speed = {"tokens_per_second": tokens / drawing if drawing else 0.0, "seconds": time.monotonic() - started}
         report = replace(report, metrics={**report.metrics, **speed, "failed_tasks": float(failures)})
-        return await self._save_tagged(report) if step == self._options.steps and report.step else report
+        return await self._save_tagged(report) if step == self.options.steps and report.step else report
 
     async def _save_tagged(self, report: UpdateReport) -> UpdateReport:
-        card = await self._service.save(None, None, [FINAL], report.metrics)
+        card = await self.service.save(None, None, [FINAL], report.metrics)
         return replace(report, checkpoint=card.name)
 
     def _count(self, tasks: int, failures: list[str]) -> int:
         """Reports the tasks that failed, and returns their number."""
         for failure in failures:
-            self._view.task_failed(failure)
-        self._failures.extend([""] * (tasks - len(failures)) + failures)
+            self.view.task_failed(failure)
+        self.failures.extend([""] * (tasks - len(failures)) + failures)
         return len(failures)
 
     def _check_failures(self) -> None:
         """Raises TrainingFailedError: most of the last tasks failed."""
-        failed = [failure for failure in self._failures if failure]
-        if len(self._failures) == self._failures.maxlen and 2 * len(failed) > len(self._failures):
+        failed = [failure for failure in self.failures if failure]
+        if len(self.failures) == self.failures.maxlen and 2 * len(failed) > len(self.failures):
             raise TrainingFailedError(
-                f"{len(failed)} of the last {len(self._failures)} tasks failed, the last of them with: {failed[-1]}; "
+                f"{len(failed)} of the last {len(self.failures)} tasks failed, the last of them with: {failed[-1]}; "
                 "repair the environment and continue with --resume"
             )
 
     def _unscored(self) -> int:
         """Tasks whose answers could not be scored so far."""
-        return self._service.status().drops.get(DropReason.SCORING_FAILED.value, 0) // self._options.group_size
+        return self.service.status().drops.get(DropReason.SCORING_FAILED.value, 0) // self.options.group_size
 
     @property
     def _refills(self) -> int:
         """How many times groups without a learning signal are replaced: dapo's dynamic sampling (arXiv 2503.14476)."""
-        return REFILLS if self._config.rl_training.algorithm == "dapo" else 0
+        return REFILLS if self.config.rl_training.algorithm == "dapo" else 0
 
     async def _draw(self, rollouts: Rollouts, groups: int) -> DrawResult:
         """Draws groups from the live version."""
-        self._wanted += groups * self._options.group_size
+        self.wanted += groups * self.options.group_size
         self._report_rollout(0)
-        return await rollouts.draw(groups, str(self._service.status().current or BASE_ADAPTER.name))
+        return await rollouts.draw(groups, str(self.service.status().current or BASE_ADAPTER.name))
 
     async def _wait_for_rewards(self) -> None:
         """Returns when every trajectory has its reward.
@@ -261,14 +255,14 @@ class _TrainingRun:
         Raises:
             EngineDeadError: the device thread has stopped.
         """
-        while self._service.status().trajectories_waiting:
-            if not self._engine.processor.stats().alive:
+        while self.service.status().trajectories_waiting:
+            if not self.served.engine.stats().alive:
                 raise EngineDeadError("the device thread has stopped")
             await asyncio.sleep(_POLL_S)
 
     def _report_rollout(self, ended: int) -> None:
-        self._drawn += ended
-        self._view.rollout(self._drawn, self._wanted)
+        self.drawn += ended
+        self.view.rollout(self.drawn, self.wanted)
 
 
 def _facts(config: Config, options: TrainOptions, served: Served) -> Mapping[str, str]:
