@@ -218,7 +218,7 @@ class ContinuousBatchProcessor:
                 loop.check_integrity()
 
     def _take_messages(self, loop: DeviceLoop, wait_s: float) -> bool:
-        """Handles the messages in the inbox, waiting up to `wait_s` seconds for the first. False: the thread is to end."""
+        """Handles the inbox, waiting up to `wait_s` seconds for the first message. False: the thread is to end."""
         try:
             message = self._inbox.get(block=wait_s > 0.0, timeout=wait_s or None)
             while message is not None:
