@@ -7,7 +7,7 @@ its own copy of the model. Our trainer uses micro-steps of the size that it uses
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
 
@@ -113,7 +113,8 @@ class _Ours:
 
     def update(self, start: Params) -> None:
         """Makes one update from these factors. Raises its error."""
-        self.policy.params, self.units = start, 0
+        self.policy.restore(replace(self.policy.state, params=start))
+        self.units = 0
         outcome = self._trainer.begin(self.policy, UpdateBatch(samples(0)))
         while self._trainer.waits():
             self._trainer.advance()
