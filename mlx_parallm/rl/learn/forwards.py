@@ -37,7 +37,8 @@ _BLOCK = 256
 
 
 class StageKind(Enum):
-    """What a stage computes. The value is its expected cost, in layers, before one was measured."""
+    """What a stage computes. The value is its cost relative to the forward pass of one layer: a guess that is used
+    until a stage of the kind was measured."""
 
     FORWARD = 1.0
     HEAD = 8.0
@@ -55,8 +56,11 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class MicroStepInput:
-    """One policy's part of a micro-step: its micro-batch, its state, and the totals and the gradients so far of its
-    update."""
+    """One policy's part of a micro-step.
+
+    denominators: those of its update.
+    gradients: the sum of its update's gradients so far; None in the update's first micro-step.
+    """
 
     batch: MicroBatch
     policy: PolicyState
@@ -69,8 +73,8 @@ class MicroStepResult:
     """The result of a micro-step for the update of one policy.
 
     logprobs: of the completion tokens under the policy before the update, fp32 [N].
-    gradients: those of the input, and those of this micro-step added to them. MLX adds in place if nothing else refers
-        to those of the input.
+    gradients: those of the input plus those of this micro-step. MLX adds in place if nothing else refers to the arrays
+        of the input.
     """
 
     loss: mx.array
@@ -81,7 +85,7 @@ class MicroStepResult:
 
 @dataclass(frozen=True, slots=True)
 class MicroStep:
-    """`results`: one for each input, in order. `stages`: they compute the results."""
+    """`results`: one for each input, in order. `stages`: what computes them, in order."""
 
     results: list[MicroStepResult]
     stages: list[Stage]

@@ -139,7 +139,7 @@ def _laid_out(batch: SampleBatch) -> tuple[list[int], list[int]]:
         for sample, width in zip(group, segment.widths(), strict=True):
             inputs = sample.completion_ids[:-1]
             positions += [last, *range(len(tokens), len(tokens) + len(inputs))]
-            tokens += _padded(inputs, width, 0)
+            tokens += inputs + (0,) * (width - len(inputs))
     return tokens, positions
 
 

@@ -117,8 +117,8 @@ class GRPOTrainer:
         self._pacer.budget = seconds
 
     def advance(self) -> None:
-        """Runs one unit: a part of a job, or several short jobs. It ends when an update is finished, because its
-        outcome is waited for."""
+        """Runs one unit: a part of a job, or several short jobs. The end of an update also ends the unit, so that its
+        outcome is not delayed."""
         self._pacer.begin()
         more = True
         while more:
@@ -160,8 +160,8 @@ class GRPOTrainer:
     # -- jobs ------------------------------------------------------------------------------------
 
     def _next_job(self) -> Job:
-        """The end of an update whose micro-steps are all done, or else a micro-step with a batch of samples of the
-        oldest update, and one of the oldest update of every other policy as long as they fit."""
+        """The end of an update whose micro-steps are all done, if there is one. Otherwise a micro-step: a batch of
+        samples of the oldest update, and one of the oldest update of every other policy, as long as they fit."""
         oldest: dict[Policy, Update] = {}
         for update in self._queue:
             oldest.setdefault(update.policy, update)

@@ -82,7 +82,7 @@ class Update:
         return None
 
     def add(self, batch: SampleBatch, result: MicroStepResult) -> None:
-        """Takes over the result of a micro-step, which is lazy still."""
+        """Keeps the result of a micro-step, whose arrays are lazy still."""
         self.gradients = result.gradients
         self.logprobs[batch] = result.logprobs
         self._losses.append(result.loss)
@@ -120,7 +120,8 @@ class Update:
             _log.warning("an update was skipped: %s", self.skipped)
 
     def _clipped(self, max_grad_norm: float) -> Params:
-        """The gradients of the whole batch that was asked for, in which samples without a signal have none."""
+        """The gradients, scaled down if their norm is too large. Samples that were dropped because they have no signal
+        count with a gradient of zero: hence `step_scale`."""
         gradients, self.gradients = self.gradients, None
         scale = self._batch.step_scale
         norm = scale * self._grad_norm
