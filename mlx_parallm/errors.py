@@ -31,6 +31,8 @@ The table in `server/errors.py` assigns an HTTP status and an error code to each
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class ParaLLMError(Exception):
     """Base class of all errors that this project raises on purpose."""
@@ -78,6 +80,12 @@ class ContextLengthError(RequestError):
 
 class UnknownModelError(RequestError):
     """`model` is not the name of anything that this server serves."""
+
+    @classmethod
+    def listing(cls, selector: str, names: Sequence[str]) -> UnknownModelError:
+        """The error about a selector that is none of `names`. It lists the first of them, in text of bounded length."""
+        listed = ", ".join(name[:80] for name in names[:10]) + (f" and {len(names) - 10} more" if names[10:] else "")
+        return cls(f"No model or adapter is called {selector[:100]!r}; there are {listed}: see GET /v1/models.")
 
 
 class ConflictError(RequestError):

@@ -15,18 +15,16 @@ from dataclasses import replace
 
 from mlx_parallm.adapters.weights import Version, VersionInfo
 from mlx_parallm.core import BASE_ADAPTER, AdapterRef
-from mlx_parallm.errors import ConflictError, InvalidRequestError, UnknownModelError
+from mlx_parallm.errors import ConflictError, UnknownModelError
 
 KEPT_VERSIONS = 4
 """The newest versions of each name are kept even if nobody uses them."""
 
-_MAX_LISTED, _MAX_LISTED_CHARACTERS = 10, 80
-"""The error about an unknown name lists at most this many names, each cut to this many characters."""
 _BASE_ROUTE: Mapping[str, float] = {BASE_ADAPTER.name: 1.0}
 
 
 class AdapterRegistry:
-    """Thread-safe: every public method takes the one lock and waits for nothing else.
+    """Thread-safe: there is one lock, and whoever holds it waits for nothing else.
 
     A *selector* is `name` (its live version), `name@version`, or a checkpoint of the default adapter:
     `checkpoint-<step>`, a tag, or `latest`. `base` is the base model.
@@ -38,9 +36,8 @@ class AdapterRegistry:
         model_names: names of the served model, for the error about an unknown name. They are no selectors.
         default_takes_over: the first live version of the default adapter gets the base model's share of the route.
 
-    Attributes:
-        swaps: how often the live version of a name, or the route, changed.
-        flip_s_last, flip_s_max: seconds that `flip` took.
+    Attributes: `swaps` says how often the live version of a name, or the route, changed; `flip_s_last` and `flip_s_max`
+    how many seconds `flip` took.
     """
 
     def __init__(
@@ -59,9 +56,7 @@ class AdapterRegistry:
         self._model_names = model_names
         self._default_takes_over = default_takes_over
         self._versions: dict[AdapterRef, Version] = {}  # with forgotten ones that are still leased
-        self._live: dict[
-            str, list[Version]
-        ] = {}  # of each name, the versions that were live, in order; the last one is
+        self._live: dict[str, list[Version]] = {}  # of each name: those that have been live; the last one is live now
         self._next: dict[str, int] = {}  # of each name, the number of the next version; none is used twice
         self._routes: list[Mapping[str, float]] = [_BASE_ROUTE]
         self._base = Version(BASE_ADAPTER, VersionInfo(0, 0.0, (), 0))
@@ -82,19 +77,12 @@ class AdapterRegistry:
         return version
 
     def _unknown(self, selector: str) -> UnknownModelError:
-        """The error about a selector that means nothing. It lists known names, in text of bounded length."""
-        names = [*self._model_names, BASE_ADAPTER.name, *sorted(name for name, live in self._live.items() if live)]
-        others = len(names) - _MAX_LISTED
-        listed = ", ".join(name[:_MAX_LISTED_CHARACTERS] for name in names[:_MAX_LISTED])
-        listed += f" and {others} more" if others > 0 else ""
-        return UnknownModelError(
-            f"No model or adapter is called {selector[:100]!r}; there are {listed}: see GET /v1/models."
-        )
+        live = sorted(name for name, versions in self._live.items() if versions)
+        return UnknownModelError.listing(selector, (*self._model_names, BASE_ADAPTER.name, *live))
 
     def version(self, ref: AdapterRef) -> Version | None:
         """The version with this name and number, None if no selector finds it and it is not leased."""
-        with self._lock:
-            return self._base if ref == BASE_ADAPTER else self._versions.get(ref)
+        return self._base if ref == BASE_ADAPTER else self._versions.get(ref)
 
     @contextmanager
     def lease(self, selector: str | None) -> Iterator[Version]:
@@ -139,15 +127,19 @@ class AdapterRegistry:
     def add(self, adapter: str, info: VersionInfo) -> Version:
         """Adds a version, not live yet. Versions from the same files with older content become superseded."""
         with self._lock:
-            for older in self._known():
+            for older in self._versions.values():
                 same_place = bool(info.root) and older.info.root == info.root
                 older.superseded |= same_place and older.info.digest != info.digest
-            return self.restore(AdapterRef(adapter, self._next_number(adapter)), info)
+            number = self._next.get(adapter) or self._first_version(adapter)
+            self._next[adapter] = number + 1
+            version = self._versions[AdapterRef(adapter, number)] = Version(AdapterRef(adapter, number), info)
+            return version
 
     def restore(self, ref: AdapterRef, info: VersionInfo) -> Version:
         """Adds a checkpoint's version under the number that it had, unless it is there already."""
         with self._lock:
-            self._next[ref.name] = max(self._next_number(ref.name), ref.version + 1)
+            next_number = self._next.get(ref.name) or self._first_version(ref.name)
+            self._next[ref.name] = max(next_number, ref.version + 1)
             version = self._versions.get(ref)
             if version is None or version.forgotten:
                 version = self._versions[ref] = Version(ref, info)
@@ -183,13 +175,7 @@ class AdapterRegistry:
     def live(self, adapter: str) -> Version | None:
         """The live version of a name."""
         with self._lock:
-            live = self._live.get(adapter)
-            return live[-1] if live else None
-
-    def live_from(self, root: str) -> Version | None:
-        """A live version that was read from the directory `root`."""
-        with self._lock:
-            return next((v[-1] for v in self._live.values() if v and v[-1].info.root == root), None)
+            return next(reversed(self._live.get(adapter, [])), None)
 
     def discard(self, ref: AdapterRef) -> None:
         """Forgets a version, if it is still known. If it is live, that is undone: what it replaced is live again."""
@@ -197,8 +183,7 @@ class AdapterRegistry:
             version = self._versions.get(ref)
             if version is not None and not version.forgotten:
                 self._forget(version)
-                routes = [route for route in self._routes if all(map(self._find, route))]
-                self._routes = routes or [_BASE_ROUTE]
+                self._routes = [route for route in self._routes if all(map(self._find, route))] or [_BASE_ROUTE]
 
     def rollback(self, adapter: str, available: Callable[[Version], bool]) -> Version:
         """Makes the previously live version live again.
@@ -212,12 +197,11 @@ class AdapterRegistry:
             live = self._live.get(adapter, [])
             if len(live) < 2:
                 raise ConflictError(f"{adapter!r} has no earlier version to go back to.", param="lora_name")
-            earlier = live[-2]
-            if not available(earlier):
-                raise ConflictError(f"The weights of {earlier.ref} were replaced where they lay.", param="lora_name")
+            if not available(live[-2]):
+                raise ConflictError(f"The weights of {live[-2].ref} were replaced where they lay.", param="lora_name")
             live.pop()
             self.swaps += 1
-            return earlier
+            return live[-1]
 
     def unload(self, selector: str) -> tuple[Version, ...]:
         """Forgets a version, or all versions of a name.
@@ -231,7 +215,7 @@ class AdapterRegistry:
             if version is self._base:
                 raise UnknownModelError("The base model is no adapter; it cannot be unloaded.", param="lora_name")
             whole = selector == version.ref.name
-            going = tuple(v for v in self._known() if v.ref.name == selector) if whole else (version,)
+            going = tuple(v for v in self.versions() if v.ref.name == selector) if whole else (version,)
             if set(going) & self._routed():
                 raise ConflictError(
                     f"{version.ref.name!r} serves requests that name no adapter; change POST /v1/adapters/route first.",
@@ -249,17 +233,8 @@ class AdapterRegistry:
         """For requests that name no adapter: selector → share. The shares add up to 1."""
         return self._routes[-1]
 
-    def set_route(self, weights: Mapping[str, float]) -> None:
-        """Distributes requests that name no adapter in proportion to the weights of selectors.
-
-        Raises:
-            UnknownModelError: a selector has no version.
-            InvalidRequestError: no weight is above 0.
-        """
-        total = sum(weights.values())
-        if not total > 0:
-            raise InvalidRequestError("At least one weight must be above 0.", param="weights")
-        shares = {selector: weight / total for selector, weight in weights.items() if weight > 0}
+    def set_route(self, shares: Mapping[str, float]) -> None:
+        """Raises UnknownModelError: a selector has no version."""
         with self._lock:
             for selector in shares:
                 self.find(selector)
@@ -281,9 +256,10 @@ class AdapterRegistry:
     # -- state -----------------------------------------------------------------------------------
 
     def versions(self) -> tuple[Version, ...]:
-        """All known versions, sorted by name and number. Those of checkpoints count once a selector has found them."""
+        """The versions that selectors find, sorted by name and number; a checkpoint's only once it was asked for."""
         with self._lock:
-            return tuple(sorted(self._known(), key=lambda v: (v.ref.name, v.ref.version)))
+            known = [version for version in self._versions.values() if not version.forgotten]
+        return tuple(sorted(known, key=lambda version: (version.ref.name, version.ref.version)))
 
     def needed(self, version: Version) -> bool:
         """Whether the version is leased, is live, is in the route, or would be live after a rollback."""
@@ -306,21 +282,12 @@ class AdapterRegistry:
             for name, live in self._live.items():
                 assert all(self._versions[v.ref] is v and v.ref.name == name and not v.forgotten for v in live)
 
-    def _known(self) -> list[Version]:
-        """The versions that selectors find."""
-        return [version for version in self._versions.values() if not version.forgotten]
-
-    def _next_number(self, adapter: str) -> int:
-        return self._next.get(adapter) or self._first_version(adapter)
-
     def _routed(self) -> set[Version]:
-        found = (self._find(selector) for selector in self._routes[-1])
-        return {version for version in found if version is not None}
+        return {version for selector in self._routes[-1] if (version := self._find(selector))}
 
     def _trim(self, adapter: str) -> None:
         """Forgets versions that are neither needed nor among the newest few."""
-        numbered = sorted((v.ref.version, v) for v in self._known() if v.ref.name == adapter)
-        for _, version in numbered[:-KEPT_VERSIONS]:
+        for version in [version for version in self.versions() if version.ref.name == adapter][:-KEPT_VERSIONS]:
             if not self.needed(version):
                 self._forget(version)
 

@@ -100,9 +100,9 @@ class AdapterService:
         """See `core.AdapterClient.load_folder`."""
         folder = await asyncio.to_thread(self._library.resolve, path)
         async with self._loading_folder:  # requests that name the folder meanwhile wait, and read no file
-            live = self._registry.live_from(str(folder))
-            if live is not None:
-                return live.ref.name
+            for card in self.cards():
+                if card.live and card.root == str(folder):
+                    return card.ref.name
             return (await self.load(name_of_folder(folder), str(folder), replace=True)).ref.name
 
     async def publish(self, name: str, weights: AdapterWeights, info: VersionInfo, goes_live: bool = True) -> Version:
@@ -163,11 +163,14 @@ class AdapterService:
 
     async def set_route(self, weights: Mapping[str, float]) -> Mapping[str, float]:
         """See `core.AdapterClient.set_route`."""
+        total = sum(weights.values())
+        if not total > 0:
+            raise InvalidRequestError("At least one weight must be above 0.", param="weights")
+        shares = {selector: weight / total for selector, weight in weights.items() if weight > 0}
         async with self._publishing:
-            for selector, weight in weights.items():
-                if weight > 0:
-                    await self._device.run(partial(self._store.stage, self._registry.find(selector)))
-            self._registry.set_route(weights)
+            for selector in shares:
+                await self._device.run(partial(self._store.stage, self._registry.find(selector)))
+            self._registry.set_route(shares)
         return self._registry.route()
 
     async def rollback(self, name: str | None) -> tuple[AdapterRef, Mapping[str, float]]:

@@ -225,15 +225,18 @@ class Slots:
             yield from self._bank.make_room(slot)
             self.nbytes = self._bank.nbytes
 
-    def extract(self, version: Version, weights: AdapterWeights | None) -> Generator[None, None, AdapterWeights | None]:
-        """Returns a version's weights as float32 NumPy arrays, with the ranks and scales it was published with.
+    def extract(
+        self, version: Version, in_memory: Callable[[Version], AdapterWeights | None]
+    ) -> Generator[None, None, AdapterWeights | None]:
+        """Returns a version's weights as float32 NumPy arrays, with the ranks and scales it was published with. None if
+        they are neither in a slot nor in memory.
 
-        `weights`: those of a version that is in no slot; None if they are not in memory.
+        `in_memory`: the weights of a version that is in no slot.
         """
         pairs: dict[str, LoRAPair] = {}
         if staged := self._staged.get(version.ref):
             yield from self._bank.read(staged.slot, version.ranks, pairs)
-        elif weights is not None:
+        elif weights := in_memory(version):
             pairs = dict(weights.pairs)
         scales = version.scales
         exported = {path: _exported(pair, scales.get(path, pair.scale)) for path, pair in pairs.items()}

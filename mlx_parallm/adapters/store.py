@@ -72,9 +72,7 @@ class AdapterStore:
         self._requests[ref] += 1
 
     def remove_request(self, ref: AdapterRef) -> None:
-        self._requests[ref] -= 1
-        if not self._requests[ref]:
-            del self._requests[ref]
+        self._requests -= Counter([ref])  # which removes counts of zero
 
     def ready(self, ref: AdapterRef) -> bool:
         """Whether a row with this version may be admitted now. If it is in no slot, it is queued for staging."""
@@ -134,15 +132,24 @@ class AdapterStore:
 
     def extract(self, version: Version) -> Future[AdapterWeights | None]:
         """See `Slots.extract`. Runs between decode steps."""
-        return self._ask(self.slots.extract(version, self._in_memory(version)))
+        return self._ask(self.slots.extract(version, self._in_memory))
 
     def evict_idle(self) -> Future[None]:
         """See `Slots.evict_idle`. Runs between decode steps. Evicted versions are staged again on demand."""
         return self._ask(self.slots.evict_idle())
 
     def _ask(self, job: Generator[None, None, T]) -> Future[T]:
+        """Queues a job. The future gets its return value, or its error."""
         done: Future[T] = Future()
-        self._asked.append(_completing(done, job))
+
+        def completing() -> Iterator[None]:
+            try:
+                done.set_result((yield from job))
+            except Exception as error:  # the caller gets it here; the device loop recovers from the fault
+                done.set_exception(error)
+                raise
+
+        self._asked.append(completing())
         return done
 
     # -- device work -----------------------------------------------------------------------------
@@ -183,8 +190,8 @@ class AdapterStore:
         return self.slots.nbytes
 
     def _next_job(self) -> Iterator[None] | None:
-        """The next job: one that a caller has asked for, else the staging of the first load whose weights are in memory
-        and that can have a slot, else the growth of the bank. Also starts reading the files of the first loads."""
+        """A job that a caller has asked for, else the staging of the first load that has its weights in memory and can
+        have a slot, else the growth of the bank. Also starts reading the files of the first loads."""
         if self._asked:
             return self._asked.popleft()
         loads = sorted(self._loads.values(), key=lambda load: (not load.urgent, load.since))
@@ -215,7 +222,7 @@ class AdapterStore:
             if load.faults > 1:  # its requests have waited for a second attempt; a third would disturb the others again
                 self._fail(load, error)
             raise
-        self._loads.pop(load.version.ref, None)
+        load = self._loads.pop(load.version.ref, load)  # a newer one if the first was dropped meanwhile
         self._make_room = load.urgent
         self._finish(load)
 
@@ -237,10 +244,8 @@ class AdapterStore:
             load.reading = self._reader.submit(self._read, load.version)
             load.reading.add_done_callback(lambda _: self._wake())
         else:
-            lost = (
-                "was unloaded meanwhile" if load.version.forgotten else "is lost: its files hold other weights by now"
-            )
-            self._fail(load, AdapterUnavailableError(f"{load.version.ref} {lost}"))
+            why = "it was unloaded" if load.version.forgotten else "its files hold other weights by now"
+            self._fail(load, AdapterUnavailableError(f"the weights of {load.version.ref} are lost: {why}"))
 
     def _take_read(self, load: PendingLoad, read: Future[AdapterWeights]) -> None:
         load.reading = None
@@ -276,9 +281,8 @@ class AdapterStore:
 
     def residence(self, version: Version) -> Residence:
         """Where a version's weights are. Any thread may ask."""
-        if self.slots.get(version.ref):
-            return Residence.SLOT
-        return Residence.COPY if self._in_memory(version) else Residence.FILE
+        in_memory = Residence.COPY if self._in_memory(version) else Residence.FILE
+        return Residence.SLOT if self.slots.get(version.ref) else in_memory
 
     def names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Adapters that have rows, and adapters that only have waiting requests. Any thread may ask."""
@@ -293,13 +297,3 @@ class AdapterStore:
             assert ref not in self._loads
             assert not staged.pins or self._requests[ref] > 0
         assert all(count > 0 for count in self._requests.values())
-
-
-def _completing(done: Future[T], job: Generator[None, None, T]) -> Iterator[None]:
-    """Runs `job`, and completes `done` with its return value or its error."""
-    try:
-        result = yield from job
-    except Exception as error:  # the caller gets it here; the device loop recovers from the fault
-        done.set_exception(error)
-        raise
-    done.set_result(result)

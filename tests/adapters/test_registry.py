@@ -10,7 +10,7 @@ import pytest
 from mlx_parallm.adapters.registry import KEPT_VERSIONS, AdapterRegistry
 from mlx_parallm.adapters.weights import Version, VersionInfo
 from mlx_parallm.core import BASE_ADAPTER, AdapterRef
-from mlx_parallm.errors import ConflictError, InvalidRequestError, UnknownModelError
+from mlx_parallm.errors import ConflictError, UnknownModelError
 
 
 def info(root: str = "", digest: str = "") -> VersionInfo:
@@ -191,8 +191,7 @@ def test_requests_without_a_name_are_shared_out_by_weight() -> None:
     publish(registry, "math")
     publish(registry, "math")
     assert drawn(registry) == BASE_ADAPTER
-    registry.set_route({"math@1": 3, "math": 1, "base": 0})
-    assert registry.route() == {"math@1": 0.75, "math": 0.25}
+    registry.set_route({"math@1": 0.75, "math": 0.25})
     counts = Counter(str(drawn(registry)) for _ in range(4000))
     assert 2800 < counts["math@1"] < 3200
     assert counts.keys() == {"math@1", "math@2"}
@@ -237,13 +236,8 @@ def test_a_discarded_version_leaves_what_it_replaced_live() -> None:
 def test_routes_that_lead_nowhere_are_refused() -> None:
     registry = AdapterRegistry()
     publish(registry, "math")
-    for weights, error in (
-        ({"tone": 1}, UnknownModelError),
-        ({"math": 0}, InvalidRequestError),
-        ({}, InvalidRequestError),
-    ):
-        with pytest.raises(error):
-            registry.set_route(weights)
+    with pytest.raises(UnknownModelError):
+        registry.set_route({"tone": 1.0})
     with pytest.raises(ConflictError):
         registry.rollback_route()
     registry.set_route({"math": 1.0})

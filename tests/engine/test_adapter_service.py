@@ -190,13 +190,20 @@ async def test_routes_are_staged_before_they_lead_anywhere(world: World) -> None
     for name in "mt":
         await world.service.load(name, name, replace=False)
     assert (await world.generate(None))[0].name == "base"
+    assert await world.service.set_route({"t": 3, "base": 1, "m": 0}) == {"t": 0.75, "base": 0.25}
     assert await world.service.set_route({"t": 2.0}) == {"t": 1.0}
     assert await world.generate(None) == (AdapterRef("t", 1), expected(weights))
     with pytest.raises(ConflictError):
         await world.service.unload("t")
-    with pytest.raises(UnknownModelError):
-        await world.service.set_route({"nobody": 1.0})
-    assert await world.service.rollback(None) == (AdapterRef("base", 0), {"base": 1.0})
+    for weights, error in (
+        ({"nobody": 1.0}, UnknownModelError),
+        ({"t": 0}, InvalidRequestError),
+        ({}, InvalidRequestError),
+    ):
+        with pytest.raises(error):
+            await world.service.set_route(weights)
+    assert (await world.service.rollback(None))[0] == AdapterRef("t", 1)
+    await world.service.set_route({"base": 1.0})
     assert await world.service.unload("t") == (AdapterRef("t", 1),)
 
 

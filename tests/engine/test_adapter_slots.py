@@ -132,6 +132,22 @@ def test_rows_admitted_before_a_write_begins_keep_their_slot() -> None:
     assert_same_tokens(harness.tokens("row"), solo(merged(tiny_model("llama"), weights), row, 12), TINY)
 
 
+def test_a_version_that_is_asked_for_again_while_it_is_staged_for_nobody_is_told_of_too() -> None:
+    model = tiny_model("llama")
+    weights = random_adapter(layout_of(model), 1)
+    harness = make_harness(model)
+    ref = harness.publish("a", weights, staged=False)
+    harness.submit("gone", [1, 2, 3], 4, adapter=ref)
+    while harness.adapters._job is None:
+        harness.loop.step()
+    harness.adapters.advance()
+    harness.loop.abort("gone")
+    assert harness.adapters.waits(), "the job goes on"
+    staged = harness.adapters.stage(harness.adapters.registry.version(ref))
+    harness.run()
+    assert staged.result(timeout=0) == ref
+
+
 def test_a_request_whose_adapter_cannot_be_read_again_fails_alone() -> None:
     model = tiny_model("llama")
     layout = layout_of(model)

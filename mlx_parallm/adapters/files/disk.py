@@ -28,8 +28,7 @@ Float32 = NDArray[np.float32]
 
 CONFIG_FILE = "adapter_config.json"
 _MAX_PATH = 4096
-_CONFIG_BYTES = 2**20
-_HEADER_BYTES = 2**23
+_CONFIG_BYTES, _HEADER_BYTES = 2**20, 2**23
 _ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 _LARGEST = float(np.finfo(np.float32).max)
 _LARGEST_RANK = 2**20
@@ -59,9 +58,8 @@ class AdapterRoots:
                 whether `path` exists outside the roots.
         """
         if not self._roots:
-            raise InvalidRequestError(
-                "no directory is allowed: start the server with --allowed-adapter-roots", "lora_path"
-            )
+            message = "no directory is allowed: start the server with --allowed-adapter-roots"
+            raise InvalidRequestError(message, "lora_path")
         for start in (*self._roots, Path.cwd()) if 0 < len(path) <= _MAX_PATH else ():
             real = _real(start / path)
             if real is not None and os.path.isdir(real) and self.inside(real):
