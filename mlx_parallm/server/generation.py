@@ -67,10 +67,11 @@ class EventStream:
         finally:
             pings.cancel()
 
-    async def event(self, json: str, kind: str = "") -> None:
-        """Sends one event. `kind` is its `event` field, for streams with events of several kinds."""
+    async def event(self, data: WireOutput, kind: str = "") -> None:
+        """Sends one event. Its `event` field is `kind` or the `event_name` of `data`, if either is given."""
+        kind = kind or data.event_name
         name = f"event: {kind}\n" if kind else ""
-        await self._write(f"{name}data: {json}\n\n")
+        await self._write(f"{name}data: {data.json_text()}\n\n")
 
     async def end(self, done: bool = False) -> None:
         """Ends the stream; with `done`, by `data: [DONE]` as OpenAI's completions do."""
@@ -162,18 +163,18 @@ class GenerationResponse(Response):
             try:
                 async with while_connected(receive, services.lifecycle.expired):
                     for chunk in writer.opening_chunks():
-                        await _send_chunk(stream, chunk)
+                        await stream.event(chunk)
                     async with aclosing(generate(services, writer.request, record)) as events:
                         async for event in events:
                             for chunk in writer.chunks(event):
-                                await _send_chunk(stream, chunk)
+                                await stream.event(chunk)
             except ClientDisconnect:
                 raise
             except Exception as error:  # the status line has been sent, so the stream has to carry the error
                 if not isinstance(error, ParaLLMError):
                     log.exception("a stream failed")
                 record.error = code_of(error)
-                await _send_chunk(stream, writer.failed(error))
+                await stream.event(writer.failed(error))
             await stream.end(writer.ENDS_WITH_DONE)
 
 
@@ -215,7 +216,3 @@ def _answer_bytes(events: Sequence[Event]) -> int:
     scored = (event for event in events if isinstance(event, SequenceOutput | PromptScored))
     logprobs = sum(len(token.top) + 1 for event in scored for token in event.logprobs if token is not None)
     return _BYTES_PER_EVENT * len(events) + _BYTES_PER_LOGPROB * logprobs
-
-
-async def _send_chunk(stream: EventStream, chunk: WireOutput) -> None:
-    await stream.event(chunk.json_text(), chunk.event_name)

@@ -128,14 +128,15 @@ class Message(WireInput):
         """The message as chat templates take it. They do not know `developer`, the newer name of `system`."""
         reasoning = self.reasoning_content or self.reasoning
         calls = [call.for_template() for call in self.tool_calls]
-        return {
+        fields = {
             "role": "system" if self.role == "developer" else self.role,
             "content": self.content or "",
-            **({"name": self.name} if self.name is not None else {}),
-            **({"tool_call_id": self.tool_call_id} if self.tool_call_id is not None else {}),
-            **({"reasoning_content": reasoning} if reasoning is not None else {}),
-            **({"tool_calls": calls} if calls else {}),
+            "name": self.name,
+            "tool_call_id": self.tool_call_id,
+            "reasoning_content": reasoning,
+            "tool_calls": calls or None,
         }
+        return {name: value for name, value in fields.items() if value is not None}
 
 
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
@@ -150,9 +151,6 @@ class TemplateOptions(WireInput):
     """The name of `enable_thinking` in other model families."""
     reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
     """How much the model reasons, in the words of its family."""
-
-    def variables(self) -> dict[str, Any]:
-        return self.model_dump(exclude_none=True)
 
 
 def render(
@@ -169,7 +167,7 @@ def render(
         the errors of `TextTokenizer.apply_chat_template`, for example ContextLengthError: far more than `at_most` ids.
     """
     turns: Sequence[TemplateMessage] = [message.for_template() for message in messages]
-    variables, tool_format = options.variables(), tokenizer.tool_format
+    variables, tool_format = options.model_dump(exclude_none=True), tokenizer.tool_format
     if not tool_format.in_template:
         turns = _describe_tools(list(_without_tools(turns, tool_format)), tools, tool_format)
     elif tools:

@@ -115,17 +115,15 @@ class Splitter:
     same however the text is cut into pieces, so a stream and a whole answer are equal."""
 
     def __init__(self, syntax: AnswerSyntax) -> None:
+        self._syntax = syntax
         self._reasoning = syntax.reasoning
         self._calls = syntax.calls
-        self._tools = syntax.tools
-        self._max_calls = syntax.max_calls
-        self._calls_first = syntax.calls_first
         self._mode = _Mode.REASONING if syntax.in_reasoning else _Mode.TEXT
         self._may_reason = syntax.reasoning is not None and not syntax.in_reasoning
         self._trims = syntax.in_reasoning  # whether white space that comes next belongs to the mark before it
         self._held = ""
         self._space = ""  # white space before the last mark
-        self._searched = 0  # in a call: its end mark is not before this character
+        self._searched = 0  # in a call: number of characters already searched for its end mark
         self._ids: list[str] = []
         self._complete = True
         self._cut = False
@@ -144,7 +142,8 @@ class Splitter:
         yield from self._split(ended=False)
 
     def end(self, cut: bool = False) -> Iterator[AnswerPart]:
-        """The text that was held back. Called once, last. `cut`: something other than the model ended the text."""
+        """The parts of the text that was held back. Call it once, last. `cut`: something other than the model ended the
+        text."""
         self._cut = cut
         yield from self._split(ended=True)
 
@@ -164,12 +163,12 @@ class Splitter:
             self._mode, self._trims = _Mode.TEXT, True
 
     def _read_text(self, ended: bool) -> Iterator[AnswerPart]:
-        if len(self._ids) >= self._max_calls > 0 and self._calls is not None:
+        if len(self._ids) >= self._syntax.max_calls > 0 and self._calls is not None:
             self._held = ""
             return
         if self._may_reason and self._reasoning_begins(ended):
             return
-        if self._calls_first and not self._ids:
+        if self._syntax.calls_first and not self._ids:
             self._rule_out_calls()
         marks = list(self._reasoning.around) if self._reasoning else []
         marks += [self._calls.start] if self._calls else []
@@ -183,7 +182,7 @@ class Splitter:
                 self._mode, self._searched = _Mode.CALL, 0
 
     def _rule_out_calls(self) -> None:
-        """Switches calls off if the text starts with something else."""
+        """Rules out calls if the text starts with something else."""
         beginning, start = self._held.lstrip(), self._calls.start if self._calls else ""
         if not beginning.startswith(start) and not start.startswith(beginning):
             self._calls = None
@@ -228,7 +227,7 @@ class Splitter:
             self._trims = False
             yield AnswerPart(text=self._space + self._calls.start + body + end)
             return
-        for call in calls[: self._max_calls - len(self._ids)]:
+        for call in calls[: self._syntax.max_calls - len(self._ids)]:
             yield AnswerPart(call=self._numbered(call))
 
     def _parse(self, body: str, unfinished: bool) -> tuple[ToolCall, ...]:
@@ -236,8 +235,8 @@ class Splitter:
         assert self._calls is not None
         if unfinished:
             with suppress(ValueError):
-                return self._calls.unfinished(body[: len(body) - _overlap(body, self._calls.end)], self._tools)
-        return self._calls.parse(body, self._tools)
+                return self._calls.unfinished(body[: len(body) - _overlap(body, self._calls.end)], self._syntax.tools)
+        return self._calls.parse(body, self._syntax.tools)
 
     def _numbered(self, call: ToolCall) -> CallPart:
         """The call with the id that the model gave it, or a new id if there is none or it is not unique."""
@@ -247,7 +246,8 @@ class Splitter:
         return CallPart(len(self._ids) - 1, call.arguments, self._ids[-1], call.name, call.complete)
 
     def _take_until(self, marks: Sequence[str], ended: bool) -> tuple[str, str]:
-        """Takes the text before the first mark, and the mark. Without a mark, takes what cannot belong to one."""
+        """Takes the text before the first mark, and the mark. If there is no mark, takes the text that cannot belong to
+        one."""
         if self._trims:
             self._held = self._held.lstrip()
             self._trims = not self._held

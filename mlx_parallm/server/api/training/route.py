@@ -217,7 +217,7 @@ async def debug_training(services: ServicesDep) -> DebugTraining:
 
 @router.get("/debug/trajectories")
 async def debug_trajectories(
-    services: ServicesDep, limit: Annotated[int, Query(ge=1, le=MAX_LISTED, description="Most trajectories.")] = 20
+    services: ServicesDep, limit: Annotated[int, Query(ge=1, le=MAX_LISTED, description="Maximum number.")] = 20
 ) -> DebugTrajectories:
     """The newest trajectories with their prompts and answers, newest first."""
     cards = services.training.trajectories(limit) if services.training else ()
@@ -259,12 +259,12 @@ class TrainingEventsResponse(Response):
             try:
                 async with while_connected(receive, self._lifecycle.drain_begun):
                     async for event in events:
-                        await stream.event(event_object(event).json_text(), kind=event.kind)
+                        await stream.event(event_object(event), kind=event.kind)
             except ClientDisconnect:
                 return
             except DrainingError:
                 pass
             except Exception as error:  # the status line is sent already, so the error goes into the stream
                 log.exception("a stream of training events failed")
-                await stream.event(error_body(error).json_text(), kind="error")
+                await stream.event(error_body(error), kind="error")
             await stream.end()
