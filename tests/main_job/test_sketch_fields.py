@@ -124,14 +124,8 @@ def test_without_a_task_it_waits_for_feedback_and_the_answer_says_so(server: Ser
     server.post("/v1/training/feedback", trajectory_id=cards[0]["trajectory_id"], score=1.0)
 
 
-@pytest.mark.parametrize(
-    ("environment", "message"),
-    [("gsm8k", "FILE.jsonl (such as gsm8k's train.jsonl)"), ("gone.jsonl", "gone.jsonl cannot be read")],
-)
-def test_an_environment_that_gives_no_tasks_ends_the_server_at_its_start(
-    folder: Path, tmp_path: Path, environment: str, message: str
-) -> None:
-    command = [*COMMAND, *flags(folder, environment), "--checkpoint-dir", str(tmp_path)]
+def test_an_environment_that_gives_no_tasks_ends_the_server_at_its_start(folder: Path, tmp_path: Path) -> None:
+    command = [*COMMAND, *flags(folder, "gsm8k"), "--checkpoint-dir", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert message in done.stderr
+    assert "FILE.jsonl (such as gsm8k's train.jsonl)" in done.stderr

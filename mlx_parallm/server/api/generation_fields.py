@@ -162,7 +162,8 @@ class SharedBody(OpenBody):
     """Whether to continue after the end-of-sequence token."""
     metadata: dict[str, Any] | None = None
     """At most 16 short strings, returned with the answer. With `collect_trajectory`, any JSON of at most 64 KiB and 32
-    levels, for the scorer."""
+    levels, for the scorer. If the scorer needs an answer and there is none, the server takes that of its task
+    with the id `problem_id`, or else with the prompt's text."""
     collect_trajectory: bool = False
     """Whether the answers are kept for training. All answers to a prompt are one group."""
     scoring_function: Annotated[str, Field(min_length=1, max_length=MAX_SCORER)] | None = None
