@@ -112,12 +112,14 @@ class GenerationResponse(Response):
         self._prompts = prompts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """
+        """Runs the request from its place in the queue to the last byte of its answer.
+
         Raises:
-            DrainingError, InferenceDisabledError, AsleepError, EngineDeadError: see `Services.check_open`.
+            DrainingError, InferenceDisabledError, AsleepError: see `Services.check_open`.
+            EngineDeadError: the device thread is not running.
             OverloadedError: the queue is full.
             UnknownModelError: the adapter's name is unknown; there is no fallback to the base model.
-            other errors of a request that cannot be prepared, or that fails before the status line is sent.
+            the errors of `prepare` and `generate`, but none after the status line of a stream was sent.
         """
         services, body, record = self._services, self._body, record_of(scope)
         selector = select_adapter(body, services.model_names)

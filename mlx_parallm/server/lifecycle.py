@@ -144,8 +144,9 @@ async def while_connected(receive: Receive, stop: asyncio.Event) -> AsyncIterato
         cancel(DrainingError("draining"))
 
     def cancel(cause: Exception) -> None:
-        causes.append(cause)
-        block.reschedule(0)  # a time in the past
+        if not causes:
+            causes.append(cause)
+            block.reschedule(0)  # a time in the past
 
     try:
         async with asyncio.timeout(None) as block:

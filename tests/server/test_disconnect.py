@@ -7,6 +7,9 @@ import time
 import httpx
 import pytest
 
+from mlx_parallm.server.errors import DrainingError
+from mlx_parallm.server.lifecycle import while_connected
+
 PHASES = {"queued": 0, "prefill": 1, "decode": 3}
 """Events the engine has sent before it is paused: none, the prompt's scores, two tokens."""
 
@@ -149,3 +152,32 @@ async def test_a_client_that_stays_is_not_a_disconnect(serving, metric):
         assert await metric(client, "mlx_parallm_client_disconnects_total") == 0
         assert await metric(client, 'mlx_parallm_request_success_total{finished_reason="abort"}') == 0
         assert await metric(client, 'mlx_parallm_request_success_total{finished_reason="stop"}') == 2
+
+
+async def test_a_block_ends_for_its_first_cause_alone():
+    stop, disconnected = asyncio.Event(), asyncio.Event()
+
+    async def receive():
+        await disconnected.wait()
+        return {"type": "http.disconnect"}
+
+    async def drained():
+        async with while_connected(receive, stop):
+            stop.set()
+            try:
+                await asyncio.sleep(5)
+            finally:
+                disconnected.set()
+                await asyncio.sleep(0.01)  # the client leaves while the block cleans up
+
+    with pytest.raises(DrainingError):
+        await drained()
+
+
+async def test_a_timeout_in_a_block_is_not_taken_for_a_disconnect():
+    async def timed_out():
+        async with while_connected(asyncio.Event().wait, asyncio.Event()):
+            raise TimeoutError("its own")
+
+    with pytest.raises(TimeoutError, match="its own"):
+        await timed_out()
