@@ -240,7 +240,7 @@ def _methods(routes: Sequence[Route], path: str) -> list[str]:
 
 
 async def _answer_parameter(_: Request, error: Exception) -> Response:
-    """Of the path or the query; bodies are validated in `http.body`."""
+    """Answers a wrong parameter of the path or the query. Bodies are validated in `http.body`."""
     assert isinstance(error, RequestValidationError)
     fault = error.errors()[0]
     return error_response(RequestError(f"{fault['loc'][-1]}: {fault['msg']}", param=str(fault["loc"][-1])))

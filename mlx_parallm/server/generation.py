@@ -208,8 +208,8 @@ async def generate(
 
 
 def _json(writer: AnswerWriter, events: Sequence[Event]) -> bytes:
-    """The whole answer as JSON, for a worker thread, because logprobs make it long. It is written in short pieces, as
-    each of them is written under the interpreter lock."""
+    """The whole answer as JSON. Call it in a worker thread, because logprobs can make it long. It is written in short
+    pieces, because writing a piece holds the interpreter lock."""
     return "".join(writer.whole(events).json_pieces()).encode("utf-8")
 
 

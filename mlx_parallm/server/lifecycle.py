@@ -25,7 +25,7 @@ _SLEEP_CHECK_S = 0.05
 class Lifecycle:
     """The stages of a shutdown. Used on the event loop's thread, or from a signal handler.
 
-    Draining: requests under way continue, streamed answers too; new generation requests and `/ready` get 503; the
+    Draining: requests under way continue, also streamed answers; new generation requests and `/ready` get 503; the
     streams of `/v1/training/events`, which never end by themselves, are closed. Expired: the time limit is over, and
     requests under way get an error.
     """
@@ -63,8 +63,8 @@ class Lifecycle:
 
 
 class SequenceGate:
-    """Limits the sequences of the requests under way, from before tokenising to the last byte of the answer. Event loop
-    only, so that no other request comes between the check and the count.
+    """Limits the number of sequences of all requests under way. A request counts from before it is tokenised to the
+    last byte of its answer. Event loop only, so that no other request comes between the check and the count.
 
     Invariant: 0 <= held <= limit.
     """

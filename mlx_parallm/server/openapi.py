@@ -121,7 +121,8 @@ GENERATING: tuple[Kind, ...] = (
 
 
 def raises(*kinds: Kind) -> dict[int | str, dict[str, Any]]:
-    """The `responses` of a route that may raise these errors. `describe` adds those that its form implies."""
+    """The `responses` of a route that may raise these errors. `describe` adds the errors that follow from
+    the route's path, body and query."""
     statuses: dict[int | str, dict[str, Any]] = {}
     for kind in kinds:
         entry = statuses.setdefault(rule_of(kind).status, {"description": "", KINDS: []})

@@ -64,7 +64,7 @@ def select_adapter(body: GenerationBody, model_names: Collection[str]) -> Adapte
 
 @contextmanager
 def adapter_named_by(param: str | None, *names: str | None) -> Iterator[None]:
-    """Sets `param`, the request field with the `names` of adapters, in the UnknownModelErrors that leave the block.
+    """In UnknownModelErrors that leave the block, sets `param`: the request field that has the `names` of adapters.
 
     Raises:
         UnknownModelError: a name is too long to be an adapter's.
@@ -144,7 +144,7 @@ def plan(
 
 
 def _token_limit(asked: int | None, default: int | None, longest_prompt: int, context: int) -> int:
-    """The number of tokens to generate. Raises ContextLengthError: the context has no room for them, or for one."""
+    """The number of tokens to generate. Raises ContextLengthError if the context has no room for them."""
     room = context - longest_prompt
     if asked is None and room >= 1:
         return room if default is None else min(default, room)

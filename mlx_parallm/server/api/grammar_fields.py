@@ -120,7 +120,7 @@ class StructuredOutputs(WireInput):
     regex: Regex | None = None
     """A regular expression that the whole answer matches."""
     choice: Choices | None = None
-    """Texts of which one is the answer."""
+    """Texts, one of which the answer must be."""
     grammar: GrammarText | None = None
     """A grammar in GBNF or Lark."""
     json_object: bool = False

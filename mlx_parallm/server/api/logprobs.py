@@ -23,7 +23,7 @@ class CompletionLogprobs(WireOutput):
     tokens: list[str]
     """The texts of the tokens, or `token_id:<id>`."""
     token_logprobs: list[float | None]
-    """In nats, of the raw model; null for the first token of a prompt, which has no context."""
+    """Log probabilities in nats, of the raw model; null for the first token of a prompt, which has no context."""
     top_logprobs: list[dict[str, float] | None]
     """Maps the texts of the most likely tokens, and of the sampled one, to their logprobs in nats."""
     text_offset: list[int]
@@ -36,7 +36,7 @@ class ChatTopLogprob(WireOutput):
     token: str
     """Its text, or `token_id:<id>`."""
     logprob: float
-    """In nats, of the raw model."""
+    """Log probability in nats, of the raw model."""
     bytes: list[int]
     """Its exact bytes, which may be part of a character."""
 
@@ -54,14 +54,14 @@ class ChatLogprobs(WireOutput):
     LONG: ClassVar[bool] = True
 
     content: list[ChatTokenLogprob]
-    """In order."""
+    """One entry for each token, in order."""
 
 
 class PromptLogprob(WireOutput):
     """One candidate for a token of the prompt, in vLLM's form."""
 
     logprob: float
-    """In nats, of the raw model."""
+    """Log probability in nats, of the raw model."""
     rank: int
     """1 for the most likely token."""
     decoded_token: str

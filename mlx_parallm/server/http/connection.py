@@ -127,8 +127,8 @@ class LimitedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Also runs the header timer, from the start of a request to the end of its headers. Between two requests of
-        one connection uvicorn's keep-alive timer runs."""
+        """Starts the header timer when a request begins, and stops it at the end of the headers. Between two requests
+        of one connection, uvicorn's keep-alive timer runs."""
         if self._refused:
             return
         super().data_received(data)

@@ -47,7 +47,7 @@ class EntryMiddleware:
     - Every response gets an id, is counted by its status and has a line in the request log.
     - HEAD is routed like GET, without a body, and a path with a trailing slash like the path without it. Clients do not
       follow a redirect with a body, so none is sent.
-    - The answer is 403 unless the Host header is an accepted one, and every Origin header is the same site or accepted.
+    - The answer is 403 unless the Host header is accepted, and every Origin header is accepted or names the same site.
     - Exceptions that no handler expected are answered here, and raised again for uvicorn to log.
     """
 

@@ -28,7 +28,7 @@ _SMALL_THREADS, _LARGE_THREADS = 40, 2
 _GRAMMAR_TIMEOUT_S = 10.0
 _LARGE_BODIES, _LARGE_BODIES_PER_CLIENT = 16, 8
 _LARGE_BODY_BYTES_PER_S = 16 * 2**20
-"""Rate at which large bodies are read, those of all clients together."""
+"""Rate at which the large bodies of all clients together are read."""
 _MIN_SLEEP_S = 0.01
 
 
@@ -105,7 +105,7 @@ class Workers:
         self._next_read_at = 0.0  # event loop time
 
     async def run(self, size: int, call: Callable[[], T]) -> T:
-        """Runs `call` in a thread of the small or the large pool; its time grows with `size`, in bytes."""
+        """Runs `call` in a thread of the small or the large pool. `size`: the number of bytes that it works on."""
         return await to_thread.run_sync(call, limiter=self._small if size <= SMALL_BYTES else self._large)
 
     async def compile(self, client: str, call: Callable[[], T]) -> T:

@@ -58,7 +58,7 @@ router = APIRouter()
 async def load_lora_adapter(
     body: Annotated[LoadLoraBody, Depends(json_body(LoadLoraBody))], services: ServicesDep
 ) -> LoadedLora:
-    """Loads an adapter, and answers when its name means the new version."""
+    """Loads an adapter, and answers when the new version is live."""
     loading = services.adapters.load(body.lora_name, body.lora_path, body.load_inplace)
     card = await services.lifecycle.run_to_end(loading)
     adapter = adapter_object(card).model_dump()
@@ -202,7 +202,7 @@ async def save_checkpoint(
 
 
 def checkpoint_object(card: CheckpointCard) -> Checkpoint:
-    """Without the card's path, which clients need not know."""
+    """The object for a card. It lacks the path, which clients need not know."""
     return Checkpoint(
         name=card.name,
         lora_adapter=str(card.adapter),

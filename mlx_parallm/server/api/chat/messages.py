@@ -50,7 +50,7 @@ _TEXT_PARTS = TypeAdapter(list[TextPart])
 
 
 def _joined_parts(value: object, info: ValidationInfo) -> object:
-    """The text of all parts, one a line. Other values are returned unchanged."""
+    """The text of all parts, one part per line. Other values are returned unchanged."""
     if not isinstance(value, list):
         return value
     for part in value:
@@ -108,7 +108,7 @@ class Message(WireInput):
     tool_calls: Annotated[list[GivenCall], Field(max_length=MAX_CALLS)] = Field(default_factory=list)
     """The calls that the assistant made."""
     tool_call_id: Annotated[str, Field(max_length=MAX_CALL_ID)] | None = None
-    """The id of the call whose result a tool's message has."""
+    """For a message of a tool: the id of the call whose result it contains."""
     reasoning_content: str | None = None
     """The assistant's reasoning."""
     reasoning: str | None = None
@@ -150,7 +150,7 @@ class TemplateOptions(WireInput):
     thinking: bool | None = None
     """The name of `enable_thinking` in other model families."""
     reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
-    """How much the model reasons, in the words of its family."""
+    """How much the model reasons: a value that its chat template knows."""
 
 
 def render(

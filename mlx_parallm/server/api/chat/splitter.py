@@ -266,7 +266,7 @@ class Splitter:
 
 
 def _overlap(text: str, mark: str) -> int:
-    """Length of the longest end of `text` with which `mark` begins, less than all of `mark`."""
+    """Length of the longest suffix of `text` that is a prefix of `mark`, but not all of `mark`."""
     longest = min(len(mark) - 1, len(text))
     return next((length for length in range(longest, 0, -1) if mark.startswith(text[-length:])), 0)
 

@@ -200,7 +200,7 @@ def _compile_format(body: ToolCallingBody, syntax: AnswerSyntax, grammars: Gramm
 
 
 def _calls_spec(syntax: AnswerSyntax, places: Sequence[int], free: bool) -> GrammarSpec:
-    """The grammar of calls of the tools at `places`; with `free`, of any text whose calls are well-formed."""
+    """The grammar of calls of the tools at `places`. With `free`, that of any text whose calls are well-formed."""
     assert syntax.calls is not None
     try:
         source = syntax.calls.grammar([syntax.tools[place] for place in places], syntax.max_calls, free)

@@ -37,7 +37,7 @@ _TEXT_PARTS = TypeAdapter(list[ItemText])
 
 
 def _joined_parts(value: object, info: ValidationInfo) -> object:
-    """The text of all parts, one a line, as in chat. Other values are returned unchanged."""
+    """The text of all parts, one part per line, as in chat. Other values are returned unchanged."""
     if not isinstance(value, list):
         return value
     for part in value:

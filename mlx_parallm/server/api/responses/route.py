@@ -48,8 +48,7 @@ OWN_NAMES: Mapping[str, str] = {
     "reasoning_effort": "reasoning.effort",
     ".function": "",
 }
-"""Maps names of chat's fields to the names of the same fields here. A name comes before all names that it starts
-with."""
+"""Maps names of chat's fields to the names of the same fields here. Longer names come before their own prefixes."""
 
 
 class ResponseQuery(WireQuery):
@@ -152,7 +151,7 @@ def prepare(
     """Renders, tokenises and builds the engine's request, as chat does. Runs in a worker thread.
 
     Args:
-        chat: the whole conversation as a body of chat.
+        chat: the whole conversation as a chat body.
         earlier: the items of earlier turns.
     """
     with _own_names():
@@ -205,10 +204,10 @@ def _previous(body: ResponsesBody, services: Services) -> StoredResponse:
 
 
 def _as_chat(body: ResponsesBody, previous: StoredResponse) -> tuple[list[ItemFields], ChatBody]:
-    """The items of earlier turns, and the whole conversation as a body of chat. Runs in a worker thread.
+    """The items of earlier turns, and the whole conversation as a chat body. Runs in a worker thread.
 
     Raises:
-        InvalidRequestError: the body of chat is not valid; the error has this API's name of the field.
+        InvalidRequestError: the chat body is not valid; the error has this API's name of the field.
     """
     earlier = previous.items()
     messages = messages_of(ITEM_LIST.validate_python(earlier))
@@ -257,7 +256,7 @@ def _fitted(body: ResponsesBody, chat: ChatBody, services: Services) -> ChatBody
 
 
 def _shortened(chat: ChatBody, prompt: Callable[[ChatBody], list[int]], context: int) -> ChatBody:
-    """`chat` without as many of its oldest messages as it takes to fit the context of `context` tokens.
+    """`chat` without its oldest messages, as many as must go for the rest to fit the context of `context` tokens.
 
     System messages at the beginning and the last message stay, and results of tools go together with their calls. If
     even these do not fit, the result is still too long. Renders a number of prompts that is logarithmic in the number

@@ -196,7 +196,7 @@ class ResponsesBody(SharedBody):
     """Switches of the chat template."""
 
     def for_chat(self, earlier: Sequence[ChatMessageFields]) -> dict[str, Any]:
-        """The same request as a body of chat, with the messages of `earlier` turns before those of `input`."""
+        """The same request as a chat body, with the messages of `earlier` turns before those of `input`."""
         same = {*SharedBody.model_fields, "parallel_tool_calls", "chat_template_kwargs"}
         choice = self.tool_choice.for_chat() if isinstance(self.tool_choice, NamedFunction) else self.tool_choice
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]

@@ -189,7 +189,7 @@ class _OpenCall(_OpenItem):
         yield from super().closed(status)
 
     def item(self, status: ItemStatus) -> OutputCall:
-        """A closed call is complete or not by itself, even if the response was cut off after it."""
+        """A closed call has a status of its own: it may be complete even if the response was cut off after it."""
         if status != "in_progress":
             status = "completed" if self._complete else "incomplete"
         called = {"call_id": self._call.call_id, "name": self._call.name, "arguments": self.text}
@@ -250,7 +250,7 @@ class ResponseWriter(AnswerWriter):
             yield from self._items.add(part)
 
     def _count_reasoning(self, parts: Sequence[AnswerPart]) -> None:
-        """Counts tokens as reasoning if the parts that contain their text are. Tokens of marks count with the next
+        """Counts the tokens of reasoning. Tokens that are in no part, such as those of marks, count with the next
         parts."""
         if any(part.reasoning for part in parts):
             self._reasoning_tokens += self._uncounted_tokens
