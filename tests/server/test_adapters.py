@@ -53,16 +53,12 @@ async def test_each_field_names_an_adapter(client, engine, adapters, math, path,
 
 @both_endpoints
 @both_ways
-@pytest.mark.parametrize("fields", [{}, {"model": BASE}, {"model": BASE, "lora_adapter": "runs/tone"}])
+@pytest.mark.parametrize("fields", [{}, {"model": BASE}])
 async def test_mlx_lms_field_may_give_an_adapters_folder(client, engine, adapters, path, stream, fields):
     body = {**BODIES[path], **fields, "adapters": "runs/tone", "stream": stream}
     response = await client.post(path, json=body)
-    if "lora_adapter" in fields:
-        assert response.status_code == 404, "a folder is only named by adapters"
-        assert not adapters.folders
-    else:
-        assert set(said(response)) == {("in-folder", "in-folder@1")}
-        assert adapters.folders == ["runs/tone"]
+    assert set(said(response)) == {("in-folder", "in-folder@1")}
+    assert adapters.folders == ["runs/tone"]
     assert (adapters.leased, client.app.state.services.gate.held) == (0, 0)
 
 
