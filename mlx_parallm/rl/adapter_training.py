@@ -59,8 +59,7 @@ class AdapterTraining:
         unpublished: whether the policy has updates that are in no published version.
         progress: where a run on an environment was at the last update, so that it can resume there. It is saved with
             the metrics of every checkpoint.
-        checkpoints: the adapter's checkpoints, and its best version: the latest one when the running mean reward was
-            highest.
+        checkpoints: they know the best version, which was the latest one when the running mean reward was highest.
 
     Invariant: while the learner's policy may differ from the one that versions and reports describe, `_undo` is the
     policy to go back to. It is restored before the policy is used for anything else.
@@ -164,15 +163,14 @@ class AdapterTraining:
             self._undo = None
             self.checkpoints.unsaved.add()
             self.unpublished = ref is None
+            self.progress = self.progress if progress is None else progress
             if ref is not None:
                 self.versions.append(ref)
-            if progress is not None:
-                self.progress = progress
             return self.reports.updated("published" if ref else "trained", ref or self.live, outcome)
 
     def _publish(self, outcome: UpdateOutcome, weights: AdapterWeights) -> Future[AdapterRef] | None:
-        """Stages an update as a new version if the gate accepts its metrics, and makes the version live if it is not to
-        be evaluated before. Called on the device thread, right after the update."""
+        """Stages an update as a new version if the gate accepts its metrics. Without an evaluation, the version goes
+        live as soon as it is staged. Called on the device thread, right after the update."""
         gate = self._parts.gate
         if outcome.skipped or gate.judge(outcome.metrics):
             return None

@@ -1,5 +1,8 @@
-"""The checkpoints of adapters in training: `PolicyCheckpoints` writes and reads them, `AdapterCheckpoints` decides when
-one adapter needs another one, and remembers which of its versions was the best."""
+"""The checkpoints of adapters in training.
+
+`PolicyCheckpoints` writes and reads them. `AdapterCheckpoints` knows when an adapter's next one is due, and which of
+its versions was the best.
+"""
 
 from __future__ import annotations
 
