@@ -166,6 +166,7 @@ class Client:
 
 def completion(tracer: Tracer, client: Client, number: int) -> Way:
     way = Way("completion: from the socket to the pool", lambda code: True, REACHES_THE_POOL)
+    time.sleep(IDLE_S)
     with tracer.recording(way):
         client.post(prompt=f"Once upon a time {number}", max_tokens=2, temperature=0)
     if not way.ended.is_set():
@@ -182,6 +183,7 @@ def trajectory(tracer: Tracer, client: Client, number: int) -> Way:
         GOES_LIVE,
         leaves_out=LEFT_OUT,
     )
+    time.sleep(IDLE_S)  # what the last round's update does after its version is live belongs to no ordinary request
     with tracer.recording(ordinary):
         client.post(prompt=f"Once upon a time {number}", max_tokens=2, temperature=0)
         time.sleep(IDLE_S)
