@@ -1,7 +1,8 @@
 """The adapter bank: the low-rank factors of adapter versions, one version per slot, and their use in a forward pass.
 
-    group q_proj k_proj v_proj      a  [slots, in, columns]        columns: max_rank for each linear that some
-                                    b  [slots, max_rank, out]      adapter changes, in order of first use
+    a  [slots, in, columns]     one for each group of linears with the same input, such as q_proj, k_proj and v_proj;
+                                max_rank columns for each linear that some adapter changes, in order of first use
+    b  [slots, max_rank, out]   one for each of these linears
 
 Slot 0 is all zeros and stands for the base model. Smaller ranks are padded with zeros to max_rank, and an adapter's
 scale is multiplied into its b. Arrays are made when the first adapter needs them and grow by doubling, so a server
@@ -25,10 +26,10 @@ _FIRST_SLOTS = 4
 
 
 class LinearGroup:
-    """The factors of linears that share an input.
+    """The factors of linears that get the same input, in all slots.
 
-    In slot s, the linear at place p has the factors a[s, :, p·rank : (p+1)·rank] and b[path][s]. `places`: path → p of
-    the linears that have factors. `written`: slots that may hold values other than zero.
+    In slot s, the linear at place p has the factors a[s, :, p·rank : (p+1)·rank] and b[path][s]. `places`: the place of
+    each linear that has factors, by path. `written`: slots that may hold values other than zero.
     """
 
     def __init__(self, specs: Sequence[LinearSpec], rank: int, dtype: mx.Dtype) -> None:
@@ -45,9 +46,9 @@ class LinearGroup:
         return int(self.a.nbytes) + sum(int(b.nbytes) for b in self.b.values())
 
     def fit(self, slots: int, paths: Sequence[str]) -> bool:
-        """Grows the arrays to at least `slots` slots with the linears `paths`, and keeps their values.
+        """Makes room for at least `slots` slots and for the linears at `paths`. Values stay as they are.
 
-        Returns False if they had this size already.
+        Returns False if there was room already.
         """
         new = [path for path in paths if path not in self.b]
         held = self.a.shape[0]
@@ -63,7 +64,7 @@ class LinearGroup:
         return True
 
     def write(self, slot: int, pairs: dict[str, LoRAPair]) -> None:
-        """Writes one slot, and waits until it is written. Linears without a pair get zeros. Call `fit` before.
+        """Writes one slot, and waits until it is written. Linears without a pair get zeros. Call `fit` first.
 
         MLX updates the arrays in place only while nothing else refers to them, so no forward pass that reads them may
         be in flight.
@@ -84,7 +85,10 @@ class LinearGroup:
             self.written.discard(slot)
 
     def read(self, slot: int, ranks: dict[str, int]) -> dict[str, LoRAPair]:
-        """Copies of one slot's factors, unpadded and with scale 1. Writing them again restores the slot bit for bit."""
+        """Copies of one slot's factors, without padding. Their scale is 1, because b includes it already.
+
+        Writing them again restores the slot bit for bit.
+        """
         pairs = {path: self._unpadded(slot, path, rank) for path, rank in ranks.items()}
         mx.eval([(pair.a, pair.b) for pair in pairs.values()])
         return pairs
@@ -106,7 +110,7 @@ class LinearGroup:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Tokens [start, stop) of the flattened batch: `batch` parts of equal length, which use one slot each.
+    """Tokens [start, stop) of the flattened batch, in `batch` parts of equal length. Each part uses one slot.
 
     `slots`: the slot of each part, uint32 [batch]; None if all tokens use the base model.
     """
@@ -118,12 +122,12 @@ class _Run:
 
 
 class ForwardContext:
-    """Adds the adapters' products to the linears' outputs in one forward pass, in which each token has its slot.
+    """Adds the product of each token's own adapter to the outputs of the linears, in one forward pass.
 
         decode, several slots   [n, 1, in]   gather_mm picks each row's own factors
         decode, one slot        [n, 1, in]   one dense product
         prefill                 [1, T, in]   one row with one slot: one dense product
-        packed prefill          [T, 1, in]   runs of tokens with one slot each: a dense product for each run
+        packed prefill          [T, 1, in]   one dense product for each run of tokens with the same slot
 
     Args:
         slots: the slot of each row.
@@ -135,7 +139,7 @@ class ForwardContext:
         self._last: tuple[LinearGroup, mx.array, list[mx.array]] | None = None
 
     def adapt(self, group: LinearGroup, path: str, x: mx.array, y: mx.array) -> mx.array:
-        """y + scale · (x A[slot]) B[slot] for the linear at `path`, with x [B, T, in] and y [B, T, out]."""
+        """y + (x A[slot]) B[slot] for the linear at `path`, with x [B, T, in], y [B, T, out]. B includes the scale."""
         place = group.places.get(path)
         if place is None:  # no adapter in the bank changes this linear
             return y
@@ -151,7 +155,7 @@ class ForwardContext:
         return last[2]
 
     def _product(self, x: mx.array, factors: mx.array) -> mx.array:
-        """[B, T, k] by [slots, k, m] → [B, T, m]."""
+        """Multiplies x [B, T, k] by the factors [slots, k, m] of each token's slot. Returns [B, T, m]."""
         shape = (*x.shape[:-1], factors.shape[-1])
         if len(self._runs) == 1:
             return _gathered(x, self._runs[0], factors).reshape(shape)
@@ -218,7 +222,7 @@ class AdapterBank:
 
     @contextmanager
     def using(self, context: AdapterContext | None) -> Iterator[None]:
-        """While the block runs, the model's adapted linears call `context`. None: they add nothing."""
+        """While the block runs, the model's adapted linears call `context`. If it is None, they add nothing."""
         before, self.context = self.context, context
         try:
             yield
@@ -243,7 +247,7 @@ class AdapterBank:
                 yield
 
     def read(self, slot: int, ranks: dict[str, int], into: dict[str, LoRAPair]) -> Iterator[None]:
-        """Copies one slot's pairs, unpadded, into `into`, one group at a time. `ranks` is by path."""
+        """Copies one slot's pairs into `into`, without padding, one group at a time. `ranks`: the rank of each path."""
         for group in self.groups.values():
             mine = {path: ranks[path] for path in group.specs if path in ranks}
             if mine:

@@ -70,7 +70,7 @@ class AdapterLibrary:
         return file.weights
 
     def discover(self) -> Iterator[tuple[str, AdapterFile]]:
-        """Reads the adapters in the folder, with their names. Skips unusable ones with a warning."""
+        """Yields the name and the content of each adapter in the folder. Skips unusable ones with a warning."""
         for path in sorted(self._folder.iterdir()) if self._folder else ():
             if not (path / "adapter_config.json").is_file():
                 continue
@@ -90,7 +90,7 @@ class AdapterLibrary:
 
 
 def name_of_folder(folder: Path) -> str:
-    """The name of the adapter in `folder` if nobody gives it one: plain, and different for every folder."""
+    """The name that the adapter in `folder` gets if nobody names it. It is plain, and different for every folder."""
     digest = hashlib.sha256(os.fsencode(folder)).hexdigest()[:8]
     return f"{re.sub('[^A-Za-z0-9_-]', '_', folder.name)[:48]}.{digest}"
 

@@ -1,7 +1,7 @@
 """AdapterRegistry: which version each adapter name means now. It holds no array, so any thread may use it.
 
-"math" ──live──▶ math@3      publishing adds math@4 and then makes it live: "math" means it from then on.
-                 math@2      Rows and requests that lease math@3 keep it. A rollback makes it live again.
+"math" ──live──▶ math@3      Publishing adds math@4 and then makes it live: from then on, "math" means math@4.
+                 math@2      Rows and requests that lease math@3 keep it. A rollback makes math@3 live again.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from mlx_parallm.core import BASE_ADAPTER, AdapterRef
 from mlx_parallm.errors import ConflictError, UnknownModelError
 
 KEPT_VERSIONS = 4
-"""The newest versions of each name are kept even if nobody uses them."""
+"""How many of the newest versions of each name are kept even if nobody uses them."""
 
 _BASE_ROUTE: Mapping[str, float] = {BASE_ADAPTER.name: 1.0}
 
 
 class AdapterRegistry:
-    """Thread-safe: there is one lock, and whoever holds it waits for nothing else.
+    """Finds the version that a request means. It is thread-safe: whoever holds its one lock waits for nothing else.
 
     A *selector* is `name` (its live version), `name@version`, or a checkpoint of the default adapter:
-    `checkpoint-<step>`, a tag, or `latest`. `base` is the base model.
+    `checkpoint-<step>`, a tag, or `latest`. `base` is the base model. The *route* serves requests that name no adapter.
 
     Args:
         default_adapter: the adapter whose checkpoints are selectors.
         find_checkpoint: (adapter name, checkpoint name, tag or `latest`) → its version, None if there is none.
         first_version: the first version number of a name that has no version yet; no checkpoint may have used it.
-        model_names: names of the served model, for the error about an unknown name. They are no selectors.
-        default_takes_over: the first live version of the default adapter gets the base model's share of the route.
+        model_names: names of the served model, for the error about an unknown name. They are not selectors.
+        default_takes_over: the default adapter's first live version becomes the route if that is the base model alone.
 
-    Attributes: `swaps` says how often the live version of a name, or the route, changed; `flip_s_last` and `flip_s_max`
-    how many seconds `flip` took.
+    Attributes: `swaps` says how often the live version of a name, or the route, has changed; `flip_s_last` and
+    `flip_s_max` how many seconds the last and the slowest `flip` took.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class AdapterRegistry:
         self._first_version = first_version
         self._model_names = model_names
         self._default_takes_over = default_takes_over
-        self._versions: dict[AdapterRef, Version] = {}  # with forgotten ones that are still leased
+        self._versions: dict[AdapterRef, Version] = {}  # including forgotten ones that are still leased
         self._live: dict[str, list[Version]] = {}  # of each name: those that have been live; the last one is live now
         self._next: dict[str, int] = {}  # of each name, the number of the next version; none is used twice
         self._routes: list[Mapping[str, float]] = [_BASE_ROUTE]
@@ -81,12 +81,12 @@ class AdapterRegistry:
         return UnknownModelError.listing(selector, (*self._model_names, BASE_ADAPTER.name, *live))
 
     def version(self, ref: AdapterRef) -> Version | None:
-        """The version with this name and number, None if no selector finds it and it is not leased."""
+        """The version with this name and number, None if there is none. A forgotten one exists while it is leased."""
         return self._base if ref == BASE_ADAPTER else self._versions.get(ref)
 
     @contextmanager
     def lease(self, selector: str | None) -> Iterator[Version]:
-        """The version that `selector` means. If it is None, a selector is drawn from the route, whose shares are the
+        """The version that `selector` means. If `selector` is None, one is drawn from the route, whose shares are the
         probabilities. The version is not deleted while the block runs.
 
         Raises:
@@ -125,7 +125,7 @@ class AdapterRegistry:
     # -- versions --------------------------------------------------------------------------------
 
     def add(self, adapter: str, info: VersionInfo) -> Version:
-        """Adds a version, not live yet. Versions from the same files with older content become superseded."""
+        """Adds a version, which is not live yet. Those from the same directory with other content become superseded."""
         with self._lock:
             for older in self._versions.values():
                 same_place = bool(info.root) and older.info.root == info.root
@@ -178,7 +178,7 @@ class AdapterRegistry:
             return next(reversed(self._live.get(adapter, [])), None)
 
     def discard(self, ref: AdapterRef) -> None:
-        """Forgets a version, if it is still known. If it is live, that is undone: what it replaced is live again."""
+        """Forgets a version and routes that use it, if it is known. If it is live, the one before it is live again."""
         with self._lock:
             version = self._versions.get(ref)
             if version is not None and not version.forgotten:
@@ -198,7 +198,7 @@ class AdapterRegistry:
             if len(live) < 2:
                 raise ConflictError(f"{adapter!r} has no earlier version to go back to.", param="lora_name")
             if not available(live[-2]):
-                raise ConflictError(f"The weights of {live[-2].ref} were replaced where they lay.", param="lora_name")
+                raise ConflictError(f"The weights of {live[-2].ref} are in no file or memory now.", param="lora_name")
             live.pop()
             self.swaps += 1
             return live[-1]
@@ -218,7 +218,7 @@ class AdapterRegistry:
             going = tuple(v for v in self.versions() if v.ref.name == selector) if whole else (version,)
             if set(going) & self._routed():
                 raise ConflictError(
-                    f"{version.ref.name!r} serves requests that name no adapter; change POST /v1/adapters/route first.",
+                    f"{version.ref.name!r} serves requests that name no adapter: use POST /v1/adapters/route first.",
                     param="lora_name",
                 )
             if not whole and version is self.live(version.ref.name):
@@ -230,11 +230,11 @@ class AdapterRegistry:
     # -- the route -------------------------------------------------------------------------------
 
     def route(self) -> Mapping[str, float]:
-        """For requests that name no adapter: selector → share. The shares add up to 1."""
+        """The share of each selector in the requests that name no adapter. The shares add up to 1."""
         return self._routes[-1]
 
     def set_route(self, shares: Mapping[str, float]) -> None:
-        """Raises UnknownModelError: a selector has no version."""
+        """Sets the shares. Raises UnknownModelError if a selector has no version."""
         with self._lock:
             for selector in shares:
                 self.find(selector)
@@ -243,7 +243,7 @@ class AdapterRegistry:
                 self.swaps += 1
 
     def rollback_route(self) -> Mapping[str, float]:
-        """Takes back the last `set_route`. Raises ConflictError if there was none."""
+        """Takes back the last `set_route`. Raises ConflictError if there is none to take back."""
         with self._lock:
             if len(self._routes) < 2:
                 raise ConflictError("The route has no earlier state to go back to.")
@@ -256,7 +256,7 @@ class AdapterRegistry:
     # -- state -----------------------------------------------------------------------------------
 
     def versions(self) -> tuple[Version, ...]:
-        """The versions that selectors find, sorted by name and number; a checkpoint's only once it was asked for."""
+        """All versions that are not forgotten, sorted by name and number. Those of checkpoints are added on demand."""
         with self._lock:
             known = [version for version in self._versions.values() if not version.forgotten]
         return tuple(sorted(known, key=lambda version: (version.ref.name, version.ref.version)))
@@ -286,7 +286,7 @@ class AdapterRegistry:
         return {version for selector in self._routes[-1] if (version := self._find(selector))}
 
     def _trim(self, adapter: str) -> None:
-        """Forgets versions that are neither needed nor among the newest few."""
+        """Forgets versions of the adapter that are neither needed nor among the newest few."""
         for version in [version for version in self.versions() if version.ref.name == adapter][:-KEPT_VERSIONS]:
             if not self.needed(version):
                 self._forget(version)

@@ -32,7 +32,7 @@ from mlx_parallm.errors import ConflictError, InvalidRequestError, UnknownModelE
 
 
 class AdapterService:
-    """Implements `core.AdapterClient`. Event loop's thread only, except `publish_trained`.
+    """Implements `core.AdapterClient`. It is used on the event loop's thread only, except for `publish_trained`.
 
     Args:
         store: its statistics are read on the event loop; all else that it does runs on the device thread.
@@ -138,8 +138,8 @@ class AdapterService:
         on_added: Callable[[AdapterRef], None],
         goes_live: bool = True,
     ) -> Future[AdapterRef]:
-        """Does what `publish` does, for a caller on the device thread, where the future is completed, too: each trip to
-        the event loop would delay the version by some decode steps. The version is staged before all others.
+        """Does what `publish` does, but is called on the device thread. The future is completed there too, because each
+        trip to the event loop would delay the version by some decode steps. The version is staged before all others.
 
         Args:
             weights: MLX arrays.
@@ -210,11 +210,12 @@ class AdapterService:
         return self._library.checkpoints
 
     async def weights(self, version: Version) -> AdapterWeights:
-        """A version's weights as they were published, NumPy float32: from its files if they are unchanged, else from
-        memory.
+        """A version's weights as they were published, as float32 NumPy arrays. They come from its files if it has any
+        and these are not superseded, else from memory.
 
         Raises:
-            ConflictError: they are in neither.
+            AdapterFileError, UnknownModelError: the files are gone, damaged or changed.
+            ConflictError: they are in no file and not in memory.
         """
         if version.readable:
             return await asyncio.to_thread(self._library.read_again, version)

@@ -98,7 +98,7 @@ class PendingLoad:
         weights: those it was published with, or those read from its files; None if neither, or if it has a copy.
         reading: the read of its files that is under way.
         futures: completed when the version is staged, or cannot be.
-        faults: times that staging it failed on the device.
+        faults: how often staging it has failed on the device.
     """
 
     version: Version
@@ -111,7 +111,7 @@ class PendingLoad:
     faults: int = 0
 
     def complete(self, error: Exception | None = None) -> None:
-        """Completes the futures, with `error` if there is one; then the version does not go live any more."""
+        """Completes the futures, with `error` if there is one. From then on, the load makes no version live."""
         futures, self.futures, self.goes_live = self.futures, [], False
         for future in futures:
             if error is None:
@@ -124,9 +124,9 @@ class Slots:
     """Slots 1 to `bank.slots` of the bank. Only the device thread changes them; other threads may read.
 
     Attributes:
-        staged, evicted: totals.
-        stage_seconds: time from the first to the last unit for the version staged last.
-        nbytes: the bank's size.
+        staged, evicted: how many versions have been staged and evicted.
+        stage_seconds: time from the first to the last unit of the version that was staged last.
+        nbytes: the bank's size in bytes.
 
     Args:
         copies: gets the versions that are evicted.
@@ -153,7 +153,8 @@ class Slots:
         return self._staged.get(ref)
 
     def find(self) -> int | None:
-        """A free slot, else that of the least recently used version without pins, where forgotten versions come first.
+        """A free slot. If there is none, the slot of a version without pins: of a forgotten one if there is one, else
+        of the one that was used least recently.
 
         Returns None if there is neither, because all slots are pinned or reserved.
         """
@@ -165,7 +166,7 @@ class Slots:
         return None if least is None else least.slot
 
     def drain_one(self, most: int) -> None:
-        """Drains the version that has been in its slot for longest, unless `most` versions drain already."""
+        """Makes the version that has been in its slot longest admit no new rows, if fewer than `most` drain."""
         staying = [staged for staged in self._staged.values() if not staged.draining]
         if staying and len(self._staged) - len(staying) < most:
             min(staying, key=lambda staged: staged.since).draining = True
@@ -180,7 +181,7 @@ class Slots:
     def write(self, slot: int, version: Version, weights: AdapterWeights) -> Iterator[None]:
         """Moves a version into a slot, after evicting the version in it."""
         started = time.monotonic()
-        if not version.ranks:  # these are the weights that it was published with
+        if not version.ranks:  # its first weights are those that it was published with
             version.ranks = {path: pair.rank for path, pair in weights.pairs.items()}
             version.scales = {path: pair.scale for path, pair in weights.pairs.items()}
         yield from self._evict(slot)
@@ -211,7 +212,7 @@ class Slots:
 
     def evict_idle(self) -> Generator[None, None, None]:
         """Evicts every version without pins, and frees the bank if no version is left. A row may be admitted between
-        two units; then its version stays, and the bank with it."""
+        two units; then its version stays in its slot, and the bank is not freed."""
         for _, staged in self:
             if not staged.pins:
                 yield from self._evict(staged.slot)
@@ -220,7 +221,7 @@ class Slots:
             self.clear()
 
     def grow(self) -> Iterator[None]:
-        """Makes room in the bank for the next version, because growing takes longer than writing a slot."""
+        """Makes room in the bank before the next version comes, because growing takes longer than writing a slot."""
         if (slot := self.find()) is not None:
             yield from self._bank.make_room(slot)
             self.nbytes = self._bank.nbytes
@@ -262,6 +263,9 @@ class Slots:
 
 
 def _exported(pair: LoRAPair, scale: float) -> LoRAPair:
-    """A pair of MLX or NumPy arrays as float32 NumPy, rescaled to `scale`."""
+    """A pair of MLX or NumPy arrays as float32 NumPy, rescaled to `scale`. With a scale of 0, whose b in a slot is all
+    zeros, it keeps the scale that it has."""
     a, b = (np.array(mx.array(factor).astype(mx.float32)) for factor in (pair.a, pair.b))
-    return LoRAPair(a, b * np.float32(pair.scale / scale) if pair.scale != scale else b, scale)
+    if scale in (pair.scale, 0):
+        return LoRAPair(a, b, pair.scale)
+    return LoRAPair(a, b * np.float32(pair.scale / scale), scale)

@@ -1,10 +1,10 @@
 """AdapterStore decides which versions are in the bank's slots, and moves them between decode steps.
 
-    FILE ──read (worker thread)──▶ COPY ──stage (units of device work)──▶ SLOT ──evict──▶ COPY ──▶ FILE
+    FILE ──read (worker thread)──▶ COPY ──stage (units of device work)──▶ SLOT ──evict──▶ COPY ──drop──▶ FILE
 
-A row pins its version's slot while it lives. A version that requests wait for gets a free slot, or that of the least
-recently used version without pins. If all slots stay pinned for `_PATIENCE_S`, one version admits no new rows until
-its slot is free.
+While a row lives, it pins the slot of its version. A version that requests wait for gets a free slot, or that of the
+least recently used version without pins. If all slots stay pinned for `_PATIENCE_S`, one version admits no new rows
+until its slot is free.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from mlx_parallm.errors import AdapterUnavailableError, UnknownModelError
 T = TypeVar("T")
 
 READ_AHEAD = 2
-"""Versions whose files are read before there is a slot for them."""
+"""How many of the waiting versions have their files read before there is a slot for them."""
 
 _PATIENCE_S = 1.0
-"""How long a version waits for a slot before another one is drained."""
+"""How long a version waits for a slot before a version that is in a slot stops admitting rows."""
 
 
 class AdapterStore:
-    """Implements `core.DeviceWork`. Device thread only, except for the methods that say otherwise.
+    """Decides which versions are in the bank's slots, and moves them. Implements `core.DeviceWork`.
 
-    Futures that it returns are completed on the device thread.
+    Device thread only, except for the methods that say otherwise. The futures that it returns are completed there.
 
     Args:
         read: reads a version's weights from its files, on `reader`.
-        copies: evicted versions to keep in memory.
+        copies: how many evicted versions to keep in memory.
         wake: called on the reader's thread when a read has ended.
     """
 
@@ -75,7 +75,7 @@ class AdapterStore:
         self._requests -= Counter([ref])  # which removes counts of zero
 
     def ready(self, ref: AdapterRef) -> bool:
-        """Whether a row with this version may be admitted now. If it is in no slot, it is queued for staging."""
+        """Whether a row with this version may be admitted now. A version that is in no slot is queued for staging."""
         if ref == BASE_ADAPTER:
             return True
         staged = self.slots.get(ref)
@@ -117,7 +117,7 @@ class AdapterStore:
         Args:
             weights: NumPy or MLX arrays; None if its files are to be read.
             urgent: stage it before any other version.
-            goes_live: make it live right after the last unit.
+            goes_live: make it live just before the future completes.
         """
         if version.ref == BASE_ADAPTER or self.slots.get(version.ref):
             if goes_live:
@@ -222,7 +222,7 @@ class AdapterStore:
             if load.faults > 1:  # its requests have waited for a second attempt; a third would disturb the others again
                 self._fail(load, error)
             raise
-        load = self._loads.pop(load.version.ref, load)  # a newer one if the first was dropped meanwhile
+        load = self._loads.pop(load.version.ref, load)  # a newer load if this one was dropped meanwhile
         self._make_room = load.urgent
         self._finish(load)
 
@@ -239,12 +239,12 @@ class AdapterStore:
     # -- weights in memory -----------------------------------------------------------------------
 
     def _start_read(self, load: PendingLoad) -> None:
-        """Starts reading a version's files. Fails the load if they hold other weights now."""
+        """Starts reading a version's files. Fails the load if no file holds its weights any more."""
         if load.version.readable:
             load.reading = self._reader.submit(self._read, load.version)
             load.reading.add_done_callback(lambda _: self._wake())
         else:
-            why = "it was unloaded" if load.version.forgotten else "its files hold other weights by now"
+            why = "it was unloaded" if load.version.forgotten else "no file holds them"
             self._fail(load, AdapterUnavailableError(f"the weights of {load.version.ref} are lost: {why}"))
 
     def _take_read(self, load: PendingLoad, read: Future[AdapterWeights]) -> None:
@@ -261,7 +261,7 @@ class AdapterStore:
         self._drop(load)
 
     def _drop(self, load: PendingLoad) -> None:
-        """Ends a load that nobody waits for. Its weights are kept as a copy."""
+        """Ends a load. Its weights are kept as a copy if something may still ask for the version."""
         self._loads.pop(load.version.ref, None)
         if load.reading is not None:
             load.reading.cancel()

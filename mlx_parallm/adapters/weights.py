@@ -18,8 +18,8 @@ Array = Any
 class LinearSpec:
     """One linear, [in_features] → [out_features], at `path` in the model, such as `model.layers.0.self_attn.q_proj`.
 
-    Linears of one `group` get the same input array, so that their products with a can be computed as one. In most
-    models q_proj, k_proj and v_proj are one group, gate_proj and up_proj another.
+    Linears of one `group` get the same input x, so that x a can be computed for all of them at once (see `LoRAPair`).
+    In most models q_proj, k_proj and v_proj are one group, gate_proj and up_proj another.
     """
 
     path: str
@@ -49,7 +49,10 @@ class AdapterLayout:
 
 @dataclass(frozen=True, slots=True)
 class LoRAPair:
-    """y = x W + scale · (x a) b with a [in, rank], b [rank, out], scale = alpha / rank (LoRA, arXiv 2106.09685)."""
+    """The two factors of one linear's adapter (LoRA, arXiv 2106.09685).
+
+    y = x W + scale · (x a) b with a [in, rank], b [rank, out] and scale = alpha / rank.
+    """
 
     a: Array
     b: Array
@@ -90,8 +93,8 @@ class AdapterWeights:
 class VersionInfo:
     """Facts about the content of a version; see `core.AdapterCard`.
 
-    `root`: the directory of its files, "" if it has none. `digest`: identifies the content of the files, "" for a
-    version published by this process. `checkpoint`: the checkpoint's name if `root` is one.
+    `root`: the directory of its files, "" if it has none. `digest`: identifies the content of the files, "" if they
+    have not been read. `checkpoint`: the checkpoint's name if `root` is one.
     """
 
     rank: int
@@ -116,7 +119,7 @@ class Version:
         leases: number of requests and other users of it; it is not deleted while there are any.
         superseded: the files it came from hold other content now.
         forgotten: no selector finds it any more. It exists until its last lease ends.
-        ranks, scales: of its pairs, by path. `AdapterStore` sets them when it first gets the weights.
+        ranks, scales: of its pairs, by path. They are set when it is first written into a slot.
     """
 
     ref: AdapterRef

@@ -1,8 +1,8 @@
-"""Recovery from faults on the device thread. `DeviceLoop.surviving` is the one place that catches them.
+"""Recovery from faults, which are errors in work on the device thread. Only `DeviceLoop.surviving` catches them.
 
-A fault fails the requests for which the failing call was made, or the update if the call was training. All other rows
-are computed again on fresh arrays, because the failed call may have left wrong values in the arrays that it was writing
-and in others of the same slab.
+If the failing call was training, the update fails and no row is affected. Otherwise the requests for which the call was
+made fail, and all other rows are computed again on fresh arrays, because the call may have left wrong values in the
+arrays that it was writing and in others of the same slab (see `batch.slab`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mlx_parallm.scheduler.scheduler import RLAwareScheduler
 _log = logging.getLogger(__name__)
 
 _MAX_FAULTS_IN_A_ROW = 8
-"""Faults in a row that failed no request, after which the device counts as lost."""
+"""The device counts as lost after more faults in a row than this, none of which failed a request."""
 
 _MAX_RECOMPUTED = 3
 """How often other requests' faults may make a request start again before its next token; after that it fails too."""
@@ -96,10 +96,11 @@ class Recovery:
         self._in_a_row = 0
 
     def _requests_to_fail(self, error: Exception, affected: Iterable[LiveRequest]) -> set[LiveRequest]:
-        """The requests for which the failing call was made, unless the error may belong to a step in flight.
+        """The requests for which the failing call was made. If the error may be that of a decode step in flight, the
+        requests of that step.
 
-        Metal reports the error of a command buffer at the next call, whatever that call is. The step's requests fail
-        then, and `affected` start again.
+        Metal reports the error of a command buffer at the next call, whatever that call is. If the step's requests fail
+        for that reason, `affected` start again.
         """
         if not self._decoder.in_flight:
             return set(affected)

@@ -68,7 +68,7 @@ class LiveSequence:
 
 @dataclass(eq=False, slots=True)
 class LiveRequest:
-    """State of one request; times are in seconds of `time.monotonic`, 0 for not yet.
+    """The state of one request. Times are in seconds of `time.monotonic`; 0 means that it has not happened yet.
 
     `unfinished`: its sequences that have not ended. `recomputed`: how often faults made it start again since its last
     token.
@@ -145,7 +145,7 @@ def live_sequence(
 
 
 Affected = tuple[tuple[LiveRequest, ...], DeviceWork | None]
-"""The requests that a fault affects, or the other work: `AdapterStore` or `GRPOTrainer`."""
+"""What a fault affects: these requests, or the work of `AdapterStore` or `GRPOTrainer`."""
 
 
 class FaultScope:
@@ -188,7 +188,8 @@ class PoolMemory:
         self._scope = scope
 
     def allocate(self, sequence: SequenceState, source: SequenceState | None) -> int | None:
-        """A row with room for all of the sequence's tokens. The last one is not computed: the next step does that."""
+        """Gives a sequence a row with room for all its tokens. Returns how many of them are computed in it already,
+        which never includes the last one: the next step computes that. None if there is no room."""
         live = self._lives[sequence.sequence_id]
         with self._scope.covering([live.request]):
             if source is None:

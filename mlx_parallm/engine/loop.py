@@ -1,4 +1,4 @@
-"""DeviceLoop: the work of the device thread, one unit at a time: schedule → run → commit → publish.
+"""DeviceLoop runs the work of the device thread, one unit at a time: schedule → run → commit → publish.
 
 A decode step may be in flight between two units (see `steps`). It is committed before any other unit (a prefill chunk,
 staging an adapter, part of a training micro-step) runs. `DeviceLoop.surviving` catches the errors of all units.
@@ -106,8 +106,8 @@ class DeviceLoop:
             self._requests.abort(request_id)
 
     def call(self, function: Callable[[DeviceLoop], Any], done: Future[Any]) -> None:
-        """Runs `function` and completes `done`. An error concerns only the caller: no row's arrays are written, and no
-        decode step is in flight, whose error would show here."""
+        """Runs `function` and completes `done`. An error concerns the caller only, because no row's arrays are written
+        and no decode step is in flight whose error could show here."""
         started = time.monotonic()
         self._commit_step()
         complete(done, lambda: function(self))
@@ -149,14 +149,14 @@ class DeviceLoop:
 
     @contextmanager
     def surviving(self) -> Iterator[None]:
-        """A block for calls into MLX, which are made nowhere else. `Recovery` handles errors, and the thread continues.
+        """Hands the errors of the block to `Recovery`, so that the thread continues. MLX is called in such blocks only.
 
         Raises:
             DeviceLostError: the device keeps failing.
         """
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - MLX may raise anything at any call, and one client's fault must not stop the others
+        except Exception as error:  # noqa: BLE001 - MLX may raise anything, and one fault must not stop all clients
             self._recovery.survive(error)
 
     def _run_next(self, now: float) -> bool:

@@ -1,11 +1,12 @@
-"""ContinuousBatchProcessor: starts the device thread and lets the event loop use it.
+"""ContinuousBatchProcessor: runs the engine on a thread of its own, the device thread, for callers on the event loop.
 
     event loop                         device thread
     generate(), run() ──▶ inbox ──────▶ DeviceLoop.step(), again and again
         ▲                                  │
         └─ one asyncio.Queue per request ◀─┘ call_soon_threadsafe(events of one unit)
 
-The two threads share nothing else: requests and events are frozen, and arrays never leave the device thread.
+A unit is one piece of device work, such as a decode step. Besides requests and events, the threads share only the last
+snapshot of the statistics. All of these are frozen, and only the device thread reads arrays.
 """
 
 from __future__ import annotations
@@ -42,18 +43,19 @@ _IDLE_WAIT_S = 1.0
 _ALIVE_CHECK_S = 1.0
 _DRAIN_CHECK_S = 0.05
 _SNAPSHOT_S = 0.1
-"""While the loop is busy, it renews the snapshot that `stats` returns when that is older than this."""
+"""While the loop is busy, it takes a new snapshot for `stats` when the last one is older than this, in seconds."""
 _DEAD = "the device thread has stopped; restart the server"
 
 _Message = Callable[[DeviceLoop], object]
-"""What the device thread does between two units."""
+"""A call that the device thread makes between two units."""
 
 
 class ContinuousBatchProcessor:
-    """Implements `core.EngineClient` and `core.DeviceThread`.
+    """Takes requests on the event loop and runs them on the device thread. Implements `core.EngineClient` and
+    `core.DeviceThread`.
 
     Args:
-        build: loads the model and makes the parts. Runs on the device thread, because MLX arrays belong to the
+        build: loads the model and makes the engine's parts. Runs on the device thread, because MLX arrays belong to the
             thread that makes them.
         debug: run `DeviceLoop.check_integrity` whenever the loop is idle. If a check fails, the error is logged and
             the device thread ends.
@@ -65,7 +67,7 @@ class ContinuousBatchProcessor:
         self._inbox: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()  # None ends the thread
         self._queues: dict[str, asyncio.Queue[Event]] = {}
         self._event_loop: asyncio.AbstractEventLoop | None = None
-        self._pauses = 0  # calls of `pause` and `resume`; a later call ends the wait of an earlier one
+        self._pauses = 0  # calls of `pause` and `resume` so far; a later call ends the wait of an earlier one
         self._stats = EngineStats(alive=True, ready=False)
         self._started = threading.Event()
         self._start_error: BaseException | None = None
@@ -90,7 +92,7 @@ class ContinuousBatchProcessor:
         return self._stats
 
     def wake(self) -> None:
-        """Wakes the loop when it is idle."""
+        """Wakes the loop if it is idle."""
         self._inbox.put(lambda loop: None)
 
     # -- the event loop's thread -----------------------------------------------------------------
@@ -162,7 +164,7 @@ class ContinuousBatchProcessor:
         done: Future[Any] = Future()
         self._inbox.put(lambda loop: loop.call(function, done))
         waiting = asyncio.wrap_future(done)
-        waiting.add_done_callback(asyncio.Future.exception)  # else asyncio would warn if the caller is cancelled
+        waiting.add_done_callback(asyncio.Future.exception)  # so that asyncio does not warn if the caller is cancelled
         while not waiting.done():
             if not self._stats.alive:
                 raise EngineDeadError(_DEAD)
@@ -184,7 +186,7 @@ class ContinuousBatchProcessor:
         try:
             self._build_and_serve()
         finally:
-            mx.clear_streams()  # MLX wants each thread that used it to do this before it ends
+            mx.clear_streams()  # MLX requires this of each thread that has used it, before the thread ends
 
     def _build_and_serve(self) -> None:
         try:
@@ -198,7 +200,7 @@ class ContinuousBatchProcessor:
             self._started.set()
         try:
             self._serve(loop)
-        except Exception:  # noqa: BLE001 - the device is lost, or a check of integrity failed: log it and end the thread
+        except Exception:  # noqa: BLE001 - the device is lost, or check_integrity failed: log it and end the thread
             _log.exception("the device thread failed")
         finally:
             self._stats = replace(self._stats, alive=False, ready=False)
@@ -218,7 +220,8 @@ class ContinuousBatchProcessor:
                 loop.check_integrity()
 
     def _take_messages(self, loop: DeviceLoop, wait_s: float) -> bool:
-        """Handles the inbox, waiting up to `wait_s` seconds for the first message. False: the thread is to end."""
+        """Runs the messages in the inbox, after waiting up to `wait_s` seconds for the first one. Returns False if the
+        thread is to end."""
         try:
             message = self._inbox.get(block=wait_s > 0.0, timeout=wait_s or None)
             while message is not None:

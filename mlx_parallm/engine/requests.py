@@ -1,4 +1,4 @@
-"""Live requests, from their submission to their terminal event."""
+"""LiveRequests: keeps each request and its sequences, from the request's submission to its last event."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from mlx_parallm.errors import GrammarError, QueueTimeoutError
 from mlx_parallm.scheduler.scheduler import RLAwareScheduler
 
 PublishEvents = Callable[[list[tuple[str, Event]]], None]
-"""Takes the events of one unit of work, in order, each with the id of its request."""
+"""Publishes the events of one unit of work, in order, each with the id of its request."""
 
 
 class LiveRequests:
-    """Requests and sequences by id, and the events of the current unit of work. Device thread only.
+    """Holds requests and sequences by id, and the events of the current unit of work. Device thread only.
 
     Args:
         lives: live sequences by sequence id; `PoolMemory` reads it to give them rows.
-        scope: records which requests MLX is called for.
+        scope: records for which requests MLX is being called, so that a fault fails only those.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class LiveRequests:
             self._end(sequence)
 
     def fail(self, request: LiveRequest, error: Exception) -> bool:
-        """Ends a request with `error` and frees its rows. False if it has ended already."""
+        """Ends a request with `error` and frees its rows. Returns False if it has ended already."""
         if self._requests.pop(request.request_id, None) is None:
             return False
         for live in tuple(request.unfinished):
@@ -96,7 +96,7 @@ class LiveRequests:
         return True
 
     def fail_overdue(self, arrived_before: float) -> None:
-        """Fails inference requests that arrived before this time and have not begun to prefill. Rollouts may wait."""
+        """Fails inference requests that arrived before this time and whose prefill has not begun. Rollouts may wait."""
         for request in tuple(self._requests.values()):
             if request.arrived_at >= arrived_before:
                 return  # requests are in order of arrival
@@ -120,8 +120,8 @@ class LiveRequests:
     # -- sequences -------------------------------------------------------------------------------
 
     def accept(self, live: LiveSequence, draw: Draw, now: float) -> None:
-        """Takes one drawn token: emits its text, and ends the sequence if it is the last one. If its grammar fails,
-        the request fails."""
+        """Takes one drawn token: emits its text, and ends the sequence if this is its last token. If the grammar of the
+        sequence fails, the request fails."""
         request = live.request
         live.sequence.tokens.append(draw.token)
         if live.row is not None and live.sequence.unread == 0:
@@ -141,12 +141,14 @@ class LiveRequests:
             self._end(live)
 
     def prefilled(self, live: LiveSequence) -> None:
-        """Sends the scores of a prompt that is computed, and ends the sequence if `max_tokens` is 0."""
+        """Call this when a prompt is computed. Sends its scores, if it is scored, and ends the sequence if `max_tokens`
+        is 0."""
         self._send_scores(live)
         self.finish_if_nothing_to_do(live)
 
     def finish_if_nothing_to_do(self, live: LiveSequence) -> None:
-        """Ends a sequence with `max_tokens` 0, unless its prompt has yet to be scored."""
+        """Ends a sequence if its `max_tokens` is 0, unless its prompt has yet to be scored. A prompt of one token is
+        scored already: only later tokens have a score."""
         sequence = live.sequence
         if live.scores is not None and sequence.prompt_length == 1:
             self._send_scores(live)
@@ -162,7 +164,7 @@ class LiveRequests:
             live.scores = None
 
     def _end(self, live: LiveSequence) -> None:
-        """Frees a sequence's row. If it was its request's last one, the request ends too."""
+        """Ends a sequence and frees its row. If it was the last one of its request, the request ends too."""
         request = live.request
         if live.sequence.started_at:
             request.started_at = min(request.started_at or live.sequence.started_at, live.sequence.started_at)

@@ -1,4 +1,4 @@
-"""Runs of the loaded model before the server takes requests: they check that it can be batched and time prefill."""
+"""Runs the loaded model before the server takes requests: checks that it can be batched, and measures prefill times."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ _SHORT, _LONG, _CONTEXT = 16, 128, 1024
 
 
 def check_unproved(manager: SharedModelManager, runner: BatchRunner) -> None:
-    """Compares two rows of different lengths in the KV pool with their solo runs. Does nothing for a tested family.
+    """Checks that a model of an untested family has the same outputs in a batch as alone.
+
+    Two rows of different lengths in the KV pool are compared with their solo runs. A tested family is not checked.
 
     Raises:
-        UnsupportedModelError: the rows differ from their solo runs, or cannot run.
+        UnsupportedModelError: the outputs differ, or the model cannot run in a batch.
     """
     if manager.family.support is not Support.TESTED:
         check_offsets(manager.model, lambda *rows: _batched(runner, *rows), manager.card.vocab_size)
 
 
 def _batched(runner: BatchRunner, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]) -> mx.array:
-    """Implements `families.BatchedForward` with the KV pool."""
+    """Runs prompts and then their continuations as rows of the KV pool. Implements `families.BatchedForward`."""
     rows = [runner.cache.allocate(len(p) + len(c)) for p, c in zip(prompts, continuations, strict=True)]
     live = [row for row in rows if row is not None]
     try:
@@ -41,8 +43,8 @@ def _batched(runner: BatchRunner, prompts: Sequence[Sequence[int]], continuation
 def calibrate(runner: BatchRunner) -> CostModel:
     """Measures the terms of the prefill cost model, in about a second on a CPU.
 
-    Times three prefill chunks on a scratch row, after one to warm up. The content of the context does not change the
-    time, so the row's length is simply set.
+    Times three prefill chunks, after one to warm up. The content of the context does not change the time, so it is not
+    computed: the length of the row is simply set.
     """
     context = min(_CONTEXT, runner.cache.max_length - _LONG)
     if context < _LONG:

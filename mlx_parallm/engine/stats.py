@@ -16,10 +16,10 @@ from mlx_parallm.scheduler.scheduler import RLAwareScheduler
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since start.
+    """Totals since the engine started.
 
-    `prefilled_tokens`: tokens computed; a group's prompt counts once, a preempted prompt again. `training_units` and
-    `training_seconds` include failed units.
+    `prefilled_tokens`: tokens that prefill has computed. The prompt of a group counts once; a prompt that is computed
+    again after a preemption counts again. `training_units` and `training_seconds` include failed units.
     """
 
     steps: int = 0
@@ -41,7 +41,7 @@ def snapshot(
     peak: int,
     limits: MemoryLimits | None,
 ) -> EngineStats:
-    """The statistics of an engine that is alive and ready. Device thread only. `peak`: MLX's peak memory in bytes."""
+    """Reads the statistics of a running engine. Device thread only. `peak`: MLX's peak memory in bytes."""
     return EngineStats(
         alive=True,
         ready=True,

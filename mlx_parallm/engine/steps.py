@@ -1,8 +1,8 @@
-"""Prefill chunks and decode steps, run for live sequences.
+"""Runs prefill chunks and decode steps for live sequences.
 
 Each decode step is launched before the tokens of the step before it are read. If a row ends at step k, it may have one
 more token in flight, which is discarded. If a row has a grammar, step k's tokens are read while step k+1's forward
-runs, and step k+1's logits are masked before it draws.
+runs, and step k+1's logits are masked before its tokens are drawn.
 
 On a CPU, the call that launches a step computes most of it. Launching ahead would gain nothing and deliver every token
 one step later, so there each step is read before the next one is launched (`lookahead` False).
@@ -31,7 +31,7 @@ class Prefiller:
         self._scheduler = scheduler
 
     def run(self, unit: PrefillUnit) -> None:
-        """Computes the chunks of one unit, and the logprobs if its prompt is scored."""
+        """Computes the chunks of one unit. A scored prompt is alone in its unit, and its logprobs are computed too."""
         started = time.monotonic()
         with self._requests.scope.covering(self._requests.live(part.sequence).request for part in unit.parts):
             if unit.parts[0].sequence.scored:
@@ -62,7 +62,7 @@ class Prefiller:
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
-    """A launched step, and the live sequence of each of its rows in the step's order."""
+    """A launched step, and the live sequence of each of its rows, in the same order."""
 
     step: Step
     lives: tuple[LiveSequence, ...]
@@ -73,7 +73,7 @@ class _InFlight:
 
 
 class Decoder:
-    """Owns the decode step in flight. Device thread only; raises what the device raises.
+    """Launches decode steps and reads their tokens. Device thread only; raises what the device raises.
 
     Args:
         lookahead: launch each step before the tokens of the step before it are read.
@@ -97,9 +97,9 @@ class Decoder:
         launched = self._launch(unit)
         follows = self.in_flight
         self.commit()
-        self._in_flight = launched  # set last: if reading the step before it fails, it is dropped
+        self._in_flight = launched  # set last, so that this step is dropped if reading the one before it fails
         if not follows and (unit.delayed or not self._lookahead):
-            self.commit()  # so that neither waiting work nor the tokens wait for another step
+            self.commit()  # else waiting work, or these tokens, would wait for another step
 
     def commit(self) -> None:
         """Reads the step in flight, if there is one, and gives its tokens to their sequences."""

@@ -1,4 +1,4 @@
-"""From drawn tokens to text: detokenization, stop strings, end of sequence, length."""
+"""Turns drawn tokens into text, and finds where it ends: stop strings, the end-of-sequence token, the length limit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Detokenizes(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """The text that one token releases, and the reasons for the end if it is the sequence's last token."""
+    """The text that can be sent after one token, and why the sequence ends if this is its last token."""
 
     text: str
     finish_reason: FinishReason | None = None
@@ -26,10 +26,11 @@ class TextDelta:
 
 
 class StopMatcher:
-    """Finds the stop string that ends first in a text that comes in pieces; of several that end there, the longest.
+    """Finds the first stop string in a text that comes in pieces.
 
-    Text that may be the start of a stop string is held back until it cannot be one any more. This runs on the device
-    thread, so each character takes at most two comparisons for each stop string, however long that is.
+    The first one is the one that ends first; of several that end there, the longest. Text that may be the start of a
+    stop string is held back until it cannot be one any more. This runs on the device thread, so each character takes at
+    most two comparisons for each stop string, however long the stop string is.
     """
 
     def __init__(self, stopping: StopParams) -> None:
@@ -57,8 +58,8 @@ class StopMatcher:
 
 
 class _OneStop:
-    """The search for one stop string (Knuth, Morris and Pratt). `matched`: length of the longest prefix of the stop
-    string with which the text so far ends."""
+    """Searches for one stop string (Knuth, Morris and Pratt). `matched`: the text so far ends with this many characters
+    of the start of the stop string."""
 
     __slots__ = ("_fallbacks", "matched", "stop")
 
@@ -68,7 +69,7 @@ class _OneStop:
         self.matched = 0
 
     def feed(self, text: str) -> int | None:
-        """Where in `text` the stop string ends, None if it does not."""
+        """Returns where in `text` the stop string ends; None if it does not end there."""
         stop, place, matched = self.stop, 0, self.matched
         if stop.startswith(text, matched):  # no need to look at each character
             place, matched = len(text), matched + len(text)
@@ -81,7 +82,7 @@ class _OneStop:
                 place += matched < 0
                 matched = max(matched, 0)
             else:
-                place = text.find(stop[0], place) % (len(text) + 1)  # -1, not found, becomes the end
+                place = text.find(stop[0], place) % (len(text) + 1)  # if not found, -1 becomes the end
         self.matched = matched
         return place if matched == len(stop) else None
 
@@ -91,7 +92,7 @@ class TextStream:
     """The text of one sequence. Takes every drawn token in order, until a delta has a finish reason.
 
     `end_ids`: the tokens that end the text. `grammar`: the grammar that constrains the text, in its first state; the
-    text ends when no token can follow. `generated`: tokens taken so far.
+    text ends when the grammar allows no further token. `generated`: tokens taken so far.
     """
 
     detokenizer: Detokenizes

@@ -1,7 +1,7 @@
 """UnitTrace: a timeline of the device thread in Chrome's trace event format.
 
 chrome://tracing and Perfetto (https://ui.perfetto.dev) open the file. They accept an array without its closing bracket,
-so the file is complete after every unit, also while the server runs and after a crash.
+so the file can be opened after every unit, also while the server runs and after a crash.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class UnitTrace:
             self._write("", name="thread_name", ph="M", args={"name": "device"})
 
     def unit(self, unit: Unit) -> AbstractContextManager[None]:
-        """Records the block that runs this unit."""
+        """Records the time of the block that runs this unit."""
         match unit:
             case PrefillUnit():
                 return self.span("prefill", prompts=len(unit.parts), tokens=unit.tokens)
@@ -51,7 +51,7 @@ class UnitTrace:
 
     @contextmanager
     def span(self, name: str, **numbers: int) -> Iterator[None]:
-        """Records a block under this name. `numbers` are shown with it."""
+        """Records the time of a block under this name. `numbers` are shown with it."""
         if self._file is None:
             yield
             return
@@ -69,6 +69,6 @@ class UnitTrace:
             self._file = None
 
     def _write(self, separator: str, **event: object) -> None:
-        """Times are in microseconds."""
+        """Appends one event. Times are in microseconds."""
         assert self._file is not None
         self._file.write(f"{separator}\n{json.dumps({'pid': os.getpid(), 'tid': 1, **event})}")

@@ -4,8 +4,8 @@
                │        │       │         │         │
                └────────┴───────┴─────────┴─────────┴──▶ undo: the policy is restored, the version discarded
 
-Staging adds a version that no request gets yet; the flip makes it live. If no evaluation is configured, everything up
-to the flip happens on the device thread, with no trip to the event loop.
+Staging adds a version that no request gets yet; the flip makes it live. If no evaluation is configured, everything from
+learn to flip happens on the device thread, without a trip to the event loop.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ _log = logging.getLogger(__name__)
 class AdapterTrainingParts:
     """The objects that the training of every adapter uses.
 
-    `policy_of` None: only adapters that were trained here can be trained further.
+    `policy_of`: makes a policy from a version that was not trained here. None: only adapters that were trained here can
+    be trained further.
     """
 
     learner: Learner
@@ -59,13 +60,14 @@ class AdapterTraining:
         unpublished: whether the policy has updates that are in no published version.
         progress: where a run on an environment was at the last update, so that it can resume there. It is saved with
             the metrics of every checkpoint.
-        checkpoints: they know the best version, which was the latest one when the running mean reward was highest.
+        checkpoints: those of the adapter, and its best version, which is the one that was the latest when the running
+            mean reward was highest.
 
     Invariant: while the learner's policy may differ from the one that versions and reports describe, `_undo` is the
-    policy to go back to. It is restored before the policy is used for anything else.
+    policy that they describe. It is restored before the learner's policy is used for anything else.
 
     Args:
-        serves_base: whether requests for this adapter get the base model until it has a version. Other adapters get a
+        serves_base: whether requests for this adapter get the base model until it has a version. If not, it gets a
             first version at once, equal to the base model.
     """
 
@@ -94,12 +96,12 @@ class AdapterTraining:
     # -- start -----------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Starts training from the newest checkpoint of the live version. If that has no checkpoint, training starts
-        from its weights; if no version is live, from a new policy that equals the base model.
+        """Starts training from the newest checkpoint of the live version. If that version has no checkpoint, training
+        starts from its weights. If no version is live, it starts from a new policy that equals the base model.
 
         Raises:
             InvalidRequestError: the live version has another rank, alpha or targets than those configured.
-            ConflictError: the live version was not trained here.
+            ConflictError: the live version was not trained here, and there is no `policy_of` to make a policy from it.
         """
         live = self.live
         card = self.checkpoints.newest_of(live)
@@ -129,7 +131,7 @@ class AdapterTraining:
     # -- an update -------------------------------------------------------------------------------
 
     async def mark_best(self) -> None:
-        """Makes the latest version the best one if its rewards have raised the running mean to a new best value."""
+        """Makes the latest version the best one if its rewards have raised the running mean to a new high."""
         if not self.unpublished and self.rewards.trend.mark_best():
             latest = self.versions.latest
             policy = None if latest == BASE_ADAPTER else await self._policy()
@@ -144,8 +146,8 @@ class AdapterTraining:
     async def learn(
         self, batch: UpdateBatch, publish: bool = True, progress: Mapping[str, float] | None = None
     ) -> UpdateReport:
-        """Makes one update. If its status is neither published nor trained, policy, versions and `progress` stay as
-        they were.
+        """Makes one update. Unless the status of the report is published or trained, policy, versions and `progress`
+        stay as they were. If `publish` is False, no version is made of the update.
 
         Raises:
             Exception: raised by the learner or while publishing; policy and versions are as before.
@@ -193,7 +195,7 @@ class AdapterTraining:
     # -- checkpoints -----------------------------------------------------------------------------
 
     async def save_if_due(self) -> str | None:
-        """Saves a checkpoint if one is due, and returns its name. If that fails, it is due again later."""
+        """Saves a checkpoint if one is due, and returns its name. If that fails, the next attempt is due later."""
         if self.checkpoints.unsaved.due_in != 0:
             return None
         try:
@@ -264,7 +266,8 @@ class AdapterTraining:
         return ref
 
     async def _resume_from(self, ref: AdapterRef, best: bool) -> None:
-        """Makes a restart resume from this version. The best version may not have a checkpoint yet, so it is saved."""
+        """Makes a restart of the server resume from this version. If it is the best one, it is saved, because it may
+        have no checkpoint yet."""
         if best:
             self.checkpoints.set_best(TrainedVersion(ref, await self._policy()))
             self.checkpoints.unsaved.add()
@@ -279,8 +282,8 @@ class AdapterTraining:
 
     @asynccontextmanager
     async def _undone_on_failure(self) -> AsyncIterator[None]:
-        """At the end of the block, unless it has set `_undo` to None, discards the version that it has announced and
-        restores the policy. A cancelled update thus never goes live, whatever the device is doing for it."""
+        """At the end of the block, restores the policy and discards the version that was announced, unless the block
+        has set `_undo` to None. So a cancelled update never goes live, whatever the device is doing for it."""
         self._undo = await self._policy()
         try:
             yield
@@ -293,7 +296,7 @@ class AdapterTraining:
                     _log.exception("the policy of %s could not be restored; it will be before its next use", self.name)
 
     async def _policy(self) -> PolicyState | PolicySnapshot:
-        """The current policy. A pending undo is done first."""
+        """The current policy, after a pending undo has been done."""
         if self._undo is not None:
             await self._learner.restore(self.name, self._undo)
             self._undo = None

@@ -40,7 +40,7 @@ class PolicyCheckpoints:
 
     Args:
         store: the checkpoints of this run.
-        registry: knows the versions that are saved, and gets those that are loaded.
+        registry: is told which versions have a checkpoint, and gets the versions that are loaded.
     """
 
     def __init__(self, store: CheckpointStore, registry: AdapterRegistry) -> None:
@@ -55,8 +55,8 @@ class PolicyCheckpoints:
         metrics: Mapping[str, float],
         step: int | None = None,
     ) -> CheckpointCard:
-        """Writes a version and its optimizer state as checkpoint `step`. None: the policy's step or, if a rollback has
-        left another checkpoint there, the next free step.
+        """Writes a version and its optimizer state as checkpoint `step`. If `step` is None, it is the policy's step or,
+        if a rollback has left another checkpoint there, the next free step.
 
         Raises:
             ConflictError: there is a checkpoint of `step` with other content.
@@ -79,14 +79,16 @@ class PolicyCheckpoints:
         return self._store.cards(name)
 
     async def set_latest(self, name: str, checkpoint: str) -> None:
-        """Makes a restart resume from this checkpoint, until there is a newer one."""
+        """Makes a restart of the server resume from this checkpoint, until there is a newer one."""
         await asyncio.to_thread(self._store.set_latest, name, checkpoint)
 
     async def load(self, name: str, which: str) -> tuple[AdapterRef, PolicySnapshot]:
-        """A checkpoint's version, known to the server but not live, and its policy.
+        """Loads a checkpoint. Returns its version, which the server knows from now on, and its policy. The version does
+        not go live.
 
         Raises:
-            UnknownModelError, AdapterFileError: there is no such checkpoint; it cannot be used.
+            UnknownModelError: there is no such checkpoint.
+            AdapterFileError: the checkpoint cannot be used.
         """
         loaded = await asyncio.to_thread(self._store.load_checkpoint, name, which)
         policy = await asyncio.to_thread(PolicySnapshot.load, Path(loaded.card.path), loaded.weights)
@@ -106,7 +108,7 @@ class TrainedVersion:
 
     @property
     def selector(self) -> str:
-        """What a request names to get this version."""
+        """The model name with which a request gets this version."""
         return self.ref.name if self.ref == BASE_ADAPTER else str(self.ref)
 
 
@@ -114,8 +116,8 @@ class TrainedVersion:
 class UnsavedUpdates:
     """The updates that are in no checkpoint yet.
 
-    `count`: updates since the last attempt to save. `since`: when the first of them was made or, after a failed
-    attempt, when that was made, in seconds of `time.monotonic`. `lost`: whether a crash now would lose an update.
+    `count`: updates since the last attempt to save. `since`: when the first of them was made or, if that attempt has
+    failed, when it failed, in seconds of `time.monotonic`. `lost`: whether a crash now would lose an update.
     """
 
     config: CheckpointingConfig
@@ -129,7 +131,8 @@ class UnsavedUpdates:
         self.lost = True
 
     def postpone(self) -> None:
-        """Call this after a failed attempt to save: the next one is due after the usual number of updates or time."""
+        """Call this after an attempt to save has failed. The next one is due after the usual number of updates or
+        minutes."""
         self.count, self.since = 0, time.monotonic()
 
     def clear(self) -> None:
@@ -137,7 +140,7 @@ class UnsavedUpdates:
 
     @property
     def due_in(self) -> float | None:
-        """Seconds until a checkpoint is due, 0 if it is due now; None if every update is in a checkpoint."""
+        """Seconds until a checkpoint is due; 0: it is due now; None: every update is in a checkpoint."""
         if not self.lost or self.since is None:
             return None
         due_at = self.since + 60 * self.config.minutes
@@ -145,10 +148,13 @@ class UnsavedUpdates:
 
 
 class AdapterCheckpoints:
-    """The checkpoints of one adapter in training, and its best version. `failures`: checkpoints that were not saved.
+    """The checkpoints of one adapter in training, and its best version.
 
-    The server does not forget the best version while it is the best. Its policy is held by reference until the next
-    checkpoint is saved. The best version is saved first, because training resumes from the checkpoint saved last.
+    `failures`: how often it failed to save a checkpoint, or to choose the checkpoint that a restart resumes from.
+
+    The server does not forget the best version while it is the best. Its policy stays in memory until the next
+    checkpoint is saved. The best version is saved before that one, because training resumes from the checkpoint that
+    was saved last.
     """
 
     def __init__(
@@ -175,7 +181,8 @@ class AdapterCheckpoints:
     # -- the best version ------------------------------------------------------------------------
 
     def set_best(self, best: TrainedVersion | None) -> None:
-        """Makes this version the best one. A version that was unloaded meanwhile cannot be."""
+        """Makes this version the best one; None: there is no best one. If the version was unloaded meanwhile, nothing
+        changes."""
         lease = ExitStack()
         try:
             if best is not None:
@@ -191,7 +198,7 @@ class AdapterCheckpoints:
         return TrainedVersion(*await self._checkpoints.load(self._name, which))
 
     async def load_best(self) -> TrainedVersion | None:
-        """The checkpoint tagged `best`; None if there is none that can be used."""
+        """Loads the checkpoint tagged `best`. Returns None if there is none that can be used."""
         try:
             return await self.load(BEST)
         except (UnknownModelError, AdapterFileError):
@@ -202,7 +209,8 @@ class AdapterCheckpoints:
 
         Raises:
             ConflictError: there is no best version.
-            UnknownModelError, AdapterFileError: there is no such checkpoint; it cannot be used.
+            UnknownModelError: there is no such checkpoint.
+            AdapterFileError: the checkpoint cannot be used.
         """
         if which not in (None, BEST):
             return await self.load(str(which))
@@ -216,18 +224,19 @@ class AdapterCheckpoints:
     # -- the live version ------------------------------------------------------------------------
 
     async def policy_of(self, live: AdapterRef, card: CheckpointCard | None) -> PolicySnapshot:
-        """The policy that training of the live version starts from: that of its checkpoint, if it has a usable one.
+        """The policy that training of the live version starts from: the one in its checkpoint, or one that is made from
+        its weights if it has no usable checkpoint.
 
         Raises:
-            ConflictError: it has none, and was not trained here.
+            ConflictError: it has no usable checkpoint, and only adapters that were trained here can be trained further.
         """
         if card is not None:
             try:
                 return (await self._checkpoints.load(self._name, card.name))[1]
             except AdapterFileError as error:
-                _log.warning("%s begins with the weights of %s and a new optimizer: %s", self._name, live, error)
+                _log.warning("%s starts from the weights of %s and a new optimizer: %s", self._name, live, error)
         if self._policy_of is None:
-            raise ConflictError(f"{live} was not trained here, so it cannot be trained on; start another name.")
+            raise ConflictError(f"{live} was not trained here, so it cannot be trained further; use another name.")
         return await self._policy_of(live)
 
     # -- saving ----------------------------------------------------------------------------------
@@ -267,11 +276,11 @@ class AdapterCheckpoints:
         return card
 
     async def set_latest(self, checkpoint: str) -> None:
-        """Makes a restart resume from this checkpoint. An error is only logged and counted."""
+        """Makes a restart of the server resume from this checkpoint. An error is only logged and counted."""
         try:
             await self._checkpoints.set_latest(self._name, checkpoint)
         except Exception as error:  # noqa: BLE001 - the version is live already, whatever a restart resumes from
-            _log.error("a restart would not begin with %s of %s: %s", checkpoint, self._name, error)
+            _log.error("a restart would not resume from %s of %s: %s", checkpoint, self._name, error)
             self.failures += 1
 
     def _drop_best_policy(self) -> None:

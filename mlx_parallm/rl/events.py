@@ -1,4 +1,4 @@
-"""Training events: the stream that clients listen to, and the outcome and report of each update, which it carries."""
+"""Training events: the stream that clients listen to. Also the outcome of an update, and its report to the stream."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Emit(Protocol):
 
 
 class EventHub:
-    """Sends every event to every listener, in order. A slow listener loses its oldest events, and gets their number.
+    """Sends every event to every listener, in order. A slow listener loses its oldest events, and is told how many.
 
     Event loop's thread only.
     """
@@ -106,9 +106,9 @@ class UpdateOutcome:
 
     `skipped`: why the policy was left as it was, or "". `metrics`: loss, entropy, ratio_mean, ratio_max,
     clip_fraction, dual_clip_fraction, mismatch_kl, grad_norm, learning_rate, seconds and so on, over all tokens.
-    `kl`: KL divergence of the policy before the step from the base model, in nats a token: over all tokens if it is
-    part of the loss, else an unbiased estimate from a quarter of the micro-batches. `kl_step`: KL divergence of the
-    policy before the step from the one after it, over all tokens.
+    `kl`: KL divergence of the policy before the step from the base model, in nats per token. If it is part of the loss,
+    it is over all tokens; else it is an unbiased estimate from a quarter of the micro-batches. `kl_step`: KL divergence
+    of the policy before the step from the one after it, over all tokens.
     """
 
     step: int
@@ -118,7 +118,7 @@ class UpdateOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a version does not go live. `code`: not_finite, kl_bound or evaluation. `reason`: the same as a sentence."""
+    """Why a version does not go live. `code`: not_finite, kl_bound or evaluation. `reason`: the same in words."""
 
     code: str
     reason: str
@@ -146,21 +146,23 @@ class UpdateReporter:
 
     @property
     def updates_per_second(self) -> float:
-        """Over the last minute."""
-        while self._times and self._times[0] < time.monotonic() - _MINUTE:
-            self._times.popleft()
-        return len(self._times) / _MINUTE
+        """Updates that changed the policy, per second over the last minute."""
+        since = time.monotonic() - _MINUTE
+        return sum(at >= since for at in self._times) / _MINUTE
 
     def updated(self, status: str, live: AdapterRef | None, outcome: UpdateOutcome) -> UpdateReport:
-        """The policy has changed. `status`: published or trained. `live`: the live version after the update."""
+        """Reports an update that changed the policy. `status`: published or trained. `live`: the live version now."""
         self.step, self.metrics = outcome.step, outcome.metrics
         self.updates += 1
         self.last_update = time.time()
-        self._times.append(time.monotonic())
+        now = time.monotonic()
+        self._times.append(now)
+        while self._times[0] < now - _MINUTE:
+            self._times.popleft()
         return self._report("update", UpdateReport(live, outcome.step, status, metrics=outcome.metrics))
 
     def held(self, live: AdapterRef | None, refusal: Refusal, outcome: UpdateOutcome) -> UpdateReport:
-        """The gate refused the update."""
+        """Reports an update that the gate refused."""
         self.skips[f"held_{refusal.code}"] += 1
         _log.warning("an update of %s was held: %s", self._name, refusal.reason)
         return self._report("held", UpdateReport(live, self.step, "held", refusal.reason, _finite(outcome.metrics)))
@@ -168,7 +170,7 @@ class UpdateReporter:
     def skipped(
         self, live: AdapterRef | None, code: str, reason: str = "", metrics: Mapping[str, float] | None = None
     ) -> UpdateReport:
-        """No update was made. `code`: the reason under which it is counted. `reason`: an explanation in words."""
+        """Reports that no update was made. `code`: the reason under which it is counted. `reason`: an explanation."""
         self.skips[code] += 1
         _log.info("an update of %s was skipped: %s", self._name, reason or code)
         return self._report("skipped", UpdateReport(live, self.step, "skipped", reason or code, _finite(metrics or {})))

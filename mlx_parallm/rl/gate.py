@@ -36,22 +36,22 @@ _log = logging.getLogger(__name__)
 
 
 class Gate:
-    """A version goes live if all metrics of its update are finite, `kl_step` does not exceed `kl_bound` (None: no
-    bound), and `evaluate` (None: no evaluation) agrees."""
+    """Decides whether a version goes live. It does if all metrics of its update are finite, `kl_step` does not exceed
+    `kl_bound` (None: no bound), and `evaluate` (None: no evaluation) agrees."""
 
     def __init__(self, kl_bound: float | None = None, evaluate: Evaluate | None = None) -> None:
         self._kl_bound = kl_bound
         self._evaluate = evaluate
 
     def judge(self, metrics: Mapping[str, float]) -> Refusal | None:
-        """Checks the metrics of the update."""
+        """Checks the metrics of the update. Returns None if they do not prevent the version from going live."""
         if bad := sorted(name for name, value in metrics.items() if not math.isfinite(value)):
             return Refusal("not_finite", f"not finite: {', '.join(bad)}")
         if self._kl_bound is None:
             return None
         kl = metrics.get("kl_step")
         if kl is None:
-            return Refusal("kl_bound", "kl_step was not measured, so kl_bound cannot be kept")
+            return Refusal("kl_bound", "kl_step was not measured, so kl_bound cannot be checked")
         if kl > self._kl_bound:
             return Refusal("kl_bound", f"kl_step {kl:.3g} is above kl_bound {self._kl_bound:g}")
         return None
@@ -62,7 +62,7 @@ class Gate:
         return self._evaluate is not None
 
     async def evaluated(self, ref: AdapterRef) -> Refusal | None:
-        """Evaluates the version; an evaluation that raises refuses it."""
+        """Evaluates the version. If the evaluation raises an error, the version is refused."""
         if self._evaluate is None:
             return None
         try:
@@ -75,12 +75,16 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class EvalPrompt:
+    """A held-out prompt, and the scorer and metadata that its answer is scored with."""
+
     prompt_ids: tuple[int, ...]
     collection: CollectionSpec
 
 
 class Evaluation:
-    """Mean reward of one answer to each held-out prompt, at temperature 1 and with the same seeds for every version.
+    """Decides by mean reward whether a version may go live.
+
+    The version gives one answer to each held-out prompt, at temperature 1 and with the same seeds for every version.
 
     Args:
         floor: least mean reward of a version that may go live.
@@ -136,7 +140,7 @@ def read_prompts(
         ConfigError: the file cannot be read, or a line cannot be used; the message names it.
     """
     try:
-        lines = file.read_text().splitlines()
+        lines = file.read_text("utf-8").split("\n")
     except (OSError, ValueError) as error:
         raise ConfigError(f"rl_training.gate.eval_prompts: {file} cannot be read: {error}") from error
     prompts = tuple(_prompt(file, at, line, tokenizer, check) for at, line in enumerate(lines, 1) if line.strip())

@@ -1,4 +1,4 @@
-"""TrainingLoop: when one adapter is updated, and on which trajectories.
+"""TrainingLoop decides when one adapter is updated, and on which trajectories.
 
 buffer ─▶ complete groups ─▶ selection ─▶ advantages, batch ─▶ AdapterTraining.learn ─▶ new live version
 """
@@ -22,7 +22,7 @@ from mlx_parallm.rl.objectives.batches import PreparedBatch, ScoredGroup, prepar
 from mlx_parallm.rl.selection import GroupSelection, given_groups
 
 _DROP_REASONS = {"published": None, "trained": None, "held": DropReason.HELD, "skipped": DropReason.SKIPPED}
-"""What happens to the trajectories of an update, by the status of its report. None: they were trained on."""
+"""Why the trajectories of an update are dropped, by the status of its report. None: they were trained on."""
 
 _VERSIONS_SHOWN = 8
 
@@ -30,10 +30,10 @@ _log = logging.getLogger(__name__)
 
 
 class TrainingLoop:
-    """Updates one adapter, whenever enough trajectories are ready and on request. One lock orders all changes.
+    """Updates one adapter: on request, and whenever enough trajectories are ready. One lock orders all changes.
 
-    Every group that is taken from the buffer is ended, whatever becomes of its update. The trajectories of an update
-    that was skipped, held or failed are dropped, since another attempt would end the same way.
+    Every group that is taken from the buffer is ended, whatever becomes of its update. If an update was skipped, held
+    or failed, its trajectories are dropped, since another attempt would end the same way.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class TrainingLoop:
                 await self.training.save_if_due()
 
     def wake(self) -> None:
-        """Call this when groups may have become complete."""
+        """Lets `run` check whether an update is due. Call this when groups may have become complete."""
         self._selection.look()
         self._changed.set()
 
@@ -78,7 +78,7 @@ class TrainingLoop:
         return self._pause_reason is None and (self._selection.enough or self.training.rewards_fell)
 
     async def _automatic_update(self) -> None:
-        if self._due:  # no other update has taken the trajectories
+        if self._due:  # still true, so no other update has taken the trajectories
             try:
                 await self._update(self._buffer.take(self.name, self._config.update_frequency))
             except Exception:  # noqa: BLE001 - only this update fails; after `max_skips` of them training pauses
@@ -100,10 +100,10 @@ class TrainingLoop:
         tag: str | None = None,
         progress: Mapping[str, float] | None = None,
     ) -> UpdateReport:
-        """One update on `given`, or on all complete groups, even if training is paused.
+        """Makes one update on `given`, or on all complete groups, even if training is paused.
 
         Args:
-            tag: the policy is saved with this tag after the update, whatever its status.
+            tag: after the update, whatever its status, the policy is saved with this tag.
             progress: see `AdapterTraining.progress`.
 
         Raises:
@@ -114,7 +114,7 @@ class TrainingLoop:
         groups = None if given is None else given_groups(given, self._staleness_of_given)
         if groups is not None and not self._config.loss.imitates and not all(group.rewards for group in groups):
             raise InvalidRequestError(
-                "trajectories: give each of them a reward; only the loss cross_entropy does without", "trajectories"
+                "trajectories: give each of them a reward; only the loss cross_entropy needs no rewards", "trajectories"
             )
         async with self._lock:
             if groups is None:
@@ -126,7 +126,11 @@ class TrainingLoop:
             return report if tag is None else await self._save_tagged(report, tag)
 
     def _staleness_of_given(self, version: AdapterRef) -> int:
-        """Raises InvalidRequestError: trajectories of this version cannot be trained on."""
+        """How many versions behind the latest one a version is.
+
+        Raises:
+            InvalidRequestError: trajectories of this version cannot be trained on.
+        """
         if reason := self.reason_against(version):
             raise InvalidRequestError(
                 f"lora_version: {version} cannot be trained on ({reason.value}); the latest version is "
@@ -162,7 +166,7 @@ class TrainingLoop:
             return await self.training.save(step, tags, metrics)
 
     def pause(self, reason: str = "asked") -> None:
-        """Stops automatic updates. An update in progress is finished."""
+        """Stops automatic updates. An update in progress still finishes."""
         if self._pause_reason is None:
             self._pause_reason = reason
             self._emit("paused", adapter=self.name, reason=reason)
@@ -248,7 +252,7 @@ class TrainingLoop:
     # -- status ----------------------------------------------------------------------------------
 
     def status(self) -> TrainingStatus:
-        """The status without `checkpoints` and `trained`, which the service adds."""
+        """The status of this adapter. The service adds `checkpoints` and `trained`."""
         training, buffer, name = self.training, self._buffer, self.name
         best, reports = training.checkpoints.best, training.reports
         return TrainingStatus(

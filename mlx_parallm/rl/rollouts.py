@@ -37,7 +37,7 @@ GROUP = "mlx_parallm.environments"
 """Entry points of a user's package: name = "module:object", an Environment or a class of one."""
 
 _CHUNK = 50
-"""Entries of one reasoning-gym data set. Few tasks have fewer to offer."""
+"""Entries that are taken from one reasoning-gym data set before the next one is made. Few tasks have fewer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class ReasoningGym:
 
     def tasks(self, seed: int) -> Iterator[Task]:
         for chunk in itertools.count():
-            # An entry is drawn with its data set's seed + its index: data sets of nearby seeds would share entries.
+            # Entry i of a data set is drawn with the data set's seed + i, so nearby seeds would share entries.
             data = gym.dataset(self._task, seed=random.Random(f"{seed}/{chunk}").getrandbits(31))
             yield from map(self._from_entry, gym.entries(data, _CHUNK))
 
@@ -92,8 +92,8 @@ def _from_line(task: FileTask) -> Task:
 
 
 def environment(name: str) -> Environment:
-    """The environment `reasoning_gym:<task>`, which may take seconds to import; or the tasks of a JSONL file or of a
-    data set of the hub; or the environment of an entry point.
+    """The environment of this name: `reasoning_gym:<task>`, a JSONL file, a data set of the Hugging Face hub, or an
+    entry point. Importing reasoning-gym may take seconds.
 
     Raises:
         ConfigError: it is unknown, not installed, or cannot be loaded.
@@ -105,8 +105,9 @@ def environment(name: str) -> Environment:
 
 
 def answers_of(name: str) -> FileTasks:
-    """The tasks whose answers a server looks up: those of a JSONL file or of a data set of the hub. There are none if
-    `name` is another environment, which is not loaded.
+    """The tasks whose answers a server looks up: those of a JSONL file or of a data set of the Hugging Face hub.
+
+    Any other environment has none, and is not loaded.
 
     Raises:
         ConfigError: it is unknown, or its file cannot be used.
@@ -160,10 +161,10 @@ Generate = Callable[[GenerationRequest], AsyncIterator[Event]]
 
 @dataclass(frozen=True, slots=True)
 class RolloutSettings:
-    """`group_size` samples per task, of at most `max_tokens`, at `temperature`. `seed`: of the samples.
+    """How rollouts are drawn: `group_size` samples for each task, of at most `max_tokens` tokens, at `temperature`.
 
-    `run`: part of the trajectories' ids. `taken`: tasks that were taken in an earlier process; ids and seeds continue
-    after them.
+    `seed`: all samples get their seeds from it. `run`: part of the trajectories' ids. `taken`: tasks that were taken in
+    an earlier process; ids and seeds continue after them.
     """
 
     group_size: int
@@ -176,7 +177,7 @@ class RolloutSettings:
 
 @dataclass(frozen=True, slots=True)
 class DrawResult:
-    """`tokens`: completion tokens drawn. `failures`: for people, one line for each task that failed."""
+    """What was drawn. `tokens`: completion tokens. `failures`: for people, one line for each task that failed."""
 
     tokens: int
     failures: tuple[str, ...]

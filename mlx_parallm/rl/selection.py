@@ -16,7 +16,7 @@ from mlx_parallm.rl.collect.groups import FEEDBACK, DropReason, GroupMember, Tra
 from mlx_parallm.rl.objectives.batches import ScoredGroup, no_signal
 
 REFILLS = 3
-"""An update that lacks trajectories with a signal waits for at most this many times the number that it wants."""
+"""An update that wants N trajectories is due at the latest after (1 + REFILLS) N of them, with or without a signal."""
 
 
 class GroupSelection:
@@ -46,7 +46,7 @@ class GroupSelection:
 
     @property
     def enough(self) -> bool:
-        """Whether an update is due: there is a whole batch, or it has waited long enough for one."""
+        """Whether an update is due: there is a whole batch, or so many groups had no signal that it waits no longer."""
         with_signal = self.with_signal
         return with_signal >= self._wanted or with_signal + self.without_signal >= (1 + REFILLS) * self._wanted
 
@@ -67,7 +67,9 @@ class GroupSelection:
             self._without_signal.popleft()
 
     def take(self, groups: Sequence[TrajectoryGroup]) -> tuple[list[ScoredGroup], list[ScoredGroup]]:
-        """Starts over with the next update. If the loss imitates, trajectories with a low reward are dropped.
+        """Gives the groups of an update with their rewards, and starts to count for the next one.
+
+        If the loss imitates, trajectories with a low reward are dropped.
 
         Returns:
             The groups without a signal since the last update, and `groups`, which an update has taken.
@@ -81,7 +83,8 @@ class GroupSelection:
         return without_signal, taken
 
     def restart(self) -> None:
-        """Call this when the policy was replaced: its groups are forgotten, and the reward trend is a new one."""
+        """Call this when the policy was replaced. Groups that were dropped no longer count, and the new reward trend
+        gets the rewards of those that wait in the buffer."""
         self._without_signal.clear()
         for group in self._buffer.ready(self._training.name):
             group.observed = False
@@ -92,7 +95,7 @@ class GroupSelection:
         self._buffer.drop(group, DropReason.LOW_REWARD, low)
 
     def _observe(self, group: TrajectoryGroup, members: Sequence[GroupMember]) -> ScoredGroup:
-        """These members of a group. The reward trend gets their rewards, unless it has those of the group already."""
+        """Scores these members of a group. Adds their rewards to the reward trend, unless it has those of the group."""
         staleness = self._training.versions.staleness(group.version)
         assert staleness is not None  # otherwise the buffer was swept
         from_feedback = group.scorer is None or all(member.from_feedback for member in members)
@@ -116,7 +119,7 @@ def given_groups(
 ) -> tuple[ScoredGroup, ...]:
     """Groups a client's trajectories by `group_id`, or by prompt if they have none; in order of appearance.
 
-    `staleness`: of the version that drew a trajectory; it raises if the version cannot be trained on.
+    `staleness`: gives that of the version that drew a trajectory, and raises if the version cannot be trained on.
 
     Raises:
         InvalidRequestError: a trajectory cannot be trained on, or only some of them have a reward.
@@ -142,7 +145,7 @@ def given_groups(
 def _check(trajectory: GivenTrajectory, param: str) -> None:
     logprobs = trajectory.sampling_logprobs
     if not trajectory.prompt_ids or not trajectory.completion_ids:
-        raise InvalidRequestError(f"{param}: give one prompt token and one completion token at least", param)
+        raise InvalidRequestError(f"{param}: give at least one prompt token and one completion token", param)
     if logprobs and len(logprobs) != len(trajectory.completion_ids):
         raise InvalidRequestError(
             f"{param}: {len(logprobs)} sampling_logprobs for {len(trajectory.completion_ids)} completion tokens; give "

@@ -1,7 +1,7 @@
-"""TrainingService: several adapters in training, one trajectory buffer, one stream of events.
+"""TrainingService trains several adapters, with one trajectory buffer and one stream of events.
 
-marked request ─▶ collect ─▶ Intake ─▶ TrajectoryBuffer ─▶ TrainingLoop of the adapter that drew it
-                               └─ rewards: ScoringService, feedback
+request to be collected ─▶ collect ─▶ Intake ─▶ TrajectoryBuffer ─▶ TrainingLoop of the adapter that drew it
+                                        └─ rewards: ScoringService, feedback
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ _log = logging.getLogger(__name__)
 class TrainingParts:
     """What training is made of.
 
-    `evaluate`: decides about every version before it goes live. `policy_of`: the policy that training of a live version
-    without a checkpoint of a trainer starts from. `log`: gets every trajectory in the end. `tasks`: have the answers
-    that requests leave out.
+    `evaluate`: decides about every version before it goes live. `policy_of`: gives the policy that training starts from
+    if the live version has no checkpoint of a trainer. `log`: gets every trajectory in the end. `tasks`: have the
+    answers that requests leave out.
     """
 
     learner: Learner

@@ -1,4 +1,4 @@
-"""Which chunks of prompts go into one prefill unit: the cost model, the 8-step guarantee, and the packing.
+"""Chooses the chunks of prompts for one prefill unit: the cost model, the 8-step guarantee, and the packing.
 
 The guarantee: at most 7 decode steps run between two chunks of a prompt that has a row. It counts steps and uses no
 prediction, so it holds even when the cost model is wrong. Predictions only size units and order prompts.
@@ -19,7 +19,7 @@ _NEWEST_RATIO = 0.2
 """Weight of the newest observation in the running scale while observations come often."""
 
 _MEMORY_S = 30.0
-"""After so many seconds without an observation, the next one gets a weight of about two thirds."""
+"""After this many seconds without an observation, the next one gets a weight of about two thirds."""
 
 _MIN_RATIO, _MAX_RATIO = 0.1, 10.0
 """Bounds of one observation against the measured terms, so that one outlier cannot spoil the scale."""
@@ -29,14 +29,15 @@ _MIN_RATIO, _MAX_RATIO = 0.1, 10.0
 class CostModel:
     """Predicts the seconds of a prefill unit: fixed + the sum over its chunks of per_token·T + per_pair·T·(C + T/2).
 
-    T is a chunk's tokens and C its context. The first term is reading the weights, the second the matrix products,
-    the third attention. The engine measures the terms at start; the defaults are a rough guess. `scale` is the running
-    ratio of observed to measured seconds. Prefill units and decode steps both correct it, so it follows the load of the
-    machine within seconds.
+    T is a chunk's tokens and C its context. The first term stands for reading the weights, the second for the matrix
+    products, the third for attention. The engine measures the terms at start; the defaults are a rough guess. `scale`
+    is the running ratio of observed seconds to those that the measured terms give. Prefill units and decode steps both
+    correct it, so it follows the load of the machine within seconds.
 
-    A decode step does the work of a unit of one-token chunks, and it also samples. `step_ratio` is the running ratio
-    of its cost to that unit's at the same speed of the machine. It is learnt from pairs of a decode step and the
-    prefill unit after it; before the first pair it is None, and decode steps correct nothing.
+    A decode step does the work of a prefill unit of one-token chunks, and it also samples. `step_ratio` is a running
+    average: how many times as long as that unit the step takes at the same speed of the machine. It is learnt from
+    pairs of a decode step and the prefill unit after it. Before the first pair it is None, and decode steps do not
+    correct the scale.
     """
 
     fixed: float = 0.01
@@ -87,11 +88,14 @@ class CostModel:
             self._correct_scale(self._last_step / self.step_ratio, seconds, now)
 
     def _ratio(self, chunks: Iterable[Chunk], seconds: float) -> float:
-        """The speed of one unit, against the speed at which the terms were measured."""
+        """The observed seconds of one unit, divided by those that the measured terms give; within bounds."""
         return min(max(self.scale * seconds / self.seconds(chunks), _MIN_RATIO), _MAX_RATIO)
 
     def _correct_scale(self, ratio: float, seconds: float, now: float) -> None:
-        """Load, heat and clock rate change all terms alike. The older the last observation, the less it counts."""
+        """Moves the scale towards the ratio of one unit. The older the last observation, the less the old scale counts.
+
+        There is one scale for all terms, because load, heat and clock rate change them alike.
+        """
         idle = 0.0 if self._observed_at is None else now - seconds - self._observed_at
         weight = max(_NEWEST_RATIO, 1.0 - math.exp(-idle / _MEMORY_S))
         self.scale = _average(self.scale, ratio, weight)
@@ -106,10 +110,10 @@ def _average(running: float, newest: float, weight: float) -> float:
 # ---- the guarantee of progress -----------------------------------------------------------------
 
 MAX_STEPS_WITHOUT_CHUNK = 8
-"""A prompt gets its next chunk before so many decode steps have run since its last one."""
+"""A prompt gets its next chunk before this many decode steps have run since its last one."""
 
 _EASY_PACE = 4
-"""Overdue prompts that one gap serves without being spread: their smallest chunks together are one small unit."""
+"""One gap between decode steps can serve this many overdue prompts: their smallest chunks make one small unit."""
 
 
 def overdue(prompts: Iterable[SequenceState], within: int = 1, spread: bool = False) -> list[SequenceState]:
@@ -118,7 +122,7 @@ def overdue(prompts: Iterable[SequenceState], within: int = 1, spread: bool = Fa
     Args:
         prompts: sequences that are being prefilled.
         within: a prompt counts when at most so many decode steps may run before its limit.
-        spread: also include prompts that could still wait, if serving all of them later would crowd later gaps.
+        spread: also include prompts that could still wait, if the gaps between later decode steps would be crowded.
     """
     by_wait = sorted(prompts, key=lambda prompt: -prompt.steps_waited)
     steps_left = [max(MAX_STEPS_WITHOUT_CHUNK - prompt.steps_waited, 1) for prompt in by_wait]
@@ -127,11 +131,11 @@ def overdue(prompts: Iterable[SequenceState], within: int = 1, spread: bool = Fa
 
 
 def _due_now(steps_left: list[int]) -> int:
-    """How many prompts this gap must serve so that the remaining gaps can serve all others at an even pace.
+    """How many prompts this gap must serve so that the later gaps can serve all others at an even pace.
 
-    `steps_left[i]` is the number of decode steps before the i-th prompt's limit, in ascending order. The i+1 most
-    urgent prompts have `steps_left[i]` gaps, so the pace is the largest (i+1) / steps_left[i]. What the later gaps
-    cannot serve at that pace is due now.
+    A gap is the time between two decode steps. `steps_left[i]` is the number of decode steps before the i-th prompt's
+    limit, in ascending order. So the i+1 most urgent prompts have `steps_left[i]` gaps, this one included, and the pace
+    is the largest (i+1) / steps_left[i]. What the later gaps cannot serve at that pace is due now.
     """
     pace = max([_EASY_PACE, *(math.ceil((i + 1) / steps) for i, steps in enumerate(steps_left))])
     return max([0, *(i + 1 - pace * (steps - 1) for i, steps in enumerate(steps_left))])
@@ -162,8 +166,8 @@ class PrefillPacker:
         """The next chunks of `prompts`, in their order, in about `allowance` seconds.
 
         Overdue prompts first get a small share each, whatever the predicted time. If none is overdue, the first prompt
-        gets at least the smallest chunk. A scored prompt is alone in its unit. The result is empty only if `prompts`
-        is.
+        gets at least the smallest chunk. A prompt whose logprobs are wanted is alone in its unit. The result is empty
+        only if `prompts` is.
 
         Args:
             prompts: in the order in which they are served.

@@ -1,13 +1,14 @@
-"""RLAwareScheduler: chooses the next unit of device work. It decides in tokens, rows and seconds, without arrays.
+"""RLAwareScheduler chooses the next unit of device work. It decides in tokens, rows and seconds, without arrays.
 
     waiting ──admit──▶ prefilling ──last chunk──▶ running ──▶ finished
        ▲                   │                         │
        └── preempted (youngest first, computed again) ◀──┘
 
 Decode runs whenever a row can draw a token. Between two decode steps, prefill gets about `DecodeGap.prefill_s` seconds;
-the prompt with the least left goes first, and waiting counts in its favour. Staging gets a share of each gap, and a
-training unit runs in a gap when its share of time is due. Both use all the time that no row can use. Rollouts yield to
-live requests: they get their share of a step's rows, their prompts come last, and their rows are preempted first.
+the prompt with the least left goes first, and waiting counts in its favour. The time between two decode steps is a gap.
+Staging, which copies adapters into the bank, gets a share of each gap. A training unit runs in a gap when its share of
+time is due. Both use all the time that no row can use. Rollouts yield to live requests: they get their share of a
+step's rows, their prompts come last, and their rows are preempted first.
 
 Invariants:
 - Units cannot be interrupted. Therefore a stall is bounded by what runs between two decode steps: units sized by
@@ -49,12 +50,12 @@ from mlx_parallm.scheduler.units import (
 
 _WAIT_CREDIT = 10.0
 """Seconds of remaining prefill that one second of waiting outweighs. A chunk served in turn restarts the wait, so a
-long prompt under a stream of short ones gets a chunk now and then, and not all the time."""
+long prompt beside a stream of short ones gets a chunk now and then, and not all the time."""
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """`max_rows`: rows of the batch. `max_batched_tokens`: tokens of one prefill unit."""
+    """Settings of the scheduler. `max_rows`: rows of the batch. `max_batched_tokens`: tokens of one prefill unit."""
 
     max_rows: int = 128
     max_batched_tokens: int = 2048
@@ -86,7 +87,7 @@ class RLAwareScheduler:
         self._training = TrainingShare(config.schedule.training_time_share)
         self._last_step: list[Chunk] = []  # the work of the decode step launched last
         self._frozen = False
-        self._memory_is_short = False  # from a preemption until a sequence ends
+        self._memory_is_short = False  # True from a preemption for memory until a sequence ends
 
     def reschedule(self, schedule: DeviceSchedule) -> None:
         """Applies a new schedule from the next unit on."""
@@ -133,8 +134,8 @@ class RLAwareScheduler:
         """Gives rows to waiting sequences, best first, until rows or memory run out.
 
         After a preemption nothing is admitted until a sequence ends. Otherwise the memory taken from a row would be
-        given back to the same sequence, and its prompt would be computed again and again. Classes that have their share
-        of rows come last. A row starts as a copy of a running row of its group if there is one.
+        given back to the same sequence, and its prompt would be computed again and again. Work classes that already
+        hold their share of rows come last. A row starts as a copy of a running row of its group if there is one.
         """
         shares, most = self.schedule.row_shares, self.config.max_rows
         if self._frozen or (self._memory_is_short and self._rows) or len(self._rows) >= most:
@@ -184,8 +185,9 @@ class RLAwareScheduler:
     def _training_fits(self, rows_wait: bool) -> bool:
         """Whether a training unit that is due runs now.
 
-        While rows decode, it needs a fresh gap, so no gap holds prefill before it, or two training units. It gives way
-        to prompts at their limit, but not in two gaps in a row. While no row can decode, it takes turns with prefill.
+        While rows decode, it needs a fresh gap, so that no gap holds two training units, or prefill and then training.
+        It gives way to prompts at their limit, but not in two gaps in a row. While no row can decode, it takes turns
+        with prefill.
         """
         if not rows_wait:
             return not (self.gap.has_long_unit and prefilling(self._rows))
@@ -217,7 +219,7 @@ class RLAwareScheduler:
         return PrefillUnit(tuple(parts))
 
     def _next_decode(self, rows: list[SequenceState]) -> DecodeUnit | None:
-        """Makes room for one token in every row, oldest row first. Preempts rows when memory is short."""
+        """The next decode step. Makes room for a token in every row, oldest first; preempts rows if memory is short."""
         for sequence in rows:
             while sequence.status is SequenceStatus.RUNNING and not self._memory.grow(sequence, sequence.computed + 1):
                 self.preempt(to_preempt(self._rows))
@@ -292,8 +294,8 @@ class RLAwareScheduler:
     def _urgency(self, sequence: SequenceState) -> Urgency:
         """Orders prompts: by priority, then by seconds of prefill left, minus a credit for the time waited.
 
-        All sequences age at the same rate. Therefore the time since which a sequence waits is added instead of
-        subtracting the time waited, which would change all the time.
+        Instead of subtracting the time waited, which changes all the time, it adds the time since which the sequence
+        waits. The order is the same, because all sequences age at the same rate.
         """
         left = self.cost.seconds([Chunk(sequence.to_prefill, sequence.computed)])
         return (sequence.priority, left + _WAIT_CREDIT * sequence.served_at)

@@ -5,9 +5,9 @@ ranked once, by insertion, when it enters its lane. Waiting makes all ranks bett
 not change with time. Whether a class is over its share of rows, and whether an adapter is in the bank, is checked per
 lane and not per sequence.
 
-A group without a place in a lane is blocked: it is new, or its first sequence is being prefilled, or draws of a
-preempted sequence have not been read back. Blocked groups are checked on every pass of admission. Except for the new
-ones, each of them holds or held a row a moment ago, so their number does not grow with the queue.
+A group without a place in a lane is blocked: it is new, or its first sequence is being prefilled, or the drawn tokens
+of a preempted sequence have not been read back. Blocked groups are checked on every pass of admission. Except for the
+new ones, each of them holds a row or held one a moment ago, so their number does not grow with the queue.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Entry(NamedTuple):
 
 
 class WaitingQueue:
-    """Sequences without a row. Adding, removing and finding the next one take logarithmic time.
+    """Sequences without a row. Adding and removing one takes few comparisons: logarithmic in the length of its lane.
 
     Args:
         urgency: ranks a sequence; called once each time that a group enters a lane.

@@ -1,4 +1,6 @@
-"""Time between decode steps, and training's share of it. All times are in seconds on one monotonic clock.
+"""Budgets for the time between decode steps, and training's share of device time.
+
+All times are in seconds on one monotonic clock.
 
 decode step ──▶ other work (staging, prefill, training) ──▶ decode step
             └────────────────── DecodeGap ──────────────┘
@@ -28,7 +30,7 @@ class DecodeGap:
     `waited_s`: seconds that rows have waited for other work in this gap. `staged_s`: the part that staging took.
     `has_long_unit`: a unit of prefill or training ran in this gap. `training_gave_way`: a training unit was due in
     this gap and gave way to prompts; `training_gave_way_before`: one did in the gap before, so it runs in this one.
-    `lengths`: of all gaps so far, those after idle time left out.
+    `lengths`: of all gaps so far, without those after idle time.
     """
 
     def __init__(self, stall_s: float) -> None:
@@ -76,8 +78,8 @@ class DecodeGap:
         return not self.has_long_unit and self.is_half_free
 
     def may_stage(self, urgent: bool, rows_wait: bool) -> bool:
-        """Whether staging has not used its share of this gap. Its first unit is always allowed, unless rows wait for a
-        step and a long unit took half of the budget.
+        """Whether staging may run now, because it has not used its share of this gap. Its first unit is always allowed,
+        unless rows wait for a step and a long unit took half of the budget.
 
         If staging had no limit, versions that compete for the same slots could be staged in turns forever, because the
         rows that hold the slots would never end.
@@ -125,8 +127,8 @@ class DecodeGap:
 class TrainingShare:
     """Spaces training units so that they take `share`, in (0, 1], of device time while rows decode.
 
-    Training units are long and cannot be interrupted, so the time after each one is what keeps the share. A new
-    share applies from the last unit on.
+    Training units are long and cannot be interrupted, so the share is kept by the time between them. A new share
+    applies already to the time after the last unit.
     """
 
     def __init__(self, share: float) -> None:
@@ -138,8 +140,8 @@ class TrainingShare:
 
     @property
     def _due_at(self) -> float:
-        """Counted from when the last unit was due, not from when it began: after a late unit the next one comes sooner,
-        but not before the late one has ended."""
+        """When the next unit is due, counted from when the last one was due, not from when it began. So after a late
+        unit the next one comes sooner, but not before the late one has ended."""
         return max(self._began + self._seconds / self.share, self._ended)
 
     def is_due(self, now: float, waits: bool) -> bool:

@@ -1,4 +1,4 @@
-"""Units of device work, and the two things the scheduler is given: rows of memory, and other work that waits."""
+"""Units of device work, and what the scheduler is given: memory for rows, and other work that waits for the device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Chunk:
 class PrefillPart:
     """Computes the next `tokens` tokens of one sequence.
 
-    `in_turn`: the sequence was served in the order of the queue, so it moves back in that order. False when it got
+    `in_turn`: the sequence was served in the order of the queue, so it moves back in the queue. False when it got
     only the small share of an overdue prompt.
     """
 
@@ -54,7 +54,7 @@ class DecodeUnit:
 
 @dataclass(frozen=True, slots=True)
 class StagingUnit:
-    """Copies adapters into the bank for about `seconds`; one piece of that work always runs."""
+    """Copies adapters into the bank for about `seconds`; at least one piece of that work runs."""
 
     seconds: float
 

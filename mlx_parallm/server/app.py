@@ -96,7 +96,7 @@ async def serve(app: FastAPI, on_started: Callable[[int], None]) -> int:
     code: 0 after a drain, 1 if the engine died. Signals are handled only on the main thread.
 
     SIGTERM or SIGINT begins a drain: requests under way may finish within the configured `shutdown_timeout`, then they
-    are ended with an error. A second signal ends them at once. A drain also ends a pause.
+    are ended with an error. A second signal ends them at once. A drain also resumes a paused engine.
 
     Args:
         on_started: called with the bound port, which the system chooses if port 0 is configured.
@@ -115,12 +115,12 @@ async def serve(app: FastAPI, on_started: Callable[[int], None]) -> int:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises ConfigError if the address is in use or does not belong to this machine."""
+    """Opens a listening socket. Raises ConfigError if the address is in use or does not belong to this machine."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listening = socket.create_server((host, port), family=family, backlog=2048)
-        # Accepted sockets inherit it. asyncio sets it only on sockets whose protocol number is given, and without it
-        # Nagle's algorithm and delayed ACKs hold the body on a reused connection back for 40 ms.
+        # Accepted sockets inherit this option. asyncio sets it only on sockets whose protocol number is given. Without
+        # it, Nagle's algorithm and delayed ACKs delay the body on a reused connection by 40 ms.
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listening
     except OSError as error:
@@ -128,8 +128,8 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn's server, with a drain before its own shutdown: that closes the listening socket at once, but clients
-    should get a 503 while requests under way finish."""
+    """uvicorn's server, with a drain before uvicorn's own shutdown. That shutdown closes the listening socket at once,
+    but clients should get a 503 while requests under way finish."""
 
     def __init__(self, app: FastAPI, on_started: Callable[[], None]) -> None:
         super().__init__(_uvicorn_config(app))
@@ -174,7 +174,8 @@ class DrainingServer(uvicorn.Server):
 
 
 def _uvicorn_config(app: FastAPI) -> uvicorn.Config:
-    """`LimitedProtocol` needs h11, so uvicorn may not choose another parser. The caller configures logging."""
+    """uvicorn's settings. `LimitedProtocol` needs h11, so uvicorn may not choose another parser. The caller of `serve`
+    configures logging."""
     services: Services = app.state.services
     config = services.config
     limits = ConnectionLimits(
@@ -182,7 +183,7 @@ def _uvicorn_config(app: FastAPI) -> uvicorn.Config:
     )
     return uvicorn.Config(
         app,
-        http=partial(LimitedProtocol, limits),  # type: ignore[arg-type]  # uvicorn calls it, as it would a class
+        http=partial(LimitedProtocol, limits),  # type: ignore[arg-type]  # uvicorn only calls it, as it calls a class
         ws="none",
         lifespan="off",
         log_config=None,

@@ -1,7 +1,7 @@
 """How exceptions become HTTP errors: one table of rules, and the handlers that apply it.
 
-Every error body is OpenAI's `{"error": {"message", "type", "param", "code"}}`. A rule with a message of its own hides
-the exception's text, so that a 5xx answer never shows paths, addresses or traces.
+Every error body is OpenAI's `{"error": {"message", "type", "param", "code"}}`. A 5xx answer never shows paths,
+addresses or traces: if the exception's text may have any, its rule has a message that is sent in place of the text.
 """
 
 from __future__ import annotations
@@ -204,15 +204,15 @@ def error_response(error: Exception) -> ErrorResponse:
 
 def unexpected_response(error: Exception) -> ErrorResponse:
     """The response for an exception that no handler expected. uvicorn logs such an exception and closes the connection,
-    so the response says that it closes; otherwise the client would lose its next request."""
+    so the response says so. Otherwise the client would send its next request on the closed connection."""
     response = error_response(error)
     response.headers["connection"] = "close"
     return response
 
 
 def install_handlers(app: FastAPI, routes: Sequence[Route]) -> None:
-    """Turns the project's exceptions and routing failures into error bodies. `EntryMiddleware` answers all other
-    exceptions. `routes`: all routes of the app."""
+    """Makes `app` answer the project's exceptions and routing failures with error bodies. `EntryMiddleware` answers all
+    other exceptions. `routes`: all routes of the app."""
     for kind in (RequestError, EngineError):
         app.add_exception_handler(kind, _answer)
     app.add_exception_handler(HTTPException, partial(_answer_http, routes))
@@ -233,7 +233,7 @@ async def _answer_http(routes: Sequence[Route], request: Request, error: Excepti
 
 
 def _methods(routes: Sequence[Route], path: str) -> list[str]:
-    """The methods of all routes with the path pattern of the first match; Starlette reports only the first route's."""
+    """The methods that all routes for `path` accept together; Starlette reports only those of the first route."""
     pattern = next((route.path for route in routes if route.path_regex.match(path)), None)
     methods = {method for route in routes if route.path == pattern for method in route.methods or ()}
     return sorted(methods | {"HEAD"} if "GET" in methods else methods)
@@ -257,7 +257,7 @@ def _headers(status: int, error: Exception) -> dict[str, str]:
     if status == 408:
         return {"connection": "close"}  # the rest of the body would be read as the next request
     if status == 409 or isinstance(error, InferenceDisabledError | AsleepError):
-        return {"x-should-retry": "false"}  # OpenAI's clients retry a 409 and a 503 otherwise
+        return {"x-should-retry": "false"}  # otherwise OpenAI's clients retry a 409 and a 503
     if status in (429, 503):
         return {"retry-after": str(getattr(error, "retry_after_s", RETRY_AFTER_S))}
     return {}

@@ -58,7 +58,7 @@ class EventStream:
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[None]:
-        """Sends the headers. In the block, a comment is sent after each `PING_INTERVAL_S` of silence."""
+        """Sends the headers. While the block runs, a comment is sent after each `PING_INTERVAL_S` of silence."""
         await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
         self._last_sent = time.monotonic()
         pings = asyncio.create_task(self._ping(PING_INTERVAL_S))
@@ -74,7 +74,7 @@ class EventStream:
         await self._write(f"{name}data: {data.json_text()}\n\n")
 
     async def end(self, done: bool = False) -> None:
-        """Ends the stream; with `done`, by `data: [DONE]` as OpenAI's completions do."""
+        """Ends the stream. If `done`, its last line is `data: [DONE]`, as in OpenAI's completions."""
         await self._write("data: [DONE]\n\n" if done else "", last=True)
 
     async def _write(self, text: str, last: bool = False) -> None:
@@ -95,7 +95,7 @@ class GenerationResponse(Response):
 
     Args:
         prompts: the number of prompts, each of which is answered `body.n` times.
-        prepare: renders, tokenises and compiles the grammar. It runs in a worker thread.
+        prepare: renders and tokenises the prompts, and compiles the grammar. It runs in a worker thread.
     """
 
     def __init__(
@@ -183,11 +183,12 @@ class GenerationResponse(Response):
 async def generate(
     services: Services, request: GenerationRequest, record: RequestRecord
 ) -> AsyncGenerator[Event, None]:
-    """The engine's events, which are also counted in the metrics and in `record`. The last one is RequestFinished.
-    Closing the generator aborts the request.
+    """Runs a request on the engine and yields its events, which are also counted in the metrics and in `record`. The
+    last one is RequestFinished. Closing the generator aborts the request.
 
     Raises:
-        the error of a RequestFailed, or EngineError if the engine ended without a terminal event.
+        EngineError: the events ended without RequestFinished or RequestFailed.
+        the error of a RequestFailed.
     """
     served = services.metrics.adapters.served(request.adapter)
     with RequestObserver(services.metrics, served, request.sequences) as observer:

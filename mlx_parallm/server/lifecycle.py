@@ -64,7 +64,8 @@ class Lifecycle:
 
 class SequenceGate:
     """Limits the number of sequences of all requests under way. A request counts from before it is tokenised to the
-    last byte of its answer. Event loop only, so that no other request comes between the check and the count.
+    last byte of its answer. Used on the event loop's thread only, so that no other request comes between the check and
+    the count.
 
     Invariant: 0 <= held <= limit.
     """
@@ -89,7 +90,8 @@ class SequenceGate:
 
 
 class SleepSwitch:
-    """Puts the server to sleep and wakes it. `asleep`: generation requests are refused. Event loop only."""
+    """Puts the server to sleep and wakes it. While `asleep`, generation requests are refused. Used on the event loop's
+    thread only."""
 
     def __init__(self, engine: EngineClient, gate: SequenceGate) -> None:
         self.asleep = False
@@ -98,7 +100,7 @@ class SleepSwitch:
         self._pending: set[asyncio.Task[None]] = set()
 
     async def sleep(self, free_adapters: bool) -> None:
-        """Refuses requests at once, waits for those under way, then frees the KV cache, and the adapter slots if
+        """Refuses requests at once, waits for those under way, then frees the KV cache, and also the adapter slots if
         `free_adapters`. Returns when that is done, or when `wake` was called first.
 
         Raises:

@@ -1,7 +1,8 @@
 """Prometheus metrics that the HTTP server counts itself, all named `mlx_parallm_*`: requests, latencies and responses.
 
-A metric that vLLM has too has vLLM's name and meaning. `metrics_collectors` has the metrics that are read from the
-engine, the adapters and training on each scrape. The registry belongs to the app, not to the process.
+Where vLLM has the same metric, the name after the prefix and the meaning are vLLM's. `metrics_collectors` has the
+metrics that are read from the engine, the adapters and training on each scrape. The registry belongs to the app, not to
+the process.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class RequestObserver:
     as aborted or failed.
 
     `served` are the counts of the request's adapter version. `unfinished` is the number of its sequences that have not
-    finished, at first all. `last_token_at` has the time (`time.monotonic`) of each sequence's last token.
+    finished; at first, none has. `last_token_at` has the time (`time.monotonic`) of each sequence's last token.
     """
 
     metrics: ServerMetrics

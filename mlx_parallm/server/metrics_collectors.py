@@ -49,8 +49,8 @@ def _read(gauges: Table[S], counters: Table[S], stats: S) -> Iterator[Metric]:
 # -- engine ----------------------------------------------------------------------------------------
 
 ENGINE_GAUGES: Table[EngineStats] = {
-    "num_requests_running": ("Sequences that hold a row.", lambda stats: stats.running),
-    "num_requests_waiting": ("Sequences that wait for a row.", lambda stats: stats.waiting),
+    "num_requests_running": ("Sequences that have a row of the batch.", lambda stats: stats.running),
+    "num_requests_waiting": ("Sequences that wait for a row of the batch.", lambda stats: stats.waiting),
     "kv_cache_usage_perc": (
         "Share of the KV pool's budget in use, 0 to 1.",
         lambda stats: stats.kv_bytes_held / stats.kv_bytes_budget if stats.kv_bytes_budget else 0.0,
@@ -68,20 +68,23 @@ ENGINE_GAUGES: Table[EngineStats] = {
         lambda stats: stats.schedule.training_time_share,
     ),
     "decode_stall_budget_seconds": (
-        "Time for other work between two decode steps; that work is sized by prediction.",
+        "Longest time for other work between two decode steps; how much work fits this time is predicted.",
         lambda stats: stats.schedule.max_decode_stall_s,
     ),
-    "decode_gap_largest_seconds": ("The longest decode gap since start.", lambda stats: stats.decode_gaps.largest),
+    "decode_gap_largest_seconds": (
+        "The longest time between two decode steps since start.",
+        lambda stats: stats.decode_gaps.largest,
+    ),
 }
 ENGINE_COUNTERS: Table[EngineStats] = {
     "num_preemptions": (
-        "Rows recomputed, for lack of KV memory or after a failed unit.",
+        "Rows recomputed because KV memory ran out or a unit of device work failed.",
         lambda stats: stats.preemptions_total,
     ),
     "prompt_tokens": ("Prompt tokens processed.", lambda stats: stats.prompt_tokens_total),
     "generation_tokens": ("Tokens generated.", lambda stats: stats.generation_tokens_total),
     "engine_steps": ("Decode steps launched.", lambda stats: stats.steps_total),
-    "engine_failed_steps": ("Prefill units and decode steps that raised.", lambda stats: stats.failed_steps_total),
+    "engine_failed_steps": ("Prefill units and decode steps that failed.", lambda stats: stats.failed_steps_total),
     "engine_aborted": ("Requests aborted before their end.", lambda stats: stats.aborted_total),
 }
 ENGINE_HISTOGRAMS: Mapping[str, tuple[str, Callable[[EngineStats], Histogram]]] = {
@@ -90,7 +93,7 @@ ENGINE_HISTOGRAMS: Mapping[str, tuple[str, Callable[[EngineStats], Histogram]]] 
         lambda stats: stats.decode_gaps,
     ),
     "training_share": (
-        "Share of device time that training got in each window in which both training and rows always had work.",
+        "Share of device time that training got, for each window in which training and requests always had work.",
         lambda stats: stats.training_shares,
     ),
 }
@@ -110,7 +113,7 @@ class EngineCollector(Collector):
 
 
 def _histogram(name: str, about: str, histogram: Histogram) -> Metric:
-    """Prometheus's buckets are cumulative; `core.Histogram` counts each bin alone."""
+    """Prometheus's buckets are cumulative; `core.Histogram` counts each bucket alone."""
     bounds = map(floatToGoString, (*histogram.bounds, float("inf")))
     buckets = list(zip(bounds, accumulate(histogram.counts), strict=True))
     return HistogramMetricFamily(name, about, buckets=buckets, sum_value=histogram.total)
@@ -131,20 +134,20 @@ class ServedCounts:
 
 
 ADAPTER_GAUGES: Table[AdapterStats] = {
-    "lora_slots": ("Adapter slots of the bank, without the base's.", lambda stats: stats.slots),
+    "lora_slots": ("Adapter slots, not counting the base model's.", lambda stats: stats.slots),
     "lora_slots_used": ("Slots that hold an adapter version.", lambda stats: stats.slots_used),
     "lora_slots_pinned": ("Slots that live sequences hold.", lambda stats: stats.slots_pinned),
-    "lora_bank_bytes": ("Bytes of the adapter bank.", lambda stats: stats.bank_bytes),
-    "lora_flip_seconds_last": ("How long the last flip held the device.", lambda stats: stats.flip_s_last),
-    "lora_flip_seconds_max": ("How long the longest flip held the device.", lambda stats: stats.flip_s_max),
-    "lora_stage_seconds_last": ("How long the last version took to stage.", lambda stats: stats.stage_s_last),
+    "lora_bank_bytes": ("Bytes of the adapter bank, which has all slots.", lambda stats: stats.bank_bytes),
+    "lora_flip_seconds_last": ("Time to make the last loaded version live.", lambda stats: stats.flip_s_last),
+    "lora_flip_seconds_max": ("Longest time to make a loaded version live.", lambda stats: stats.flip_s_max),
+    "lora_stage_seconds_last": ("Time to load the last version into its slot.", lambda stats: stats.stage_s_last),
 }
 ADAPTER_COUNTERS: Table[AdapterStats] = {
     "lora_swaps": (
-        "Number of times that a name, or the route, was set to another version.",
+        "Changes of the live version of a name, or of the route for requests that name no adapter.",
         lambda stats: stats.swaps_total,
     ),
-    "lora_staged": ("Adapter versions staged into a slot.", lambda stats: stats.staged_total),
+    "lora_staged": ("Adapter versions loaded into a slot.", lambda stats: stats.staged_total),
     "lora_evicted": ("Adapter versions that lost their slot.", lambda stats: stats.evicted_total),
     "checkpoint_saves": ("Checkpoints written.", lambda stats: stats.checkpoint_saves_total),
 }
@@ -157,7 +160,7 @@ VERSION_LABELS = ("adapter", "version")
 
 
 class AdapterCollector(Collector):
-    """Reads the adapters once per scrape, and keeps the counts of each version. Event loop only.
+    """Reads the adapters once per scrape, and keeps the counts of each version. Used on the event loop's thread only.
 
     Versions that can no longer be requested lose their series, so the number of series is bounded however many versions
     a trainer publishes.
@@ -196,7 +199,7 @@ class AdapterCollector(Collector):
 
 
 def _requests_info(stats: AdapterStats) -> Metric:
-    """vLLM's form: the names are labels, and the value is the time."""
+    """The adapters of the live requests in vLLM's form: their names are labels, and the value is the time."""
     labels = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
     family = GaugeMetricFamily(PREFIX + "lora_requests_info", "Adapters of the live requests.", labels=labels)
     family.add_metric((str(stats.slots), ",".join(stats.running), ",".join(stats.waiting)), time.time())
@@ -219,10 +222,10 @@ TRAINING_GAUGES: Mapping[str, tuple[str, Callable[[TrainingStatus], float | None
     "reward_std": ("Standard deviation of rewards, last update.", lambda status: status.metrics.get("reward_std")),
     "reward_running_mean": ("Running mean of rewards.", lambda status: status.reward_running_mean),
     "kl": (
-        "KL to the base in nats a token, last update: estimated from a sample of its tokens.",
+        "KL divergence from the base model in nats a token, last update; estimated unless it is part of the loss.",
         lambda status: status.metrics.get("kl"),
     ),
-    "entropy": ("Entropy in nats, last update.", lambda status: status.metrics.get("entropy")),
+    "entropy": ("Entropy in nats a token, last update.", lambda status: status.metrics.get("entropy")),
     "clip_fraction": ("Share of tokens clipped, last update.", lambda status: status.metrics.get("clip_fraction")),
     "dual_clip_fraction": (
         "Share of tokens whose loss the dual clip bounds, last update.",
@@ -240,7 +243,7 @@ TRAINING_REASONS: Mapping[str, tuple[str, Callable[[TrainingStatus], Mapping[str
 
 
 class TrainingCollector(Collector):
-    """Reads the status of every trained adapter once per scrape. Event loop only.
+    """Reads the status of every trained adapter once per scrape. Used on the event loop's thread only.
 
     A value that is not known yet has no sample. If the server does not train, the only sample is 0 collected
     trajectories, without a label.

@@ -53,10 +53,10 @@ Kind = type[Exception]
 Examples = Mapping[str, Mapping[str, Any]]
 
 DESCRIPTION = """\
-An OpenAI-compatible server on MLX: one base model, many LoRA adapters in one continuous batch, trained while it serves.
+An OpenAI-compatible server on MLX: one base model, many LoRA adapters in one continuous batch, and a trainer.
 
 Every error has the body `{"error": {"message", "type", "param", "code"}}`; `param` names the field at fault. A field
-that is null counts as left out. A declared field with an unsupported value is refused. If a body may have undeclared
+that is null counts as left out. A declared field with an unsupported value is refused. Where a schema allows undeclared
 fields, they are ignored, and the response header `x-ignored-fields` names them; they are refused in a request with
 `collect_trajectory`, and by a server with `--strict-fields`.
 
@@ -65,7 +65,7 @@ Every GET route accepts HEAD, and every path may end with a slash. A request may
 """
 
 REQUEST_ID_HEADER: dict[str, Any] = {
-    "description": "The request's own id, or one that the server made: for a generation, the `id` of its body.",
+    "description": "The request's `X-Request-Id`, or one that the server made: for a generation, the answer's `id`.",
     "schema": {"type": "string"},
 }
 IGNORED_FIELDS_HEADER: dict[str, Any] = {
@@ -140,11 +140,11 @@ def streamable(whole: type[BaseModel], *kinds: Kind) -> dict[int | str, dict[str
 
 
 def describe(app: FastAPI, routes: Sequence[Route], strict_fields: bool) -> dict[str, Any]:
-    """The document, made once and kept on the app.
+    """The OpenAPI document, made once and kept on the app.
 
     Args:
         routes: all routes of the app.
-        strict_fields: no body may have undeclared fields.
+        strict_fields: whether undeclared fields are refused in every body.
     """
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, description=DESCRIPTION, routes=app.routes)
@@ -210,7 +210,7 @@ def _with_headers(answers: Mapping[str, dict[str, Any]], opens: bool) -> dict[st
 
 
 def _of_form(path: str, operation: Operation) -> Iterator[Kind]:
-    """Errors that follow from a route's form: its path, its body and its query."""
+    """Errors that follow from a route's path, body and query."""
     yield from ANY_ROUTE
     if path not in OPEN_PATHS:
         yield ApiKeyError

@@ -1,4 +1,4 @@
-"""Makes the engine's `GenerationRequest` of a validated body: finds the adapter that the body names, compiles its
+"""Makes the engine's `GenerationRequest` from a validated body: finds the adapter that the body names, compiles its
 grammar, and makes the checks that need the model's vocabulary and context length."""
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from mlx_parallm.errors import ContextLengthError, InvalidRequestError, UnknownM
 from mlx_parallm.server.api.generation_fields import GenerationBody
 
 MAX_ADAPTER_NAME = 160
-"""Largest number of characters of an adapter's name with its version. Longer names are unknown."""
+"""Longest name of an adapter with its version, in characters. A longer name counts as unknown."""
 SEED_SPACE = 2**64
 _WORK_CLASSES = {TrafficClass.LIVE: WorkClass.INFERENCE, TrafficClass.ROLLOUT: WorkClass.TRAINING}
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterSelector:
-    """The adapter that a request names: `name`, `name@version`, a checkpoint, a tag or `base`, as `core.AdapterClient`
-    takes them, or its folder. `param` is the request field that names it. Both are None if no field does."""
+    """The adapter that a request names. `name` is a selector of `core.AdapterClient`, such as `math` or `math@3`, or
+    the path of a folder. `param` is the request field that has it. Both are None if no field names an adapter."""
 
     name: str | None = None
     param: str | None = None
 
     @property
     def folder(self) -> str | None:
-        """The path of the adapter's folder, which only mlx-lm's `adapters` may give. None: `name` is a name."""
+        """The path of the adapter's folder, which only mlx-lm's field `adapters` can have; None if `name` is a name."""
         return self.name if self.param == "adapters" and self.name and "/" in self.name else None
 
 
 def select_adapter(body: GenerationBody, model_names: Collection[str]) -> AdapterSelector:
-    """The adapter that `model`, `lora_adapter` or `adapters` name. A name of the served model, in `model_names`, names
-    no adapter, so `lora_adapter` may come with it.
+    """The adapter that `model`, `lora_adapter` or `adapters` name. If `model` is one of `model_names`, it names the
+    served model and no adapter, so another field may name one.
 
     Raises:
         InvalidRequestError: two of the fields name different adapters.
@@ -64,7 +64,7 @@ def select_adapter(body: GenerationBody, model_names: Collection[str]) -> Adapte
 
 @contextmanager
 def adapter_named_by(param: str | None, *names: str | None) -> Iterator[None]:
-    """In UnknownModelErrors that leave the block, sets `param`: the request field that has the `names` of adapters.
+    """Sets `param` in every UnknownModelError that leaves the block. `param` is the request field that has the `names`.
 
     Raises:
         UnknownModelError: a name is too long to be an adapter's.
@@ -111,9 +111,9 @@ def plan(
         max_tokens: the limit that the client asked for.
         default_max_tokens: the limit if the client asked for none; less if the context has less room. None: as many as
             fit.
-        top_logprobs: alternatives to report for each generated token. None: no logprobs.
-        prompt_logprobs: alternatives to report for each prompt token. None: no prompt logprobs.
-        visible_specials: special tokens that are part of the text.
+        top_logprobs: number of alternatives to report for each generated token. None: no logprobs.
+        prompt_logprobs: number of alternatives to report for each prompt token. None: no prompt logprobs.
+        visible_specials: ids of the special tokens that are part of the text.
 
     Raises:
         ContextLengthError: the longest prompt and the tokens to generate do not fit the context.
@@ -161,7 +161,7 @@ def _token_limit(asked: int | None, default: int | None, longest_prompt: int, co
 def check_ids(ids: Sequence[int], vocab_size: int, param: str = "prompt") -> None:
     """Raises InvalidRequestError unless `ids` has at least one id and all are below `vocab_size`."""
     if not ids:
-        raise InvalidRequestError("The prompt has no tokens; send at least one.", param=param)
+        raise InvalidRequestError("There are no tokens; send at least one.", param=param)
     if max(ids) >= vocab_size:
         raise InvalidRequestError(f"Token id {max(ids)} is not below the vocabulary's size, {vocab_size}.", param=param)
 

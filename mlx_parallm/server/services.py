@@ -36,8 +36,8 @@ class Services:
     """The parts behind the routes.
 
     `training` is None if the server does not train. `started_at` is Unix time in seconds. `model_names` are the values
-    of the field `model` that mean the served model; with them the route chooses the adapter. `schedule_lock` is held
-    while the schedule is changed, so that each change starts from the one before.
+    of the field `model` that mean the served model and no adapter. `schedule_lock` is held while the schedule is
+    changed, so that each change starts from the one before.
     """
 
     engine: EngineClient
@@ -73,7 +73,7 @@ class Services:
             raise AsleepError("asleep")
 
     async def load_folder(self, path: str) -> str:
-        """The name of the adapter in a folder, which is loaded if it is not yet.
+        """Loads the adapter in a folder, if it is not loaded yet, and returns its name.
 
         Raises:
             InvalidRequestError: the folder cannot be loaded; the error names the field `adapters`.
@@ -84,13 +84,12 @@ class Services:
             raise type(error)(str(error), param="adapters") from None
 
     def find(self, selector: str, param: str) -> AdapterCard:
-        """Raises UnknownModelError, naming `param`, if no adapter has that name."""
+        """The card of an adapter version. Raises UnknownModelError, naming `param`, if `selector` names none."""
         with adapter_named_by(param, selector):
             return self.adapters.find(selector)
 
     def routed_adapter(self) -> AdapterRef | None:
-        """The version that requests get now if they name no adapter: the one with the largest share of the route. None:
-        the base model."""
+        """The version with the largest share of the requests that name no adapter. None: the base model."""
         route = self.adapters.route()
         selector = max(route, key=lambda name: route[name])
         return None if selector == BASE_ADAPTER.name else self.adapters.find(selector).ref

@@ -123,7 +123,7 @@ def test_the_pattern_of_a_last_name_means_every_module_of_it(tmp_path):
         ({"fan_in_fan_out": True}, "fan_in_fan_out"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
         ({"layer_replication": [[0, 2]]}, "layer replication"),
-        ({"target_parameters": ["experts.down_proj"]}, "as of experts"),
+        ({"target_parameters": ["experts.down_proj"]}, "such as those of experts"),
         ({"alora_invocation_tokens": [1, 2]}, "activated LoRA"),
         ({"use_qalora": True}, "QALoRA"),
         ({"init_lora_weights": "pissa_niter_16"}, "path_initial_model_for_weight_conversion"),

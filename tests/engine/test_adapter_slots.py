@@ -11,7 +11,7 @@ from lora import QV, layout_of, merged, random_adapter
 from tiny import tiny_model
 
 from mlx_parallm.adapters.store import READ_AHEAD
-from mlx_parallm.adapters.weights import VersionInfo
+from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair, VersionInfo
 from mlx_parallm.core import (
     RequestFailed,
     RequestFinished,
@@ -209,6 +209,16 @@ def test_weights_come_out_as_they_were_published() -> None:
             assert np.array_equal(taken.pairs[path].b, pair.b)
             assert taken.pairs[path].scale == 4.0
         harness.publish("b", random_adapter(layout_of(tiny_model("llama")), 6))
+
+
+def test_an_adapter_of_scale_0_comes_out_as_one_that_changes_nothing() -> None:
+    model = tiny_model("llama")
+    pairs = random_adapter(layout_of(model), 5).pairs
+    harness = make_harness(model, slots=1)
+    ref = harness.publish("a", AdapterWeights({path: LoRAPair(pair.a, pair.b, 0.0) for path, pair in pairs.items()}))
+    taken = harness.wait(harness.adapters.extract(harness.adapters.registry.version(ref)))
+    assert taken.pairs.keys() == pairs.keys()
+    assert all(not np.any(pair.scale * (pair.a @ pair.b)) for pair in taken.pairs.values())
 
 
 def test_the_bank_is_made_when_an_adapter_needs_it_and_only_what_it_needs() -> None:

@@ -95,7 +95,7 @@ class Tokenizer:
 
 def read(file: Path, *lines: object):
     text = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
-    file.write_text(text)
+    file.write_text(text, "utf-8")
     return read_prompts(file, Tokenizer(), check)
 
 
@@ -123,6 +123,11 @@ def test_a_line_that_cannot_be_used_is_named(tmp_path: Path, line: object) -> No
     good = {"prompt": "a", "scoring_function": "exact"}
     with pytest.raises(ConfigError, match=r"line 2 of eval\.jsonl.*scoring_function"):
         read(tmp_path / "eval.jsonl", good, line)
+
+
+def test_only_a_line_feed_ends_a_line(tmp_path: Path) -> None:
+    (prompt,) = read(tmp_path / "eval.jsonl", '{"prompt": "a\u2028b", "scoring_function": "exact"}')
+    assert prompt == EvalPrompt((97, 0x2028, 98), CollectionSpec("exact", {}))
 
 
 def test_a_file_that_holds_nothing_or_is_not_there_is_refused(tmp_path: Path) -> None:

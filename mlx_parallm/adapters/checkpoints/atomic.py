@@ -29,7 +29,7 @@ def sync(path: Path) -> None:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Writes and fsyncs; not atomic by itself."""
+    """Writes a file and fsyncs it. A crash may leave it incomplete."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()

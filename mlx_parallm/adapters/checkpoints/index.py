@@ -28,8 +28,8 @@ _log = logging.getLogger(__name__)
 class CheckpointIndex:
     """The checkpoints in one adapter's folder at `path`; frozen, so that other threads can read it without a lock.
 
-    `manifests`: by checkpoint name. `tags`: tag → checkpoint name. `latest`: the name of the checkpoint
-    that `latest` means, None only if there is none. `newest_version`: the largest adapter version saved here, including
+    `manifests`: by checkpoint name. `tags`: tag → checkpoint name. `latest`: the name of the checkpoint that a request
+    for `latest` gets, None only if there is none. `newest_version`: the largest adapter version saved here, including
     those of checkpoints that this process has pruned.
     """
 
@@ -125,7 +125,7 @@ def _names(path: Path) -> list[str]:
 
 
 def _read_tags(index: CheckpointIndex) -> dict[str, str]:
-    """The tags of checkpoints that exist. If the file is damaged, every checkpoint gets a tag, so none is pruned."""
+    """The tags of checkpoints that exist. If the file is damaged, all checkpoints get a tag, so that none is pruned."""
     path = index.path / TAGS
     try:
         stored = _TAGS_TYPE.validate_json(path.read_bytes(), strict=True)
@@ -136,7 +136,7 @@ def _read_tags(index: CheckpointIndex) -> dict[str, str]:
         return {f"kept-{manifest.step}": name for name, manifest in index.manifests.items()}
     tags = {tag: name for tag, name in stored.items() if name in index.manifests and _is_tag(tag)}
     for tag in stored.keys() - tags.keys():
-        _log.warning("%s: tag %r is dropped, %r is no checkpoint", path, tag, stored[tag])
+        _log.warning("%s: tag %r is dropped: it is not valid, or %r is no checkpoint", path, tag, stored[tag])
     return tags
 
 
@@ -149,14 +149,14 @@ def _is_tag(tag: str) -> bool:
 
 
 def _read_latest(index: CheckpointIndex) -> str | None:
-    """The name of the checkpoint that the file `latest` names. If that one is missing or damaged, the undamaged one
-    with the highest step; if all are damaged, the one with the highest step."""
+    """The checkpoint that the file `latest` names. If that one is missing or damaged, the undamaged checkpoint with the
+    highest step is taken; if all are damaged, the one with the highest step."""
     named = _stored_latest(index.path / LATEST)
     by_step = sorted(index.manifests, key=lambda name: index.manifests[name].step, reverse=True)
     for name in sorted(by_step, key=lambda name: name != named):
         if _is_whole(index, name):
             if name != named:
-                _log.warning("%s names no checkpoint that can be used: going by %s", index.path / LATEST, name)
+                _log.warning("%s names no checkpoint that can be used: %s is used instead", index.path / LATEST, name)
             return name
     return by_step[0] if by_step else None
 

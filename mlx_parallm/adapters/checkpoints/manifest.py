@@ -109,8 +109,7 @@ def seal(folder: Path, what: SavedVersion, weights: AdapterWeights, fingerprint:
     """Fsyncs all files in `folder`, then writes the manifest there.
 
     Raises:
-        ValueError: an entry of `folder` is not a file, or its name has characters other than letters, digits, `.`, `_`
-            and `-`.
+        ValueError: an entry of `folder` is not a plain file, or has a name that `FileName` does not allow.
     """
     files = {}
     for path in sorted(folder.iterdir()):
@@ -177,7 +176,7 @@ def file_sum(path: Path) -> FileSum:
 
 
 def check_step(step: int) -> int:
-    """Returns `step`. Raises InvalidRequestError: it is not between 0 and MAX_STEP."""
+    """Returns `step`. Raises InvalidRequestError if it is not between 0 and MAX_STEP."""
     if not 0 <= step <= MAX_STEP:
         raise InvalidRequestError(f"step must be between 0 and {MAX_STEP}", param="step")
     return step
@@ -196,7 +195,7 @@ def check_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
 
 def _plain(name: str) -> str:
     if not (0 < len(name) <= 128 and name.isprintable()):
-        raise InvalidRequestError("names of metrics are 1 to 128 printable characters", param="metrics")
+        raise InvalidRequestError("a metric's name must have 1 to 128 printable characters", param="metrics")
     return name
 
 

@@ -1,4 +1,4 @@
-"""The folder in which a run keeps its checkpoints. It is locked as long as the run lasts.
+"""The folder in which a run of the server keeps its checkpoints. It is locked as long as the run lasts.
 
     checkpoints/                          ROOT; a run without --checkpoint-dir makes its own folder here
         20261122-055816-1f3a/             named by local date, time, and four random digits
@@ -33,7 +33,7 @@ class Run:
     """A run's folder, locked by this process until `close`. If the process dies, the system unlocks it.
 
     `id`: identifies the run, and stays the same when the run is resumed. `resumed`: the folder held checkpoints when it
-    was opened. `own`: the folder was made for this run.
+    was opened. `own`: this process made the folder, below ROOT.
     """
 
     path: Path
@@ -43,7 +43,7 @@ class Run:
     descriptor: int
 
     def close(self) -> None:
-        """Unlocks the folder. Removes it if it was made for this run and holds no checkpoint."""
+        """Unlocks the folder. Removes it first if `own` is set and it holds no checkpoint."""
         if self.own and not _has_checkpoints(self.path):
             with suppress(OSError):
                 (self.path / LOCK).unlink()

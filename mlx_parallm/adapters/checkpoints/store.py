@@ -1,6 +1,6 @@
 """CheckpointStore: adapter versions on disk, written whole or not at all.
 
-    <folder>/<adapter>/checkpoint-7/   adapters.safetensors, adapter_config.json, manifest.json, files of `extra`
+    <folder>/<adapter>/checkpoint-7/   adapters.safetensors, adapter_config.json, manifest.json, what `extra` added
     <folder>/<adapter>/latest          one line: the checkpoint saved last, or the one chosen since with `set_latest`
     <folder>/<adapter>/tags.json       tag → checkpoint name
 
@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadedCheckpoint:
-    """Weights that passed every check. `digest`: see `AdapterFile`."""
+    """A checkpoint's weights, which have passed every check. `digest`: see `AdapterFile`."""
 
     card: CheckpointCard
     weights: AdapterWeights
@@ -58,8 +58,8 @@ class CheckpointStore:
     lock.
 
     Attributes:
-        in_use: function of a card's `path`: whether a version is served from the files there, which are then not
-            pruned. The owner sets it. It is called while the lock is held, so it must not save, tag or load.
+        in_use: says of a card's `path` whether a version is served from the files there. Such a checkpoint is not
+            pruned. The owner sets this function. It is called while the lock is held, so it must not save, tag or load.
         saves_total: number of new checkpoints.
     """
 
@@ -68,7 +68,7 @@ class CheckpointStore:
 
         Args:
             fingerprint: identifies the base model.
-            keep: how many of the newest checkpoints of each adapter a save keeps.
+            keep: the newest `keep` checkpoints of each adapter are not pruned.
 
         Raises:
             ConfigError: the folder cannot be made or read.
@@ -155,7 +155,8 @@ class CheckpointStore:
         Raises:
             InvalidRequestError: the name, a tag, a metric or the step cannot be stored, or the weights could not be
                 loaded back (AdapterFileError).
-            ConflictError: there is a checkpoint of that step with other content.
+            ConflictError: there is a checkpoint of that step with other content, or the adapter's name differs from
+                another one's only in upper and lower case.
             StorageError: the disk failed; earlier checkpoints are untouched.
         """
         check_name(adapter.name)
@@ -220,7 +221,7 @@ class CheckpointStore:
         return self._set_index(index.adding(name, manifest))
 
     def _point(self, index: CheckpointIndex, name: str, tags: Sequence[str], new: bool) -> CheckpointIndex:
-        """Writes the tags, and `latest` if the save is new or was interrupted before it wrote `latest`."""
+        """Writes the tags, and `latest` if the checkpoint is new or its save was interrupted before it did so."""
         atomic.sync(index.path)
         index = self._write_tags(index, name, tags)
         latest = index.manifests.get(index.latest or "")

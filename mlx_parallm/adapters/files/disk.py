@@ -1,4 +1,4 @@
-"""Reads untrusted adapter files: regular files inside the allowed roots, of limited size, and well-formed.
+"""Reads adapter files without trusting them: only regular, well-formed files of limited size in the allowed roots.
 
 Safetensors files are read in two steps: first the header, which is checked before anything large is read, then the
 tensors. The layout is https://github.com/huggingface/safetensors#format: the header's length in 8 bytes, the header,
@@ -65,8 +65,8 @@ class AdapterRoots:
             if real is not None and os.path.isdir(real) and self.inside(real):
                 return real
         raise InvalidRequestError(
-            f"{shown(path)} is no directory inside the allowed roots: name one that is there, absolute, relative to a "
-            "root of --allowed-adapter-roots, or relative to the server's working directory",
+            f"{shown(path)} is no directory inside the allowed roots: give an absolute path, or one relative to a root "
+            "of --allowed-adapter-roots or to the server's working directory",
             "lora_path",
         )
 
@@ -117,7 +117,7 @@ def open_weights(folder: Path, name: str, roots: AdapterRoots | None) -> BinaryI
 def _missing(folder: Path, name: str) -> str:
     pickles = sorted(entry for entry in _entries(folder) if entry.endswith(_PICKLES))
     if pickles:
-        return f"{shown(pickles[0])} is not read, it may run code: convert it to safetensors ({name})"
+        return f"{shown(pickles[0])} is not read, because it may run code: convert it to safetensors ({name})"
     return f"there is no {name} beside {CONFIG_FILE}: the weights must be in safetensors, in one file of that name"
 
 
@@ -179,7 +179,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def rank_of(value: Any, key: str) -> int:
-    """A rank: a whole number, at least 1. Later checks compare it with the model's shapes and --max-lora-rank.
+    """A rank: a whole number from 1 to 2^20. Later checks compare it with the model's shapes and --max-lora-rank.
 
     `key`: the full name of the config's key, such as `lora_parameters.rank`, for errors.
 

@@ -26,8 +26,9 @@ _WITHOUT_EFFECT = frozenset(
         *("auto_mapping", "base_model_name_or_path", "inference_mode", "lora_dropout", "peft_version", "revision"),
         *("task_type", "eva_config", "loftq_config", "corda_config", "lora_ga_config", "velora_config"),
         *("megatron_config", "megatron_core", "merge_weights", "runtime_config"),
-        # These say which modules have factors, which the names of the tensors say too.
+        # These say which modules have factors, as the names of the tensors do.
         *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+        # These matter only together with features that are refused.
         *("ensure_weight_tying", "qalora_group_size"),
     }
 )
@@ -40,7 +41,7 @@ _REFUSED = {
     "trainable_token_indices": "training of token embeddings (trainable_token_indices)",
     "lora_bias": "a bias on the factors (lora_bias)",
     "layer_replication": "layer replication",
-    "target_parameters": "LoRA on parameters (target_parameters), as of experts,",
+    "target_parameters": "LoRA on parameters (target_parameters), such as those of experts,",
     "alora_invocation_tokens": "activated LoRA (aLoRA)",
     "arrow_config": "Arrow routing",
     "kasa_config": "KaSA",
@@ -70,7 +71,7 @@ _REPEATED_GROUP = re.compile(r"\)[*+?{]|\(\?")
 
 
 class PeftFormat:
-    """The config of a PEFT adapter. Raises AdapterFileError: it needs an unsupported feature, or is malformed."""
+    """The config of a PEFT adapter. Raises AdapterFileError if it is malformed or needs an unsupported feature."""
 
     name: Literal["peft"] = "peft"
     weights_file = PEFT_WEIGHTS
@@ -125,8 +126,8 @@ def _refusal(key: str) -> str:
 
 
 class Patterns(Generic[Value]):
-    """PEFT's `rank_pattern` or `alpha_pattern`: values by regular expression. The first pattern that matches a
-    module's path, or all of it after one of its dots, gives the value.
+    """PEFT's `rank_pattern` or `alpha_pattern`: values by regular expression. A module gets the value of the first
+    pattern that matches its path, or the rest of its path after one of the dots.
 
     Raises:
         AdapterFileError: it is not an object, a value or pattern is malformed, or a pattern is too complex to be safe.

@@ -88,7 +88,7 @@ def read_adapter(folder: Path, layout: AdapterLayout, max_rank: int, roots: Adap
 
 
 def _planned(form: Format, header: Header, layout: AdapterLayout, max_rank: int) -> dict[str, _Plan]:
-    """The checked pairs, by path in the model. These checks limit how many bytes are read afterwards."""
+    """The plan of each pair, by path in the model. Its checks limit how many bytes are read afterwards."""
     if not header.tensors:
         raise problem(f"{form.weights_file} holds no tensors: an empty adapter changes nothing")
     plans: dict[str, _Plan] = {}
@@ -181,7 +181,7 @@ class Format(Protocol):
 
 
 def format_of(config: Mapping[str, Any]) -> Format:
-    """The format of a config. Raises AdapterFileError: it has neither format, or needs an unsupported feature."""
+    """The format of a config. Raises AdapterFileError if it has neither or both, or needs an unsupported feature."""
     is_peft = "peft_type" in config
     is_mlx_lm = "fine_tune_type" in config or "lora_parameters" in config
     if is_peft and is_mlx_lm:
@@ -259,8 +259,8 @@ def hugging_face_path(path: str) -> str:
 
 
 def _spellings(path: str) -> Iterator[str]:
-    """The spellings of a path that programs use: mlx-lm writes language_model.model.layers…, and Transformers writes
-    the same, model.language_model.layers… or model.layers…"""
+    """The ways in which programs spell a path: what mlx-lm writes as language_model.model.layers… is
+    model.language_model.layers… or model.layers… in Transformers."""
     yield path
     *head, tail = path.split(".", 2)
     bare = ".".join([*(part for part in head if part != _TEXT), tail])

@@ -27,8 +27,8 @@ def write_mlx_lm(
 ) -> None:
     """Writes `adapters.safetensors` and a config that mlx-lm's `load_adapters` reads. `extra`: more keys of the config.
 
-    The format has one rank and one scale for all linears. Smaller ranks are padded with zeros, and other scales are
-    multiplied into b.
+    The format has one rank and one scale for all linears, so the largest are taken. Pairs of a smaller rank are padded
+    with zeros, and the b of a pair with another scale is rescaled.
     """
     rank, scale = weights.rank, max((pair.scale for pair in weights.pairs.values()), key=abs)
     tensors: dict[str, Float] = {}
@@ -84,7 +84,7 @@ def _lora_config(weights: AdapterWeights, layout: AdapterLayout, base_model: str
 
 
 def _target_modules(weights: AdapterWeights, layout: AdapterLayout) -> list[str]:
-    """The last part of a path, such as q_proj, if all linears with that name have a pair; else whole paths."""
+    """Names such as q_proj, if all linears of that name have a pair; else the whole paths of those that have one."""
     partial = {spec.target for path, spec in layout.linears.items() if path not in weights.pairs}
     names = {path.rpartition(".")[2]: path for path in weights.pairs}
     whole = {hugging_face_path(path) for path in weights.pairs if path.rpartition(".")[2] in partial}
@@ -102,7 +102,7 @@ def _most_common(values: Mapping[str, Any]) -> Any:
 
 
 def _block(path: str) -> tuple[int | None, str]:
-    """The index of a path's transformer block, and the path inside the block, which mlx-lm uses as key."""
+    """The index of a path's transformer block, and the path inside the block, which mlx-lm lists in `keys`."""
     parts = path.split(".")
     index = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
     return (None, path) if index is None else (int(parts[index]), ".".join(parts[index + 1 :]))

@@ -30,8 +30,8 @@ class TrajectoryBuffer:
     `collected`, `trained` and `drops` (by reason) count trajectories, by adapter name. `on_end` is called with each
     group that leaves.
 
-    Invariant: collected == open + trained + dropped, where open trajectories are neither trained nor dropped, and
-    aborted ones do not count as dropped, since they were never collected.
+    Invariant: collected == open + trained + dropped. Open trajectories are neither trained nor dropped. Aborted ones do
+    not count here, because they were never collected.
     """
 
     def __init__(self, size: int, on_end: Callable[[TrajectoryGroup], None] = lambda group: None) -> None:
@@ -135,7 +135,7 @@ class TrajectoryBuffer:
         return tuple(taken)
 
     def finish(self, group: TrajectoryGroup, reason: DropReason | None = None) -> None:
-        """Marks the taken members as trained or, if there is a `reason`, as dropped. Other members still wait."""
+        """Marks the taken members as trained or, if there is a `reason`, as dropped. Other members keep their state."""
         taken = group.in_state(TrajectoryState.TRAINING)
         if reason is not None:
             self.drop(group, reason, taken)
@@ -261,7 +261,7 @@ class Intake:
         return None
 
     def feedback(self, trajectory_id: str, score: float) -> None:
-        """See `core.TrainingClient.feedback`. Raises InvalidRequestError: the score is not a finite number."""
+        """See `core.TrainingClient.feedback`. Raises InvalidRequestError if the score is not a finite number."""
         if not math.isfinite(score):
             raise InvalidRequestError("The score must be a finite number.", param="score")
         group = self._buffer.feedback(trajectory_id, score)
@@ -288,6 +288,7 @@ class Intake:
         self._on_ready(group.adapter)
 
     def _expire(self, adapter: str, group_id: str) -> None:
-        """The argument is an id and not a group, so that the timer does not keep an ended group in memory."""
+        """Drops the members that still have no reward. The argument is an id and not a group, so that the timer does
+        not keep an ended group in memory."""
         self._buffer.expire(group_id)
         self._on_ready(adapter)

@@ -1,4 +1,4 @@
-"""Trajectories: how the events of a request become groups of them, the state of each, and an adapter's versions."""
+"""Trajectories: makes groups of them from a request's events, and keeps their states and an adapter's past versions."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ async def collect(
     on_group: Callable[[Sequence[Trajectory]], str],
     on_abort: Callable[[], None],
 ) -> AsyncGenerator[Event, None]:
-    """Yields the events of a request that is marked for collection, and makes one group of trajectories of each prompt.
+    """Yields the events of a request that is marked for collection, and makes a group of trajectories for each prompt.
 
     Args:
         on_group: called with each group when the request has finished; returns why it cannot be trained on, or "".
@@ -171,7 +171,7 @@ class TrajectoryGroup:
         version: the adapter version that drew the trajectories.
         scorer: the scoring function that the request named; None: rewards come only from feedback.
         number: order of arrival, assigned by the buffer.
-        observed: whether the adapter's reward trend has its rewards already, before an update takes it.
+        observed: whether its rewards are in the adapter's reward trend already, before an update takes it.
     """
 
     def __init__(self, adapter: str, trajectories: Sequence[Trajectory]) -> None:
@@ -244,12 +244,12 @@ class VersionHistory:
         self._announced = ref
 
     def retract(self) -> AdapterRef | None:
-        """Takes the announcement of a version back that was not appended, and returns the version, if there is one."""
+        """Forgets the announced version, if there is one that was not appended, and returns it."""
         ref, self._announced = self._announced, None
         return ref
 
     def add_saved(self, ref: AdapterRef) -> None:
-        """Call this when a checkpoint holds the present policy as a version of its own, which requests may name. The
+        """Call this when a checkpoint has saved the current policy as a new version, which requests may name. That
         version is in the history until the next one is appended."""
         self._ever.add(ref)
         self._saved = ref
@@ -260,7 +260,7 @@ class VersionHistory:
         self._announced = self._saved = None
 
     def rewind_to(self, ref: AdapterRef) -> None:
-        """Removes the versions after `ref`. A `ref` that is not in the history starts a new one."""
+        """Removes the versions after `ref`. If `ref` is not in the history, a new history starts with it."""
         position = self._positions.get(ref, 0)
         older = {version: at for version, at in self._positions.items() if at < position}
         self._ever.add(ref)

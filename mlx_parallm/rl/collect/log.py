@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class TrajectoryLog:
-    """Writes one line per trajectory. The lines of a group are one write, so readers see only whole lines.
+    """Writes one line per trajectory. The lines of a group are written at once, so readers see only whole lines.
 
     Failures of the disk are counted in `failures`, and the first one is logged; training continues.
     """

@@ -3,8 +3,8 @@
     one segment:  prompt        | bucket: rows of one width | bucket: rows of another width
                   p p p p p p p | a a . | b b b             | c c c c c c .
 
-Every prompt is computed once. One attention call computes a bucket: each of its rows, a completion, attends to the
-prompt and to itself. Rows are padded (.) to the width of the bucket's longest row.
+Every prompt is computed once. A row is one completion, and one attention call computes all rows of a bucket: each row
+attends to the prompt and to itself. Rows are padded (.) to the width of the bucket's longest row.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import mlx.core as mx
 from mlx_parallm.batch.attention import additive, attention
 
 _PADDING = 8
-"""Tokens of padding that a bucket may have (or an eighth of its tokens): they cost less than another attention call."""
+"""Padding tokens that a bucket may have; it may have more, up to an eighth of its tokens. They cost less than another
+attention call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class Segment:
         return self.prompt + sum(bucket.tokens for bucket in self.buckets)
 
     def with_row(self, width: int) -> Segment:
-        """This segment with another row: in the last bucket, or in a new one if it would cause too much padding."""
+        """This segment with another row: in the last bucket, or in a new one if that would have too much padding."""
         if self.buckets:
             *before, last = self.buckets
             joined = last.with_row(width)
@@ -78,14 +79,14 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Passed to attention in place of a mask. `size`: the sliding window of the layer in tokens; None: no window."""
+    """Passed to attention in place of a mask. `size`: the layer's sliding window in tokens; None: it has no window."""
 
     size: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class PackedStream:
-    """Passed to the model's layers in place of KV caches. `offset`: the tokens' positions, int32 [N]."""
+    """Layout of packed tokens, passed to the model's layers in place of KV caches. `offset`: positions, int32 [N]."""
 
     segments: tuple[Segment, ...]
     offset: mx.array
@@ -111,7 +112,8 @@ class PackedCache:
         return keys, values
 
     def attend(self, queries: mx.array, scale: float, mask: Window, sinks: mx.array | None) -> mx.array:
-        """[N, heads, 1, head_dim] → the same shape. Prompts attend to themselves, completions also to their prompt."""
+        """Attention of all tokens, [N, heads, 1, head_dim] → the same shape. Prompts attend to themselves, completions
+        also to their prompt."""
         starts = accumulate((segment.tokens for segment in self._segments), initial=0)
         parts = [
             part

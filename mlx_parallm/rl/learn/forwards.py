@@ -1,8 +1,8 @@
 """Losses of micro-batches and their gradients, for several policies in one pass.
 
-A pass runs the trunk, which is the model without the logits, and then the head, which computes the logits.
-The base model's weights are constants of the graph: only the LoRA factors of the policies have gradients. Everything is
-lazy; the caller evaluates it, stage by stage.
+A pass runs the trunk, which is the model without the logits, and then the head, which computes the logits. A pass and
+its backward pass make a micro-step. The base model's weights are constants of the graph: only the LoRA factors of the
+policies have gradients. Everything is lazy; the caller evaluates it, stage by stage.
 
 Logprobs come from a fused cross-entropy that keeps no logits: its backward pass computes them again and uses the
 closed-form gradient of softmax. So only the logits of one block of positions, [n, V], are in memory at a time.
@@ -38,7 +38,7 @@ _BLOCK = 256
 
 class StageKind(Enum):
     """What a stage computes. The value is its cost relative to the forward pass of one layer: a guess that is used
-    until a stage of the kind was measured."""
+    until a stage of this kind has been measured."""
 
     FORWARD = 1.0
     HEAD = 8.0
@@ -48,7 +48,7 @@ class StageKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Lazy arrays (any tree) that are evaluated together, after those of the stages before it."""
+    """Lazy arrays (any tree) that are evaluated together, after the arrays of the stages before it."""
 
     kind: StageKind
     arrays: object
@@ -93,7 +93,7 @@ class MicroStep:
 
 @dataclass(frozen=True, slots=True)
 class ForwardPass:
-    """One pass over trunk and head: the scores of each micro-batch, and the output of each layer."""
+    """One pass over trunk and head. `scores`: one pair for each micro-batch. `layers`: the output of each layer."""
 
     scores: list[Scores]
     layers: tuple[mx.array, ...]
@@ -112,7 +112,7 @@ class TrainingForwards:
         self._config = config
 
     def gradients(self, inputs: Sequence[MicroStepInput]) -> MicroStep:
-        """Losses and gradients. Those of a policy are the same as if it were alone in the micro-step."""
+        """Computes losses and gradients. Those of a policy are the same as if it were alone in the micro-step."""
         batches = [each.batch for each in inputs]
         references, stages = self._references(batches)
 
@@ -139,7 +139,8 @@ class TrainingForwards:
         return MicroStep(results, [*stages, *forward.stages(arrays), *backward])
 
     def _backward(self, gradients: Sequence[Params]) -> Iterator[Stage]:
-        """The stages of the backward pass: one for each layer with its gradients, from the top down."""
+        """The stages of the backward pass, one for the gradients of each layer, from the last layer to the first. The
+        first stage includes the head."""
         kind = StageKind.HEAD_BACKWARD
         for paths in reversed(self._model.layer_paths):
             if leaves := [leaf for each in gradients for path in paths for leaf in each.get(path, {}).values()]:
@@ -174,8 +175,9 @@ class TrainingForwards:
         return self.reference(batches) if self._config.kl_coef else ([None] * len(batches), [])
 
     def _token_batch(self, batch: MicroBatch, scores: Scores, reference: mx.array | None) -> TokenBatch:
-        """The arrays for the loss. `config.OldLogprobs` determines the logprobs of π_old, the policy before the update,
-        and of μ, which drew the tokens. A row without sampling logprobs uses the trainer's own for both."""
+        """The arrays for the loss. `sampling_logp`: under μ, the policy that drew the tokens. `old_logp`: under μ too
+        or, if `config.OldLogprobs` is TRAINER and the row is on-policy, under the policy before the update. A row
+        without sampling logprobs uses the trainer's own for both."""
         logp, entropy = map(batch.padded, scores)
         now = mx.stop_gradient(logp)
         sampler = mx.where(batch.known, batch.sampling_logprobs, now)
@@ -248,7 +250,7 @@ def _block_scores(head: Head, entropy_gradient: bool) -> Callable[..., Scores]:
 
 
 def _softmax(logits: mx.array, temperatures: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-    """z = logits / temperature minus its maximum [n, V], exp z [n, V], and the logarithm of its sum [n, 1].
+    """Returns z = logits / temperature minus its maximum [n, V], exp z [n, V], and log Σ exp z [n, 1].
 
     Sums are computed by blocks, as in the sampler: a plain float32 sum over a vocabulary has an error of 1e-4.
     """

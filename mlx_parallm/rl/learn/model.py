@@ -1,15 +1,16 @@
-"""The served model with gradients: the same weight arrays, in forward passes that keep few activations.
+"""TrainableModel: runs the served model with gradients, on the same weight arrays, and keeps few activations.
 
     N tokens of prompts and completions ──trunk──▶ hidden states [N, D]
     n trained positions ──head──▶ logits [n, V]
 
 mlx-lm's models run from tokens to logits in one call. Here `trunk` and `head` are shallow copies of two modules of the
 model: they share every submodule and array with it, and differ in one attribute each, so serving is not affected. The
-layers of the trunk can be checkpointed, and the head takes hidden states that were computed before.
+layers of the trunk can be checkpointed (computed again in the backward pass), and the head takes hidden states that
+were computed before.
 
 To the model the tokens are a batch of single tokens, each at its own offset, as in packed prefill; only attention knows
-which tokens belong together. So a prompt is computed once for all its completions, whatever else the model's file does,
-and tokens of several adapters pass the trunk together, each span of them with its own LoRA factors.
+which tokens belong together. So a prompt is computed once for all its completions, whatever else the model's file does.
+Tokens of several adapters pass the trunk together, and each span of tokens uses its own LoRA factors.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Span:
 
 
 class TrainableModel:
-    """Device thread only.
+    """The served model with gradients for LoRA factors. Device thread only.
 
     Args:
         model: its linear layers are the adapted ones of `bank`.
@@ -59,7 +60,7 @@ class TrainableModel:
         trunk = getattr(owner, "model", None)
         if style is not AttentionStyle.HOOKED or not isinstance(getattr(trunk, "layers", None), list):
             raise UnsupportedModelError(
-                f"{type(model).__module__} can be served and not trained: its attention or its layers are out of reach"
+                f"{type(model).__module__} can be served and not trained: its attention or layers cannot be accessed"
             )
         assert isinstance(trunk, nn.Module)
         self.bank = bank
@@ -84,7 +85,7 @@ class TrainableModel:
 
         Args:
             segments: how the tokens are laid out.
-            spans: the LoRA factors that they use, for all of them in order; None: the base model.
+            spans: the LoRA factors of all tokens, in order; None: the base model.
         """
         stream = PackedStream.of(segments)
         self._outputs.clear()
@@ -95,14 +96,15 @@ class TrainableModel:
         return hidden[:, 0], outputs
 
     def logits(self, hidden: mx.array) -> mx.array:
-        """[n, D] → [n, V], in the model's dtype."""
+        """Logits of hidden states: [n, D] → [n, V], in the model's dtype."""
         logits: mx.array = self._head(hidden[None])
         return logits[0]
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingContext:
-    """Takes the place of serving's `ForwardContext`: every token uses the factors of its span, with gradients."""
+    """The LoRA factors of a pass with gradients: every token uses those of its span. Takes the place of serving's
+    `ForwardContext`."""
 
     spans: tuple[Span, ...]
 
@@ -135,7 +137,7 @@ def _adapted(span: Span, path: str, x: mx.array, y: mx.array) -> mx.array:
 
 
 class _Layer:
-    """A layer of the trunk that may be checkpointed; its other attributes are those of the wrapped layer.
+    """Wraps a layer of the trunk; the backward pass may compute it again. Other attributes are those of the layer.
 
     `mx.checkpoint` gives gradients only to arguments of a function, so the layer's factors are arguments. The function
     runs again in the backward pass, when the context of the forward pass is gone, so it sets up its own.
@@ -179,7 +181,7 @@ class _Layer:
 
 
 class _TrunkOutput:
-    """Takes the place of the trunk in a head that is called with the trunk's output: returns its argument."""
+    """Takes the place of the trunk in the head, which is called with the trunk's output: returns it unchanged."""
 
     def __init__(self, trunk: nn.Module) -> None:
         self._trunk = trunk

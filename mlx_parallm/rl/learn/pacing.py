@@ -26,13 +26,13 @@ _LATEST_START = 0.5
 """Fraction of that target after which no new job is begun in the unit."""
 
 _NEWEST = 0.5
-"""Weight of the newest stage in the running time of its kind."""
+"""Weight of the newest measurement in the running mean of a stage kind's time."""
 
 
 class Pacer:
-    """Evaluates stages in order, as many per unit as its budget is expected to hold, and at least one.
+    """Evaluates stages in order: in each unit as many as its budget is expected to hold, and at least one.
 
-    Expected times are kept by kind of stage, per token of a micro-batch. `budget`: seconds.
+    Expected times are kept for each kind of stage, per token of a micro-batch. `budget`: seconds.
     """
 
     def __init__(self, budget: float = 0.5) -> None:
@@ -71,11 +71,11 @@ class Pacer:
 class Job:
     """A micro-step, or the end of an update, and the memory that it has taken so far.
 
-    tokens: the tokens of each update that it works on. The updates share its device time in these proportions.
+    tokens: the tokens of each update that it works on. Its device time is charged to the updates in these proportions.
     parts: each step of the iterator runs one part, within one unit.
     finishes: the update that is finished after it, if any.
     kept_bytes: what its parts have left allocated. most_bytes: the most that was allocated for it at one time. Other
-        work uses the device between the parts, so what each of them allocates is added up.
+        work uses the device between the parts, so only what the parts themselves allocate is counted.
     """
 
     tokens: Mapping[Update, int]

@@ -1,4 +1,4 @@
-"""Samples become micro-batches: how an update is split, and the arrays of one micro-batch.
+"""Splits the samples of an update into micro-batches, and makes the arrays of each micro-batch.
 
 The arrays of training are made from samples here, and nowhere else.
 """
@@ -77,7 +77,8 @@ class MicroBatch:
 
 
 def split_samples(samples: Sequence[Sample], most: int) -> Iterator[SampleBatch]:
-    """Splits the samples of an update into batches of at most `most` tokens, padding included, or of one sample.
+    """Splits the samples of an update into batches of at most `most` tokens, padding included. A sample that is longer
+    is a batch of its own.
 
     Samples with the same prompt stay together if they fit, and so do those of similar lengths. The same samples are
     always split alike, whatever their order, so that a replayed update is the same to the bit.
@@ -127,7 +128,7 @@ def pack(batch: SampleBatch) -> MicroBatch:
 def _laid_out(batch: SampleBatch) -> tuple[list[int], list[int]]:
     """The tokens and the positions of a micro-batch.
 
-    The prompt's last token predicts a completion's first one, its first token the second one, and so on.
+    The prompt's last token predicts the completion's first token, which predicts its second token, and so on.
     """
     tokens: list[int] = []
     positions: list[int] = []

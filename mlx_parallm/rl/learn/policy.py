@@ -50,7 +50,7 @@ class PolicySnapshot:
 
     @classmethod
     def load(cls, folder: Path, weights: AdapterWeights) -> PolicySnapshot:
-        """Raises AdapterFileError: the checkpoint has no state of a trainer, or a damaged one."""
+        """Reads a checkpoint. Raises AdapterFileError: it has no state of a trainer, or a damaged one."""
         try:
             facts = json.loads((folder / _TRAINER_FILE).read_text())
             return cls(weights, load_file(folder / _OPTIMIZER_FILE), int(facts["step"]))
@@ -103,13 +103,13 @@ class Policy:
 
     Attributes:
         state: the policy now.
-        states: all its states that something holds: the current one, and earlier ones to go back to or to save.
+        states: all its states that are still referenced: the current one, and earlier ones to go back to or to save.
         nbytes: size of one state.
         parameters: number of trained values.
 
     Args:
         lora: rank, alpha and target modules of the factors.
-        seed: of the initial a factors; b factors start at zero, so that the policy equals the base model.
+        seed: determines the initial a factors; b factors start at zero, so that the policy equals the base model.
         start: where training continues from; None: from new factors.
 
     Raises:
@@ -157,8 +157,8 @@ class Policy:
     # -- states ----------------------------------------------------------------------------------
 
     def stepped(self, gradients: Params, scale: float = 1.0) -> PolicyState:
-        """The state after one optimizer step, multiplied by `scale`; the policy itself stays as it is. The optimizer's
-        state gets the unscaled gradients."""
+        """Returns the state after one optimizer step; the policy itself stays as it is. The change of the factors is
+        multiplied by `scale`, but the optimizer's state is not."""
         before, optimizer = self.state, self._new_optimizer()
         optimizer.state = tree_map(lambda leaf: leaf, before.optimizer)  # the step replaces leaves in this tree
         params = optimizer.apply_gradients(gradients, before.params)
@@ -190,7 +190,7 @@ class Policy:
         return PolicyState(params, optimizer.state, self.scale, step)
 
     def _loaded(self, snapshot: PolicySnapshot) -> PolicyState:
-        """The configured learning rate takes the place of the one in the snapshot's optimizer state."""
+        """The state of a snapshot. Its learning rate is the configured one, not that of the snapshot."""
         self._check(snapshot)
         pairs = snapshot.weights.pairs
         params = {path: {"a": mx.array(pairs[path].a), "b": mx.array(pairs[path].b)} for path in self.params}
@@ -213,13 +213,13 @@ class Policy:
             raise InvalidRequestError(
                 f"its rank is {snapshot.weights.rank}, alpha {snapshot.weights.alpha:g} and targets "
                 f"{', '.join(snapshot.weights.targets)}; this server trains rank {lora.lora_rank}, alpha "
-                f"{lora.lora_alpha:g} and {', '.join(sorted(lora.lora_target_modules))}: start it with the adapter's "
-                "own"
+                f"{lora.lora_alpha:g} and {', '.join(sorted(lora.lora_target_modules))}: start the server with the "
+                "adapter's own values"
             )
 
 
 def _new_factors(layout: AdapterLayout, lora: ModelConfig, seed: int) -> dict[str, dict[str, mx.array]]:
-    """a: uniform in ±1/√in_features, as in mlx-lm; b: zero."""
+    """LoRA factors of a new policy. a: uniform in ±1/√in_features, as in mlx-lm; b: zero."""
     targets = set(lora.lora_target_modules)
     chosen = [spec for spec in layout.linears.values() if spec.target in targets]
     if missing := targets - {spec.target for spec in chosen}:

@@ -1,5 +1,4 @@
-"""GRPOTrainer: updates of policies on the served base weights, as units of device work. Learner: the event loop's
-access to it.
+"""GRPOTrainer: updates policies on the served base weights, unit by unit. Learner: its interface for the event loop.
 
     begin(policy, batch) ─▶ micro-step ─▶ micro-step ─▶ … ─▶ clip, AdamW, check ─▶ outcome
                             forward, backward, gradients added up
@@ -46,12 +45,13 @@ _log = logging.getLogger(__name__)
 
 
 class GRPOTrainer:
-    """Implements `core.TrainingWork`. Device thread only, except `peak_bytes`.
+    """Makes the updates of all policies, one unit at a time. Implements `core.TrainingWork`. Device thread only, except
+    `peak_bytes`.
 
     Args:
         lora: rank, alpha and target modules of new adapters.
-        measure_kl: report the KL divergence from the base model even if it has no weight in the loss, for one more
-            forward pass over a random quarter of the micro-batches.
+        measure_kl: report the KL divergence from the base model even if it has no weight in the loss. This costs one
+            more forward pass over a random quarter of the micro-batches.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class GRPOTrainer:
     # -- policies --------------------------------------------------------------------------------
 
     def open(self, name: str, start: PolicySnapshot | None = None) -> Policy:
-        """Makes the policy of a name, in place of an earlier one. Raises what `Policy` raises."""
+        """Makes a new policy of this name, in place of an earlier one. Raises what `Policy` raises."""
         policy = Policy(self.model.layout, self.lora, self.config.optimizer, self.config.seed, start)
         self.policies[name] = policy
         return policy
@@ -94,8 +94,8 @@ class GRPOTrainer:
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of all states of policies that something holds. While updates wait, also of their float32 gradients and
-        of the other arrays of a micro-step, which are known once one was measured."""
+        """Bytes of all policy states that are still referenced. While updates wait, it includes their float32 gradients
+        and the other arrays of a micro-step, whose size is known once a micro-step was measured."""
         held = sum(policy.nbytes * len(policy.states) for policy in self.policies.values())
         if self._queue:
             held += 4 * sum(policy.parameters for policy in {update.policy for update in self._queue})
@@ -104,7 +104,7 @@ class GRPOTrainer:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that MLX has held since the process started. Running a job resets MLX's own counter."""
+        """Most bytes that MLX has held since the process started. Running a job resets MLX's own counter."""
         return max(self._peak_bytes, mx.get_peak_memory())
 
     # -- device work -----------------------------------------------------------------------------
@@ -142,7 +142,7 @@ class GRPOTrainer:
         update.future.set_result(outcome)
 
     def reset(self) -> None:
-        """Fails the updates of the job that failed. Their policies are as before."""
+        """Drops the current job, which failed or is abandoned, and fails its updates. Their policies are as before."""
         failed = list(self._job.tokens) if self._job else self._queue[:1]
         self._forget_job()
         self._fail(failed)
@@ -191,7 +191,8 @@ class GRPOTrainer:
         yield from micro_step.stages
 
     def _conclude(self, update: Update) -> Iterator[None]:
-        """KL from the base model if it is to be reported, the optimizer step, and the KL of the step if it is bounded.
+        """Ends an update: measures the KL from the base model if it is to be reported, makes the optimizer step, and
+        measures the KL of the step if it is bounded.
 
         The step comes as late as possible, because the new version waits for everything after it.
         """
@@ -209,8 +210,8 @@ class GRPOTrainer:
                 update.step_kls.append(kl)
 
     def _kl(self, update: Update, batch: SampleBatch, other: PolicyState | None) -> Generator[None, None, float]:
-        """The k3 of the policy before the step against another state, or against the base model (None), summed over the
-        tokens of one batch.
+        """The KL divergence (k3 estimator) of the policy before the step from another state, or from the base model
+        (None), summed over the tokens of one batch.
 
         The logprobs before the step are those of the micro-step, so it does not matter which version drew the tokens.
         """
@@ -254,7 +255,7 @@ class Learner:
         update that is not finished is abandoned.
 
         Returns:
-            The outcome, and the version that `publish` made of it.
+            The outcome, and the version that `publish` made of it, if any.
 
         Raises:
             StepFailedError: the update failed on the device; the policy is as before.

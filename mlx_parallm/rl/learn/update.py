@@ -2,7 +2,7 @@
 
 sample batches ─▶ gradients, losses, statistics ─▶ clip, AdamW, check ─▶ (KL of the step) ─▶ outcome
 
-The policy is left alone until the update is finished. So an update that fails, is skipped or is abandoned needs no
+The policy does not change until the update is finished. So an update that fails, is skipped or is abandoned needs no
 undoing.
 """
 
@@ -51,7 +51,7 @@ class Update:
         future: completed by the trainer, with the outcome or StepFailedError.
 
     Args:
-        max_tokens: of a batch, unless it is a single sample.
+        max_tokens: most tokens of a batch. A single sample may have more.
     """
 
     def __init__(self, policy: Policy, batch: UpdateBatch, max_tokens: int) -> None:
@@ -74,7 +74,7 @@ class Update:
         self._loss = self._grad_norm = 0.0
 
     def take(self, max_tokens: float) -> SampleBatch | None:
-        """The next pending batch of at most `max_tokens`."""
+        """Takes the first pending batch of at most `max_tokens` tokens. Returns None if there is none."""
         for batch in self.pending:
             if batch.size <= max_tokens:
                 self.pending.remove(batch)
@@ -82,7 +82,7 @@ class Update:
         return None
 
     def add(self, batch: SampleBatch, result: MicroStepResult) -> None:
-        """Keeps the result of a micro-step, whose arrays are lazy still."""
+        """Keeps the result of a micro-step, whose arrays are not evaluated yet."""
         self.gradients = result.gradients
         self.logprobs[batch] = result.logprobs
         self._losses.append(result.loss)
@@ -92,9 +92,9 @@ class Update:
         """A quarter of the batches, at least one, drawn so that the mean of their means is an unbiased estimate of the
         mean over all tokens.
 
-        Systematic sampling with probability proportional to size (Madow 1949): evenly spaced tokens are picked from a
-        random first one, and each brings its batch, which may come twice. The number of the policy's step is the seed,
-        so that a replayed update picks the same batches.
+        Systematic sampling with probability proportional to size (Madow 1949): from a random first token on, evenly
+        spaced tokens are picked. The batch of each picked token is taken, so a batch may come twice. The number of the
+        policy's step is the seed, so that a replayed update picks the same batches.
         """
         ends = list(accumulate(batch.trained_tokens for batch in self.batches))
         picks = math.ceil(len(ends) / _KL_SAMPLING)
@@ -120,8 +120,8 @@ class Update:
             _log.warning("an update was skipped: %s", self.skipped)
 
     def _clipped(self, max_grad_norm: float) -> Params:
-        """The gradients, scaled down if their norm is too large. Samples that were dropped because they have no signal
-        count with a gradient of zero: hence `step_scale`."""
+        """The gradients, multiplied by `step_scale`, and scaled down if their norm is still too large. Because of
+        `step_scale`, samples that were dropped for having no signal count with a gradient of zero."""
         gradients, self.gradients = self.gradients, None
         scale = self._batch.step_scale
         norm = scale * self._grad_norm

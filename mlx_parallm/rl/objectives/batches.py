@@ -1,4 +1,4 @@
-"""Groups with rewards become the batch of one update: advantages, samples, drop reasons, and metrics."""
+"""Builds the batch of one update from groups with rewards: advantages, samples, drop reasons, and metrics."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Sample:
 class UpdateBatch:
     """The samples of one optimizer step, and their metrics (reward_mean, staleness, ...).
 
-    `step_scale`: factor of the step, 0 to 1; below 1 if only a part of the batch has a signal. The step itself is
-    scaled, since AdamW makes nearly the same step for gradients of any size.
+    `step_scale`: the factor by which the step is multiplied, 0 to 1; below 1 if only a part of the batch has a signal.
+    The step itself is scaled, since AdamW makes nearly the same step for gradients of any size.
     """
 
     samples: tuple[Sample, ...]
@@ -56,8 +56,9 @@ class UpdateBatch:
 class ScoredGroup:
     """The trajectories of one group, and their rewards in the same order.
 
-    `rewards` is empty if none were given. `scorer`: whose baseline a single trajectory is compared with. `staleness`:
-    versions published since the trajectories were drawn. `on_policy`: the version in training drew them.
+    `rewards` is empty if none were given. `scorer`: a single trajectory is compared with earlier rewards of this
+    scorer. `staleness`: versions published since the trajectories were drawn. `on_policy`: the version in training
+    drew them.
     """
 
     trajectories: tuple[Trajectory | GivenTrajectory, ...]
@@ -69,7 +70,11 @@ class ScoredGroup:
     @property
     def is_compared(self) -> bool:
         """Whether its rewards are compared with each other. Otherwise each is compared with the scorer's earlier
-        rewards: those of a single sample, and equal scores from people, which say that all samples are good, or bad."""
+        rewards.
+
+        A single sample has no other one to be compared with. Equal scores from people say that all samples are good,
+        or that all are bad.
+        """
         return len(self.trajectories) > 1 and not (self.scorer == FEEDBACK and no_signal(self.rewards))
 
 
@@ -81,17 +86,18 @@ _EPSILON = 1e-4
 """Added to standard deviations."""
 
 _LEAST_DEVIATION = 0.02
-"""Fraction of the largest absolute reward. A group whose standard deviation is smaller than that has a weak signal."""
+"""A group has a weak signal if its standard deviation is below this fraction of its largest absolute reward."""
 
 _LEAST_SPREAD = 1e-6
-"""Fraction of the largest absolute reward. Rewards that differ by less are equal apart from rounding."""
+"""Rewards that differ by at most this fraction of the largest absolute reward are equal apart from rounding."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupAdvantages:
-    """`values`: one for each reward, in order; all 0 if the group is dropped. `dropped` None: the group is trained on.
+    """The advantages of one group. `values`: one for each reward, in order; all 0 if the group is dropped.
 
-    `strength`: how strong the group's signal is, 0 (dropped) to 1. An update of weak groups makes a smaller step.
+    `dropped`: why the group is dropped; None if it is trained on. `strength`: how strong the group's signal is, 0
+    (dropped) to 1. An update of weak groups makes a smaller step.
     """
 
     values: tuple[float, ...]
@@ -106,13 +112,16 @@ class GroupAdvantages:
 def group_advantages(groups: Sequence[Sequence[float]], scale: RewardScale) -> tuple[GroupAdvantages, ...]:
     """The advantages of all groups of one update, in order.
 
-    GROUP divides by the group's standard deviation + 1e-4, but by at least 0.02 times its largest absolute reward, so
-    that seven rewards of 1 and one of 0.999 do not get the advantages of seven rewards of 1 and one of 0. The strength
-    of a group is its standard deviation divided by that minimum, at most 1, with every scale.
+    Each reward minus the mean of its group is divided by a number that depends on `scale`.
 
-    BATCH divides by the standard deviation of all rewards of the update + 1e-4, pooled as they are: no group's mean is
-    subtracted for it (arXiv 2508.08221). Rewards of dropped groups count in it. NONE divides by 1. With every scale,
-    the group's mean is subtracted from its rewards.
+    GROUP: the group's standard deviation + 1e-4. A deviation below 0.02 times the group's largest absolute reward is
+    replaced by that minimum, so that seven rewards of 1 and one of 0.999 do not get the advantages of seven rewards of
+    1 and one of 0.
+
+    BATCH: the standard deviation of all rewards of the update + 1e-4. No group's mean is subtracted to compute it
+    (arXiv 2508.08221), and the rewards of dropped groups count. NONE: 1.
+
+    With every scale, the strength of a group is its standard deviation divided by the minimum above, at most 1.
     """
     rewards = [np.asarray(group, np.float64) for group in groups]
     pooled = np.concatenate(rewards) if rewards and scale is RewardScale.BATCH else np.zeros(0)
@@ -144,7 +153,7 @@ def _centred(rewards: NDArray[np.float64], scale: RewardScale, batch_divisor: fl
 
 @dataclass(frozen=True, slots=True)
 class PreparedBatch:
-    """`drop_reasons`: for each group, in order, why it is not in the batch; None if it is."""
+    """The batch of one update. `drop_reasons`: for each group, in order, why it is not in the batch; None if it is."""
 
     batch: UpdateBatch
     drop_reasons: tuple[DropReason | None, ...]
@@ -160,8 +169,8 @@ def prepare(
     rewards.
 
     Args:
-        wanted: trajectories with a signal that make a whole update; None: as many as there are. With fewer of them the
-            step is smaller in proportion.
+        wanted: how many trajectories with a signal make a whole update; None, or more than there are: all that there
+            are. If fewer have a signal, the step is smaller in proportion.
     """
     if loss.imitates:
         return _prepare_imitation(groups, loss.imitation_threshold)
@@ -220,7 +229,7 @@ def _samples(groups: Sequence[ScoredGroup], advantages: Sequence[GroupAdvantages
             trajectory.temperature,
             advantage=value,
             group=number,
-            # It is unknown what drew a trajectory without logprobs: the trainer's own take their place.
+            # Without logprobs it is unknown what drew the trajectory. The trainer's own logprobs take their place.
             on_policy=group.on_policy or not trajectory.sampling_logprobs,
         )
         for number, (group, computed) in enumerate(zip(groups, advantages, strict=True))
@@ -230,7 +239,7 @@ def _samples(groups: Sequence[ScoredGroup], advantages: Sequence[GroupAdvantages
 
 
 def _reward_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Of all rewards, those of dropped groups included; the standard deviation divides by n."""
+    """The mean and standard deviation of all rewards, also of dropped groups. The deviation divides by n."""
     rewards = np.array(list(chain.from_iterable(group.rewards for group in groups)), np.float64)
     return {"reward_mean": float(rewards.mean()), "reward_std": float(rewards.std())} if rewards.size else {}
 

@@ -8,9 +8,11 @@ w = min(π_old / μ, mismatch_cap) and the advantage A of the sequence, the loss
     cispo                       -w min(r, 1 + clip_high) A log π_θ; only the last factor has a gradient
     cross_entropy               -log π_θ
 
-plus kl_coef · k3 - entropy_coef · H. A reduction combines the losses of tokens into that of the update: it gives the
-factor of each row's sum. Factors depend on totals of the whole update, so the losses of its micro-batches add up to the
-same value however it is split; means of micro-batches would not.
+plus kl_coef · k3 - entropy_coef · H. k3 estimates the KL divergence from the base model, and H is the entropy.
+
+A reduction gives the factor of each sequence's sum of token losses; these products add up to the loss of the update.
+The factors depend on totals of the whole update. So the sum over its micro-batches is the same however the update is
+split, which a mean over micro-batches would not be.
 
 To add a loss, add its name and defaults to `config.Algorithm` and `config.ALGORITHM_DEFAULTS`, and its functions to
 `ALGORITHMS` below.
@@ -33,11 +35,11 @@ _MOST_LOG_RATIO = 20.0
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """One micro-batch of B sequences, C tokens the longest completion. All fp32 [B, C] in nats; `advantages` fp32 [B].
+    """One micro-batch of B sequences; C is the length of the longest completion. Logprobs and entropy are in nats.
 
     `logp`: of π_θ. `old_logp`: of π_old. `sampling_logp`: of μ. `ref_logp`: of the base model. `entropy`: of π_θ.
-    `mask`: 1 on trained tokens, 0 on padding, where the other arrays may hold anything, even NaN. Only `logp` and
-    `entropy` get gradients.
+    `mask`: 1 on trained tokens, 0 on padding, where the other arrays may hold anything, even NaN. All these are
+    fp32 [B, C]; `advantages` is fp32 [B]. Only `logp` and `entropy` get gradients.
     """
 
     logp: mx.array
@@ -74,9 +76,9 @@ class LossStats:
 
 @dataclass(frozen=True, slots=True)
 class Denominators:
-    """Totals of the whole update: sequences N, trained tokens ΣT_i, groups.
+    """Totals of the whole update, as one micro-batch needs them: sequences N, trained tokens ΣT_i, groups.
 
-    `group_tokens`: for each row of the micro-batch the trained tokens of its group in the update, fp32 [B].
+    `group_tokens`: for each row of the micro-batch, the trained tokens of its group in the update, fp32 [B].
     """
 
     sequences: int
@@ -87,7 +89,7 @@ class Denominators:
 
 @dataclass(frozen=True, slots=True)
 class UpdateTotals:
-    """Totals of one update; `group_tokens` by `Sample.group`."""
+    """Totals of one update. `group_tokens`: trained tokens of each group, by `Sample.group`."""
 
     sequences: int
     tokens: int
@@ -173,7 +175,7 @@ def means(parts: Sequence[LossStats]) -> dict[str, float]:
 
 
 def _trained_only(batch: TokenBatch) -> TokenBatch:
-    """Puts zeros on padding before any exp: after it the gradient there would be 0 · NaN."""
+    """Puts zeros on padding. Masking only after an exp would give padding the gradient 0 · NaN."""
     keep = batch.mask > 0
 
     def kept(values: mx.array) -> mx.array:
@@ -208,7 +210,7 @@ def _clipped_objective(batch: TokenBatch, ratio: mx.array, config: ResolvedLoss)
     """The clipped objective of PPO (arXiv 1707.06347), a lower bound of the unclipped one.
 
     For a negative advantage it decreases with the ratio without limit, so a single token that became much more likely
-    since it was drawn could dominate the update. It stops at dual_clip · A (dual-clip PPO, arXiv 1912.09729).
+    since it was drawn could dominate the update. Dual-clip PPO (arXiv 1912.09729) stops it at dual_clip · A.
     """
     advantages = batch.advantages[:, None]
     unclipped = ratio * advantages

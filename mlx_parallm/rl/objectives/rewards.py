@@ -46,8 +46,8 @@ class RunningBaseline:
     def advantage(self, reward: float, scaled: bool) -> float:
         """`reward` minus the mean of the rewards before it.
 
-        `scaled`: divided by the standard deviation, `reward` included, + 0.01. A scaled advantage is at most
-        1 / √(0.05 · 0.95) = 4.6 in magnitude.
+        `scaled`: the difference is divided by the standard deviation of all rewards, `reward` included, + 0.01. Then
+        its absolute value is at most 1 / √(0.05 · 0.95) = 4.6.
         """
         centred = reward - self.mean
         return centred / (math.sqrt(self.including(reward).variance) + _BASELINE_EPSILON) if scaled else centred
@@ -70,10 +70,10 @@ _MEAN_WEIGHT = 0.1
 """Weight of the newest group in a running mean, which therefore covers about the last ten groups."""
 
 _NOISE_WEIGHT = 0.05
-"""Weight of the newest group in the noise estimate. Smaller, so that a fall that has begun does not pass for noise."""
+"""Weight of the newest group in the noise estimate. It is small, so that the start of a fall is not taken for noise."""
 
 _TRUSTED_GROUPS = 10
-"""A running mean of fewer groups is not trusted: a best mean found before that is provisional."""
+"""A best mean of fewer groups is provisional: the next mean replaces it, and no fall is measured from it."""
 
 _STANDARD_ERRORS = 6.0
 """A fall is at least this many standard errors of the mean. The best of many means is partly luck, hence so many."""
@@ -108,7 +108,7 @@ class RewardTrend:
 
     One observation is the mean reward of one group, whether or not the group can be trained on. Each scorer has a
     running mean of its own, and the mean of these is compared with its best value: traffic that moves from an easy task
-    to a hard one is not a fall. A new scorer restarts the comparison. The 32 scorers used last count.
+    to a hard one is not a fall. A new scorer restarts the comparison. Only the 32 scorers that were used last count.
     """
 
     def __init__(self) -> None:
@@ -135,7 +135,7 @@ class RewardTrend:
         return sum(means) / len(means) if means else None
 
     def mark_best(self) -> bool:
-        """Stores the mean as the best one if it is, and if the current version contributed to it; returns whether."""
+        """Stores the mean if it is the best one and the current version contributed to it. Returns whether it did."""
         mean, has_current = self.mean, self._has_current
         self._has_current = False
         if mean is None or not has_current or not (self.best is None or self.provisional or mean > self.best):
@@ -145,14 +145,14 @@ class RewardTrend:
         return True
 
     def fell_by(self, drop: float) -> bool:
-        """Whether the mean is at least `drop` below the best one, and by more than chance."""
+        """Whether the mean is at least `drop` below the best one, and by more than chance explains."""
         if self.mean is None or self.best is None or self.provisional:
             return False
         error = math.sqrt(sum(scorer.squared_error for scorer in self.scorers.values())) / len(self.scorers)
         return self.best - self.mean >= max(drop, _STANDARD_ERRORS * error)
 
     def forget_best(self) -> None:
-        """The next mean that is marked becomes the best one."""
+        """Forgets the best mean, so that the next mean that is marked becomes the best one."""
         self.best = None
 
 
@@ -171,11 +171,11 @@ class RewardHistory:
         self._baselines: dict[str, RunningBaseline] = {}
 
     def restart(self) -> None:
-        """Call this when the policy is replaced. The trend starts anew; baselines belong to scorers, and stay."""
+        """Starts a new trend. Call this when the policy is replaced. Baselines belong to scorers, and stay."""
         self.trend = RewardTrend()
 
     def advantage(self, scorer: str, reward: float, scaled: bool = False) -> float | None:
-        """Advantage of a sample without a group over the scorer's earlier rewards, to which `reward` is added.
+        """The advantage of a sample without a group over the scorer's earlier rewards. Then adds `reward` to these.
 
         None: it is the scorer's first reward, so there is nothing to compare it with. Feedback has a baseline from the
         start (`FEEDBACK_BASELINE`).
@@ -208,7 +208,7 @@ class RewardHistory:
 
 
 def _restored(prefix: str, kind: type[R], metrics: Mapping[str, float]) -> dict[str, R]:
-    """By scorer. A scorer is left out if one of its figures is missing."""
+    """The running figures of each scorer. A scorer is left out if one of its figures is missing."""
     count = f"{prefix}_count."
     restored = {}
     for scorer in (key.removeprefix(count) for key in metrics if key.startswith(count)):

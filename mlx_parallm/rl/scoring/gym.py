@@ -1,6 +1,6 @@
-"""reasoning-gym: its tasks, their data sets and their scoring, in which no text runs as code.
+"""Tasks, data sets and scoring of reasoning-gym. While it scores, no text runs as code.
 
-It takes seconds to import, so it is imported on first use.
+The package takes seconds to import, so it is imported on first use.
 """
 
 from __future__ import annotations
@@ -62,10 +62,11 @@ def entries(data: Any, count: int) -> Iterator[dict[str, Any]]:
 
 
 def scorer(task: str) -> Scorer:
-    """The task's own `score_answer` with `metadata.entry`, of the text in the last <answer></answer> or the whole text.
+    """A scorer that calls the task's own `score_answer` with the answer in a text and `metadata.entry`.
 
-    A text that was cut off scores 0, and so does one that the task cannot read although it can read the entry's answer.
-    No text runs as code: an answer that would is wrong.
+    The answer is what the last <answer></answer> contains, or else the whole text. A text that was cut off scores 0,
+    and so does one that the task cannot read although it can read the entry's answer. No text runs as code, so an
+    answer that would run is wrong.
 
     Raises:
         InvalidRequestError: no such task.
@@ -97,7 +98,13 @@ def _score(data: Any, answer: str, entry: dict[str, Any]) -> float:
 
 
 def _check_usable(data: Any) -> None:
-    """Scores one of the task's own answers twice. The first time, without the guard, imports what the scoring needs."""
+    """Checks with one of the task's own answers that the scoring does not always run text as code.
+
+    Scores it twice: the first time, without the guard, imports what the scoring needs.
+
+    Raises:
+        UnusableTaskError: it does.
+    """
     entry = next(entries(data, _TRIES))
     data.score_answer(entry["answer"], entry)
     before = refusals()
@@ -140,10 +147,10 @@ class _Guard:
 
 @contextmanager
 def no_code_from_text() -> Iterator[None]:
-    """In the block eval and exec of text raise TextAsCodeError, in the whole process: for a single thread only.
+    """In the block, eval and exec of text raise TextAsCodeError. This holds for the whole process: use one thread only.
 
     Many tasks evaluate an answer, or a field of the entry, and a client can write both. Code of files still runs, so
-    imports work; but a module that defines a dataclass must be imported before.
+    imports work; but a module that defines a dataclass runs text as code, so it must be imported before.
     """
     _install_hook()
     _Guard.active = True
@@ -154,7 +161,7 @@ def no_code_from_text() -> Iterator[None]:
 
 
 def refusals() -> int:
-    """How often text was refused so far. The library may have caught the error."""
+    """How often text was refused so far, even if the library caught the error."""
     return _Guard.refusals
 
 

@@ -1,4 +1,4 @@
-"""ScoringPool: jobs for scoring processes, which may hang, die or answer nonsense.
+"""ScoringPool runs scoring jobs in child processes, which may hang, die or send invalid replies.
 
 A fault costs only the job that caused it. The jobs of a batch are sent together; if the process fails, the job that it
 was working on is to blame, and the others go back to the queue.
@@ -34,7 +34,7 @@ _MAX_REPLY = 1 << 20
 _GRACE_S = 0.1
 
 _BATCH_S = 0.25
-"""Time that scoring one batch should take. Rewards come back by batches, and the next one gathers meanwhile."""
+"""Time that scoring one batch should take. Jobs that arrive meanwhile wait for a later batch."""
 
 _NEWEST = 0.3
 """Weight of the newest batch in the running time per completion."""
@@ -51,7 +51,7 @@ class WorkerFault(Exception):  # noqa: N818 - the fault is the process's
 
 
 class WorkerHung(WorkerFault):
-    """A job took longer than its time limit."""
+    """A job, or loading its scorer, took longer than its time limit."""
 
 
 class ScoringJob:
@@ -88,7 +88,7 @@ class ScoringJob:
 
 
 class BatchSize:
-    """Completions per batch: as many as take about a quarter of a second, by the last batches; at most `most`."""
+    """How many completions a batch has: as many as recent batches score in a quarter of a second, at most `most`."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -101,13 +101,13 @@ class BatchSize:
         return min(max(int(_BATCH_S / self._seconds_each), 1), self._most)
 
     def observe(self, completions: int, seconds: float) -> None:
-        """Call this with each batch that was answered."""
+        """Adds a batch that was answered to the measurement."""
         each, known = seconds / completions, self._seconds_each
         self._seconds_each = each if known is None else known + _NEWEST * (each - known)
 
 
 class ScoringPool:
-    """Starts processes when there are jobs for them, and keeps them. On one event loop.
+    """Runs scoring jobs in processes, which start when there are jobs and then stay. Event loop's thread only.
 
     Args:
         size: number of processes at most.
@@ -187,7 +187,7 @@ class ScoringPool:
 
 
 class ScoringProcess:
-    """One child process, `worker`. It answers jobs in the order in which they were sent.
+    """One child process, which runs `worker`. It answers jobs in the order in which they were sent.
 
     Args:
         limit_s: how long it may work on one job, not counting the import of its scorer.
@@ -201,7 +201,7 @@ class ScoringProcess:
         """Starts the child process unless it runs. It has a session of its own, so that Ctrl-C does not reach it.
 
         Raises:
-            WorkerFault: the operating system refused.
+            WorkerFault: the operating system cannot start it.
         """
         if self._child is not None and self._child.returncode is None:
             return
@@ -230,7 +230,7 @@ class ScoringProcess:
         await child.wait()
 
     def send(self, line: bytes) -> None:
-        """Never waits: what a busy process has not read yet is buffered here."""
+        """Sends one job. It never waits: what a busy process has not read yet is buffered here."""
         assert self._child is not None
         assert self._child.stdin is not None
         self._child.stdin.write(line)
@@ -239,7 +239,7 @@ class ScoringProcess:
         """The reply to the job of this number.
 
         Raises:
-            WorkerHung: it took too long after its scorer was loaded.
+            WorkerHung: loading its scorer took too long, or the job did after that.
             WorkerFault: the process died, or its reply is not an answer.
         """
         for within_s in (_LOAD_S, self._limit_s):

@@ -1,8 +1,8 @@
-"""FairQueue: which of the waiting scoring jobs is next, so that no client holds up the others. Pure Python.
+"""FairQueue chooses which waiting scoring job is next, so that no client holds up the others. Pure Python.
 
-The policy is least attained service, known from operating systems: the client that has used the least time is next, and
-among one client's scorers the one that has used the least. A newcomer starts with the least time that anybody present
-has used, so it cannot hold up the others either.
+The client with the fewest batches in progress is next. Of several such clients, the one that has used the least time is
+next: this is least attained service, known from operating systems. The same policy chooses among one client's scorers.
+A newcomer starts with the least time that anybody present has used, so it cannot hold up the others either.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Rule(NamedTuple):
 
 
 class QueuedJob(Protocol):
-    """`size`: completions."""
+    """A job that can wait in the queue. `size`: the number of its completions."""
 
     @property
     def rule(self) -> Rule: ...
@@ -34,9 +34,10 @@ J = TypeVar("J", bound=QueuedJob)
 
 
 class FairQueue(Generic[J]):
-    """Jobs with one rule use all but one of the processes at most, so a slow rule always leaves one free.
+    """Waiting jobs, and the choice of the next batch: a list of jobs with one rule, in order of arrival.
 
-    A batch is a list of jobs with one rule, in order of arrival. Clients and rules without jobs are forgotten.
+    If there are several processes, jobs with one rule never use all of them, so a slow rule leaves one free. Clients
+    and rules without jobs are forgotten.
 
     Args:
         processes: batches that may be in progress together.

@@ -1,6 +1,6 @@
 """Scorers by name: the built-in ones, those of packages, and weighted sums such as `0.8*exact + 0.2*regex`.
 
-Loading a scorer runs its code, so only the scoring process does it.
+Loading a scorer runs its code, so only child processes do it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MAX_CHARACTERS = 512
 _MAX_TERMS = 16
 
 _MATH_LIMIT_S = 2
-"""math-verify's own time limit. An expression that takes longer is wrong. The limit needs the main thread."""
+"""math-verify's own time limit, which needs the main thread. An expression that takes longer is wrong."""
 
 _MATH_MARKS = ("$", "\\(", "\\[", "\\boxed")
 
@@ -50,7 +50,9 @@ class Term:
 
 
 def terms(text: str) -> tuple[Term, ...]:
-    """`exact` is one term of weight 1. Every term of a sum is written weight*name, with any finite weight.
+    """The terms of one scorer's name, or of a weighted sum of names.
+
+    `exact` is one term of weight 1. Every term of a sum is written weight*name, with any finite weight.
 
     Raises:
         InvalidRequestError: the text is neither a name nor a sum.
@@ -126,12 +128,18 @@ def _refuse_constant(constant: str) -> None:
 
 
 def gsm8k(completion: ScorerInput) -> float:
-    """1 if the text's number equals that of `metadata.answer`: the one after the last `####`, else the last one."""
+    """1 if the text's number equals that of `metadata.answer`.
+
+    The number is the one after the last `####`, or else the last one in the text.
+    """
     return _equal(completion, sample.number(completion.metadata), completion.text.rpartition("####")[2])
 
 
 def mathematics(completion: ScorerInput) -> float:
-    """1 if the text is `metadata.answer`, or its expression equals it (a number or LaTeX, with or without $)."""
+    """1 if the text is `metadata.answer`, or if its expression equals that of `metadata.answer`.
+
+    `metadata.answer` is a number or LaTeX, with or without $.
+    """
     gold = sample.answer(completion.metadata)
     if completion.ended and completion.text.strip() == gold.strip():
         return 1.0
@@ -151,12 +159,12 @@ def _equal(completion: ScorerInput, gold: str, text: str) -> float:
 
 
 def _parsed_as_math(text: str) -> list[Any]:
-    """Parses a text that may be LaTeX as a whole, without the marks that say so."""
+    """Parses a text. If it has no marks of mathematics, such as $, the whole text is read as LaTeX."""
     return _parsed(text if any(mark in text for mark in _MATH_MARKS) else f"${text.strip()}$")
 
 
 def _parsed(text: str) -> list[Any]:
-    """The expressions in the text, then their texts; empty if there are none."""
+    """The expressions in the text, and after them the texts that they come from; empty if there are none."""
     import math_verify
 
     return list(math_verify.parse(text, parsing_timeout=_MATH_LIMIT_S))
@@ -251,8 +259,8 @@ class TooSlowError(BaseException):
 def cpu_limit(seconds: float) -> Iterator[None]:
     """Raises TooSlowError in the block when it has used this much processor time. Main thread only.
 
-    Processor time is counted, so that a busy machine costs nobody a reward. It interrupts Python code and `re`, which
-    checks for signals while it matches. SIGALRM is left to math-verify.
+    Processor time is counted, so that a busy machine costs nobody a reward. The limit interrupts Python code and `re`,
+    which checks for signals while it matches. SIGALRM is left to math-verify.
     """
 
     def expired(signal_number: int, frame: FrameType | None) -> None:

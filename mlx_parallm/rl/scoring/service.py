@@ -1,4 +1,4 @@
-"""ScoringService: checks what requests bring for their scorers, and gives rewards to groups of trajectories.
+"""ScoringService checks the metadata that requests give to their scorers, and scores groups of trajectories.
 
     server's process                                    child processes
     ScoringService ── ScoringPool ── groups ──▶ worker ──▶ registry ──▶ exact, math, a package's own, ...
@@ -6,8 +6,8 @@
        └── ScorerCatalogue ── once per scorer name ──▶ worker NAME
 
 The server's process runs no scorer's code and no check that a client can make slow. A child process describes each
-scorer that is not built in, once. A scoring process compiles patterns and checks schemas, once for each of them; their
-size is bounded before.
+scorer that is not built in, once. Another one compiles patterns and checks schemas, once for each of them; the server's
+process limits their size before.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _WAIT_S = 15.0
 """How long a request waits for its check, and for the checks of other requests before it."""
 
 _CHECK_S = 5.0
-"""Time after which the checking process is killed. It stops by itself after `worker.CHECK_S`, if Python can stop it."""
+"""Time after which a checking process is killed. A check ends by itself after `worker.CHECK_S` if Python can end it."""
 
 _REMEMBERED = 1024
 
@@ -84,7 +84,9 @@ class ScoringService:
             raise ScoringError(f"{scorer}: {error}") from error
 
     async def check(self, collection: CollectionSpec) -> None:
-        """Waits for a child process, for seconds, the first time that a scorer is named that is not built in.
+        """Checks that the scorer of a request is known, and that `metadata` has what it reads.
+
+        The first time that a scorer is named that is not built in, this waits seconds for a child process.
 
         Raises:
             InvalidRequestError: the scorer is unknown or cannot be used, or `metadata` lacks what it reads.
@@ -114,9 +116,7 @@ class ScoringService:
                 reply = await asyncio.wait_for(self._checks.run(job), _WAIT_S)
                 self._refusals[digest] = str(reply["refused"])
             except TimeoutError as error:
-                raise OverloadedError(
-                    "What other requests bring for their scorers is being checked; try again."
-                ) from error
+                raise OverloadedError("The metadata of other requests is being checked; try again.") from error
             except ScoringError as error:
                 self._refusals[digest] = f"{sample.PARAM}.{key} could not be checked: {error}"
             if len(self._refusals) > _REMEMBERED:
@@ -127,16 +127,20 @@ class ScoringService:
 
 
 def _digest(value: object) -> bytes:
-    """Of a JSON value, whose keys may come in any order."""
+    """The SHA-256 of a JSON value, in which the order of keys does not count."""
     text = json.dumps(value, sort_keys=True, default=str)
     return hashlib.sha256(text.encode(errors="surrogatepass")).digest()
 
 
 def _checked_rewards(reply: Mapping[str, Any], count: int) -> tuple[float, ...]:
-    """Raises ScoringError: the reply is not this many finite numbers. A scorer may have written it itself."""
+    """The rewards in a reply, which a scorer may have written itself.
+
+    Raises:
+        ScoringError: they are not this many finite numbers.
+    """
     rewards = reply.get("rewards")
     if not isinstance(rewards, list) or len(rewards) != count:
-        raise ScoringError(f"the scoring process gave no {count} rewards")
+        raise ScoringError(f"the scoring process did not give {count} rewards")
     if not all(isinstance(reward, float | int) and math.isfinite(reward) for reward in rewards):
         raise ScoringError("a reward must be a finite number")
     return tuple(map(float, rewards))
@@ -156,8 +160,8 @@ class _Description(NamedTuple):
 class ScorerCatalogue:
     """Which scorers there are, and the metadata that they read.
 
-    A child process is asked once for each name that is not built in, which takes seconds. One thread at a time may
-    make checks that have to ask.
+    A child process is asked once for each name that is not built in, which takes seconds. Only one thread at a time
+    may call a check that has to ask.
     """
 
     def __init__(self) -> None:
@@ -165,7 +169,7 @@ class ScorerCatalogue:
         self._tasks: tuple[str, ...] = ()
 
     def check(self, collection: CollectionSpec) -> None:
-        """Checks everything in this process: for what the operator brings, not for a client's request.
+        """Checks everything in this process. Use it for what the operator gives: a client could make it slow.
 
         Raises:
             InvalidRequestError: the scorer is unknown or cannot be used, or `metadata` lacks what it reads.
@@ -215,7 +219,11 @@ class ScorerCatalogue:
         return description
 
     def _describe(self, name: str) -> _Description:
-        """Raises InvalidRequestError: the child process failed. That is not remembered."""
+        """What a child process says of this scorer.
+
+        Raises:
+            InvalidRequestError: the child process failed. That is not remembered.
+        """
         if name not in self._descriptions:
             try:
                 reply = _worker_description(name)
@@ -259,7 +267,7 @@ def lacks_answer(collection: CollectionSpec) -> bool:
     """Whether a built-in scorer of the collection reads `metadata.answer` and there is none.
 
     Raises:
-        InvalidRequestError: the scorer cannot be read as names.
+        InvalidRequestError: the scorer is neither a name nor a weighted sum of names.
     """
     return collection.metadata.get(ANSWER) is None and any(b.key == ANSWER for _, b in _builtins(collection))
 

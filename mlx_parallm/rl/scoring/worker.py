@@ -9,7 +9,7 @@ stdout: {"id": 8, "begun": true}
         {"id": 8, "refused": ""}  or  {"id": 8, "refused": "metadata.pattern ..."}
 
 With the argument NAME it describes one scorer as JSON instead: `requires` (the keys of `metadata` that it reads),
-`tasks` (those of reasoning-gym, if the scorer is one) and `problem` (why it cannot be used, or "").
+`tasks` (all tasks of reasoning-gym, if the scorer is one of them) and `problem` (why it cannot be used, or "").
 """
 
 from __future__ import annotations

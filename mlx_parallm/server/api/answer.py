@@ -1,7 +1,7 @@
-"""From the engine's events to an answer: one JSON body, or the chunks of a stream.
+"""Turns the engine's events into an answer: one JSON body, or the chunks of a stream.
 
 `AnswerWriter` is what `GenerationResponse` needs of every route. `AnswerObject` and `ChoiceWriter` are the part that
-completions and chat share: both answer with choices, and send usage and ids of trajectories at the same places.
+completions and chat share: both answer with choices, and send usage and trajectory ids in the same places.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class PromptTokensDetails(WireOutput):
     """Details of the prompt's tokens."""
 
     cached_tokens: int
-    """Prompt tokens whose keys and values came from the prefix cache."""
+    """Prompt tokens that were taken from a prefix cache. The server has none yet, so this is 0."""
 
 
 class Usage(WireOutput):
@@ -65,15 +65,15 @@ class AnswerObject(WireOutput):
     model: str
     """The served model, or the adapter's name."""
     choices: list[Any]
-    """All answers; in a chunk of a stream, the one it adds to, or none."""
+    """All answers; in a chunk of a stream, the one that the chunk adds to, or none."""
     usage: Usage | None = None
-    """Numbers of tokens; in a stream, as `stream_options` asks."""
+    """Numbers of tokens. In a stream, `stream_options` decides which chunks have them."""
     metadata: dict[str, str] | None = None
-    """The request's metadata."""
+    """The request's metadata; absent with `collect_trajectory`."""
     lora_adapter: str | None = None
     """`name@version` of the adapter; absent for the base."""
     trajectory_ids: list[str] | None = None
-    """One id for each choice of a collected request; in a stream, with the last `finish_reason`."""
+    """One id for each choice, with `collect_trajectory`; in a stream, in the chunk with the last `finish_reason`."""
     trajectory_warning: str | None = None
     """Why the trajectories will not be used for training, for example because a stale version sampled them."""
 
@@ -108,8 +108,8 @@ class AnswerWriter(ABC):
 class ChoicePiece:
     """A part of choice `index`: the output of one step, an echoed prompt, or several parts joined.
 
-    `token_ids` are generated ones; `scored` may also hold those of an echoed prompt. `parts` is what a chat's splitter
-    returned for the text: it may hold text back, or release text of earlier pieces.
+    `token_ids` are generated tokens; `scored` may also have the tokens of an echoed prompt. `parts` is what a chat's
+    splitter returned for the text: the splitter may hold text back, or release text of earlier pieces.
     """
 
     index: int

@@ -48,7 +48,7 @@ def _prompts(value: object) -> list[Prompt]:
             return value
         if is_token_ids(value):
             return [value]
-    raise refused("must be a string, a list of strings, a list of token ids, or a list of such lists, none empty")
+    raise refused("must be a string, or a list of strings, token ids or lists of token ids; no list may be empty")
 
 
 _Ids = Annotated[list[TokenId], Field(min_length=1)]
@@ -69,10 +69,10 @@ class CompletionBody(GenerationBody):
     prompt: Prompts
     """A text, a list of token ids, or a list of either. Each prompt gets `n` answers."""
     max_tokens: Annotated[int, Field(ge=NO_LIMIT, le=INT32_MAX)] | None = None
-    """Maximum number of tokens to generate. If it is left out: 16, or as many as fit. null and -1: as many as fit. 0
-    only scores the prompt, with `echo` or `prompt_logprobs`."""
+    """Maximum number of tokens to generate: by default 16, or fewer if fewer fit. With null or -1, only the context
+    limits the answer. With 0, nothing is generated, so `echo` or `prompt_logprobs` is required."""
     logprobs: TopLogprobs | None = None
-    """Return the logprobs of the generated tokens, and of this many most likely tokens at each position."""
+    """Return the logprobs of the generated tokens and, at each position, of this many most likely tokens."""
     echo: bool = False
     """Whether each answer starts with its prompt; `logprobs` then covers the prompt too."""
     add_special_tokens: bool = True
@@ -87,7 +87,7 @@ class CompletionBody(GenerationBody):
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
-            raise refused("0 scores a prompt: it needs echo or prompt_logprobs", "max_tokens")
+            raise refused("0 generates nothing: it needs echo or prompt_logprobs", "max_tokens")
         if self.max_tokens == 0 and self.collect_trajectory:
             raise refused("0 generates nothing that could be collected", "max_tokens")
         if self.stream and self.prompt_logprobs is not None:
@@ -115,7 +115,7 @@ class CompletionChoice(WireOutput):
     prompt_token_ids: list[int] | None = None
     """The prompt's tokens; in a stream, in the first chunk of the choice."""
     prompt_logprobs: PromptLogprobs | None = None
-    """For each token of the prompt, candidates by token id; null for the first token."""
+    """For each token of the prompt, its logprob and those of likely tokens, by token id; null for the first token."""
 
 
 class Completion(AnswerObject):
@@ -125,7 +125,7 @@ class Completion(AnswerObject):
 
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
-    """All answers; in a chunk of a stream, the one it adds to, or none."""
+    """All answers; in a chunk of a stream, the one that the chunk adds to, or none."""
 
 
 # ---- the route -------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ async def create_completion(body: Body, services: ServicesDep) -> Response:
 def prepare(
     body: CompletionBody, services: Services, adapter: AdapterRef, collection: CollectionSpec | None
 ) -> CompletionWriter:
-    """Tokenises the prompts and builds the engine's request. Runs in a worker thread."""
+    """Tokenises the prompts, and builds the engine's request. Runs in a worker thread."""
     tokenizer, context = services.tokenizer, services.card.context_length
     unlimited = body.max_tokens == NO_LIMIT
     scored = [body.prompt_logprobs, body.logprobs if body.echo else None]
@@ -173,10 +173,10 @@ def prepare(
 class CompletionWriter(ChoiceWriter[CompletionBody]):
     """Writes texts, echoed prompts and logprobs.
 
-    An echoed prompt is the first piece of its choices. It is sent at once, or with its logprobs if those are wanted.
-    Then the pieces of its choices are held back until the logprobs arrive.
+    An echoed prompt is the first piece of each of its choices. Without logprobs, it is sent at once. With logprobs, it
+    is sent when they arrive, and the other pieces of its choices are held back until then.
 
-    `echoes` has each prompt as the client sent it, or the text of its token ids; it is empty without `echo`.
+    `echoes` has each prompt as the client sent it, or the text of its token ids. Without `echo`, it is empty.
     """
 
     echoes: Sequence[str]

@@ -56,8 +56,8 @@ class PauseStatus(WireOutput):
 async def pause(services: ServicesDep, query: Annotated[PauseQuery, Query()]) -> PausedObject:
     """Stops generation: new requests wait in the bounded queue until `/resume`, and `mode` says what happens to those
     under way. Answers when that has happened, or when a later `/pause` or `/resume` has replaced this one; a client
-    that disconnects does not stop it. Training, adapter and status routes continue to work, but an update that has to
-    be evaluated waits. A shutdown ends a pause."""
+    that disconnects does not stop it. Training, adapter and status routes continue to work, but an update of training
+    that has to be evaluated waits. A shutdown ends a pause."""
     mode = PauseMode.WAIT if query.wait_for_inflight_requests else PauseMode(query.mode)
     await services.lifecycle.run_to_end(services.engine.pause(mode))
     return PausedObject(status="paused")
@@ -121,8 +121,8 @@ class SleepQuery(WireQuery):
     """vLLM's parameter of `/sleep`."""
 
     level: Annotated[int, Field(ge=1, le=2)] = 1
-    """The memory to free. 1: the KV cache. 2: the adapter bank too; adapter versions that have no file are copied to
-    memory, and all are staged again when a request needs them. The weights stay loaded: training needs them."""
+    """The memory to free. 1: the KV cache. 2: the adapter bank too. Its versions without a file are copied to memory,
+    and each is loaded again when a request needs it. The weights stay loaded, because training needs them."""
 
 
 class WakeQuery(WireQuery):
@@ -142,8 +142,8 @@ class SleepStatus(WireOutput):
 @router.post("/sleep", responses=raises(ConflictError, DrainingError, EngineDeadError))
 async def sleep(services: ServicesDep, query: Annotated[SleepQuery, Query()]) -> SleepStatus:
     """Refuses new completions at once, and answers when those under way have ended and the memory is free, or when the
-    server was woken meanwhile. If the client disconnects, the server still goes to sleep. Training, adapter and status
-    routes continue to work. 409 if a pause holds requests, because they would not end."""
+    server has been woken in the meantime. If the client disconnects, the server still goes to sleep. Training, adapter
+    and status routes continue to work. 409 if a pause holds requests, because they would not end."""
     if services.engine.stats().paused and services.gate.held:
         raise ConflictError("A pause holds requests: POST /resume first, or POST /pause?mode=abort to end them.")
     await services.lifecycle.run_to_end(services.sleep.sleep(free_adapters=query.level == ADAPTERS_LEVEL))

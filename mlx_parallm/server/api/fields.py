@@ -26,10 +26,10 @@ from pydantic_core import PydanticCustomError, to_json
 
 Validated = TypeVar("Validated", covariant=True)
 Neutral = Mapping[str, tuple[Any, ...]]
-"""Names of fields, each with its neutral values; see `WireInput.NEUTRAL`."""
+"""Maps names of fields to the values that have no effect; see `WireInput.NEUTRAL`."""
 
 EMPTY: tuple[Any, ...] = ("", [], {})
-"""Values that are neutral in every unsupported field, as null is."""
+"""Values that, like null, have no effect in any unsupported field."""
 INT32_MAX = 2**31 - 1
 MAX_NAMES, MAX_NAME = 20, 64
 """Largest number of unknown fields that are reported for one body, and of characters of each name."""
@@ -92,10 +92,10 @@ class WireInput(BaseModel):
     it.
 
     `IGNORED` names fields that clients of other servers send and that have no effect here. They take any value.
-    `NEUTRAL` maps fields to the values that have no effect; null, "", [] and {} never have an effect. A declared field
-    with such a value counts as left out. An undeclared field is accepted with such a value and refused by name with any
-    other, because an answer that ignored it would not be the answer that the client asked for. Any other undeclared
-    field is unknown; see `IgnoredFields`.
+    `NEUTRAL` maps fields to the values that have no effect. A declared field with such a value counts as left out. An
+    undeclared field is accepted with such a value and with null, "", [] and {}, and refused by name with any other,
+    because an answer that ignored it would not be the answer that the client asked for. Any other undeclared field is
+    unknown; see `IgnoredFields`.
     """
 
     IGNORED: ClassVar[frozenset[str]] = frozenset()
@@ -126,7 +126,7 @@ class WireInput(BaseModel):
 
     @classmethod
     def _check_undeclared(cls, name: str, value: object, ignored: IgnoredFields | None) -> None:
-        """Raises the error of `refused` unless the field may be sent with this value. Records it if it is unknown."""
+        """Raises the error of `refused` unless the field may be sent with this value. Records an unknown field."""
         if name in cls.IGNORED:
             return
         empty = value is None or _is_any_of(value, EMPTY)
@@ -165,8 +165,8 @@ class WireInput(BaseModel):
 
 
 class OpenBody(WireInput):
-    """The body of a route that clients of other servers call too, with fields of their own. Unknown fields are ignored,
-    unless the server runs with strict fields or the request is collected for training."""
+    """The body of a route that other servers have too, so that clients may send fields which this server does not know.
+    Unknown fields are ignored, unless the server runs with strict fields or the request is collected for training."""
 
 
 class Validate(Protocol[Validated]):
@@ -247,14 +247,14 @@ class WireOutput(BaseModel):
 
     @property
     def event_name(self) -> str:
-        """The `event` field of the object in an SSE stream; empty where all events are of one kind."""
+        """The `event` field of the object in an SSE stream, or "" for a stream whose events are all of one kind."""
         return ""
 
     def json_text(self) -> str:
         return self.model_dump_json(exclude_unset=True)
 
     def json_pieces(self) -> Iterator[str]:
-        """`json_text` in short pieces. An object that is not `LONG` is one piece."""
+        """The same text as `json_text`, in short pieces. An object that is not `LONG` is one piece."""
         if self.LONG:
             is_set = (name for name in type(self).model_fields if name in self.model_fields_set)
             yield from _object_pieces((name, getattr(self, name)) for name in is_set)

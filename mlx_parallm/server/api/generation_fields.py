@@ -19,11 +19,12 @@ MAX_BIASES, MAX_BIAS = 1024, 100.0
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
 MAX_COLLECTED_METADATA_BYTES, MAX_COLLECTED_METADATA_DEPTH = 64 * 1024, 32
 NO_LIMIT = -1
-"""As a number of tokens to generate: as many as fit the context."""
+"""The number of tokens to generate that means: as many as fit the context."""
 MAX_SCORER = 512
 """Largest number of characters of a scorer's name, or of an expression that combines several scorers."""
 MIN_COLLECTED_TEMPERATURE = 0.01
-"""Near 0 the distribution has all its mass on one token, and its logprobs carry no information for training."""
+"""Smallest temperature with `collect_trajectory`. Near 0, the distribution has all its mass on one token, and its
+logprobs carry no information for training."""
 
 BIASING_OPTIONS: Mapping[str, tuple[object, ...]] = {
     "top_p": (1.0,),
@@ -57,7 +58,7 @@ UNSUPPORTED_OPTIONS: Neutral = {
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }
-"""The `NEUTRAL` fields of all generating routes."""
+"""The part of `NEUTRAL` that all generating routes share."""
 
 
 # ---- field types: checked by hand, so that errors name the field and hostile values cost little ----------------------
@@ -107,7 +108,7 @@ def _check_metadata(metadata: Mapping[str, Any]) -> None:
         raise refused(f"must map at most {MAX_METADATA} strings to strings", "metadata")
     for key, text in metadata.items():
         if len(key) > MAX_METADATA_KEY or not isinstance(text, str) or len(text) > MAX_METADATA_VALUE:
-            limits = f"keys have at most {MAX_METADATA_KEY} characters, values are text of {MAX_METADATA_VALUE}"
+            limits = f"keys have at most {MAX_METADATA_KEY} characters, values are text of at most {MAX_METADATA_VALUE}"
             raise refused(f"{limits}; any JSON is accepted with collect_trajectory", "metadata")
 
 
@@ -145,8 +146,8 @@ class SharedBody(OpenBody):
     )
 
     model: str | None = None
-    """A name of the served model, `base`, or an adapter: its name (for the live version), `name@version`, or a
-    checkpoint of the default adapter. If it is left out or names the served model, the server's routing chooses."""
+    """The served model, `base`, or an adapter: its name (for the live version), `name@version`, or a checkpoint of the
+    default adapter. If it is left out or names the served model, the route of `/v1/adapters/route` chooses."""
     lora_adapter: str | None = None
     """An adapter, named as in `model`. `model` may name the served model at the same time. If both name an adapter,
     they must agree."""
@@ -162,15 +163,16 @@ class SharedBody(OpenBody):
     """Whether to continue after the end-of-sequence token."""
     metadata: dict[str, Any] | None = None
     """At most 16 short strings, returned with the answer. With `collect_trajectory`, any JSON of at most 64 KiB and 32
-    levels, for the scorer. If the scorer needs an answer and there is none, the server takes that of its task
-    with the id `problem_id`, or else with the prompt's text."""
+    levels, for the scorer. If the scorer needs an answer and the metadata has none, the server uses the answer of its
+    task with the id `problem_id`, or else of its task with the prompt's text."""
     collect_trajectory: bool = False
     """Whether the answers are kept for training. All answers to a prompt are one group."""
     scoring_function: Annotated[str, Field(min_length=1, max_length=MAX_SCORER)] | None = None
     """The scorer that rewards the collected answers. If it is left out, clients send rewards as feedback."""
     traffic_class: Literal["live", "rollout"] | None = None
-    """The kind of requests whose share of the batch's rows this one uses while both kinds wait. If it is left out:
-    `rollout` with `collect_trajectory`, unless the server is configured otherwise, else `live`."""
+    """Whether the request is live traffic or a rollout for training. While requests of both kinds wait, each kind gets
+    its share of the batch's rows. By default, a request is live; with `collect_trajectory` it is a rollout, unless the
+    server is configured otherwise."""
 
 
 class GenerationBody(SharedBody, StructuredBody):
@@ -187,7 +189,7 @@ class GenerationBody(SharedBody, StructuredBody):
     best_of: Annotated[int, Field(ge=1, le=MAX_SEQUENCES)] | None = None
     """Must be 1 or equal to `n`: all answers that are generated are returned."""
     n: Annotated[int, Field(ge=1, le=MAX_SEQUENCES)] = 1
-    """Number of answers to each prompt. `n` times the number of prompts is limited, see `/server_info`."""
+    """Number of answers to each prompt. `n` times the number of prompts is limited; see `/server_info`."""
     stream_options: StreamOptions = StreamOptions()
     """What a stream reports about usage. It has no effect without `stream`."""
     top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] = 0
@@ -195,7 +197,7 @@ class GenerationBody(SharedBody, StructuredBody):
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Sample from tokens with at least this share of the most likely token's probability; 0 is off."""
     stop: Stops = Field(default_factory=list)
-    """One text or a list of texts. The answer ends before the first of them."""
+    """One text or a list of texts. The answer ends before the first one that the model writes."""
     presence_penalty: Penalty = 0.0
     """Subtracted from the logit of each token that is already in the answer."""
     frequency_penalty: Penalty = 0.0
@@ -213,11 +215,11 @@ class GenerationBody(SharedBody, StructuredBody):
     return_tokens_as_token_ids: bool = False
     """Whether tokens in `logprobs` are written as `token_id:<id>`, which is unique, unlike their texts."""
     prompt_logprobs: TopLogprobs | None = None
-    """Return the logprobs of the prompt's tokens, and of this many most likely tokens at each position."""
+    """Return the logprobs of the prompt's tokens and, at each position, of this many most likely tokens."""
 
     @property
     def task_prompt(self) -> str | None:
-        """The text by which a task of the server is found; None if there is no such text, or several."""
+        """The text of the prompt, by which the server finds its task. None if there is no such text, or several."""
         return None
 
     @model_validator(mode="after")
@@ -235,7 +237,7 @@ class GenerationBody(SharedBody, StructuredBody):
         return self
 
     def check_grammar_options(self, param: str) -> None:
-        """Raises the error of `refused` for options that do not go with a grammar, which the field `param` asks for."""
+        """Raises the error of `refused` if an option cannot be combined with a grammar, for which `param` asks."""
         if self.collect_trajectory:
             raise refused(f"not supported with collect_trajectory: {COLLECTION_RULE}; leave it out", param)
         for name in ("min_tokens", "ignore_eos"):

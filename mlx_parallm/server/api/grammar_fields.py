@@ -27,7 +27,7 @@ def is_shallow(value: object, levels: int) -> bool:
 
 
 def checked_schema(value: object) -> JsonSchema:
-    """`value`, if it is a JSON schema of bounded depth and size. For validators: raises the error of `refused`."""
+    """Returns `value` if it is a JSON schema of bounded depth and size, and raises the error of `refused` otherwise."""
     if not isinstance(value, dict | bool):
         raise refused("must be a JSON schema: an object, true or false")
     if not is_shallow(value, MAX_SCHEMA_DEPTH):
@@ -65,7 +65,7 @@ SPECS: Mapping[str, Callable[[Any], GrammarSpec]] = {
     "choice": lambda choices: GrammarSpec(GrammarKind.CHOICE, json.dumps(choices)),
     "grammar": lambda source: GrammarSpec(GrammarKind.GRAMMAR, source),
 }
-"""Maps vLLM's ways to write a grammar to functions that make a `GrammarSpec` of it."""
+"""Maps the name of each way that vLLM has to write a grammar to a function that makes a `GrammarSpec`."""
 
 
 class NamedSchema(WireInput):
@@ -94,12 +94,12 @@ class ResponseFormat(WireInput):
     @model_validator(mode="after")
     def _check_schema_goes_with_type(self) -> Self:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise refused('goes with type "json_schema", and only with it', "json_schema")
+            raise refused('is required with type "json_schema", and refused with any other', "json_schema")
         return self
 
     @property
     def spec(self) -> GrammarSpec | None:
-        """None for free text."""
+        """The grammar of the answer, or None for free text."""
         if self.json_schema is not None:
             return _schema_spec(self.json_schema.schema_)
         return ANY_OBJECT if self.type == "json_object" else None
@@ -120,7 +120,7 @@ class StructuredOutputs(WireInput):
     regex: Regex | None = None
     """A regular expression that the whole answer matches."""
     choice: Choices | None = None
-    """Texts, one of which the answer must be."""
+    """A list of texts. The answer is one of them."""
     grammar: GrammarText | None = None
     """A grammar in GBNF or Lark."""
     json_object: bool = False

@@ -25,7 +25,7 @@ class CompletionLogprobs(WireOutput):
     token_logprobs: list[float | None]
     """Log probabilities in nats, of the raw model; null for the first token of a prompt, which has no context."""
     top_logprobs: list[dict[str, float] | None]
-    """Maps the texts of the most likely tokens, and of the sampled one, to their logprobs in nats."""
+    """For each token, the logprobs in nats of the most likely tokens and of the token itself, by their texts."""
     text_offset: list[int]
     """Number of characters before the token."""
 
@@ -97,8 +97,8 @@ def token_text(tokenizer: TextTokenizer, token_id: int, as_id: bool = False) -> 
 class CompletionLogprobsWriter:
     """Writes the logprobs of one choice of `/v1/completions`, piece by piece.
 
-    An offset counts the characters of the choice before a token, so a token that ends a character starts where that
-    character starts. With `as_ids`, tokens are written as `token_id:<id>`.
+    The offset of a token is the number of complete characters before it in the choice, so a token that begins inside a
+    character has the offset of that character. With `as_ids`, tokens are written as `token_id:<id>`.
     """
 
     def __init__(self, tokenizer: TextTokenizer, top: int, as_ids: bool = False) -> None:
@@ -136,7 +136,7 @@ class CompletionLogprobsWriter:
 def chat_logprobs(
     tokenizer: TextTokenizer, scored: Iterable[ScoredToken], top: int, as_ids: bool = False
 ) -> ChatLogprobs:
-    """Chat's form, with the `top` most likely tokens at each position. With `as_ids`, texts are `token_id:<id>`."""
+    """OpenAI's form for chat, with the `top` most likely tokens of each position. With `as_ids`, texts are ids."""
 
     def fields(token_id: int, value: float) -> dict[str, object]:
         text, exact = token_text(tokenizer, token_id, as_ids), tokenizer.token_bytes(token_id)

@@ -58,7 +58,7 @@ Name = Annotated[str, Path(description="The served model, `base`, an adapter, or
 
 @router.get("/v1/models", response_model_exclude_unset=True)
 async def list_models(services: ServicesDep) -> ModelList:
-    """The names that `model` accepts: those of the base model, then the live version of each adapter."""
+    """The names that `model` accepts: first those of the base model, then one for the live version of each adapter."""
     base = [_base(name, services) for name in services.card.names]
     live = [_adapter(card, services) for card in services.adapters.cards() if card.live]
     return ModelList(object="list", data=[*base, *live])
@@ -101,12 +101,12 @@ def _adapter(card: AdapterCard, services: Services) -> Model:
 
 
 class TokenizeBody(OpenBody):
-    """Exactly one of `prompt` and `messages`."""
+    """A text or a conversation to tokenise: exactly one of `prompt` and `messages`."""
 
     model: str | None = None
     """Must be a known name. It has no effect, because all adapters share one tokenizer."""
     prompt: str | None = None
-    """A text."""
+    """The text."""
     messages: Messages | None = None
     """A conversation, rendered with the chat template."""
     add_special_tokens: bool = True

@@ -47,7 +47,7 @@ class ServerVersion(WireOutput):
 
 @router.get("/health", responses=raises(EngineDeadError))
 async def health(services: ServicesDep) -> ProbeStatus:
-    """503 if the device thread is dead."""
+    """Whether the server works: 503 if the device thread, which runs the model, has stopped."""
     if not services.engine.stats().alive:
         raise EngineDeadError("the device thread is not running")
     return ProbeStatus(status="ok")
@@ -55,7 +55,7 @@ async def health(services: ServicesDep) -> ProbeStatus:
 
 @router.get("/ready", responses=raises(NotReadyError, DrainingError, InferenceDisabledError, AsleepError))
 async def ready(services: ServicesDep) -> ProbeStatus:
-    """503 unless new generation requests are accepted now. A server that is asleep, or only trains, is not ready."""
+    """Whether generation requests are accepted now; if not, 503. A server that sleeps, or only trains, is not ready."""
     services.check_open()
     stats = services.engine.stats()
     if not (stats.alive and stats.ready):
@@ -111,7 +111,7 @@ class ModelInfo(WireOutput):
 
 
 class ServerLimits(WireOutput):
-    """The configured limits."""
+    """The limits of this server."""
 
     max_batch_size: int
     """Maximum number of sequences in one batch."""
@@ -141,7 +141,7 @@ class ServerInfo(WireOutput):
     limits: ServerLimits
     """The limits in force."""
     mode: ServerMode
-    """The mode that says how device time is shared now. `custom`: the share is that of no mode."""
+    """How inference and training share device time now. `custom`: training has a share that no mode has."""
     paused: bool
     """True from `/pause` to `/resume`."""
     asleep: bool
@@ -192,10 +192,10 @@ def _mode(services: Services) -> ServerMode:
 
 
 class DebugState(WireOutput):
-    """The state of engine and server, for people."""
+    """The state of engine and server, for people to read."""
 
     engine: dict[str, Any]
-    """The engine's figures: queues, rows, KV pool, memory."""
+    """The engine's figures: queues, rows of the batch, KV pool, memory."""
     server: dict[str, Any]
     """The HTTP server's state and queue."""
     model: dict[str, Any]
@@ -204,7 +204,7 @@ class DebugState(WireOutput):
 
 @router.get("/debug/state")
 async def debug_state(services: ServicesDep) -> DebugState:
-    """Queues, rows, KV pool and memory."""
+    """The state of engine and server: queues, rows of the batch, KV pool and memory."""
     stats = services.engine.stats()
     return DebugState(
         engine=_engine_state(stats),
@@ -222,7 +222,7 @@ async def debug_state(services: ServicesDep) -> DebugState:
 
 
 def _engine_state(stats: EngineStats) -> dict[str, Any]:
-    """Not `asdict`: it copies `detail` with deepcopy, which fails on read-only mappings."""
+    """The figures of `stats`. Not `asdict`: it copies `detail` with deepcopy, which fails on read-only mappings."""
     state = {field.name: getattr(stats, field.name) for field in fields(stats)}
     return state | {"schedule": schedule_object(stats).model_dump(), "detail": dict(stats.detail)}
 

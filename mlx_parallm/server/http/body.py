@@ -28,24 +28,24 @@ from mlx_parallm.server.services import ServicesDep
 M = TypeVar("M", bound=BaseModel)
 Pace = Callable[[int], Awaitable[None]]
 
-# `curl -d '{…}'` sends the second one. A browser may send it to another site without a preflight request, so it is
+# `curl -d '{…}'` sends the second type. A browser may send it to another site without a preflight request, so it is
 # accepted only because the Host and Origin checks run first.
 JSON_TYPES = frozenset({"application/json", "application/x-www-form-urlencoded"})
 BYTES_PER_VALUE = 16
-"""A body may have one JSON value for this many bytes of the size limit: a million at 16 MiB."""
+"""The largest number of JSON values in a body is the size limit divided by this: a million at 16 MiB."""
 SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 @dataclass(frozen=True, slots=True)
 class BodyModel:
-    """The body of a route: its schema, and whether it may not be left out. `openapi.describe` reads it."""
+    """The body of a route: its schema, and whether it is required. `openapi.describe` reads it."""
 
     model: type[BaseModel]
     required: bool
 
 
 def json_body(model: type[M], required: bool = True) -> Callable[..., Awaitable[M]]:
-    """A FastAPI dependency that returns the request's body as `model`. Unless it is `required`, no body means `{}`.
+    """A FastAPI dependency that returns the request's body as `model`. Unless `required`, no body counts as `{}`.
 
     The dependency's attribute `body` is its `BodyModel`.
     """
@@ -70,7 +70,7 @@ def json_body(model: type[M], required: bool = True) -> Callable[..., Awaitable[
 
 
 def _check_headers(request: Request, limit: int) -> int | None:
-    """The length that the header declares, in bytes; None if it declares none.
+    """The length that the Content-Length header declares, in bytes; None if it declares none.
 
     Raises:
         MediaTypeError: the body is sent neither as JSON nor as curl's default type.
@@ -91,7 +91,7 @@ def _too_large(limit: int) -> BodyTooLargeError:
 
 
 async def _read(request: Request, config: ServerConfig, pace: Pace | None = None) -> bytes:
-    """The body; its length is kept in `request.state.body_bytes`. At most the limit and one chunk are in memory.
+    """Reads the body and keeps its length in `request.state.body_bytes`. Stops at the chunk that exceeds the limit.
 
     Args:
         pace: called with the length of each chunk, and awaited before the next one is read.
@@ -116,11 +116,12 @@ async def _read(request: Request, config: ServerConfig, pace: Pace | None = None
 
 
 def _parse_large(model: type[M], raw: bytes, max_body_bytes: int, ignored: IgnoredFields | None) -> M:
-    """`parse_body` in a worker thread. Python's JSON parser holds the interpreter lock for the whole body, about 100 ns
-    for each value, so it would stop all other threads. Therefore the values are counted first.
+    """`parse_body` for a large body. Call it in a worker thread. Python's JSON parser holds the interpreter lock until
+    it has parsed the whole body, about 100 ns for each value, so a body with too many values would stop all other
+    threads. Therefore the values are counted first.
 
     Raises:
-        BodyTooLargeError: the body has more than one JSON value for each `BYTES_PER_VALUE` of `max_body_bytes`.
+        BodyTooLargeError: the body has more than `max_body_bytes // BYTES_PER_VALUE` JSON values.
     """
     most = max_body_bytes // BYTES_PER_VALUE
     if len(raw) > most and count_values(raw, most) > most:
@@ -131,8 +132,8 @@ def _parse_large(model: type[M], raw: bytes, max_body_bytes: int, ignored: Ignor
 
 
 def count_values(raw: bytes, enough: int) -> int:
-    """The number of JSON values in `raw`, without parsing; empty lists and objects count twice. Stops counting at more
-    than `enough`. Costs about 4 ns a byte."""
+    """Counts the JSON values in `raw` without parsing it; an empty list or object counts twice. If the texts alone,
+    with the fields' names, are more than `enough`, only they are counted. It takes about 4 ns a byte."""
     bare = raw.replace(rb"\\", b"").replace(rb"\"", b"") if b"\\" in raw else raw
     texts = bare.count(b'"') // 2
     if texts > enough:
@@ -142,11 +143,11 @@ def count_values(raw: bytes, enough: int) -> int:
 
 
 def parse_body(model: type[M], raw: bytes, ignored: IgnoredFields | None = None) -> M:
-    """Parses `raw` and validates it as `model`. `ignored` collects unknown fields. Without it they are refused, and in
-    a request with `collect_trajectory`, where a mistyped field must not pass unnoticed, they are refused too.
+    """Parses `raw` and validates it as `model`. `ignored` collects the unknown fields. They are refused if it is None,
+    or if the request has `collect_trajectory`, so that a mistyped field does not pass unnoticed.
 
     Raises:
-        InvalidRequestError: not JSON, not an object, or a field is wrong; `param` names it.
+        InvalidRequestError: the body is not a JSON object, or a field is wrong; `param` names the field.
         UnknownModelError: the field `model` is not valid Unicode.
     """
     try:
@@ -156,7 +157,7 @@ def parse_body(model: type[M], raw: bytes, ignored: IgnoredFields | None = None)
     constants: list[str] = []
 
     def constant(name: str) -> float:
-        """NaN and Infinity are not JSON. They are kept for now: the model's own error names the field."""
+        """NaN and Infinity are not JSON. They are kept until validation, because its error names the field."""
         constants.append(name)
         return float(name)
 
@@ -188,7 +189,7 @@ def _loads(text: str, constant: Callable[[str], Any]) -> object:
 
 
 def _refuse_lone_surrogates(fields: dict[str, Any]) -> None:
-    """UTF-8 cannot encode lone surrogates, so such text would fail later, when it is first sent back."""
+    """Refuses text with lone surrogates. UTF-8 cannot encode them, so it would fail later, when it is sent back."""
     for name, value in fields.items():
         if not _encodable(name):
             raise InvalidRequestError("A field's name has a lone surrogate.")

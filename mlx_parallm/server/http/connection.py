@@ -1,7 +1,7 @@
 """One client's connection: HTTP/1.1 by uvicorn and h11, with limits so that one client cannot hold what others need.
 
-- The number of open connections is limited. A new connection replaces the one that has longest been idle or sending its
-  headers. If every connection is being answered, the new one gets a 503.
+- The number of open connections is limited. A new connection replaces the one that has been idle, or sending its
+  headers, for longest. If all others are being answered, the new one gets a 503.
 - Headers must arrive within a time limit (so must bodies: see `body`).
 - A client that stops reading its answer is disconnected, which frees its rows.
 - Input that is not HTTP gets an error body like any other error, with an id and a line in the request log.
@@ -24,7 +24,7 @@ from mlx_parallm.server.http import request_log
 from mlx_parallm.server.http.request_log import REQUEST_ID, RequestRecord
 
 LINGER_S = 2
-"""Seconds that a refused client has to read the refusal. Closing a socket with unread input would reset the
+"""Seconds in which a refused client can read the refusal. A socket that is closed with unread input would reset the
 connection."""
 _MAX_LINGERING = 64
 
@@ -60,8 +60,8 @@ def reserve_open_files(connections: int) -> int:
 
 
 def _raise_soft_limit(wanted: int) -> int:
-    """Returns the soft limit of open files now in force. macOS refuses values below the hard limit that it reports, so
-    smaller values are tried until one is accepted."""
+    """Raises the soft limit of open files to `wanted`, as far as the system allows, and returns the limit now in force.
+    macOS refuses values below the hard limit that it reports, so smaller values are tried until one is accepted."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -154,7 +154,7 @@ class LimitedProtocol(H11Protocol):
 
     @property
     def _idle(self) -> bool:
-        """Whether no request is being read or answered."""
+        """Whether the connection is open and no request is being answered. Headers that still arrive do not count."""
         return (self.cycle is None or self.cycle.response_complete) and not self.transport.is_closing()
 
     def _close_idlest(self) -> bool:
@@ -181,8 +181,8 @@ class LimitedProtocol(H11Protocol):
             self._write_timer = self.loop.call_later(self._limits.write_timeout_s, self._check_writing, buffered)
 
     def _check_writing(self, buffered_before: int) -> None:
-        """Aborts the connection if the client read nothing since the last check. A buffer that did not shrink proves
-        that only while nothing is added to it: when writing is paused, or the response is complete."""
+        """Aborts the connection if the client seems to have read nothing since the last check: the buffer did not
+        shrink, and nothing is being added to it, because writing is paused or the response is complete."""
         self._write_timer = None
         adding = not self.flow.write_paused and self.cycle is not None and not self.cycle.response_complete
         if adding or self.transport.get_write_buffer_size() < buffered_before:

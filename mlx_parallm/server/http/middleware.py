@@ -27,7 +27,7 @@ OPEN_PATHS = frozenset({"/health", "/ready"})
 
 
 def add_middlewares(app: FastAPI, config: ServerConfig, metrics: ServerMetrics) -> None:
-    """Adds all of them. The middleware that is added last sees a request first."""
+    """Adds all middlewares. The one that is added last sees a request first."""
     if config.api_key is not None:
         app.add_middleware(ApiKeyMiddleware, api_key=config.api_key.get_secret_value())
     if config.cors_origins:
@@ -45,8 +45,8 @@ class EntryMiddleware:
     """The first to see a request and the last to see its response.
 
     - Every response gets an id, is counted by its status and has a line in the request log.
-    - HEAD is routed like GET, without a body, and a path with a trailing slash like the path without it. Clients do not
-      follow a redirect with a body, so none is sent.
+    - HEAD is answered like GET, without the body. A path with a trailing slash is routed like the path without it. It
+      is not redirected, because clients do not send a body again when they follow a redirect.
     - The answer is 403 unless the Host header is accepted, and every Origin header is accepted or names the same site.
     - Exceptions that no handler expected are answered here, and raised again for uvicorn to log.
     """
@@ -120,7 +120,8 @@ class EntryMiddleware:
 
 
 class ApiKeyMiddleware:
-    """Answers 401 unless the header is `Authorization: Bearer <key>`. Keys are compared in constant time."""
+    """Answers 401 unless the header is `Authorization: Bearer <key>` or the path is one of `OPEN_PATHS`. Keys are
+    compared in constant time."""
 
     def __init__(self, app: ASGIApp, api_key: str) -> None:
         self._app = app

@@ -47,9 +47,9 @@ def write_plain_lines() -> None:
 class RequestRecord:
     """The facts about one request that the log and the response headers show.
 
-    `request_id` is the value of the response's x-request-id header. If `id_from_client`, two requests may share it;
-    `engine_id` is unique. `arrived_at` is `time.monotonic`; `queue_s` and `first_token_s` are seconds from the arrival.
-    None means that the request did not get that far.
+    `request_id` is the value of the response's x-request-id header. If `id_from_client`, the client chose it, and two
+    requests may have the same; `engine_id` is unique. `arrived_at` is `time.monotonic`; `queue_s` and `first_token_s`
+    are seconds from the arrival. None means that the request did not get that far.
     """
 
     request_id: str = field(default_factory=lambda: f"req-{uuid.uuid4().hex}")

@@ -39,7 +39,8 @@ def client_of(scope: Scope) -> str:
 
 
 class PerClientSemaphore:
-    """A semaphore with `total` places, of which one client may hold at most `per_client`. Event loop only.
+    """A semaphore with `total` places, of which one client may hold at most `per_client`. Used on the event loop's
+    thread only.
 
     A client waits for one of its own places first, so at most `per_client` of its requests are in the common queue.
 
@@ -88,7 +89,7 @@ class PerClientSemaphore:
 
 class Workers:
     """The thread pools and the limits for large bodies. A request holds a place of `large_bodies` while its large body
-    is in memory. Used on the event loop's thread only.
+    is read and parsed. Used on the event loop's thread only.
 
     Args:
         body_timeout_s: longest time in seconds that a large body waits while others are read.
@@ -114,8 +115,8 @@ class Workers:
             return await to_thread.run_sync(call, limiter=self._compiling)
 
     async def pace(self, count: int) -> None:
-        """Waits until `count` more bytes of large bodies may be read. Without this limit, bodies sent over loopback and
-        then refused would take most of a core from the event loop and the device thread."""
+        """Waits, after `count` bytes of a large body were read, until more may be read. Without this limit, bodies sent
+        over loopback and then refused would take most of a core from the event loop and the device thread."""
         now = asyncio.get_running_loop().time()
         self._next_read_at = max(self._next_read_at, now) + count / _LARGE_BODY_BYTES_PER_S
         if (sleep := self._next_read_at - now) > _MIN_SLEEP_S:

@@ -96,7 +96,7 @@ async def switch_lora(
 
 @router.get("/v1/adapters/route")
 async def get_route(services: ServicesDep) -> AdapterRoute:
-    """The adapters that serve requests which name none."""
+    """The adapters that serve requests which name none, and their shares."""
     return AdapterRoute(route=dict(services.adapters.route()))
 
 
@@ -153,7 +153,7 @@ async def get_adapter(selector: Selector, services: ServicesDep) -> Adapter:
 
 @router.delete("/v1/adapters/{selector:path}", responses=UNLOAD_ERRORS)
 async def delete_adapter(selector: Selector, services: ServicesDep) -> UnloadedLora:
-    """The same as `/v1/unload_lora_adapter`."""
+    """Removes an adapter, or one version of it, as `/v1/unload_lora_adapter` does."""
     return await _unload(services, selector, "selector")
 
 
@@ -190,7 +190,7 @@ async def save_checkpoint(
     body: Annotated[SaveCheckpointBody, Depends(json_body(SaveCheckpointBody, required=False))], services: ServicesDep
 ) -> Checkpoint:
     """Saves an adapter version, and answers when its files are complete. For an adapter in training, the optimizer's
-    state is saved too; before its first update that is step 0, a version equal to the base model."""
+    state is saved too; before the adapter's first update, the checkpoint has step 0 and equals the base model."""
     tags = [] if body.checkpoint_name is None else [body.checkpoint_name]
     training = services.training
     with adapter_named_by("lora_name", body.lora_name):
@@ -202,7 +202,7 @@ async def save_checkpoint(
 
 
 def checkpoint_object(card: CheckpointCard) -> Checkpoint:
-    """The object for a card. It lacks the path, which clients need not know."""
+    """The response object of a checkpoint. It leaves out the path, which clients need not know."""
     return Checkpoint(
         name=card.name,
         lora_adapter=str(card.adapter),

@@ -65,7 +65,7 @@ class LoadLoraBody(WireInput):
     lora_path: Annotated[str, Field(min_length=1, max_length=MAX_PATH)]
     """A folder under the operator's adapter roots."""
     load_inplace: bool = False
-    """Whether the name may be in use already. If it is, it means the new version from now on."""
+    """Whether the name may be in use already. If it is, later requests with this name get the new version."""
 
 
 class UnloadLoraBody(WireInput):
@@ -81,7 +81,8 @@ class RouteBody(WireInput):
     """How requests that name no adapter are split."""
 
     weights: Weights
-    """Selector to weight; requests are split in proportion. `base` is the base model."""
+    """Maps each selector to a weight; requests are split in proportion to the weights. A selector is a name,
+    `name@version`, `base` for the base model, or a checkpoint of the default adapter."""
 
 
 class RollbackBody(WireInput):
@@ -104,11 +105,11 @@ class SaveCheckpointBody(WireInput):
     checkpoint_name: Name | None = None
     """A tag for the checkpoint."""
     lora_name: str | None = None
-    """A selector. By default, the default adapter."""
+    """A selector of the adapter. If it is left out, the default adapter is saved."""
     step: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
     """Number of the checkpoint. By default, the next number."""
     metrics: Metrics = Field(default_factory=dict)
-    """Up to 64 numbers, by name, that are saved with it."""
+    """Up to 64 numbers, each with a name, that are saved with the checkpoint."""
 
 
 class Adapter(WireOutput):
@@ -121,7 +122,7 @@ class Adapter(WireOutput):
     version: int
     """Counted from 1."""
     live: bool
-    """Whether the name without a version means this one."""
+    """Whether requests that send the name without a version get this one."""
     residence: Literal["slot", "copy", "file"]
     """`slot`: in the adapter bank. `copy`: in memory. `file`: only on disk."""
     root: str
@@ -129,7 +130,7 @@ class Adapter(WireOutput):
     rank: int
     """The largest rank of its modules."""
     alpha: float
-    """Scale times rank."""
+    """The LoRA scale times the rank."""
     targets: list[str]
     """Last names of the modules that it changes."""
     bytes: int
@@ -160,7 +161,7 @@ class AdapterList(WireOutput):
     data: list[Adapter]
     """Ordered by name and version."""
     route: dict[str, float]
-    """How requests that name no adapter are split: selector to share."""
+    """How requests that name no adapter are split: the share of each selector. The shares add up to 1."""
     slots: SlotCounts
     """Slots of the adapter bank."""
     bank_bytes: int
@@ -189,7 +190,7 @@ class AdapterRoute(WireOutput):
     """How requests that name no adapter are split."""
 
     route: dict[str, float]
-    """Selector to share, adding up to 1."""
+    """The share of each selector. The shares add up to 1."""
 
 
 class RolledBack(WireOutput):
@@ -199,7 +200,7 @@ class RolledBack(WireOutput):
     lora_adapter: str
     """The version that is live again; after a rollback of the route, the one with the largest share."""
     route: dict[str, float]
-    """Selector to share, adding up to 1."""
+    """The share of each selector. The shares add up to 1."""
 
 
 class SwitchedLora(WireOutput):
@@ -209,7 +210,7 @@ class SwitchedLora(WireOutput):
     current_lora: str
     """The version that serves requests which name no adapter."""
     route: dict[str, float]
-    """Selector to share, adding up to 1."""
+    """The share of each selector. The shares add up to 1."""
 
 
 class Checkpoint(WireOutput):
@@ -218,7 +219,7 @@ class Checkpoint(WireOutput):
     name: str
     """`checkpoint-<step>`."""
     lora_adapter: str
-    """The adapter version."""
+    """The adapter version, as `name@version`."""
     step: int
     """The checkpoint's number."""
     created: int
@@ -226,7 +227,7 @@ class Checkpoint(WireOutput):
     tags: list[str]
     """Other names for it."""
     metrics: dict[str, float | None]
-    """The numbers saved with it; null if not finite."""
+    """The numbers that were saved with it; null for a number that is not finite."""
 
 
 class CheckpointList(WireOutput):

@@ -65,7 +65,7 @@ class GivenFunction(WireInput):
     name: Annotated[str, Field(min_length=1, max_length=MAX_CALL_NAME)]
     """The function's name."""
     arguments: Annotated[str, Field(max_length=MAX_ARGUMENTS)] = ""
-    """JSON text. If it is an object, the template gets the object."""
+    """JSON text. If it is the text of an object, the chat template gets the object."""
 
 
 class GivenCall(WireInput):
@@ -121,11 +121,11 @@ class Message(WireInput):
         if self.tool_calls and self.role != "assistant":
             raise refused("only the assistant's messages have them", "tool_calls")
         if self.tool_call_id is None and self.role == "tool":
-            raise refused("required for this role: the id of the call that this is the result of", "tool_call_id")
+            raise refused("required for this role: the id of the call whose result this is", "tool_call_id")
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """The message as chat templates take it. They do not know `developer`, the newer name of `system`."""
+        """The message as chat templates take it. The templates do not know `developer`, the newer name of `system`."""
         reasoning = self.reasoning_content or self.reasoning
         calls = [call.for_template() for call in self.tool_calls]
         fields = {
@@ -164,7 +164,8 @@ def render(
     """The token ids of the prompt. Call it in a worker thread.
 
     Raises:
-        the errors of `TextTokenizer.apply_chat_template`, for example ContextLengthError: far more than `at_most` ids.
+        ContextLengthError: the prompt has far more than `at_most` token ids.
+        Also the other errors of `TextTokenizer.apply_chat_template`.
     """
     turns: Sequence[TemplateMessage] = [message.for_template() for message in messages]
     variables, tool_format = options.model_dump(exclude_none=True), tokenizer.tool_format
@@ -178,7 +179,7 @@ def render(
 def _describe_tools(
     turns: Sequence[TemplateMessage], tools: Sequence[Tool], tool_format: ToolFormat
 ) -> Sequence[TemplateMessage]:
-    """Adds the tools to the system message."""
+    """Describes the tools, if there are any, in the system message."""
     if not tools:
         return turns
     lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)

@@ -53,7 +53,7 @@ async def create_chat_completion(body: Body, services: ServicesDep) -> Response:
 
 
 def prepare(body: ChatBody, services: Services, adapter: AdapterRef, collection: CollectionSpec | None) -> ChatWriter:
-    """Renders, tokenises and builds the engine's request. Runs in a worker thread."""
+    """Renders and tokenises the conversation, and builds the engine's request. Runs in a worker thread."""
     request, syntax = plan_chat(new_request_id("chatcmpl"), body, services, adapter, collection)
     return ChatWriter(
         body=body,
@@ -101,7 +101,8 @@ def prompt_of(body: ChatBody, services: Services) -> list[int]:
 
 @dataclass(kw_only=True, eq=False)
 class ChatWriter(ChoiceWriter[ChatBody]):
-    """Writes messages and deltas. The choices answer one prompt, and each has its own splitter."""
+    """Writes the choices of a chat as whole messages, or as the deltas of a stream. All choices answer one prompt, and
+    each has its own splitter."""
 
     splitters: Sequence[Splitter]
 
@@ -156,7 +157,8 @@ class ChatWriter(ChoiceWriter[ChatBody]):
         return {"logprobs": logprobs, **ending(piece), **self._called(piece), **ids}
 
     def _called(self, piece: ChoicePiece) -> dict[str, str]:
-        """The finish reason of a choice that called tools. OpenAI keeps `stop` if the request named the function."""
+        """The finish reason `tool_calls` if the choice called tools. If the request named the function, the reason
+        stays `stop`, as OpenAI's does."""
         named = isinstance(self.body.tool_choice, NamedTool)
         called = self.splitters[piece.index].called and piece.finish_reason is FinishReason.STOP
         return {"finish_reason": "tool_calls"} if called and not named else {}

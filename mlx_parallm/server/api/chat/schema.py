@@ -37,13 +37,13 @@ class ChatBody(ToolCallingBody):
     messages: Messages
     """The conversation so far."""
     max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
-    """Maximum number of tokens to generate. If it is left out or -1: as many as fit."""
+    """Maximum number of tokens to generate. If it is left out or -1, only the context limits the answer."""
     max_completion_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     """The newer name of `max_tokens`."""
     logprobs: bool = False
     """Whether to return the logprobs of the generated tokens."""
     top_logprobs: TopLogprobs = 0
-    """Return this many most likely tokens at each position too; needs `logprobs`."""
+    """Number of most likely tokens to return at each position as well; needs `logprobs`."""
     add_generation_prompt: bool = True
     """Whether the prompt ends with the beginning of the assistant's message."""
     chat_template_kwargs: TemplateOptions = TemplateOptions()
@@ -69,7 +69,7 @@ class CalledFunction(WireOutput):
     """The function that is called, or what a chunk adds to it."""
 
     name: str | None = None
-    """The function's name; in a stream, in the first chunk of the call."""
+    """The function's name; in a stream, only in the first chunk of the call."""
     arguments: str
     """JSON text, or a part of it. It may be incomplete in the last call of an answer that was cut off."""
 
@@ -90,9 +90,9 @@ class CallDelta(WireOutput):
     index: int
     """The call's position in the answer."""
     id: str | None = None
-    """In the first chunk of the call."""
+    """The call's id; only in the first chunk of the call."""
     type: Literal["function"] | None = None
-    """In the first chunk of the call."""
+    """The kind of tool; only in the first chunk of the call."""
     function: CalledFunction
     """The part that is added."""
 
@@ -115,7 +115,7 @@ class ChatDelta(WireOutput):
     """What a chunk adds to the message."""
 
     role: Literal["assistant"] | None = None
-    """In the first chunk of each choice."""
+    """The message's author; only in the first chunk of each choice."""
     content: str | None = None
     """More text."""
     reasoning_content: str | None = None
@@ -127,8 +127,8 @@ class ChatDelta(WireOutput):
 
 
 ChatFinishReason = FinishReasonText | Literal["tool_calls"]
-"""`tool_calls`: the model called tools, by its own choice or because any call was required. After a call of the one
-function that the request named, the reason is `stop`."""
+"""`tool_calls`: the model called tools, because it chose to or because the request required a call of any tool. If the
+request named the function to call, the reason is `stop`."""
 
 
 class ChatChoice(WireOutput):
@@ -180,7 +180,8 @@ class ChatCompletion(AnswerObject):
     prompt_token_ids: list[int] | None = None
     """The tokens of the rendered chat template, the same for all choices."""
     prompt_logprobs: PromptLogprobs | None = None
-    """For each token of the rendered template, candidates by token id; null for the first token."""
+    """For each token of the rendered template, its logprob and those of likely tokens, by token id; null for the first
+    token."""
 
 
 class ChatCompletionChunk(AnswerObject):

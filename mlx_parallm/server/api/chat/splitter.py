@@ -3,9 +3,10 @@
     TEXT ──start of reasoning, at the very beginning──▶ REASONING ──its end──▶ TEXT
     TEXT ──start of calls──▶ CALL ──end of calls, or end of the text──▶ TEXT
 
-White space next to a mark belongs to the mark. Text that may be the beginning of a mark is held back, and so is white
-space that may come before one. If the text between the marks of a call is no valid call, it stays text, and so do the
-marks. If the text is cut off inside a call, the call is not complete, and no part of it becomes text.
+A mark is the text before or after a part, such as `<think>`. White space next to a mark belongs to the mark. Text that
+may be the beginning of a mark is held back, and so is white space that may come before one. If the text between the
+marks of a call is not a valid call, it stays text, and so do the marks. If the text is cut off inside a call, the call
+is not complete, and no part of it becomes text.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ class AnswerSyntax:
     max_calls: int = 1
     """Text after this many calls is dropped."""
     calls_first: bool = False
-    """Whether an answer that does not start with a call has none."""
+    """Whether calls must come first. If other text comes first, nothing after it is a call."""
 
     @property
     def visible_specials(self) -> frozenset[int]:
-        """Special tokens that are part of the text, because the marks consist of them."""
+        """Special tokens that decoding must keep in the text, because the marks consist of them."""
         marks = [part.visible_specials for part in (self.reasoning, self.calls) if part is not None]
         return frozenset[int]().union(*marks)
 
     @property
     def reasoning_prefix(self) -> ReasoningPrefix:
-        """What comes before the part of the answer that follows a grammar."""
+        """Whether reasoning comes before the part of the answer that follows a grammar."""
         if self.reasoning is None:
             return ReasoningPrefix.NONE
         return ReasoningPrefix.OPEN if self.in_reasoning else ReasoningPrefix.OPTIONAL
@@ -120,7 +121,7 @@ class Splitter:
         self._calls = syntax.calls
         self._mode = _Mode.REASONING if syntax.in_reasoning else _Mode.TEXT
         self._may_reason = syntax.reasoning is not None and not syntax.in_reasoning
-        self._trims = syntax.in_reasoning  # whether white space that comes next belongs to the mark before it
+        self._trims = syntax.in_reasoning  # whether white space that comes next belongs to the last mark
         self._held = ""
         self._space = ""  # white space before the last mark
         self._searched = 0  # in a call: number of characters already searched for its end mark
@@ -134,7 +135,7 @@ class Splitter:
         return bool(self._ids) and self._complete
 
     def feed(self, text: str) -> Iterator[AnswerPart]:
-        """The parts that no later text can change."""
+        """Takes the next piece of the text. The result is the parts that no later text can change."""
         if self._reasoning is None and self._calls is None:
             yield from _text(text)
             return
@@ -188,14 +189,14 @@ class Splitter:
             self._calls = None
 
     def _drop_begun_mark(self) -> None:
-        """Drops an incomplete start mark at the end of a text that was cut off, if more than half of it is there."""
+        """Drops an incomplete start mark of a call at the end of a cut-off text, if more than half of it is there."""
         start = self._calls.start if self._calls else ""
         begun = _overlap(self._held, start)
         if 2 * begun > len(start):
             self._held = self._held[:-begun].rstrip()
 
     def _reasoning_begins(self, ended: bool) -> bool:
-        """Whether the text starts with the mark of reasoning, or still may."""
+        """Whether the text starts with the start mark of reasoning, or may do so when more text comes."""
         assert self._reasoning is not None
         beginning, start = self._held.lstrip(), self._reasoning.start
         if beginning.startswith(start):
@@ -231,7 +232,7 @@ class Splitter:
             yield AnswerPart(call=self._numbered(call))
 
     def _parse(self, body: str, unfinished: bool) -> tuple[ToolCall, ...]:
-        """The calls between two marks. Raises ValueError: there is none."""
+        """The calls in the text between two marks. Raises ValueError if the text is not a valid call."""
         assert self._calls is not None
         if unfinished:
             with suppress(ValueError):
@@ -239,7 +240,7 @@ class Splitter:
         return self._calls.parse(body, self._syntax.tools)
 
     def _numbered(self, call: ToolCall) -> CallPart:
-        """The call with the id that the model gave it, or a new id if there is none or it is not unique."""
+        """The call with its position and its id: the model's, or a new one if that is missing or already used."""
         given = call.call_id if call.call_id not in self._ids else None
         self._ids.append(given or f"call_{uuid.uuid4().hex[:24]}")
         self._complete = call.complete

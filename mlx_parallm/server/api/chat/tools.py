@@ -30,7 +30,7 @@ MAX_TOOLS = 128
 MAX_CALLS_PER_ANSWER = 32
 
 _PROMPT_END = 64
-"""Number of tokens at the end of a prompt that are searched for the start of reasoning."""
+"""Number of tokens at the end of a prompt that are decoded to see whether it ends with the start of reasoning."""
 
 # ---- request fields --------------------------------------------------------------------------------
 
@@ -73,7 +73,7 @@ class ChosenFunction(WireInput):
     """The name of a function."""
 
     name: str
-    """One of `tools`."""
+    """The name of a function in `tools`."""
 
 
 class NamedTool(WireInput):
@@ -85,7 +85,7 @@ class NamedTool(WireInput):
 
 
 def _tool_choice(value: object, info: ValidationInfo) -> str | NamedTool:
-    """Checked by hand and not as a union, so that an error names the field."""
+    """Checks `tool_choice` by hand and not as a union, so that an error names the field."""
     if isinstance(value, NamedTool) or (isinstance(value, str) and value in ("none", "auto", "required")):
         return value
     try:
@@ -139,7 +139,7 @@ class ToolCallingBody(GenerationBody):
             raise refused("two functions have the same name", "tools")
         if isinstance(self.tool_choice, NamedTool):
             if self.tool_choice.function.name not in names:
-                raise refused("names no function of tools", "tool_choice")
+                raise refused("is not the name of a function in tools", "tool_choice")
         elif self.tool_choice == "required" and not names:
             raise refused("needs tools", "tool_choice")
         if self.enforces_calls:
@@ -151,7 +151,7 @@ class ToolCallingBody(GenerationBody):
 
 
 def answer_syntax(body: ToolCallingBody, prompt: Sequence[int], tokenizer: TextTokenizer) -> AnswerSyntax:
-    """The parts that the answers to `prompt`, the rendered token ids, may contain in addition to text."""
+    """What an answer may contain in addition to text. `prompt` has the token ids of the rendered conversation."""
     reasoning = tokenizer.reasoning
     prompt_end = tokenizer.decode(prompt[-_PROMPT_END:]).rstrip() if reasoning else ""
     several = body.parallel_tool_calls and not isinstance(body.tool_choice, NamedTool)
@@ -166,9 +166,11 @@ def answer_syntax(body: ToolCallingBody, prompt: Sequence[int], tokenizer: TextT
 
 
 def answer_grammar(body: ToolCallingBody, syntax: AnswerSyntax, grammars: GrammarCompiler) -> Grammar | None:
-    """The grammar of the answers: the requested format where no tool can be called, calls where one must be, and
-    either of the two with `tool_choice` auto. None for free text. Call it in a worker thread, because it can take
-    seconds.
+    """The grammar that the answers must follow, or None if any text is allowed. Call it in a worker thread, because it
+    can take seconds.
+
+    If no tool can be called, it is the grammar of the requested format. If a tool must be called, it allows only calls.
+    With `tool_choice` auto, it allows either calls or the format. Without a format, it allows free text with calls.
 
     Raises:
         InvalidRequestError: the format, or the arguments of a tool, cannot be enforced; the error names the field.
@@ -200,7 +202,7 @@ def _compile_format(body: ToolCallingBody, syntax: AnswerSyntax, grammars: Gramm
 
 
 def _calls_spec(syntax: AnswerSyntax, places: Sequence[int], free: bool) -> GrammarSpec:
-    """The grammar of calls of the tools at `places`. With `free`, that of any text whose calls are well-formed."""
+    """The grammar of calls of the tools at `places`. With `free`, it also allows text around the calls, or no call."""
     assert syntax.calls is not None
     try:
         source = syntax.calls.grammar([syntax.tools[place] for place in places], syntax.max_calls, free)

@@ -82,7 +82,7 @@ class CallItem(WireInput):
     """An `incomplete` call was cut off; it was never run and is left out of the prompt."""
 
     def message(self) -> ChatMessageFields:
-        """Empty for an incomplete call."""
+        """The chat message of the call; empty for an incomplete call."""
         if self.status == "incomplete":
             return {}
         function = {"name": self.name, "arguments": self.arguments}
@@ -124,7 +124,7 @@ class ReasoningItem(WireInput):
     """The reasoning. Without it the item adds nothing to the prompt."""
 
     def message(self) -> ChatMessageFields:
-        """Empty without content."""
+        """The chat message of the reasoning; empty without content."""
         reasoning = "".join(part.text for part in self.content)
         return {"role": "assistant", "reasoning_content": reasoning} if reasoning else {}
 
@@ -153,8 +153,8 @@ ITEM_LIST: TypeAdapter[list[InputItem]] = TypeAdapter(list[Item])
 
 
 def messages_of(items: Iterable[InputItem]) -> list[ChatMessageFields]:
-    """The items as chat messages. Reasoning, text and calls of the assistant become one message if they follow each
-    other in this order."""
+    """The items as chat messages. Reasoning, text and calls of the assistant that follow each other become one message.
+    A second text begins a new message, and so does reasoning that comes after text or calls."""
     messages: list[ChatMessageFields] = []
     for message in filter(None, (item.message() for item in items)):
         if messages and _continues(messages[-1], message):
@@ -200,7 +200,7 @@ class StoredResponse:
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """The size of both parts in bytes."""
         return len(self.response) + len(self.input_items)
 
     def items(self) -> list[ItemFields]:
@@ -211,7 +211,7 @@ class StoredResponse:
 class ResponseStore:
     """Keeps the most recently used responses in memory. Its methods can be called from any thread.
 
-    Invariant: it holds at most `most` responses, of `most_bytes` bytes in total; `held_bytes` is the current total.
+    Invariant: it holds at most `most` responses and at most `most_bytes` bytes; `held_bytes` is the current number.
     """
 
     def __init__(self, most: int = 1000, most_bytes: int = 64 * 2**20) -> None:
@@ -249,7 +249,7 @@ class ResponseStore:
 
 
 def listed_item(item: InputItem) -> ItemFields:
-    """An item that a client sent, with a new id and a status."""
+    """An item that a client sent, as OpenAI lists it: with a new id and a status."""
     fields = {"status": "completed", **item.model_dump(exclude_none=True), "id": new_id(ID_PREFIXES[item.type])}
     if isinstance(item, MessageItem):
         return {**fields, "content": [_text_part(item)]}

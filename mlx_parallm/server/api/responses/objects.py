@@ -85,7 +85,7 @@ class InputTokensDetails(WireOutput):
     """Details of the prompt's tokens."""
 
     cached_tokens: int
-    """Prompt tokens whose keys and values came from the prefix cache."""
+    """Prompt tokens that were taken from a prefix cache. The server has none yet, so this is 0."""
     cache_write_tokens: int
     """Always 0."""
 
@@ -116,7 +116,7 @@ class ResponseError(WireOutput):
     """Why a response failed."""
 
     code: ErrorCode
-    """`invalid_prompt` if the request must change."""
+    """`invalid_prompt` if the request must change, and `server_error` otherwise."""
     message: str
     """What is wrong and what to change."""
 
@@ -132,7 +132,7 @@ class ResponseObject(WireOutput):
     """A response, with the fields of its request as the server understood them."""
 
     id: str
-    """The id for `previous_response_id`, which is also in the header x-request-id."""
+    """The id to send as `previous_response_id`. It is also in the header x-request-id."""
     object: Literal["response"]
     created_at: int
     """Unix time in seconds."""
@@ -151,7 +151,7 @@ class ResponseObject(WireOutput):
     usage: ResponseUsage | None
     """Numbers of tokens; null until the response has ended."""
     trajectory_ids: list[str] | None = None
-    """One id, if the request was collected."""
+    """One id, with `collect_trajectory`."""
     trajectory_warning: str | None = None
     """Why the trajectory will not be used for training, for example because a stale version sampled it."""
     previous_response_id: str | None
@@ -175,7 +175,7 @@ class ResponseObject(WireOutput):
     reasoning: dict[str, Any]
     """From the request."""
     metadata: dict[str, str]
-    """From the request; empty if it was collected."""
+    """From the request; empty with `collect_trajectory`."""
     store: bool
     """Whether the response is kept."""
     background: Literal[False]
@@ -223,7 +223,7 @@ class InputItems(WireOutput):
     first_id: str | None
     """The id of the first item in `data`; null if it is empty."""
     last_id: str | None
-    """The id of the last item: send it as `after` for the next page."""
+    """The id of the last item in `data`: send it as `after` for the next page."""
     has_more: bool
     """Whether there is a next page."""
 

@@ -1,4 +1,4 @@
-"""`/v1/responses`: OpenAI's Responses API on top of chat, with a memory of earlier conversations."""
+"""`/v1/responses`: OpenAI's Responses API on top of chat. Responses are stored, so that clients can continue them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from mlx_parallm.server.services import Services, ServicesDep
 MAX_ITEM_ID = 128
 EMPTY_CONVERSATION = StoredResponse(b'{"output":[]}', b"[]")
 ANSWER_SHARE = 4
-"""With truncation, an answer of unknown length gets the context's length divided by this."""
+"""With truncation, the context's length divided by this stays free for an answer whose length is not limited."""
 OWN_NAMES: Mapping[str, str] = {
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
@@ -90,7 +90,7 @@ async def create_response(body: Body, request: Request, services: ServicesDep) -
     responses=raises(UnknownResponseError, UnknownModelError, ContextLengthError),
 )
 async def count_input_tokens(body: Body, request: Request, services: ServicesDep) -> InputTokens:
-    """The number of tokens in the prompt that the same body would have at `POST /v1/responses`. Generates nothing."""
+    """Counts the tokens of the prompt that `POST /v1/responses` would make of the same body. Generates nothing."""
     services.check_model(body.model)
     stored = _previous(body, services)
     size = request.state.body_bytes + stored.size
@@ -113,8 +113,8 @@ async def list_input_items(
     responses=raises(InvalidRequestError, UnknownResponseError),
 )
 async def cancel_response(response_id: ResponseId, services: ServicesDep) -> Response:
-    """Always an error, as OpenAI's is for a response that does not run in the background. This server has no background
-    responses: to end a response, close its connection."""
+    """Always answers with an error, as OpenAI does for a response that does not run in the background. This server has
+    no background responses: to end a response, close its connection."""
     _stored(services, response_id, "response_id")
     raise InvalidRequestError(
         "response_id: only a response that runs in the background can be cancelled, and this server has none; close "
@@ -148,7 +148,7 @@ def prepare(
     adapter: AdapterRef,
     collection: CollectionSpec | None,
 ) -> ResponseWriter:
-    """Renders, tokenises and builds the engine's request, as chat does. Runs in a worker thread.
+    """Renders and tokenises the conversation, and builds the engine's request, as chat does. Runs in a worker thread.
 
     Args:
         chat: the whole conversation as a chat body.
@@ -187,7 +187,7 @@ def _page_of(stored: StoredResponse, query: InputItemsQuery) -> InputItems:
 
 
 def _stored(services: Services, response_id: str, param: str) -> StoredResponse:
-    """Raises UnknownResponseError, naming `param`, if the response is not stored."""
+    """The stored response. Raises UnknownResponseError, which names `param`, if it is not stored."""
     stored = services.responses.find(response_id)
     if stored is None:
         raise UnknownResponseError(
@@ -197,7 +197,7 @@ def _stored(services: Services, response_id: str, param: str) -> StoredResponse:
 
 
 def _previous(body: ResponsesBody, services: Services) -> StoredResponse:
-    """The response that this one continues. Raises UnknownResponseError."""
+    """The response that the new one continues. Raises UnknownResponseError if it is not stored."""
     if body.previous_response_id is None:
         return EMPTY_CONVERSATION
     return _stored(services, body.previous_response_id, "previous_response_id")
@@ -249,14 +249,14 @@ def _own_name(param: str) -> str:
 
 
 def _fitted(body: ResponsesBody, chat: ChatBody, services: Services) -> ChatBody:
-    """The part of the conversation that is used; see `ResponsesBody.truncation`."""
+    """The chat body, without the messages that `truncation` drops; see `ResponsesBody.truncation`."""
     if body.truncation == "disabled":
         return chat
     return _shortened(chat, partial(prompt_of, services=services), services.card.context_length)
 
 
 def _shortened(chat: ChatBody, prompt: Callable[[ChatBody], list[int]], context: int) -> ChatBody:
-    """`chat` without its oldest messages, as many as must go for the rest to fit the context of `context` tokens.
+    """`chat` without its oldest messages: as many are left out as needed, so that the rest fits `context` tokens.
 
     System messages at the beginning and the last message stay, and results of tools go together with their calls. If
     even these do not fit, the result is still too long. Renders a number of prompts that is logarithmic in the number

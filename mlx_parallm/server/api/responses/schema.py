@@ -50,7 +50,7 @@ class NamedFunction(WireInput):
 
     type: Literal["function"]
     name: str
-    """One of `tools`."""
+    """The name of one of `tools`."""
 
     def for_chat(self) -> dict[str, Any]:
         return {"type": "function", "function": {"name": self.name}}
@@ -177,8 +177,8 @@ class ResponsesBody(SharedBody):
     """Whether the response is kept in memory, for `previous_response_id` and `GET`, until newer ones replace it."""
     truncation: Literal["auto", "disabled"] = "disabled"
     """`disabled`: a conversation that does not fit the context is refused. `auto`: the oldest messages are left out
-    until the rest fits, together with `max_output_tokens`, or with a quarter of the context if that is not given.
-    Instructions, system messages at the beginning and the last message always stay."""
+    until there is room for `max_output_tokens` or, if that is not given, for a quarter of the context. Instructions,
+    system messages at the beginning and the last message always stay."""
     text: TextConfig = TextConfig()
     """The format of the answer."""
     tools: FlatTools = Field(default_factory=list)

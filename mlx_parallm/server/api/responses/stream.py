@@ -1,4 +1,4 @@
-"""From the engine's events to a response: typed, numbered events of a stream, or one object.
+"""Turns the engine's events into a response: one object, or a stream of typed, numbered events.
 
 The output items of a response have these events while they are generated:
 
@@ -6,7 +6,7 @@ The output items of a response have these events while they are generated:
     message    added, content_part.added, output_text.delta …, output_text.done, content_part.done, done
     call       added, function_call_arguments.delta …, function_call_arguments.done, done
 
-One item is open at a time. A part of another kind ends it.
+One item is open at a time. A part of the answer that does not belong to it ends it.
 """
 
 from __future__ import annotations
@@ -250,8 +250,7 @@ class ResponseWriter(AnswerWriter):
             yield from self._items.add(part)
 
     def _count_reasoning(self, parts: Sequence[AnswerPart]) -> None:
-        """Counts the tokens of reasoning. Tokens that are in no part, such as those of marks, count with the next
-        parts."""
+        """Counts the tokens of reasoning. A token that is in no part, such as `<think>`, counts with the next part."""
         if any(part.reasoning for part in parts):
             self._reasoning_tokens += self._uncounted_tokens
         if parts:

@@ -42,8 +42,8 @@ class TrainingObject(WireOutput):
     live_lora: str | None
     """Its live version."""
     current_lora: str | None
-    """The version that requests get now if they name no adapter: the one with the largest share of the route, of any
-    adapter. null: the base model."""
+    """The version with the largest share of the requests that name no adapter; it may be of another adapter. null: the
+    base model."""
     step: int
     """Optimizer steps so far."""
     trajectories_collected: int
@@ -154,7 +154,7 @@ class DebugTrajectory(WireOutput):
     completion_token_ids: list[int]
     """Token ids of the completion, as sampled."""
     sampling_logprobs: list[float | None]
-    """Log-probabilities in nats, of the distribution that each token was sampled from."""
+    """Log-probabilities in nats, one for each completion token, of the distribution that it was sampled from."""
     temperature: float
     """The temperature of sampling."""
     text: str
@@ -174,11 +174,14 @@ class DebugTrajectories(WireOutput):
 
 
 FIGURES = ("loss", "reward_mean", "reward_std", "kl", "entropy", "clip_fraction", "staleness")
-"""Metrics of the last update that the status has as fields of the same names too."""
+"""Metrics of the last update that are also fields of the status, under the same names."""
 
 
 def status_object(status: TrainingStatus, current: AdapterRef | None) -> TrainingObject:
-    """`current` is the version that requests get if they name no adapter; None is the base model."""
+    """Makes the response object of a status.
+
+    `current` is the version that requests get if they name no adapter; None is the base model.
+    """
     return TrainingObject(
         training_enabled=status.state != "disabled",
         state=status.state,
@@ -253,7 +256,7 @@ def _utc(seconds: float) -> str:
 
 
 def _json(value: Any) -> Any:
-    """`value` as JSON values: numbers that are not finite become null, and objects that JSON lacks their `str`."""
+    """Makes `value` fit JSON: numbers that are not finite become null, and objects of other types become strings."""
     if isinstance(value, Mapping):
         return {str(key): _json(inner) for key, inner in value.items()}
     if isinstance(value, Iterable) and not isinstance(value, str | bytes):

@@ -1,7 +1,7 @@
 """`/v1/training`: updates, feedback, control, status and events; `/debug/training` and `/debug/trajectories`.
 
-A change runs to its end even if the client disconnects. If the server does not train, the status and debug routes say
-so, and all others answer 409.
+A change runs to its end even if the client disconnects. If the server does not train, the status and debug routes still
+answer, and all others answer 409.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ async def update(
     services: ServicesDep,
     training: TrainingDep,
 ) -> UpdateObject:
-    """Makes one update now, with the complete groups or with the given trajectories, and answers when the new version
-    is live."""
+    """Makes one update now, with the complete groups or with the given trajectories. When the answer comes, the update
+    has ended, and a version that it published is live."""
     given = None
     if body.given is not None:
         encode = partial(_given, body.given, services)
@@ -87,10 +87,11 @@ async def update(
 
 
 def _given(bodies: list[GivenTrajectoryBody], services: Services) -> list[GivenTrajectory]:
-    """Encodes texts, so it runs in a worker thread.
+    """Encodes the texts of given trajectories. Call it in a worker thread.
 
     Raises:
-        InvalidRequestError, ContextLengthError: an id is not in the vocabulary, or one is too long.
+        InvalidRequestError: a token id is not in the vocabulary, or the number of logprobs is wrong.
+        ContextLengthError: a trajectory is longer than the context.
         UnknownModelError: a `lora_version` is unknown.
     """
     return [_trajectory(body, services, f"trajectories[{number}]") for number, body in enumerate(bodies)]
@@ -138,8 +139,9 @@ def _version(selector: str | None, services: Services, param: str) -> AdapterRef
 async def feedback(
     body: Annotated[FeedbackBody, Depends(json_body(FeedbackBody))], training: TrainingDep
 ) -> FeedbackObject:
-    """Sets a trajectory's reward. Feedback on one sample of a group is enough, and the last feedback before training
-    counts. The answer is 409 if the trajectory was trained on or dropped."""
+    """Sets a trajectory's reward. If the request had no `scoring_function`, feedback on one sample is enough to train
+    on its group. The last feedback before training counts. The answer is 409 if the trajectory was trained on or
+    dropped."""
     training.feedback(body.trajectory_id, body.score)
     return FeedbackObject(status="success", trajectory_id=body.trajectory_id, score=body.score)
 

@@ -58,8 +58,8 @@ class ScheduleBody(WireInput):
     training_time_share: Annotated[float, Field(gt=0, le=1)] | None = None
     """Share of device time for updates while requests run, above 0, at most 1. Updates also get all idle time."""
     max_decode_stall_ms: Annotated[float, Field(ge=MIN_STALL_MS, le=MAX_STALL_MS)] | None = None
-    """Time for other work between two tokens, in milliseconds. That work is sized by prediction and is not interrupted,
-    so a token can take longer."""
+    """Longest time for other work between two tokens, in milliseconds. How much work fits this time is predicted, and
+    work is not interrupted, so a token can take longer."""
     priority_ratios: PriorityRatiosBody | None = None
     """Shares of the batch's rows."""
 
@@ -96,8 +96,8 @@ class ScheduleObject(WireOutput):
     training_time_share: float
     """Share of device time for updates while requests run, 0 to 1."""
     max_decode_stall_ms: float
-    """Time for other work between two tokens, in milliseconds. That work is sized by prediction and is not interrupted,
-    so a token can take longer."""
+    """Longest time for other work between two tokens, in milliseconds. How much work fits this time is predicted, and
+    work is not interrupted, so a token can take longer."""
     priority_ratios: PriorityRatiosObject
     """Shares of the batch's rows."""
     measured: MeasuredShares

@@ -26,26 +26,27 @@ class GivenTrajectoryBody(WireInput):
     prompt_token_ids: NonEmptyTokenIds | None = None
     """Token ids of the prompt, at least one."""
     prompt: Annotated[str, Field(min_length=1)] | None = None
-    """The prompt as text. The served tokenizer encodes it once, as a prompt of `/v1/completions`."""
+    """The prompt as text. It is encoded like a prompt of `/v1/completions`."""
     completion_token_ids: NonEmptyTokenIds | None = None
     """Token ids of the completion, at least one."""
     tokens: NonEmptyTokenIds | None = None
     """Another name for `completion_token_ids`."""
     output: Annotated[str, Field(min_length=1)] | None = None
-    """The completion as text. The served tokenizer encodes it once and adds no special token, so an answer that ended
-    by itself has no end-of-sequence token. The tokens may differ from those that were drawn; `tokens` are exact."""
+    """The completion as text. It is encoded without special tokens, so an answer that the model ended lacks the
+    end-of-sequence token. The tokens may differ from those that were sampled; `tokens` are exact."""
     reward: float | None = None
     """The reward. It may be left out for the loss cross_entropy, which does not use rewards."""
     group_id: Annotated[str, Field(max_length=MAX_NAME)] = ""
-    """The group. Trajectories of one prompt have the same group, within which rewards are compared."""
+    """The group: trajectories of one prompt, whose rewards are compared. Trajectories without a `group_id` are grouped
+    by their prompts."""
     sampling_logprobs: list[Logprob] | None = None
     """Log-probabilities in nats, one for each completion token, of the distribution that it was sampled from. If
     they are left out, the trainer computes those of the current policy, as if it had drawn the completion."""
     logprobs: list[Logprob] | None = None
     """Another name for `sampling_logprobs`."""
     lora_version: str | None = None
-    """The adapter version that drew the completion: a selector. It is refused if training does not continue from it,
-    or if it is older than `max_staleness`. If it is left out, the trajectory counts as new."""
+    """The adapter version that sampled the completion, such as `math@3` or `base`. It is refused unless training
+    continued from it and it is at most `max_staleness` versions old. The default: the trajectory counts as new."""
     temperature: Annotated[float, Field(ge=MIN_COLLECTED_TEMPERATURE, le=2)] = 1.0
     """The temperature of sampling."""
 
