@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 from mlx_parallm.adapters.checkpoints.store import CheckpointStore
 from mlx_parallm.adapters.library import AdapterLibrary, info_of_file, name_of_folder
@@ -99,11 +100,15 @@ class AdapterService:
     async def load_folder(self, path: str) -> str:
         """See `core.AdapterClient.load_folder`."""
         folder = await asyncio.to_thread(self._library.resolve, path)
+        if name := self._live_from(folder):
+            return name
         async with self._loading_folder:  # requests that name the folder meanwhile wait, and read no file
-            for card in self.cards():
-                if card.live and card.root == str(folder):
-                    return card.ref.name
-            return (await self.load(name_of_folder(folder), str(folder), replace=True)).ref.name
+            loaded = self._live_from(folder)
+            return loaded or (await self.load(name_of_folder(folder), str(folder), replace=True)).ref.name
+
+    def _live_from(self, folder: Path) -> str | None:
+        """The name of the adapter whose live version came from this folder."""
+        return next((card.ref.name for card in self.cards() if card.live and card.root == str(folder)), None)
 
     async def publish(self, name: str, weights: AdapterWeights, info: VersionInfo, goes_live: bool = True) -> Version:
         """Adds a version of `name`, stages it between decode steps and makes it live. If that fails or is cancelled,
@@ -114,7 +119,7 @@ class AdapterService:
         version = self._registry.add(name, info)
         try:
             await self._device.run(lambda: self._store.stage(version, weights, goes_live=goes_live))
-        except BaseException:
+        except BaseException:  # a cancelled caller too: nobody would ever name or unload the version
             self._registry.discard(version.ref)
             raise
         return version
