@@ -41,7 +41,7 @@ from mlx_parallm.rl.events import EventHub, Listener
 from mlx_parallm.rl.gate import Evaluate, Gate
 from mlx_parallm.rl.learn.trainer import Learner
 from mlx_parallm.rl.loop import TrainingLoop
-from mlx_parallm.rl.scoring.service import ANSWER, ScoringService, lacks_answer
+from mlx_parallm.rl.scoring.service import ANSWER, ScoringService, lacks_answer, terms_without_answer
 from mlx_parallm.rl.tasks import PROBLEM_ID, FileTasks
 
 T = TypeVar("T")
@@ -155,6 +155,8 @@ class TrainingService:
             metadata = collection.metadata
             answer = self._parts.tasks.answer(metadata.get(PROBLEM_ID), prompt)
             if answer is None:
+                for scorer in terms_without_answer(collection):  # a fault in these is reported all the same
+                    await self._parts.scorers.check(replace(collection, scorer=scorer))
                 lacking = f"Neither metadata nor a task of the server has an answer for {collection.scorer}"
                 return replace(collection, scorer=None, unscored=f"{lacking}, so the trajectories wait for feedback.")
             collection = replace(collection, metadata={**metadata, ANSWER: answer})

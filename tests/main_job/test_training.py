@@ -242,6 +242,11 @@ def test_a_scorer_that_fails_costs_its_group_and_bad_requests_are_named(server: 
         "/v1/completions", json={"prompt": "x", "collect_trajectory": True, "scoring_function": "regex"}
     )
     assert (lacking.status_code, lacking.json()["error"]["param"]) == (400, "metadata")
+    term = server.http.post(
+        "/v1/completions",
+        json={"prompt": "x", "collect_trajectory": True, "scoring_function": "0.5*gsm8k + 0.5*nobody"},
+    )
+    assert (term.status_code, term.json()["error"]["param"]) == (400, "scoring_function")
     biased = server.http.post("/v1/completions", json={"prompt": "x", "collect_trajectory": True, "top_p": 0.9})
     assert (biased.status_code, biased.json()["error"]["param"]) == (400, "top_p")
     collected(server, scoring_function="regex", metadata={"pattern": HANGS})

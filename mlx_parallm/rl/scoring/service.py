@@ -272,6 +272,11 @@ def lacks_answer(collection: CollectionSpec) -> bool:
     return collection.metadata.get(ANSWER) is None and any(b.key == ANSWER for _, b in _builtins(collection))
 
 
+def terms_without_answer(collection: CollectionSpec) -> list[str]:
+    """The scorers of the collection that do not read `metadata.answer`."""
+    return [name for name in _names(collection) if name not in BUILTINS or BUILTINS[name].key != ANSWER]
+
+
 def _builtins(collection: CollectionSpec) -> list[tuple[str, Builtin]]:
     return [(name, BUILTINS[name]) for name in _names(collection) if name in BUILTINS]
 
