@@ -17,7 +17,10 @@ _PATH = re.compile(rf"(?:{_ROOTS})/[\w./-]*|\.ci/\w+|server_config\.yaml|pyproje
 _FLAG = re.compile(r"--[a-z][a-z-]+")
 _SETTING = re.compile(r"(?:server|model|adapters|rl_training|checkpointing|debug)\.(?!py$)[a-z_.]+")
 _NAME = re.compile(r"(?:[A-Z][a-z]+){2,}|[A-Z]+(?:_[A-Z]+)*|[A-Z]{2,}[A-Z]?[a-z]\w+")
-_OTHER_FLAGS = {"--group", "--extra", "--help", "--quick", "--repeats", "--only", "--minutes", "--url", "--format"}
+_OTHER_FLAGS = {
+    *("--group", "--extra", "--help", "--url", "--format"),
+    *("--quick", "--repeats", "--only", "--minutes", "--record-counts"),
+}
 """Of other programs, and of the benchmarks."""
 
 

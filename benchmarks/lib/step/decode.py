@@ -1,0 +1,84 @@
+"""One decode step of the batch runner. No other file of this benchmark depends on the runner's interface."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
+
+import mlx.core as mx  # isort: skip
+
+from mlx_parallm.batch.runner import BatchRunner, PendingStep, Row
+from mlx_parallm.batch.sampler import RowSampling
+from mlx_parallm.core import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0)
+SAMPLED = SamplingParams(temperature=1.0, top_p=0.9)
+_TOKEN = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of a decode step: tokens that each has in the KV pool, and the adapter slot of each."""
+
+    contexts: tuple[int, ...]
+    slots: tuple[int, ...]
+    sampling: SamplingParams
+
+    @classmethod
+    def of(cls, contexts: Sequence[int], sampled: bool = False, adapters: int = 0) -> "Rows":
+        """`adapters`: how many different ones the rows use in turn; 0 for the base model."""
+        slots = tuple(1 + row % adapters if adapters else 0 for row in range(len(contexts)))
+        return cls(tuple(contexts), slots, SAMPLED if sampled else GREEDY)
+
+    @property
+    def text(self) -> str:
+        count, shortest, longest = len(self.contexts), min(self.contexts), max(self.contexts)
+        parts = [f"{count} {'row' if count == 1 else 'rows'} at {shortest:,}"]
+        if longest > shortest:
+            parts[0] += f" to {longest:,}"
+        if self.sampling is SAMPLED:
+            parts.append("top-p 0.9")
+        if adapters := len(set(self.slots) - {0}):
+            parts.append("one adapter" if adapters == 1 else f"{adapters} adapters")
+        return ", ".join(parts)
+
+
+class Decoder:
+    """Live rows of a runner, each with its context. The content of the context is never computed.
+
+    Args:
+        room: steps that can be decoded.
+    """
+
+    def __init__(self, runner: BatchRunner, rows: Rows, room: int = 1) -> None:
+        self._runner = runner
+        self._pending: PendingStep | None = None
+        places = zip(rows.contexts, rows.slots, strict=True)
+        self._rows = [self._row(length, slot, rows.sampling, room) for length, slot in places]
+
+    def step(self) -> list[mx.array]:
+        """Builds the graph of one step and launches it. Returns what the host reads back."""
+        self.logits()
+        return self.draw()
+
+    def logits(self) -> mx.array:
+        """Builds the graph of one forward pass, with input tokens from the host. Returns the logits, [rows, vocab]."""
+        for row in self._rows:
+            row.input_token = _TOKEN
+        self._pending = self._runner.begin(self._rows, None)
+        return self._pending.logits
+
+    def draw(self) -> list[mx.array]:
+        """Builds the graph of sampling from the last `logits` and launches it. Returns what the host reads back."""
+        assert self._pending is not None
+        return self._runner.draw(self._pending).sampled.arrays()
+
+    def close(self) -> None:
+        for row in self._rows:
+            self._runner.cache.free(row.kv)
+
+    def _row(self, length: int, slot: int, sampling: SamplingParams, room: int) -> Row:
+        kv = self._runner.cache.allocate(length + room)
+        assert kv is not None, "the KV pool is too small"
+        kv.length, kv.adapter_slot = length, slot
+        return Row(kv, RowSampling(sampling), _TOKEN)

@@ -1,0 +1,137 @@
+"""Models without weights in memory: the shapes and dtypes that a decode step on a Mac would read.
+
+Only their graphs can be built, inside `gpu_graphs`.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
+
+import mlx.core as mx  # isort: skip
+import mlx.nn as nn
+from lib.step.graph import Kind, placeholder
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models import llama
+
+from mlx_parallm.adapters.bank import AdapterBank
+from mlx_parallm.app.build import build_runner
+from mlx_parallm.batch.runner import BatchRunner
+from mlx_parallm.config import Config, ServerConfig
+from mlx_parallm.core import ModelCard
+from mlx_parallm.model.families import Family, KVLayout, classify, probe
+from mlx_parallm.model.hooks import adapter_layout, install_adapters
+
+RANK = 16
+SLOTS = 8
+_KV_BYTES = 1 << 40
+_HEADS = ("lm_head.", "embed_tokens.")
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """A llama model. `bits`: of the layers' weights and of the embedding and head; None if they are not quantized.
+
+    dtype: of activations, keys and values, and scales
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    dtype: mx.Dtype
+    group_size: int = 64
+    bits: int | None = None
+    head_bits: int | None = None
+    tied: bool = False
+
+    def arguments(self) -> llama.ModelArgs:
+        return llama.ModelArgs(
+            model_type="llama",
+            hidden_size=self.hidden,
+            num_hidden_layers=self.layers,
+            intermediate_size=self.intermediate,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            rms_norm_eps=1e-5,
+            vocab_size=self.vocabulary,
+            max_position_embeddings=8192,
+            tie_word_embeddings=self.tied,
+        )
+
+
+TINY = Architecture("tiny llama", 2, 64, 96, 4, 2, 263, mx.float32)
+BUNDLED = Architecture("bundled model, 4-bit", 30, 576, 1536, 9, 3, 49152, mx.float32, 32, 4, 8, tied=True)
+LLAMA_8B = Architecture("Llama-3.1-8B, 4-bit", 32, 4096, 14336, 32, 8, 128256, mx.bfloat16, 64, 4, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class ShapedModel:
+    """What `build_runner` reads of a `SharedModelManager`, of a model without weights."""
+
+    model: nn.Module
+    kv_layout: KVLayout
+    card: ModelCard
+    family: Family
+    bank: AdapterBank
+
+
+def build(architecture: Architecture) -> ShapedModel:
+    """The model with placeholders for weights."""
+    model = llama.Model(architecture.arguments())
+    model.set_dtype(architecture.dtype)
+    if architecture.bits is not None:
+        nn.quantize(model, class_predicate=partial(_quantization, architecture))
+    model.update(tree_unflatten([(path, _placed(path, array)) for path, array in tree_flatten(model.parameters())]))
+    model.eval()
+    layout, vocabulary = probe(model)
+    card = ModelCard(
+        name=architecture.name,
+        context_length=8192,
+        vocab_size=vocabulary,
+        quantization="none" if architecture.bits is None else f"{architecture.bits}-bit",
+        dtype=str(architecture.dtype),
+        parameters=0,
+        weight_bytes=0,
+    )
+    return ShapedModel(model, layout, card, classify(model), _filled_bank(model, layout.dtype))
+
+
+def runner_of(shaped: ShapedModel) -> BatchRunner:
+    """A new runner, with a KV pool that has room for every case."""
+    return build_runner(shaped, shaped.bank, Config(server=ServerConfig(kv_cache_memory=_KV_BYTES)))
+
+
+def _filled_bank(model: nn.Module, dtype: mx.Dtype) -> AdapterBank:
+    """A bank whose slots all hold adapters of all linears."""
+    bank = AdapterBank(adapter_layout(model), SLOTS, RANK, dtype)
+    install_adapters(model, bank)
+    for group in bank.groups.values():
+        specs = list(group.specs.values())
+        group.places = {spec.path: place for place, spec in enumerate(specs)}
+        group.a = _factors(specs[0].in_features, len(specs) * RANK, dtype)
+        group.b = {spec.path: _factors(RANK, spec.out_features, dtype) for spec in specs}
+    return bank
+
+
+def _factors(inputs: int, outputs: int, dtype: mx.Dtype) -> mx.array:
+    return placeholder((SLOTS + 1, inputs, outputs), dtype, Kind.ADAPTERS)
+
+
+def _quantization(architecture: Architecture, path: str, part: nn.Module) -> bool | dict[str, Any]:
+    if not hasattr(part, "to_quantized"):
+        return False
+    bits = architecture.head_bits if _is_head(path) else architecture.bits
+    return {"group_size": architecture.group_size, "bits": bits}
+
+
+def _placed(path: str, array: mx.array) -> mx.array:
+    return placeholder(array.shape, array.dtype, Kind.HEAD if _is_head(path) else Kind.WEIGHTS)
+
+
+def _is_head(path: str) -> bool:
+    return any(head in f"{path}." for head in _HEADS)

@@ -1,0 +1,148 @@
+"""The budget of one decode step: where its time goes here, and what it launches and reads on a Mac.
+
+    python benchmarks/step.py [--only times counts budget] [--rows 1 8 16 32] [--contexts 64 512 1024]
+        [--repeats 7] [--out FILE]
+    python benchmarks/step.py --record-counts
+
+times: the bundled model on this machine, by part. About 2 minutes; nothing else should run meanwhile.
+counts: kernels launched and bytes moved, counted from the graphs that our code builds for a Mac's GPU. Seconds, on any
+    machine, always the same. They are compared with the record, results/step_counts.json.
+budget: the time of a step of Llama-3.1-8B in 4 bits on an M4 Max, as arithmetic over these counts.
+
+--record-counts writes the counts to the record and does nothing else. Tests fail if a step launches or moves more than
+2 % more than the record says; the commit that records more says why.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from lib import machine, report
+from lib.figures import Figure, reported
+from lib.step import cases
+from lib.step.budget import Budget, budget
+from lib.step.cases import Case
+from lib.step.counting import Counts
+from lib.step.decode import Rows
+from lib.step.models import LLAMA_8B
+from lib.step.timing import Timer, Times
+from rich.table import Table
+
+HERE = Path(__file__).parent
+PARTS = ("times", "counts", "budget")
+BUDGET_ROWS = (1, 8, 16, 32, 64)
+BUDGET_CONTEXTS = (512, 2000)
+_SHORT = {"keys_and_values": "KV", "nbytes": "all MB", "activations": "other"}
+
+
+def main() -> int:
+    """Returns the exit code: 1 if a step launches or moves more than the record allows."""
+    arguments = _arguments()
+    if arguments.record_counts:
+        cases.write_record(cases.counted(cases.cases()))
+        print(f"written to {cases.RECORD}")
+        return 0
+    figures: list[Figure] = []
+    tables: list[Table] = []
+    record: dict[str, Any] = {"machine": machine.describe(), "setting": _setting(arguments)}
+    more: list[str] = []
+    if "counts" in arguments.only:
+        found = cases.counted(cases.cases())
+        tables.append(_counts_table(found))
+        more = cases.excess(cases.as_record(found), cases.read_record())
+    if "budget" in arguments.only:
+        budgets = _budgets()
+        tables.append(_budget_table(budgets))
+        record["budget_ms"] = {case.name: asdict(item) for case, item in budgets.items()}
+        figures += [_figure(f"M4 Max, arithmetic: {case.name}", item.total) for case, item in budgets.items()]
+    if "times" in arguments.only:
+        times = _times(arguments)
+        tables.append(_times_table(times))
+        record["times_ms"] = {rows.text: asdict(item) for rows, item in times.items()}
+        figures += [_figure(f"step, {rows.text}", item.step) for rows, item in times.items()]
+    report.show(figures, *tables)
+    report.write(arguments.out, record, figures)
+    print(f"written to {arguments.out}", *more, sep="\n")
+    return int(bool(more))
+
+
+def _times(arguments: argparse.Namespace) -> dict[Rows, Times]:
+    machine.warn_if_busy()
+    wanted = [Rows.of([context] * rows) for rows in arguments.rows for context in arguments.contexts]
+    most, middle = max(arguments.rows), sorted(arguments.contexts)[len(arguments.contexts) // 2]
+    wanted += [Rows.of([middle] * most, sampled=True), Rows.of([middle] * most, adapters=8)]
+    timer = Timer()
+    found = {}
+    for rows in wanted:
+        found[rows] = timer.measure(rows, arguments.repeats)
+        print(f"  {rows.text}: {found[rows].step:.1f} ms", flush=True)
+    return found
+
+
+def _budgets() -> dict[Case, Budget]:
+    wanted = [Case(LLAMA_8B, Rows.of([context] * rows)) for context in BUDGET_CONTEXTS for rows in BUDGET_ROWS]
+    return {case: budget(counts, len(case.rows.contexts)) for case, counts in cases.counted(wanted).items()}
+
+
+def _figure(name: str, milliseconds: float) -> Figure:
+    return Figure(name, "ms", *reported([milliseconds]))
+
+
+def _setting(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {name: value for name, value in vars(arguments).items() if name not in ("out", "record_counts")}
+
+
+# -- tables --------------------------------------------------------------------------------------
+
+
+def _times_table(times: Mapping[Rows, Times]) -> Table:
+    names = [field.name for field in fields(Times)]
+    table = _table("Time of a step here, ms", names)
+    for rows, item in times.items():
+        table.add_row(rows.text, *(f"{getattr(item, name):.1f}" for name in names))
+    return table
+
+
+def _budget_table(budgets: Mapping[Case, Budget]) -> Table:
+    names = [field.name for field in fields(Budget)] + ["total"]
+    table = _table(f"{LLAMA_8B.name} on an M4 Max, ms by arithmetic", names)
+    for case, item in budgets.items():
+        table.add_row(case.rows.text, *(f"{getattr(item, name):.1f}" for name in names))
+    return table
+
+
+def _counts_table(found: Mapping[Case, Counts]) -> Table:
+    launches = ("launches", "repeated")
+    sizes = ("nbytes", "weights", "keys_and_values", "head", "adapters", "sampling", "activations")
+    table = _table("Kernels launched, and MB read and written", (*launches, *sizes))
+    for case, counts in found.items():
+        numbers = [f"{getattr(counts, name):,}" for name in launches]
+        table.add_row(case.name, *numbers, *(f"{getattr(counts, name) / 1e6:,.1f}" for name in sizes))
+    return table
+
+
+def _table(title: str, names: Iterable[str]) -> Table:
+    table = Table("step", title=title)
+    for name in names:
+        table.add_column(
+            {"keys_and_values": "KV", "nbytes": "all MB"}.get(name, name.replace("_", " ")), justify="right"
+        )
+    return table
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 32])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[64, 512, 1024])
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--record-counts", action="store_true", help="write the counts to the record, and stop")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "step.json")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,209 @@
+"""A decode step launches no more kernels and moves no more bytes on Metal than its record says, counted without one."""
+
+import mlx.core as mx
+import pytest
+from lib.step.budget import budget, row_factor
+from lib.step.cases import Case, as_record, cases, counted, excess, read_record
+from lib.step.counting import Counts, count
+from lib.step.decode import Rows
+from lib.step.graph import Kind, placeholder
+from lib.step.metal import reshaped
+from lib.step.models import BUNDLED, TINY
+from lib.step.stand_ins import gpu_graphs
+from mlx_lm.models import activations
+
+
+def weights(*shape, kind=Kind.WEIGHTS, dtype=mx.float32):
+    return placeholder(shape, dtype, kind)
+
+
+def counts_of(function, *shapes, kind=Kind.OTHER):
+    """The counts of a function of float32 arrays of these shapes."""
+    with gpu_graphs() as recorder:
+        return count(lambda: lambda: function(*(weights(*shape, kind=kind) for shape in shapes)), recorder)
+
+
+# -- the record ----------------------------------------------------------------------------------
+
+
+def test_a_decode_step_launches_and_moves_no_more_than_its_record_says():
+    more = excess(as_record(counted(cases())), read_record())
+    assert not more, "\n".join([
+        "A decode step costs more on Metal than its record says (`python benchmarks/step.py --only counts` shows it):",
+        *more,
+        "If it has to, record it with `python benchmarks/step.py --record-counts`, and say why in the commit message.",
+    ])  # fmt: skip
+
+
+def test_two_percent_more_is_allowed_and_three_are_not():
+    record = {"a": {"launches": 100, "bytes": 1000}}
+    assert excess({"a": {"launches": 102, "bytes": 900}}, record) == []
+    assert excess({"a": {"launches": 100, "bytes": 1030}}, record) == ["a: bytes 1,000 → 1,030 (+3.0%)"]
+    assert excess({"b": record["a"]}, record) == ["a: only in the record", "b: not in the record"]
+
+
+def test_counting_twice_gives_the_same():
+    case = Case(TINY, Rows.of([70] * 3, adapters=2))
+    assert counted([case]) == counted([case])
+
+
+# -- models --------------------------------------------------------------------------------------
+
+
+def test_one_row_of_a_llama_takes_17_kernels_a_layer():
+    """Two norms, seven products, two rotary embeddings, two writes of keys and values, attention, one fused activation
+    and two sums; beside the layers, a lookup of the embedding (dequantized), a norm, the head and the argmax."""
+    found = counted([Case(BUNDLED, Rows.of([512]))])
+    counts = next(iter(found.values()))
+    per_layer = 2 + 7 + 2 + 2 + 1 + 1 + 2
+    assert counts.launches == 30 * per_layer + 7
+    assert counts.repeated == 0
+
+
+def test_the_bytes_of_weights_and_keys_are_those_of_the_shapes():
+    case = Case(BUNDLED, Rows.of([512] * 2))
+    counts = counted([case])[case]
+    parameters = 576 * (576 + 192 + 192 + 576) + 3 * 576 * 1536
+    four_bits_and_group_of_32 = parameters // 2 + parameters // 32 * 2 * 4
+    norms = (2 * 30 + 1) * 576 * 4
+    assert counts.weights == 30 * four_bits_and_group_of_32 + norms
+    assert counts.keys_and_values == 2 * 513 * 30 * 2 * 3 * 64 * 4
+    parts = (counts.weights, counts.keys_and_values, counts.head, counts.adapters, counts.sampling, counts.activations)
+    assert counts.nbytes == sum(parts)
+
+
+def test_sampling_and_adapters_are_counted_apart():
+    greedy, sampled, adapted = (
+        Case(TINY, Rows.of([64] * 4)),
+        Case(TINY, Rows.of([64] * 4, sampled=True)),
+        Case(TINY, Rows.of([64] * 4, adapters=2)),
+    )
+    found = counted([greedy, sampled, adapted])
+    assert found[greedy].sampling_launches == 1
+    assert found[sampled].sampling_launches > 10
+    assert found[sampled].launches - found[sampled].sampling_launches == found[greedy].launches - 1
+    assert found[greedy].adapters == 0 < found[adapted].adapters
+    assert found[adapted].sampling == found[greedy].sampling
+
+
+# -- operations ----------------------------------------------------------------------------------
+
+
+def test_views_cost_nothing_and_a_view_that_no_strides_describe_is_copied():
+    assert counts_of(lambda x: x.reshape(8, 4).T[1:3, None], (4, 8)).launches == 0
+    copied = counts_of(lambda x: x.T.reshape(-1), (4, 8))
+    assert (copied.launches, copied.nbytes) == (1, 2 * 4 * 8 * 4)
+
+
+def test_an_elementwise_kernel_reads_a_broadcast_input_once():
+    counts = counts_of(lambda x, y: x + y, (4, 8), (8,))
+    assert (counts.launches, counts.nbytes) == (1, 4 * (32 + 8 + 32))
+
+
+def test_equal_operations_are_launched_as_often_as_they_are_written():
+    counts = counts_of(lambda x, y: [(x @ y).sum(), (x @ y).max()], (4, 4), (4, 4))
+    assert (counts.launches, counts.repeated) == (4, 1)
+
+
+def test_a_gather_reads_only_what_it_takes():
+    counts = counts_of(lambda table: mx.take(table, mx.array([3, 5], mx.uint32), axis=0), (1000, 16))
+    assert (counts.launches, counts.nbytes) == (1, 4 * (2 * 16 + 2 + 2 * 16))
+
+
+def test_a_gathered_product_reads_a_matrix_for_each_pair():
+    indices = mx.array([0, 3, 3], mx.uint32)
+    counts = counts_of(lambda x, y: mx.gather_mm(x, y, lhs_indices=indices, rhs_indices=indices), (9, 1, 8), (9, 8, 16))
+    assert counts.launches == 1
+    assert counts.nbytes == 4 * (3 * 8 + 3 * 8 * 16 + 2 * 3 + 3 * 16)
+
+
+def written(x, update):
+    x[mx.array([1, 2])] = update
+    return x
+
+
+def test_a_scatter_into_an_array_that_nothing_else_reads_writes_only_the_update():
+    counts = counts_of(written, (1000, 8), (2, 8), kind=Kind.KEYS_AND_VALUES)
+    assert (counts.launches, counts.nbytes) == (1, 4 * (2 * 8 + 2 + 2 * 8))
+
+
+def test_a_scatter_into_an_array_that_something_else_reads_copies_it():
+    counts = counts_of(lambda x, update: [x.sum(), written(x, update)], (1000, 8), (2, 8))
+    assert counts.launches == 3
+    assert counts.nbytes > 3 * 4 * 1000 * 8
+
+
+def test_a_product_copies_a_matrix_that_has_gaps_in_rows_and_columns():
+    assert counts_of(lambda x, y: x @ y.T, (4, 8), (16, 8)).launches == 1
+    assert counts_of(lambda x, y: x @ y[:, ::2], (4, 8), (8, 32)).launches == 2
+
+
+def test_concatenation_takes_a_kernel_for_each_part():
+    assert counts_of(lambda x, y: mx.concatenate([x, y, x + 1]), (4, 8), (2, 8)).launches == 3 + 1
+
+
+def test_fused_kernels_and_compiled_functions_are_one_launch():
+    assert counts_of(lambda x: mx.fast.rms_norm(x, None, 1e-5), (4, 8)).launches == 1
+    assert (
+        counts_of(lambda x: mx.fast.rope(x, 8, traditional=False, base=1e4, scale=1.0, offset=3), (1, 4, 2, 8)).launches
+        == 1
+    )
+    assert counts_of(lambda x: activations.swiglu(x, x), (4, 8)).launches == 1
+
+
+@pytest.mark.parametrize(("keys", "launches"), [(512, 1), (1024, 2)])
+def test_attention_over_many_keys_takes_two_kernels(keys, launches):
+    def attend(q, k):
+        return mx.fast.scaled_dot_product_attention(q, k, k, scale=1.0)
+
+    counts = counts_of(attend, (2, 8, 1, 64), (2, 2, keys, 64))
+    assert counts.launches == launches
+    assert counts.nbytes == 4 * (2 * 2 * 8 * 64 + 2 * 2 * 2 * keys * 64)
+
+
+def test_a_long_sort_takes_many_kernels():
+    assert counts_of(lambda x: mx.argsort(x, -1), (4, 2048)).launches == 1
+    assert counts_of(lambda x: mx.argsort(x, -1), (4, 4 * 2048)).launches == 1 + 2 * 2 + 1
+
+
+def test_strides_of_another_shape():
+    assert reshaped((4, 8), (8, 1), (2, 2, 8)) == (16, 8, 1)
+    assert reshaped((8, 4), (1, 8), (32,)) is None
+    assert reshaped((4, 1, 8), (16, 5, 1), (4, 8)) == (16, 1)
+    assert reshaped((4, 8), (16, 1), (32,)) is None
+
+
+def test_nothing_is_changed_after_counting():
+    device, activation = mx.default_device(), activations.swiglu
+    counts_of(lambda x: x + 1, (2, 2))
+    assert mx.default_device() == device
+    assert activations.swiglu is activation
+    assert mx.fast.rms_norm(mx.ones((2, 4)), None, 1e-5).tolist()[0][0] == pytest.approx(1.0, rel=1e-3)
+
+
+# -- the arithmetic for a Mac --------------------------------------------------------------------
+
+
+def test_the_budget_is_bytes_at_the_bandwidth_plus_launches():
+    counts = Counts(
+        launches=1000,
+        repeated=0,
+        sampling_launches=0,
+        nbytes=0,
+        weights=4_368_000_000,
+        keys_and_values=436_800_000,
+        head=0,
+        adapters=0,
+        sampling=0,
+        activations=0,
+    )
+    alone = budget(counts, rows=1)
+    assert (alone.weights, alone.keys_and_values, alone.products) == pytest.approx((10.0, 1.0, 0.0))
+    assert alone.launches == pytest.approx(2.75)
+    assert alone.total == pytest.approx(13.75)
+    assert budget(counts, rows=32).products == pytest.approx(35.0)
+
+
+def test_quantized_products_take_longer_by_tiles_of_32_rows():
+    assert [row_factor(rows) for rows in (1, 2, 10, 32, 33, 64, 65)] == [1.0, 1.0, 4.5, 4.5, 9.0, 9.0, 13.5]
+    assert row_factor(4) < row_factor(6) < row_factor(8)
