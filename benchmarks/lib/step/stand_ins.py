@@ -27,8 +27,9 @@ _COMPILED_IN = ("mlx.nn", "mlx_lm.")
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """A call of a fused kernel. Its outputs stand in the graph as placeholders, so the graph ends at its inputs. It counts
-    even if nothing uses its outputs, and for every shape, also those for which Metal has no fused kernel.
+    """A call of a fused kernel. Its outputs stand in the graph as placeholders, so the graph ends at its inputs.
+
+    It counts even if nothing uses its outputs, and for every shape, also those for which Metal has no fused kernel.
 
     `launches`: kernels that it takes on Metal if no input has to be copied first.
     """
