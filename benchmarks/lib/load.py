@@ -1,4 +1,4 @@
-"""A client that takes little processor time: streaming completions over plain sockets.
+"""A client that takes little processor time: streaming completions and chat completions over plain sockets.
 
 It speaks HTTP/1.0 with one connection per request, so both servers answer without chunked encoding and close.
 """
@@ -25,9 +25,10 @@ class BadAnswerError(OSError):
 
 
 class Stream:
-    """One streaming completion. `arrivals` has the time of each event with text or tokens so far.
+    """One streaming completion, of a chat if its body has messages. `arrivals` has the time of each event with text or
+    tokens so far.
 
-    Times are `time.perf_counter` seconds. `tokens` is the server's own count, which comes at the end.
+    Times are `time.perf_counter` seconds. `usage` is the server's own count, which comes at the end.
     """
 
     def __init__(self, port: int, body: Body) -> None:
@@ -35,7 +36,22 @@ class Stream:
         self.body = body
         self.sent = 0.0
         self.arrivals: list[float] = []
-        self.tokens = 0
+        self.text = ""
+        self.usage: dict[str, Any] = {}
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the answer."""
+        return int(self.usage.get("completion_tokens", 0))
+
+    @property
+    def prompt_tokens(self) -> int:
+        return int(self.usage.get("prompt_tokens", 0))
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt that the server says it took from its prefix cache."""
+        return int((self.usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0))
 
     @property
     def first_token_s(self) -> float:
@@ -44,10 +60,11 @@ class Stream:
     async def run(self) -> None:
         """Runs to the end, without a time limit. Raises OSError (such as BadAnswerError) if the answer is not
         complete."""
+        path = "/v1/chat/completions" if "messages" in self.body else "/v1/completions"
         self.sent = time.perf_counter()
         reader, writer = await asyncio.open_connection(HOST, self.port, limit=LINE_LIMIT)
         try:
-            writer.write(_http("POST", "/v1/completions", json.dumps(self.body).encode()))
+            writer.write(_http("POST", path, json.dumps(self.body).encode()))
             await _headers(reader)
             await self._read(reader)
         finally:
@@ -64,10 +81,11 @@ class Stream:
     def _take(self, event: Body, now: float) -> None:
         if "error" in event:
             raise BadAnswerError(str(event["error"]))
-        if any(choice.get("text") or choice.get("token_ids") for choice in event["choices"]):
+        text = "".join(_text(choice) for choice in event["choices"])
+        if text or any(choice.get("token_ids") for choice in event["choices"]):
             self.arrivals.append(now)
-        if event.get("usage"):
-            self.tokens = event["usage"]["completion_tokens"]
+        self.text += text
+        self.usage = event.get("usage") or self.usage
 
 
 @dataclass(slots=True)
@@ -109,12 +127,17 @@ async def closed_loop(port: int, bodies: Sequence[Body], clients: int, attempts:
 
 async def get_json(port: int, path: str) -> Any:
     """The JSON answer to a GET request. Raises OSError if its status is not 200."""
+    return json.loads(await get(port, path))
+
+
+async def get(port: int, path: str) -> bytes:
+    """The answer to a GET request. Raises OSError if its status is not 200."""
     async with asyncio.timeout(REQUEST_LIMIT_S):
         reader, writer = await asyncio.open_connection(HOST, port)
         try:
             writer.write(_http("GET", path))
             await _headers(reader)
-            return json.loads(await reader.read())
+            return await reader.read()
         finally:
             writer.close()
 
@@ -141,6 +164,11 @@ async def _deliver(port: int, body: Body, attempts: int, load: Load) -> None:
         else:
             load.streams.append(stream)
             return
+
+
+def _text(choice: Mapping[str, Any]) -> str:
+    """The text of one event, of a completion or of a chat."""
+    return str(choice.get("text") or choice.get("delta", {}).get("content") or "")
 
 
 def _http(method: str, path: str, body: bytes = b"") -> bytes:

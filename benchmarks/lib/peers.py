@@ -7,6 +7,7 @@ import asyncio
 import json
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -17,6 +18,7 @@ from pathlib import Path
 from lib.load import HOST, get_json
 
 PROGRAMS = Path(__file__).parent / "programs"
+OUR_SERVER = Path(sys.executable).with_name("mlx_parallm_serve")
 START_LIMIT_S = 120
 ORDER_LIMIT_S = 600
 LINE_LIMIT = 2**24
@@ -47,10 +49,16 @@ class Peer:
 @asynccontextmanager
 async def our_server(model: Path | None, logs: Path, flags: Sequence[str] = ()) -> AsyncIterator[Peer]:
     """Runs `mlx_parallm_serve` and waits until it is ready. `model` None means the bundled model."""
-    command = [str(Path(sys.executable).with_name("mlx_parallm_serve")), "--log-level", "warning", *flags]
+    command = [str(OUR_SERVER), "--log-level", "warning", *flags]
     path = [] if model is None else ["--model-path", str(model)]
     async with _server("mlx_parallm_serve", [*command, *path], "/ready", logs) as peer:
         yield peer
+
+
+def our_server_has(flag: str) -> bool:
+    """Whether `mlx_parallm_serve` has the flag."""
+    shown = subprocess.run([str(OUR_SERVER), "--help"], capture_output=True, text=True, check=True).stdout
+    return flag in shown
 
 
 @asynccontextmanager
