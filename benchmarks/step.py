@@ -1,12 +1,13 @@
 """The budget of one decode step: where its time goes here, and what it launches and reads on a Mac.
 
-    python benchmarks/step.py [--only times counts budget] [--rows 1 8 16 32] [--contexts 64 512 1024]
+    python benchmarks/step.py [--only times counts operations budget] [--rows 1 8 16 32] [--contexts 64 512 1024]
         [--repeats 7] [--out FILE]
     python benchmarks/step.py --record-counts
 
 times: the bundled model on this machine, by part. About 2 minutes; nothing else should run meanwhile.
 counts: kernels launched and bytes moved, counted from the graphs that our code builds for a Mac's GPU. Seconds, on any
     machine, always the same. They are compared with the record, results/step_counts.json.
+operations: which operations launch and move most, in a step of 16 rows of Llama-3.1-8B.
 budget: the time of a step of Llama-3.1-8B in 4 bits on an M4 Max, as arithmetic over these counts.
 
 --record-counts writes the counts to the record and does nothing else. Tests fail if a step launches or moves more than
@@ -31,10 +32,11 @@ from lib.step.models import LLAMA_8B
 from lib.step.timing import Timer, Times
 from rich.table import Table
 
-HERE = Path(__file__).parent
-PARTS = ("times", "counts", "budget")
+RECORD = Path(__file__).parent / "results" / "step.json"
+PARTS = ("times", "counts", "operations", "budget")
 BUDGET_ROWS = (1, 8, 16, 32, 64)
 BUDGET_CONTEXTS = (512, 2000)
+SHOWN_OPERATIONS = 24
 _SHORT = {"keys_and_values": "KV", "nbytes": "all MB", "activations": "other"}
 
 
@@ -53,6 +55,8 @@ def main() -> int:
         found = cases.counted(cases.cases())
         tables.append(_counts_table(found))
         more = cases.excess(cases.as_record(found), cases.read_record())
+    if "operations" in arguments.only:
+        tables.append(_operations_table(Case(LLAMA_8B, Rows.of([512] * 16))))
     if "budget" in arguments.only:
         budgets = _budgets()
         tables.append(_budget_table(budgets))
@@ -64,8 +68,11 @@ def main() -> int:
         record["times_ms"] = {rows.text: asdict(item) for rows, item in times.items()}
         figures += [_figure(f"step, {rows.text}", item.step) for rows, item in times.items()]
     report.show(figures, *tables)
-    report.write(arguments.out, record, figures)
-    print(f"written to {arguments.out}", *more, sep="\n")
+    out = arguments.out or (RECORD if len(arguments.only) == len(PARTS) else None)
+    if out:
+        report.write(out, record, figures)
+        print(f"written to {out}")
+    print(*more, sep="\n")
     return int(bool(more))
 
 
@@ -124,6 +131,13 @@ def _counts_table(found: Mapping[Case, Counts]) -> Table:
     return table
 
 
+def _operations_table(case: Case) -> Table:
+    table = _table(f"Operations that move most: {case.name}", ("launches", "nbytes"))
+    for text, cost in list(cases.by_operation(case).items())[:SHOWN_OPERATIONS]:
+        table.add_row(text, f"{cost.launches:,}", f"{cost.nbytes / 1e6:,.1f}")
+    return table
+
+
 def _table(title: str, names: Iterable[str]) -> Table:
     table = Table("step", title=title)
     for name in names:
@@ -140,7 +154,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--contexts", type=int, nargs="+", default=[64, 512, 1024])
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--record-counts", action="store_true", help="write the counts to the record, and stop")
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "step.json")
+    parser.add_argument("--out", type=Path, help=f"by default {RECORD.name}, if all parts run, and no file otherwise")
     return parser.parse_args()
 
 

@@ -8,10 +8,12 @@ from pathlib import Path
 import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
 
 import mlx.core as mx  # isort: skip
-from lib.step.counting import Counts, count
+from lib.step.counting import Counts, count, trace
 from lib.step.decode import Decoder, Rows
+from lib.step.graph import Kind, Operation
+from lib.step.metal import Cost, costs
 from lib.step.models import BUNDLED, LLAMA_8B, TINY, Architecture, ShapedModel, build, runner_of
-from lib.step.stand_ins import gpu_graphs, zeros_without_memory
+from lib.step.stand_ins import gpu_graphs, new_arrays_without_memory
 
 RECORD = Path(__file__).parents[2] / "results" / "step_counts.json"
 ALLOWED = 0.02
@@ -58,9 +60,25 @@ def counted(wanted: Iterable[Case]) -> dict[Case, Counts]:
     return found
 
 
+def by_operation(case: Case) -> dict[str, Cost]:
+    """The cost of all operations of one kind and shape, the most bytes first. Repeated ones are left out."""
+    with gpu_graphs() as recorder:
+        operations = trace(_prepared(build(case.model), case.rows), recorder)
+    found: dict[str, Cost] = {}
+    for operation, cost in zip(operations, costs(operations), strict=True):
+        if cost.launches:
+            found.setdefault(_text(operation), Cost()).add(cost)
+    return dict(sorted(found.items(), key=lambda item: -item[1].nbytes))
+
+
+def _text(operation: Operation) -> str:
+    inputs = " ".join(str(list(array.shape)) for array in operation.inputs[:2])
+    return f"{operation.name} {inputs} → {list(operation.outputs[0].shape)}"
+
+
 def _prepared(shaped: ShapedModel, rows: Rows) -> Callable[[], Callable[[], list[mx.array]]]:
     def prepare() -> Callable[[], list[mx.array]]:
-        with zeros_without_memory():
+        with new_arrays_without_memory(Kind.KEYS_AND_VALUES):
             return Decoder(runner_of(shaped), rows).step
 
     return prepare

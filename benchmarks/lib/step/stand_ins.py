@@ -138,13 +138,17 @@ def gpu_graphs() -> Iterator[Recorder]:
 
 
 @contextmanager
-def zeros_without_memory() -> Iterator[None]:
-    """While the block runs, `mx.zeros` makes placeholders of keys and values."""
+def new_arrays_without_memory(kind: Kind) -> Iterator[None]:
+    """While the block runs, arrays that are made, and those that grow or shrink, become placeholders of this kind."""
 
-    def zeros(shape: Any, dtype: mx.Dtype = mx.float32, **_: Any) -> mx.array:
-        return placeholder(shape if isinstance(shape, Sequence) else (shape,), dtype, Kind.KEYS_AND_VALUES)
+    def replaced(function: Callable[..., mx.array]) -> Callable[..., mx.array]:
+        def make(*arguments: Any, **options: Any) -> mx.array:
+            made = function(*arguments, **options)
+            return placeholder(made.shape, made.dtype, kind)
 
-    with patch.object(mx, "zeros", zeros):
+        return make
+
+    with patch.multiple(mx, **{name: replaced(getattr(mx, name)) for name in ("zeros", "concatenate", "contiguous")}):
         yield
 
 
