@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -30,8 +30,8 @@ from lib.peers import Peer, our_server
 from lib.prompts import short_prompts
 from lib.throughput import body, warm_up
 
-from mlx_parallm.core import AdapterRef, PromptGroup, SequenceState
-from mlx_parallm.scheduler.prefill import CostModel
+from mlx_parallm.core import AdapterRef, PromptGroup, Sequence
+from mlx_parallm.scheduler.cost import CostModel
 from mlx_parallm.scheduler.scheduler import RLAwareScheduler, SchedulerConfig
 
 HERE = Path(__file__).parent
@@ -170,17 +170,21 @@ class FullMemory:
     def ready(self, adapter: AdapterRef) -> bool:
         return True
 
-    def allocate(self, sequence: SequenceState, source: SequenceState | None) -> int | None:
-        if self._free == 0:
-            return None
-        self._free -= 1
+    def cached(self, sequence: Sequence) -> int:
         return 0
 
-    def grow(self, sequence: SequenceState, tokens: int) -> bool:
+    def open(self, sequence: Sequence) -> bool:
+        if self._free == 0:
+            return False
+        self._free -= 1
         return True
 
-    def free(self, sequence: SequenceState) -> None:
+    def extend(self, sequence: Sequence, tokens: int) -> bool:
+        return True
+
+    def close(self, sequence: Sequence) -> None:
         self._free += 1
+        sequence.computed = 0
 
 
 def in_the_queue(repeats: int) -> Queue:
@@ -197,17 +201,17 @@ def in_the_queue(repeats: int) -> Queue:
     return queue
 
 
-def _crowded(waiting: int) -> tuple[RLAwareScheduler, Sequence[SequenceState]]:
+def _crowded(waiting: int) -> tuple[RLAwareScheduler, list[Sequence]]:
     """A scheduler with full memory, and the sequences that wait."""
     scheduler = RLAwareScheduler(SchedulerConfig(), FullMemory(LIVE), CostModel(0.05, 0.002, 1e-6))
-    rows = [SequenceState(number, [0] * 200, 100, float(number), PromptGroup()) for number in range(LIVE + waiting)]
+    rows = [Sequence(number, [0] * 60, 100, float(number), PromptGroup()) for number in range(LIVE + waiting)]
     for row in rows:
         scheduler.add(row)
     scheduler.admit()
     return scheduler, rows[LIVE:]
 
 
-def _abort(scheduler: RLAwareScheduler, rows: Sequence[SequenceState]) -> None:
+def _abort(scheduler: RLAwareScheduler, rows: list[Sequence]) -> None:
     for row in rows:
         scheduler.finish(row)
 

@@ -4,46 +4,54 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from mlx_parallm.core import AdapterRef, DeviceSchedule, PromptGroup, SequenceState, SequenceStatus
-from mlx_parallm.scheduler.prefill import CostModel
+from mlx_parallm.core import AdapterRef, DeviceSchedule, PromptGroup, Sequence, SequenceStatus
+from mlx_parallm.scheduler.cost import CostModel
 from mlx_parallm.scheduler.scheduler import RLAwareScheduler, SchedulerConfig
-from mlx_parallm.scheduler.units import DecodeUnit, OtherWork, PrefillUnit, StagingUnit, TrainingUnit, Unit
+from mlx_parallm.scheduler.units import Candidate, ForwardUnit, StagingUnit, TrainingUnit, Unit, WorkKind
 
 STEP = 0.05
-"""Seconds of a decode step."""
+"""Seconds of a unit of decode rows alone."""
 
 
 class TokenBudget:
-    """Rows of exactly their length, within a budget of tokens."""
+    """Rows of exactly their length, within a budget of tokens. The members of a group share all but the last token of
+    their prompt. `prefix`: tokens of every prompt that are in a prefix cache."""
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: int, prefix: int = 0) -> None:
         self.budget = budget
+        self.prefix = prefix
         self.held: dict[int, int] = {}
         self.not_ready: set[AdapterRef] = set()
 
     def ready(self, adapter: AdapterRef) -> bool:
         return adapter not in self.not_ready
 
-    def allocate(self, sequence: SequenceState, source: SequenceState | None) -> int | None:
+    def cached(self, sequence: Sequence) -> int:
+        shared = any(member.status is SequenceStatus.RUNNING for member in sequence.group.members)
+        return sequence.prompt_length - 1 if shared else min(self.prefix, sequence.prompt_length - 1)
+
+    def open(self, sequence: Sequence) -> bool:
         if sum(self.held.values()) + sequence.length > self.budget:
-            return None
+            return False
         assert sequence.sequence_id not in self.held
         self.held[sequence.sequence_id] = sequence.length
-        return min(sequence.prompt_length - 1, source.computed) if source else 0
+        sequence.computed = self.cached(sequence)
+        return True
 
-    def grow(self, sequence: SequenceState, tokens: int) -> bool:
+    def extend(self, sequence: Sequence, tokens: int) -> bool:
         more = max(0, tokens - self.held[sequence.sequence_id])
         if sum(self.held.values()) + more > self.budget:
             return False
         self.held[sequence.sequence_id] += more
         return True
 
-    def free(self, sequence: SequenceState) -> None:
+    def close(self, sequence: Sequence) -> None:
         del self.held[sequence.sequence_id]
+        sequence.computed = 0
 
 
 class Driver:
-    """Runs units, reads drawn tokens one step late, and finishes sequences that have all their tokens.
+    """Runs units, reads drawn tokens one unit late, and finishes sequences that have all their tokens.
 
     `staging` and `micro_steps` are the numbers of units that wait; a micro-step takes `micro_step` seconds. `config`
     holds fields of SchedulerConfig or of its schedule.
@@ -55,19 +63,17 @@ class Driver:
         settings = SchedulerConfig(**config, schedule=DeviceSchedule(**shared))
         self.scheduler = RLAwareScheduler(settings, self.memory, cost or CostModel(0.01, 0.001, 1e-7))
         self.now = 0.0
-        self.unread: tuple[SequenceState, ...] = ()
-        self.finished: list[SequenceState] = []
+        self.unread: tuple[Sequence, ...] = ()
+        self.finished: list[Sequence] = []
         self.count = 0
         self.staging = 0
         self.micro_steps = 0
         self.micro_step = 0.5
         self.training_seconds = 0.0
 
-    def add(
-        self, tokens: int, max_tokens: int = 4, group: PromptGroup | None = None, **fields: object
-    ) -> SequenceState:
+    def add(self, tokens: int, max_tokens: int = 4, group: PromptGroup | None = None, **fields: object) -> Sequence:
         self.count += 1
-        sequence = SequenceState(self.count, [0] * tokens, max_tokens, self.now, group or PromptGroup(), **fields)
+        sequence = Sequence(self.count, [0] * tokens, max_tokens, self.now, group or PromptGroup(), **fields)
         self.scheduler.add(sequence)
         return sequence
 
@@ -78,31 +84,45 @@ class Driver:
                 continue
             sequence.tokens.append(0)
             if len(sequence.tokens) - sequence.prompt_length == sequence.max_tokens:
-                self.scheduler.finish(sequence)
-                self.finished.append(sequence)
+                self._finish(sequence)
+
+    def _finish(self, sequence: Sequence) -> None:
+        self.scheduler.finish(sequence)
+        self.finished.append(sequence)
 
     def step(self) -> Unit | None:
+        """Runs the next unit, or reads the last one if that has to be first."""
         self.scheduler.admit()
-        other = OtherWork(staging=self.staging > 0, training=self.micro_steps > 0)
-        unit = self.scheduler.next_unit(self.now, other)
-        if isinstance(unit, StagingUnit):
-            self.read()
-            self._stage(unit)
-        elif isinstance(unit, DecodeUnit):
-            self.scheduler.record_launch(unit, self.now)
-            self.now += STEP
-            self.read()
-            self.unread = unit.sequences
+        waiting = {WorkKind.STAGING: self.staging, WorkKind.TRAINING: self.micro_steps}
+        unit = self.scheduler.next_unit(self.now, [Candidate(kind) for kind, units in waiting.items() if units])
+        if isinstance(unit, ForwardUnit):
+            self._forward(unit)
         elif self.unread:
             self.read()
-        elif isinstance(unit, PrefillUnit):
-            seconds = self.scheduler.cost.seconds([part.chunk for part in unit.parts])
-            self.now += seconds
-            self.scheduler.record_prefill(unit, seconds, self.now)
+            unit = None
+        elif isinstance(unit, StagingUnit):
+            self._stage(unit)
         elif isinstance(unit, TrainingUnit):
             self._train()
         self.scheduler.check_integrity()
         return unit
+
+    def seconds(self, unit: ForwardUnit) -> float:
+        """What the unit takes: a step's own time, if it has decode rows, and the predicted time of its chunks."""
+        cost = self.scheduler.cost
+        return (STEP if unit.decodes else cost.seconds()) + sum(cost.chunk_seconds(span.work) for span in unit.chunks)
+
+    def _forward(self, unit: ForwardUnit) -> None:
+        seconds, scale = self.seconds(unit), self.scheduler.cost.scale
+        self.scheduler.record_launch(unit, self.now)
+        self.now += seconds
+        self.scheduler.record_done(unit, seconds, self.now)
+        self.scheduler.cost.scale = scale  # its observations have tests of their own
+        self.read()
+        self.unread = unit.draws
+        for span in unit.chunks:
+            if span.sequence.max_tokens == 0 and span.sequence.to_compute == 0:
+                self._finish(span.sequence)
 
     def _stage(self, unit: StagingUnit) -> None:
         seconds = max(unit.seconds, 0.002)

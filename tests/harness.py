@@ -35,7 +35,7 @@ from mlx_parallm.engine.live import Vocabulary
 from mlx_parallm.engine.loop import DeviceLoop, EngineParts
 from mlx_parallm.model.families import probe
 from mlx_parallm.model.hooks import AdaptedLinear, adapter_layout, install_adapters, install_hook
-from mlx_parallm.scheduler.prefill import CostModel
+from mlx_parallm.scheduler.cost import CostModel
 from mlx_parallm.scheduler.scheduler import SchedulerConfig
 
 T = TypeVar("T")

@@ -112,22 +112,25 @@ class LinearGroup:
 class _Run:
     """Tokens [start, stop) of the flattened batch, in `batch` parts of equal length. Each part uses one slot.
 
-    `slots`: the slot of each part, uint32 [batch]; None if all tokens use the base model.
+    `slots`: the slot of each part, uint32 [batch]; None if all tokens use the base model. `parts`: their numbers, uint32
+    [batch], which MLX would otherwise compute again for every linear.
     """
 
     start: int
     stop: int
     batch: int
     slots: mx.array | None
+    parts: mx.array
 
 
 class ForwardContext:
     """Adds the product of each token's own adapter to the outputs of the linears, in one forward pass.
 
-        decode, several slots   [n, 1, in]   gather_mm picks each row's own factors
-        decode, one slot        [n, 1, in]   one dense product
-        prefill                 [1, T, in]   one row with one slot: one dense product
-        packed prefill          [T, 1, in]   one dense product for each run of tokens with the same slot
+        single tokens, several slots   gather_mm picks each token's own factors
+        single tokens, one slot        one dense product
+        chunks                         one dense product for each run of tokens with the same slot
+
+    A forward pass may hold single tokens and chunks. Its input is [N, 1, in], or [1, T, in] for one row.
 
     Args:
         slots: the slot of each row.
@@ -167,20 +170,35 @@ class ForwardContext:
 def _gathered(x: mx.array, run: _Run, factors: mx.array) -> mx.array:
     if run.slots is None:
         return mx.zeros((1, run.stop - run.start, factors.shape[-1]), x.dtype)
-    return mx.gather_mm(x.reshape(run.batch, -1, x.shape[-1]), factors, rhs_indices=run.slots)
+    products = mx.gather_mm(
+        x.reshape(run.batch, -1, x.shape[-1]), factors, lhs_indices=run.parts, rhs_indices=run.slots
+    )
+    return products.reshape(1, run.stop - run.start, factors.shape[-1])
 
 
 def _runs(slots: Sequence[int], lengths: Sequence[int]) -> list[_Run]:
-    mixed = len(set(slots)) > 1
-    if mixed and set(lengths) == {1}:
-        return [_Run(0, len(slots), len(slots), mx.array(list(slots), mx.uint32))]
+    """Single tokens with different slots become one run, which gathers each token's factors. Of the other tokens,
+    neighbours with the same slot become one run."""
+    single_slots = {slot for slot, length in zip(slots, lengths, strict=True) if length == 1}
+    gathers = len(single_slots) > 1
     runs: list[_Run] = []
     start = 0
-    for slot, rows in groupby(zip(slots, lengths, strict=True), key=lambda row: row[0]):
+    for (gathered, slot), group in groupby(
+        zip(slots, lengths, strict=True), key=lambda row: (True, 0) if gathers and row[1] == 1 else (False, row[0])
+    ):
+        rows = list(group)
         stop = start + sum(length for _, length in rows)
-        runs.append(_Run(start, stop, 1, mx.array([slot], mx.uint32) if slot else None))
+        if gathered:
+            runs.append(_run(start, stop, [each for each, _ in rows]))
+        else:
+            runs.append(_run(start, stop, [slot]))
         start = stop
     return runs
+
+
+def _run(start: int, stop: int, slots: Sequence[int]) -> _Run:
+    parts = mx.arange(len(slots), dtype=mx.uint32)
+    return _Run(start, stop, len(slots), mx.array(slots, mx.uint32) if any(slots) else None, parts)
 
 
 class AdapterContext(Protocol):

@@ -21,6 +21,7 @@ from mlx_parallm.adapters.registry import AdapterRegistry
 from mlx_parallm.adapters.service import AdapterService
 from mlx_parallm.adapters.store import AdapterStore
 from mlx_parallm.app.training import TrainingRuntime, build_trainer, build_training
+from mlx_parallm.batch.blocks import BLOCK_TOKENS
 from mlx_parallm.batch.kv_cache import LoRABatchedKVCache
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.config import Config
@@ -186,11 +187,13 @@ def build_runner(manager: SharedModelManager, bank: AdapterBank, config: Config)
     """
     layout = manager.kv_layout
     budget = config.server.kv_cache_memory or _default_budget(manager.card, mlx_limits(config))
-    cache = LoRABatchedKVCache(layout, budget, _context_length(manager.card, config))
+    cache = LoRABatchedKVCache(
+        layout, budget, _context_length(manager.card, config), keep_prefixes=config.server.prefix_cache
+    )
     if not cache.longest_row:
         raise ConfigError(
-            f"kv_cache_memory of {budget} bytes holds {cache.budget_tokens} tokens of this model; "
-            f"give at least {cache.capacity_for(1) * layout.bytes_per_token}"
+            f"kv_cache_memory of {budget} bytes is less than one block of this model; "
+            f"give at least {BLOCK_TOKENS * layout.bytes_per_token}"
         )
     runner = BatchRunner(manager.model, cache, bank, install_hook(manager.model), manager.card.vocab_size)
     check_unproved(manager, runner)

@@ -1,112 +1,83 @@
-"""The cache objects, one per layer, through which mlx-lm's model files use the KV pool, and attention over the pool.
-
-For each layer, a model file calls `cache.offset` (RoPE positions), `cache.make_mask(...)`,
-`cache.update_and_fetch(k, v)`, and then attention. With the attention hook installed (`LayerCache`), attention calls
-`cache.attend`, which reads the pool in place. Without it (`FetchingLayerCache`), `update_and_fetch` returns dense
-copies and `make_mask` a real mask, and the model computes attention itself.
-
-There are three kinds of forward pass (`forwards.py`):
-
-    prefill   one row, T tokens            [1, T]   integer offset, causal
-    packed    T tokens of several rows     [T, 1]   offset [T]; each row attends to its own tokens only
-    decode    n rows, one token each       [n, 1]   offset [n]; rows in pool order
-"""
+"""Dense attention: one product over all keys of a row. `DenseSpan` reads them from the row's blocks."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Sequence
 
 import mlx.core as mx
 
+from mlx_parallm.batch.arena import Arena
+from mlx_parallm.batch.block_attention import RowBlocks
+from mlx_parallm.batch.blocks import BLOCK_TOKENS
 from mlx_parallm.batch.rowwise import exp
 from mlx_parallm.model.device import on_cpu
 
 
-class Forward(Protocol):
-    """One forward pass over rows of the pool, shared by its layers.
+class DenseSpan:
+    """Causal attention of T more tokens of one row, in one layer group.
 
-    Keys and values are [B, kv_heads, T, head_dim] and queries [B, heads, T, head_dim], with B and T as in the table
-    above. `offset`: the position of the first new token in each row.
+    Args:
+        row: the tokens, and the blocks that they see.
+        window: a token sees the last `window` positions, its own included; None for all.
     """
 
-    offset: int | mx.array
-
-    def write(self, layer: int, keys: mx.array, values: mx.array) -> None:
-        """Writes the new tokens' keys and values into the pool."""
-        ...
+    def __init__(self, row: RowBlocks, window: int | None) -> None:
+        self._row = row
+        self._window = window
+        self._indices: dict[tuple[int, int], mx.array] = {}
+        self._masks: dict[mx.Dtype, mx.array] = {}
 
     def attend(
-        self, layer: int, queries: mx.array, scale: float, window: int | None, sinks: mx.array | None
+        self, arena: Arena, layer: int, queries: mx.array, scale: float, sinks: mx.array | None = None
     ) -> mx.array:
-        """Attention over all written tokens of each row, including the new ones."""
-        ...
+        """Queries [T, heads, 1, head_dim] → [T, heads, 1, head_dim of values]."""
+        keys, values = self._dense(arena.keys[layer]), self._dense(arena.values[layer])
+        one_row = queries.transpose(2, 1, 0, 3)
+        return attention(one_row, keys, values, scale, self._mask(queries.dtype), sinks).transpose(2, 1, 0, 3)
 
-    def fetch(self, layer: int) -> tuple[mx.array, mx.array]:
-        """Dense keys and values of all written tokens."""
-        ...
+    def _dense(self, array: mx.array) -> mx.array:
+        """The row's keys or values, [1, kv_heads, S, head_dim]: a view if its blocks are consecutive, else a copy."""
+        kv_heads, places, _, width = array.shape
+        if are_consecutive(self._row.places):
+            blocks = array[:, self._row.places[0] : self._row.places[-1] + 1]
+        else:
+            blocks = array.reshape(-1, BLOCK_TOKENS, width)[self._indices_for(kv_heads, places)]
+        return blocks.reshape(1, kv_heads, -1, width)[:, :, : self._row.stop - self._row.first]
 
-    def dense_mask(self, window: int | None) -> mx.array:
-        """A boolean mask for the keys that `fetch` returns, true where a query may attend to a key."""
-        ...
+    def _indices_for(self, kv_heads: int, places: int) -> mx.array:
+        """The index of each block in [kv_heads * places], int32 [kv_heads, blocks of the row]."""
+        key = (kv_heads, places)
+        if key not in self._indices:
+            self._indices[key] = mx.arange(kv_heads)[:, None] * places + mx.array(list(self._row.places))
+        return self._indices[key]
 
-
-@dataclass(frozen=True, slots=True)
-class AttentionMask:
-    """The object that `make_mask` passes through the model to `attend`. `window`: the sliding window, or None."""
-
-    window: int | None
-
-
-class LayerCache:
-    """The cache object of one layer for one forward pass, with the attention hook installed."""
-
-    def __init__(self, forward: Forward, layer: int) -> None:
-        self.offset = forward.offset
-        self._forward = forward
-        self._layer = layer
-
-    def make_mask(self, _tokens: int, return_array: bool = False, window_size: int | None = None) -> AttentionMask:
-        return AttentionMask(window_size)
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Writes the new keys and values and returns them unchanged, because `attend` reads the pool."""
-        self._forward.write(self._layer, keys, values)
-        return keys, values
-
-    def attend(self, queries: mx.array, scale: float, mask: object, sinks: mx.array | None) -> mx.array:
-        """Attention of queries [B, heads, T, head_dim] over all written tokens, including the new ones.
-
-        Raises:
-            TypeError: the model made an attention mask of its own.
-        """
-        if not isinstance(mask, AttentionMask):
-            raise TypeError("the model makes its own attention mask; it cannot be batched")
-        return self._forward.attend(self._layer, queries, scale, mask.window, sinks)
+    def _mask(self, dtype: mx.Dtype) -> mx.array | str | None:
+        """The mask for `attention`: additive [T, S], made once, or "causal" or None if that is enough."""
+        row = self._row
+        banded = self._window is not None and row.stop - row.first > self._window
+        if row.tokens == 1 and not banded:
+            return None
+        if not banded and not needs_array_mask():
+            return "causal"
+        if dtype not in self._masks:
+            self._masks[dtype] = additive(_band(row, self._window), dtype)
+        return self._masks[dtype]
 
 
-class FetchingLayerCache:
-    """The cache object of one layer for a model that computes attention itself.
-
-    `grouped`: the model's attention scores are [B, kv_heads, group, T, S].
-    """
-
-    def __init__(self, forward: Forward, layer: int, grouped: bool) -> None:
-        self.offset = forward.offset
-        self._forward = forward
-        self._layer = layer
-        self._grouped = grouped
-
-    def make_mask(self, _tokens: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
-        mask = self._forward.dense_mask(window_size)
-        return mx.expand_dims(mask, 1) if self._grouped else mask
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        self._forward.write(self._layer, keys, values)
-        return self._forward.fetch(self._layer)
+def are_consecutive(places: Sequence[int]) -> bool:
+    return places[-1] - places[0] == len(places) - 1 and all(
+        b - a == 1 for a, b in zip(places, places[1:], strict=False)
+    )
 
 
-# ---- attention over a span of the pool ---------------------------------------------------------
+def _band(row: RowBlocks, window: int | None) -> mx.array:
+    """Boolean [T, S]: query q sees key k if q - window < k <= q."""
+    queries = mx.arange(row.start, row.stop)[:, None]
+    keys = mx.arange(row.first, row.stop)[None]
+    return (keys <= queries) & (queries < keys + (window or row.stop))
+
+
+# ---- the product -------------------------------------------------------------------------------
 
 
 def attention(

@@ -1,238 +1,351 @@
-"""The KV pool: rows of keys and values, stored in slabs by capacity class.
+"""The KV pool: rows of keys and values in blocks of 64 tokens, which rows and cached prefixes share by reference.
 
-    class 64      slab  [row][row][    ][row]          a row is in the class of its length
-    class 128     slab  [row   ][row   ]               and moves up one class when it is full
-    class 4096    slab  [row                       ]
+    row A   [ 0 ][ 1 ][ 2 ][ 5 ]          blocks 0 and 1 are frozen: registered in the prefix index, and never written
+    row B   [ 0 ][ 1 ][ 3 ]               again. Every other block belongs to one row.
+    cached  [ 0 ][ 4 ]                    no row reads block 4; it is there until its memory is needed.
 
-Inserting, finishing and growing a row never copies another row. A row's capacity is at most twice its length (above
-the smallest class), and a class grows by at most as many places as it has live rows. The budget counts whole slabs,
-because they are the memory really allocated, plus the memory that adapters and training use.
+The invariant for writing: after `extend(row, tokens)` has returned True, every block that holds a position in
+[row.computed, tokens) belongs to this row alone and is not frozen.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Hashable, Sequence
+from typing import TypeVar, overload
 
 import mlx.core as mx
 
-from mlx_parallm.batch.slab import KVRow, Slab
-from mlx_parallm.model.device import is_out_of_memory
+from mlx_parallm.batch.block_memory import BlockMemory
+from mlx_parallm.batch.blocks import BLOCK_TOKENS, FREED, blocks_for
+from mlx_parallm.batch.layer_groups import KVRow, LayerGroup
+from mlx_parallm.batch.prefix import Node, first_visible
+from mlx_parallm.batch.row_prefixes import attach, freeze, freeze_tail
 from mlx_parallm.model.families import KVLayout
 
-MIN_CAPACITY = 64
-"""Tokens of the smallest class."""
+__all__ = ["KVRow", "LayerGroup", "LoRABatchedKVCache"]
 
-_SLAB_TOKENS = 2048
-_SLAB_ROWS = 16
-_MOST_SLAB_ROWS = 32
-"""A class's first slab has 16 rows, or fewer to stay within 2048 tokens, but at least one. A later slab has as many
-rows as the class has live ones, if that is more, up to 32, because fewer slabs need fewer attention calls."""
+Row = TypeVar("Row", bound=KVRow)
 
 
 class LoRABatchedKVCache:
-    """Rows of keys and values within a byte budget.
+    """Rows of keys and values within a byte budget, and the prefixes that were computed before.
 
     Attributes:
-        bytes_reserved: bytes of the budget that adapters and training hold now, so that rows find less memory. A row
-            that is alone may use them nevertheless, so that every request that fits the budget is served.
         longest_row: tokens of the longest row that fits the budget when it is alone.
+        hits, queries: tokens found in the cache, and tokens of the prompts that were looked up.
 
     Args:
         layout: shapes and dtype of one token's keys and values.
-        budget_bytes: upper bound of the bytes held by slabs. While a growing row is copied, it may be exceeded.
-        max_length: longest row in tokens, which also bounds the largest class.
+        budget_bytes: upper bound of the bytes held by blocks. While an arena is resized, it may be exceeded.
+        max_length: longest row in tokens.
+        keep_prefixes: whether there is a prefix cache. Without one, `open` finds nothing and `freeze` does nothing.
     """
 
-    def __init__(self, layout: KVLayout, budget_bytes: int, max_length: int) -> None:
+    def __init__(self, layout: KVLayout, budget_bytes: int, max_length: int, keep_prefixes: bool = True) -> None:
         self.layout = layout
-        self.budget_tokens = budget_bytes // layout.bytes_per_token
         self.max_length = max_length
-        self.bytes_reserved = 0
-        whole_class = 1 << self.budget_tokens.bit_length() >> 1  # the largest power of two within the budget
-        fits = [n for n in (max_length, whole_class) if n <= max_length and self.capacity_for(n) <= self.budget_tokens]
-        self.longest_row = max(fits, default=0)
-        self._refused_at = math.inf  # tokens held when the device last refused a slab
-        self._classes: dict[int, list[Slab]] = {}
+        self.keep_prefixes = keep_prefixes
+        self.hits = self.queries = 0
+        self._memory = BlockMemory(layout, budget_bytes)
+        self.longest_row = min(max_length, budget_bytes // self._memory.block_bytes * BLOCK_TOKENS)
 
     # -- rows ------------------------------------------------------------------------------------
 
-    def allocate(self, tokens: int) -> KVRow | None:
-        """A new row that can hold `tokens`.
+    @overload
+    def open(self, tokens: int, root: Hashable | None = None, ids: Sequence[int] = ()) -> KVRow | None: ...
+
+    @overload
+    def open(self, tokens: int, root: Hashable | None = None, ids: Sequence[int] = (), *, into: Row) -> Row | None: ...
+
+    def open(
+        self, tokens: int, root: Hashable | None = None, ids: Sequence[int] = (), *, into: KVRow | None = None
+    ) -> KVRow | None:
+        """Opens a row that can hold `tokens`: `into`, an object that is not open, or a new one.
+
+        With `root` (model fingerprint, adapter version and salt), the row starts with the longest cached beginning of
+        `ids`, and `row.computed` tells how long that is. At least the last id is left to compute.
 
         Returns:
             None if the budget is spent, or if the device is out of memory and live rows will free some.
 
         Raises:
+            ValueError: `tokens` exceeds `max_length`.
             Exception: the device's own error, in all other cases where it fails. Existing rows are unchanged.
         """
-        capacity = self.capacity_for(tokens)
-        slab = self._slab_with_room(capacity) or self._add_slab(capacity, credit=0)
-        return None if slab is None else _occupy(slab)
+        self._check_length(tokens)
+        alone = not self._memory.rows
+        row = KVRow() if into is None else into
+        self._memory.add(row)
+        looks_up = root is not None and self.keep_prefixes
+        opened = False
+        try:
+            if looks_up and (partial := attach(self._memory, row, root, ids)) is not None:
+                self._copy_start(row, *partial, tokens, alone)
+            opened = self._reserve(row, tokens, alone)
+        finally:
+            if not opened:
+                self._memory.close(row)
+        if opened and looks_up:
+            self.queries += len(ids)
+            self.hits += row.computed
+        return row if opened else None
 
-    def grow(self, row: KVRow, tokens: int) -> bool:
-        """Makes room for `tokens` in `row`, which may move to another class.
+    def extend(self, row: KVRow, tokens: int) -> bool:
+        """Makes room for `tokens` tokens in all, which the row may then write from `row.computed` on.
 
-        Returns False, and raises, in the same cases as `allocate` returns None and raises.
+        Returns False, and raises, in the same cases as `open` returns None and raises.
         """
-        if tokens <= row.capacity:
-            return True
-        capacity = self.capacity_for(tokens)
-        # If the row is alone in its slab, the slab is freed by the move and counts as room for the new one.
-        credit = row.slab.tokens if row.slab.used == 1 else 0
-        slab = self._slab_with_room(capacity) or self._add_slab(capacity, credit)
-        if slab is None:
+        self._check_length(tokens)
+        if row.computed % BLOCK_TOKENS and tokens > row.computed and not self._make_private(row):
             return False
-        return self._move(row, slab)
+        return self._reserve(row, tokens, alone=len(self._memory.rows) == 1)
 
-    def fork(self, source: KVRow, length: int, tokens: int) -> KVRow | None:
-        """A new row for `tokens` that starts with the first `length` tokens of `source`; None as in `allocate`."""
-        row = self.allocate(max(tokens, length))
-        return row if row is not None and self._fill(row, source, length) else None
+    def truncate(self, row: KVRow, length: int) -> None:
+        """Forgets all tokens from `length` on, and gives back the blocks that are not needed for the others.
 
-    def free(self, row: KVRow) -> None:
-        self._free_place(row.slab, row.index)
+        Raises:
+            ValueError: as in `fork`.
+        """
+        self._check_held(row, length)
+        for group, table in zip(self.groups, row.tables, strict=True):
+            while len(table) > blocks_for(length):
+                if (place := table.pop()) != FREED:
+                    group.places.release(place)
+        row.computed = length
+        row.node = _ancestor(row.node, length // BLOCK_TOKENS)
+
+    @overload
+    def fork(self, source: KVRow, length: int, tokens: int) -> KVRow | None: ...
+
+    @overload
+    def fork(self, source: KVRow, length: int, tokens: int, *, into: Row) -> Row | None: ...
+
+    def fork(self, source: KVRow, length: int, tokens: int, *, into: KVRow | None = None) -> KVRow | None:
+        """Opens a row as `open` does, which starts with the first `length` tokens of `source`.
+
+        The two rows share the blocks that are full, and the new one gets a copy of the one that is not.
+
+        Raises:
+            ValueError: a sliding window of `source` has given back blocks that the new row would attend to; see
+                `holds`.
+        """
+        self._check_length(max(tokens, length))
+        self._check_held(source, length)
+        whole, rest = divmod(length, BLOCK_TOKENS)
+        row = KVRow() if into is None else into
+        self._memory.add(row)
+        self._memory.share(row, [table[:whole] for table in source.tables])
+        forked = False
+        try:
+            forked = self._reserve(row, max(tokens, length), alone=False)
+            forked = forked and (not rest or self._copy_block(source, whole, row, whole))
+        finally:
+            if not forked:
+                self._memory.close(row)
+        if not forked:
+            return None
+        row.computed, row.node, row.adapter_slot = length, _ancestor(source.node, whole), source.adapter_slot
+        return row
+
+    def holds(self, row: KVRow, length: int) -> bool:
+        """Whether `row` still has every block that its token at position `length` would attend to."""
+        visible = ((first_visible(length, group.window), table) for group, table in self._memory.tables(row))
+        return all(first >= blocks_for(length) or table[first] != FREED for first, table in visible)
+
+    def release_windows(self, row: KVRow) -> None:
+        """Gives back the blocks that no later token can attend to, in groups with a sliding window.
+
+        Call it after `freeze`, which registers these blocks so that a later prompt may find them.
+        """
+        for group, table in self._memory.tables(row):
+            block = min(first_visible(row.computed, group.window), len(table)) - 1
+            while block >= 0 and table[block] != FREED:
+                group.places.release(table[block])
+                table[block] = FREED
+                block -= 1
+
+    def close(self, row: KVRow, root: Hashable | None = None, ids: Sequence[int] = ()) -> None:
+        """Removes a row. With `root` and the ids of its tokens, all of its blocks stay in the cache, the last too."""
+        if root is not None and self.keep_prefixes:
+            freeze(self._memory, row, root, ids)
+            freeze_tail(self._memory, row, root, ids)
+        self._memory.close(row)
 
     def clear(self) -> None:
-        """Drops all rows and arrays. Used after a failed step, whose arrays may be wrong."""
-        self._classes.clear()
+        """Drops all rows, arrays and cached prefixes. Used after a failed unit, whose arrays may be wrong."""
+        self._memory.clear()
+
+    # -- cached prefixes -------------------------------------------------------------------------
+
+    def freeze(self, row: KVRow, root: Hashable, ids: Sequence[int]) -> None:
+        """Registers the row's full blocks, as far as `ids` tells their tokens, so that later prompts find them.
+
+        A block that the chain has already, because another row computed the same tokens, takes the place of the row's.
+        """
+        if self.keep_prefixes:
+            freeze(self._memory, row, root, ids)
+
+    def cached(self, root: Hashable, ids: Sequence[int]) -> int:
+        """How many tokens a row of `ids` would start with, whole blocks only."""
+        return len(self._memory.index.find(root, ids)) * BLOCK_TOKENS if self.keep_prefixes else 0
+
+    def evict(self, blocks: int) -> int:
+        """Drops cached blocks that no row reads, the least recently used first. Returns how many places became free."""
+        freed = 0
+        for number in range(len(self.groups)):
+            freed += self._memory.evict(number, blocks - freed)
+        return freed
+
+    def drop(self, root: Hashable) -> int:
+        """Ends a chain, such as an adapter version's. Live rows keep their blocks. Returns how many blocks it had."""
+        return self._memory.index.drop(root)
+
+    def reset(self) -> int:
+        """Ends all chains. Returns how many blocks they had."""
+        return self._memory.index.reset()
+
+    def tidy(self, most_bytes: int) -> bool:
+        """Shrinks arenas of which much is unused, between units. Returns whether more is left to do."""
+        return self._memory.tidy(most_bytes)
 
     # -- figures ---------------------------------------------------------------------------------
 
-    def capacity_for(self, tokens: int) -> int:
-        """The class of a row of `tokens`: a power of two, or the longest length if that is less.
-
-        Raises:
-            ValueError: the row is longer than the longest length.
-        """
-        if tokens > self.max_length:
-            raise ValueError(f"a row of {tokens} tokens passes the longest length {self.max_length}")
-        return min(max(MIN_CAPACITY, 1 << (tokens - 1).bit_length()), max(self.max_length, MIN_CAPACITY))
-
     @property
-    def tokens_held(self) -> int:
-        return sum(slab.tokens for slab in self.slabs())
-
-    @property
-    def tokens_used(self) -> int:
-        return sum(row.length for row in self.rows())
-
-    @property
-    def bytes_held(self) -> int:
-        return self.tokens_held * self.layout.bytes_per_token
+    def groups(self) -> list[LayerGroup]:
+        return self._memory.groups
 
     @property
     def budget_bytes(self) -> int:
-        return self.budget_tokens * self.layout.bytes_per_token
+        return self._memory.budget_bytes
 
-    def slabs(self) -> list[Slab]:
-        return [slab for capacity in sorted(self._classes) for slab in self._classes[capacity]]
+    @property
+    def bytes_reserved(self) -> int:
+        """Bytes of the budget that adapters and training hold now, so that rows find less memory.
+
+        A row that is alone may use them nevertheless, so that every request that fits the budget is served.
+        """
+        return self._memory.bytes_reserved
+
+    @bytes_reserved.setter
+    def bytes_reserved(self, reserved: int) -> None:
+        self._memory.bytes_reserved = reserved
+
+    @property
+    def bytes_cached(self) -> int:
+        """Bytes of cached blocks that no row reads."""
+        return self._memory.bytes_cached
+
+    @property
+    def bytes_used(self) -> int:
+        """Bytes of blocks that rows read."""
+        return self._memory.bytes_used
+
+    @property
+    def bytes_held(self) -> int:
+        """Bytes of all blocks that are not merely cached, used or not."""
+        return self._memory.nbytes - self._memory.bytes_cached
+
+    @property
+    def evictions(self) -> int:
+        """Cached blocks that were dropped to make room."""
+        return self._memory.evictions
+
+    @property
+    def tokens_used(self) -> int:
+        """Tokens in the blocks that rows read. Tokens of a shared block count once."""
+        used: dict[int, int] = {}
+        for row in self._memory.rows:
+            for block, place in enumerate(row.tables[0][: blocks_for(row.computed)]):
+                used[place] = max(used.get(place, 0), min(BLOCK_TOKENS, row.computed - block * BLOCK_TOKENS))
+        used.pop(FREED, None)
+        return sum(used.values())
+
+    def arrays(self) -> list[mx.array]:
+        """The keys and values of all layers."""
+        return [array for group in self.groups for array in group.arena.arrays()]
 
     def rows(self) -> list[KVRow]:
-        """Live rows in pool order, in which decode steps batch them: slab by slab, place by place."""
-        return [row for slab in self.slabs() for row in slab.places if row is not None]
+        """Live rows, in the order in which they were opened."""
+        return list(self._memory.rows)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if slabs, rows and the budget disagree."""
-        for capacity, slabs in self._classes.items():
-            for slab in slabs:
-                assert slab.capacity == capacity
-                assert slab.used > 0, "an empty slab was not freed"
-                for index, row in enumerate(slab.places):
-                    assert row is None or (row.slab is slab and row.index == index and 0 <= row.length <= capacity)
-        assert self.tokens_held <= self.budget_tokens, (self.tokens_held, self.budget_tokens)
+        """Raises AssertionError if rows, blocks, cached prefixes and the budget disagree."""
+        self._memory.check_integrity()
+        for row in self._memory.rows:
+            frozen = row.node.depth if row.node is not None and row.node.alive else 0
+            assert frozen * BLOCK_TOKENS <= row.computed
+            assert len({len(table) for table in row.tables}) == 1
+            assert row.computed <= len(row.tables[0]) * BLOCK_TOKENS
+            assert self.holds(row, row.computed)
+            for number, (group, table) in enumerate(self._memory.tables(row)):
+                assert FREED not in table[table.count(FREED) :], "blocks are given back from the beginning"
+                assert all(group.places.is_private(place) for place in table[blocks_for(row.computed) :])
+                if frozen and row.node is not None:
+                    assert table[frozen - 1] in (FREED, row.node.places[number])
 
-    # -- slabs -----------------------------------------------------------------------------------
+    # -- blocks of rows --------------------------------------------------------------------------
 
-    def _slab_with_room(self, capacity: int) -> Slab | None:
-        return next((s for s in self._classes.get(capacity, []) if s.free_index() is not None), None)
-
-    def _add_slab(self, capacity: int, credit: int) -> Slab | None:
-        held = self.tokens_held - credit
-        reserved = -(-self.bytes_reserved // self.layout.bytes_per_token)
-        room = self.budget_tokens - held - (reserved if held else 0)
-        rows = min(self._slab_rows(capacity), room // capacity)
-        if rows < 1 or (held and self.tokens_held >= self._refused_at):
-            return None
-        slab = self._new_slab(capacity, rows, held)
-        if slab is None and rows > 1:
-            slab = self._new_slab(capacity, 1, held)
-        self._refused_at = math.inf if slab else self.tokens_held
-        if slab is not None:
-            self._classes.setdefault(capacity, []).append(slab)
-        return slab
-
-    def _new_slab(self, capacity: int, rows: int, held: int) -> Slab | None:
-        """A new slab, or None if the device is out of memory for it.
-
-        If no memory is held that could be freed later, the device's error is raised instead.
-        """
-        try:
-            slab = Slab(self.layout, capacity, rows)
-            mx.eval(slab.arrays())  # so that an error is raised here and not in the next forward pass
-        except Exception as error:
-            if not is_out_of_memory(error) or (rows == 1 and not held):
-                raise
-            mx.clear_cache()
-            return None
-        return slab
-
-    def _slab_rows(self, capacity: int) -> int:
-        live = sum(slab.used for slab in self._classes.get(capacity, []))
-        first = max(1, min(_SLAB_ROWS, _SLAB_TOKENS // capacity))
-        return min(_MOST_SLAB_ROWS, max(first, live))
-
-    def _move(self, row: KVRow, slab: Slab) -> bool:
-        """Moves a row into a slab with a free place. Returns False, and raises, as `_fill` does."""
-        place = _occupy(slab)
-        if not self._fill(place, row, row.length):
+    def _reserve(self, row: KVRow, tokens: int, alone: bool) -> bool:
+        """Appends free blocks to a row until it has room for `tokens`. Returns False, and raises, as `extend` does."""
+        blocks = blocks_for(tokens) - len(row.tables[0])
+        if blocks <= 0:
+            return True
+        if not self._memory.make_room([blocks] * len(self.groups), alone):
             return False
-        self._free_place(row.slab, row.index)
-        slab.places[place.index] = row
-        row.slab, row.index = slab, place.index
+        for group, table in self._memory.tables(row):
+            table += group.places.take(blocks, after=table[-1] if table else FREED)
         return True
 
-    def _fill(self, row: KVRow, source: KVRow, length: int) -> bool:
-        """Copies the first `length` tokens of `source` into a new row, or frees the new row if that fails.
+    def _copy_start(self, row: KVRow, donor: KVRow, common: int, tokens: int, alone: bool) -> None:
+        """Copies the first `common` tokens of a cached block to the end of a new row, if there is memory for both.
 
-        Returns False if the device is out of memory and other rows will free some. Raises the device's other errors.
+        `donor` is a row that holds only this block; it is closed.
         """
         try:
-            _copy(source.slab, source.index, row.slab, row.index, length)
-        except Exception as error:
-            self.free(row)
-            if not is_out_of_memory(error) or len(self.rows()) == 1:
-                raise
-            mx.clear_cache()
+            reserved = self._reserve(row, max(tokens, row.computed + common), alone)
+            if reserved and self._copy_block(donor, 0, row, row.computed // BLOCK_TOKENS):
+                row.computed += common
+        finally:
+            self._memory.close(donor)
+
+    def _copy_block(self, source: KVRow, block: int, row: KVRow, target: int) -> bool:
+        """Copies one block of `source` in all groups. Returns False if the device is out of memory."""
+        pairs = zip(self._memory.tables(source), row.tables, strict=True)
+        return all(self._memory.copy(group, [table[block]], [own[target]]) for (group, table), own in pairs)
+
+    def _make_private(self, row: KVRow) -> bool:
+        """Makes the row's partly filled last block its own. It is not after the row was truncated within a frozen one.
+
+        If no other row reads the block, it leaves the prefix index. Otherwise the row gets a copy. Returns False as
+        `extend` does.
+        """
+        block = row.computed // BLOCK_TOKENS
+        if all(group.places.is_private(table[block]) for group, table in self._memory.tables(row)):
+            return True
+        if all(group.places.references[table[block]] == 1 for group, table in self._memory.tables(row)):
+            for number, table in enumerate(row.tables):
+                self._memory.index.remove(table[block], number)
+            return True
+        copy = self.fork(row, row.computed, row.computed)
+        if copy is None:
             return False
-        row.length = length
+        row.tables, copy.tables = copy.tables, row.tables
+        self._memory.close(copy)
         return True
 
-    def _free_place(self, slab: Slab, index: int) -> None:
-        slab.places[index] = None
-        if slab.used == 0:
-            self._classes[slab.capacity].remove(slab)
-            if not self._classes[slab.capacity]:
-                del self._classes[slab.capacity]
+    # -- checks of arguments ---------------------------------------------------------------------
+
+    def _check_length(self, tokens: int) -> None:
+        if tokens > self.max_length:
+            raise ValueError(f"a row of {tokens} tokens passes the longest length {self.max_length}")
+
+    def _check_held(self, row: KVRow, length: int) -> None:
+        if not self.holds(row, length):
+            raise ValueError(f"a window has given back blocks that a row of {length} tokens attends to")
 
 
-def _occupy(slab: Slab) -> KVRow:
-    index = slab.free_index()
-    assert index is not None
-    return slab.occupy(index)
-
-
-def _copy(source: Slab, source_index: int, target: Slab, target_index: int, length: int) -> None:
-    """Copies the first `length` tokens of one row.
-
-    The copies are evaluated before the writes start. Otherwise a pending view of an array would make the next write to
-    it copy the whole slab instead of updating it in place.
-    """
-    if length == 0:
-        return
-    rows, tokens = slice(source_index, source_index + 1), slice(0, length)
-    spans = [source.span(layer, rows, tokens) for layer in range(len(source.keys))]
-    copies = [(mx.contiguous(k), mx.contiguous(v)) for k, v in spans]
-    del spans
-    mx.eval(copies)
-    for layer, (keys, values) in enumerate(copies):
-        target.write_span(layer, target_index, 0, keys, values)
+def _ancestor(node: Node | None, depth: int) -> Node | None:
+    """The node of a chain at `depth`, or the last one if it is not so deep. None for the root."""
+    while node is not None and node.depth > depth:
+        node = node.parent
+    return node if node is not None and node.depth else None

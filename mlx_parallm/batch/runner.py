@@ -1,77 +1,86 @@
-"""Runs the model over rows of the KV pool: prefill chunks, decode steps and prompt scores.
+"""Runs the model over rows of the KV pool: one forward pass for single tokens and chunks of prompts, then the drawing.
 
-Prefill computes the keys and values of all prompt tokens except the last one, which is the input of the first decode
-step. Therefore every drawn token comes from a decode step, and prefill never runs the vocabulary projection: MLX is
-lazy and does not compute logits that are not used.
+    begin   builds the forward pass, and the logits that are asked for
+    draw    launches the sampling of the next token of some rows
+    read    waits for a launched pass
+
+MLX is lazy: logits that nobody asks for are not computed, and a pass can be launched before the tokens of the pass
+before it have reached the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import cast
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
+from mlx_parallm import core
 from mlx_parallm.adapters.bank import AdapterBank
-from mlx_parallm.batch.attention import FetchingLayerCache, Forward, LayerCache
-from mlx_parallm.batch.forwards import DecodeForward, PackedPrefillForward, PrefillForward
-from mlx_parallm.batch.kv_cache import LoRABatchedKVCache
-from mlx_parallm.batch.rowwise import log_normaliser, token_logprobs, token_ranks, top_logprobs
+from mlx_parallm.batch.block_attention import pairs_work
+from mlx_parallm.batch.fetching import FetchingForward
+from mlx_parallm.batch.forward import Forward, Span, in_order
+from mlx_parallm.batch.kv_cache import KVRow, LoRABatchedKVCache
+from mlx_parallm.batch.layer_cache import FetchingLayerCache, LayerCache
+from mlx_parallm.batch.readback import Draw, PromptScores, read_draws
 from mlx_parallm.batch.sampler import RowSampling, Sampled, SamplingPlan, plan_sampling, sample
-from mlx_parallm.batch.slab import KVRow
-from mlx_parallm.core import TokenLogprob
+from mlx_parallm.core import SamplingParams
 from mlx_parallm.model.hooks import AttentionStyle
+from mlx_parallm.model.split import Head, trunk_of
 
 
-@dataclass(slots=True, eq=False)
-class Row:
-    """One live sequence on the device.
+@dataclass(eq=False, kw_only=True)
+class Row(KVRow, core.Sequence):
+    """A sequence with its row of the KV pool and its sampling options.
 
-    `input_token`: the next step's input; None if it is the token that the step in flight draws. `drawn`: tokens drawn
-    so far, including the step in flight.
+    `prompt_logprobs`: how many alternatives to score for each prompt token, if the sequence is `scored`.
     """
 
-    kv: KVRow
-    sampling: RowSampling
-    input_token: int | None
-    drawn: int = 0
+    sampling: RowSampling = field(default_factory=lambda: RowSampling(SamplingParams()))
+    prompt_logprobs: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class PendingStep:
-    """A decode step's forward pass, before its tokens are drawn: rows in batch order, and lazy logits [n, vocab]."""
+class Pending:
+    """A forward pass, before its tokens are drawn.
+
+    rows: the rows that draw a token, in the order of `logits`
+    positions: tokens that each of them has drawn before
+    logits: lazy, [n, vocab]
+    scores: of the prompt tokens in the pass, with their row and the number of tokens before them
+    """
 
     rows: tuple[Row, ...]
-    logits: mx.array
-    plan: SamplingPlan
+    positions: tuple[int, ...]
+    logits: mx.array | None
+    plan: SamplingPlan | None
+    scores: tuple[tuple[Row, int, PromptScores], ...]
 
     @property
     def needs_previous_tokens(self) -> bool:
-        """Whether the tokens of the step before must be read back before `draw`, because a row has a grammar."""
-        return self.plan.masks is not None
+        """Whether the tokens of the pass before must be read back before `draw`, because a row has a grammar."""
+        return self.plan is not None and self.plan.masks is not None
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """A launched decode step: its rows in batch order, and their lazy draws."""
+class Launched:
+    """A launched forward pass: the rows that draw a token, in order, with their lazy draws, and lazy scores."""
 
     rows: tuple[Row, ...]
-    sampled: Sampled
-
-
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """One row's token, read back. `logprob` and `sampling_logprob` are None unless the row requested them."""
-
-    token: int
-    logprob: TokenLogprob | None
-    sampling_logprob: float | None
+    sampled: Sampled | None
+    scores: tuple[tuple[Row, int, PromptScores], ...]
+    arrays: list[mx.array]
 
 
 class BatchRunner:
     """Owns the model and the KV pool. Device thread only.
+
+    Attributes:
+        dense_rows: see `Forward`.
 
     Args:
         model: an mlx-lm model.
@@ -90,10 +99,14 @@ class BatchRunner:
         vocab_size: int,
     ) -> None:
         self.cache = cache
+        self.dense_rows = 0.0 if pairs_work(cache.layout.dtype) else math.inf
         self._bank = bank
         self._model = model
+        self._trunk = trunk_of(model) if style is AttentionStyle.HOOKED else None
+        self._head = None if self._trunk is None else Head(model)
         self._style = style
         self._vocab_size = vocab_size
+        self._layers = range(len(cache.layout.layers))
         self._planned: tuple[list[RowSampling], SamplingPlan] | None = None
 
     def clear(self) -> None:
@@ -101,155 +114,158 @@ class BatchRunner:
         self._planned = None
         self.cache.clear()
 
-    # -- prefill ---------------------------------------------------------------------------------
+    # -- one pass --------------------------------------------------------------------------------
 
-    def prefill(self, chunks: Sequence[tuple[KVRow, Sequence[int]]]) -> None:
-        """Computes the next tokens of each row and waits until their keys and values are in the pool.
-
-        With the attention hook, rows of different lengths share one forward pass.
-        """
-        if len(chunks) > 1 and self._style is AttentionStyle.HOOKED:
-            self._forward_packed(chunks)
-        else:
-            for row, tokens in chunks:
-                self._forward_chunk(row, tokens)
-        mx.eval([row.slab.arrays() for row, _ in chunks])
-
-    def _forward_packed(self, chunks: Sequence[tuple[KVRow, Sequence[int]]]) -> None:
-        forward = PackedPrefillForward([PrefillForward(row, len(tokens)) for row, tokens in chunks])
-        inputs = mx.array([[token] for _, tokens in chunks for token in tokens])
-        self._run(inputs, forward, [row for row, _ in chunks], [len(tokens) for _, tokens in chunks])
-
-    def score(self, row: KVRow, tokens: Sequence[int], targets: Sequence[int], top: int) -> list[TokenLogprob]:
-        """Prefills one row, and returns each target's raw-model logprob (fp32), rank, and the `top` best alternatives.
-
-        `targets[i]` is the token that follows `tokens[i]`.
-        """
-        logits = self._forward_chunk(row, tokens)[0].astype(mx.float32)
-        normaliser = log_normaliser(logits)
-        target_ids = mx.array(list(targets), mx.uint32)
-        scores, ranks = token_logprobs(logits, target_ids, normaliser), token_ranks(logits, target_ids)
-        best = top_logprobs(logits, normaliser) if top else ()
-        mx.eval(row.slab.arrays(), scores, ranks, *best)
-        tops = [pairs[:top] for pairs in _pairs(*best)] if best else [()] * len(targets)
-        entries = zip(targets, _floats(scores), tops, cast(list[int], ranks.tolist()), strict=True)
-        return [TokenLogprob(*entry) for entry in entries]
-
-    def _forward_chunk(self, row: KVRow, tokens: Sequence[int]) -> mx.array:
-        return self._run(mx.array([list(tokens)]), PrefillForward(row, len(tokens)), [row], [len(tokens)])
-
-    # -- decode ----------------------------------------------------------------------------------
-
-    def begin(self, rows: Sequence[Row], previous: Step | None) -> PendingStep:
-        """Builds the forward pass of one decode step, and launches it at once if drawing has to wait.
+    def begin(self, spans: Sequence[Span[Row]], draws: Sequence[Row], previous: Launched | None) -> Pending:
+        """Builds a forward pass, and launches it at once if drawing has to wait.
 
         Args:
-            rows: each has room for one more token in the pool.
-            previous: the step in flight. It includes every row whose `input_token` is None.
+            spans: the tokens to compute; each row has room for them.
+            draws: the rows that draw a token after their span.
+            previous: the pass in flight. It draws the token of every row that has one unread token.
         """
-        order = {id(kv): place for place, kv in enumerate(self.cache.rows())}
-        batch = tuple(sorted(rows, key=lambda row: order[id(row.kv)]))
-        logits = self._forward_rows([row.kv for row in batch], _inputs(batch, previous))
-        pending = PendingStep(batch, logits, self._plan(batch))
+        spans = in_order(spans)
+        drawing = set(map(id, draws))
+        asked = [_asked_for(span, id(span.row) in drawing) for span in spans]
+        logits = self._logits(_inputs(spans, previous), spans, asked)
+        rows = tuple(span.row for span in spans if id(span.row) in drawing)
+        pending = self._pending(rows, spans, asked, logits)
         if pending.needs_previous_tokens:
-            mx.async_eval(logits)  # type: ignore[no-untyped-call]
+            mx.async_eval(pending.logits)  # type: ignore[no-untyped-call]
         return pending
 
-    def draw(self, pending: PendingStep) -> Step:
-        """Launches the sampling of a step's tokens, and returns without waiting for it.
+    def draw(self, pending: Pending) -> Launched:
+        """Launches a pass and the sampling of its tokens, and returns without waiting for it.
 
-        If the step `needs_previous_tokens`, they must have been read back.
+        If the pass `needs_previous_tokens`, they must have been read back.
         """
-        rows = pending.rows
-        sampled = sample(pending.logits, pending.plan, [row.drawn for row in rows])
-        for row in rows:
-            row.drawn += 1
-            row.input_token = None
-        mx.async_eval(sampled.arrays())  # type: ignore[no-untyped-call]
-        return Step(rows, sampled)
+        sampled = None
+        if pending.logits is not None and pending.plan is not None:
+            sampled = sample(pending.logits, pending.plan, pending.positions)
+        arrays = sampled.arrays() if sampled else self.cache.arrays()
+        arrays += [array for _, _, scores in pending.scores for array in scores.arrays()]
+        mx.async_eval(arrays)  # type: ignore[no-untyped-call]
+        return Launched(pending.rows, sampled, pending.scores, arrays)
 
-    def forward(self, rows: Sequence[KVRow], tokens: Sequence[int]) -> mx.array:
-        """A decode step without sampling: one token of each row, in pool order → lazy logits [n, vocab]."""
-        return self._forward_rows(rows, mx.array(list(tokens), mx.uint32))
+    def read(self, launched: Launched) -> list[Draw]:
+        """Waits for a pass and returns the draws of its rows in order."""
+        mx.eval(launched.arrays)
+        if launched.sampled is None:
+            return []
+        return read_draws(launched.sampled, [row.sampling for row in launched.rows])
 
-    def _forward_rows(self, rows: Sequence[KVRow], inputs: mx.array) -> mx.array:
-        return self._run(inputs[:, None], DecodeForward(rows), rows, [1] * len(rows))[:, -1]
-
-    def read(self, step: Step) -> list[Draw]:
-        """Waits for a step and returns its rows' draws in the step's order."""
-        tokens = cast(list[int], step.sampled.tokens.tolist())
-        return [Draw(*each) for each in zip(tokens, _logprobs(step, tokens), _sampling_logprobs(step), strict=True)]
-
-    def _run(self, inputs: mx.array, forward: Forward, rows: Sequence[KVRow], lengths: Sequence[int]) -> mx.array:
-        """Runs the model on `lengths` more tokens of each row. Returns lazy logits [B, T, vocab]."""
-        with self._bank.forward([row.adapter_slot for row in rows], lengths):
-            logits: mx.array = self._model(inputs, cache=self._layer_caches(forward))
-        for row, length in zip(rows, lengths, strict=True):
-            row.length += length
+    def compute(self, spans: Sequence[Span[KVRow]], tokens: Sequence[int]) -> mx.array:
+        """A pass without drawing: the tokens of the spans, in `in_order` → lazy logits [N, vocab]."""
+        every = [list(range(span.tokens)) for span in spans]
+        logits = self._logits(mx.array(list(tokens), mx.uint32), spans, every)
+        assert logits is not None
         return logits
 
-    def _plan(self, batch: tuple[Row, ...]) -> SamplingPlan:
-        """The sampling plan, made again only when the batch has changed.
+    # -- parts of a pass -------------------------------------------------------------------------
 
-        The key is the rows' sampling options; keeping the rows themselves would keep their slabs alive.
+    def _pending(
+        self, rows: tuple[Row, ...], spans: Sequence[Span[Row]], asked: Sequence[list[int]], logits: mx.array | None
+    ) -> Pending:
+        """Splits the logits into those of prompt tokens and those that tokens are drawn from."""
+        if logits is None:
+            return Pending(rows, (), None, None, ())
+        drawing, scores, last, start = set(map(id, rows)), [], [], 0
+        for span, offsets in zip(spans, asked, strict=True):
+            stop = start + len(offsets)
+            if id(span.row) in drawing:
+                last.append(stop - 1)
+            if span.row.scored and (targets := _targets(span)):
+                part = PromptScores(logits[start : start + len(targets)], targets, span.row.prompt_logprobs)
+                scores.append((span.row, span.start, part))
+            start = stop
+        drawn = logits if len(last) == start else logits[mx.array(last)] if last else None
+        plan = self._plan(rows) if rows else None
+        return Pending(rows, tuple(row.drawn for row in rows), drawn, plan, tuple(scores))
+
+    def _logits(self, inputs: mx.array, spans: Sequence[Span[KVRow]], asked: Sequence[list[int]]) -> mx.array | None:
+        """Logits after the tokens at `asked`, the numbers of tokens in each span. None if there are none."""
+        starts = np.cumsum([0, *(span.tokens for span in spans)])
+        wanted = [int(start) + offset for start, offsets in zip(starts, asked, strict=False) for offset in offsets]
+        outputs = mx.concatenate(
+            [self._run(inputs[first:stop], part) for first, stop, part in _calls(spans, self._style)]
+        )
+        if not wanted:
+            return None
+        chosen = outputs if len(wanted) == len(outputs) else outputs[mx.array(wanted)]
+        return chosen if self._head is None else self._head(chosen)
+
+    def _run(self, inputs: mx.array, spans: Sequence[Span[KVRow]]) -> mx.array:
+        """The trunk's outputs [N, hidden] for tokens [N], or the logits [N, vocab] of a model without a trunk."""
+        model = self._model if self._trunk is None else self._trunk
+        caches: Sequence[LayerCache | FetchingLayerCache]
+        if self._style is AttentionStyle.HOOKED:
+            forward = Forward(self.cache, spans, self.dense_rows)
+            caches = [LayerCache(forward, layer) for layer in self._layers]
+            shaped = inputs[:, None]
+        else:
+            fetching = FetchingForward(self.cache, spans)
+            grouped = self._style is AttentionStyle.OWN_GROUPED
+            caches = [FetchingLayerCache(fetching, layer, grouped) for layer in self._layers]
+            shaped = inputs.reshape(len(spans), -1)
+        with self._bank.forward([span.row.adapter_slot for span in spans], [span.tokens for span in spans]):
+            outputs: mx.array = model(shaped, cache=caches)
+        return outputs.reshape(-1, outputs.shape[-1])
+
+    def _plan(self, rows: tuple[Row, ...]) -> SamplingPlan:
+        """The sampling plan, made again only when the rows have changed.
+
+        The key is the rows' sampling options; keeping the rows themselves would keep their requests alive.
         """
-        options = [row.sampling for row in batch]
+        options = [row.sampling for row in rows]
         if self._planned is None or not _same(self._planned[0], options):
             self._planned = (options, plan_sampling(options, self._vocab_size))
         return self._planned[1]
-
-    def _layer_caches(self, forward: Forward) -> list[LayerCache | FetchingLayerCache]:
-        layers = range(len(self.cache.layout.layers))
-        if self._style is AttentionStyle.HOOKED:
-            return [LayerCache(forward, layer) for layer in layers]
-        return [FetchingLayerCache(forward, layer, self._style is AttentionStyle.OWN_GROUPED) for layer in layers]
 
 
 def _same(before: Sequence[RowSampling], now: Sequence[RowSampling]) -> bool:
     return len(before) == len(now) and all(one is other for one, other in zip(before, now, strict=True))
 
 
-def _inputs(batch: tuple[Row, ...], previous: Step | None) -> mx.array:
-    """The step's input tokens [n], from `previous` or from the host."""
-    if previous is not None and previous.rows == batch and all(row.input_token is None for row in batch):
-        return previous.sampled.tokens
-    known = mx.array([row.input_token or 0 for row in batch], mx.uint32)
-    if previous is None:
-        return known
-    drawn_at = {id(row): i for i, row in enumerate(previous.rows)}
-    source = [drawn_at[id(row)] if row.input_token is None else len(previous.rows) + i for i, row in enumerate(batch)]
-    return mx.concatenate([previous.sampled.tokens, known])[mx.array(source)]
+def _asked_for(span: Span[Row], draws: bool) -> list[int]:
+    """The tokens of a span whose logits are needed: those with a next prompt token to score, and the one drawn from."""
+    if span.row.scored:
+        return list(range(len(_targets(span)) + draws))
+    return [span.tokens - 1] if draws else []
 
 
-def _logprobs(step: Step, tokens: Sequence[int]) -> Sequence[TokenLogprob | None]:
-    """Raw-model logprobs of each row's token; None in rows that did not request them."""
-    sampled = step.sampled
-    if sampled.logprobs is None:
-        return [None] * len(tokens)
-    tops: list[tuple[tuple[int, float], ...]] = [()] * len(tokens)
-    if sampled.top_ids is not None and sampled.top_logprobs is not None:
-        tops = _pairs(sampled.top_ids, sampled.top_logprobs)
-    return [_logprob(*each) for each in zip(step.rows, tokens, _floats(sampled.logprobs), tops, strict=True)]
+def _targets(span: Span[Row]) -> list[int]:
+    """The prompt tokens that follow the tokens of a span."""
+    return span.row.tokens[span.start + 1 : min(span.stop + 1, span.row.prompt_length)]
 
 
-def _sampling_logprobs(step: Step) -> Sequence[float | None]:
-    """Logprobs of each row's token under the distribution that drew it; None in rows that did not request them."""
-    if step.sampled.sampling_logprobs is None:
-        return [None] * len(step.rows)
-    values = _floats(step.sampled.sampling_logprobs)
-    return [value if row.sampling.sampling_logprobs else None for row, value in zip(step.rows, values, strict=True)]
+def _calls(spans: Sequence[Span[KVRow]], style: AttentionStyle) -> Iterator[tuple[int, int, Sequence[Span[KVRow]]]]:
+    """The model's calls of a pass, each with its tokens. A model with attention of its own takes single tokens together
+    and each chunk alone."""
+    start = 0
+    hooked = style is AttentionStyle.HOOKED
+    for _, group in groupby(enumerate(spans), key=lambda item: -1 if hooked or item[1].tokens == 1 else item[0]):
+        part = [span for _, span in group]
+        stop = start + sum(span.tokens for span in part)
+        yield start, stop, part
+        start = stop
 
 
-def _logprob(row: Row, token: int, value: float, top: tuple[tuple[int, float], ...]) -> TokenLogprob | None:
-    count = row.sampling.params.top_logprobs
-    return None if count is None else TokenLogprob(token, value, top[:count])
-
-
-def _pairs(ids: mx.array, logprobs: mx.array) -> list[tuple[tuple[int, float], ...]]:
-    """[T, K] ids and logprobs → T tuples of K pairs."""
-    rows = zip(cast(list[list[int]], ids.tolist()), cast(list[list[float]], logprobs.tolist()), strict=True)
-    return [tuple(zip(row_ids, row_values, strict=True)) for row_ids, row_values in rows]
-
-
-def _floats(array: mx.array) -> list[float]:
-    return cast(list[float], array.tolist())
+def _inputs(spans: Sequence[Span[Row]], previous: Launched | None) -> mx.array:
+    """The pass's input tokens [N]: those that the host knows, and those that `previous` draws."""
+    ids: list[int] = []
+    unread: list[tuple[int, Row]] = []  # where in the pass, and whose
+    for span in spans:
+        ids += span.row.tokens[span.start : span.stop]
+        if span.stop > len(span.row.tokens):
+            unread.append((len(ids), span.row))
+            ids.append(0)
+    if previous is None or previous.sampled is None or not unread:
+        return mx.array(ids, mx.uint32)
+    tokens = previous.sampled.tokens
+    if len(unread) == len(ids) and tuple(row for _, row in unread) == previous.rows:
+        return tokens
+    drawn_at = {id(row): place for place, row in enumerate(previous.rows)}
+    source = list(range(len(tokens), len(tokens) + len(ids)))
+    for place, row in unread:
+        source[place] = drawn_at[id(row)]
+    return mx.concatenate([tokens, mx.array(ids, mx.uint32)])[mx.array(source)]

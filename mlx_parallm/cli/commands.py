@@ -103,13 +103,14 @@ def _server_summary(
     names = ", ".join(model["id"] for model in models["data"])
     live = listed([card["id"] for card in adapters["data"] if card["live"]])
     slots = f"{adapters['slots']['used']} of {adapters['slots']['total']} slots used"
+    held, budget, cached = (human_bytes(engine[f"kv_bytes_{kind}"]) for kind in ("held", "budget", "cached"))
     lines = (
         base,
         f"models    {names}",
         f"adapters  {live} ({slots})",
         f"running   {engine['running']}",
         f"waiting   {engine['waiting']}",
-        f"KV cache  {human_bytes(engine['kv_bytes_held'])} of {human_bytes(engine['kv_bytes_budget'])}",
+        f"KV cache  {held} of {budget}, cached prefixes {cached}",
     )
     return "\n  ".join(lines)
 

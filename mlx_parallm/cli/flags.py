@@ -53,6 +53,7 @@ FLAGS = (
     Flag("--max-batched-tokens", "server.max_batched_tokens", "TOKENS"),
     Flag("--max-queued", "server.max_queued", "SEQUENCES"),
     Flag("--kv-cache-memory", "server.kv_cache_memory", "SIZE"),
+    Flag("--prefix-cache", "server.prefix_cache"),
     Flag("--mlx-memory-limit", "server.mlx_memory_limit", "SIZE"),
     Flag("--mlx-cache-limit", "server.mlx_cache_limit", "SIZE"),
     Flag("--max-decode-stall-ms", "server.max_decode_stall_ms", "MILLISECONDS"),

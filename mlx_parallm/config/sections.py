@@ -109,6 +109,11 @@ class ServerConfig(Section):
     auto takes 80 % of the part of mlx_memory_limit that the weights and mlx_cache_limit leave free, and on a CPU at
     most a quarter of RAM.
     """
+    prefix_cache: bool = True
+    """Keep the keys and values of prompts and answers, so that a later prompt of the same adapter version that begins
+    with the same text does not compute them again. They take only what kv_cache_memory leaves free. false: only the
+    samples of one prompt share its keys and values.
+    """
     mlx_memory_limit: AutoByteSize = None
     """Memory that MLX may use in all. Above it, MLX waits for running work and frees cached buffers before it
     allocates. auto takes Metal's recommended working set, 95 % of another GPU's memory, or 80 % of RAM on a CPU. On

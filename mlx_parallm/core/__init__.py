@@ -1,7 +1,7 @@
 """The data types and protocols that all packages share. This package imports none of the others, no MLX and no HTTP.
 
 The server builds a `GenerationRequest`, the engine answers it with a stream of events, and neither knows how the other
-works. Objects that one package passes to another are frozen; only `SequenceState` changes, on the device thread.
+works. Objects that one package passes to another are frozen; only a `Sequence` changes, on the device thread.
 
 Glossary:
     request: one call of a client. It has one or more sequences.
@@ -9,8 +9,8 @@ Glossary:
     row: the place of a live sequence in the KV pool and in the batch.
     prefill, decode, step: computing a prompt's keys and values in chunks; drawing one token for each row; one such
         pass over the rows.
-    unit: one uninterrupted piece of work on the device thread: a decode step, a prefill unit, staging, or a part of a
-        training micro-step.
+    unit: one uninterrupted piece of work on the device thread: a forward pass over decode rows and chunks of prompts,
+        staging, or a part of a training micro-step.
     adapter, adapter version: a set of LoRA weights with a name; an immutable version of it, `AdapterRef`.
     bank, slot: the stacked weights of all adapters on the device; one version's place there.
     staging: copying a version's weights into a slot.
@@ -77,7 +77,7 @@ from mlx_parallm.core.requests import (
     TokenLogprob,
     WorkClass,
 )
-from mlx_parallm.core.sequence import PromptGroup, SequenceState, SequenceStatus
+from mlx_parallm.core.sequence import PromptGroup, Sequence, SequenceStatus
 from mlx_parallm.core.text import Reasoning, TextTokenizer, Tool, ToolCall, ToolFormat, UnwritableToolError
 from mlx_parallm.core.training import (
     GivenTrajectory,

@@ -25,11 +25,11 @@ class DeviceSchedule:
     Attributes:
         training_time_share: share of device time for training while rows decode, in (0, 1]. Training also gets all
             idle time.
-        max_decode_stall_s: seconds of other work allowed between two decode steps, > 0. Units of prefill and training
-            are cut so that their predicted time fits, and are not interrupted. A stall can still be longer by the
-            smallest unit: 16 tokens for prefill, and one layer of one micro-step for training (`micro_batch_tokens`
-            tokens, or one sample if that is longer). Every few steps a prompt gets a chunk even if it is predicted not
-            to fit.
+        max_decode_stall_s: seconds by which other work may delay a decode step, > 0. Chunks of prompts in the step and
+            units of training before it are cut so that their predicted time fits, and are not interrupted. A stall can
+            still be longer by the smallest of these: 16 tokens of a prompt, and one layer of one micro-step for
+            training (`micro_batch_tokens` tokens, or one sample if that is longer). Every few steps a prompt gets a
+            chunk even if it is predicted not to fit.
         row_shares: share of each work class, summing to 1. While sequences of both classes wait, they share the rows
             of the batch; while rows of both classes are live, they share the rows of a decode step. A class that is
             alone gets all.
@@ -79,7 +79,7 @@ class Histogram:
 
 
 DECODE_GAPS = Histogram.of(0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0)
-"""Seconds from one decode step to the next while rows wait for the second one."""
+"""Seconds from the end of one decode step to the end of the next one, for which rows waited."""
 
 TRAINING_SHARES = Histogram.of(0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
 """Training's share of device time in time windows in which training and rows both had work throughout."""

@@ -34,7 +34,11 @@ class EngineStats:
     """A snapshot of counters and gauges, taken without stopping the engine. Names ending in `_total` only grow.
 
     Attributes:
-        kv_bytes_held, kv_bytes_budget: the memory of the KV pool, and its limit.
+        kv_bytes_held, kv_bytes_budget: the memory of the KV pool that rows hold, and the pool's limit.
+        kv_bytes_cached: the memory of cached prefixes that no row uses. It is not part of `kv_bytes_held`, because rows
+            get it when they need it.
+        prefix_cache_queries_total, prefix_cache_hits_total: prompt tokens that were looked up in the prefix cache, and
+            those whose keys and values were taken from it. They count as `RequestFinished.cached_tokens` does.
         training_share: training's share of device time in the last time window, with or without rows waiting.
         paused: `pause` was called and `resume` was not. Requests may still be running.
         detail: JSON values for `/debug/state`.
@@ -46,7 +50,10 @@ class EngineStats:
     waiting: int = 0
     kv_bytes_held: int = 0
     kv_bytes_budget: int = 0
+    kv_bytes_cached: int = 0
     kv_tokens_used: int = 0
+    prefix_cache_queries_total: int = 0
+    prefix_cache_hits_total: int = 0
     preemptions_total: int = 0
     steps_total: int = 0
     prompt_tokens_total: int = 0
@@ -94,10 +101,18 @@ class EngineClient(Protocol):
         """Ends a pause. Does nothing if the engine is not paused."""
         ...
 
+    async def reset_prefix_cache(self) -> int:
+        """Forgets every cached prefix between two units, and returns the number of tokens that were cached.
+
+        Running rows keep their keys and values. A later request computes its prompt again.
+        """
+        ...
+
     async def sleep(self, bank: bool = False) -> None:
         """Frees the memory that only sampling needs, once running requests have ended.
 
-        This is the KV pool and MLX's buffer cache. With `bank`, adapter slots are freed too; versions without a file
-        stay in memory as copies. The next request allocates everything again, so the caller must hold requests back.
+        This is the KV pool, with all cached prefixes, and MLX's buffer cache. With `bank`, adapter slots are freed too;
+        versions without a file stay in memory as copies. The next request allocates everything again, so the caller
+        must hold requests back.
         """
         ...

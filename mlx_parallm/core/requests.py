@@ -104,6 +104,7 @@ class GenerationRequest:
         collection: None: nothing of the request is kept for training.
         grammar: each sequence's text must follow it. A sequence ends when the grammar allows no further token.
         visible_specials: ids of special tokens that appear in the text. Other special tokens add no text.
+        cache_salt: the prefix cache gives a request only what requests with an equal salt computed.
     """
 
     request_id: str
@@ -118,6 +119,7 @@ class GenerationRequest:
     collection: CollectionSpec | None = None
     grammar: Grammar | None = None
     visible_specials: frozenset[int] = frozenset()
+    cache_salt: str = field(default="", repr=False)
 
     @property
     def sequences(self) -> int:
@@ -178,6 +180,8 @@ class RequestFinished:
     Attributes:
         started_at: when the device began its first unit of work for the request, which ends its time in the queue.
             That is a prefill chunk, or a decode step if a prompt has one token.
+        cached_tokens: tokens of the prompts whose keys and values were taken from the prefix cache and not computed,
+            over all prompts of the request. Each prompt counts once, whatever `n` is.
         trajectory_ids: ids of a collected request's trajectories, in the order of its choices.
         trajectory_warning: why the trajectories will not be trained on, or empty.
     """

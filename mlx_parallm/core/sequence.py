@@ -20,28 +20,30 @@ class SequenceStatus(Enum):
 
 @dataclass(eq=False, slots=True)
 class PromptGroup:
-    """The n sequences of one prompt. The first one is prefilled; the others start as copies of its row."""
+    """The n sequences of one prompt. The first one computes it; the others share its keys and values."""
 
-    members: list[SequenceState] = field(default_factory=list)
+    members: list[Sequence] = field(default_factory=list)
 
 
-@dataclass(eq=False, slots=True)
-class SequenceState:
+@dataclass(eq=False)
+class Sequence:
     """The state of one sequence. Only the device thread changes it.
 
-    A token is drawn when the decode step that draws it is launched, and read when its id has reached the host. The
-    next step is launched before the last one is read.
+    This part is what the scheduler needs. `batch.runner.Row` adds the row of the KV pool, and `engine.live.LiveSequence`
+    the request and the text; all are one object.
+
+    A token is drawn when the unit that draws it is launched, and read when its id has reached the host. The next unit
+    may be launched before the last one is read.
 
     Attributes:
         tokens: the prompt and every drawn token that has been read.
         drawn: tokens drawn so far, including those not read yet.
-        computed: tokens whose keys and values are in the row. A row may decode when exactly one token is not
-            computed: the next step's input.
+        computed: tokens whose keys and values are in the row; the length of the row.
         arrived_at: when the request arrived. This and the times below are seconds on `time.monotonic`'s clock.
-        started_at: when the device began its first unit of work for the sequence; 0.0 before.
-        served_at: when it last got a prefill chunk in its turn; before the first chunk, `arrived_at`.
-        steps_waited: decode steps since its last prefill chunk, while it is being prefilled.
-        scored: the logprobs of its prompt are wanted, so its prefill units keep logits and hold no other prompt.
+        started_at: when the first unit of work for the sequence was launched; 0.0 before.
+        served_at: when it last got a chunk in its turn; before the first chunk, `arrived_at`.
+        steps_waited: units with decode rows that were launched since its last chunk, while it is being prefilled.
+        scored: the logprobs of its prompt are wanted, so its chunks keep logits and share no unit with other chunks.
     """
 
     sequence_id: int
@@ -72,16 +74,26 @@ class SequenceState:
         return self.prompt_length + self.drawn
 
     @property
-    def to_prefill(self) -> int:
-        """Tokens to compute before the row may decode. The last token is not among them: the next step computes it."""
-        return max(0, self.prompt_length + self.drawn - 1 - self.computed)
+    def pending(self) -> int:
+        """Tokens of the prompt and drawn tokens whose keys and values are not in the row; at least one. A row with
+        exactly one decodes: computing it gives the logits of the next token."""
+        return self.length - self.computed
+
+    @property
+    def to_compute(self) -> int:
+        """Pending tokens that a unit has to compute. The last one is among them only if a token is drawn from it."""
+        return self.pending if self.may_draw else self.pending - 1
 
     @property
     def unread(self) -> int:
         """Tokens drawn and not read yet."""
-        return self.prompt_length + self.drawn - len(self.tokens)
+        return self.length - len(self.tokens)
 
     @property
     def may_draw(self) -> bool:
         """Whether another token may be drawn before `max_tokens` is reached."""
         return self.drawn < self.max_tokens
+
+    def forget_unread(self) -> None:
+        """Takes back tokens that were drawn but will never be read, so that they are drawn again."""
+        self.drawn -= self.unread

@@ -2,7 +2,7 @@
 
 If the failing call was training, the update fails and no row is affected. Otherwise the requests for which the call was
 made fail, and all other rows are computed again on fresh arrays, because the call may have left wrong values in the
-arrays that it was writing and in others of the same slab (see `batch.slab`).
+arrays that it was writing, which hold the blocks of all rows.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Iterable
 from mlx_parallm.adapters.store import AdapterStore
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.core import TrainingWork
-from mlx_parallm.engine.live import LiveRequest
+from mlx_parallm.engine.live import LiveRequest, live
 from mlx_parallm.engine.requests import LiveRequests
-from mlx_parallm.engine.steps import Decoder
+from mlx_parallm.engine.steps import Forwards
 from mlx_parallm.errors import DeviceLostError, DeviceMemoryError, EngineError, StepFailedError
 from mlx_parallm.model.device import check_device, is_out_of_memory
 from mlx_parallm.scheduler.scheduler import RLAwareScheduler
@@ -35,14 +35,14 @@ class Recovery:
     def __init__(
         self,
         runner: BatchRunner,
-        decoder: Decoder,
+        forwards: Forwards,
         requests: LiveRequests,
         scheduler: RLAwareScheduler,
         adapters: AdapterStore,
         training: TrainingWork | None,
     ) -> None:
         self._runner = runner
-        self._decoder = decoder
+        self._forwards = forwards
         self._requests = requests
         self._scheduler = scheduler
         self._adapters = adapters
@@ -102,20 +102,20 @@ class Recovery:
         Metal reports the error of a command buffer at the next call, whatever that call is. If the step's requests fail
         for that reason, `affected` start again.
         """
-        if not self._decoder.in_flight:
+        if not self._forwards.in_flight:
             return set(affected)
         if isinstance(error, RuntimeError) and not is_out_of_memory(error):
-            return self._decoder.drop()
-        self._decoder.commit()
+            return self._forwards.drop()
+        self._forwards.commit()
         return set(affected)
 
     def _recompute_rows(self, error: Exception) -> None:
-        self._decoder.drop()
-        disturbed = {self._requests.live(sequence).request for sequence in self._scheduler.live}
+        self._forwards.drop()
+        disturbed = {live(sequence).request for sequence in self._scheduler.live}
         for sequence in self._scheduler.live:
             self._scheduler.preempt(sequence)
-        for live in self._requests.lives():
-            live.forget_unread()
+        for each in self._requests.lives():
+            each.forget_unread()
         self._runner.clear()
         for request in disturbed:
             request.recomputed += 1

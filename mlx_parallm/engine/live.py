@@ -1,6 +1,8 @@
-"""A request and its sequences while the engine computes them, and the rows of the KV pool that they hold.
+"""A request and its sequences while the engine computes them.
 
-LiveRequest ──unfinished──▶ LiveSequence ──row──▶ Row (a place in the KV pool, and the adapter slot it reads)
+core.Sequence        counts, class, age            what the scheduler reads
+└─ batch.Row         blocks, slot, sampling        what a forward pass reads
+   └─ LiveSequence   request, text, scores         one object
 """
 
 from __future__ import annotations
@@ -9,8 +11,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from mlx_parallm.adapters.store import AdapterStore
-from mlx_parallm.batch.kv_cache import LoRABatchedKVCache
 from mlx_parallm.batch.logit_stages import TokenCounts, has_penalties
 from mlx_parallm.batch.runner import Row
 from mlx_parallm.batch.sampler import RowSampling
@@ -19,7 +19,7 @@ from mlx_parallm.core import (
     GenerationRequest,
     PromptGroup,
     RequestFinished,
-    SequenceState,
+    Sequence,
     TokenLogprob,
 )
 from mlx_parallm.engine.text import Detokenizes, StopMatcher, TextStream
@@ -37,20 +37,17 @@ class Vocabulary:
     detokenizer: Callable[[tuple[int, ...], frozenset[int]], Detokenizes]
 
 
-@dataclass(eq=False, slots=True)
-class LiveSequence:
-    """One choice of a request. `row` is None while the sequence holds no row of the KV pool.
+@dataclass(eq=False, kw_only=True)
+class LiveSequence(Row):
+    """One choice of a request, with all of its state: counts, row, sampling and text.
 
     `scores`: the prompt's logprobs so far, None for the first token. The list itself is None if the request does not
     want them or they have been sent.
     """
 
-    sequence: SequenceState
     index: int
     request: LiveRequest
     text: TextStream
-    sampling: RowSampling
-    row: Row | None = None
     scores: list[TokenLogprob | None] | None = None
 
     def forget_unread(self) -> None:
@@ -59,10 +56,9 @@ class LiveSequence:
         Token counts for penalties are rebuilt from the tokens that were read, because the counts on the device may be
         lost.
         """
-        sequence = self.sequence
-        sequence.drawn -= sequence.unread
+        super().forget_unread()
         if (counts := self.sampling.counts) is not None:
-            prompt, generated = sequence.tokens[: sequence.prompt_length], sequence.tokens[sequence.prompt_length :]
+            prompt, generated = self.tokens[: self.prompt_length], self.tokens[self.prompt_length :]
             self.sampling = replace(self.sampling, counts=TokenCounts(prompt, generated, counts.vocab_size))
 
 
@@ -89,7 +85,7 @@ class LiveRequest:
     @property
     def begun(self) -> bool:
         """Whether any of its sequences has begun to prefill."""
-        return bool(self.started_at) or any(live.sequence.started_at for live in self.unfinished)
+        return bool(self.started_at) or any(live.started_at for live in self.unfinished)
 
     def finished(self, now: float) -> RequestFinished:
         return RequestFinished(
@@ -103,35 +99,25 @@ class LiveRequest:
 
 
 def live_sequence(
-    live: LiveRequest, index: int, sequence_id: int, group: PromptGroup, vocabulary: Vocabulary
+    owner: LiveRequest, index: int, sequence_id: int, group: PromptGroup, vocabulary: Vocabulary
 ) -> LiveSequence:
     """Choice `index` of a request, with everything that it needs to be computed and turned into text."""
-    request = live.request
+    request = owner.request
     stopping, prompt, sample = request.stopping, request.prompts[index // request.n], index % request.n
     params = replace(request.sampling, seed=request.sampling.seed + sample)
     grammar = None if request.grammar is None else request.grammar.start()
     scored = request.prompt_logprobs is not None and sample == 0
     return LiveSequence(
-        sequence=SequenceState(
-            sequence_id=sequence_id,
-            tokens=list(prompt),
-            max_tokens=stopping.max_tokens,
-            arrived_at=live.arrived_at,
-            group=group,
-            work_class=request.work_class,
-            adapter=request.adapter,
-            priority=request.priority,
-            scored=scored,
-        ),
-        index=index,
-        request=live,
-        text=TextStream(
-            detokenizer=vocabulary.detokenizer(prompt, request.visible_specials),
-            matcher=StopMatcher(stopping),
-            stopping=stopping,
-            end_ids=frozenset() if stopping.ignore_eos else vocabulary.eos_ids,
-            grammar=grammar,
-        ),
+        sequence_id=sequence_id,
+        tokens=list(prompt),
+        max_tokens=stopping.max_tokens,
+        arrived_at=owner.arrived_at,
+        group=group,
+        work_class=request.work_class,
+        adapter=request.adapter,
+        priority=request.priority,
+        scored=scored,
+        prompt_logprobs=request.prompt_logprobs or 0,
         sampling=RowSampling(
             params=params,
             min_tokens=stopping.min_tokens,
@@ -140,8 +126,23 @@ def live_sequence(
             counts=TokenCounts(prompt, (), vocabulary.size) if has_penalties(params) else None,
             grammar=grammar,
         ),
+        index=index,
+        request=owner,
+        text=TextStream(
+            detokenizer=vocabulary.detokenizer(prompt, request.visible_specials),
+            matcher=StopMatcher(stopping),
+            stopping=stopping,
+            end_ids=frozenset() if stopping.ignore_eos else vocabulary.eos_ids,
+            grammar=grammar,
+        ),
         scores=[None] if scored else None,
     )
+
+
+def live(sequence: Sequence) -> LiveSequence:
+    """The sequence as the engine knows it. All sequences of the engine's scheduler are live sequences."""
+    assert isinstance(sequence, LiveSequence)
+    return sequence
 
 
 Affected = tuple[tuple[LiveRequest, ...], DeviceWork | None]
@@ -166,55 +167,3 @@ class FaultScope:
         """Returns the recorded requests or work, and clears the record."""
         affected, self._affected = self._affected, ((), None)
         return affected
-
-
-class PoolMemory:
-    """Implements `scheduler.RowMemory`: gives sequences rows of the KV pool.
-
-    A row pins its adapter's slot for as long as it is in the pool. A fault while a row is made or grows fails that
-    row's request only.
-
-    Args:
-        lives: live sequences by sequence id, owned by `LiveRequests`.
-    """
-
-    def __init__(
-        self, cache: LoRABatchedKVCache, adapters: AdapterStore, lives: dict[int, LiveSequence], scope: FaultScope
-    ) -> None:
-        self.ready = adapters.ready
-        self._cache = cache
-        self._adapters = adapters
-        self._lives = lives
-        self._scope = scope
-
-    def allocate(self, sequence: SequenceState, source: SequenceState | None) -> int | None:
-        """Gives a sequence a row with room for all its tokens. Returns how many of them are computed in it already,
-        which never includes the last one: the next step computes that. None if there is no room."""
-        live = self._lives[sequence.sequence_id]
-        with self._scope.covering([live.request]):
-            if source is None:
-                kv = self._cache.allocate(sequence.length)
-            else:
-                kv = self._cache.fork(self._row(source).kv, sequence.prompt_length - 1, sequence.length)
-        if kv is None:
-            return None
-        kv.adapter_slot = self._adapters.pin(sequence.adapter)
-        live.row = Row(kv, live.sampling, input_token=sequence.tokens[-1], drawn=sequence.drawn)
-        return kv.length
-
-    def grow(self, sequence: SequenceState, tokens: int) -> bool:
-        kv = self._row(sequence).kv
-        if tokens <= kv.capacity:
-            return True
-        with self._scope.covering([self._lives[sequence.sequence_id].request]):
-            return self._cache.grow(kv, tokens)
-
-    def free(self, sequence: SequenceState) -> None:
-        self._cache.free(self._row(sequence).kv)
-        self._adapters.unpin(sequence.adapter)
-        self._lives[sequence.sequence_id].row = None
-
-    def _row(self, sequence: SequenceState) -> Row:
-        row = self._lives[sequence.sequence_id].row
-        assert row is not None, f"sequence {sequence.sequence_id} has no row"
-        return row

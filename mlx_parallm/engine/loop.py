@@ -6,6 +6,7 @@ staging an adapter, part of a training micro-step) runs. `DeviceLoop.surviving` 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -20,23 +21,24 @@ from mlx_parallm.adapters.store import AdapterStore
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.core import DeviceWork, EngineStats, GenerationRequest, PauseMode, TrainingWork, complete
 from mlx_parallm.engine.faults import Recovery
-from mlx_parallm.engine.live import FaultScope, LiveSequence, PoolMemory, Vocabulary
+from mlx_parallm.engine.live import FaultScope, Vocabulary, live
+from mlx_parallm.engine.memory import PoolMemory
 from mlx_parallm.engine.requests import LiveRequests, PublishEvents
 from mlx_parallm.engine.stats import snapshot
-from mlx_parallm.engine.steps import Decoder, Prefiller
+from mlx_parallm.engine.steps import Forwards
 from mlx_parallm.engine.trace import UnitTrace
 from mlx_parallm.errors import AbortedError, ContextLengthError
 from mlx_parallm.model.device import MemoryLimits
-from mlx_parallm.scheduler.prefill import CostModel
+from mlx_parallm.scheduler.cost import CostModel
 from mlx_parallm.scheduler.scheduler import RLAwareScheduler, SchedulerConfig
-from mlx_parallm.scheduler.units import DecodeUnit, OtherWork, PrefillUnit, StagingUnit, TrainingUnit, Unit
+from mlx_parallm.scheduler.units import Candidate, ForwardUnit, StagingUnit, TrainingUnit, Unit, WorkKind
 
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
     """The parts of the engine, which the device thread builds before it serves.
 
-    `training`: None if this server does not train. `lookahead`: see `Decoder`. `queue_timeout_s`: longest time that an
+    `training`: None if this server does not train. `lookahead`: see `Forwards`. `queue_timeout_s`: longest time that an
     inference request may wait for its first prefill chunk; None for no limit. `limits`: the limits set on MLX's memory,
     for `/debug/state`. `trace` and `check_every_unit`: see `config.DebugConfig`.
     """
@@ -58,7 +60,6 @@ class DeviceLoop:
     """Owns scheduler, runner and live requests. Every method runs on the device thread."""
 
     def __init__(self, parts: EngineParts, publish: PublishEvents) -> None:
-        lives: dict[int, LiveSequence] = {}
         self._scope = scope = FaultScope()
         self._runner = runner = parts.runner
         self.adapters = adapters = parts.adapters
@@ -66,15 +67,14 @@ class DeviceLoop:
         self._other_work: list[DeviceWork] = [adapters] if parts.training is None else [adapters, parts.training]
         self._queue_timeout_s = parts.queue_timeout_s
         self._limits = parts.limits
-        memory = PoolMemory(runner.cache, adapters, lives, scope)
+        memory = PoolMemory(runner.cache, adapters, scope)
         self.scheduler = scheduler = RLAwareScheduler(parts.scheduler, memory, parts.cost)
-        self._requests = requests = LiveRequests(lives, scope, parts.vocabulary, scheduler, adapters, publish)
+        self._requests = requests = LiveRequests(scope, parts.vocabulary, scheduler, adapters, publish)
         self.counters = requests.counters
-        self._prefiller = Prefiller(runner, requests, scheduler)
-        self._decoder = decoder = Decoder(runner, requests, scheduler, parts.lookahead)
+        self._forwards = forwards = Forwards(runner, requests, scheduler, memory, parts.lookahead)
         self._trace = UnitTrace(parts.trace)
         self._check_every_unit = parts.check_every_unit
-        self._recovery = Recovery(runner, decoder, requests, scheduler, adapters, parts.training)
+        self._recovery = Recovery(runner, forwards, requests, scheduler, adapters, parts.training)
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -115,7 +115,7 @@ class DeviceLoop:
 
     def _commit_step(self) -> None:
         with self.surviving():
-            self._decoder.commit()
+            self._forwards.commit()
             self._requests.flush()
 
     def pause(self, mode: PauseMode) -> None:
@@ -127,6 +127,10 @@ class DeviceLoop:
         if mode is PauseMode.ABORT:
             self._requests.fail_all(AbortedError("the server was paused"))
         self._requests.flush()
+
+    def reset_prefix_cache(self) -> int:
+        """Forgets every cached prefix, and returns the number of tokens that were cached. Live rows keep theirs."""
+        return self._runner.cache.reset()
 
     # -- the loop --------------------------------------------------------------------------------
 
@@ -160,15 +164,10 @@ class DeviceLoop:
             self._recovery.survive(error)
 
     def _run_next(self, now: float) -> bool:
-        waiting = OtherWork(
-            staging=self.adapters.waits(),
-            staging_is_urgent=self.adapters.urgent,
-            training=self._training is not None and self._training.waits(),
-        )
-        unit = self.scheduler.next_unit(now, waiting)
-        if self._decoder.in_flight and not isinstance(unit, DecodeUnit):
+        unit = self.scheduler.next_unit(now, self._candidates(now))
+        if self._forwards.in_flight and not isinstance(unit, ForwardUnit):
             with self._trace.span("read tokens"):
-                self._decoder.commit()  # the next call schedules again, with the tokens that were drawn
+                self._forwards.commit()  # the next call schedules again, with the tokens that were drawn
         elif unit is not None:
             with self._trace.unit(unit):
                 self._run(unit)
@@ -177,12 +176,17 @@ class DeviceLoop:
         self._requests.flush()
         return True
 
+    def _candidates(self, now: float) -> Iterator[Candidate]:
+        """The work that waits for the device beside requests."""
+        if self.adapters.waits():
+            yield Candidate(WorkKind.STAGING, due=now if self.adapters.urgent else math.inf)
+        if self._training is not None and self._training.waits():
+            yield Candidate(WorkKind.TRAINING)
+
     def _run(self, unit: Unit) -> None:
         match unit:
-            case DecodeUnit():
-                self._decoder.run(unit)
-            case PrefillUnit():
-                self._prefiller.run(unit)
+            case ForwardUnit():
+                self._forwards.run(unit)
             case StagingUnit():
                 self._stage(unit)
             case TrainingUnit():
@@ -241,6 +245,6 @@ class DeviceLoop:
         self._runner.cache.check_integrity()
         self.adapters.check_integrity()
         self._requests.check_integrity()
-        rows = {id(live.row.kv): live.row.kv for live in self._requests.lives() if live.row is not None}
-        assert set(rows) == {id(row) for row in self._runner.cache.rows()}
-        assert self.adapters.slots.pinned == len({row.adapter_slot for row in rows.values()} - {0})
+        rows = [live(sequence) for sequence in self.scheduler.live]
+        assert set(map(id, rows)) == set(map(id, self._runner.cache.rows()))
+        assert self.adapters.slots.pinned == len({row.adapter_slot for row in rows} - {0})

@@ -133,12 +133,18 @@ class ContinuousBatchProcessor:
         self._pauses += 1
         await self._change(lambda loop: loop.scheduler.resume())
 
+    async def reset_prefix_cache(self) -> int:
+        """See `core.EngineClient.reset_prefix_cache`."""
+        tokens: int = await self._run(lambda loop: loop.reset_prefix_cache())
+        return tokens
+
     async def sleep(self, bank: bool = False) -> None:
         """See `core.EngineClient.sleep`."""
         while self._queues:
             await asyncio.sleep(_DRAIN_CHECK_S)
         if bank:
             await self._run(lambda loop: loop.adapters.evict_idle())
+        await self.reset_prefix_cache()
         await self._change(lambda _: mx.clear_cache())
 
     @overload

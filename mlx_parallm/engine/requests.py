@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection
 
 from mlx_parallm.adapters.store import AdapterStore
-from mlx_parallm.batch.runner import Draw
+from mlx_parallm.batch.readback import Draw
 from mlx_parallm.core import (
     AdapterRef,
     Event,
@@ -16,7 +16,7 @@ from mlx_parallm.core import (
     PromptScored,
     RequestFailed,
     SequenceOutput,
-    SequenceState,
+    TokenLogprob,
     WorkClass,
 )
 from mlx_parallm.engine.live import FaultScope, LiveRequest, LiveSequence, Vocabulary, live_sequence
@@ -33,13 +33,11 @@ class LiveRequests:
     """Holds requests and sequences by id, and the events of the current unit of work. Device thread only.
 
     Args:
-        lives: live sequences by sequence id; `PoolMemory` reads it to give them rows.
         scope: records for which requests MLX is being called, so that a fault fails only those.
     """
 
     def __init__(
         self,
-        lives: dict[int, LiveSequence],
         scope: FaultScope,
         vocabulary: Vocabulary,
         scheduler: RLAwareScheduler,
@@ -48,7 +46,7 @@ class LiveRequests:
     ) -> None:
         self.counters = Counters()
         self.scope = scope
-        self._lives = lives
+        self._lives: dict[int, LiveSequence] = {}
         self._vocabulary = vocabulary
         self._scheduler = scheduler
         self._adapters = adapters
@@ -73,8 +71,8 @@ class LiveRequests:
         self._adapters.add_request(request.adapter)
         self.counters.prompt_tokens += sum(map(len, request.prompts))
         for sequence in live.unfinished:
-            self._lives[sequence.sequence.sequence_id] = sequence
-            self._scheduler.add(sequence.sequence)
+            self._lives[sequence.sequence_id] = sequence
+            self._scheduler.add(sequence)
         return live
 
     def abort(self, request_id: str) -> None:
@@ -108,9 +106,6 @@ class LiveRequests:
         for request in tuple(self._requests.values()):
             self.fail(request, error)
 
-    def live(self, sequence: SequenceState) -> LiveSequence:
-        return self._lives[sequence.sequence_id]
-
     def lives(self) -> Collection[LiveSequence]:
         return self._lives.values()
 
@@ -123,9 +118,8 @@ class LiveRequests:
         """Takes one drawn token: emits its text, and ends the sequence if this is its last token. If the grammar of the
         sequence fails, the request fails."""
         request = live.request
-        live.sequence.tokens.append(draw.token)
-        if live.row is not None and live.sequence.unread == 0:
-            live.row.input_token = draw.token
+        live.tokens.append(draw.token)
+        self._send_scores(live)
         request.first_token_at = request.first_token_at or now
         request.completion_tokens += 1
         request.recomputed = 0
@@ -141,24 +135,27 @@ class LiveRequests:
             self._end(live)
 
     def prefilled(self, live: LiveSequence) -> None:
-        """Call this when a prompt is computed. Sends its scores, if it is scored, and ends the sequence if `max_tokens`
-        is 0."""
+        """Call this when a prompt is computed from which no token is drawn. Sends its scores and ends the sequence."""
         self._send_scores(live)
         self.finish_if_nothing_to_do(live)
+
+    def add_scores(self, live: LiveSequence, start: int, scores: list[TokenLogprob]) -> None:
+        """Keeps the logprobs of the prompt tokens from `start` + 1 on. A preempted prompt is scored again."""
+        if live.scores is not None:
+            live.scores[start + 1 :] = scores
 
     def finish_if_nothing_to_do(self, live: LiveSequence) -> None:
         """Ends a sequence if its `max_tokens` is 0, unless its prompt has yet to be scored. A prompt of one token is
         scored already: only later tokens have a score."""
-        sequence = live.sequence
-        if live.scores is not None and sequence.prompt_length == 1:
+        if live.scores is not None and live.prompt_length == 1:
             self._send_scores(live)
-        if sequence.max_tokens == 0 and live.scores is None:
+        if live.max_tokens == 0 and live.scores is None:
             self._emit(live.request, SequenceOutput(live.index, (), "", finish_reason=FinishReason.LENGTH))
             self._end(live)
 
     def _send_scores(self, live: LiveSequence) -> None:
         if live.scores is not None:
-            live.sequence.scored = False
+            live.scored = False
             prompt_index = live.index // live.request.request.n
             self._emit(live.request, PromptScored(prompt_index, tuple(live.scores)))
             live.scores = None
@@ -166,10 +163,10 @@ class LiveRequests:
     def _end(self, live: LiveSequence) -> None:
         """Ends a sequence and frees its row. If it was the last one of its request, the request ends too."""
         request = live.request
-        if live.sequence.started_at:
-            request.started_at = min(request.started_at or live.sequence.started_at, live.sequence.started_at)
-        self._scheduler.finish(live.sequence)
-        del self._lives[live.sequence.sequence_id]
+        if live.started_at:
+            request.started_at = min(request.started_at or live.started_at, live.started_at)
+        self._scheduler.finish(live)
+        del self._lives[live.sequence_id]
         request.unfinished.remove(live)
         if request.unfinished:
             return
@@ -192,8 +189,6 @@ class LiveRequests:
         """Raises AssertionError if requests and sequences do not agree."""
         assert {s.sequence_id for s in self._scheduler.sequences()} == set(self._lives)
         assert sum(len(request.unfinished) for request in self._requests.values()) == len(self._lives)
-        for live in self._lives.values():
-            assert live.row is None or live.row.kv.length == live.sequence.computed
 
 
 def _output(index: int, draw: Draw, delta: TextDelta) -> SequenceOutput:

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
+from mlx_parallm.batch.forward import Span
+from mlx_parallm.batch.kv_cache import KVRow
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.model.families import Support, check_offsets
 from mlx_parallm.model.manager import SharedModelManager
-from mlx_parallm.scheduler.prefill import CostModel
+from mlx_parallm.scheduler.cost import CostModel
 
 _SHORT, _LONG, _CONTEXT = 16, 128, 1024
 """Chunk lengths and a context length, in tokens, far enough apart to separate the terms of the cost model."""
@@ -30,14 +32,25 @@ def check_unproved(manager: SharedModelManager, runner: BatchRunner) -> None:
 
 def _batched(runner: BatchRunner, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]) -> mx.array:
     """Runs prompts and then their continuations as rows of the KV pool. Implements `families.BatchedForward`."""
-    rows = [runner.cache.allocate(len(p) + len(c)) for p, c in zip(prompts, continuations, strict=True)]
+    rows = [runner.cache.open(len(p) + len(c)) for p, c in zip(prompts, continuations, strict=True)]
     live = [row for row in rows if row is not None]
     try:
-        runner.prefill(list(zip(live, prompts, strict=True)))
-        return mx.stack([runner.forward(live, tokens) for tokens in zip(*continuations, strict=True)], axis=1)
+        for row, prompt in zip(live, prompts, strict=True):
+            _compute(runner, [row], prompt)
+        return mx.stack([_compute(runner, live, tokens) for tokens in zip(*continuations, strict=True)], axis=1)
     finally:
         for row in live:
-            runner.cache.free(row)
+            runner.cache.close(row)
+
+
+def _compute(runner: BatchRunner, rows: Sequence[KVRow], tokens: Sequence[int]) -> mx.array:
+    """Computes the next tokens of each row, as many for each, and returns the logits of all."""
+    count = len(tokens) // len(rows)
+    logits = runner.compute([Span(row, row.computed, count) for row in rows], tokens)
+    mx.eval(logits, runner.cache.arrays())
+    for row in rows:
+        row.computed += count
+    return logits
 
 
 def calibrate(runner: BatchRunner) -> CostModel:
@@ -58,13 +71,13 @@ def calibrate(runner: BatchRunner) -> CostModel:
 
 
 def _seconds(runner: BatchRunner, tokens: int, context: int) -> float:
-    row = runner.cache.allocate(context + tokens)
+    row = runner.cache.open(context + tokens)
     if row is None:
         return 0.0
-    row.length = context
+    row.computed = context
     try:
         started = time.perf_counter()
-        runner.prefill([(row, [0] * tokens)])
+        _compute(runner, [row], [0] * tokens)
         return time.perf_counter() - started
     finally:
-        runner.cache.free(row)
+        runner.cache.close(row)

@@ -47,9 +47,12 @@ def snapshot(
         ready=True,
         running=len(scheduler.live),
         waiting=scheduler.waiting,
-        kv_bytes_held=cache.bytes_held,
+        kv_bytes_held=cache.bytes_used,
         kv_bytes_budget=cache.budget_bytes,
         kv_tokens_used=cache.tokens_used,
+        kv_bytes_cached=cache.bytes_cached,
+        prefix_cache_queries_total=cache.queries,
+        prefix_cache_hits_total=cache.hits,
         preemptions_total=scheduler.preemptions,
         steps_total=counters.steps,
         prompt_tokens_total=counters.prompt_tokens,
@@ -69,8 +72,15 @@ def snapshot(
             "failed_training_units_total": counters.failed_training_units,
             "training_seconds_total": counters.training_seconds,
             "reserved_bytes": cache.bytes_reserved,
-            "slabs": [
-                {"capacity": slab.capacity, "rows": len(slab.places), "used": slab.used} for slab in cache.slabs()
+            "prefix_cache_evictions_total": cache.evictions,
+            "blocks": [
+                {
+                    "window": group.window,
+                    "used": group.places.used,
+                    "cached": group.places.cached,
+                    "free": group.places.free,
+                }
+                for group in cache.groups
             ],
             "sequences": [_describe(live) for live in lives],
         },
@@ -78,13 +88,12 @@ def snapshot(
 
 
 def _describe(live: LiveSequence) -> dict[str, object]:
-    sequence = live.sequence
     return {
         "request_id": live.request.request_id,
         "index": live.index,
-        "status": sequence.status.value,
-        "class": sequence.work_class.value,
-        "prompt_tokens": sequence.prompt_length,
-        "computed_tokens": sequence.computed,
+        "status": live.status.value,
+        "class": live.work_class.value,
+        "prompt_tokens": live.prompt_length,
+        "computed_tokens": live.computed,
         "generated_tokens": live.text.generated,
     }

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.scheduler.units import DecodeUnit, PrefillUnit, StagingUnit, TrainingUnit, Unit
+from mlx_parallm.scheduler.units import ForwardUnit, StagingUnit, TrainingUnit, Unit
 
 
 class UnitTrace:
@@ -40,10 +40,11 @@ class UnitTrace:
     def unit(self, unit: Unit) -> AbstractContextManager[None]:
         """Records the time of the block that runs this unit."""
         match unit:
-            case PrefillUnit():
-                return self.span("prefill", prompts=len(unit.parts), tokens=unit.tokens)
-            case DecodeUnit():
-                return self.span("decode", rows=len(unit.sequences))
+            case ForwardUnit():
+                chunks = unit.chunks
+                return self.span(
+                    "forward", rows=unit.decodes, prompts=len(chunks), tokens=sum(chunk.tokens for chunk in chunks)
+                )
             case StagingUnit():
                 return self.span("stage adapters")
             case TrainingUnit():

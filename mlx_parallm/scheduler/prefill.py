@@ -1,150 +1,89 @@
-"""Chooses the chunks of prompts for one prefill unit: the cost model, the 8-step guarantee, and the packing.
+"""Chooses the chunks of prompts for one forward unit: the guarantee of progress, and the packing.
 
-The guarantee: at most 7 decode steps run between two chunks of a prompt that has a row. It counts steps and uses no
-prediction, so it holds even when the cost model is wrong. Predictions only size units and order prompts.
+A step is a unit with decode rows. The guarantee: between two chunks of a prompt that has a row, at most 7 steps run
+without a chunk of it. It counts steps and uses no prediction, so it holds even when the cost model is wrong.
+Predictions only size chunks and order prompts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from mlx_parallm.core import SequenceState
-from mlx_parallm.scheduler.units import Chunk, PrefillPart
-
-# ---- the cost model ----------------------------------------------------------------------------
-
-_NEWEST_RATIO = 0.2
-"""Weight of the newest observation in the running scale while observations come often."""
-
-_MEMORY_S = 30.0
-"""After this many seconds without an observation, the next one gets a weight of about two thirds."""
-
-_MIN_RATIO, _MAX_RATIO = 0.1, 10.0
-"""Bounds of one observation against the measured terms, so that one outlier cannot spoil the scale."""
-
-
-@dataclass(slots=True)
-class CostModel:
-    """Predicts the seconds of a prefill unit: fixed + the sum over its chunks of per_token·T + per_pair·T·(C + T/2).
-
-    T is a chunk's tokens and C its context. The first term stands for reading the weights, the second for the matrix
-    products, the third for attention. The engine measures the terms at start; the defaults are a rough guess. `scale`
-    is the running ratio of observed seconds to those that the measured terms give. Prefill units and decode steps both
-    correct it, so it follows the load of the machine within seconds.
-
-    A decode step does the work of a prefill unit of one-token chunks, and it also samples. `step_ratio` is a running
-    average: how many times as long as that unit the step takes at the same speed of the machine. It is learnt from
-    pairs of a decode step and the prefill unit after it. Before the first pair it is None, and decode steps do not
-    correct the scale.
-    """
-
-    fixed: float = 0.01
-    per_token: float = 1e-4
-    per_pair: float = 1e-8
-    scale: float = 1.0
-    step_ratio: float | None = None
-    _last_step: float | None = None  # ratio of the newest decode step since the last prefill unit
-    _observed_at: float | None = None
-
-    def seconds(self, chunks: Iterable[Chunk]) -> float:
-        """Predicted seconds of a unit of these chunks."""
-        work = sum(
-            self.per_token * chunk.tokens + self.per_pair * chunk.tokens * (chunk.context + chunk.tokens / 2)
-            for chunk in chunks
-        )
-        return self.scale * (self.fixed + work)
-
-    def tokens_within(self, seconds: float, beside: Sequence[Chunk], context: int, least: int, most: int) -> int:
-        """The largest chunk, in tokens, that fits into a unit of `seconds` together with the chunks `beside`.
-
-        Args:
-            context: tokens that the new chunk attends to.
-            least, most: bounds of the result; `least` is returned when nothing fits.
-        """
-        low, high = least, most
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.seconds((*beside, Chunk(middle, context))) <= seconds:
-                low = middle
-            else:
-                high = middle - 1
-        return low
-
-    def observe_prefill(self, chunks: Iterable[Chunk], seconds: float, now: float) -> None:
-        """Corrects the scale by a prefill unit that took `seconds` and ended at `now`."""
-        ratio = self._ratio(chunks, seconds)
-        if self._last_step is not None:
-            paired = self._last_step / ratio
-            self.step_ratio = paired if self.step_ratio is None else _average(self.step_ratio, paired, _NEWEST_RATIO)
-            self._last_step = None
-        self._correct_scale(ratio, seconds, now)
-
-    def observe_step(self, chunks: Iterable[Chunk], seconds: float, now: float) -> None:
-        """Corrects the scale by a decode step, given as one-token chunks, that took `seconds` and ended at `now`."""
-        self._last_step = self._ratio(chunks, seconds)
-        if self.step_ratio is not None:
-            self._correct_scale(self._last_step / self.step_ratio, seconds, now)
-
-    def _ratio(self, chunks: Iterable[Chunk], seconds: float) -> float:
-        """The observed seconds of one unit, divided by those that the measured terms give; within bounds."""
-        return min(max(self.scale * seconds / self.seconds(chunks), _MIN_RATIO), _MAX_RATIO)
-
-    def _correct_scale(self, ratio: float, seconds: float, now: float) -> None:
-        """Moves the scale towards the ratio of one unit. The older the last observation, the less the old scale counts.
-
-        There is one scale for all terms, because load, heat and clock rate change them alike.
-        """
-        idle = 0.0 if self._observed_at is None else now - seconds - self._observed_at
-        weight = max(_NEWEST_RATIO, 1.0 - math.exp(-idle / _MEMORY_S))
-        self.scale = _average(self.scale, ratio, weight)
-        self._observed_at = now
-
-
-def _average(running: float, newest: float, weight: float) -> float:
-    """A running average after one more observation."""
-    return running + weight * (newest - running)
-
+from mlx_parallm.core import Sequence
+from mlx_parallm.scheduler.cost import Chunk, CostModel
+from mlx_parallm.scheduler.sequences import PromptKind, prompt_kind
+from mlx_parallm.scheduler.units import Span
 
 # ---- the guarantee of progress -----------------------------------------------------------------
 
 MAX_STEPS_WITHOUT_CHUNK = 8
-"""A prompt gets its next chunk before this many decode steps have run since its last one."""
+"""A prompt gets its next chunk before this many steps have run since its last one."""
 
-_EASY_PACE = 4
-"""One gap between decode steps can serve this many overdue prompts: their smallest chunks make one small unit."""
+MAX_CHUNKS = 2
+"""Most chunks of long prompts in one unit, because each of them is one more attention call in every layer. Chunks of
+short prompts share one call. There are more only if more prompts than expected turn out to be long when they get their
+rows, because what they share left the prefix cache; the guarantee of progress comes first."""
+
+MOST_IN_PREFILL: Mapping[PromptKind, float] = {
+    PromptKind.SHORT: math.inf,
+    PromptKind.LONG: MAX_STEPS_WITHOUT_CHUNK,
+    PromptKind.SCORED: 1,
+}
+"""How many prompts of each kind may be in prefill at a time; the others wait without a row.
+
+With 8 long prompts, one chunk of each step keeps them all moving, and the other is left to the most urgent prompt. A
+scored prompt has the step to itself, so two of them would only take turns."""
+
+Pace = Mapping[PromptKind, int]
+"""How many overdue prompts of each kind one step can serve."""
+
+EVEN: Pace = {PromptKind.SHORT: 4, PromptKind.LONG: 1, PromptKind.SCORED: 1}
+"""Serves prompts before their limit, so that each step serves about as many of them."""
+
+LATE: Pace = {PromptKind.SHORT: 16, PromptKind.LONG: MAX_CHUNKS, PromptKind.SCORED: 1}
+"""Serves prompts as late as the guarantee allows, for steps whose time is spent already."""
 
 
-def overdue(prompts: Iterable[SequenceState], within: int = 1, spread: bool = False) -> list[SequenceState]:
-    """The prompts that must get a chunk before the next decode step, longest wait first.
+def overdue(prompts: Iterable[Sequence], pace: Pace, steps: int = 1) -> list[Sequence]:
+    """The prompts that must get a chunk in the next step. Scored ones come first, then those that waited longest.
 
     Args:
         prompts: sequences that are being prefilled.
-        within: a prompt counts when at most so many decode steps may run before its limit.
-        spread: also include prompts that could still wait, if the gaps between later decode steps would be crowded.
+        pace: how many of them each later step can serve.
+        steps: also includes prompts that would be overdue in the steps after the next one, up to this many in all.
     """
-    by_wait = sorted(prompts, key=lambda prompt: -prompt.steps_waited)
-    steps_left = [max(MAX_STEPS_WITHOUT_CHUNK - prompt.steps_waited, 1) for prompt in by_wait]
-    at_limit = sum(steps <= within for steps in steps_left)
-    return by_wait[: max(at_limit, _due_now(steps_left) if spread else 0)]
+    by_kind: dict[PromptKind, list[Sequence]] = {kind: [] for kind in (PromptKind.SCORED, *PromptKind)}
+    for prompt in sorted(prompts, key=lambda prompt: -prompt.steps_waited):
+        by_kind[prompt_kind(prompt)].append(prompt)
+    # A scored prompt takes one step for itself, so the others have one step less.
+    limit = MAX_STEPS_WITHOUT_CHUNK - bool(by_kind[PromptKind.SCORED])
+    at_limit = sum(prompt.steps_waited == MAX_STEPS_WITHOUT_CHUNK - 1 for prompt in by_kind[PromptKind.LONG])
+    return [
+        *_overdue(by_kind[PromptKind.SCORED], MAX_STEPS_WITHOUT_CHUNK, pace[PromptKind.SCORED], steps),
+        *_overdue(by_kind[PromptKind.LONG], limit, pace[PromptKind.LONG], steps)[: max(MAX_CHUNKS, at_limit)],
+        *_overdue(by_kind[PromptKind.SHORT], limit, pace[PromptKind.SHORT], steps),
+    ]
 
 
-def _due_now(steps_left: list[int]) -> int:
-    """How many prompts this gap must serve so that the later gaps can serve all others at an even pace.
+def _overdue(by_wait: list[Sequence], limit: int, pace: int, steps: int) -> list[Sequence]:
+    """As many of these prompts of one kind, longest wait first, as these `steps` must serve so that the later ones can
+    serve all others at an even pace, before they have waited for `limit` steps.
 
-    A gap is the time between two decode steps. `steps_left[i]` is the number of decode steps before the i-th prompt's
-    limit, in ascending order. So the i+1 most urgent prompts have `steps_left[i]` gaps, this one included, and the pace
-    is the largest (i+1) / steps_left[i]. What the later gaps cannot serve at that pace is due now.
+    The i+1 prompts that waited longest have `steps_left[i]` steps, the next one included. So the pace is the largest
+    (i+1) / steps_left[i], or the given one if that is larger. What the later steps cannot serve at that pace is due.
     """
-    pace = max([_EASY_PACE, *(math.ceil((i + 1) / steps) for i, steps in enumerate(steps_left))])
-    return max([0, *(i + 1 - pace * (steps - 1) for i, steps in enumerate(steps_left))])
+    steps_left = [max(limit - prompt.steps_waited, 1) for prompt in by_wait]
+    pace = max([pace, *(math.ceil(count / left) for count, left in enumerate(steps_left, 1))])
+    return by_wait[: max([0, *(count - pace * max(left - steps, 0) for count, left in enumerate(steps_left, 1))])]
 
 
 # ---- packing -----------------------------------------------------------------------------------
 
 _MIN_CHUNK = 16
-"""Smallest prefill unit in tokens: below it the fixed cost of a unit dominates."""
+"""Smallest chunk in tokens: below it a prompt's attention and bookkeeping cost more than its tokens."""
 
 _MIN_SHARE = 4
 """Smallest chunk in tokens when several overdue prompts share one unit."""
@@ -154,70 +93,90 @@ _MAX_SCORED_CHUNK = 256
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillPacker:
-    """Packs chunks of prompts into one unit of at most `max_tokens` tokens."""
+class ChunkPacker:
+    """Packs chunks of prompts into one unit, with at most `max_tokens` tokens or one token for each overdue prompt."""
 
     cost: CostModel
     max_tokens: int
 
-    def pack(
-        self, prompts: Sequence[SequenceState], overdue: Sequence[SequenceState], allowance: float
-    ) -> list[PrefillPart]:
-        """The next chunks of `prompts`, in their order, in about `allowance` seconds.
+    def pack(self, prompts: list[Sequence], late: list[Sequence], allowance: float, at_least_one: bool) -> list[Span]:
+        """The next chunks of `prompts`, which make a unit about `allowance` seconds longer.
 
-        Overdue prompts first get a small share each, whatever the predicted time. If none is overdue, the first prompt
-        gets at least the smallest chunk. A prompt whose logprobs are wanted is alone in its unit. The result is empty
-        only if `prompts` is.
+        Overdue prompts first get a small share each, whatever the predicted time. The rest goes to prompts in their
+        order. A prompt whose logprobs are wanted is the only one.
 
         Args:
             prompts: in the order in which they are served.
-            overdue: the prompts that must be in the unit, as many as `max_tokens` allows, most overdue first.
+            late: the overdue prompts, which must be in the unit; scored ones first.
+            at_least_one: if no prompt is overdue, the first one gets at least the smallest chunk.
         """
-        if overdue and overdue[0].scored:
-            return self._fill(overdue[:1], {}, allowance)
-        return self._fill(prompts, self._shares(overdue), allowance)
+        if late and late[0].scored:
+            prompts, late, at_least_one = late[:1], [], True
+        shares = self._shares(late)
+        unit = _Chunks(self.cost, allowance, self.max_tokens)
+        for prompt, tokens in shares.items():
+            unit.put(prompt, tokens)
+        for prompt in filter(unit.may_hold, prompts):
+            tokens = self._chunk_tokens(prompt, unit, at_least_one and not unit.tokens)
+            if tokens == 0:
+                break
+            unit.put(prompt, tokens)
+        return [
+            Span(prompt, prompt.computed, tokens, in_turn=tokens > shares.get(prompt, 0))
+            for prompt, tokens in unit.tokens.items()
+        ]
 
-    def seconds(self, parts: Iterable[PrefillPart]) -> float:
-        """Predicted seconds of a unit of these parts."""
-        return self.cost.seconds([part.chunk for part in parts])
-
-    def _shares(self, overdue: Sequence[SequenceState]) -> dict[SequenceState, int]:
+    def _shares(self, late: list[Sequence]) -> dict[Sequence, int]:
         """Tokens that overdue prompts get in any case: one smallest chunk together, or a smallest share each."""
-        share = max(_MIN_SHARE, _MIN_CHUNK // max(len(overdue), 1))
-        shares: dict[SequenceState, int] = {}
-        for prompt in overdue:
-            tokens = min(share, prompt.to_prefill, self.max_tokens - sum(shares.values()))
-            if tokens > 0 and not prompt.scored:
-                shares[prompt] = tokens
-        return shares
+        count = max(len(late), 1)
+        share = min(max(_MIN_SHARE, _MIN_CHUNK // count), max(self.max_tokens // count, 1))
+        return {prompt: min(share, prompt.to_compute) for prompt in late}
 
-    def _fill(
-        self, prompts: Iterable[SequenceState], shares: dict[SequenceState, int], allowance: float
-    ) -> list[PrefillPart]:
-        """Enlarges the shares, and adds other prompts in their order, while the allowance lasts."""
-        tokens = dict(shares)
-        for prompt in prompts:
-            beside = {other: count for other, count in tokens.items() if other is not prompt}
-            taken = self._chunk_tokens(prompt, beside, shares.get(prompt, 0), allowance)
-            if taken == 0:
-                break
-            tokens[prompt] = taken
-            if prompt.scored:
-                break
-        return [PrefillPart(each, count, in_turn=count > shares.get(each, 0)) for each, count in tokens.items()]
+    def _chunk_tokens(self, prompt: Sequence, unit: _Chunks, must_fit: bool) -> int:
+        """How many tokens of `prompt` the unit holds beside the other prompts: at least its share, if it has one, and
+        0 when no chunk fits. With `must_fit`, at least the smallest chunk, whatever the predicted time."""
+        share = unit.tokens.get(prompt, 0)
+        seconds, room = unit.left_for(prompt)
+        most = min(prompt.to_compute, room, _MAX_SCORED_CHUNK if prompt.scored else room)
+        least = share or min(_MIN_CHUNK, prompt.to_compute, self.max_tokens)
+        if not share:
+            too_long = self.cost.chunk_seconds(Chunk(least, prompt.computed)) > seconds
+            if most < least or (too_long and not must_fit):
+                return 0
+        return self.cost.tokens_within(seconds, prompt.computed, least, max(least, most))
 
-    def _chunk_tokens(
-        self, prompt: SequenceState, beside: dict[SequenceState, int], share: int, allowance: float
-    ) -> int:
-        """How many tokens of `prompt` fit beside the others: at least `share`, or 0 when no chunk fits."""
-        if beside and prompt.scored:
-            return 0
-        room = self.max_tokens - sum(beside.values())
-        most = min(prompt.to_prefill, room, _MAX_SCORED_CHUNK if prompt.scored else room)
-        least = share or min(_MIN_CHUNK, prompt.to_prefill, self.max_tokens)
-        if most < least:
-            return 0
-        chunks = [Chunk(tokens, other.computed) for other, tokens in beside.items()]
-        if beside and not share and self.cost.seconds([*chunks, Chunk(least, prompt.computed)]) > allowance:
-            return 0
-        return self.cost.tokens_within(allowance, chunks, prompt.computed, least, most)
+
+class _Chunks:
+    """The chunks of one unit while they are chosen. `tokens`: the length of each prompt's chunk."""
+
+    def __init__(self, cost: CostModel, seconds: float, max_tokens: int) -> None:
+        self.tokens: dict[Sequence, int] = {}
+        self._cost = cost
+        self._seconds_left = seconds
+        self._tokens_left = max_tokens
+        self._kinds: Counter[PromptKind] = Counter()
+
+    def may_hold(self, prompt: Sequence) -> bool:
+        """Whether the unit may hold a chunk of this prompt beside the others that it holds."""
+        kind = prompt_kind(prompt)
+        if prompt in self.tokens or not self.tokens:
+            return True
+        if PromptKind.SCORED in (kind, *self._kinds):
+            return False
+        return kind is PromptKind.SHORT or self._kinds[PromptKind.LONG] < MAX_CHUNKS
+
+    def put(self, prompt: Sequence, tokens: int) -> None:
+        """Sets the length of a prompt's chunk."""
+        self._kinds[prompt_kind(prompt)] += prompt not in self.tokens
+        seconds, room = self.left_for(prompt)
+        self._seconds_left = seconds - self._seconds(prompt, tokens)
+        self._tokens_left = room - tokens
+        self.tokens[prompt] = tokens
+
+    def left_for(self, prompt: Sequence) -> tuple[float, int]:
+        """Seconds and tokens that are left for this prompt beside the others."""
+        tokens = self.tokens.get(prompt, 0)
+        return self._seconds_left + self._seconds(prompt, tokens), self._tokens_left + tokens
+
+    def _seconds(self, prompt: Sequence, tokens: int) -> float:
+        return self._cost.chunk_seconds(Chunk(tokens, prompt.computed))

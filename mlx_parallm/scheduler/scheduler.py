@@ -4,48 +4,49 @@
        ▲                   │                         │
        └── preempted (youngest first, computed again) ◀──┘
 
-Decode runs whenever a row can draw a token. Between two decode steps, prefill gets about `DecodeGap.prefill_s` seconds;
-the prompt with the least left goes first, and waiting counts in its favour. The time between two decode steps is a gap.
-Staging, which copies adapters into the bank, gets a share of each gap. A training unit runs in a gap when its share of
-time is due. Both use all the time that no row can use. Rollouts yield to live requests: they get their share of a
-step's rows, their prompts come last, and their rows are preempted first.
+A forward unit computes a token of every row that can draw one, and chunks of prompts. The chunks make it longer by
+about `DecodeGap.chunk_s` seconds at most; the prompt with the least left goes first, and waiting counts in its favour.
+Between two forward units, staging, which copies adapters into the bank, gets a share of the time, and a training unit
+runs when its share of time is due. Both use all the time that no row can use. Rollouts yield to live requests: they get
+their share of a unit's decode rows, their prompts come last, and their rows are preempted first.
 
 Invariants:
-- Units cannot be interrupted. Therefore a stall is bounded by what runs between two decode steps: units sized by
-  prediction to the stall budget, or one smallest chunk when even that is predicted to take longer.
-- No prompt with a row passes 8 decode steps without a chunk, whatever is predicted and whatever else waits.
-- A sequence without a row waits for rows or for memory, never because of a prediction. Predictions only order the
-  queue.
+- Units cannot be interrupted. Therefore all that delays the rows of a step, which is the work before it and the chunks
+  in it, is sized by prediction to the stall budget. Only the smallest piece of such work may be longer.
+- No prompt with a row passes 8 steps without a chunk, whatever is predicted and whatever else waits.
+- A sequence without a row waits for rows, for memory, or for other prompts to be computed, never because of a
+  prediction. Predictions only order the queue.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from mlx_parallm.core import DeviceSchedule, SequenceState, SequenceStatus, WorkClass
-from mlx_parallm.scheduler.prefill import CostModel, PrefillPacker, overdue
+from mlx_parallm.core import DeviceSchedule, Sequence, SequenceStatus, WorkClass
+from mlx_parallm.scheduler.beside import WorkBesideRequests
+from mlx_parallm.scheduler.cost import Chunk, CostModel
+from mlx_parallm.scheduler.prefill import EVEN, LATE, MOST_IN_PREFILL, ChunkPacker, overdue
 from mlx_parallm.scheduler.sequences import (
+    PromptKind,
     Urgency,
     WaitingQueue,
     advance,
     check_rows,
     decoding,
     prefilling,
+    prompt_kind,
     to_preempt,
 )
-from mlx_parallm.scheduler.timing import DecodeGap, ShareMeter, TrainingShare
 from mlx_parallm.scheduler.units import (
-    NO_OTHER_WORK,
-    Chunk,
-    DecodeUnit,
-    OtherWork,
-    PrefillUnit,
+    Candidate,
+    ForwardUnit,
     RowMemory,
-    StagingUnit,
-    TrainingUnit,
+    Span,
     Unit,
     UnlimitedMemory,
+    forward_unit,
 )
 
 _WAIT_CREDIT = 10.0
@@ -55,7 +56,7 @@ long prompt beside a stream of short ones gets a chunk now and then, and not all
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Settings of the scheduler. `max_rows`: rows of the batch. `max_batched_tokens`: tokens of one prefill unit."""
+    """Settings of the scheduler. `max_rows`: rows of the batch. `max_batched_tokens`: prompt tokens of one unit."""
 
     max_rows: int = 128
     max_batched_tokens: int = 2048
@@ -67,7 +68,7 @@ class RLAwareScheduler:
 
     Args:
         memory: where rows come from; None is memory without limits.
-        cost: predicts the seconds of prefill units. The scheduler corrects it by observed times.
+        cost: predicts the seconds of forward units. The scheduler corrects it by observed times.
     """
 
     def __init__(
@@ -76,24 +77,21 @@ class RLAwareScheduler:
         self.config = config = config or SchedulerConfig()
         self.cost = cost = cost or CostModel()
         self.schedule = config.schedule
-        self.gap = DecodeGap(config.schedule.max_decode_stall_s)
-        self.share_meter = ShareMeter()
+        self._beside = beside = WorkBesideRequests(config.schedule)
+        self.gap, self.share_meter, self.record_training = beside.gap, beside.share_meter, beside.record_training
         self.preemptions = 0
         self.paused = False
         self._memory = memory or UnlimitedMemory()
-        self._waiting = WaitingQueue(self._urgency)
-        self._rows: list[SequenceState] = []  # in order of admission: the last one is the youngest
-        self._packer = PrefillPacker(cost, config.max_batched_tokens)
-        self._training = TrainingShare(config.schedule.training_time_share)
-        self._last_step: list[Chunk] = []  # the work of the decode step launched last
+        self._waiting = WaitingQueue(self._rank)
+        self._rows: list[Sequence] = []  # in order of admission: the last one is the youngest
+        self._packer = ChunkPacker(cost, config.max_batched_tokens)
         self._frozen = False
         self._memory_is_short = False  # True from a preemption for memory until a sequence ends
 
     def reschedule(self, schedule: DeviceSchedule) -> None:
         """Applies a new schedule from the next unit on."""
         self.schedule = schedule
-        self.gap.stall_s = schedule.max_decode_stall_s
-        self._training.share = schedule.training_time_share
+        self._beside.reschedule(schedule)
 
     def pause(self, freeze: bool) -> None:
         """Holds back sequences that are added until `resume`. With `freeze`, the others get no rows and no units."""
@@ -105,10 +103,10 @@ class RLAwareScheduler:
 
     # -- sequences -------------------------------------------------------------------------------
 
-    def add(self, sequence: SequenceState) -> None:
+    def add(self, sequence: Sequence) -> None:
         self._waiting.add(sequence, held=self.paused)
 
-    def finish(self, sequence: SequenceState) -> None:
+    def finish(self, sequence: Sequence) -> None:
         """Ends a sequence in any state and frees its row at once."""
         self._memory_is_short = False
         before, sequence.status = sequence.status, SequenceStatus.FINISHED
@@ -118,24 +116,23 @@ class RLAwareScheduler:
         else:
             self._free_row(sequence)
 
-    def preempt(self, sequence: SequenceState) -> None:
+    def preempt(self, sequence: Sequence) -> None:
         """Takes a live sequence's row away. It waits again, keeps its age, and is computed from its start."""
         self._free_row(sequence)
-        sequence.computed = 0
         sequence.status = SequenceStatus.WAITING
         self._waiting.add(sequence)
         self.preemptions += 1
 
-    def _free_row(self, sequence: SequenceState) -> None:
+    def _free_row(self, sequence: Sequence) -> None:
         self._rows.remove(sequence)
-        self._memory.free(sequence)
+        self._memory.close(sequence)
 
     def admit(self) -> None:
         """Gives rows to waiting sequences, best first, until rows or memory run out.
 
         After a preemption nothing is admitted until a sequence ends. Otherwise the memory taken from a row would be
         given back to the same sequence, and its prompt would be computed again and again. Work classes that already
-        hold their share of rows come last. A row starts as a copy of a running row of its group if there is one.
+        hold their share of rows come last. Prompts of a kind of which enough are in prefill wait.
         """
         shares, most = self.schedule.row_shares, self.config.max_rows
         if self._frozen or (self._memory_is_short and self._rows) or len(self._rows) >= most:
@@ -144,129 +141,107 @@ class RLAwareScheduler:
         if not lanes:
             return
         held = Counter(row.work_class for row in self._rows)
+        in_prefill = Counter(map(prompt_kind, prefilling(self._rows)))
         while len(self._rows) < most:
             over_share = [each for each in WorkClass if held[each] >= shares[each] * most]
+            lanes = [lane for lane in lanes if in_prefill[lane.kind] < MOST_IN_PREFILL[lane.kind]]
             best = self._waiting.best(lanes, over_share)
-            if best is None:
+            if best is None or not self._open(best):
                 return
-            source = next((s for s in best.group.members if s.status is SequenceStatus.RUNNING), None)
-            computed = self._memory.allocate(best, source)
-            if computed is None:
-                return
-            self._waiting.remove(best)
-            self._rows.append(best)
             held[best.work_class] += 1
-            best.computed = best.steps_waited = 0
-            advance(best, computed)
+            in_prefill[prompt_kind(best)] += best.status is SequenceStatus.PREFILLING
+
+    def _open(self, sequence: Sequence) -> bool:
+        """Gives a row to a waiting sequence. Returns False if memory runs out."""
+        if not self._memory.open(sequence):
+            return False
+        sequence.steps_waited = 0
+        advance(sequence, 0)
+        self._waiting.remove(sequence)
+        self._rows.append(sequence)
+        return True
 
     # -- the next unit ---------------------------------------------------------------------------
 
-    def next_unit(self, now: float, other: OtherWork = NO_OTHER_WORK) -> Unit | None:
+    def next_unit(self, now: float, candidates: Iterable[Candidate] = ()) -> Unit | None:
         """Chooses the next unit of device work. Call `admit` before.
 
         Args:
             now: `time.monotonic()`.
-            other: the work that waits beside requests.
+            candidates: the work that waits beside requests.
 
         Returns:
             None when there is nothing to do but wait.
         """
-        rows = decoding(self._rows, self.schedule.row_shares)
-        self.share_meter.update(now, contended=other.training and bool(self._rows) and not self._frozen)
-        training_is_due = self._training.is_due(now, other.training)
+        self._beside.update(now, candidates, requests_run=bool(self._rows) and not self._frozen)
         if self._frozen:
-            return self._without_rows(other)
-        if other.staging and (not self._rows or self.gap.may_stage(other.staging_is_urgent, bool(rows))):
-            return StagingUnit(self.gap.staging_left(other.staging_is_urgent))
-        if training_is_due and self._training_fits(bool(rows)):
-            return TrainingUnit(self.gap.remaining_s if rows else self.gap.stall_s)
-        return self._next_prefill(bool(rows)) or self._next_decode(rows) or self._without_rows(other)
+            return self._beside.idle_unit()
+        rows, prompts = decoding(self._rows, self.schedule.row_shares), prefilling(self._rows)
+        before = self._beside.next_unit(now, bool(self._rows), rows, prompts)
+        return before or self._next_forward(rows) or self._beside.idle_unit()
 
-    def _training_fits(self, rows_wait: bool) -> bool:
-        """Whether a training unit that is due runs now.
+    def _next_forward(self, rows: list[Sequence]) -> ForwardUnit | None:
+        """The next forward unit: a token of each of these rows, and chunks of prompts."""
+        rows = self._with_room(rows)
+        chunks = self._next_chunks(bool(rows))
+        return forward_unit(rows, chunks, self.gap.interrupted) if rows or chunks else None
 
-        While rows decode, it needs a fresh gap, so that no gap holds two training units, or prefill and then training.
-        It gives way to prompts at their limit, but not in two gaps in a row. While no row can decode, it takes turns
-        with prefill.
-        """
-        if not rows_wait:
-            return not (self.gap.has_long_unit and prefilling(self._rows))
-        if not self.gap.is_fresh:
-            return False
-        if not self.gap.training_gave_way_before and overdue(prefilling(self._rows)):
-            self.gap.training_gave_way = True
-        return not self.gap.training_gave_way
-
-    def _next_prefill(self, rows_wait: bool) -> PrefillUnit | None:
-        """The next chunks of the most urgent prompts, packed while time and tokens allow.
-
-        While rows wait for a decode step, a unit that is predicted to exceed the allowance runs only in a fresh gap,
-        or for prompts that are overdue.
-        """
-        prompts = prefilling(self._rows)
-        if not prompts:
-            return None
-        prompts.sort(key=lambda s: (s.work_class is WorkClass.TRAINING, self._urgency(s)))
-        allowance, late = self.gap.prefill_s, []
-        if rows_wait:
-            allowance -= self.gap.waited_s
-            # If training comes next, prompts that are due in the next gap are served in this one.
-            within = 2 if self.gap.training_gave_way else 1
-            late = overdue(prompts, within, spread=self.gap.is_fresh)
-        parts = self._packer.pack(prompts, late, allowance)
-        if rows_wait and not late and not self.gap.is_fresh and self._packer.seconds(parts) > allowance:
-            return None
-        return PrefillUnit(tuple(parts))
-
-    def _next_decode(self, rows: list[SequenceState]) -> DecodeUnit | None:
-        """The next decode step. Makes room for a token in every row, oldest first; preempts rows if memory is short."""
-        for sequence in rows:
-            while sequence.status is SequenceStatus.RUNNING and not self._memory.grow(sequence, sequence.computed + 1):
+    def _with_room(self, rows: list[Sequence]) -> list[Sequence]:
+        """Makes room for a token in every row, oldest first. Preempts rows if memory is short; returns the others."""
+        for row in rows:
+            while row.status is SequenceStatus.RUNNING and not self._memory.extend(row, row.length):
                 self.preempt(to_preempt(self._rows))
                 self._memory_is_short = True
-        ready = tuple(s for s in rows if s.status is SequenceStatus.RUNNING)
-        return DecodeUnit(ready, delayed=self.gap.interrupted) if ready else None
+        return [row for row in rows if row.status is SequenceStatus.RUNNING]
 
-    def _without_rows(self, other: OtherWork) -> Unit | None:
-        """The unit to run when no row can use the time."""
-        self.gap.idle()
-        if other.staging:
-            return StagingUnit(0.0)
-        return TrainingUnit(self.gap.stall_s) if other.training else None
+    def _next_chunks(self, rows_wait: bool) -> list[Span]:
+        """The next chunks of the most urgent prompts, packed while time and tokens allow.
+
+        Beside decode rows, a chunk that is predicted to exceed the allowance is taken only in a fresh gap, or for
+        prompts that are overdue.
+        """
+        prompts = prefilling(self._rows)
+        prompts.sort(key=lambda s: (s.work_class is WorkClass.TRAINING, self._urgency(s, s.computed)))
+        if not rows_wait:
+            return self._packer.pack(prompts, [], self.gap.chunk_s - self.cost.seconds(), at_least_one=True)
+        fresh = self.gap.is_fresh
+        # If training comes next, prompts that would be overdue in the next step are served in this one.
+        late = overdue(prompts, EVEN if fresh else LATE, steps=2 if self.gap.training_gave_way else 1)
+        return self._packer.pack(prompts, late, self.gap.chunk_s - self.gap.waited_s, at_least_one=fresh)
 
     # -- records of what ran ---------------------------------------------------------------------
 
-    def record_training(self, seconds: float, now: float) -> None:
-        """Records a finished training unit."""
-        self._training.add_unit(seconds, now)
-        self.share_meter.add_unit(seconds)
-        self.gap.add_long_unit(seconds)
+    def record_launch(self, unit: ForwardUnit, now: float) -> None:
+        """Records a forward unit at its launch: its tokens count as computed, and a token of each of `draws` as drawn.
 
-    def record_prefill(self, unit: PrefillUnit, seconds: float, now: float) -> None:
-        """Records a prefill unit that took `seconds` and ended at `now`."""
-        self.cost.observe_prefill([part.chunk for part in unit.parts], seconds, now)
-        self.gap.add_long_unit(seconds)
-        for part in unit.parts:
-            sequence = part.sequence
-            sequence.started_at = sequence.started_at or now - seconds
-            sequence.served_at = now if part.in_turn else sequence.served_at
-            sequence.steps_waited = 0
-            advance(sequence, part.tokens)
-        if not decoding(self._rows, self.schedule.row_shares):
-            self.gap.take_turns()
-
-    def record_launch(self, unit: DecodeUnit, now: float) -> None:
-        """Records a decode step at its launch: one more drawn and one more computed token in each row."""
-        seconds = self.gap.close(now)
-        if seconds is not None:
-            self.cost.observe_step(self._last_step, seconds, now)
-        self._last_step = [Chunk(1, sequence.computed) for sequence in unit.sequences]
-        for sequence in unit.sequences:
-            sequence.started_at = sequence.started_at or now
+        The next unit may be chosen and launched before this one is done. If it fails, preempt all rows: they are
+        computed again from their start.
+        """
+        self.gap.close()
+        for sequence in unit.draws:
             sequence.drawn += 1
-            sequence.computed += 1
-        for prompt in prefilling(self._rows):
-            prompt.steps_waited += 1
+        for span in unit.spans:
+            span.sequence.started_at = span.sequence.started_at or now
+            advance(span.sequence, span.tokens)
+        if unit.decodes:
+            for prompt in prefilling(self._rows):
+                prompt.steps_waited += 1
+        for chunk in unit.chunks:
+            chunk.sequence.steps_waited = 0
+            chunk.sequence.served_at = now if chunk.in_turn else chunk.sequence.served_at
+
+    def record_done(self, unit: ForwardUnit, seconds: float, now: float) -> None:
+        """Records that a launched unit ended at `now`, when its tokens were read.
+
+        Args:
+            seconds: how long the device took: since the launch of the unit, or since the end of the unit before it if
+                that was later.
+        """
+        self.cost.observe([span.work for span in unit.spans], len(unit.draws), seconds, now)
+        if unit.decodes:
+            self.gap.add_step(seconds, now)
+        else:
+            self.gap.no_row_waited()
 
     # -- what the engine asks --------------------------------------------------------------------
 
@@ -276,11 +251,11 @@ class RLAwareScheduler:
         return len(self._waiting)
 
     @property
-    def live(self) -> tuple[SequenceState, ...]:
+    def live(self) -> tuple[Sequence, ...]:
         """Sequences with a row, oldest first."""
         return tuple(self._rows)
 
-    def sequences(self) -> list[SequenceState]:
+    def sequences(self) -> list[Sequence]:
         """All sequences that have not finished."""
         return [*self._rows, *self._waiting]
 
@@ -291,11 +266,16 @@ class RLAwareScheduler:
         assert len(self._rows) <= self.config.max_rows
         assert not set(self._rows) & set(self._waiting)
 
-    def _urgency(self, sequence: SequenceState) -> Urgency:
+    def _rank(self, sequence: Sequence) -> tuple[PromptKind, Urgency]:
+        """The place of a waiting sequence in the queue. It depends on what is left to compute, not on the length."""
+        cached = self._memory.cached(sequence)
+        return prompt_kind(sequence, cached), self._urgency(sequence, cached)
+
+    def _urgency(self, sequence: Sequence, computed: int) -> Urgency:
         """Orders prompts: by priority, then by seconds of prefill left, minus a credit for the time waited.
 
         Instead of subtracting the time waited, which changes all the time, it adds the time since which the sequence
         waits. The order is the same, because all sequences age at the same rate.
         """
-        left = self.cost.seconds([Chunk(sequence.to_prefill, sequence.computed)])
+        left = self.cost.chunk_seconds(Chunk(sequence.length - computed, computed))
         return (sequence.priority, left + _WAIT_CREDIT * sequence.served_at)

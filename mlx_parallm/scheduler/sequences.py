@@ -1,9 +1,9 @@
 """The scheduler's sequences: those that wait for a row, in the order of admission, and those that hold one.
 
-A lane of the waiting queue holds the prompt groups of one work class and one adapter, most urgent first. A group is
-ranked once, by insertion, when it enters its lane. Waiting makes all ranks better at the same rate, so their order does
-not change with time. Whether a class is over its share of rows, and whether an adapter is in the bank, is checked per
-lane and not per sequence.
+A lane of the waiting queue holds the prompt groups of one work class, one adapter and one kind of prompt, most urgent
+first. A group is ranked once, by insertion, when it enters its lane. Waiting makes all ranks better at the same rate,
+so their order does not change with time. Whether a class is over its share of rows, whether an adapter is in the bank,
+and whether another prompt of a kind may be prefilled, is checked per lane and not per sequence.
 
 A group without a place in a lane is blocked: it is new, or its first sequence is being prefilled, or the drawn tokens
 of a preempted sequence have not been read back. Blocked groups are checked on every pass of admission. Except for the
@@ -14,11 +14,37 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from enum import Enum
 from itertools import count
 from typing import NamedTuple
 
-from mlx_parallm.core import AdapterRef, PromptGroup, SequenceState, SequenceStatus, WorkClass
+from mlx_parallm.core import AdapterRef, PromptGroup, Sequence, SequenceStatus, WorkClass
+
+# ---- kinds of prompts --------------------------------------------------------------------------
+
+SHORT_PROMPT = 64
+"""A prompt with at most so many tokens left to compute is short."""
+
+
+class PromptKind(Enum):
+    """What the tokens that a prompt has left mean for the unit that computes them.
+
+    The chunks of SHORT prompts are attended in one batched call, and each chunk of a LONG one in a call of its own. A
+    SCORED prompt, whose logprobs are wanted, is the only prompt in its units.
+    """
+
+    SHORT = "short"
+    LONG = "long"
+    SCORED = "scored"
+
+
+def prompt_kind(sequence: Sequence, cached: int = 0) -> PromptKind:
+    """The kind of a prompt. `cached`: tokens of a waiting sequence that will be computed when it gets a row."""
+    if sequence.scored:
+        return PromptKind.SCORED
+    return PromptKind.LONG if sequence.to_compute - cached > SHORT_PROMPT else PromptKind.SHORT
+
 
 # ---- waiting for a row -------------------------------------------------------------------------
 
@@ -31,6 +57,7 @@ class Lane(NamedTuple):
 
     work_class: WorkClass
     adapter: AdapterRef
+    kind: PromptKind
 
 
 class _Entry(NamedTuple):
@@ -45,11 +72,11 @@ class WaitingQueue:
     """Sequences without a row. Adding and removing one takes few comparisons: logarithmic in the length of its lane.
 
     Args:
-        urgency: ranks a sequence; called once each time that a group enters a lane.
+        rank: the kind of a sequence's prompt, and its urgency; called once each time that a group enters a lane.
     """
 
-    def __init__(self, urgency: Callable[[SequenceState], Urgency]) -> None:
-        self._urgency = urgency
+    def __init__(self, rank: Callable[[Sequence], tuple[PromptKind, Urgency]]) -> None:
+        self._rank = rank
         self._order = count()
         self._waiting: Counter[PromptGroup] = Counter()  # sequences that wait
         self._lanes: dict[Lane, list[_Entry]] = {}
@@ -60,10 +87,10 @@ class WaitingQueue:
     def __len__(self) -> int:
         return self._waiting.total()
 
-    def __iter__(self) -> Iterator[SequenceState]:
+    def __iter__(self) -> Iterator[Sequence]:
         return (s for group in self._waiting for s in group.members if s.status is SequenceStatus.WAITING)
 
-    def add(self, sequence: SequenceState, held: bool = False) -> None:
+    def add(self, sequence: Sequence, held: bool = False) -> None:
         """Queues a sequence whose status is WAITING. If it is `held`, its group is not admitted before `release`."""
         if sequence.group not in self._waiting:
             blocked = self._held if held else self._blocked
@@ -75,8 +102,8 @@ class WaitingQueue:
         self._blocked |= self._held
         self._held = {}
 
-    def remove(self, sequence: SequenceState) -> None:
-        """Removes a sequence. Its status may have changed already."""
+    def remove(self, sequence: Sequence) -> None:
+        """Removes a sequence whose status has changed already."""
         group = sequence.group
         self._waiting[group] -= 1
         if self._waiting[group] == 0:
@@ -84,19 +111,22 @@ class WaitingQueue:
             self._held.pop(group, None)
             self._blocked.pop(group, None)
             self._leave_lane(group)
+        elif group in self._places and _first(group) is None:
+            self._block(group)
 
     def lanes(self) -> list[Lane]:
         """Begins a pass of admission: moves groups that are no longer blocked into lanes, and returns all lanes."""
         for group in list(self._blocked):
             if first := _first(group):
-                lane = Lane(first.work_class, first.adapter)
-                entry = _Entry(self._urgency(first), next(self._order), group)
+                kind, urgency = self._rank(first)
+                lane = Lane(first.work_class, first.adapter, kind)
+                entry = _Entry(urgency, next(self._order), group)
                 insort(self._lanes.setdefault(lane, []), entry)
                 self._places[group] = (lane, entry)
                 del self._blocked[group]
         return list(self._lanes)
 
-    def best(self, lanes: Iterable[Lane], over_share: Container[WorkClass]) -> SequenceState | None:
+    def best(self, lanes: Iterable[Lane], over_share: Container[WorkClass]) -> Sequence | None:
         """The next sequence to admit from these lanes, or None.
 
         Classes that are not `over_share` come first, then the most urgent sequence.
@@ -104,11 +134,14 @@ class WaitingQueue:
         heads = []
         for lane in lanes:
             while (entries := self._lanes.get(lane)) and _first(entries[0].group) is None:
-                self._blocked[entries[0].group] = None
-                self._leave_lane(entries[0].group)
+                self._block(entries[0].group)
             if entries:
                 heads.append((lane.work_class in over_share, entries[0]))
         return _first(min(heads)[1].group) if heads else None
+
+    def _block(self, group: PromptGroup) -> None:
+        self._blocked[group] = None
+        self._leave_lane(group)
 
     def _leave_lane(self, group: PromptGroup) -> None:
         if group not in self._places:
@@ -120,7 +153,9 @@ class WaitingQueue:
             del self._lanes[lane]
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if a waiting group has no place, or more than one."""
+        """Raises AssertionError if a waiting group has no place, or more than one, or if a waiting sequence has
+        computed tokens."""
+        assert not any(sequence.computed for sequence in self)
         assert set(self._waiting) == {*self._places, *self._blocked, *self._held}
         assert len(self._waiting) == len(self._places) + len(self._blocked) + len(self._held)
         for group, waiting in self._waiting.items():
@@ -129,11 +164,11 @@ class WaitingQueue:
         assert all(entries == sorted(entries) for entries in self._lanes.values())
 
 
-def _first(group: PromptGroup) -> SequenceState | None:
+def _first(group: PromptGroup) -> Sequence | None:
     """The group's next sequence to admit, or None.
 
-    A group's prompt is prefilled once, so the others wait for the first sequence's row. A preempted sequence waits
-    until its launched draws are read back, because they belong to its tokens.
+    A group's prompt is computed once, so the others wait until the first sequence has computed it. A preempted sequence
+    waits until its launched draws are read back, because they belong to its tokens.
     """
     leader = group.members[0]
     prompt_pending = leader.status in (SequenceStatus.WAITING, SequenceStatus.PREFILLING) and not leader.drawn
@@ -144,21 +179,21 @@ def _first(group: PromptGroup) -> SequenceState | None:
 # ---- holding a row, in order of admission ------------------------------------------------------
 
 
-def advance(sequence: SequenceState, tokens: int) -> None:
-    """Counts `tokens` more computed tokens of a sequence that holds a row. It is running when its prompt is done."""
+def advance(sequence: Sequence, tokens: int) -> None:
+    """Counts `tokens` more computed tokens of a sequence that holds a row. It runs when only one token is pending."""
     sequence.computed += tokens
-    sequence.status = SequenceStatus.PREFILLING if sequence.to_prefill else SequenceStatus.RUNNING
+    sequence.status = SequenceStatus.PREFILLING if sequence.pending > 1 else SequenceStatus.RUNNING
 
 
-def prefilling(rows: Iterable[SequenceState]) -> list[SequenceState]:
-    """The rows whose prompts are not computed yet."""
+def prefilling(rows: Iterable[Sequence]) -> list[Sequence]:
+    """The rows with more than one token to compute: prompts, and preempted sequences that are computed again."""
     return [row for row in rows if row.status is SequenceStatus.PREFILLING]
 
 
-def decoding(rows: Iterable[SequenceState], shares: Mapping[WorkClass, float]) -> list[SequenceState]:
-    """The rows of the next decode step.
+def decoding(rows: Iterable[Sequence], shares: Mapping[WorkClass, float]) -> list[Sequence]:
+    """The decode rows of the next forward unit.
 
-    Each additional row makes a step longer. Therefore rollouts beside live requests get only their share of the rows,
+    Each additional row makes a unit longer. Therefore rollouts beside live requests get only their share of the rows,
     at least one, and the oldest rollouts first. The other rollouts keep their rows and wait.
     """
     rows = [row for row in rows if row.status is SequenceStatus.RUNNING and row.may_draw]
@@ -171,16 +206,16 @@ def decoding(rows: Iterable[SequenceState], shares: Mapping[WorkClass, float]) -
     return [row for row in rows if row not in waiting]
 
 
-def to_preempt(rows: Sequence[SequenceState]) -> SequenceState:
+def to_preempt(rows: list[Sequence]) -> Sequence:
     """The row to preempt when memory is short: the youngest rollout, or the youngest row if there is none."""
     rollouts = [row for row in rows if row.work_class is WorkClass.TRAINING]
     return (rollouts or rows)[-1]
 
 
-def check_rows(rows: Iterable[SequenceState]) -> None:
+def check_rows(rows: Iterable[Sequence]) -> None:
     """Raises AssertionError if a row's counts and its status disagree."""
     for row in rows:
         assert row.status in (SequenceStatus.PREFILLING, SequenceStatus.RUNNING), row.status
-        assert (row.status is SequenceStatus.PREFILLING) == (row.to_prefill > 0)
-        assert 0 <= row.computed <= row.length
+        assert (row.status is SequenceStatus.PREFILLING) == (row.pending > 1)
+        assert 0 <= row.computed < row.length
         assert row.unread >= 0

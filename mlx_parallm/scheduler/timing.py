@@ -1,9 +1,10 @@
 """Budgets for the time between decode steps, and training's share of device time.
 
-All times are in seconds on one monotonic clock.
+All times are in seconds on one monotonic clock. A step is a forward unit with decode rows. Its rows wait for staging
+and training that run before it, and for the chunks of prompts in it; all of these share one budget.
 
-decode step ──▶ other work (staging, prefill, training) ──▶ decode step
-            └────────────────── DecodeGap ──────────────┘
+forward unit ──▶ staging, training ──▶ the next one: decode rows, and chunks of prompts
+             └─────────────────── DecodeGap ─────────────────────────────────────────┘
 """
 
 from __future__ import annotations
@@ -11,37 +12,35 @@ from __future__ import annotations
 from mlx_parallm.core import DECODE_GAPS, TRAINING_SHARES, Histogram
 
 _STAGING_SHARE = 0.12
-"""Staging time allowed between two decode steps, as a share of a decode step's own time."""
+"""Staging time allowed between two steps, as a share of a step's own time."""
 
-_PREFILL_STALL_S = 0.3
-"""Longest prefill time allowed between two decode steps, in seconds, even if the stall budget is larger."""
+_CHUNK_STALL_S = 0.3
+"""Longest time that chunks of prompts may add to a step, in seconds, even if the stall budget is larger."""
 
 _NEWEST_STEP = 0.2
-"""Weight of the newest step in the running average of a decode step's own time."""
+"""Weight of the newest step in the running average of a step's own time."""
 
 _WINDOW_S = 10.0
 """Length of the windows in which training's share of time is measured."""
 
 
 class DecodeGap:
-    """The time since the last decode step was launched, and the budget for other work in it.
+    """The time since the last forward unit was launched, and the budget for what delays the rows of the next one.
 
-    `stall_s`: seconds of other work allowed between two decode steps; units are sized to what is left of it.
-    `waited_s`: seconds that rows have waited for other work in this gap. `staged_s`: the part that staging took.
-    `has_long_unit`: a unit of prefill or training ran in this gap. `training_gave_way`: a training unit was due in
-    this gap and gave way to prompts; `training_gave_way_before`: one did in the gap before, so it runs in this one.
-    `lengths`: of all gaps so far, without those after idle time.
+    `stall_s`: seconds by which other work may delay a step; units are sized to what is left of it. `waited_s`: seconds
+    of other work in this gap. `staged_s`: the part that staging took. `trained`: a training unit ran in this gap.
+    `training_gave_way`: a training unit was due in this gap and gave way to prompts; `training_gave_way_before`: one
+    did in the gap before, so it runs in this one. `lengths`: the times from the end of each step to the end of the
+    next one, without those in which no row waited.
     """
 
     def __init__(self, stall_s: float) -> None:
         self.stall_s = stall_s
-        self.waited_s = 0.0
-        self.staged_s = 0.0
-        self.has_long_unit = False
-        self.training_gave_way = self.training_gave_way_before = False
+        self.waited_s = self.staged_s = 0.0
+        self.trained = self.training_gave_way = self.training_gave_way_before = False
         self.lengths: Histogram = DECODE_GAPS
-        self._launched_at: float | None = None  # None after idle time
-        self._step_seconds = 0.0  # running average of a decode step's own time
+        self._stepped_at: float | None = None  # the end of the last step; None when no row waited since
+        self._step_seconds = 0.0  # running average of a step's own time
 
     def add_wait_time(self, seconds: float) -> None:
         """Adds time that went to messages or to the admission of rows."""
@@ -52,15 +51,15 @@ class DecodeGap:
         self.staged_s += seconds
         self.waited_s += seconds
 
-    def add_long_unit(self, seconds: float) -> None:
-        """Adds a unit of prefill or training."""
+    def add_training(self, seconds: float) -> None:
+        """Adds a unit of training."""
         self.waited_s += seconds
-        self.has_long_unit = True
+        self.trained = True
 
     @property
-    def prefill_s(self) -> float:
-        """Prefill time allowed between two decode steps."""
-        return min(_PREFILL_STALL_S, self.stall_s)
+    def chunk_s(self) -> float:
+        """Seconds that chunks of prompts may take in one unit."""
+        return min(_CHUNK_STALL_S, self.stall_s)
 
     @property
     def remaining_s(self) -> float:
@@ -69,22 +68,27 @@ class DecodeGap:
 
     @property
     def is_half_free(self) -> bool:
-        """Whether less than half of the budget is used. Otherwise a long unit waits for the next gap."""
+        """Whether less than half of the budget is used."""
         return self.remaining_s > 0.5 * self.stall_s
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the gap has held no long unit yet and can take one of any length."""
-        return not self.has_long_unit and self.is_half_free
+        """Whether the gap has held no training yet and has time for a unit of any length."""
+        return not self.trained and self.is_half_free
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether staging or training ran in this gap."""
+        return self.trained or self.staged_s > 0.0
 
     def may_stage(self, urgent: bool, rows_wait: bool) -> bool:
         """Whether staging may run now, because it has not used its share of this gap. Its first unit is always allowed,
-        unless rows wait for a step and a long unit took half of the budget.
+        unless rows wait for a step and training took half of the budget.
 
         If staging had no limit, versions that compete for the same slots could be staged in turns forever, because the
         rows that hold the slots would never end.
         """
-        if rows_wait and self.has_long_unit and not self.is_half_free:
+        if rows_wait and self.trained and not self.is_half_free:
             return False
         return self.staged_s == 0.0 or self.staging_left(urgent) > 0.0
 
@@ -93,35 +97,27 @@ class DecodeGap:
         allowance = self.stall_s if urgent else _STAGING_SHARE * self._step_seconds
         return max(allowance - self.staged_s, 0.0)
 
-    @property
-    def interrupted(self) -> bool:
-        """Whether other work ran in this gap."""
-        return self.has_long_unit or self.staged_s > 0.0
-
-    def close(self, now: float) -> float | None:
-        """Ends this gap with the launch of a decode step, and begins the next one.
-
-        Returns:
-            The seconds of the step that ends, or None if other work ran in the gap or the device was idle.
-        """
-        undisturbed = None
-        if self._launched_at is not None:
-            length = now - self._launched_at
-            step_seconds = max(length - self.waited_s, 0.0)
-            self._step_seconds += _NEWEST_STEP * (step_seconds - self._step_seconds)
-            self.lengths = self.lengths.with_value(length)
-            undisturbed = None if self.interrupted else step_seconds
-        self._launched_at, self.waited_s, self.staged_s, self.has_long_unit = now, 0.0, 0.0, False
+    def close(self) -> None:
+        """Ends this gap with the launch of a forward unit, and begins the next one."""
+        self.waited_s = self.staged_s = 0.0
+        self.trained = False
         self.training_gave_way_before, self.training_gave_way = self.training_gave_way, False
-        return undisturbed
 
-    def take_turns(self) -> None:
-        """Allows staging and training again. Called after prefill when no row can decode, so no step ends this gap."""
-        self.staged_s, self.has_long_unit = 0.0, False
+    def add_step(self, seconds: float, now: float) -> None:
+        """Records a step that took `seconds` and ended at `now`."""
+        self._step_seconds += _NEWEST_STEP * (seconds - self._step_seconds)
+        if self._stepped_at is not None:
+            self.lengths = self.lengths.with_value(now - self._stepped_at)
+        self._stepped_at = now
+
+    def no_row_waited(self) -> None:
+        """Forgets when the last step ended: nothing that ran since then has delayed a row."""
+        self._stepped_at = None
 
     def idle(self) -> None:
-        """Forgets the gap: no row waits for a step, so nothing is delayed."""
-        self._launched_at, self.waited_s, self.has_long_unit = None, 0.0, False
+        """Forgets the gap: no request has work for the device."""
+        self.no_row_waited()
+        self.waited_s, self.trained = 0.0, False
 
 
 class TrainingShare:

@@ -2,54 +2,62 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol
 
-from mlx_parallm.core import AdapterRef, SequenceState
+from mlx_parallm.core import AdapterRef, Sequence, SequenceStatus
+from mlx_parallm.scheduler.cost import Chunk
+
+# ---- units -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """`tokens` new tokens of one sequence, which attend to `context` tokens that are already in its row."""
+class Span:
+    """Computes the next `tokens` tokens of one sequence. `start` tokens are computed before.
 
-    tokens: int
-    context: int
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillPart:
-    """Computes the next `tokens` tokens of one sequence.
-
-    `in_turn`: the sequence was served in the order of the queue, so it moves back in the queue. False when it got
-    only the small share of an overdue prompt.
+    `in_turn`: a prompt was served in the order of the queue, so it moves back in the queue. False when it got only the
+    small share of an overdue prompt.
     """
 
-    sequence: SequenceState
+    sequence: Sequence
+    start: int
     tokens: int
     in_turn: bool = True
 
     @property
-    def chunk(self) -> Chunk:
-        return Chunk(self.tokens, self.sequence.computed)
+    def work(self) -> Chunk:
+        """The span as the cost model sees it."""
+        return Chunk(self.tokens, self.start)
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillUnit:
-    """Computes chunks of several prompts in one forward pass."""
+class ForwardUnit:
+    """One forward pass over the next tokens of several sequences.
 
-    parts: tuple[PrefillPart, ...]
+    Attributes:
+        spans: decode rows, oldest first, then the chunks of prompts.
+        draws: the sequences that draw a token at the end of the unit, in the order of `spans`: all decode rows, and the
+            prompts whose last chunk this is.
+        decodes: the number of decode rows.
+        delayed: staging or training ran since the last forward unit.
+    """
+
+    spans: tuple[Span, ...]
+    draws: tuple[Sequence, ...]
+    decodes: int
+    delayed: bool = False
 
     @property
-    def tokens(self) -> int:
-        return sum(part.tokens for part in self.parts)
+    def rows(self) -> tuple[Span, ...]:
+        """The decode rows, of one token each."""
+        return self.spans[: self.decodes]
 
-
-@dataclass(frozen=True, slots=True)
-class DecodeUnit:
-    """Draws one token for each sequence. `delayed`: other work ran since the last decode step."""
-
-    sequences: tuple[SequenceState, ...]
-    delayed: bool = False
+    @property
+    def chunks(self) -> tuple[Span, ...]:
+        """The chunks of prompts."""
+        return self.spans[self.decodes :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,44 +74,77 @@ class TrainingUnit:
     seconds: float
 
 
-Unit = PrefillUnit | DecodeUnit | StagingUnit | TrainingUnit
+Unit = ForwardUnit | StagingUnit | TrainingUnit
+
+
+def forward_unit(rows: list[Sequence], chunks: list[Span], delayed: bool) -> ForwardUnit:
+    """The unit of these decode rows and chunks. Call it before any of their counts change."""
+    spans = (*(Span(row, row.computed, 1) for row in rows), *chunks)
+    draws = tuple(span.sequence for span in spans if span.tokens == span.sequence.pending)
+    return ForwardUnit(spans, draws, len(rows), delayed)
+
+
+# ---- work beside requests ----------------------------------------------------------------------
+
+
+class WorkKind(Enum):
+    """What a candidate does: copy adapters into the bank, or train."""
+
+    STAGING = "staging"
+    TRAINING = "training"
 
 
 @dataclass(frozen=True, slots=True)
-class OtherWork:
-    """Work that waits for the device beside requests.
+class Candidate:
+    """Work that waits for the device beside requests; at most one of each kind.
 
-    `staging_is_urgent`: the adapters that wait should be in the bank as soon as possible.
+    Attributes:
+        due: when the work should run, on the monotonic clock. Staging that is due may use the whole stall budget. When
+            training is due follows from its share of time, so this field is not read for it.
+        seconds: how long the work would run without interruption. Its unit is never longer.
     """
 
-    staging: bool = False
-    staging_is_urgent: bool = False
-    training: bool = False
+    kind: WorkKind
+    due: float = math.inf
+    seconds: float = math.inf
 
 
-NO_OTHER_WORK = OtherWork()
+# ---- memory ------------------------------------------------------------------------------------
 
 
 class RowMemory(Protocol):
-    """The KV pool and the adapter bank, as the scheduler sees them: rows within a byte budget."""
+    """The KV pool and the adapter bank, as the scheduler sees them: rows within a byte budget.
+
+    A row opens with keys and values that are there already, if there are any: those of the prompt in the row of a
+    running member of its group, or those of the longest prefix in the prefix cache. At least one token of a row is
+    always left to compute, because the next token is drawn from its logits.
+    """
 
     def ready(self, adapter: AdapterRef) -> bool:
         """Whether rows of this adapter may be admitted now. If the adapter is not in the bank, staging is requested."""
         ...
 
-    def allocate(self, sequence: SequenceState, source: SequenceState | None) -> int | None:
-        """Gives `sequence` a row for all its tokens. With `source`, the row starts as a copy of that row's prompt.
+    def cached(self, sequence: Sequence) -> int:
+        """How many tokens of a waiting sequence would be computed already if its row was opened now.
 
-        Returns:
-            The number of tokens that are already computed in the new row, or None when the budget is spent.
+        It ranks the sequence in the queue, and need not be exact.
         """
         ...
 
-    def grow(self, sequence: SequenceState, tokens: int) -> bool:
-        """Makes room for `tokens` tokens in the row. Returns False when the budget is spent."""
+    def open(self, sequence: Sequence) -> bool:
+        """Gives `sequence` a row with room for all its tokens, and sets `computed` to what is there already.
+
+        Returns False when the budget is spent.
+        """
         ...
 
-    def free(self, sequence: SequenceState) -> None: ...
+    def extend(self, sequence: Sequence, tokens: int) -> bool:
+        """Makes room for `tokens` tokens in the row, counted from its start. Returns False when the budget is spent."""
+        ...
+
+    def close(self, sequence: Sequence) -> None:
+        """Takes the row away, and sets `computed` to 0."""
+        ...
 
 
 class UnlimitedMemory:
@@ -112,11 +153,16 @@ class UnlimitedMemory:
     def ready(self, adapter: AdapterRef) -> bool:
         return True
 
-    def allocate(self, sequence: SequenceState, source: SequenceState | None) -> int | None:
-        return sequence.prompt_length - 1 if source else 0
+    def cached(self, sequence: Sequence) -> int:
+        shared = any(member.status is SequenceStatus.RUNNING for member in sequence.group.members)
+        return sequence.prompt_length - 1 if shared else 0
 
-    def grow(self, sequence: SequenceState, tokens: int) -> bool:
+    def open(self, sequence: Sequence) -> bool:
+        sequence.computed = self.cached(sequence)
         return True
 
-    def free(self, sequence: SequenceState) -> None:
-        pass
+    def extend(self, sequence: Sequence, tokens: int) -> bool:
+        return True
+
+    def close(self, sequence: Sequence) -> None:
+        sequence.computed = 0

@@ -61,10 +61,6 @@ class ServerMetrics:
         self.finished = self._counter(
             "request_success", "Sequences ended: stop, length, abort or error.", ("finished_reason",)
         )
-        self.prefix_queries = self._counter("prefix_cache_queries", "Prompt tokens of finished requests.")
-        self.prefix_hits = self._counter(
-            "prefix_cache_hits", "Prompt tokens of finished requests that were taken from a prefix cache."
-        )
         self.client_disconnects = self._counter("client_disconnects", "Requests whose client left before the end.")
         self.responses = self._counter("http_responses", "HTTP responses by status.", ("status",))
         self.ignored_fields = self._counter("ignored_fields", "Unknown fields of request bodies that were ignored.")
@@ -133,5 +129,3 @@ class RequestObserver:
         self.metrics.queued.observe(end.started_at - end.arrived_at)
         if end.completion_tokens:
             self.metrics.ttft.observe(end.first_token_at - end.arrived_at)
-        self.metrics.prefix_queries.inc(end.prompt_tokens)
-        self.metrics.prefix_hits.inc(end.cached_tokens)

@@ -56,6 +56,10 @@ ENGINE_GAUGES: Table[EngineStats] = {
         lambda stats: stats.kv_bytes_held / stats.kv_bytes_budget if stats.kv_bytes_budget else 0.0,
     ),
     "kv_cache_bytes_held": ("Bytes of the KV pool in use.", lambda stats: stats.kv_bytes_held),
+    "kv_cache_bytes_cached": (
+        "Bytes of cached prefixes that no row uses; rows get them when they need memory.",
+        lambda stats: stats.kv_bytes_cached,
+    ),
     "kv_cache_tokens": ("Tokens in the KV pool.", lambda stats: stats.kv_tokens_used),
     "engine_paused": ("1 from POST /pause to POST /resume.", lambda stats: stats.paused),
     "engine_alive": ("1 while the device thread runs.", lambda stats: stats.alive),
@@ -80,6 +84,14 @@ ENGINE_COUNTERS: Table[EngineStats] = {
     "num_preemptions": (
         "Rows recomputed because KV memory ran out or a unit of device work failed.",
         lambda stats: stats.preemptions_total,
+    ),
+    "prefix_cache_queries": (
+        "Prompt tokens looked up in the prefix cache.",
+        lambda stats: stats.prefix_cache_queries_total,
+    ),
+    "prefix_cache_hits": (
+        "Prompt tokens whose keys and values were taken from the prefix cache.",
+        lambda stats: stats.prefix_cache_hits_total,
     ),
     "prompt_tokens": ("Prompt tokens processed.", lambda stats: stats.prompt_tokens_total),
     "generation_tokens": ("Tokens generated.", lambda stats: stats.generation_tokens_total),

@@ -140,6 +140,7 @@ def plan(
         collection=collection,
         grammar=grammar,
         visible_specials=visible_specials,
+        cache_salt=body.cache_salt or "",
     )
 
 

@@ -9,7 +9,8 @@ import pytest
 from mlx_parallm.cli import commands
 from mlx_parallm.cli.main import main
 
-STATE = {"engine": {"running": 3, "waiting": 1, "kv_bytes_held": 2**20, "kv_bytes_budget": 2**30}}
+KV_BYTES = {"kv_bytes_held": 2**20, "kv_bytes_budget": 2**30, "kv_bytes_cached": 3 * 2**20}
+STATE = {"engine": {"running": 3, "waiting": 1, **KV_BYTES}}
 NO_ADAPTERS = {"data": [], "route": {"base": 1.0}, "slots": {"total": 8, "used": 0, "pinned": 0}, "bank_bytes": 2**21}
 
 
@@ -45,7 +46,7 @@ def test_ps_shows_a_running_server(server, capsys):
         "  adapters  none (0 of 8 slots used)",
         "  running   3",
         "  waiting   1",
-        "  KV cache  1.0 MiB of 1.0 GiB",
+        "  KV cache  1.0 MiB of 1.0 GiB, cached prefixes 3.0 MiB",
     ]
 
 

@@ -77,8 +77,8 @@ def test_every_flag_sets_its_own_key(app):
     values |= dict.fromkeys(floats, "5e-4")
     flags = [flag for flag in FLAGS if flag.path not in {*TRAIN_ONLY, "rl_training.atropos_url"}]
     for flag in flags:
-        value = [values.get(flag.name, "text")] if flag.metavar else []
-        assert serve([flag.name, *value]) == 0
+        switch = flag.name.replace("--", "--no-") if flag.key.field.default is True else flag.name
+        assert serve([flag.name, values.get(flag.name, "text")] if flag.metavar else [switch]) == 0
     changed = [list(leaves(config.model_dump(exclude_defaults=True))) for config in app.started]
     followers = {"--mode": [], "--enable-rl-training": ["server.mode", "rl_training.enabled"]}
     assert changed == [followers.get(flag.name, [flag.path]) for flag in flags]

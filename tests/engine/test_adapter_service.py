@@ -31,7 +31,7 @@ from mlx_parallm.errors import (
     InvalidRequestError,
     UnknownModelError,
 )
-from mlx_parallm.scheduler.prefill import CostModel
+from mlx_parallm.scheduler.cost import CostModel
 from mlx_parallm.scheduler.scheduler import SchedulerConfig
 
 LAYOUT = layout_of(tiny_model("llama"))

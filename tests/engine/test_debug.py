@@ -23,8 +23,9 @@ def test_every_unit_is_in_the_trace_in_order(tmp_path):
     named, *units = read_trace(path)
     assert (named["ph"], named["args"]) == ("M", {"name": "device"})
     assert {unit["ph"] for unit in units} == {"X"}
-    assert (units[0]["name"], units[0]["args"]) == ("prefill", {"prompts": 1, "tokens": 3})
-    assert [unit["args"] for unit in units if unit["name"] == "decode"] == [{"rows": 1}] * made.loop.counters.steps
+    assert (units[0]["name"], units[0]["args"]) == ("forward", {"rows": 0, "prompts": 1, "tokens": 4})
+    rows = [unit["args"]["rows"] for unit in units if unit["name"] == "forward"]
+    assert rows == [0] + [1] * (made.loop.counters.steps - 1)
     assert all(unit["dur"] > 0 for unit in units)
     assert all(a["ts"] + a["dur"] <= b["ts"] for a, b in pairwise(units))
 
@@ -70,7 +71,7 @@ def test_a_broken_row_ends_the_step_that_broke_it():
     made = make_harness(check_every_unit=True)
     made.submit("a", [5, 6, 7, 8])
     made.loop.step()
-    made.runner.cache.allocate(8)  # a row of no request
+    made.runner.cache.open(8)  # a row of no request
     with pytest.raises(AssertionError):
         made.loop.step()
 
@@ -84,6 +85,6 @@ def test_tokens_are_the_same_with_and_without_lookahead(lookahead):
         harness.submit("a", [5, 6, 7, 8], max_tokens=5)
     expected.run()
     in_flight = []
-    made.run(lambda: in_flight.append(made.loop._decoder.in_flight))
+    made.run(lambda: in_flight.append(made.loop._forwards.in_flight))
     assert made.tokens("a") == expected.tokens("a")
     assert any(in_flight) is lookahead

@@ -26,7 +26,7 @@ from mlx_parallm.engine.live import Vocabulary
 from mlx_parallm.engine.loop import EngineParts
 from mlx_parallm.engine.processor import ContinuousBatchProcessor
 from mlx_parallm.errors import EngineDeadError
-from mlx_parallm.scheduler.prefill import CostModel
+from mlx_parallm.scheduler.cost import CostModel
 from mlx_parallm.scheduler.scheduler import SchedulerConfig
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -173,9 +173,11 @@ async def test_sleep_waits_for_requests_and_gives_the_pool_back(engine: Continuo
     assert len(await generate(engine, "s", 5)) == 5, "and the next request takes it again"
 
 
-async def test_a_stopped_thread_cannot_sleep_or_be_rescheduled(engine: ContinuousBatchProcessor) -> None:
+async def test_a_stopped_thread_cannot_sleep_or_be_rescheduled_or_forget(engine: ContinuousBatchProcessor) -> None:
     await asyncio.to_thread(engine.stop)
     with pytest.raises(EngineDeadError):
         await engine.sleep()
     with pytest.raises(EngineDeadError):
         await engine.reschedule(DeviceSchedule())
+    with pytest.raises(EngineDeadError):
+        await engine.reset_prefix_cache()

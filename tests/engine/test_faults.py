@@ -11,7 +11,6 @@ from harness import Harness, make_harness, solo
 from tiny import tiny_model
 
 from mlx_parallm.batch import kv_cache
-from mlx_parallm.batch.slab import Slab
 from mlx_parallm.core import (
     Event,
     GenerationRequest,
@@ -26,7 +25,7 @@ from mlx_parallm.engine.loop import EngineParts
 from mlx_parallm.engine.processor import ContinuousBatchProcessor
 from mlx_parallm.errors import DeviceMemoryError, EngineDeadError, StepFailedError
 from mlx_parallm.model.families import KVLayout
-from mlx_parallm.scheduler.prefill import CostModel
+from mlx_parallm.scheduler.cost import CostModel
 from mlx_parallm.scheduler.scheduler import SchedulerConfig
 
 PROMPTS = [[i, 3, 5, 7, 11, 13] * 4 for i in range(3)]
@@ -126,7 +125,7 @@ def test_abort_in_every_phase_frees_everything(steps: int) -> None:
     harness.run()
     assert len(harness.of("gone")) == before, "nothing is said of an aborted request"
     assert harness.tokens("neighbour") == expected(harness, 1, 12)
-    assert harness.runner.cache.tokens_held == 0
+    assert harness.runner.cache.bytes_used == 0
     assert harness.loop.stats().aborted_total == 1
 
 
@@ -187,7 +186,7 @@ async def test_closing_the_iterator_aborts(engine: ContinuousBatchProcessor) -> 
     assert isinstance(await anext(stream), SequenceOutput)
     await stream.aclose()
     await until(lambda: engine.stats().aborted_total == 1 and engine.stats().running == 0)
-    assert engine.stats().kv_bytes_held == 0
+    assert engine.stats().kv_bytes_used == 0
 
 
 async def test_a_dead_device_thread_fails_its_requests_and_says_so() -> None:

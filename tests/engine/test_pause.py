@@ -15,7 +15,7 @@ from mlx_parallm.engine.live import Vocabulary
 from mlx_parallm.engine.loop import EngineParts
 from mlx_parallm.engine.processor import ContinuousBatchProcessor
 from mlx_parallm.errors import AbortedError, EngineDeadError
-from mlx_parallm.scheduler.prefill import CostModel
+from mlx_parallm.scheduler.cost import CostModel
 from mlx_parallm.scheduler.scheduler import SchedulerConfig
 
 PROMPT = [3, 1, 4, 1, 5]

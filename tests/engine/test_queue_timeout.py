@@ -20,7 +20,7 @@ from mlx_parallm.engine.live import Vocabulary
 from mlx_parallm.engine.loop import EngineParts
 from mlx_parallm.engine.processor import ContinuousBatchProcessor
 from mlx_parallm.errors import QueueTimeoutError
-from mlx_parallm.scheduler.prefill import CostModel
+from mlx_parallm.scheduler.cost import CostModel
 from mlx_parallm.scheduler.scheduler import SchedulerConfig
 
 TIMEOUT_S = 0.3

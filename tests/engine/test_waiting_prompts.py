@@ -6,14 +6,15 @@ import pytest
 from harness import make_harness
 
 from mlx_parallm.core import RequestFinished
-from mlx_parallm.scheduler.prefill import CostModel
+from mlx_parallm.scheduler.cost import CostModel
 from mlx_parallm.scheduler.scheduler import RLAwareScheduler
+from mlx_parallm.scheduler.units import ForwardUnit
 
 
 @pytest.fixture
 def slow_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefill is predicted to take minutes; on this machine it takes milliseconds."""
-    monkeypatch.setattr(CostModel, "seconds", lambda self, chunks: 1000.0)
+    monkeypatch.setattr(CostModel, "seconds", lambda self, chunks=(), draws=0: 1000.0)
 
 
 @pytest.mark.usefixtures("slow_forecast")
@@ -34,13 +35,13 @@ def test_short_requests_are_served_behind_a_long_one() -> None:
 def test_the_time_in_the_queue_ends_with_the_first_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     harness = make_harness()
     order: list[float] = []
-    prefilled = RLAwareScheduler.record_prefill
+    launched = RLAwareScheduler.record_launch
 
-    def noted(self: RLAwareScheduler, unit: object, seconds: float, now: float) -> None:
-        order.append(now - seconds)
-        prefilled(self, unit, seconds, now)
+    def noted(self: RLAwareScheduler, unit: ForwardUnit, now: float) -> None:
+        order.append(now)
+        launched(self, unit, now)
 
-    monkeypatch.setattr(RLAwareScheduler, "record_prefill", noted)
+    monkeypatch.setattr(RLAwareScheduler, "record_launch", noted)
     harness.submit("one", list(range(1, 200)), max_tokens=1)
     harness.run()
     end = harness.terminal("one")

@@ -1,59 +1,59 @@
-"""The cost model's scale follows the machine, by prefill units and by decode steps."""
+"""The cost model's scale follows the machine, by all forward units."""
 
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from mlx_parallm.scheduler.prefill import CostModel
-from mlx_parallm.scheduler.units import Chunk
+from mlx_parallm.scheduler.cost import Chunk, CostModel
 
 PROMPT, ROWS = [Chunk(100, 0)], [Chunk(1, 50)] * 4
-STEP_RATIO = 1.4
 
 
 class Machine:
     """Runs units so many times slower than calibrated, each as soon as the last one has ended."""
 
     def __init__(self) -> None:
-        self.cost = CostModel(0.01, 0.001, 1e-6)
-        self.calibrated = CostModel(0.01, 0.001, 1e-6)
+        self.cost = CostModel(0.01, 0.001, 1e-6, per_draw=0.002)
+        self.calibrated = CostModel(0.01, 0.001, 1e-6, per_draw=0.002)
         self.now = 0.0
 
-    def prefill(self, slower: float, times: int = 1) -> None:
+    def run(self, chunks: list[Chunk], draws: int, slower: float, times: int = 1) -> None:
         for _ in range(times):
-            seconds = slower * self.calibrated.seconds(PROMPT)
+            seconds = slower * self.calibrated.seconds(chunks, draws)
             self.now += seconds
-            self.cost.observe_prefill(PROMPT, seconds, self.now)
+            self.cost.observe(chunks, draws, seconds, self.now)
+
+    def prefill(self, slower: float, times: int = 1) -> None:
+        self.run(PROMPT, 0, slower, times)
 
     def decode(self, slower: float, times: int = 1) -> None:
-        for _ in range(times):
-            seconds = slower * STEP_RATIO * self.calibrated.seconds(ROWS)
-            self.now += seconds
-            self.cost.observe_step(ROWS, seconds, self.now)
+        self.run(ROWS, len(ROWS), slower, times)
 
 
-def test_the_scale_follows_prefill_units() -> None:
+def test_the_scale_follows_prefill() -> None:
     machine = Machine()
     machine.prefill(3.0, times=40)
     assert machine.cost.seconds([Chunk(50, 0)]) == pytest.approx(3 * machine.calibrated.seconds([Chunk(50, 0)]), 0.01)
 
 
 @pytest.mark.parametrize(("before", "after"), [(1.0, 6.0), (6.0, 1.0)])
-def test_decode_steps_alone_correct_the_scale(before: float, after: float) -> None:
+def test_decode_rows_alone_correct_the_scale(before: float, after: float) -> None:
     """Other processes take the cores, or leave them, while no prompt comes."""
     machine = Machine()
     for _ in range(40):
         machine.decode(before)
-        machine.prefill(before)
+        machine.run(ROWS + PROMPT, len(ROWS), before)
     machine.decode(after, times=30)
     assert machine.cost.scale == pytest.approx(after, rel=0.05)
 
 
-def test_steps_that_cost_more_than_predicted_are_no_sign_of_a_slow_machine() -> None:
+def test_drawing_is_no_sign_of_a_slow_machine() -> None:
     machine = Machine()
     machine.decode(1.0, times=50)
     for _ in range(20):
-        machine.prefill(1.0)
+        machine.run(ROWS + PROMPT, len(ROWS), 1.0)
         machine.decode(1.0, times=5)
     assert machine.cost.scale == pytest.approx(1.0)
 
@@ -71,3 +71,20 @@ def test_one_outlier_does_not_spoil_the_scale() -> None:
     machine.prefill(1.0, times=5)
     machine.prefill(1000.0)
     assert machine.cost.scale < 3.0
+
+
+def test_a_unit_takes_the_fixed_time_once_and_the_time_of_each_part() -> None:
+    cost = CostModel(0.01, 0.001, 1e-6, per_draw=0.002, scale=2.0)
+    parts = sum(map(cost.chunk_seconds, ROWS + PROMPT))
+    assert cost.seconds(ROWS + PROMPT, draws=4) == pytest.approx(2 * (0.01 + 4 * 0.002) + parts)
+
+
+@given(st.floats(1e-4, 0.1), st.floats(1e-6, 1e-2), st.floats(0, 1e-4), st.integers(0, 8000), st.floats(0.001, 3))
+@settings(max_examples=200)
+def test_the_largest_chunk_within_a_time_is_the_largest(
+    fixed: float, per_token: float, per_pair: float, context: int, seconds: float
+) -> None:
+    cost = CostModel(fixed, per_token, per_pair)
+    tokens = cost.tokens_within(seconds, context, 16, 2048)
+    assert tokens == 16 or cost.chunk_seconds(Chunk(tokens, context)) <= seconds
+    assert tokens == 2048 or cost.chunk_seconds(Chunk(tokens + 1, context)) > seconds

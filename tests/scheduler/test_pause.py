@@ -3,7 +3,7 @@
 from driver import Driver
 
 from mlx_parallm.core import SequenceStatus
-from mlx_parallm.scheduler.units import DecodeUnit, PrefillUnit, StagingUnit, TrainingUnit
+from mlx_parallm.scheduler.units import ForwardUnit, StagingUnit, TrainingUnit
 
 
 def test_what_comes_while_paused_waits_and_what_was_there_ends() -> None:
@@ -34,7 +34,7 @@ def test_frozen_rows_keep_their_places_and_go_on() -> None:
     assert (running.status, running.drawn, driver.memory.held) == (SequenceStatus.RUNNING, drawn, held)
     driver.scheduler.resume()
     units = driver.run()
-    assert sum(isinstance(unit, DecodeUnit) and running in unit.sequences for unit in units) == 30 - drawn
+    assert sum(isinstance(unit, ForwardUnit) and running in unit.draws for unit in units) == 30 - drawn
     assert queued.status is SequenceStatus.FINISHED
     assert driver.scheduler.preemptions == 0
 
@@ -48,7 +48,8 @@ def test_a_prompt_half_way_stands_still_too() -> None:
     assert driver.run() == []
     driver.scheduler.resume()
     units = driver.run()
-    assert sum(unit.tokens for unit in units if isinstance(unit, PrefillUnit)) == 99 - computed
+    chunks = [span for unit in units if isinstance(unit, ForwardUnit) for span in unit.chunks]
+    assert sum(span.tokens for span in chunks) == 100 - computed
 
 
 def test_frozen_staging_and_training_get_all_the_time() -> None:

@@ -10,21 +10,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_parallm.core import DeviceSchedule, SequenceStatus, WorkClass
-from mlx_parallm.scheduler.units import DecodeUnit, PrefillUnit
+from mlx_parallm.scheduler.units import ForwardUnit
 
 LIVE, ROLLOUT = WorkClass.INFERENCE, WorkClass.TRAINING
 ENDLESS = 10**9
 
 
-def classes(unit: DecodeUnit) -> Counter[WorkClass]:
-    return Counter(sequence.work_class for sequence in unit.sequences)
+def classes(unit: ForwardUnit) -> Counter[WorkClass]:
+    return Counter(row.sequence.work_class for row in unit.rows)
 
 
-def decoding(driver: Driver) -> DecodeUnit:
-    """The next decode step; nothing is left to prefill."""
+def decoding(driver: Driver) -> ForwardUnit:
+    """The next unit of decode rows alone; nothing is left to prefill."""
     while True:
         unit = driver.step()
-        if isinstance(unit, DecodeUnit) and all(s.status is SequenceStatus.RUNNING for s in driver.scheduler.live):
+        if isinstance(unit, ForwardUnit) and not unit.chunks:
+            assert all(s.status is SequenceStatus.RUNNING for s in driver.scheduler.live)
             return unit
 
 
@@ -53,7 +54,7 @@ def test_paused_rollouts_go_on_when_the_requests_have_ended() -> None:
     driver.add(5, max_tokens=4)
     for _ in range(4):
         driver.add(5, max_tokens=20, work_class=ROLLOUT)
-    sizes = [classes(unit)[ROLLOUT] for unit in driver.run() if isinstance(unit, DecodeUnit) and unit.sequences]
+    sizes = [classes(unit)[ROLLOUT] for unit in driver.run() if isinstance(unit, ForwardUnit) and unit.decodes]
     assert 1 in sizes
     assert 4 in sizes
     assert len(driver.finished) == 5
@@ -72,8 +73,8 @@ def test_prompts_of_live_requests_are_computed_first() -> None:
     rollout = driver.add(30, work_class=ROLLOUT)
     live = driver.add(60)
     unit = driver.step()
-    assert isinstance(unit, PrefillUnit)
-    assert [part.sequence for part in unit.parts] == [live]
+    assert isinstance(unit, ForwardUnit)
+    assert [span.sequence for span in unit.spans] == [live]
     driver.run()
     assert set(driver.finished) == {rollout, live}
 

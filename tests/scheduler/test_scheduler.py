@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 from driver import STEP, Driver
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from mlx_parallm.core import AdapterRef, PromptGroup, SequenceState, SequenceStatus, WorkClass
-from mlx_parallm.scheduler.prefill import CostModel
+from mlx_parallm.core import AdapterRef, PromptGroup, Sequence, SequenceStatus, WorkClass
+from mlx_parallm.scheduler.cost import CostModel
 from mlx_parallm.scheduler.scheduler import RLAwareScheduler
-from mlx_parallm.scheduler.units import Chunk, DecodeUnit, PrefillUnit, StagingUnit
+from mlx_parallm.scheduler.units import Candidate, ForwardUnit, StagingUnit, TrainingUnit, Unit, WorkKind
 
 ABSENT = AdapterRef("absent", 1)
+
+
+def forwards(units: Iterable[Unit]) -> list[ForwardUnit]:
+    return [unit for unit in units if isinstance(unit, ForwardUnit)]
+
+
+def chunks(units: Iterable[Unit]) -> list[int]:
+    """The lengths of all chunks of prompts, in order."""
+    return [span.tokens for unit in forwards(units) for span in unit.chunks]
 
 
 def test_a_sequence_waits_for_its_adapter_and_holds_up_nobody() -> None:
@@ -36,12 +47,32 @@ def test_staging_gets_a_share_between_two_steps_and_all_that_is_idle() -> None:
     driver.staging = 10**6
     gaps, since = [], driver.now
     while driver.scheduler.live:
-        if isinstance(driver.step(), DecodeUnit):
+        if isinstance(driver.step(), ForwardUnit):
             gaps.append(driver.now - since)
             since = driver.now
     assert max(gaps) <= 1.2 * STEP
     assert min(gaps[1:]) > STEP, "some is staged between any two steps"
     assert all(isinstance(driver.step(), StagingUnit) for _ in range(5))
+
+
+def test_staging_that_is_due_may_use_the_whole_stall_budget() -> None:
+    driver = Driver(max_decode_stall_s=0.2)
+    driver.add(2, max_tokens=40)
+    for _ in range(20):
+        driver.step()
+    units = [driver.scheduler.next_unit(5.0, [Candidate(WorkKind.STAGING, due)]) for due in (6.0, 5.0)]
+    assert units == [StagingUnit(pytest.approx(0.12 * STEP, rel=0.05)), StagingUnit(0.2)]
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_a_unit_beside_requests_is_not_longer_than_its_work(rows: int) -> None:
+    driver = Driver()
+    for _ in range(rows):
+        driver.add(2, max_tokens=40)
+    driver.step()
+    driver.step()
+    assert driver.scheduler.next_unit(5.0, [Candidate(WorkKind.TRAINING, seconds=0.07)]) == TrainingUnit(0.07)
+    assert driver.scheduler.next_unit(5.0, [Candidate(WorkKind.TRAINING)]) == TrainingUnit(0.5)
 
 
 def test_staging_without_end_keeps_no_prompt_from_being_computed() -> None:
@@ -54,29 +85,46 @@ def test_staging_without_end_keeps_no_prompt_from_being_computed() -> None:
     assert prompt in driver.finished
 
 
-def test_staging_counts_as_waiting_for_prefill() -> None:
-    """It stands in the same gap between two decode steps."""
+def test_staging_comes_off_the_allowance_for_chunks() -> None:
+    """It delays the same step."""
     driver = Driver(max_decode_stall_s=0.2)
     driver.add(2, max_tokens=50)
     driver.step()
     driver.step()
     driver.scheduler.gap.add_staging(0.19)
     driver.add(3000)
-    driver.scheduler.admit()
-    assert isinstance(driver.scheduler.next_unit(driver.now), DecodeUnit)
+    assert not chunks([driver.step()])
+    assert chunks([driver.step()])
 
 
-def test_the_last_prompt_token_is_left_to_decode() -> None:
-    driver = Driver()
+def test_the_first_token_comes_from_the_last_chunk_of_the_prompt() -> None:
+    driver = Driver(max_batched_tokens=64)
     sequence = driver.add(100)
-    units = driver.run()
-    assert sum(u.tokens for u in units if isinstance(u, PrefillUnit)) == 99
-    assert sum(isinstance(u, DecodeUnit) for u in units) == 4
+    units = forwards(driver.run())
+    assert [(len(unit.rows), chunks([unit]), len(unit.draws)) for unit in units] == [
+        (0, [64], 0),
+        (0, [36], 1),
+        *[(1, [], 1)] * 3,
+    ]
+    assert driver.finished == [sequence]
+
+
+def test_a_prompt_of_one_token_decodes_at_once() -> None:
+    driver = Driver()
+    driver.add(1, max_tokens=2)
+    assert [len(unit.rows) for unit in forwards(driver.run())] == [1, 1]
+
+
+def test_a_scored_prompt_that_draws_nothing_leaves_its_last_token() -> None:
+    driver = Driver()
+    sequence = driver.add(100, max_tokens=0, scored=True)
+    units = forwards(driver.run())
+    assert (chunks(units), [unit.draws for unit in units]) == ([99], [()])
     assert driver.finished == [sequence]
 
 
 def test_decode_waits_no_longer_than_the_stall_allowance() -> None:
-    """Between two decode steps prefill gets `max_decode_stall_s`, whatever is waiting."""
+    """Chunks make a step longer by `max_decode_stall_s` at most, whatever is waiting."""
     driver = Driver(max_decode_stall_s=0.2, max_batched_tokens=10_000)
     driver.add(2, max_tokens=50)
     driver.step()
@@ -86,7 +134,7 @@ def test_decode_waits_no_longer_than_the_stall_allowance() -> None:
     stalls, since = [], driver.now
     while driver.scheduler.live:
         unit = driver.step()
-        if isinstance(unit, DecodeUnit) and len(driver.finished) == 0:
+        if isinstance(unit, ForwardUnit) and len(driver.finished) == 0:
             stalls.append(driver.now - since - 0.05)
             since = driver.now
     assert max(stalls) <= 0.2 + 1e-9
@@ -101,16 +149,16 @@ def test_time_spent_on_admission_comes_off_the_allowance() -> None:
     driver.add(3000)
     driver.scheduler.admit()
     driver.scheduler.gap.add_wait_time(0.5)
-    assert isinstance(driver.step(), DecodeUnit)
-    assert isinstance(driver.step(), PrefillUnit)
+    assert not chunks([driver.step()])
+    assert chunks([driver.step()])
 
 
 def test_attention_makes_late_chunks_shorter() -> None:
     driver = Driver(cost=CostModel(0.01, 1e-4, 1e-6), max_decode_stall_s=0.1, max_batched_tokens=10_000)
     driver.add(4000, max_tokens=1)
-    chunks = [u.tokens for u in driver.run() if isinstance(u, PrefillUnit)]
-    assert chunks[0] > 4 * chunks[-2]
-    assert chunks[:-1] == sorted(chunks[:-1], reverse=True)
+    lengths = chunks(driver.run())
+    assert lengths[0] > 4 * lengths[-2]
+    assert lengths[:-1] == sorted(lengths[:-1], reverse=True)
 
 
 def test_a_short_prompt_overtakes_a_long_one_that_is_under_way() -> None:
@@ -141,8 +189,8 @@ def test_priority_comes_before_length() -> None:
     driver.add(500, priority=0)
     urgent = driver.add(1000, priority=-1)
     first = driver.step()
-    assert isinstance(first, PrefillUnit)
-    assert [part.sequence for part in first.parts] == [urgent]
+    assert isinstance(first, ForwardUnit)
+    assert [span.sequence for span in first.spans] == [urgent]
 
 
 @pytest.mark.parametrize(("live", "expected"), [("both", {7, 3}), ("training", {10}), ("inference", {10})])
@@ -160,21 +208,54 @@ def test_shares_are_of_rows_and_work_conserving(live: str, expected: set[int]) -
 def test_short_prompts_share_a_unit() -> None:
     driver = Driver(max_batched_tokens=100)
     for length in (30, 40, 25, 60):
-        driver.add(length + 1)
-    first = driver.step()
-    assert isinstance(first, PrefillUnit)
-    assert [part.tokens for part in first.parts] == [25, 30, 40], "the shortest first, and none cut below 16 tokens"
+        driver.add(length)
+    assert chunks([driver.step()]) == [25, 30, 40], "the shortest first, and none cut below 16 tokens"
 
 
-def test_a_scored_prompt_has_units_of_its_own() -> None:
+@pytest.mark.parametrize("rows", [0, 3])
+def test_a_unit_holds_any_number_of_short_prompts_and_two_long_ones(rows: int) -> None:
+    driver = Driver(cost=CostModel(0.01, 1e-5, 0.0))
+    for _ in range(rows):
+        driver.add(2, max_tokens=100)
+    driver.step()
+    for length in (100, 64, 90, 80, *[30] * 20):
+        driver.add(length)
+    unit = driver.step()
+    assert len(unit.rows) == rows
+    assert sorted(chunks([unit])) == [*[30] * 20, 64, 80, 90]
+
+
+def test_a_long_prompt_with_little_left_is_short() -> None:
+    """Most of it is in the prefix cache, or a member of its group has computed it."""
+    driver = Driver(cost=CostModel(0.01, 1e-5, 0.0))
+    driver.memory.prefix = 900
+    for _ in range(20):
+        driver.add(950)
+    assert chunks([driver.step()]) == [50] * 20
+
+
+def test_prompts_are_ranked_by_what_is_left_to_compute() -> None:
+    driver = Driver(max_rows=1)
+    driver.memory.cached = lambda sequence: 900 if sequence.prompt_length == 950 else 0
+    driver.add(100)
+    known = driver.add(950)
+    driver.step()
+    assert driver.scheduler.live == (known,)
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+def test_a_scored_prompt_shares_its_units_with_decode_rows_only(rows: int) -> None:
     driver = Driver(max_batched_tokens=1000, cost=CostModel(0.01, 1e-4, 1e-8))
+    for _ in range(rows):
+        driver.add(2, max_tokens=100)
+    driver.step()
     driver.add(21)
     driver.add(601, scored=True)
+    driver.add(601, scored=True)
     driver.add(31)
-    units = [u for u in driver.run() if isinstance(u, PrefillUnit)]
-    scored = [u for u in units if u.parts[0].tokens > 31]
-    assert [len(u.parts) for u in scored] == [1, 1, 1]
-    assert max(u.tokens for u in scored) == 256
+    units = forwards(driver.run())
+    scored = [chunks([unit]) for unit in units if any(span.sequence.scored for span in unit.chunks)]
+    assert scored == [[256], [256], [89]] * 2
 
 
 def test_a_group_is_prefilled_once_and_forked() -> None:
@@ -182,7 +263,7 @@ def test_a_group_is_prefilled_once_and_forked() -> None:
     group = PromptGroup()
     members = [driver.add(400, group=group) for _ in range(4)]
     units = driver.run()
-    assert sum(u.tokens for u in units if isinstance(u, PrefillUnit)) == 399
+    assert sum(chunks(units)) == 400
     assert set(driver.finished) == set(members)
 
 
@@ -195,37 +276,26 @@ def test_preempted_rows_are_recomputed_and_the_oldest_is_kept() -> None:
     assert set(driver.finished) == set(rows)
 
 
-@given(st.floats(1e-4, 0.1), st.floats(1e-6, 1e-2), st.floats(0, 1e-4), st.integers(0, 8000), st.floats(0.001, 3))
-@settings(max_examples=200)
-def test_the_largest_chunk_within_a_time_is_the_largest(
-    fixed: float, per_token: float, per_pair: float, context: int, seconds: float
-) -> None:
-    cost = CostModel(fixed, per_token, per_pair)
-    tokens = cost.tokens_within(seconds, [Chunk(20, 3)], context, 16, 2048)
-    assert tokens == 16 or cost.seconds([Chunk(20, 3), Chunk(tokens, context)]) <= seconds
-    assert tokens == 2048 or cost.seconds([Chunk(20, 3), Chunk(tokens + 1, context)]) > seconds
-
-
 def test_a_scheduler_with_its_defaults_runs_without_an_engine() -> None:
     scheduler = RLAwareScheduler()
     group = PromptGroup()
-    rows = [SequenceState(number, [1, 2, 3], 2, 0.0, group) for number in range(2)]
+    rows = [Sequence(number, [1, 2, 3], 2, 0.0, group) for number in range(2)]
     for row in rows:
         scheduler.add(row)
-    units = []
+    units: list[ForwardUnit] = []
     for now in range(10):
         scheduler.admit()
-        units.append(unit := scheduler.next_unit(float(now)))
-        if isinstance(unit, PrefillUnit):
-            scheduler.record_prefill(unit, 0.1, float(now))
-        elif isinstance(unit, DecodeUnit):
+        unit = scheduler.next_unit(float(now))
+        if isinstance(unit, ForwardUnit):
+            units.append(unit)
             scheduler.record_launch(unit, float(now))
-            for row in unit.sequences:
+            scheduler.record_done(unit, 0.1, float(now))
+            for row in unit.draws:
                 row.tokens.append(0)
                 if not row.may_draw:
                     scheduler.finish(row)
     scheduler.check_integrity()
-    assert sum(unit.tokens for unit in units if isinstance(unit, PrefillUnit)) == 2, "the prompt is computed once"
+    assert chunks(units) == [3], "the prompt is computed once"
     assert all(row.status is SequenceStatus.FINISHED and len(row.tokens) == 5 for row in rows)
 
 
@@ -235,7 +305,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.driver = Driver(budget=300, max_rows=5, max_batched_tokens=32)
-        self.alive: list[SequenceState] = []
+        self.alive: list[Sequence] = []
 
     @rule(
         tokens=st.integers(1, 120), max_tokens=st.integers(1, 60), n=st.integers(1, 3), work=st.sampled_from(WorkClass)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from driver import STEP, Driver
 
-from mlx_parallm.core import AdapterRef, SequenceState, SequenceStatus
-from mlx_parallm.scheduler.units import DecodeUnit, PrefillUnit, StagingUnit, TrainingUnit
+from mlx_parallm.core import AdapterRef, Sequence, SequenceStatus
+from mlx_parallm.scheduler.units import ForwardUnit, StagingUnit, TrainingUnit
 
 ENDLESS = 10**9
 
@@ -50,7 +50,7 @@ def test_a_share_that_the_gaps_do_not_hold_leaves_no_backlog() -> None:
 
 
 @pytest.mark.parametrize("micro_step", [0.1, 2.0])
-def test_a_gap_between_two_decode_steps_holds_one_micro_step_and_no_prefill_before_it(micro_step: float) -> None:
+def test_a_gap_between_two_steps_holds_one_micro_step_and_no_more_chunks_than_fit_beside_it(micro_step: float) -> None:
     driver = learning(micro_step, max_batched_tokens=10_000)
     driver.add(2, max_tokens=ENDLESS)
     run_until(driver, 1.0)
@@ -58,12 +58,15 @@ def test_a_gap_between_two_decode_steps_holds_one_micro_step_and_no_prefill_befo
     while driver.now < 60 * micro_step:
         if driver.scheduler.waiting < 3:
             driver.add(900, max_tokens=3)
-        if isinstance(driver.step(), DecodeUnit):
+        unit = driver.step()
+        if isinstance(unit, ForwardUnit) and unit.decodes:
             gaps.append(driver.now - STEP - since)
             micro_steps.append(round((driver.training_seconds - trained) / micro_step))
             since, trained = driver.now, driver.training_seconds
     assert max(micro_steps) == 1
-    assert max(gaps) <= max(micro_step, driver.scheduler.gap.prefill_s) + 1e-9
+    longest = max(micro_step, driver.scheduler.gap.chunk_s) + 1e-9
+    assert max(gaps) <= longest
+    assert driver.scheduler.gap.lengths.largest <= longest + STEP
 
 
 @pytest.mark.parametrize("micro_step", [0.1, 2.0])
@@ -104,7 +107,7 @@ def test_all_time_that_no_row_uses_goes_to_training() -> None:
     assert all(isinstance(driver.step(), TrainingUnit) for _ in range(50))
     assert driver.training_seconds == driver.now
     trained, row = driver.training_seconds, driver.add(30, max_tokens=8)
-    assert [type(driver.step()) for _ in range(2)] == [PrefillUnit, DecodeUnit], "a row that comes is served at once"
+    assert [type(driver.step()) for _ in range(2)] == [ForwardUnit] * 2, "a row that comes is served at once"
     while row not in driver.finished:
         driver.step()
     assert driver.training_seconds == trained, "the last micro-step was its share for as long as the row was there"
@@ -144,7 +147,7 @@ def test_a_trainer_that_pauses_between_micro_steps_does_not_get_round_its_share(
 def test_preempted_rows_come_back_beside_training() -> None:
     driver = learning(0.5)
     driver.memory.budget = 120
-    rows: list[SequenceState] = [driver.add(30, max_tokens=40) for _ in range(3)]
+    rows: list[Sequence] = [driver.add(30, max_tokens=40) for _ in range(3)]
     while any(row.status is not SequenceStatus.FINISHED for row in rows):
         driver.step()
         assert driver.now < 60.0

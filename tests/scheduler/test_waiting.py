@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 from driver import Driver
 
-from mlx_parallm.core import AdapterRef, PromptGroup, SequenceState, SequenceStatus, WorkClass
-from mlx_parallm.scheduler.prefill import CostModel
+from mlx_parallm.core import AdapterRef, PromptGroup, Sequence, SequenceStatus, WorkClass
+from mlx_parallm.scheduler.cost import CostModel
 from mlx_parallm.scheduler.scheduler import RLAwareScheduler
 from mlx_parallm.scheduler.sequences import WaitingQueue
 
@@ -32,15 +32,15 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     counted(RLAwareScheduler, "_urgency")
     counted(WaitingQueue, "best")
-    counted(CostModel, "seconds")
+    counted(CostModel, "chunk_seconds")
     return counts
 
 
 def crowded(waiting: int) -> Driver:
     """64 rows fill the memory; so many sequences of three adapters and both classes wait for it."""
-    driver = Driver(budget=64 * 100 + 10)
+    driver = Driver(budget=64 * 61 + 10)
     for _ in range(64):
-        driver.add(99, max_tokens=1000)
+        driver.add(60, max_tokens=1000)
     driver.scheduler.admit()
     assert len(driver.scheduler.live) == 64
     for number in range(waiting):
@@ -61,7 +61,7 @@ def test_a_pass_of_admission_costs_the_same_however_many_wait(work: Counter[str]
         assert len(driver.scheduler.live) == 64
         costs.append(work.copy())
     assert costs[0] == costs[1]
-    assert costs[1]["_urgency"] == costs[1]["seconds"] == 0, "ranks are kept"
+    assert costs[1]["_urgency"] == costs[1]["chunk_seconds"] == 0, "ranks are kept"
     assert costs[1]["best"] == 10
 
 
@@ -96,9 +96,9 @@ def test_aborting_thousands_ranks_none_of_them(work: Counter[str]) -> None:
     driver.scheduler.check_integrity()
 
 
-def admitted(driver: Driver) -> list[SequenceState]:
+def admitted(driver: Driver) -> list[Sequence]:
     """All that wait, in the order in which they get the only row."""
-    order: list[SequenceState] = []
+    order: list[Sequence] = []
     while driver.scheduler.sequences():
         driver.step()
         order += [sequence for sequence in driver.scheduler.live if sequence not in order]

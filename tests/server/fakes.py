@@ -71,7 +71,7 @@ class FakeEngine:
     `fail_before` k: the k-th event is RequestFailed(`error`).
     `hold_calls`: `reschedule`, `pause` and the like wait for `let_go`, having set `called`; `call_error`: what they
     raise then. `schedules`: those put in force. `pauses`: their modes. `slept`: how often it gave its memory back,
-    `banks` the adapters' too.
+    `banks` the adapters' too. `cached`: tokens in the prefix cache, all of which a reset forgets.
     """
 
     def __init__(self):
@@ -95,6 +95,7 @@ class FakeEngine:
         self.schedules = []
         self.pauses = []
         self.slept = self.banks = 0
+        self.cached = 100
         self.state = {"alive": True, "ready": True, "kv_bytes_held": 10, "kv_bytes_budget": 40, "running": 3}
 
     def stats(self):
@@ -113,6 +114,11 @@ class FakeEngine:
     async def resume(self):
         await self._call()
         self.state["paused"] = False
+
+    async def reset_prefix_cache(self):
+        await self._call()
+        forgotten, self.cached = self.cached, 0
+        return forgotten
 
     async def sleep(self, bank=False):
         assert not self.live

@@ -154,6 +154,14 @@ async def test_the_schedule_and_the_last_window(client, engine):
         assert f"# TYPE mlx_parallm_{name} gauge\nmlx_parallm_{name} {value}\n" in text
 
 
+async def test_cached_prefixes_are_not_memory_in_use(client, engine):
+    engine.state |= {"kv_bytes_held": 10, "kv_bytes_budget": 40, "kv_bytes_cached": 20}
+    text = await exposition(client)
+    for name, value in (("kv_cache_usage_perc", 0.25), ("kv_cache_bytes_held", 10.0), ("kv_cache_bytes_cached", 20.0)):
+        assert f"# TYPE mlx_parallm_{name} gauge\nmlx_parallm_{name} {value}\n" in text
+    assert (await client.get("/debug/state")).json()["engine"]["kv_bytes_cached"] == 20
+
+
 @pytest.mark.parametrize("training", [None])
 async def test_before_anything_happened_every_bucket_is_empty(client, metric):
     text = await exposition(client)

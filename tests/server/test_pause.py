@@ -82,7 +82,7 @@ async def test_a_client_that_leaves_stops_no_pause(client, engine):
     assert await is_paused(client) == {"is_paused": True}
 
 
-@pytest.mark.parametrize("path", ["/pause", "/resume"])
+@pytest.mark.parametrize("path", ["/pause", "/resume", "/reset_prefix_cache"])
 async def test_a_dead_engine_is_told(client, engine, fault, path):
     engine.call_error = EngineDeadError("/home/me")
     response = await client.post(path)
@@ -124,13 +124,36 @@ async def test_a_drain_ends_though_the_pause_cannot(serving, engine):
         await asyncio.wait_for(asyncio.shield(server.stopped), 5)
 
 
-async def test_there_is_no_prefix_cache_to_reset(client, fault):
+@pytest.mark.parametrize(
+    ("query", "cached"),
+    [
+        ("", 0),
+        ("?clear_cache=false", 100),
+        ("?mode=wait", 0),
+        ("?mode=wait&clear_cache=false", 100),
+        ("?mode=keep", 100),
+        ("?mode=keep&clear_cache=true", 100),
+    ],
+)
+async def test_a_pause_forgets_cached_prefixes_unless_told_not_to(client, engine, query, cached):
+    assert (await client.post(f"/pause{query}")).status_code == 200
+    assert engine.cached == cached
+
+
+async def test_the_prefix_cache_is_reset(client, engine):
     for query in ("", "?reset_running_requests=false", "?reset_external=true"):
+        engine.cached = 128
         response = await client.post(f"/reset_prefix_cache{query}")
-        assert (response.status_code, response.json()) == (200, {"status": "success"})
-    for param in ("reset_running_requests", "reset_all"):
-        response = await client.post(f"/reset_prefix_cache?{param}=true")
-        assert (response.status_code, fault(response)["param"]) == (400, param)
+        assert (response.status_code, response.json()) == (200, {"status": "success", "tokens": 128})
+        assert engine.cached == 0
+    assert (await client.post("/reset_prefix_cache")).json() == {"status": "success", "tokens": 0}
+
+
+@pytest.mark.parametrize("param", ["reset_running_requests", "reset_all"])
+async def test_a_reset_of_more_than_the_cache_is_refused(client, engine, fault, param):
+    response = await client.post(f"/reset_prefix_cache?{param}=true")
+    assert (response.status_code, fault(response)["param"]) == (400, param)
+    assert engine.cached == 100
 
 
 async def test_server_info_tells_what_fits_and_no_secret(make_client, engine, adapters):

@@ -18,13 +18,12 @@ import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
 import mlx.nn as nn  # isort: skip
 from lib.adapters.files import QV, RANK, layout_of, random_adapter
 from lib.adapters.gather_products import GatherProducts
+from lib.rows import begin, open_row, rewind
 from mlx.utils import tree_unflatten
 
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.app.build import build_runner
-from mlx_parallm.batch.runner import Row, Step
-from mlx_parallm.batch.sampler import RowSampling
-from mlx_parallm.batch.slab import KVRow
+from mlx_parallm.batch.runner import Launched
 from mlx_parallm.config import Config
 from mlx_parallm.core import SamplingParams
 from mlx_parallm.model.hooks import AdaptedLinear, install_adapters
@@ -107,7 +106,9 @@ class _Rig:
         self._model = manager.model
         self._bank = _filled_bank(manager, targets)
         self._runner = build_runner(manager, self._bank, Config())
-        self._rows = [_row(self._runner.cache.allocate(CONTEXT + STEPS)) for _ in range(ROWS)]
+        self._rows = [
+            open_row(self._runner, CONTEXT, STEPS, 0, SamplingParams(temperature=0.0), FIRST_TOKEN) for _ in range(ROWS)
+        ]
         self._products = GatherProducts(self._bank, ROWS)
 
     def install(self) -> None:
@@ -132,10 +133,10 @@ class _Rig:
         Returns the last tokens. The content of the context does not change the time, so the rows' length is simply set.
         """
         for place, (row, slot) in enumerate(zip(self._rows, slots, strict=True)):
-            row.kv.length, row.kv.adapter_slot, row.input_token = CONTEXT, slot, FIRST_TOKEN + place
-        step: Step | None = None
+            rewind(row, CONTEXT, slot, FIRST_TOKEN + place)
+        step: Launched | None = None
         for _ in range(steps):
-            previous, step = step, self._runner.draw(self._runner.begin(self._rows, step))
+            previous, step = step, self._runner.draw(begin(self._runner, self._rows, step))
             if previous is not None:
                 self._runner.read(previous)
         assert step is not None
@@ -185,8 +186,3 @@ def _unwrap(model: nn.Module) -> None:
     """Puts the plain linears back into the model, if they are adapted."""
     linears = [(path, part.base) for path, part in model.named_modules() if isinstance(part, AdaptedLinear)]
     model.update_modules(tree_unflatten(linears))
-
-
-def _row(kv: KVRow | None) -> Row:
-    assert kv is not None
-    return Row(kv, RowSampling(SamplingParams(temperature=0.0)), input_token=None)

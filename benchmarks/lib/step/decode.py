@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
 
 import mlx.core as mx  # isort: skip
+from lib.rows import begin, open_row
 
-from mlx_parallm.batch.runner import BatchRunner, PendingStep, Row
-from mlx_parallm.batch.sampler import RowSampling
+from mlx_parallm.batch.runner import BatchRunner, Pending
 from mlx_parallm.core import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -52,9 +52,9 @@ class Decoder:
 
     def __init__(self, runner: BatchRunner, rows: Rows, room: int = 1) -> None:
         self._runner = runner
-        self._pending: PendingStep | None = None
+        self._pending: Pending | None = None
         places = zip(rows.contexts, rows.slots, strict=True)
-        self._rows = [self._row(length, slot, rows.sampling, room) for length, slot in places]
+        self._rows = [open_row(runner, length, room, slot, rows.sampling, _TOKEN) for length, slot in places]
 
     def step(self) -> list[mx.array]:
         """Builds the graph of one step and launches it. Returns what the host reads back."""
@@ -64,21 +64,18 @@ class Decoder:
     def logits(self) -> mx.array:
         """Builds the graph of one forward pass, with input tokens from the host. Returns the logits, [rows, vocab]."""
         for row in self._rows:
-            row.input_token = _TOKEN
-        self._pending = self._runner.begin(self._rows, None)
+            row.tokens = [_TOKEN] * row.length
+        self._pending = begin(self._runner, self._rows, None)
+        assert self._pending.logits is not None
         return self._pending.logits
 
     def draw(self) -> list[mx.array]:
         """Builds the graph of sampling from the last `logits` and launches it. Returns what the host reads back."""
         assert self._pending is not None
-        return self._runner.draw(self._pending).sampled.arrays()
+        sampled = self._runner.draw(self._pending).sampled
+        assert sampled is not None
+        return sampled.arrays()
 
     def close(self) -> None:
         for row in self._rows:
-            self._runner.cache.free(row.kv)
-
-    def _row(self, length: int, slot: int, sampling: SamplingParams, room: int) -> Row:
-        kv = self._runner.cache.allocate(length + room)
-        assert kv is not None, "the KV pool is too small"
-        kv.length, kv.adapter_slot = length, slot
-        return Row(kv, RowSampling(sampling), _TOKEN)
+            self._runner.cache.close(row)

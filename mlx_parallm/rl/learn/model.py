@@ -3,10 +3,9 @@
     N tokens of prompts and completions ──trunk──▶ hidden states [N, D]
     n trained positions ──head──▶ logits [n, V]
 
-mlx-lm's models run from tokens to logits in one call. Here `trunk` and `head` are shallow copies of two modules of the
-model: they share every submodule and array with it, and differ in one attribute each, so serving is not affected. The
-layers of the trunk can be checkpointed (computed again in the backward pass), and the head takes hidden states that
-were computed before.
+The trunk is a shallow copy of the model's own: it shares every submodule and array with it, and differs in its list of
+layers, so serving is not affected. The layers can be checkpointed (computed again in the backward pass). The head (see
+`model.split`) takes hidden states that were computed before.
 
 To the model the tokens are a batch of single tokens, each at its own offset, as in packed prefill; only attention knows
 which tokens belong together. So a prompt is computed once for all its completions, whatever else the model's file does.
@@ -28,6 +27,7 @@ from mlx_parallm.adapters.bank import AdapterBank, LinearGroup
 from mlx_parallm.adapters.weights import AdapterLayout
 from mlx_parallm.errors import UnsupportedModelError
 from mlx_parallm.model.hooks import AdaptedLinear, AttentionStyle
+from mlx_parallm.model.split import Head, trunk_of
 from mlx_parallm.rl.learn.attention import PackedCache, PackedStream, Segment
 
 Params = Mapping[str, Mapping[str, mx.array]]
@@ -56,20 +56,18 @@ class TrainableModel:
     """
 
     def __init__(self, model: nn.Module, bank: AdapterBank, style: AttentionStyle, checkpoint_layers: bool) -> None:
-        owner = getattr(model, "language_model", model)
-        trunk = getattr(owner, "model", None)
-        if style is not AttentionStyle.HOOKED or not isinstance(getattr(trunk, "layers", None), list):
+        trunk = trunk_of(model)
+        if style is not AttentionStyle.HOOKED or trunk is None:
             raise UnsupportedModelError(
                 f"{type(model).__module__} can be served and not trained: its attention or layers cannot be accessed"
             )
-        assert isinstance(trunk, nn.Module)
         self.bank = bank
         self.checkpoint_layers = checkpoint_layers
         self._outputs: list[mx.array] = []
         self._trunk = copy.copy(trunk)
         self._trunk.layers = [_Layer(layer, bank, checkpoint_layers, self._outputs) for layer in trunk.layers]
-        self._head = copy.copy(owner)
-        self._head.model = _TrunkOutput(trunk)
+        self.logits = Head(model)
+        """Logits of hidden states: [n, D] → [n, V], in the model's dtype."""
         self.layer_paths = [tuple(_paths(layer)) for layer in trunk.layers]
         """The paths of each layer's adapted linears, in the order of the forward pass."""
 
@@ -94,11 +92,6 @@ class TrainableModel:
         outputs = tuple(self._outputs)
         self._outputs.clear()
         return hidden[:, 0], outputs
-
-    def logits(self, hidden: mx.array) -> mx.array:
-        """Logits of hidden states: [n, D] → [n, V], in the model's dtype."""
-        logits: mx.array = self._head(hidden[None])
-        return logits[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,19 +171,6 @@ class _Layer:
             return PackedCache(value) if isinstance(value, PackedStream) else value
 
         return cast(mx.array, self._layer(hidden, *map(real, args), **{name: real(v) for name, v in kwargs.items()}))
-
-
-class _TrunkOutput:
-    """Takes the place of the trunk in the head, which is called with the trunk's output: returns it unchanged."""
-
-    def __init__(self, trunk: nn.Module) -> None:
-        self._trunk = trunk
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._trunk, name)
-
-    def __call__(self, hidden: mx.array, *_args: Any, **_kwargs: Any) -> mx.array:
-        return hidden
 
 
 def _paths(layer: nn.Module) -> Iterator[str]:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query
 from pydantic import AfterValidator, Field
 
-from mlx_parallm.core import PauseMode
+from mlx_parallm.core import EngineClient, PauseMode
 from mlx_parallm.errors import ConflictError, EngineDeadError
 from mlx_parallm.server.api.fields import WireOutput, WireQuery, refused
 from mlx_parallm.server.errors import DrainingError
@@ -30,7 +30,7 @@ class PauseQuery(WireQuery):
     wait_for_inflight_requests: bool = False
     """vLLM's older name: true is the same as `mode=wait`."""
     clear_cache: bool = True
-    """Accepted and ignored: no cache outlives the requests that filled it, and with `keep` vLLM ignores it too."""
+    """Whether cached prefixes are forgotten, once `mode` has taken effect. It has no effect with `keep`."""
 
 
 class PausedObject(WireOutput):
@@ -59,8 +59,15 @@ async def pause(services: ServicesDep, query: Annotated[PauseQuery, Query()]) ->
     that disconnects does not stop it. Training, adapter and status routes continue to work, but an update of training
     that has to be evaluated waits. A shutdown ends a pause."""
     mode = PauseMode.WAIT if query.wait_for_inflight_requests else PauseMode(query.mode)
-    await services.lifecycle.run_to_end(services.engine.pause(mode))
+    clear_cache = query.clear_cache and mode is not PauseMode.KEEP
+    await services.lifecycle.run_to_end(_pause(services.engine, mode, clear_cache))
     return PausedObject(status="paused")
+
+
+async def _pause(engine: EngineClient, mode: PauseMode, clear_cache: bool) -> None:
+    await engine.pause(mode)
+    if clear_cache:
+        await engine.reset_prefix_cache()
 
 
 @router.post("/resume", responses=raises(DrainingError, EngineDeadError))
@@ -92,22 +99,23 @@ class ResetPrefixCacheQuery(WireQuery):
     """vLLM's parameters of `/reset_prefix_cache`."""
 
     reset_running_requests: OnlyFalse = False
-    """Only false: running requests keep their own keys and values, computed with their adapter's version."""
+    """Only false: running requests keep their own keys and values."""
     reset_external: bool = False
     """Accepted and ignored: there is no external cache."""
 
 
 class PrefixCacheReset(WireOutput):
-    """No prefix is cached."""
+    """Every cached prefix is forgotten."""
 
     status: Literal["success"]
+    tokens: int
+    """Number of tokens that were cached."""
 
 
-@router.post("/reset_prefix_cache")
-async def reset_prefix_cache(_: Annotated[ResetPrefixCacheQuery, Query()]) -> PrefixCacheReset:
-    """Does nothing: keys and values are freed with the request that computed them, and only the samples of one prompt
-    share them. Every later request is computed from its first token."""
-    return PrefixCacheReset(status="success")
+@router.post("/reset_prefix_cache", responses=raises(EngineDeadError))
+async def reset_prefix_cache(services: ServicesDep, _: Annotated[ResetPrefixCacheQuery, Query()]) -> PrefixCacheReset:
+    """Forgets every cached prefix. Running requests keep their keys and values; later ones compute their prompts."""
+    return PrefixCacheReset(status="success", tokens=await services.engine.reset_prefix_cache())
 
 
 # -- sleep -----------------------------------------------------------------------------------------
@@ -121,8 +129,9 @@ class SleepQuery(WireQuery):
     """vLLM's parameter of `/sleep`."""
 
     level: Annotated[int, Field(ge=1, le=2)] = 1
-    """The memory to free. 1: the KV cache. 2: the adapter bank too. Its versions without a file are copied to memory,
-    and each is loaded again when a request needs it. The weights stay loaded, because training needs them."""
+    """The memory to free. 1: the KV cache, with all cached prefixes. 2: the adapter bank too. Its versions without a
+    file are copied to memory, and each is loaded again when a request needs it. The weights stay loaded, because
+    training needs them."""
 
 
 class WakeQuery(WireQuery):

@@ -22,6 +22,8 @@ NO_LIMIT = -1
 """The number of tokens to generate that means: as many as fit the context."""
 MAX_SCORER = 512
 """Largest number of characters of a scorer's name, or of an expression that combines several scorers."""
+MAX_CACHE_SALT = 512
+"""Largest number of characters of a `cache_salt`."""
 MIN_COLLECTED_TEMPERATURE = 0.01
 """Smallest temperature with `collect_trajectory`. Near 0, the distribution has all its mass on one token, and its
 logprobs carry no information for training."""
@@ -173,6 +175,10 @@ class SharedBody(OpenBody):
     """Whether the request is live traffic or a rollout for training. While requests of both kinds wait, each kind gets
     its share of the batch's rows. By default, a request is live; with `collect_trajectory` it is a rollout, unless the
     server is configured otherwise."""
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT)] | None = None
+    """A text of the client's choice. Requests share cached prefixes only with requests that have the same one, so that
+    nobody else can tell from the time of an answer what a prompt contained. Requests without one share with each other.
+    """
 
 
 class GenerationBody(SharedBody, StructuredBody):

@@ -85,7 +85,7 @@ class InputTokensDetails(WireOutput):
     """Details of the prompt's tokens."""
 
     cached_tokens: int
-    """Prompt tokens that were taken from a prefix cache. The server has none yet, so this is 0."""
+    """Prompt tokens whose keys and values were taken from the prefix cache and not computed."""
     cache_write_tokens: int
     """Always 0."""
 

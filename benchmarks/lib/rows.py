@@ -1,0 +1,34 @@
+"""Rows of a batch runner that decode without a scheduler, for benchmarks that time the runner alone."""
+
+from collections.abc import Sequence
+
+import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
+from mlx_parallm.batch.forward import Span
+from mlx_parallm.batch.runner import BatchRunner, Launched, Pending, Row
+from mlx_parallm.batch.sampler import RowSampling
+from mlx_parallm.core import PromptGroup, SamplingParams
+
+
+def open_row(runner: BatchRunner, context: int, room: int, slot: int, sampling: SamplingParams, token: int) -> Row:
+    """A row with `context` tokens in the KV pool, whose content is never computed, and room for `room` more."""
+    row = Row(sequence_id=0, tokens=[], max_tokens=room, arrived_at=0.0, group=PromptGroup())
+    row.sampling = RowSampling(sampling)
+    opened = runner.cache.open(context + room, into=row)
+    assert opened is not None, "the KV pool is too small"
+    rewind(row, context, slot, token)
+    return row
+
+
+def rewind(row: Row, context: int, slot: int, token: int) -> None:
+    """Sets a row back to `context` computed tokens; `token` is the next one."""
+    row.tokens = [token] * (context + 1)
+    row.prompt_length, row.computed, row.drawn, row.adapter_slot = context + 1, context, 0, slot
+
+
+def begin(runner: BatchRunner, rows: Sequence[Row], previous: Launched | None) -> Pending:
+    """Begins a decode step, and counts its tokens as the scheduler would."""
+    pending = runner.begin([Span(row, row.computed, 1) for row in rows], rows, previous)
+    for row in rows:
+        row.computed += 1
+        row.drawn += 1
+    return pending

@@ -1,0 +1,137 @@
+"""The arrays of the KV pool: keys and values in blocks of 64 tokens, with one pair of arrays per layer.
+
+    keys[layer]     [kv_heads, blocks, 64, head_dim_k]
+    values[layer]   [kv_heads, blocks, 64, head_dim_v]
+
+The heads come first, so that consecutive places are a view of shape [kv_heads, tokens, head_dim]. Every write replaces
+an array. MLX updates it in place if nothing else refers to the old one; therefore callers keep no views of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from mlx_parallm.batch.blocks import BLOCK_TOKENS
+from mlx_parallm.model.families import LayerSpec
+
+
+class Arena:
+    """The blocks of layers that have the same sliding window. A block's place is its index in the arrays of each layer.
+
+    Args:
+        specs: the shapes of these layers.
+        dtype: of keys and values.
+    """
+
+    def __init__(self, specs: Sequence[LayerSpec], dtype: mx.Dtype) -> None:
+        self.specs = tuple(specs)
+        self.dtype = dtype
+        self.blocks = 0
+        self.keys = [_zeros(spec.kv_heads, 0, spec.head_dim_k, dtype) for spec in specs]
+        self.values = [_zeros(spec.kv_heads, 0, spec.head_dim_v, dtype) for spec in specs]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers."""
+        widths = sum(spec.kv_heads * (spec.head_dim_k + spec.head_dim_v) for spec in self.specs)
+        return widths * BLOCK_TOKENS * self.dtype.size
+
+    @property
+    def nbytes(self) -> int:
+        return self.blocks * self.block_bytes
+
+    def resize(self, blocks: int, most_bytes: float = math.inf) -> bool:
+        """Grows or shrinks towards this number of places. The content of places that remain is kept.
+
+        It works layer by layer, so at most one layer's arrays exist twice at any time. `blocks` counts the places that
+        every layer has: it falls at the beginning, and rises when the last layer has grown. If a layer fails, the
+        arrays are valid, and calling it again continues.
+
+        Args:
+            most_bytes: stop after this many bytes of new arrays, but not before one layer is done.
+
+        Returns:
+            Whether all layers are done.
+
+        Raises:
+            Exception: the device's error, such as out of memory.
+        """
+        self.blocks = min(self.blocks, blocks)
+        made = 0
+        for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
+            if keys.shape[1] == blocks:
+                continue
+            if made >= most_bytes:
+                return False
+            resized = _resized(keys, blocks), _resized(values, blocks)
+            mx.eval(resized)
+            self.keys[layer], self.values[layer] = resized
+            made += int(resized[0].nbytes + resized[1].nbytes)
+        self.blocks = blocks
+        return True
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copies the blocks at `sources` to `targets`, in every layer, and waits for it. No place may be in both.
+
+        The copies are evaluated before the writes. Otherwise a pending view of an array would make the next write to
+        it copy the whole array instead of updating it in place.
+        """
+        if not sources:
+            return
+        read, written = mx.array(list(sources)), mx.array(list(targets))
+        for arrays in (self.keys, self.values):
+            for layer, array in enumerate(arrays):
+                taken = array[:, read]
+                mx.eval(taken)
+                del array
+                arrays[layer][:, written] = taken
+        mx.eval(self.keys, self.values)
+
+    def read(self, place: int) -> list[tuple[mx.array, mx.array]]:
+        """Copies of one block: for each layer, keys and values [kv_heads, 64, head_dim]."""
+        pairs = zip(self.keys, self.values, strict=True)
+        copies = [(mx.contiguous(keys[:, place]), mx.contiguous(values[:, place])) for keys, values in pairs]
+        mx.eval(copies)
+        return copies
+
+    def write_block(self, place: int, arrays: Sequence[tuple[mx.array, mx.array]]) -> None:
+        """Writes one block, from arrays as `read` returns them."""
+        for layer, (keys, values) in enumerate(arrays):
+            self.keys[layer][:, place] = keys
+            self.values[layer][:, place] = values
+        mx.eval(self.keys, self.values)
+
+    def write(self, layer: int, lines: mx.array, keys: mx.array, values: mx.array) -> None:
+        """Writes tokens: keys and values [n, kv_heads, 1, head_dim] at `lines` int [n * kv_heads].
+
+        A line is (head * places of this layer + place) * 64 + the token's position in the block.
+        """
+        self.keys[layer] = _scattered(self.keys[layer], lines, keys)
+        self.values[layer] = _scattered(self.values[layer], lines, values)
+
+    def places(self, layer: int) -> int:
+        """Places in the arrays of this layer. They differ from those of another layer while the arena is resized."""
+        return int(self.keys[layer].shape[1])
+
+    def arrays(self) -> list[mx.array]:
+        return [*self.keys, *self.values]
+
+
+def _zeros(heads: int, blocks: int, width: int, dtype: mx.Dtype) -> mx.array:
+    return mx.zeros((heads, blocks, BLOCK_TOKENS, width), dtype)
+
+
+def _resized(array: mx.array, blocks: int) -> mx.array:
+    heads, held, _, width = array.shape
+    if blocks <= held:
+        return mx.contiguous(array[:, :blocks])
+    return mx.concatenate([array, _zeros(heads, blocks - held, width, array.dtype)], axis=1)
+
+
+def _scattered(array: mx.array, lines: mx.array, tokens: mx.array) -> mx.array:
+    flat = array.reshape(-1, array.shape[-1])
+    flat[lines] = tokens.reshape(-1, tokens.shape[-1])
+    return flat.reshape(array.shape)

@@ -1,0 +1,289 @@
+"""The memory of the KV pool: one arena for each layer group, all within one byte budget.
+
+Who gives way when a row needs blocks: free places are taken first, then the arena grows, then cached prefixes are
+evicted, then the other groups give up places that they do not need.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+
+import mlx.core as mx
+
+from mlx_parallm.batch.blocks import FREED
+from mlx_parallm.batch.layer_groups import KVRow, LayerGroup, layer_groups
+from mlx_parallm.batch.prefix import PrefixIndex
+from mlx_parallm.model.device import is_out_of_memory
+from mlx_parallm.model.families import KVLayout
+
+_GROWTH_BLOCKS = 16
+"""An arena grows by this many blocks or by an eighth, whichever is more, and shrinks when more than that is unused."""
+
+
+class BlockMemory:
+    """Arenas, their places, and the prefix index over them.
+
+    Attributes:
+        groups: layer groups.
+        rows: live rows, in the order in which they were opened.
+        evictions: cached blocks that were dropped to make room.
+        bytes_reserved: bytes of the budget that others hold now. A row that is alone may use them nevertheless.
+
+    Args:
+        layout: shapes and dtype of one token's keys and values.
+        budget_bytes: upper bound of the bytes of all arenas. While one is resized, it may be exceeded by one layer.
+    """
+
+    def __init__(self, layout: KVLayout, budget_bytes: int) -> None:
+        self.layout = layout
+        self.budget_bytes = budget_bytes
+        self.bytes_reserved = self.evictions = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Drops all rows, arrays and cached prefixes."""
+        self._refused_at: float = math.inf  # bytes used when the device last refused to grow an arena
+        self._refusal: Exception | None = None
+        self.rows: dict[KVRow, None] = {}
+        self.groups = layer_groups(self.layout)
+        self.index = PrefixIndex([group.places for group in self.groups], [group.window for group in self.groups])
+
+    # -- figures ---------------------------------------------------------------------------------
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block in every group."""
+        return sum(group.arena.block_bytes for group in self.groups)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(group.arena.block_bytes * group.places.total for group in self.groups)
+
+    @property
+    def bytes_cached(self) -> int:
+        """Bytes of blocks of cached prefixes that no row reads."""
+        return sum(group.arena.block_bytes * group.places.cached for group in self.groups)
+
+    @property
+    def bytes_used(self) -> int:
+        """Bytes of blocks that rows read."""
+        return sum(group.arena.block_bytes * group.places.used for group in self.groups)
+
+    # -- rows ------------------------------------------------------------------------------------
+
+    def add(self, row: KVRow) -> None:
+        """Adds a row without blocks."""
+        row.tables = [[] for _ in self.groups]
+        row.computed, row.node = 0, None
+        self.rows[row] = None
+
+    def tables(self, row: KVRow) -> zip[tuple[LayerGroup, list[int]]]:
+        """The layer groups, each with the row's table."""
+        return zip(self.groups, row.tables, strict=True)
+
+    def share(self, row: KVRow, tables: Sequence[list[int]]) -> None:
+        """Appends blocks of other rows or of cached prefixes to a row's tables."""
+        for (group, table), places in zip(self.tables(row), tables, strict=True):
+            for place in places:
+                if place != FREED:
+                    group.places.acquire(place)
+            table += places
+
+    def close(self, row: KVRow) -> None:
+        """Removes a row. It lets go of its last block first, so that a prefix is evicted from its end."""
+        for group, table in self.tables(row):
+            for place in reversed(table):
+                if place != FREED:
+                    group.places.release(place)
+        row.tables, row.computed, row.node = [], 0, None
+        del self.rows[row]
+
+    # -- room ------------------------------------------------------------------------------------
+
+    def make_room(self, needs: Sequence[int], alone: bool) -> bool:
+        """Makes at least `needs` places free in the groups. If that is not possible, no cached prefix is evicted.
+
+        Args:
+            needs: a number of places for each group.
+            alone: there is no other row, so all of the budget may be used, and no memory will be freed later.
+
+        Returns:
+            False if the budget is spent, or if the device is out of memory and other rows will free some.
+
+        Raises:
+            Exception: the device's own error, in all other cases where it fails. Rows are unchanged.
+        """
+        if all(group.places.free >= need for group, need in zip(self.groups, needs, strict=True)):
+            return True
+        limit = self._limit(alone)
+        used = sum((g.places.used + need) * g.arena.block_bytes for g, need in zip(self.groups, needs, strict=True))
+        if used > limit:
+            return False
+        self._refusal = None
+        if alone:
+            self._refused_at = math.inf
+        if all(self._make_room_in(number, needs, limit) for number in range(len(self.groups))):
+            return True
+        if alone and self._refusal is not None:
+            raise self._refusal
+        return False
+
+    def _limit(self, alone: bool) -> int:
+        return self.budget_bytes - (0 if alone else self.bytes_reserved)
+
+    def _make_room_in(self, number: int, needs: Sequence[int], limit: int) -> bool:
+        group, need = self.groups[number], needs[number]
+        self._grow(group, need, limit)
+        self.evict(number, need - group.places.free)
+        if group.places.free < need:
+            self._take_from_others(number, needs, limit)
+            self._grow(group, need, limit)
+        return group.places.free >= need
+
+    def _grow(self, group: LayerGroup, need: int, limit: int) -> None:
+        """Grows an arena so that `need` places are free, or as far as the limit and the device allow."""
+        missing = need - group.places.free
+        room = (limit - self.nbytes) // group.arena.block_bytes
+        if missing <= 0 or room <= 0 or self.bytes_used >= self._refused_at:
+            return
+        total = group.places.total
+        for more in dict.fromkeys((min(room, max(missing, _spare(total))), min(room, missing))):
+            if self._resize(group, total + more):
+                return
+
+    def _resize(self, group: LayerGroup, total: int) -> bool:
+        """Grows or shrinks a group. Returns False if the device is out of memory; then nothing has grown."""
+        try:
+            group.arena.resize(total)
+            self._refused_at, self._refusal = math.inf, None
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            mx.clear_cache()
+            self._refused_at, self._refusal = self.bytes_used, error
+            with suppress(RuntimeError, MemoryError):
+                group.arena.resize(group.arena.blocks)  # gives back the layers that have grown
+        group.places.resize(group.arena.blocks)
+        return self._refusal is None
+
+    def _take_from_others(self, number: int, needs: Sequence[int], limit: int) -> None:
+        """Shrinks the arenas of other groups, so that this one may grow."""
+        group = self.groups[number]
+        short = (needs[number] - group.places.free) * group.arena.block_bytes - (limit - self.nbytes)
+        for other, (donor, need) in enumerate(zip(self.groups, needs, strict=True)):
+            wanted = -(-short // donor.arena.block_bytes)
+            if donor is group or wanted <= 0:
+                continue
+            self.evict(other, wanted - max(0, donor.places.free - need))
+            given = min(wanted, donor.places.free - need)
+            total = donor.places.total - given
+            if given > 0 and self._move_below(donor, total, most=donor.places.total) and self._resize(donor, total):
+                short -= given * donor.arena.block_bytes
+
+    def evict(self, group: int, count: int) -> int:
+        """Frees up to `count` cached places of a layer group, the least recently used first. Returns how many."""
+        freed = self.index.evict(group, count)
+        self.evictions += freed
+        return freed
+
+    def copy(self, group: LayerGroup, sources: Sequence[int], targets: Sequence[int]) -> bool:
+        """Copies blocks of a group. Returns False if the device is out of memory."""
+        try:
+            group.arena.copy(sources, targets)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            mx.clear_cache()
+            self._refusal = error
+            return False
+        return True
+
+    # -- between units ---------------------------------------------------------------------------
+
+    def tidy(self, most_bytes: int) -> bool:
+        """Shrinks arenas of which much is unused, after the blocks in their highest places have moved.
+
+        Cached prefixes are evicted first where the arenas hold memory that was reserved meanwhile.
+
+        Args:
+            most_bytes: bytes that may be copied in each group now. At least one block is moved, or one layer shrunk.
+
+        Returns:
+            Whether more is left to do.
+        """
+        excess = self.nbytes - self._limit(False)
+        for number, group in enumerate(self.groups):
+            wanted = max(0, -(-excess // group.arena.block_bytes))
+            self.evict(number, wanted - group.places.free)
+            excess -= min(wanted, group.places.free) * group.arena.block_bytes
+        left = [self._tidy_group(group, most_bytes) for group in self.groups]
+        return any(left)
+
+    def _tidy_group(self, group: LayerGroup, most_bytes: int) -> bool:
+        if not self._shrunk(group, most_bytes):
+            return True
+        places = group.places
+        held = places.used + places.cached
+        excess = self.nbytes > self._limit(False)
+        if places.free <= (places.total // 32 if excess else _spare(places.total)):
+            return False
+        total = held if excess else held + held // 16
+        if not self._move_below(group, total, max(1, most_bytes // group.arena.block_bytes)):
+            return False
+        if places.moves_below(total, 1):
+            return True
+        places.resize(total)
+        return not self._shrunk(group, most_bytes)
+
+    def _shrunk(self, group: LayerGroup, most_bytes: int) -> bool:
+        """Shrinks some layers of an arena to its places. Returns whether no more can be done."""
+        try:
+            return group.arena.resize(group.places.total, most_bytes)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            mx.clear_cache()
+            return True
+
+    def _move_below(self, group: LayerGroup, total: int, most: int) -> bool:
+        """Moves up to `most` blocks from places at or above `total` to lower ones.
+
+        Returns False if the device is out of memory; then nothing has changed.
+        """
+        if moves := group.places.moves_below(total, most):
+            if not self.copy(group, [source for source, _ in moves], [target for _, target in moves]):
+                return False
+            self._rename(group, dict(moves))
+        return True
+
+    def _rename(self, group: LayerGroup, targets: dict[int, int]) -> None:
+        """Replaces the places of moved blocks in all tables and nodes that name them."""
+        number = self.groups.index(group)
+        for row in self.rows:
+            row.tables[number][:] = [targets.get(place, place) for place in row.tables[number]]
+        for source, target in targets.items():
+            group.places.move(source, target)
+            if (owner := group.places.owners.get(target)) is not None:
+                owner.places[number] = target
+
+    # -- checks ----------------------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if tables, places, the index and the arenas disagree."""
+        for number, group in enumerate(self.groups):
+            counts = [0] * group.places.total
+            for row in self.rows:
+                for place in row.tables[number]:
+                    if place != FREED:
+                        counts[place] += 1
+            assert counts == group.places.references
+            assert group.arena.blocks == group.places.total
+            group.places.check_integrity()
+        self.index.check_integrity()
+        assert self.nbytes <= self.budget_bytes, (self.nbytes, self.budget_bytes)
+
+
+def _spare(total: int) -> int:
+    return max(_GROWTH_BLOCKS, total // 8)

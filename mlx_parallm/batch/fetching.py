@@ -1,0 +1,84 @@
+"""A forward pass for models that compute attention in their own code: it copies every row's keys and values out.
+
+Such a model takes either one token of each of n rows, or T tokens of one row:
+
+    single tokens   [n, 1]   offset [n]
+    one chunk       [1, T]   integer offset
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_parallm.batch.blocks import BLOCK_TOKENS
+from mlx_parallm.batch.forward import Span, lines, token_places
+from mlx_parallm.batch.kv_cache import KVRow, LoRABatchedKVCache
+
+
+class FetchingForward:
+    """One forward pass over rows of the pool, shared by its layers.
+
+    `offset`: the position of the first new token of each row.
+
+    Args:
+        spans: one token of each row, or one span.
+
+    Raises:
+        ValueError: several spans of which one has several tokens.
+    """
+
+    def __init__(self, cache: LoRABatchedKVCache, spans: Sequence[Span[KVRow]]) -> None:
+        if len(spans) > 1 and any(span.tokens > 1 for span in spans):
+            raise ValueError("a model that computes attention itself takes one chunk at a time")
+        starts = [span.start for span in spans]
+        self.offset: int | mx.array = starts[0] if len(spans) == 1 else mx.array(starts, dtype=mx.int32)
+        self._spans = tuple(spans)
+        self._tokens = spans[0].tokens
+        self._longest = max(span.stop for span in spans)
+        self._groups = cache.groups
+        self._of_layer = {
+            layer: (number, index)
+            for number, group in enumerate(cache.groups)
+            for index, layer in enumerate(group.layers)
+        }
+
+    def write(self, layer: int, keys: mx.array, values: mx.array) -> None:
+        """Writes keys and values [B, kv_heads, T, head_dim] into the pool."""
+        number, index = self._of_layer[layer]
+        arena, kv_heads = self._groups[number].arena, keys.shape[1]
+        places, offsets = token_places(self._spans, [span.row.tables[number] for span in self._spans])
+        at = lines(places, offsets, kv_heads, arena.places(index))
+        arena.write(index, at, _by_token(keys), _by_token(values))
+
+    def fetch(self, layer: int) -> tuple[mx.array, mx.array]:
+        """Dense copies [B, kv_heads, longest, head_dim]. `dense_mask` hides what is beyond a row's length."""
+        number, index = self._of_layer[layer]
+        arena = self._groups[number].arena
+        blocks = -(-self._longest // BLOCK_TOKENS)
+        table = np.zeros((len(self._spans), blocks), np.int64)  # block 0 fills up short rows, and what a window freed
+        for row, span in zip(table, self._spans, strict=True):
+            own = span.row.tables[number][:blocks]
+            row[: len(own)] = np.maximum(own, 0)
+        return self._copied(arena.keys[index], table), self._copied(arena.values[index], table)
+
+    def dense_mask(self, window: int | None) -> mx.array:
+        """Boolean [B, 1, T, S], true where a query may attend to a key that `fetch` returns."""
+        starts = mx.array([span.start for span in self._spans])[:, None, None]
+        queries = starts + mx.arange(self._tokens)[None, :, None]
+        keys = mx.arange(self._longest)[None, None]
+        return ((keys <= queries) & (queries < keys + (window or self._longest)))[:, None]
+
+    def _copied(self, array: mx.array, table: NDArray[np.int64]) -> mx.array:
+        kv_heads, places, _, width = array.shape
+        blocks = mx.array(table[:, None] + np.arange(kv_heads)[:, None] * places)
+        dense = array.reshape(-1, BLOCK_TOKENS, width)[blocks]
+        return dense.reshape(len(table), kv_heads, -1, width)[:, :, : self._longest]
+
+
+def _by_token(tokens: mx.array) -> mx.array:
+    """[B, heads, T, head_dim] → [B · T, heads, 1, head_dim]."""
+    return tokens.transpose(0, 2, 1, 3).reshape(-1, tokens.shape[1], 1, tokens.shape[3])

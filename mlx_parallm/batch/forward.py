@@ -1,0 +1,183 @@
+"""One forward pass over rows of the KV pool: single tokens of many rows, and chunks of others, together.
+
+spans       row a: 1 token   row b: 1 token   row c: 5 tokens       single tokens come first
+tokens      [N, 1]           to the model, a batch of N single tokens, each at its own position
+write       one scatter per layer for all N
+attention   one call for all single tokens and one for all short chunks (by pairs of row and block), and one for
+            each long chunk (dense and causal)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import groupby
+from typing import Generic, Protocol, TypeVar
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_parallm.batch.arena import Arena
+from mlx_parallm.batch.attention import DenseSpan, are_consecutive
+from mlx_parallm.batch.block_attention import BlockPairs, RowBlocks
+from mlx_parallm.batch.blocks import BLOCK_TOKENS
+from mlx_parallm.batch.kv_cache import KVRow, LayerGroup, LoRABatchedKVCache
+
+SHORT_CHUNK = 64
+"""Chunks of at most this many tokens are padded to the same length and share one attention call."""
+
+
+R = TypeVar("R", bound=KVRow)
+R_co = TypeVar("R_co", bound=KVRow, covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Span(Generic[R_co]):
+    """The next `tokens` tokens of a row, after the `start` tokens that are computed. The row has room for them."""
+
+    row: R_co
+    start: int
+    tokens: int
+
+    @property
+    def stop(self) -> int:
+        """The row's computed tokens after the forward pass."""
+        return self.start + self.tokens
+
+
+class _Kind(IntEnum):
+    """The length of a span decides how it attends. The kinds are in the order in which a pass has them."""
+
+    SINGLE = 1
+    SHORT = 2
+    LONG = 3
+
+
+def _kind(span: Span[KVRow] | RowBlocks) -> _Kind:
+    if span.tokens == 1:
+        return _Kind.SINGLE
+    return _Kind.SHORT if span.tokens <= SHORT_CHUNK else _Kind.LONG
+
+
+def in_order(spans: Sequence[Span[R]]) -> list[Span[R]]:
+    """Single tokens first, then short chunks, then long ones."""
+    return sorted(spans, key=_kind)
+
+
+class Forward:
+    """One forward pass over rows of the pool, shared by its layers.
+
+    `offset`: the position of each token, int32 [N].
+
+    Args:
+        spans: `in_order`.
+        dense_rows: up to so many single tokens attend row by row instead of in one call, if the blocks of each row are
+            consecutive. Infinite: all rows attend one by one, because the device has no `gather_mm` for their type.
+    """
+
+    def __init__(self, cache: LoRABatchedKVCache, spans: Sequence[Span[KVRow]], dense_rows: float) -> None:
+        positions = np.concatenate([np.arange(span.start, span.stop) for span in spans])
+        self.offset = mx.array(positions.astype(np.int32))
+        self._of_layer: dict[int, tuple[_GroupForward, int]] = {}
+        for number, group in enumerate(cache.groups):
+            forward = _GroupForward(group, number, spans, dense_rows)
+            self._of_layer |= {layer: (forward, index) for index, layer in enumerate(group.layers)}
+
+    def write(self, layer: int, keys: mx.array, values: mx.array) -> None:
+        """Writes the new tokens' keys and values, [N, kv_heads, 1, head_dim], into the pool."""
+        group, index = self._of_layer[layer]
+        group.write(index, keys, values)
+
+    def attend(self, layer: int, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
+        """Attention of queries [N, heads, 1, head_dim] over all written tokens of their rows, the new ones included."""
+        group, index = self._of_layer[layer]
+        return group.attend(index, queries, scale, sinks)
+
+
+class _Attention(Protocol):
+    """Attention of some of the forward's tokens, in one layer group."""
+
+    def attend(self, arena: Arena, layer: int, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
+        """[n, heads, 1, head_dim] → [n, heads, 1, head_dim of values]."""
+        ...
+
+
+class _GroupForward:
+    """The forward pass in one layer group: index arrays that its layers share."""
+
+    def __init__(self, group: LayerGroup, number: int, spans: Sequence[Span[KVRow]], dense_rows: float) -> None:
+        self._arena = group.arena
+        tables = [span.row.tables[number] for span in spans]
+        self._targets = token_places(spans, tables)
+        self._lines: dict[tuple[int, int], mx.array] = {}
+        self._parts = list(_parts(spans, tables, group.window, dense_rows))
+
+    def write(self, index: int, keys: mx.array, values: mx.array) -> None:
+        kv_heads, places = keys.shape[1], self._arena.places(index)
+        if (kv_heads, places) not in self._lines:
+            self._lines[kv_heads, places] = lines(*self._targets, kv_heads, places)
+        self._arena.write(index, self._lines[kv_heads, places], keys, values)
+
+    def attend(self, index: int, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
+        if len(self._parts) == 1:
+            return self._parts[0][1].attend(self._arena, index, queries, scale, sinks)
+        outputs = [part.attend(self._arena, index, queries[tokens], scale, sinks) for tokens, part in self._parts]
+        return mx.concatenate(outputs)
+
+
+def _parts(
+    spans: Sequence[Span[KVRow]], tables: Sequence[Sequence[int]], window: int | None, dense_rows: float
+) -> Iterator[tuple[slice, _Attention]]:
+    """The attention calls of a forward pass, each with its tokens."""
+    rows = [seen_blocks(span, table, window) for span, table in zip(spans, tables, strict=True)]
+    start = 0
+    for kind, group in groupby(rows, key=_kind):
+        together = list(group)
+        calls: list[tuple[_Attention, int]]
+        if _is_dense(kind, together, dense_rows):
+            calls = [(DenseSpan(row, window), row.tokens) for row in together]
+        else:
+            calls = [(BlockPairs(together, window), sum(row.tokens for row in together))]
+        for call, tokens in calls:
+            yield slice(start, start + tokens), call
+            start += tokens
+
+
+def _is_dense(kind: _Kind, rows: Sequence[RowBlocks], dense_rows: float) -> bool:
+    """Whether rows of one kind attend one by one, each to dense keys, and not in one call by pairs."""
+    if math.isinf(dense_rows) or kind is _Kind.LONG:
+        return True
+    if kind is _Kind.SHORT:
+        return len(rows) == 1
+    return len(rows) <= dense_rows and all(are_consecutive(row.places) for row in rows)
+
+
+def seen_blocks(span: Span[KVRow], table: Sequence[int], window: int | None) -> RowBlocks:
+    """The blocks of a row that its span's tokens attend to."""
+    first = 0 if window is None else max(0, span.start - window + 1) // BLOCK_TOKENS
+    places = table[first : -(-span.stop // BLOCK_TOKENS)]
+    return RowBlocks(places, first * BLOCK_TOKENS, span.start, span.tokens)
+
+
+Targets = tuple[NDArray[np.int64], NDArray[np.int64]]
+
+
+def token_places(spans: Sequence[Span[KVRow]], tables: Sequence[Sequence[int]]) -> Targets:
+    """For each new token, the place of its block and its position in the block: both int64 [N]."""
+    positions = [np.arange(span.start, span.stop) for span in spans]
+    places = [
+        np.asarray(table[span.start // BLOCK_TOKENS : -(-span.stop // BLOCK_TOKENS)])[
+            at // BLOCK_TOKENS - span.start // BLOCK_TOKENS
+        ]
+        for span, table, at in zip(spans, tables, positions, strict=True)
+    ]
+    return np.concatenate(places), np.concatenate(positions) % BLOCK_TOKENS
+
+
+def lines(places: NDArray[np.int64], offsets: NDArray[np.int64], kv_heads: int, capacity: int) -> mx.array:
+    """The lines of `Arena.write`, uint32 [N * kv_heads], in a layer with `capacity` places."""
+    blocks = np.arange(kv_heads)[None] * capacity + places[:, None]
+    return mx.array((blocks * BLOCK_TOKENS + offsets[:, None]).ravel().astype(np.uint32))

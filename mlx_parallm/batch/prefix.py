@@ -1,0 +1,216 @@
+"""The prefix index: finds cached blocks by the tokens that they hold and all tokens before them.
+
+    root (fingerprint, version, salt) ── 64 ids ── 64 ids ── 64 ids
+                                      │                   └─ 12 ids        a tail: the partly filled end of a row
+                                      └─ 64 ids
+
+A node stands for the block of tokens that follows its parent's. Nodes are found by comparing ids, never by a hash
+alone. A node has one place for each layer group. A group with a sliding window may have given its place up, so a prefix
+can be used only where each window's last blocks are there.
+
+Rows let go of a chain from its end. So in a group that attends to all tokens, a node is let go of before its parent,
+and the least recently used cached place belongs to a node that nothing follows. There is one exception: two rows that
+shared blocks before these were registered, and of which one found the first of them in the index. Then a node may be
+evicted before one that follows it, which is forgotten with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from mlx_parallm.batch.blocks import BLOCK_TOKENS, FREED, Places
+
+_CHILDREN_TRIED = 16
+"""How many of a node's newest children are compared with a prompt that has no whole block in common with any."""
+
+
+@dataclass(eq=False, slots=True, repr=False)
+class Node:
+    """One block of tokens of a cached prefix.
+
+    `places`: its place in each layer group, or FREED. `depth`: blocks from the root to this one, itself included; the
+    root's is 0. `alive`: whether the index still has it.
+    """
+
+    root: Hashable
+    parent: Node | None
+    ids: tuple[int, ...]
+    places: list[int]
+    depth: int
+    children: dict[tuple[int, ...], Node] = field(default_factory=dict)
+    alive: bool = True
+
+
+def first_visible(length: int, window: int | None) -> int:
+    """The first block that a token at position `length` or later attends to."""
+    return 0 if window is None else max(0, length + 1 - window) // BLOCK_TOKENS
+
+
+class PrefixIndex:
+    """Chains of cached blocks.
+
+    Args:
+        places: the places of each layer group.
+        windows: each group's window in tokens; None if its layers attend to all tokens.
+    """
+
+    def __init__(self, places: Sequence[Places[Node]], windows: Sequence[int | None]) -> None:
+        self._places = places
+        self._windows = windows
+        self._roots: dict[Hashable, Node] = {}
+
+    # -- lookup ----------------------------------------------------------------------------------
+
+    def find(self, root: Hashable, ids: Sequence[int]) -> list[Node]:
+        """The longest usable chain of whole blocks that starts `ids`. It leaves at least one of the ids."""
+        chain: list[Node] = []
+        node = self._roots.get(root)
+        for start in range(0, len(ids) - BLOCK_TOKENS, BLOCK_TOKENS):
+            node = node.children.get(tuple(ids[start : start + BLOCK_TOKENS])) if node else None
+            if node is None:
+                break
+            chain.append(node)
+        return chain[: self._usable(chain)]
+
+    def _usable(self, chain: Sequence[Node]) -> int:
+        """The longest beginning of `chain`, in blocks, whose last token's successor finds all that it attends to."""
+        usable, present = 0, [0] * len(self._windows)  # `present`: blocks up to here without a gap, for each group
+        for depth, node in enumerate(chain, start=1):
+            present = [0 if place == FREED else n + 1 for n, place in zip(present, node.places, strict=True)]
+            seen = (depth - first_visible(depth * BLOCK_TOKENS, window) for window in self._windows)
+            if all(n >= blocks for n, blocks in zip(present, seen, strict=True)):
+                usable = depth
+        return usable
+
+    def find_partial(self, root: Hashable, chain: Sequence[Node], ids: Sequence[int]) -> tuple[Node | None, int]:
+        """The block below `chain` that starts like the rest of `ids`, and how many tokens do. Leaves one of the ids."""
+        parent = chain[-1] if chain else self._roots.get(root)
+        start = len(chain) * BLOCK_TOKENS
+        rest = ids[start : min(start + BLOCK_TOKENS, len(ids) - 1)]
+        best, most = None, 0
+        for child in islice(reversed(parent.children.values()) if parent else (), _CHILDREN_TRIED):
+            if FREED not in child.places and (common := _common(child.ids, rest)) > most:
+                best, most = child, common
+        return best, most
+
+    # -- changes ---------------------------------------------------------------------------------
+
+    def root(self, key: Hashable) -> Node:
+        """The root of a chain, which is made if it is not there."""
+        if (root := self._roots.get(key)) is None:
+            root = self._roots[key] = Node(key, None, (), [FREED] * len(self._places), 0)
+        return root
+
+    def child(self, parent: Node, ids: tuple[int, ...]) -> Node:
+        """The node of `ids` below `parent`. A new one has no places yet."""
+        if (node := parent.children.get(ids)) is None:
+            node = Node(parent.root, parent, ids, [FREED] * len(self._places), parent.depth + 1)
+            parent.children[ids] = node
+        return node
+
+    def own(self, node: Node, group: int, place: int) -> None:
+        """Makes a row's place the node's place in `group`."""
+        node.places[group] = place
+        self._places[group].own(place, node)
+
+    def evict(self, group: int, count: int) -> int:
+        """Frees up to `count` cached places of a layer group, the least recently used first. Returns how many.
+
+        A group without a window drops whole nodes. A group with one gives up its own places.
+        """
+        places = self._places[group]
+        before = places.free
+        while places.idle and places.free - before < count:
+            node = next(iter(places.idle))
+            if self._windows[group] is None:
+                self._remove(node)
+            else:
+                places.disown(node.places[group])
+                node.places[group] = FREED
+                self.prune(node)
+        return places.free - before
+
+    def _remove(self, node: Node) -> None:
+        """Removes a node with all that follows it, and its ancestors that are left without children and places."""
+        parent = node.parent
+        assert parent is not None
+        del parent.children[node.ids]
+        self._forget(node)
+        self.prune(parent)
+
+    def prune(self, node: Node) -> None:
+        """Removes a node without children and places, and its ancestors that are left so."""
+        while not node.children and node.alive and all(place == FREED for place in node.places):
+            node.alive = False
+            if node.parent is None:
+                del self._roots[node.root]
+                return
+            del node.parent.children[node.ids]
+            node = node.parent
+
+    def remove(self, place: int, group: int) -> None:
+        """Removes the node that owns a place, if one does, with all that follows it."""
+        if (node := self._places[group].owners.get(place)) is not None:
+            self._remove(node)
+
+    def drop(self, key: Hashable) -> int:
+        """Removes a root with all its chains. Returns how many nodes it had.
+
+        Blocks that rows read stay with these rows. A row that goes on registers its blocks again.
+        """
+        root = self._roots.pop(key, None)
+        return self._forget(root) - 1 if root else 0
+
+    def reset(self) -> int:
+        """Removes everything, as `drop` does. Returns how many nodes there were."""
+        return sum(self.drop(key) for key in list(self._roots))
+
+    def _forget(self, top: Node) -> int:
+        """Takes the places from a node and from all nodes below it. Returns how many nodes that were."""
+        nodes = list(_below(top))
+        for node in nodes:
+            node.alive = False
+            node.children = {}
+            for group, place in enumerate(node.places):
+                if place != FREED:
+                    self._places[group].disown(place)
+                    node.places[group] = FREED
+        return len(nodes)
+
+    # -- figures ---------------------------------------------------------------------------------
+
+    def nodes(self) -> list[Node]:
+        """Every node except the roots, parents first."""
+        return [node for root in self._roots.values() for node in _below(root) if node.parent is not None]
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if nodes and places disagree."""
+        named: list[dict[int, Node]] = [{} for _ in self._places]
+        for node in self.nodes():
+            parent = node.parent
+            assert parent is not None
+            assert node.alive
+            assert parent.children[node.ids] is node
+            assert node.depth == parent.depth + 1
+            assert len(node.ids) == BLOCK_TOKENS or not node.children, "a tail has children"
+            assert node.children or any(place != FREED for place in node.places)
+            for group, place in enumerate(node.places):
+                if place != FREED:
+                    named[group][place] = node
+        assert all(root.children and root.alive for root in self._roots.values())
+        assert named == [places.owners for places in self._places]
+
+
+def _below(top: Node) -> Iterable[Node]:
+    stack = [top]
+    while stack:
+        node = stack.pop()
+        yield node
+        stack.extend(node.children.values())
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many elements at the start of both sequences are equal."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

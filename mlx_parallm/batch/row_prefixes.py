@@ -1,0 +1,81 @@
+"""Rows and the prefix index: which cached blocks a new row starts with, and which of a row's blocks are registered."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from mlx_parallm.batch.block_memory import BlockMemory
+from mlx_parallm.batch.blocks import BLOCK_TOKENS, FREED
+from mlx_parallm.batch.layer_groups import KVRow
+from mlx_parallm.batch.prefix import Node, first_visible
+
+_WORTH_COPYING = 8
+"""Tokens that a partly matching block must save. To compute fewer costs about as much as to copy the block."""
+
+
+def attach(memory: BlockMemory, row: KVRow, root: Hashable, ids: Sequence[int]) -> tuple[KVRow, int] | None:
+    """Starts a new row with the longest cached chain of `ids`. At least the last id is left to compute.
+
+    Returns:
+        A row that holds only the cached block whose first tokens come next, and how many of its tokens are to be
+        copied. The caller closes it before `row`. None if there is no block that is worth copying.
+    """
+    chain = memory.index.find(root, ids)
+    row.computed, row.node = len(chain) * BLOCK_TOKENS, chain[-1] if chain else None
+    visible = [first_visible(row.computed, group.window) for group in memory.groups]
+    memory.share(row, [[FREED] * first + [node.places[g] for node in chain[first:]] for g, first in enumerate(visible)])
+    partial, common = memory.index.find_partial(root, chain, ids)
+    if partial is None or common < _WORTH_COPYING:
+        return None
+    donor = KVRow()
+    memory.add(donor)
+    memory.share(donor, [[place] for place in partial.places])
+    return donor, common
+
+
+def freeze(memory: BlockMemory, row: KVRow, root: Hashable, ids: Sequence[int]) -> None:
+    """Registers the row's full blocks, as far as `ids` tells their tokens. O(blocks that are not registered yet).
+
+    A row whose last registered block has left the index registers all of its blocks again.
+    """
+    node = _last_registered(row)
+    whole = min(row.computed, len(ids)) // BLOCK_TOKENS
+    if whole <= (node.depth if node else 0):
+        return
+    node = node or memory.index.root(root)
+    for start in range(node.depth * BLOCK_TOKENS, whole * BLOCK_TOKENS, BLOCK_TOKENS):
+        node = memory.index.child(node, tuple(ids[start : start + BLOCK_TOKENS]))
+        _register(memory, row, node)
+    row.node = node
+    memory.index.prune(node)
+
+
+def freeze_tail(memory: BlockMemory, row: KVRow, root: Hashable, ids: Sequence[int]) -> None:
+    """Registers the partly filled last block of a row that will not be written again."""
+    whole = row.computed // BLOCK_TOKENS
+    tail = tuple(ids[whole * BLOCK_TOKENS : row.computed])
+    if not tail or len(ids) < row.computed:
+        return
+    parent = _last_registered(row) or memory.index.root(root)
+    new = parent.depth == whole and tail not in parent.children
+    if new and all(group.places.is_private(table[whole]) for group, table in memory.tables(row)):
+        _register(memory, row, memory.index.child(parent, tail))
+    memory.index.prune(parent)
+
+
+def _last_registered(row: KVRow) -> Node | None:
+    return row.node if row.node is not None and row.node.alive else None
+
+
+def _register(memory: BlockMemory, row: KVRow, node: Node) -> None:
+    """Makes the row and the node of one of its blocks have the same places."""
+    block = node.depth - 1
+    for number, (group, table) in enumerate(memory.tables(row)):
+        if table[block] == FREED:
+            continue
+        if node.places[number] == FREED:
+            memory.index.own(node, number, table[block])
+        elif node.places[number] != table[block]:
+            group.places.acquire(node.places[number])
+            group.places.release(table[block])
+            table[block] = node.places[number]

@@ -1,0 +1,72 @@
+"""PoolMemory gives sequences rows of the KV pool, with what is computed already."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from mlx_parallm.adapters.store import AdapterStore
+from mlx_parallm.batch.kv_cache import LoRABatchedKVCache
+from mlx_parallm.core import Sequence, SequenceStatus
+from mlx_parallm.engine.live import FaultScope, LiveSequence, live
+
+
+class PoolMemory:
+    """Implements `scheduler.RowMemory`.
+
+    A row pins its adapter's slot for as long as it is in the pool. A fault while a row is made or grows fails that
+    row's request only.
+    """
+
+    def __init__(self, cache: LoRABatchedKVCache, adapters: AdapterStore, scope: FaultScope) -> None:
+        self.ready = adapters.ready
+        self._cache = cache
+        self._adapters = adapters
+        self._scope = scope
+
+    def cached(self, sequence: Sequence) -> int:
+        row = live(sequence)
+        if self._source(row) is not None:
+            return row.prompt_length - 1
+        return 0 if row.scored else self._cache.cached(self._root(row), row.tokens)
+
+    def open(self, sequence: Sequence) -> bool:
+        """Opens a row with room for all tokens of the sequence: with the prompt of another row of its group, or with
+        what the prefix cache has of its tokens. A prompt whose logprobs are wanted is computed whole."""
+        row = live(sequence)
+        source = self._source(row)
+        with self._scope.covering([row.request]):
+            if source is not None:
+                opened = self._cache.fork(source, row.prompt_length - 1, row.length, into=row)
+            elif row.scored:
+                opened = self._cache.open(row.length, into=row)
+            else:
+                opened = self._cache.open(row.length, self._root(row), row.tokens, into=row)
+        if opened is None:
+            return False
+        row.adapter_slot = self._adapters.pin(row.adapter)
+        return True
+
+    def extend(self, sequence: Sequence, tokens: int) -> bool:
+        row = live(sequence)
+        with self._scope.covering([row.request]):
+            return self._cache.extend(row, tokens)
+
+    def close(self, sequence: Sequence) -> None:
+        row = live(sequence)
+        self._cache.close(row, self._root(row), row.tokens)
+        self._adapters.unpin(row.adapter)
+
+    def keep(self, row: LiveSequence) -> None:
+        """Registers the full blocks of a row in the prefix cache, and gives back what its windows have left behind."""
+        self._cache.freeze(row, self._root(row), row.tokens)
+        self._cache.release_windows(row)
+
+    def _source(self, row: LiveSequence) -> LiveSequence | None:
+        """A row that has computed the prompt of this sequence's group, and still holds it."""
+        length = row.prompt_length - 1
+        members = (live(member) for member in row.group.members if member.status is SequenceStatus.RUNNING)
+        return next((m for m in members if m is not row and self._cache.holds(m, length)), None)
+
+    def _root(self, row: LiveSequence) -> Hashable:
+        """Rows share cached prefixes if they use the same version of the same adapter, and the same salt."""
+        return (self._adapters.registry.version(row.adapter), row.request.request.cache_salt)

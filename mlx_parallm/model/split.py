@@ -1,0 +1,56 @@
+"""Runs a model in two parts: the trunk, from tokens to hidden states, and the head, from hidden states to logits.
+
+mlx-lm's models run from tokens to logits in one call, which computes the logits of every token. Here the head is a
+shallow copy of the module that owns the trunk: it shares every submodule and array with it, and differs in one
+attribute, so the model itself is not changed.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+
+def trunk_of(model: nn.Module) -> nn.Module | None:
+    """The part of the model from tokens to hidden states [B, T, D]; None if it has no such part."""
+    trunk = getattr(_owner(model), "model", None)
+    return trunk if isinstance(trunk, nn.Module) and isinstance(getattr(trunk, "layers", None), list) else None
+
+
+class Head:
+    """The part of a model from hidden states to logits, in the model's dtype.
+
+    Args:
+        model: one that has a trunk.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        owner = _owner(model)
+        self._owner = copy.copy(owner)
+        self._owner.model = _TrunkOutput(owner.model)
+
+    def __call__(self, hidden: mx.array) -> mx.array:
+        """[n, D] → [n, V]."""
+        logits: mx.array = self._owner(hidden[None])
+        return logits[0]
+
+
+class _TrunkOutput:
+    """Takes the place of the trunk in the head, which is called with the trunk's output: returns it unchanged."""
+
+    def __init__(self, trunk: nn.Module) -> None:
+        self._trunk = trunk
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trunk, name)
+
+    def __call__(self, hidden: mx.array, *_args: Any, **_kwargs: Any) -> mx.array:
+        return hidden
+
+
+def _owner(model: nn.Module) -> nn.Module:
+    """The module that owns trunk and head: the model, or its language part if it also reads images."""
+    return getattr(model, "language_model", model)

@@ -1,0 +1,83 @@
+"""Predicts the seconds of a forward unit, and learns from the seconds that units took."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+_NEWEST_RATIO = 0.2
+"""Weight of the newest observation in the running scale while observations come often."""
+
+_MEMORY_S = 30.0
+"""After this many seconds without an observation, the next one gets a weight of about two thirds."""
+
+_MIN_RATIO, _MAX_RATIO = 0.1, 10.0
+"""Bounds of one observation against the measured terms, so that one outlier cannot spoil the scale."""
+
+
+class Chunk(NamedTuple):
+    """`tokens` new tokens of one sequence, which attend to `context` tokens that are already in its row."""
+
+    tokens: int
+    context: int
+
+
+@dataclass(slots=True)
+class CostModel:
+    """Predicts the seconds of a forward unit.
+
+    The formula is fixed + per_draw·D + the sum over its chunks of per_token·T + per_pair·T·(C + T/2). T is a chunk's
+    tokens, C its context, and D the number of tokens that the unit draws. A decode row is a chunk of one token. The
+    first term stands for reading the weights, the second for the output layer and sampling, the third for the matrix
+    products, the fourth for attention. The engine measures the terms at start; the defaults are a rough guess.
+
+    `scale` is the running ratio of observed seconds to those that the measured terms give. Every unit corrects it, so
+    it follows the load of the machine within seconds.
+    """
+
+    fixed: float = 0.01
+    per_token: float = 1e-4
+    per_pair: float = 1e-8
+    per_draw: float = 0.0
+    scale: float = 1.0
+    _observed_at: float | None = None
+
+    def seconds(self, chunks: Iterable[Chunk] = (), draws: int = 0) -> float:
+        """Predicted seconds of a unit of these chunks."""
+        return self.scale * (self.fixed + self.per_draw * draws) + sum(map(self.chunk_seconds, chunks))
+
+    def chunk_seconds(self, chunk: Chunk) -> float:
+        """Predicted seconds by which this chunk makes a unit longer."""
+        tokens, context = chunk
+        return self.scale * tokens * (self.per_token + self.per_pair * (context + tokens / 2))
+
+    def tokens_within(self, seconds: float, context: int, least: int, most: int) -> int:
+        """The largest chunk, in tokens, that makes a unit at most `seconds` longer.
+
+        Args:
+            context: tokens that the chunk attends to.
+            least, most: bounds of the result; `least` is returned when nothing fits.
+        """
+        low, high = least, most
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.chunk_seconds(Chunk(middle, context)) <= seconds:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def observe(self, chunks: Iterable[Chunk], draws: int, seconds: float, now: float) -> None:
+        """Corrects the scale by a unit that took `seconds` and ended at `now`.
+
+        There is one scale for all terms, because load, heat and clock rate change them alike. The older the last
+        observation, the less the old scale counts.
+        """
+        calibrated = self.seconds(chunks, draws) / self.scale
+        ratio = min(max(seconds / calibrated, _MIN_RATIO), _MAX_RATIO)
+        idle = 0.0 if self._observed_at is None else now - seconds - self._observed_at
+        weight = max(_NEWEST_RATIO, 1.0 - math.exp(-idle / _MEMORY_S))
+        self.scale += weight * (ratio - self.scale)
+        self._observed_at = now

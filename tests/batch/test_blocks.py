@@ -1,0 +1,147 @@
+"""Places: what is free, how it is given out, and that counts and runs agree."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+
+from mlx_parallm.batch.blocks import FreeRuns, Places, blocks_for
+
+
+def places(total: int) -> Places[str]:
+    made = Places[str]()
+    made.resize(total)
+    return made
+
+
+@pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (64, 1), (65, 2)])
+def test_blocks_for(tokens, blocks) -> None:
+    assert blocks_for(tokens) == blocks
+
+
+def test_free_runs_are_a_set_of_places() -> None:
+    rng, runs, model = random.Random(0), FreeRuns(), set()
+    for _ in range(3000):
+        start, length = rng.randrange(60), rng.randint(1, 8)
+        span = set(range(start, start + length))
+        if not span & model:
+            runs.add(start, length)
+            model |= span
+        elif span <= model:
+            runs.remove(start, length)
+            model -= span
+        assert runs.places() == model
+        assert runs.count == len(model)
+        assert runs.first(len(model) // 2) == sorted(model)[: len(model) // 2]
+        assert runs.consecutive(start) == next(i for i in range(70) if start + i not in model)
+        if (found := runs.find(length)) is not None:
+            assert set(range(found, found + length)) <= model
+        else:
+            assert not any(set(range(i, i + length)) <= model for i in range(60))
+
+
+def test_a_row_goes_on_after_its_last_place() -> None:
+    pool = places(20)
+    first = pool.take(3)
+    pool.take(2)
+    other = pool.take(1, after=4)
+    assert (first, other) == ([0, 1, 2], [5])
+    assert pool.take(2, after=other[-1]) == [6, 7]
+
+
+def test_a_new_row_takes_a_run_that_holds_it_before_scattered_places() -> None:
+    pool = places(20)
+    pool.take(12)
+    for place in (1, 3, 4, 7):
+        pool.release(place)
+    assert pool.take(2) == [3, 4]
+    assert pool.take(4) == [12, 13, 14, 15]
+    assert pool.take(6) == [1, 7, 16, 17, 18, 19], "no run is long enough, so the lowest places"
+    assert pool.free == 0
+
+
+def test_a_shared_place_is_free_after_its_last_row() -> None:
+    pool = places(2)
+    (place,) = pool.take(1)
+    pool.acquire(place)
+    assert not pool.is_private(place)
+    pool.release(place)
+    assert pool.is_private(place)
+    assert (pool.used, pool.free) == (1, 1)
+    pool.release(place)
+    assert (pool.used, pool.free) == (0, 2)
+    pool.check_integrity()
+
+
+def test_an_owned_place_without_rows_is_cached_until_it_is_disowned() -> None:
+    pool = places(2)
+    (place,) = pool.take(1)
+    pool.own(place, "node")
+    assert not pool.is_private(place)
+    pool.release(place)
+    assert (pool.used, pool.cached, pool.free) == (0, 1, 1)
+    pool.acquire(place)
+    assert (pool.used, pool.cached) == (1, 0)
+    pool.release(place)
+    pool.disown(place)
+    assert (pool.cached, pool.free) == (0, 2)
+    pool.check_integrity()
+
+
+def test_a_place_that_is_disowned_while_rows_read_it_stays_with_them() -> None:
+    pool = places(1)
+    (place,) = pool.take(1)
+    pool.own(place, "node")
+    pool.disown(place)
+    assert (pool.used, pool.is_private(place)) == (1, True)
+    pool.check_integrity()
+
+
+def test_idle_owners_are_in_the_order_in_which_rows_let_go_of_them_also_after_a_move() -> None:
+    pool = places(10)
+    taken = pool.take(3)
+    for place, owner in zip(taken, "abc", strict=True):
+        pool.own(place, owner)
+    for place in (1, 0, 2):
+        pool.release(place)
+    pool.move(1, 7)
+    assert list(pool.idle.items()) == [("b", 7), ("a", 0), ("c", 2)]
+    pool.check_integrity()
+
+
+def test_moves_bring_the_highest_places_down_in_order() -> None:
+    pool = places(12)
+    pool.take(12)
+    for place in (1, 2, 3, 6, 9):
+        pool.release(place)
+    moves = pool.moves_below(7, 10)
+    assert moves == [(7, 1), (8, 2), (10, 3), (11, 6)]
+    assert pool.moves_below(7, 2) == moves[:2]
+    for source, target in moves:
+        pool.move(source, target)
+    assert pool.moves_below(7, 10) == []
+    pool.resize(7)
+    assert (pool.total, pool.free, pool.used) == (7, 0, 7)
+    pool.check_integrity()
+
+
+def test_growing_adds_free_places_to_the_last_run() -> None:
+    pool = places(4)
+    pool.take(2)
+    pool.resize(8)
+    assert pool.take(6) == [2, 3, 4, 5, 6, 7]
+
+
+def test_taking_and_releasing_do_not_slow_down_with_ten_thousand_places() -> None:
+    """Every second place is free, so there are 5,000 runs."""
+    pool = places(10_000)
+    pool.take(10_000)
+    for place in range(0, 10_000, 2):
+        pool.release(place)
+    started = time.perf_counter()
+    for _ in range(1000):
+        for place in pool.take(4, after=5001):
+            pool.release(place)
+    assert (time.perf_counter() - started) / 1000 < 1e-3
