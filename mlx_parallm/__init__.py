@@ -10,7 +10,7 @@ from mlx_parallm import blas
 
 if TYPE_CHECKING:
     from mlx_parallm.app.server import RLIntegratedServer
-    from mlx_parallm.batch.kv_cache import LoRABatchedKVCache
+    from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
     from mlx_parallm.config import LoRAConfig, RLConfig
     from mlx_parallm.engine.processor import ContinuousBatchProcessor
     from mlx_parallm.model.manager import CheckpointManager, SharedModelManager
@@ -43,7 +43,7 @@ _LAZY = {
     "CheckpointManager": "mlx_parallm.model.manager",
     "ContinuousBatchProcessor": "mlx_parallm.engine.processor",
     "GRPOTrainer": "mlx_parallm.rl.learn.trainer",
-    "LoRABatchedKVCache": "mlx_parallm.batch.kv_cache",
+    "LoRABatchedKVCache": "mlx_parallm.batch.kv.cache",
     "LoRAConfig": "mlx_parallm.config",
     "RLAwareScheduler": "mlx_parallm.scheduler.scheduler",
     "RLConfig": "mlx_parallm.config",

@@ -17,7 +17,7 @@ from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.registry import AdapterRegistry
 from mlx_parallm.adapters.store import AdapterStore
 from mlx_parallm.adapters.weights import AdapterWeights, VersionInfo
-from mlx_parallm.batch.kv_cache import LoRABatchedKVCache
+from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.core import (
     AdapterRef,

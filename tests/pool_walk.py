@@ -14,9 +14,9 @@ import mlx.core as mx
 import pytest
 
 from mlx_parallm.batch import layer_groups
-from mlx_parallm.batch.blocks import BLOCK_TOKENS, FREED, blocks_for
-from mlx_parallm.batch.kv_cache import KVRow, LoRABatchedKVCache
-from mlx_parallm.batch.prefix import first_visible
+from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS, FREED, blocks_for
+from mlx_parallm.batch.kv.cache import KVRow, LoRABatchedKVCache
+from mlx_parallm.batch.kv.prefix import first_visible
 from mlx_parallm.model.families import KVLayout, LayerSpec
 
 FULL, WINDOWED = LayerSpec(1, 2, 2), LayerSpec(1, 2, 2, window=100)

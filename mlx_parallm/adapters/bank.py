@@ -112,8 +112,8 @@ class LinearGroup:
 class _Run:
     """Tokens [start, stop) of the flattened batch, in `batch` parts of equal length. Each part uses one slot.
 
-    `slots`: the slot of each part, uint32 [batch]; None if all tokens use the base model. `parts`: their numbers, uint32
-    [batch], which MLX would otherwise compute again for every linear.
+    `slots`: the slot of each part, uint32 [batch]; None if all tokens use the base model. `parts`: the number of each
+    part, uint32 [batch], which MLX would otherwise compute again for every linear.
     """
 
     start: int
@@ -198,7 +198,7 @@ def _runs(slots: Sequence[int], lengths: Sequence[int]) -> list[_Run]:
 
 def _run(start: int, stop: int, slots: Sequence[int]) -> _Run:
     parts = mx.arange(len(slots), dtype=mx.uint32)
-    return _Run(start, stop, len(slots), mx.array(slots, mx.uint32) if any(slots) else None, parts)
+    return _Run(start, stop, len(slots), mx.array(list(slots), mx.uint32) if any(slots) else None, parts)
 
 
 class AdapterContext(Protocol):

@@ -21,8 +21,8 @@ from mlx_parallm.adapters.registry import AdapterRegistry
 from mlx_parallm.adapters.service import AdapterService
 from mlx_parallm.adapters.store import AdapterStore
 from mlx_parallm.app.training import TrainingRuntime, build_trainer, build_training
-from mlx_parallm.batch.blocks import BLOCK_TOKENS
-from mlx_parallm.batch.kv_cache import LoRABatchedKVCache
+from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
+from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.config import Config
 from mlx_parallm.core import (

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import mlx.core as mx
 
-from mlx_parallm.batch.arena import Arena
 from mlx_parallm.batch.block_attention import RowBlocks
-from mlx_parallm.batch.blocks import BLOCK_TOKENS
+from mlx_parallm.batch.kv.arena import Arena
+from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.batch.rowwise import exp
 from mlx_parallm.model.device import on_cpu
 
@@ -65,9 +66,7 @@ class DenseSpan:
 
 
 def are_consecutive(places: Sequence[int]) -> bool:
-    return places[-1] - places[0] == len(places) - 1 and all(
-        b - a == 1 for a, b in zip(places, places[1:], strict=False)
-    )
+    return places[-1] - places[0] == len(places) - 1 and all(b - a == 1 for a, b in pairwise(places))
 
 
 def _band(row: RowBlocks, window: int | None) -> mx.array:

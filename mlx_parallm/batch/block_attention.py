@@ -19,8 +19,8 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_parallm.batch.arena import Arena
-from mlx_parallm.batch.blocks import BLOCK_TOKENS
+from mlx_parallm.batch.kv.arena import Arena
+from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.batch.rowwise import exp
 from mlx_parallm.model.device import on_cpu
 

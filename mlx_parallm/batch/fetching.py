@@ -14,9 +14,9 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_parallm.batch.blocks import BLOCK_TOKENS
 from mlx_parallm.batch.forward import Span, lines, token_places
-from mlx_parallm.batch.kv_cache import KVRow, LoRABatchedKVCache
+from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
+from mlx_parallm.batch.kv.cache import KVRow, LoRABatchedKVCache
 
 
 class FetchingForward:

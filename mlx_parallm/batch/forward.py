@@ -20,11 +20,11 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_parallm.batch.arena import Arena
 from mlx_parallm.batch.attention import DenseSpan, are_consecutive
 from mlx_parallm.batch.block_attention import BlockPairs, RowBlocks
-from mlx_parallm.batch.blocks import BLOCK_TOKENS
-from mlx_parallm.batch.kv_cache import KVRow, LayerGroup, LoRABatchedKVCache
+from mlx_parallm.batch.kv.arena import Arena
+from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
+from mlx_parallm.batch.kv.cache import KVRow, LayerGroup, LoRABatchedKVCache
 
 SHORT_CHUNK = 64
 """Chunks of at most this many tokens are padded to the same length and share one attention call."""

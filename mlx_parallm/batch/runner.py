@@ -24,7 +24,7 @@ from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.batch.block_attention import pairs_work
 from mlx_parallm.batch.fetching import FetchingForward
 from mlx_parallm.batch.forward import Forward, Span, in_order
-from mlx_parallm.batch.kv_cache import KVRow, LoRABatchedKVCache
+from mlx_parallm.batch.kv.cache import KVRow, LoRABatchedKVCache
 from mlx_parallm.batch.layer_cache import FetchingLayerCache, LayerCache
 from mlx_parallm.batch.readback import Draw, PromptScores, read_draws
 from mlx_parallm.batch.sampler import RowSampling, Sampled, SamplingPlan, plan_sampling, sample

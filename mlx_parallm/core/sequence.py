@@ -29,8 +29,8 @@ class PromptGroup:
 class Sequence:
     """The state of one sequence. Only the device thread changes it.
 
-    This part is what the scheduler needs. `batch.runner.Row` adds the row of the KV pool, and `engine.live.LiveSequence`
-    the request and the text; all are one object.
+    This part is what the scheduler needs. `batch.runner.Row` adds the row of the KV pool, and
+    `engine.live.LiveSequence` the request and the text; all are one object.
 
     A token is drawn when the unit that draws it is launched, and read when its id has reached the host. The next unit
     may be launched before the last one is read.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from mlx_parallm.adapters.store import AdapterStore
-from mlx_parallm.batch.kv_cache import LoRABatchedKVCache
+from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
 from mlx_parallm.core import Sequence, SequenceStatus
 from mlx_parallm.engine.live import FaultScope, LiveSequence, live
 

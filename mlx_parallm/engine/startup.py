@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from mlx_parallm.batch.forward import Span
-from mlx_parallm.batch.kv_cache import KVRow
+from mlx_parallm.batch.kv.cache import KVRow
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.model.families import Support, check_offsets
 from mlx_parallm.model.manager import SharedModelManager

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 import mlx.core as mx
 
-from mlx_parallm.batch.kv_cache import LoRABatchedKVCache
+from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
 from mlx_parallm.core import EngineStats
 from mlx_parallm.engine.live import LiveSequence
 from mlx_parallm.model.device import MemoryLimits

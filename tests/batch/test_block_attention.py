@@ -7,9 +7,9 @@ import random
 import mlx.core as mx
 import pytest
 
-from mlx_parallm.batch.arena import BLOCK_TOKENS, Arena
 from mlx_parallm.batch.attention import DenseSpan
 from mlx_parallm.batch.block_attention import BlockPairs, RowBlocks
+from mlx_parallm.batch.kv.arena import BLOCK_TOKENS, Arena
 from mlx_parallm.model.families import LayerSpec
 
 SPEC = LayerSpec(kv_heads=2, head_dim_k=16, head_dim_v=8)
@@ -72,7 +72,7 @@ def test_large_scores_do_not_overflow() -> None:
     assert mx.isfinite(got).all()
 
 
-@pytest.mark.parametrize("start, tokens", [(0, 1), (0, 7), (63, 2), (70, 64), (150, 30)])
+@pytest.mark.parametrize(("start", "tokens"), [(0, 1), (0, 7), (63, 2), (70, 64), (150, 30)])
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("consecutive", [True, False])
 def test_a_chunk_sees_what_single_tokens_see(start: int, tokens: int, window: int | None, consecutive: bool) -> None:

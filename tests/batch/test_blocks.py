@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from mlx_parallm.batch.blocks import FreeRuns, Places, blocks_for
+from mlx_parallm.batch.kv.blocks import FreeRuns, Places, blocks_for
 
 
 def places(total: int) -> Places[str]:

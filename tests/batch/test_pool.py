@@ -8,8 +8,8 @@ import mlx.core as mx
 import pytest
 from pool_walk import FULL, WINDOWED, PoolWalk, TagArena, install
 
-from mlx_parallm.batch.blocks import FREED
-from mlx_parallm.batch.kv_cache import KVRow, LoRABatchedKVCache
+from mlx_parallm.batch.kv.blocks import FREED
+from mlx_parallm.batch.kv.cache import KVRow, LoRABatchedKVCache
 from mlx_parallm.model.families import KVLayout, LayerSpec
 
 TEXT = [(i * i) % 251 for i in range(2000)]

@@ -225,10 +225,10 @@ def test_what_the_build_raises_is_raised_by_start() -> None:
 def refuse_slabs(monkeypatch: pytest.MonkeyPatch, smallest: int) -> None:
     """The device has no memory for slabs of at least this capacity."""
 
-    def limited(layout: KVLayout, capacity: int, rows: int) -> Slab:
+    def limited(layout: KVLayout, capacity: int, rows: int) -> object:
         if capacity >= smallest:
             raise RuntimeError("[metal::malloc] Unable to allocate 1073741824 bytes.")
-        return Slab(layout, capacity, rows)
+        return None
 
     monkeypatch.setattr(kv_cache, "Slab", limited)
 

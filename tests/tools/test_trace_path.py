@@ -20,6 +20,6 @@ def test_both_ways_are_counted_on_a_tiny_model(tmp_path):
     assert done.returncode == 0, done.stderr
     completion, trajectory = re.findall(r"^(\w+): .*: (\d+) functions in (\d+) files", done.stdout, re.MULTILINE)
     assert (completion[0], trajectory[0]) == ("completion", "trajectory")
-    assert "batch/kv_cache.py" in done.stdout
+    assert "batch/kv/cache.py" in done.stdout
     assert int(completion[2]) > 5
     assert int(trajectory[2]) > 5

@@ -20,7 +20,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from mlx_parallm.batch.blocks import BLOCK_TOKENS, FREED, Places
+from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS, FREED, Places
 
 _CHILDREN_TRIED = 16
 """How many of a node's newest children are compared with a prompt that has no whole block in common with any."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from mlx_parallm.batch.arena import Arena
-from mlx_parallm.batch.blocks import Places
-from mlx_parallm.batch.prefix import Node
+from mlx_parallm.batch.kv.arena import Arena
+from mlx_parallm.batch.kv.blocks import Places
+from mlx_parallm.batch.kv.prefix import Node
 from mlx_parallm.model.families import KVLayout
 
 

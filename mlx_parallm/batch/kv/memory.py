@@ -12,9 +12,9 @@ from contextlib import suppress
 
 import mlx.core as mx
 
-from mlx_parallm.batch.blocks import FREED
-from mlx_parallm.batch.layer_groups import KVRow, LayerGroup, layer_groups
-from mlx_parallm.batch.prefix import PrefixIndex
+from mlx_parallm.batch.kv.blocks import FREED
+from mlx_parallm.batch.kv.groups import KVRow, LayerGroup, layer_groups
+from mlx_parallm.batch.kv.prefix import PrefixIndex
 from mlx_parallm.model.device import is_out_of_memory
 from mlx_parallm.model.families import KVLayout
 

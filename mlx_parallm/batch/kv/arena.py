@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from mlx_parallm.batch.blocks import BLOCK_TOKENS
+from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.model.families import LayerSpec
 
 

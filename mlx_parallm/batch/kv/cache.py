@@ -15,11 +15,11 @@ from typing import TypeVar, overload
 
 import mlx.core as mx
 
-from mlx_parallm.batch.block_memory import BlockMemory
-from mlx_parallm.batch.blocks import BLOCK_TOKENS, FREED, blocks_for
-from mlx_parallm.batch.layer_groups import KVRow, LayerGroup
-from mlx_parallm.batch.prefix import Node, first_visible
-from mlx_parallm.batch.row_prefixes import attach, freeze, freeze_tail
+from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS, FREED, blocks_for
+from mlx_parallm.batch.kv.groups import KVRow, LayerGroup
+from mlx_parallm.batch.kv.memory import BlockMemory
+from mlx_parallm.batch.kv.prefix import Node, first_visible
+from mlx_parallm.batch.kv.row_prefixes import attach, freeze, freeze_tail
 from mlx_parallm.model.families import KVLayout
 
 __all__ = ["KVRow", "LayerGroup", "LoRABatchedKVCache"]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-from mlx_parallm.batch.block_memory import BlockMemory
-from mlx_parallm.batch.blocks import BLOCK_TOKENS, FREED
-from mlx_parallm.batch.layer_groups import KVRow
-from mlx_parallm.batch.prefix import Node, first_visible
+from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS, FREED
+from mlx_parallm.batch.kv.groups import KVRow
+from mlx_parallm.batch.kv.memory import BlockMemory
+from mlx_parallm.batch.kv.prefix import Node, first_visible
 
 _WORTH_COPYING = 8
 """Tokens that a partly matching block must save. To compute fewer costs about as much as to copy the block."""
