@@ -13,7 +13,7 @@ from collections.abc import Hashable, Sequence
 import mlx.core as mx
 import pytest
 
-from mlx_parallm.batch import layer_groups
+from mlx_parallm.batch.kv import groups as layer_groups
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS, FREED, blocks_for
 from mlx_parallm.batch.kv.cache import KVRow, LoRABatchedKVCache
 from mlx_parallm.batch.kv.prefix import first_visible

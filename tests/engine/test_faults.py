@@ -10,7 +10,7 @@ import pytest
 from harness import Harness, make_harness, solo
 from tiny import tiny_model
 
-from mlx_parallm.batch import kv_cache
+from mlx_parallm.batch.kv import cache as kv_cache
 from mlx_parallm.core import (
     Event,
     GenerationRequest,
