@@ -30,12 +30,16 @@ class TokenBudget:
         shared = any(member.status is SequenceStatus.RUNNING for member in sequence.group.members)
         return sequence.prompt_length - 1 if shared else min(self.prefix, sequence.prompt_length - 1)
 
+    def present(self, sequence: Sequence) -> int:
+        """Tokens that are there when the row opens."""
+        return self.cached(sequence)
+
     def open(self, sequence: Sequence) -> bool:
         if sum(self.held.values()) + sequence.length > self.budget:
             return False
         assert sequence.sequence_id not in self.held
         self.held[sequence.sequence_id] = sequence.length
-        sequence.computed = self.cached(sequence)
+        sequence.computed = self.present(sequence)
         return True
 
     def extend(self, sequence: Sequence, tokens: int) -> bool:

@@ -67,7 +67,8 @@ class LiveRequest:
     """The state of one request. Times are in seconds of `time.monotonic`; 0 means that it has not happened yet.
 
     `unfinished`: its sequences that have not ended. `recomputed`: how often faults made it start again since its last
-    token.
+    token. `looked_up`: the prompts that were looked up in the prefix cache, by index. `cached_tokens`: how many of their
+    tokens were found.
     """
 
     request: GenerationRequest
@@ -77,6 +78,8 @@ class LiveRequest:
     started_at: float = 0.0
     completion_tokens: int = 0
     recomputed: int = 0
+    looked_up: set[int] = field(default_factory=set)
+    cached_tokens: int = 0
 
     @property
     def request_id(self) -> str:
@@ -95,6 +98,7 @@ class LiveRequest:
             started_at=self.started_at or now,
             first_token_at=self.first_token_at or now,
             finished_at=now,
+            cached_tokens=self.cached_tokens,
         )
 
 

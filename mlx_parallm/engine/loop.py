@@ -67,7 +67,7 @@ class DeviceLoop:
         self._other_work: list[DeviceWork] = [adapters] if parts.training is None else [adapters, parts.training]
         self._queue_timeout_s = parts.queue_timeout_s
         self._limits = parts.limits
-        memory = PoolMemory(runner.cache, adapters, scope)
+        self._memory = memory = PoolMemory(runner.cache, adapters, scope)
         self.scheduler = scheduler = RLAwareScheduler(parts.scheduler, memory, parts.cost)
         self._requests = requests = LiveRequests(scope, parts.vocabulary, scheduler, adapters, publish)
         self.counters = requests.counters
@@ -132,6 +132,10 @@ class DeviceLoop:
         """Forgets every cached prefix, and returns the number of tokens that were cached. Live rows keep theirs."""
         return self._runner.cache.reset()
 
+    def give_back_memory(self) -> None:
+        """Gives all memory back to the device that nothing uses. The next rows allocate it again."""
+        self._memory.give_back()
+
     # -- the loop --------------------------------------------------------------------------------
 
     def step(self) -> bool:
@@ -146,6 +150,7 @@ class DeviceLoop:
             admitted = time.monotonic()
             self.scheduler.gap.add_wait_time(admitted - started)
             busy = self._run_next(admitted)
+            busy = self._tidy() or busy
             self._recovery.went_well()
         if busy and self._check_every_unit:
             self.check_integrity()
@@ -175,6 +180,13 @@ class DeviceLoop:
             return False
         self._requests.flush()
         return True
+
+    def _tidy(self) -> bool:
+        """Gives back some of the memory that ended rows have left. Returns whether more is left to do."""
+        started = time.monotonic()
+        left = self._memory.tidy(started)
+        self.scheduler.gap.add_wait_time(time.monotonic() - started)
+        return left
 
     def _candidates(self, now: float) -> Iterator[Candidate]:
         """The work that waits for the device beside requests."""

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Hashable
+
+import mlx.core as mx
 
 from mlx_parallm.adapters.store import AdapterStore
 from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
 from mlx_parallm.core import Sequence, SequenceStatus
 from mlx_parallm.engine.live import FaultScope, LiveSequence, live
+
+
+_QUIET_S = 1.0
+"""After so many seconds without a new row, free blocks are no longer kept for the next rows."""
+
+_TIDY_BYTES = 64 << 20
+"""Bytes that `tidy` copies at once, so that rows wait for a few milliseconds at most."""
 
 
 class PoolMemory:
@@ -22,6 +32,8 @@ class PoolMemory:
         self._cache = cache
         self._adapters = adapters
         self._scope = scope
+        self._rows_have_ended = False  # since the arenas were last as small as they can be
+        self._opened_at = 0.0
 
     def cached(self, sequence: Sequence) -> int:
         row = live(sequence)
@@ -40,11 +52,23 @@ class PoolMemory:
             elif row.scored:
                 opened = self._cache.open(row.length, into=row)
             else:
-                opened = self._cache.open(row.length, self._root(row), row.tokens, into=row)
+                opened = self._open_with_prefix(row)
         if opened is None:
             return False
         row.adapter_slot = self._adapters.pin(row.adapter)
+        self._opened_at = time.monotonic()
         return True
+
+    def _open_with_prefix(self, row: LiveSequence) -> LiveSequence | None:
+        """Opens a row with what the prefix cache has. Each prompt counts in the statistics once, however many sequences
+        it has and however often they are computed again. The prompts of a request with prompt logprobs do not count."""
+        owner, prompt = row.request, row.index // row.request.request.n
+        counts = prompt not in owner.looked_up and owner.request.prompt_logprobs is None
+        opened = self._cache.open(row.length, self._root(row), row.tokens, into=row, counts=counts)
+        if opened is not None and counts:
+            owner.looked_up.add(prompt)
+            owner.cached_tokens += opened.computed
+        return opened
 
     def extend(self, sequence: Sequence, tokens: int) -> bool:
         row = live(sequence)
@@ -55,6 +79,30 @@ class PoolMemory:
         row = live(sequence)
         self._cache.close(row, self._root(row), row.tokens)
         self._adapters.unpin(row.adapter)
+        self._rows_have_ended = True
+
+    def tidy(self, now: float) -> bool:
+        """Gives memory that ended rows have left back to the device. Call it between units.
+
+        Free blocks that the next rows may need are kept until no row has opened for a second.
+
+        Returns:
+            Whether more is left to do now.
+        """
+        if not self._rows_have_ended:
+            return False
+        all_free = now - self._opened_at > _QUIET_S
+        left = self._cache.tidy(_TIDY_BYTES, all_free)
+        if all_free and not left:
+            mx.clear_cache()
+            self._rows_have_ended = False
+        return left
+
+    def give_back(self) -> None:
+        """Gives all memory back to the device that neither rows nor cached prefixes use, at once."""
+        while self._cache.tidy(_TIDY_BYTES, all_free=True):
+            pass
+        mx.clear_cache()
 
     def keep(self, row: LiveSequence) -> None:
         """Registers the full blocks of a row in the prefix cache, and gives back what its windows have left behind."""

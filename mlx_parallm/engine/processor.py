@@ -145,7 +145,7 @@ class ContinuousBatchProcessor:
         if bank:
             await self._run(lambda loop: loop.adapters.evict_idle())
         await self.reset_prefix_cache()
-        await self._change(lambda _: mx.clear_cache())
+        await self._change(lambda loop: loop.give_back_memory())
 
     @overload
     async def run(self, call: Callable[[], Future[T]]) -> T: ...

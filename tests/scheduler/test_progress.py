@@ -203,7 +203,7 @@ def test_prompts_whose_prefix_left_the_cache_get_on_too() -> None:
     driver.add(2, max_tokens=ENDLESS)
     [driver.step() for _ in range(4)]
     driver.memory.cached = lambda sequence: sequence.prompt_length - 1
-    driver.memory.open = lambda sequence: driver.memory.held.update({sequence.sequence_id: sequence.length}) or 0
+    driver.memory.present = lambda sequence: 0
     prompts = [driver.add(300, max_tokens=1) for _ in range(30)]
     while not all(prompt in driver.finished for prompt in prompts):
         driver.step()

@@ -32,7 +32,8 @@ class LoRABatchedKVCache:
 
     Attributes:
         longest_row: tokens of the longest row that fits the budget when it is alone.
-        hits, queries: tokens found in the cache, and tokens of the prompts that were looked up.
+        hits, queries: tokens found in the cache, and tokens of the prompts that were looked up. The caller of `open`
+            says which lookups count.
 
     Args:
         layout: shapes and dtype of one token's keys and values.
@@ -52,18 +53,29 @@ class LoRABatchedKVCache:
     # -- rows ------------------------------------------------------------------------------------
 
     @overload
-    def open(self, tokens: int, root: Hashable | None = None, ids: Sequence[int] = ()) -> KVRow | None: ...
+    def open(
+        self, tokens: int, root: Hashable | None = None, ids: Sequence[int] = (), *, counts: bool = True
+    ) -> KVRow | None: ...
 
     @overload
-    def open(self, tokens: int, root: Hashable | None = None, ids: Sequence[int] = (), *, into: Row) -> Row | None: ...
+    def open(
+        self, tokens: int, root: Hashable | None = None, ids: Sequence[int] = (), *, into: Row, counts: bool = True
+    ) -> Row | None: ...
 
     def open(
-        self, tokens: int, root: Hashable | None = None, ids: Sequence[int] = (), *, into: KVRow | None = None
+        self,
+        tokens: int,
+        root: Hashable | None = None,
+        ids: Sequence[int] = (),
+        *,
+        into: KVRow | None = None,
+        counts: bool = True,
     ) -> KVRow | None:
         """Opens a row that can hold `tokens`: `into`, an object that is not open, or a new one.
 
         With `root` (model fingerprint, adapter version and salt), the row starts with the longest cached beginning of
-        `ids`, and `row.computed` tells how long that is. At least the last id is left to compute.
+        `ids`, and `row.computed` tells how long that is. At least the last id is left to compute. `counts`: add this
+        lookup to `hits` and `queries`.
 
         Returns:
             None if the budget is spent, or if the device is out of memory and live rows will free some.
@@ -85,7 +97,7 @@ class LoRABatchedKVCache:
         finally:
             if not opened:
                 self._memory.close(row)
-        if opened and looks_up:
+        if opened and looks_up and counts:
             self.queries += len(ids)
             self.hits += row.computed
         return row if opened else None
@@ -197,16 +209,21 @@ class LoRABatchedKVCache:
         return freed
 
     def drop(self, root: Hashable) -> int:
-        """Ends a chain, such as an adapter version's. Live rows keep their blocks. Returns how many blocks it had."""
+        """Ends a chain, such as an adapter version's. Live rows keep their blocks. Returns how many tokens it held."""
         return self._memory.index.drop(root)
 
     def reset(self) -> int:
-        """Ends all chains. Returns how many blocks they had."""
+        """Ends all chains. Returns how many tokens they held."""
         return self._memory.index.reset()
 
-    def tidy(self, most_bytes: int) -> bool:
-        """Shrinks arenas of which much is unused, between units. Returns whether more is left to do."""
-        return self._memory.tidy(most_bytes)
+    def tidy(self, most_bytes: int, all_free: bool = False) -> bool:
+        """Shrinks arenas of which much is unused, between units. Returns whether more is left to do.
+
+        Args:
+            most_bytes: about how many bytes may be copied now, in each layer group.
+            all_free: give back the free blocks too that are held for the next rows.
+        """
+        return self._memory.tidy(most_bytes, all_free)
 
     # -- figures ---------------------------------------------------------------------------------
 

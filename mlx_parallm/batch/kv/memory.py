@@ -202,13 +202,14 @@ class BlockMemory:
 
     # -- between units ---------------------------------------------------------------------------
 
-    def tidy(self, most_bytes: int) -> bool:
+    def tidy(self, most_bytes: int, all_free: bool) -> bool:
         """Shrinks arenas of which much is unused, after the blocks in their highest places have moved.
 
         Cached prefixes are evicted first where the arenas hold memory that was reserved meanwhile.
 
         Args:
             most_bytes: bytes that may be copied in each group now. At least one block is moved, or one layer shrunk.
+            all_free: keep only a sixteenth of what rows use as free places, instead of what an arena grows by.
 
         Returns:
             Whether more is left to do.
@@ -218,24 +219,32 @@ class BlockMemory:
             wanted = max(0, -(-excess // group.arena.block_bytes))
             self.evict(number, wanted - group.places.free)
             excess -= min(wanted, group.places.free) * group.arena.block_bytes
-        left = [self._tidy_group(group, most_bytes) for group in self.groups]
+        left = [self._tidy_group(group, most_bytes, all_free) for group in self.groups]
         return any(left)
 
-    def _tidy_group(self, group: LayerGroup, most_bytes: int) -> bool:
+    def _tidy_group(self, group: LayerGroup, most_bytes: int, all_free: bool) -> bool:
         if not self._shrunk(group, most_bytes):
             return True
         places = group.places
-        held = places.used + places.cached
-        excess = self.nbytes > self._limit(False)
-        if places.free <= (places.total // 32 if excess else _spare(places.total)):
+        most, kept = self._free_places(group, all_free)
+        if places.free <= most:
             return False
-        total = held if excess else held + held // 16
+        total = places.used + places.cached + kept
         if not self._move_below(group, total, max(1, most_bytes // group.arena.block_bytes)):
             return False
         if places.moves_below(total, 1):
             return True
         places.resize(total)
         return not self._shrunk(group, most_bytes)
+
+    def _free_places(self, group: LayerGroup, all_free: bool) -> tuple[int, int]:
+        """How many free places an arena may have before it shrinks, and how many it has afterwards."""
+        places = group.places
+        if self.nbytes > self._limit(False):
+            return places.total // 32, 0
+        if all_free:
+            return places.used // 16, places.used // 16
+        return _spare(places.total), (places.used + places.cached) // 16
 
     def _shrunk(self, group: LayerGroup, most_bytes: int) -> bool:
         """Shrinks some layers of an arena to its places. Returns whether no more can be done."""

@@ -156,19 +156,19 @@ class PrefixIndex:
             self._remove(node)
 
     def drop(self, key: Hashable) -> int:
-        """Removes a root with all its chains. Returns how many nodes it had.
+        """Removes a root with all its chains. Returns how many tokens they held.
 
         Blocks that rows read stay with these rows. A row that goes on registers its blocks again.
         """
         root = self._roots.pop(key, None)
-        return self._forget(root) - 1 if root else 0
+        return self._forget(root) if root else 0
 
     def reset(self) -> int:
-        """Removes everything, as `drop` does. Returns how many nodes there were."""
+        """Removes everything, as `drop` does. Returns how many tokens there were."""
         return sum(self.drop(key) for key in list(self._roots))
 
     def _forget(self, top: Node) -> int:
-        """Takes the places from a node and from all nodes below it. Returns how many nodes that were."""
+        """Takes the places from a node and from all nodes below it. Returns how many tokens they held."""
         nodes = list(_below(top))
         for node in nodes:
             node.alive = False
@@ -177,7 +177,7 @@ class PrefixIndex:
                 if place != FREED:
                     self._places[group].disown(place)
                     node.places[group] = FREED
-        return len(nodes)
+        return sum(len(node.ids) for node in nodes)
 
     # -- figures ---------------------------------------------------------------------------------
 
