@@ -67,8 +67,8 @@ class LiveRequest:
     """The state of one request. Times are in seconds of `time.monotonic`; 0 means that it has not happened yet.
 
     `unfinished`: its sequences that have not ended. `recomputed`: how often faults made it start again since its last
-    token. `looked_up`: the prompts that were looked up in the prefix cache, by index. `cached_tokens`: how many of their
-    tokens were found.
+    token. `looked_up`: the prompts that were looked up in the prefix cache, by index. `cached_tokens`: how many tokens
+    of these prompts were found.
     """
 
     request: GenerationRequest

@@ -12,7 +12,6 @@ from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
 from mlx_parallm.core import Sequence, SequenceStatus
 from mlx_parallm.engine.live import FaultScope, LiveSequence, live
 
-
 _QUIET_S = 1.0
 """After so many seconds without a new row, free blocks are no longer kept for the next rows."""
 
