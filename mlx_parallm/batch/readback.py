@@ -23,7 +23,7 @@ class Draw:
 
 
 def read_draws(sampled: Sampled, rows: Sequence[RowSampling]) -> list[Draw]:
-    """Waits for a step's draws. `rows`: the options of its rows, in the step's order."""
+    """Waits for the draws of a pass. `rows`: the options of its rows, in order."""
     tokens = cast(list[int], sampled.tokens.tolist())
     return [
         Draw(*each)

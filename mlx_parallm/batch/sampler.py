@@ -5,8 +5,8 @@
     raw logits ─ logprobs, top logprobs
 
 `plan_sampling` reads the options once per batch composition, and leaves out the stages that no row uses. `sample` only
-builds a lazy graph: it evaluates nothing and reads nothing back, so the next step can be launched before this step's
-tokens are known. The exception is a row with a grammar, whose mask depends on the token before.
+builds a lazy graph: it evaluates nothing and reads nothing back, so the next forward pass can be launched before the
+tokens of this one are known. The exception is a row with a grammar, whose mask depends on the token before.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class DrawnRows:
 class SamplingPlan:
     """The stages of one batch composition; None for a stage that no row uses. Valid until a row joins or leaves.
 
-    With `masks`, a step can be sampled only after the tokens of the step before have been read back.
+    With `masks`, tokens can be drawn only after those of the pass before have been read back.
     """
 
     rows: int
@@ -95,7 +95,7 @@ class SamplingPlan:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One step's result: lazy arrays with R rows in the plan's order.
+    """The draws of one forward pass: lazy arrays with R rows in the plan's order.
 
     Attributes:
         tokens: uint32 [R].

@@ -267,7 +267,7 @@ class DebugConfig(Section):
     check_every_unit: bool = False
     """Check the same after every unit of device work, to find the unit that breaks it."""
     lookahead: bool | None = None
-    """Launch each decode step before the tokens of the previous step are read. false makes every step end before the
+    """Launch each forward pass before the tokens of the previous one are read. false makes every pass end before the
     next work begins. null means false on a CPU and true elsewhere.
     """
     trace: File | None = None

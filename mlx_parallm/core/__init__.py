@@ -6,11 +6,14 @@ works. Objects that one package passes to another are frozen; only a `Sequence` 
 Glossary:
     request: one call of a client. It has one or more sequences.
     sequence: one row of a batch. `n=4` is four sequences, which are a prompt group.
-    row: the place of a live sequence in the KV pool and in the batch.
-    prefill, decode, step: computing a prompt's keys and values in chunks; drawing one token for each row; one such
-        pass over the rows.
-    unit: one uninterrupted piece of work on the device thread: a forward pass over decode rows and chunks of prompts,
-        staging, or a part of a training micro-step.
+    row: a live sequence's keys and values in the KV pool, and its place in the batch.
+    block: the keys and values of 64 consecutive tokens of a row. Rows share full blocks by reference.
+    prefix cache: blocks that are kept for later prompts that begin with the same tokens.
+    prefill, decode: computing a prompt's keys and values, in chunks; drawing one token for each row.
+    unit: one uninterrupted piece of work on the device thread: a forward pass, staging, or a part of a training
+        micro-step.
+    forward unit, step: one forward pass over decode rows, of one token each, and chunks of prompts; one that has decode
+        rows, also called a decode step.
     adapter, adapter version: a set of LoRA weights with a name; an immutable version of it, `AdapterRef`.
     bank, slot: the stacked weights of all adapters on the device; one version's place there.
     staging: copying a version's weights into a slot.

@@ -115,7 +115,7 @@ class DeviceWork(Protocol):
         ...
 
     def advance(self) -> None:
-        """Runs one unit. It is called only while no decode step is in flight.
+        """Runs one unit. It is called only while no forward unit is in flight.
 
         Raises:
             Exception: any error of the device; the engine then calls `reset`. After a failure in staging, whose

@@ -153,7 +153,7 @@ class PromptScored:
 
 @dataclass(frozen=True, slots=True)
 class SequenceOutput:
-    """What one decode step adds to choice `index`.
+    """What one forward unit adds to choice `index`.
 
     Attributes:
         text: empty while a UTF-8 character or a possible stop string is incomplete. The final text is all texts joined.
@@ -178,8 +178,8 @@ class RequestFinished:
     """Terminal: every sequence has ended. Times are seconds on `time.monotonic`'s clock.
 
     Attributes:
-        started_at: when the device began its first unit of work for the request, which ends its time in the queue.
-            That is a prefill chunk, or a decode step if a prompt has one token.
+        started_at: when the first forward unit with a row of the request was launched, which ends its time in the
+            queue.
         cached_tokens: tokens of the prompts whose keys and values were taken from the prefix cache and not computed,
             over all prompts of the request. Each prompt counts once, whatever `n` is.
         trajectory_ids: ids of a collected request's trajectories, in the order of its choices.

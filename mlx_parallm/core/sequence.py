@@ -42,7 +42,7 @@ class Sequence:
         arrived_at: when the request arrived. This and the times below are seconds on `time.monotonic`'s clock.
         started_at: when the first unit of work for the sequence was launched; 0.0 before.
         served_at: when it last got a chunk in its turn; before the first chunk, `arrived_at`.
-        steps_waited: units with decode rows that were launched since its last chunk, while it is being prefilled.
+        steps_waited: steps that were launched since its last chunk, while it is being prefilled.
         scored: the logprobs of its prompt are wanted, so its chunks keep logits and share no unit with other chunks.
     """
 

@@ -1,8 +1,8 @@
 """Recovery from faults, which are errors in work on the device thread. Only `DeviceLoop.surviving` catches them.
 
 If the failing call was training, the update fails and no row is affected. Otherwise the requests for which the call was
-made fail, and all other rows are computed again on fresh arrays, because the call may have left wrong values in the
-arrays that it was writing, which hold the blocks of all rows.
+made fail. All other rows are computed again on fresh arrays, and cached prefixes are forgotten, because the failing
+call may have left wrong values in the arrays that it was writing, which hold the blocks of all rows.
 """
 
 from __future__ import annotations
@@ -96,11 +96,11 @@ class Recovery:
         self._in_a_row = 0
 
     def _requests_to_fail(self, error: Exception, affected: Iterable[LiveRequest]) -> set[LiveRequest]:
-        """The requests for which the failing call was made. If the error may be that of a decode step in flight, the
-        requests of that step.
+        """The requests for which the failing call was made, or, if the error may be that of the forward unit in flight,
+        the requests of that unit.
 
-        Metal reports the error of a command buffer at the next call, whatever that call is. If the step's requests fail
-        for that reason, `affected` start again.
+        Metal reports the error of a command buffer at the next call, whatever that call is. If the requests of the unit
+        in flight fail for that reason, `affected` start again.
         """
         if not self._forwards.in_flight:
             return set(affected)

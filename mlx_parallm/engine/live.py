@@ -87,7 +87,7 @@ class LiveRequest:
 
     @property
     def begun(self) -> bool:
-        """Whether any of its sequences has begun to prefill."""
+        """Whether a forward unit was launched for any of its sequences."""
         return bool(self.started_at) or any(live.started_at for live in self.unfinished)
 
     def finished(self, now: float) -> RequestFinished:

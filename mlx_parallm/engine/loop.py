@@ -1,7 +1,8 @@
 """DeviceLoop runs the work of the device thread, one unit at a time: schedule → run → commit → publish.
 
-A decode step may be in flight between two units (see `steps`). It is committed before any other unit (a prefill chunk,
-staging an adapter, part of a training micro-step) runs. `DeviceLoop.surviving` catches the errors of all units.
+A forward unit may be in flight while the next unit is chosen: it is launched, and its tokens are not read yet (see
+`steps`). They are read before an adapter is staged or a part of a training micro-step runs. `DeviceLoop.surviving`
+catches the errors of all units.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class EngineParts:
     """The parts of the engine, which the device thread builds before it serves.
 
     `training`: None if this server does not train. `lookahead`: see `Forwards`. `queue_timeout_s`: longest time that an
-    inference request may wait for its first prefill chunk; None for no limit. `limits`: the limits set on MLX's memory,
+    inference request may wait for its first forward unit; None for no limit. `limits`: the limits set on MLX's memory,
     for `/debug/state`. `trace` and `check_every_unit`: see `config.DebugConfig`.
     """
 
@@ -107,7 +108,7 @@ class DeviceLoop:
 
     def call(self, function: Callable[[DeviceLoop], Any], done: Future[Any]) -> None:
         """Runs `function` and completes `done`. An error concerns the caller only, because no row's arrays are written
-        and no decode step is in flight whose error could show here."""
+        and no forward unit is in flight whose error could show here."""
         started = time.monotonic()
         self._commit_step()
         complete(done, lambda: function(self))

@@ -104,7 +104,7 @@ class PoolMemory:
         mx.clear_cache()
 
     def keep(self, row: LiveSequence) -> None:
-        """Registers the full blocks of a row in the prefix cache, and gives back what its windows have left behind."""
+        """Registers the full blocks of a row in the prefix cache, and gives back those below its sliding windows."""
         self._cache.freeze(row, self._root(row), row.tokens)
         self._cache.release_windows(row)
 

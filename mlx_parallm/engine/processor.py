@@ -5,7 +5,7 @@
         ▲                                  │
         └─ one asyncio.Queue per request ◀─┘ call_soon_threadsafe(events of one unit)
 
-A unit is one piece of device work, such as a decode step. Besides requests and events, the threads share only the last
+A unit is one piece of device work, such as a forward pass. Besides requests and events, the threads share only the last
 snapshot of the statistics. All of these are frozen, and only the device thread reads arrays.
 """
 

@@ -94,7 +94,7 @@ class LiveRequests:
         return True
 
     def fail_overdue(self, arrived_before: float) -> None:
-        """Fails inference requests that arrived before this time and whose prefill has not begun. Rollouts may wait."""
+        """Fails inference requests that arrived before this time and have not begun. Rollouts may wait."""
         for request in tuple(self._requests.values()):
             if request.arrived_at >= arrived_before:
                 return  # requests are in order of arrival

@@ -1,4 +1,4 @@
-"""Runs the loaded model before the server takes requests: checks that it can be batched, and measures prefill times."""
+"""Runs the loaded model before the server takes requests: checks that it can be batched, and measures its times."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def _compute(runner: BatchRunner, rows: Sequence[KVRow], tokens: Sequence[int]) 
 
 
 def calibrate(runner: BatchRunner) -> CostModel:
-    """Measures the terms of the prefill cost model, in about a second on a CPU.
+    """Measures the terms of the cost model, in about a second on a CPU.
 
-    Times three prefill chunks, after one to warm up. The content of the context does not change the time, so it is not
-    computed: the length of the row is simply set.
+    Times three chunks of a prompt, after one to warm up. The content of the context does not change the time, so it is
+    not computed: the length of the row is simply set.
     """
     context = min(_CONTEXT, runner.cache.max_length - _LONG)
     if context < _LONG:

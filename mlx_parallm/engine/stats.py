@@ -18,8 +18,9 @@ from mlx_parallm.scheduler.scheduler import RLAwareScheduler
 class Counters:
     """Totals since the engine started.
 
-    `prefilled_tokens`: tokens that prefill has computed. The prompt of a group counts once; a prompt that is computed
-    again after a preemption counts again. `training_units` and `training_seconds` include failed units.
+    `steps`: forward units that drew tokens. `prefilled_tokens`: tokens computed in chunks of prompts. Tokens taken from
+    another row or from the prefix cache do not count; tokens computed again after a preemption do. `training_units` and
+    `training_seconds` include failed units.
     """
 
     steps: int = 0

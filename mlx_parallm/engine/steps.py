@@ -114,8 +114,9 @@ class Forwards:
             self._after(live(span.sequence), span.start + span.tokens)
 
     def _after(self, row: LiveSequence, computed: int) -> None:
-        """What follows when the first `computed` tokens of a row have been read back. The row may have ended or have
-        been taken away, and more of its tokens may be in flight."""
+        """Registers the full blocks of a row, after the unit that brought it to `computed` tokens was read. Ends a
+        sequence whose prompt is computed and that draws no token. Does nothing if the sequence has ended or was
+        preempted meanwhile."""
         if row.status in (SequenceStatus.PREFILLING, SequenceStatus.RUNNING):
             self._memory.keep(row)
             if row.max_tokens == 0 and row.to_compute == 0 and row.computed == computed:

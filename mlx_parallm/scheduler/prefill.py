@@ -35,7 +35,7 @@ MOST_IN_PREFILL: Mapping[PromptKind, float] = {
 """How many prompts of each kind may be in prefill at a time; the others wait without a row.
 
 With 8 long prompts, one chunk of each step keeps them all moving, and the other is left to the most urgent prompt. A
-scored prompt has the step to itself, so two of them would only take turns."""
+scored prompt is the only prompt in its units, so two of them would only take turns."""
 
 Pace = Mapping[PromptKind, int]
 """How many overdue prompts of each kind one step can serve."""
@@ -44,7 +44,7 @@ EVEN: Pace = {PromptKind.SHORT: 4, PromptKind.LONG: 1, PromptKind.SCORED: 1}
 """Serves prompts before their limit, so that each step serves about as many of them."""
 
 LATE: Pace = {PromptKind.SHORT: 16, PromptKind.LONG: MAX_CHUNKS, PromptKind.SCORED: 1}
-"""Serves prompts as late as the guarantee allows, for steps whose time is spent already."""
+"""Serves prompts as late as the guarantee allows, for steps whose budget of time is used up."""
 
 
 def overdue(prompts: Iterable[Sequence], pace: Pace, steps: int = 1) -> list[Sequence]:

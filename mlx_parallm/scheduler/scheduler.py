@@ -132,7 +132,7 @@ class RLAwareScheduler:
 
         After a preemption nothing is admitted until a sequence ends. Otherwise the memory taken from a row would be
         given back to the same sequence, and its prompt would be computed again and again. Work classes that already
-        hold their share of rows come last. Prompts of a kind of which enough are in prefill wait.
+        hold their share of rows come last. A prompt waits while `MOST_IN_PREFILL` of its kind are in prefill.
         """
         shares, most = self.schedule.row_shares, self.config.max_rows
         if self._frozen or (self._memory_is_short and self._rows) or len(self._rows) >= most:

@@ -28,10 +28,10 @@ SHORT_PROMPT = 64
 
 
 class PromptKind(Enum):
-    """What the tokens that a prompt has left mean for the unit that computes them.
+    """What a prompt demands of the units that compute it.
 
-    The chunks of SHORT prompts are attended in one batched call, and each chunk of a LONG one in a call of its own. A
-    SCORED prompt, whose logprobs are wanted, is the only prompt in its units.
+    Chunks of SHORT prompts share one attention call, and each chunk of a LONG prompt needs a call of its own. A SCORED
+    prompt, whose logprobs are wanted, is the only prompt in its units.
     """
 
     SHORT = "short"
@@ -40,7 +40,7 @@ class PromptKind(Enum):
 
 
 def prompt_kind(sequence: Sequence, cached: int = 0) -> PromptKind:
-    """The kind of a prompt. `cached`: tokens of a waiting sequence that will be computed when it gets a row."""
+    """The kind of a prompt. `cached`: tokens of a waiting sequence that its row will start with."""
     if sequence.scored:
         return PromptKind.SCORED
     return PromptKind.LONG if sequence.to_compute - cached > SHORT_PROMPT else PromptKind.SHORT

@@ -15,7 +15,7 @@ from mlx_parallm.scheduler.cost import Chunk
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Computes the next `tokens` tokens of one sequence. `start` tokens are computed before.
+    """The next `tokens` tokens of one sequence, after the `start` tokens that are computed.
 
     `in_turn`: a prompt was served in the order of the queue, so it moves back in the queue. False when it got only the
     small share of an overdue prompt.
@@ -115,8 +115,8 @@ class Candidate:
 class RowMemory(Protocol):
     """The KV pool and the adapter bank, as the scheduler sees them: rows within a byte budget.
 
-    A row opens with keys and values that are there already, if there are any: those of the prompt in the row of a
-    running member of its group, or those of the longest prefix in the prefix cache. At least one token of a row is
+    A new row starts with keys and values that were computed before, if there are any: those of the prompt, from the row
+    of a running member of its group, or those of the longest prefix in the prefix cache. At least one token of a row is
     always left to compute, because the next token is drawn from its logits.
     """
 
@@ -132,7 +132,7 @@ class RowMemory(Protocol):
         ...
 
     def open(self, sequence: Sequence) -> bool:
-        """Gives `sequence` a row with room for all its tokens, and sets `computed` to what is there already.
+        """Gives `sequence` a row with room for all its tokens, and sets `computed` to how many of them it starts with.
 
         Returns False when the budget is spent.
         """

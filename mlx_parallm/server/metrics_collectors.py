@@ -52,15 +52,15 @@ ENGINE_GAUGES: Table[EngineStats] = {
     "num_requests_running": ("Sequences that have a row of the batch.", lambda stats: stats.running),
     "num_requests_waiting": ("Sequences that wait for a row of the batch.", lambda stats: stats.waiting),
     "kv_cache_usage_perc": (
-        "Share of the KV pool's budget in use, 0 to 1.",
+        "Share of the KV pool's budget that rows use, 0 to 1.",
         lambda stats: stats.kv_bytes_held / stats.kv_bytes_budget if stats.kv_bytes_budget else 0.0,
     ),
-    "kv_cache_bytes_held": ("Bytes of the KV pool in use.", lambda stats: stats.kv_bytes_held),
+    "kv_cache_bytes_held": ("Bytes of the KV pool that rows use.", lambda stats: stats.kv_bytes_held),
     "kv_cache_bytes_cached": (
         "Bytes of cached prefixes that no row uses; rows get them when they need memory.",
         lambda stats: stats.kv_bytes_cached,
     ),
-    "kv_cache_tokens": ("Tokens in the KV pool.", lambda stats: stats.kv_tokens_used),
+    "kv_cache_tokens": ("Tokens of rows in the KV pool; shared ones count once.", lambda stats: stats.kv_tokens_used),
     "engine_paused": ("1 from POST /pause to POST /resume.", lambda stats: stats.paused),
     "engine_alive": ("1 while the device thread runs.", lambda stats: stats.alive),
     "training_share_now": (
@@ -95,8 +95,11 @@ ENGINE_COUNTERS: Table[EngineStats] = {
     ),
     "prompt_tokens": ("Prompt tokens processed.", lambda stats: stats.prompt_tokens_total),
     "generation_tokens": ("Tokens generated.", lambda stats: stats.generation_tokens_total),
-    "engine_steps": ("Decode steps launched.", lambda stats: stats.steps_total),
-    "engine_failed_steps": ("Prefill units and decode steps that failed.", lambda stats: stats.failed_steps_total),
+    "engine_steps": ("Forward passes launched that draw tokens.", lambda stats: stats.steps_total),
+    "engine_failed_steps": (
+        "Units of device work that failed, except those of training.",
+        lambda stats: stats.failed_steps_total,
+    ),
     "engine_aborted": ("Requests aborted before their end.", lambda stats: stats.aborted_total),
 }
 ENGINE_HISTOGRAMS: Mapping[str, tuple[str, Callable[[EngineStats], Histogram]]] = {

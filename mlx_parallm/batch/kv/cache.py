@@ -1,8 +1,8 @@
 """The KV pool: rows of keys and values in blocks of 64 tokens, which rows and cached prefixes share by reference.
 
     row A   [ 0 ][ 1 ][ 2 ][ 5 ]          blocks 0 and 1 are frozen: registered in the prefix index, and never written
-    row B   [ 0 ][ 1 ][ 3 ]               again. Every other block belongs to one row.
-    cached  [ 0 ][ 4 ]                    no row reads block 4; it is there until its memory is needed.
+    row B   [ 0 ][ 1 ][ 3 ]               again. Blocks 2, 3 and 5 each belong to one row.
+    cached  [ 0 ][ 4 ]                    no row reads block 4; it is kept until its memory is needed.
 
 The invariant for writing: after `extend(row, tokens)` has returned True, every block that holds a position in
 [row.computed, tokens) belongs to this row alone and is not frozen.
@@ -73,9 +73,9 @@ class LoRABatchedKVCache:
     ) -> KVRow | None:
         """Opens a row that can hold `tokens`: `into`, an object that is not open, or a new one.
 
-        With `root` (model fingerprint, adapter version and salt), the row starts with the longest cached beginning of
-        `ids`, and `row.computed` tells how long that is. At least the last id is left to compute. `counts`: add this
-        lookup to `hits` and `queries`.
+        `root` names what keys and values depend on besides the tokens, such as the adapter version. With it, the row
+        starts with the longest cached beginning of `ids`, and `row.computed` tells how long that is. At least the last
+        id is left to compute. `counts`: add this lookup to `hits` and `queries`.
 
         Returns:
             None if the budget is spent, or if the device is out of memory and live rows will free some.
@@ -177,7 +177,7 @@ class LoRABatchedKVCache:
                 block -= 1
 
     def close(self, row: KVRow, root: Hashable | None = None, ids: Sequence[int] = ()) -> None:
-        """Removes a row. With `root` and the ids of its tokens, all of its blocks stay in the cache, the last too."""
+        """Removes a row. With `root` and the ids of its tokens, its blocks stay cached, even a partly filled one."""
         if root is not None and self.keep_prefixes:
             freeze(self._memory, row, root, ids)
             freeze_tail(self._memory, row, root, ids)
@@ -192,7 +192,8 @@ class LoRABatchedKVCache:
     def freeze(self, row: KVRow, root: Hashable, ids: Sequence[int]) -> None:
         """Registers the row's full blocks, as far as `ids` tells their tokens, so that later prompts find them.
 
-        A block that the chain has already, because another row computed the same tokens, takes the place of the row's.
+        If the index already has a block of the same tokens, which another row computed, the row uses that block and
+        gives its own back.
         """
         if self.keep_prefixes:
             freeze(self._memory, row, root, ids)
@@ -209,11 +210,11 @@ class LoRABatchedKVCache:
         return freed
 
     def drop(self, root: Hashable) -> int:
-        """Ends a chain, such as an adapter version's. Live rows keep their blocks. Returns how many tokens it held."""
+        """Forgets the cached prefixes of a root. Live rows keep their blocks. Returns how many tokens were cached."""
         return self._memory.index.drop(root)
 
     def reset(self) -> int:
-        """Ends all chains. Returns how many tokens they held."""
+        """Forgets all cached prefixes. Live rows keep their blocks. Returns how many tokens were cached."""
         return self._memory.index.reset()
 
     def tidy(self, most_bytes: int, all_free: bool = False) -> bool:
@@ -259,7 +260,7 @@ class LoRABatchedKVCache:
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of all blocks that are not merely cached, used or not."""
+        """Bytes of all blocks except those that only cached prefixes need: blocks that rows read, and free ones."""
         return self._memory.nbytes - self._memory.bytes_cached
 
     @property

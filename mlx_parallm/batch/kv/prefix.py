@@ -1,17 +1,18 @@
 """The prefix index: finds cached blocks by the tokens that they hold and all tokens before them.
 
-    root (fingerprint, version, salt) ── 64 ids ── 64 ids ── 64 ids
-                                      │                   └─ 12 ids        a tail: the partly filled end of a row
-                                      └─ 64 ids
+    root (adapter version, salt) ── 64 ids ── 64 ids ── 64 ids
+                                 │                   └─ 12 ids        a tail: the partly filled end of a row
+                                 └─ 64 ids
 
 A node stands for the block of tokens that follows its parent's. Nodes are found by comparing ids, never by a hash
-alone. A node has one place for each layer group. A group with a sliding window may have given its place up, so a prefix
-can be used only where each window's last blocks are there.
+alone. A node has one place for each layer group. A group with a sliding window may have given up its place, so a row
+can start only with a prefix at whose end each window's blocks are still there.
 
 Rows let go of a chain from its end. So in a group that attends to all tokens, a node is let go of before its parent,
-and the least recently used cached place belongs to a node that nothing follows. There is one exception: two rows that
-shared blocks before these were registered, and of which one found the first of them in the index. Then a node may be
-evicted before one that follows it, which is forgotten with it.
+and the least recently used cached place belongs to a node that nothing follows. There is one exception. Two rows may
+share blocks that are not registered yet. If one of them replaces the first of these by a block from the index and
+registers the others, the other row reads these, but not the first. So the first may be evicted while they are read, and
+they are forgotten with it.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class PrefixIndex:
     # -- lookup ----------------------------------------------------------------------------------
 
     def find(self, root: Hashable, ids: Sequence[int]) -> list[Node]:
-        """The longest usable chain of whole blocks that starts `ids`. It leaves at least one of the ids."""
+        """The longest usable chain of whole blocks that hold the start of `ids`. At least one id is left to compute."""
         chain: list[Node] = []
         node = self._roots.get(root)
         for start in range(0, len(ids) - BLOCK_TOKENS, BLOCK_TOKENS):
@@ -75,7 +76,7 @@ class PrefixIndex:
         return chain[: self._usable(chain)]
 
     def _usable(self, chain: Sequence[Node]) -> int:
-        """The longest beginning of `chain`, in blocks, whose last token's successor finds all that it attends to."""
+        """With how many blocks of `chain` a row can start, because its next token finds every block it attends to."""
         usable, present = 0, [0] * len(self._windows)  # `present`: blocks up to here without a gap, for each group
         for depth, node in enumerate(chain, start=1):
             present = [0 if place == FREED else n + 1 for n, place in zip(present, node.places, strict=True)]
@@ -85,7 +86,8 @@ class PrefixIndex:
         return usable
 
     def find_partial(self, root: Hashable, chain: Sequence[Node], ids: Sequence[int]) -> tuple[Node | None, int]:
-        """The block below `chain` that starts like the rest of `ids`, and how many tokens do. Leaves one of the ids."""
+        """The block after `chain` whose beginning agrees longest with the rest of `ids`, and the number of tokens that
+        agree. At least one id is left to compute."""
         parent = chain[-1] if chain else self._roots.get(root)
         start = len(chain) * BLOCK_TOKENS
         rest = ids[start : min(start + BLOCK_TOKENS, len(ids) - 1)]
@@ -111,7 +113,7 @@ class PrefixIndex:
         return node
 
     def own(self, node: Node, group: int, place: int) -> None:
-        """Makes a row's place the node's place in `group`."""
+        """Makes a place that a row uses the node's place in `group`."""
         node.places[group] = place
         self._places[group].own(place, node)
 
@@ -158,7 +160,7 @@ class PrefixIndex:
     def drop(self, key: Hashable) -> int:
         """Removes a root with all its chains. Returns how many tokens they held.
 
-        Blocks that rows read stay with these rows. A row that goes on registers its blocks again.
+        Rows keep the blocks that they read. A row that continues registers its blocks again.
         """
         root = self._roots.pop(key, None)
         return self._forget(root) if root else 0

@@ -7,9 +7,10 @@ The trunk is a shallow copy of the model's own: it shares every submodule and ar
 layers, so serving is not affected. The layers can be checkpointed (computed again in the backward pass). The head (see
 `model.split`) takes hidden states that were computed before.
 
-To the model the tokens are a batch of single tokens, each at its own offset, as in packed prefill; only attention knows
-which tokens belong together. So a prompt is computed once for all its completions, whatever else the model's file does.
-Tokens of several adapters pass the trunk together, and each span of tokens uses its own LoRA factors.
+To the model the tokens are a batch of single tokens, each at its own offset, as in a forward pass that serves; only
+attention knows which tokens belong together. So a prompt is computed once for all its completions, whatever else the
+model's file does. Tokens of several adapters pass the trunk together, and each span of tokens uses its own LoRA
+factors.
 """
 
 from __future__ import annotations
