@@ -75,10 +75,14 @@ class PoolMemory:
             return self._cache.extend(row, tokens)
 
     def close(self, sequence: Sequence) -> None:
+        """If this raises, the row is closed nevertheless, except that the pool has it until `clear`."""
         row = live(sequence)
-        self._cache.close(row, self._root(row), row.tokens)
-        self._adapters.unpin(row.adapter)
-        self._rows_have_ended = True
+        try:
+            self._cache.close(row, self._root(row), row.tokens)
+        finally:
+            row.computed = 0
+            self._adapters.unpin(row.adapter)
+            self._rows_have_ended = True
 
     def tidy(self, now: float) -> bool:
         """Gives memory that ended rows have left back to the device. Call it between units.

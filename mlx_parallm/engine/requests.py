@@ -86,12 +86,12 @@ class LiveRequests:
 
     def fail(self, request: LiveRequest, error: Exception) -> bool:
         """Ends a request with `error` and frees its rows. Returns False if it has ended already."""
-        if self._requests.pop(request.request_id, None) is None:
-            return False
-        for live in tuple(request.unfinished):
+        running = self._requests.pop(request.request_id, None) is not None
+        if running:
+            self._emit(request, RequestFailed(error))
+        for live in tuple(request.unfinished):  # some are left if a fault has ended an earlier call
             self._end(live)
-        self._emit(request, RequestFailed(error))
-        return True
+        return running
 
     def fail_overdue(self, arrived_before: float) -> None:
         """Fails inference requests that arrived before this time and have not begun. Rollouts may wait."""
@@ -165,13 +165,13 @@ class LiveRequests:
         request = live.request
         if live.started_at:
             request.started_at = min(request.started_at or live.started_at, live.started_at)
-        self._scheduler.finish(live)
         del self._lives[live.sequence_id]
         request.unfinished.remove(live)
-        if request.unfinished:
-            return
-        self._adapters.remove_request(request.request.adapter)
-        if self._requests.pop(request.request_id, None):
+        if not request.unfinished:
+            self._adapters.remove_request(request.request.adapter)
+        with self.scope.covering([request]):
+            self._scheduler.finish(live)
+        if not request.unfinished and self._requests.pop(request.request_id, None) is not None:
             self._emit(request, request.finished(time.monotonic()))
 
     # -- events ----------------------------------------------------------------------------------

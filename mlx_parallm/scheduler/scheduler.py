@@ -118,10 +118,10 @@ class RLAwareScheduler:
 
     def preempt(self, sequence: Sequence) -> None:
         """Takes a live sequence's row away. It waits again, keeps its age, and is computed from its start."""
-        self._free_row(sequence)
         sequence.status = SequenceStatus.WAITING
         self._waiting.add(sequence)
         self.preemptions += 1
+        self._free_row(sequence)
 
     def _free_row(self, sequence: Sequence) -> None:
         self._rows.remove(sequence)

@@ -71,7 +71,7 @@ def make() -> Harness:
 
 
 def submit_all(harness: Harness) -> Iterator[None]:
-    """A row that outgrows its class, a group that forks, adapters that are evicted, prompt scores, one that comes
+    """A row that outgrows its blocks, a group that forks, adapters that are evicted, prompt scores, one that comes
     late. Yields where the loop may run."""
     harness.submit("base", [5, 3, 1] * 8, 60)
     harness.submit("group", [2, 7] * 50, 12, n=2, sampling=SAMPLED)
@@ -116,6 +116,14 @@ def assert_others_unharmed(harness: Harness, undisturbed: dict[tuple[str, int], 
         if choice[0] not in guilty:
             assert tokens == undisturbed[choice], choice
     assert_nothing_is_left(harness)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _tidying() -> Iterator[None]:
+    """The pool is tidied whenever a row has ended."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("mlx_parallm.engine.memory._QUIET_S", -1.0)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -169,19 +177,18 @@ def inject(monkeypatch: pytest.MonkeyPatch, place: tuple[str, str], fault: Injec
 
 
 EVALUATING = [
-    ("LoRABatchedKVCache._new_slab", "kv_cache.py"),
-    ("_copy", "kv_cache.py"),
-    ("BatchRunner.prefill", "runner.py"),
-    ("BatchRunner.score", "runner.py"),
+    ("Arena.resize", "arena.py"),
+    ("Arena.copy", "arena.py"),
     ("BatchRunner.draw", "runner.py"),
+    ("BatchRunner.read", "runner.py"),
     ("LinearGroup.fit", "bank.py"),
     ("LinearGroup.write", "bank.py"),
     ("LinearGroup.read", "bank.py"),
 ]
 
 
-NOT_NEEDED = ("_copy", "LinearGroup.read")
-"""A row that is alone has no group to copy from; after a failed eviction the bank is made anew and needs none."""
+NOT_NEEDED = ("Arena.copy", "LinearGroup.read")
+"""A row that cannot copy a block computes it; after a failed eviction the bank is made anew and needs none."""
 
 
 def test_these_are_all_the_places_that_evaluate() -> None:
@@ -203,10 +210,9 @@ def test_one_fault_costs_only_whom_it_must(
     play(harness)
     guilty = failed(harness)
     assert_others_unharmed(harness, undisturbed, guilty)
-    if place[1] in ("kv_cache.py", "bank.py") and message is NO_MEMORY:
+    if place[1] in ("arena.py", "bank.py") and message is NO_MEMORY:
         assert not guilty, "it waits"
-    if place[0] in ("BatchRunner.prefill", "BatchRunner.score"):
-        assert len(guilty) < len({request_id for request_id, _ in CHOICES})
+    assert len(guilty) < len({request_id for request_id, _ in CHOICES})
 
 
 @pytest.mark.parametrize("message", [NO_MEMORY, COMMAND_BUFFER])
@@ -238,11 +244,13 @@ METHODS = [
     "runner.begin",
     "runner.draw",
     "runner.read",
-    "runner.prefill",
-    "runner.score",
-    "runner.cache.allocate",
+    "runner.cache.open",
     "runner.cache.fork",
-    "runner.cache.grow",
+    "runner.cache.extend",
+    "runner.cache.freeze",
+    "runner.cache.release_windows",
+    "runner.cache.close",
+    "runner.cache.tidy",
     "adapters.waits",
     "loop.scheduler._memory.ready",
     "adapters.pin",
@@ -320,6 +328,6 @@ def test_faults_without_end_cost_everything_or_end_the_thread(path: str, monkeyp
 def test_a_device_that_fails_whatever_it_is_given_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     harness = make()
     monkeypatch.setattr("mlx_parallm.engine.faults.check_device", lambda: (_ for _ in ()).throw(RuntimeError("gone")))
-    break_method(monkeypatch, harness, "runner.prefill", RuntimeError(COMMAND_BUFFER), range(1))
+    break_method(monkeypatch, harness, "runner.begin", RuntimeError(COMMAND_BUFFER), range(1))
     with pytest.raises(DeviceLostError):
         play(harness)

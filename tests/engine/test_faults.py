@@ -10,7 +10,8 @@ import pytest
 from harness import Harness, make_harness, solo
 from tiny import tiny_model
 
-from mlx_parallm.batch.kv import cache as kv_cache
+from mlx_parallm.batch.kv.arena import Arena
+from mlx_parallm.batch.kv.cache import KVRow
 from mlx_parallm.core import (
     Event,
     GenerationRequest,
@@ -24,7 +25,6 @@ from mlx_parallm.engine.live import Vocabulary
 from mlx_parallm.engine.loop import EngineParts
 from mlx_parallm.engine.processor import ContinuousBatchProcessor
 from mlx_parallm.errors import DeviceMemoryError, EngineDeadError, StepFailedError
-from mlx_parallm.model.families import KVLayout
 from mlx_parallm.scheduler.cost import CostModel
 from mlx_parallm.scheduler.scheduler import SchedulerConfig
 
@@ -32,21 +32,21 @@ PROMPTS = [[i, 3, 5, 7, 11, 13] * 4 for i in range(3)]
 
 
 class Fault:
-    """Makes the next call of one of the runner's methods raise."""
+    """Makes the next call of one of the methods of a part of the runner raise."""
 
     def __init__(
-        self, harness: Harness, monkeypatch: pytest.MonkeyPatch, method: str, error: type[Exception] = MemoryError
+        self, part: object, monkeypatch: pytest.MonkeyPatch, method: str, error: type[Exception] = MemoryError
     ) -> None:
-        original = getattr(harness.runner, method)
+        original = getattr(part, method)
         self.armed = False
 
-        def call(*args: object) -> object:
+        def call(*args: object, **fields: object) -> object:
             if self.armed:
                 self.armed = False
                 raise error("injected")
-            return original(*args)
+            return original(*args, **fields)
 
-        monkeypatch.setattr(harness.runner, method, call)
+        monkeypatch.setattr(part, method, call)
 
 
 def expected(harness: Harness, index: int, max_tokens: int) -> list[int]:
@@ -61,7 +61,7 @@ def test_a_failed_decode_step_costs_its_rows_and_nobody_else(
     method: str, error: type[Exception], told: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness = make_harness(max_rows=1)
-    fault = Fault(harness, monkeypatch, method, error)
+    fault = Fault(harness.runner, monkeypatch, method, error)
     harness.submit("in the step", PROMPTS[0], 30)
     for _ in range(4):
         harness.loop.step()
@@ -85,7 +85,7 @@ def test_draws_lost_with_a_failed_step_are_drawn_again_the_same(monkeypatch: pyt
     alone.submit("joined", [7], 12, sampling=sampling)
     alone.run()
     harness = make_harness()
-    fault = Fault(harness, monkeypatch, "read")
+    fault = Fault(harness.runner, monkeypatch, "read")
     harness.submit("in the step", PROMPTS[0], 30)
     while len(harness.tokens("in the step")) < 3:  # from then on a step is always in flight
         harness.loop.step()
@@ -96,10 +96,22 @@ def test_draws_lost_with_a_failed_step_are_drawn_again_the_same(monkeypatch: pyt
     assert harness.tokens("joined") == alone.tokens("joined")
 
 
-def test_a_failed_prefill_costs_its_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_chunk_costs_the_rows_of_its_unit_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt that waits for its turn is computed as if nothing had happened."""
+    harness = make_harness(max_batched_tokens=24)
+    fault = Fault(harness.runner, monkeypatch, "begin")
+    fault.armed = True
+    harness.submit("guilty", PROMPTS[0], 10)
+    harness.submit("next", PROMPTS[1] * 2, 10, priority=1)
+    harness.run()
+    assert isinstance(harness.terminal("guilty"), RequestFailed)
+    assert harness.tokens("next") == solo(tiny_model("llama"), PROMPTS[1] * 2, 10).tokens
+
+
+def test_a_row_that_cannot_open_costs_its_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows in decode are recomputed on fresh arrays; their tokens do not change."""
     harness = make_harness()
-    fault = Fault(harness, monkeypatch, "prefill")
+    fault = Fault(harness.runner.cache, monkeypatch, "open")
     harness.submit("decoding", PROMPTS[0], 20)
     for _ in range(6):
         harness.loop.step()
@@ -109,6 +121,24 @@ def test_a_failed_prefill_costs_its_own_request(monkeypatch: pytest.MonkeyPatch)
     assert isinstance(harness.terminal("guilty"), RequestFailed)
     assert isinstance(harness.terminal("decoding"), RequestFinished)
     assert harness.tokens("decoding") == expected(harness, 0, 20)
+
+
+def test_a_row_that_cannot_grow_costs_its_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = make_harness()
+    extend = harness.runner.cache.extend
+
+    def limited(row: KVRow, tokens: int) -> bool:
+        if tokens > 128:
+            raise MemoryError("injected")
+        return extend(row, tokens)
+
+    monkeypatch.setattr(harness.runner.cache, "extend", limited)
+    harness.submit("decoding", PROMPTS[0], 60)
+    harness.submit("guilty", PROMPTS[1] * 5, 30)
+    harness.run()
+    assert isinstance(harness.terminal("guilty"), RequestFailed)
+    assert len(harness.tokens("guilty")) == 9, "128 tokens have room, and one more is drawn from the last of them"
+    assert harness.tokens("decoding") == expected(harness, 0, 60)
 
 
 @pytest.mark.parametrize("steps", range(9))
@@ -186,7 +216,7 @@ async def test_closing_the_iterator_aborts(engine: ContinuousBatchProcessor) -> 
     assert isinstance(await anext(stream), SequenceOutput)
     await stream.aclose()
     await until(lambda: engine.stats().aborted_total == 1 and engine.stats().running == 0)
-    assert engine.stats().kv_bytes_used == 0
+    assert engine.stats().kv_bytes_held == 0
 
 
 async def test_a_dead_device_thread_fails_its_requests_and_says_so() -> None:
@@ -222,22 +252,23 @@ def test_what_the_build_raises_is_raised_by_start() -> None:
 # ---- out of memory, through the asyncio face -------------------------------------------------------
 
 
-def refuse_slabs(monkeypatch: pytest.MonkeyPatch, smallest: int) -> None:
-    """The device has no memory for slabs of at least this capacity."""
+def limit_blocks(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """The device has no memory for more blocks than this."""
+    resize = Arena.resize
 
-    def limited(layout: KVLayout, capacity: int, rows: int) -> object:
-        if capacity >= smallest:
+    def limited(arena: Arena, blocks: int, *args: float) -> bool:
+        if blocks > most:
             raise RuntimeError("[metal::malloc] Unable to allocate 1073741824 bytes.")
-        return None
+        return resize(arena, blocks, *args)
 
-    monkeypatch.setattr(kv_cache, "Slab", limited)
+    monkeypatch.setattr(Arena, "resize", limited)
 
 
 async def test_a_prompt_that_cannot_get_memory_fails_alone(
     engine: ContinuousBatchProcessor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside a row that ends undisturbed; it waits for that row's memory first."""
-    refuse_slabs(monkeypatch, smallest=256)
+    limit_blocks(monkeypatch, most=3)
     ended: list[str] = []
 
     async def ask(asked: GenerationRequest) -> list[Event]:
@@ -261,7 +292,7 @@ async def test_a_prompt_that_cannot_get_memory_fails_alone(
 async def test_a_row_that_cannot_grow_fails_once_it_is_alone(
     engine: ContinuousBatchProcessor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refuse_slabs(monkeypatch, smallest=128)
+    limit_blocks(monkeypatch, most=2)
     growing, short = await asyncio.gather(
         collect(engine, request("growing", PROMPTS[0], 200)), collect(engine, request("short", PROMPTS[1], 30))
     )

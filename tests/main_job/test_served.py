@@ -140,7 +140,7 @@ def test_sigterm_drains(tmp_path: Path) -> None:
         assert first.choices[0].finish_reason is None
         assert reasons[-1] == "length"
         assert running.process.wait(timeout=20) == 0
-        assert [unit["name"] for unit in json.loads(trace.read_text() + "]")].count("decode") >= 600
+        assert [unit["name"] for unit in json.loads(trace.read_text() + "]")].count("forward") >= 600
     finally:
         running.process.kill()
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
 from mlx_parallm.adapters.store import AdapterStore
-from mlx_parallm.batch.runner import BatchRunner, PendingStep
+from mlx_parallm.batch.forward import Span
+from mlx_parallm.batch.runner import BatchRunner, Pending, Row
 from mlx_parallm.core import (
     AdapterRef,
     Event,
@@ -24,7 +25,7 @@ from mlx_parallm.engine.loop import DeviceLoop, EngineParts
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """The time between the launches of two decode steps: its seconds without prefill, and its units of staging."""
+    """The time from the launch of a forward unit without chunks to the next launch, and its units of staging."""
 
     seconds: float
     units: int
@@ -40,7 +41,6 @@ class Stopwatch:
         self.longest_unit_s = 0.0
         self.pinned: dict[AdapterRef, float] = {}
         self._launched_at: float | None = None
-        self._prefill_s = 0.0
         self._units_then = 0
 
     def restart(self) -> None:
@@ -48,16 +48,13 @@ class Stopwatch:
         self.intervals = []
         self.longest_unit_s = 0.0
 
-    def launches(self) -> None:
+    def launches(self, prefills: bool) -> None:
+        """Notes the launch of a forward unit. `prefills`: it has chunks of prompts, so its time is left out."""
         now = time.perf_counter()
         if self._launched_at is not None:
-            seconds = now - self._launched_at - self._prefill_s
-            self.intervals.append(Interval(seconds, self.units - self._units_then))
+            self.intervals.append(Interval(now - self._launched_at, self.units - self._units_then))
         self.steps += 1
-        self._launched_at, self._prefill_s, self._units_then = now, 0.0, self.units
-
-    def prefilled(self, seconds: float) -> None:
-        self._prefill_s += seconds
+        self._launched_at, self._units_then = None if prefills else now, self.units
 
     def stages(self) -> None:
         self.units += 1
@@ -76,14 +73,9 @@ class TimedRunner:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
-    def begin(self, *arguments: Any) -> PendingStep:
-        self._watch.launches()
-        return self._runner.begin(*arguments)
-
-    def prefill(self, *arguments: Any) -> None:
-        started = time.perf_counter()
-        self._runner.prefill(*arguments)
-        self._watch.prefilled(time.perf_counter() - started)
+    def begin(self, spans: Sequence[Span[Row]], *arguments: Any) -> Pending:
+        self._watch.launches(prefills=any(span.tokens > 1 for span in spans))
+        return self._runner.begin(spans, *arguments)
 
 
 class TimedStore:
