@@ -179,6 +179,9 @@ class FullMemory:
         self._free -= 1
         return True
 
+    def share(self, sequence: Sequence) -> None:
+        return None
+
     def extend(self, sequence: Sequence, tokens: int) -> bool:
         return True
 

@@ -42,6 +42,9 @@ class TokenBudget:
         sequence.computed = self.present(sequence)
         return True
 
+    def share(self, sequence: Sequence) -> None:
+        return None
+
     def extend(self, sequence: Sequence, tokens: int) -> bool:
         more = max(0, tokens - self.held[sequence.sequence_id])
         if sum(self.held.values()) + more > self.budget:

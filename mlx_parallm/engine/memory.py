@@ -69,6 +69,18 @@ class PoolMemory:
             owner.cached_tokens += opened.computed
         return opened
 
+    def share(self, sequence: Sequence) -> Hashable:
+        row = live(sequence)
+        if row.scored:
+            return None
+        before = row.computed
+        with self._scope.covering([row.request]):
+            key = self._cache.take_over(row, self._root(row), row.tokens)
+        if row.drawn == 0:
+            self._cache.hits += row.computed - before
+            row.request.cached_tokens += row.computed - before
+        return key
+
     def extend(self, sequence: Sequence, tokens: int) -> bool:
         row = live(sequence)
         with self._scope.covering([row.request]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -138,6 +139,14 @@ class RowMemory(Protocol):
         """
         ...
 
+    def share(self, sequence: Sequence) -> Hashable:
+        """Gives a prompt in prefill what other rows have computed of it since, and raises `computed` by that.
+
+        Returns:
+            What is equal for prompts that compute the same tokens next; None if no other prompt can.
+        """
+        ...
+
     def extend(self, sequence: Sequence, tokens: int) -> bool:
         """Makes room for `tokens` tokens in the row, counted from its start. Returns False when the budget is spent."""
         ...
@@ -160,6 +169,9 @@ class UnlimitedMemory:
     def open(self, sequence: Sequence) -> bool:
         sequence.computed = self.cached(sequence)
         return True
+
+    def share(self, sequence: Sequence) -> Hashable:
+        return None
 
     def extend(self, sequence: Sequence, tokens: int) -> bool:
         return True

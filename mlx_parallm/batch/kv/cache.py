@@ -19,7 +19,7 @@ from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS, FREED, blocks_for
 from mlx_parallm.batch.kv.groups import KVRow, LayerGroup
 from mlx_parallm.batch.kv.memory import BlockMemory
 from mlx_parallm.batch.kv.prefix import Node, first_visible
-from mlx_parallm.batch.kv.row_prefixes import attach, freeze, freeze_tail
+from mlx_parallm.batch.kv.row_prefixes import attach, freeze, freeze_tail, take_over
 from mlx_parallm.model.families import KVLayout
 
 __all__ = ["KVRow", "LayerGroup", "LoRABatchedKVCache"]
@@ -197,6 +197,16 @@ class LoRABatchedKVCache:
         """
         if self.keep_prefixes:
             freeze(self._memory, row, root, ids)
+
+    def take_over(self, row: KVRow, root: Hashable, ids: Sequence[int]) -> Hashable:
+        """Gives a row, which has not computed all of `ids`, the blocks that other rows have computed since.
+
+        `row.computed` grows by their tokens. At least one id is left to compute.
+
+        Returns:
+            What is equal for rows that compute the same block next; None if there is no such thing.
+        """
+        return take_over(self._memory, row, root, ids) if self.keep_prefixes else None
 
     def cached(self, root: Hashable, ids: Sequence[int]) -> int:
         """How many tokens a row of `ids` would start with, whole blocks only."""

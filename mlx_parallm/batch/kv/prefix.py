@@ -105,6 +105,10 @@ class PrefixIndex:
             root = self._roots[key] = Node(key, None, (), [FREED] * len(self._places), 0)
         return root
 
+    def existing_root(self, key: Hashable) -> Node | None:
+        """The root of a chain, if it is there."""
+        return self._roots.get(key)
+
     def child(self, parent: Node, ids: tuple[int, ...]) -> Node:
         """The node of `ids` below `parent`. A new one has no places yet."""
         if (node := parent.children.get(ids)) is None:

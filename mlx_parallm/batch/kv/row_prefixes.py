@@ -50,6 +50,29 @@ def freeze(memory: BlockMemory, row: KVRow, root: Hashable, ids: Sequence[int]) 
     memory.index.prune(node)
 
 
+def take_over(memory: BlockMemory, row: KVRow, root: Hashable, ids: Sequence[int]) -> Hashable:
+    """Gives a row the blocks that others have registered for its next tokens. At least one id is left to compute.
+
+    Returns:
+        What is equal for rows whose next block to register is the same; None if no whole block is left.
+    """
+    node = _last_registered(row) or memory.index.existing_root(root)
+    depth = node.depth if node else 0
+    while (following := _ids_of_block(ids, depth)) is not None and depth == row.computed // BLOCK_TOKENS:
+        child = node.children.get(following) if node else None
+        if child is None or FREED in child.places:
+            break
+        _register(memory, row, child)
+        row.node, row.computed, node, depth = child, child.depth * BLOCK_TOKENS, child, child.depth
+    return None if following is None else (node or root, following)
+
+
+def _ids_of_block(ids: Sequence[int], block: int) -> tuple[int, ...] | None:
+    """The ids of a block that leaves at least one id after it; None if there is none."""
+    start = block * BLOCK_TOKENS
+    return tuple(ids[start : start + BLOCK_TOKENS]) if start + BLOCK_TOKENS < len(ids) else None
+
+
 def freeze_tail(memory: BlockMemory, row: KVRow, root: Hashable, ids: Sequence[int]) -> None:
     """Registers the partly filled last block of a row that will not be written again."""
     whole = row.computed // BLOCK_TOKENS
