@@ -1,0 +1,139 @@
+"""What a request is told of the prefix cache, and how the memory of ended rows goes back to the device."""
+
+from __future__ import annotations
+
+import pytest
+from harness import GREEDY, Harness, make_harness
+
+from mlx_parallm.core import GenerationRequest, RequestFinished, StopParams
+
+LONG = [7, 3, 9, 1] * 50
+OTHER = [2, 8] * 50
+
+
+def cached_tokens(harness: Harness, request_id: str) -> int:
+    finished = harness.terminal(request_id)
+    assert isinstance(finished, RequestFinished)
+    return finished.cached_tokens
+
+
+def looked_up(harness: Harness) -> tuple[int, int]:
+    stats = harness.loop.stats()
+    return stats.prefix_cache_hits_total, stats.prefix_cache_queries_total
+
+
+# ---- cached tokens ---------------------------------------------------------------------------------
+
+
+def test_each_prompt_counts_once_whatever_n_is() -> None:
+    harness = make_harness()
+    harness.submit("first", LONG, 4, n=3)
+    harness.run()
+    assert (cached_tokens(harness, "first"), looked_up(harness)) == (0, (0, 200)), "a group shares, but it is no hit"
+    harness.submit("again", LONG, 4, n=3)
+    harness.run()
+    assert (cached_tokens(harness, "again"), looked_up(harness)) == (192, (192, 400))
+
+
+def test_every_prompt_of_a_request_counts() -> None:
+    harness = make_harness()
+    harness.submit("first", LONG)
+    harness.run()
+    prompts = (tuple(LONG), tuple(OTHER), tuple(LONG + OTHER))
+    harness.loop.submit(GenerationRequest("three", prompts, GREEDY, StopParams(4), n=2))
+    harness.run()
+    assert cached_tokens(harness, "three") == 192 + 0 + 200
+    assert looked_up(harness) == (392, 200 + 200 + 100 + 300)
+
+
+def test_a_scored_prompt_is_computed_whole_and_does_not_count() -> None:
+    harness = make_harness()
+    harness.submit("first", LONG)
+    harness.run()
+    before = looked_up(harness)
+    harness.submit("scored", LONG, 4, n=2, prompt_logprobs=1)
+    harness.run()
+    assert (cached_tokens(harness, "scored"), looked_up(harness)) == (0, before)
+
+
+def test_a_row_that_is_computed_again_does_not_count_again() -> None:
+    harness = make_harness(budget_tokens=448)
+    for number in range(3):
+        harness.submit(str(number), [20 + number] * 100, 80)
+    harness.run()
+    assert harness.loop.stats().preemptions_total > 0
+    assert [cached_tokens(harness, str(number)) for number in range(3)] == [0, 0, 0]
+    assert looked_up(harness) == (0, 300)
+
+
+def test_a_reset_tells_how_many_tokens_it_forgot() -> None:
+    harness = make_harness()
+    harness.submit("first", LONG, 8)
+    harness.run()
+    assert harness.loop.reset_prefix_cache() == 207, "the last token of the answer was never computed"
+    assert harness.loop.reset_prefix_cache() == 0
+    harness.submit("again", LONG, 8)
+    harness.run()
+    assert cached_tokens(harness, "again") == 0
+
+
+# ---- memory ----------------------------------------------------------------------------------------
+
+
+def held(harness: Harness) -> int:
+    """Bytes of the pool's arrays, except cached prefixes."""
+    cache = harness.runner.cache
+    assert sum(array.nbytes for array in cache.arrays()) == cache.bytes_held + cache.bytes_cached
+    return cache.bytes_held
+
+
+@pytest.mark.parametrize("keep_prefixes", [True, False])
+def test_a_straggler_and_an_idle_loop_hold_what_they_use(keep_prefixes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = make_harness(max_batched_tokens=2048)
+    cache = harness.runner.cache
+    cache.keep_prefixes = keep_prefixes
+    harness.submit("straggler", [5] * 1000, 200)
+    for number in range(14):
+        harness.submit(str(number), [20 + number] * 300, 10)
+    burst = 0
+    while harness.loop.stats().running + harness.loop.stats().waiting > 1:
+        harness.loop.step()
+        burst = max(burst, sum(array.nbytes for array in cache.arrays()))
+    monkeypatch.setattr("mlx_parallm.engine.memory._QUIET_S", -1.0)
+    for _ in range(5):
+        harness.loop.step()
+        harness.loop.check_integrity()
+    assert len(harness.tokens("straggler")) < 200
+    assert held(harness) <= 1.15 * cache.bytes_used
+    assert sum(array.nbytes for array in cache.arrays()) < burst
+    harness.run()
+    assert held(harness) == 0
+    assert (cache.bytes_cached > 0) is keep_prefixes
+
+
+def test_blocks_are_kept_for_the_next_rows_while_rows_keep_coming() -> None:
+    harness = make_harness(max_batched_tokens=2048)
+    harness.submit("first", LONG)
+    harness.run()
+    blocks = harness.runner.cache.groups[0].places.total
+    for _ in range(20):
+        harness.loop.step()
+    assert harness.runner.cache.groups[0].places.total == blocks
+
+
+def test_memory_is_given_back_a_bounded_number_of_bytes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call leaves the loop free for requests that have come."""
+    monkeypatch.setattr("mlx_parallm.engine.memory._TIDY_BYTES", 1)
+    harness = make_harness(max_batched_tokens=2048)
+    for number in range(4):
+        harness.submit(str(number), [20 + number] * 300, 10)
+    harness.run()
+    monkeypatch.setattr("mlx_parallm.engine.memory._QUIET_S", -1.0)
+    arrays = harness.runner.cache.groups[0].arena.keys
+    before = [keys.nbytes for keys in arrays]
+    assert harness.loop.step(), "more is left"
+    assert [keys.nbytes < was for keys, was in zip(arrays, before, strict=True)] == [True, False]
+    harness.submit("late", LONG)
+    harness.run()
+    assert isinstance(harness.terminal("late"), RequestFinished)
+    assert held(harness) == 0
