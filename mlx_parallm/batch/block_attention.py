@@ -1,13 +1,14 @@
 """Attention of many rows over their blocks, without copying keys or values and wherever the blocks lie.
 
-Each pair of a row and one of its blocks is one element of a batched product: `gather_mm` reads the pair's queries and
-its block in place. A pair gives the block's largest score, its sum of exponentials and its weighted values. These are
-merged per row, which is exact (split-KV attention, as in Flash-Decoding, Dao et al. 2023):
+Each pair of a fold (tokens that attend to the same blocks, see `folds`) and one of its blocks is one element of a
+batched product: `gather_mm` reads the pair's queries and its block in place. The scores, which are small beside the
+keys, are then put in the order of the tokens, so that one softmax covers all blocks of a token:
 
-    pairs (row, block)    (0, 7) (0, 2) (0, 5)   (1, 3) (1, 7)      P = 5; two rows may share a block
-    scores                [P, kv_heads, group, w, 64]               w = most tokens of a row, 1 in a decode step
-    peaks, sums, values   [P, kv_heads, group, w, 1 | 1 | head_dim]
-    merged                [n, kv_heads, group, w, head_dim]
+    pairs      (fold, block)   (0, 7) (0, 2) (0, 5)   (1, 3) (1, 1)      P = 5, w tokens in each fold
+    products   queries of the fold x keys of the block                   [P, kv_heads, w * group, 64]
+    scores     put in order, and a mask added                            [N, heads, most blocks of a token * 64]
+    weights    softmax
+    outputs    weights of the pair x values of the block, summed up      [P, kv_heads, w * group, head_dim]
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
-from numpy.typing import NDArray
 
+from mlx_parallm.batch.folds import Folds, Indices, RowBlocks, folds_of
 from mlx_parallm.batch.kv.arena import Arena
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.batch.rowwise import exp
 from mlx_parallm.model.device import on_cpu
 
-_HIDDEN = -1e30
-"""Score of a key that a query does not see. It is finite, so that a block without visible keys gives no NaN."""
+_WORTH_A_CALL, _WORTH_A_CALL_ON_CPU = 512, 16
+"""A call must save the scores of at least so many padded blocks."""
 
 
 def pairs_work(dtype: mx.Dtype) -> bool:
@@ -33,43 +34,48 @@ def pairs_work(dtype: mx.Dtype) -> bool:
     return not on_cpu() or dtype == mx.float32
 
 
+def calls(rows: Sequence[RowBlocks]) -> list[Sequence[RowBlocks]]:
+    """Splits rows, the shortest first, into calls where the padding of short rows would cost more than a call does."""
+    if len(rows) == 1:
+        return [rows]
+    counts = np.array([len(row.places) for row in rows])
+    below, above = np.maximum.accumulate(counts)[:-1], np.maximum.accumulate(counts[::-1])[::-1][1:]
+    left = np.arange(1, len(rows))
+    saved = (counts.max() - below) * left + (counts.max() - above) * (len(rows) - left)
+    best = int(saved.argmax())
+    if saved[best] < (_WORTH_A_CALL_ON_CPU if on_cpu() else _WORTH_A_CALL):
+        return [rows]
+    return [*calls(rows[: best + 1]), *calls(rows[best + 1 :])]
+
+
 @dataclass(frozen=True, slots=True)
-class RowBlocks:
-    """The tokens of one row in a forward pass, and the blocks that they attend to.
+class _Shape:
+    """What the index arrays of a layer depend on. `places`: in the layer's arrays."""
 
-    places: the blocks, in the row's order
-    first: the position of the first token in these blocks
-    start: the position of the row's first new token. A token sees the positions up to its own.
-    tokens: the number of new tokens
-    """
-
-    places: Sequence[int]
-    first: int
-    start: int
-    tokens: int = 1
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.tokens
+    kv_heads: int
+    group: int
+    places: int
+    dtype: mx.Dtype
 
 
 class BlockPairs:
     """The pairs of one forward pass in one layer group, as index arrays that all its layers share.
 
     Args:
-        rows: if their numbers of new tokens differ, the shorter ones are padded.
+        rows: if their numbers of new tokens differ, the shorter ones are padded, and so are rows with fewer blocks.
         window: a token sees the last `window` positions, its own included; None for all.
     """
 
     def __init__(self, rows: Sequence[RowBlocks], window: int | None) -> None:
-        counts = np.array([len(row.places) for row in rows])
-        self._rows, self._width = len(rows), max(row.tokens for row in rows)
-        self._places = np.concatenate([np.asarray(row.places, np.int64) for row in rows])
-        self._row_of_pair = np.repeat(np.arange(len(rows)), counts)
-        self._hidden = mx.array(_hidden(rows, self._row_of_pair, counts, self._width, window))
-        self._padding = _padding(rows, self._width)
-        self._table = _merge_table(counts)
-        self._indices: dict[tuple[int, int], tuple[mx.array, mx.array, mx.array]] = {}
+        self._folds = folds_of(rows)
+        self._tokens = sum(row.tokens for row in rows)
+        self._first = np.repeat([row.first // BLOCK_TOKENS for row in rows], [row.tokens for row in rows])
+        self._position = np.concatenate([np.arange(row.start, row.stop) for row in rows])
+        self._blocks = max(len(row.places) for row in rows)
+        self._window = window
+        real = np.arange(self._folds[0].width) < np.array([[row.tokens] for row in rows])
+        self._real = None if real.all() else _uint32(np.flatnonzero(real))
+        self._made: dict[_Shape, tuple[mx.array, mx.array, list[_Products]]] = {}
 
     def attend(
         self, arena: Arena, layer: int, queries: mx.array, scale: float, sinks: mx.array | None = None
@@ -84,113 +90,135 @@ class BlockPairs:
             [N, heads, 1, head_dim of values], in the queries' dtype.
         """
         keys, values = arena.keys[layer], arena.values[layer]
-        kv_heads, places, block, width = keys.shape
-        query_of, block_of, every = self._indices_for(kv_heads, places)
-        grouped = self._by_head(queries * scale, kv_heads)
-        blocks = keys.reshape(-1, block, width).swapaxes(-1, -2)
-        scores = mx.gather_mm(grouped, blocks, lhs_indices=query_of, rhs_indices=block_of).astype(mx.float32)
-        scores = scores.reshape(len(self._places), kv_heads, -1, self._width, block) + self._hidden
-        peaks = scores.max(-1, keepdims=True)
-        weights = exp(scores - peaks)
-        weighted = mx.gather_mm(
-            weights.reshape(len(block_of), -1, block).astype(values.dtype),
-            values.reshape(-1, block, values.shape[-1]),
-            lhs_indices=every,
-            rhs_indices=block_of,
-        ).reshape(*weights.shape[:-1], -1)
-        return self._by_token(self._merge(peaks, weights.sum(-1, keepdims=True), weighted, sinks))
+        kv_heads, places = keys.shape[:2]
+        lines, hidden, products = self._indices(_Shape(kv_heads, queries.shape[1] // kv_heads, places, queries.dtype))
+        queries = queries * scale
+        found = [each.scores(queries, keys) for each in products]
+        scores = (found[0] if len(found) == 1 else mx.concatenate(found))[lines].flatten(2) + hidden
+        weights = _softmax(scores, sinks).reshape(*lines.shape, BLOCK_TOKENS)
+        outputs = products[0].outputs(weights, values)
+        if self._real is not None:
+            outputs = outputs[self._real]
+        for each, folds in zip(products[1:], self._folds[1:], strict=True):
+            outputs = outputs.at[mx.array(folds.tokens.ravel())].add(each.outputs(weights, values))
+        return outputs[:, :, None]
 
-    def _by_head(self, queries: mx.array, kv_heads: int) -> mx.array:
-        """[N, heads, 1, head_dim] → [n * kv_heads, group * w, head_dim]."""
-        width = queries.shape[-1]
-        if self._padding is None:
-            return queries.reshape(self._rows * kv_heads, -1, width)
-        padded = queries[self._padding[0]]  # [n, w, heads, 1, head_dim]
-        return padded.transpose(0, 2, 3, 1, 4).reshape(self._rows * kv_heads, -1, width)
+    def _indices(self, shape: _Shape) -> tuple[mx.array, mx.array, list[_Products]]:
+        if shape not in self._made:
+            columns = [folds.block[:, None] - self._first[folds.tokens[folds.fold]] for folds in self._folds]
+            lines = self._lines(shape, columns)
+            products = [
+                _Products(folds, each, self._blocks, shape) for folds, each in zip(self._folds, columns, strict=True)
+            ]
+            self._made[shape] = lines, self._hidden(shape.dtype), products
+        return self._made[shape]
 
-    def _by_token(self, merged: mx.array) -> mx.array:
-        """[n, kv_heads, group, w, head_dim] → [N, heads, 1, head_dim]."""
-        rows, width = self._rows, merged.shape[-1]
-        if self._padding is None:
-            return merged.reshape(rows, -1, 1, width)
-        tokens = merged.reshape(rows, -1, self._width, width).swapaxes(1, 2).flatten(0, 1)
-        return tokens[self._padding[1]][:, :, None]
+    def _lines(self, shape: _Shape, columns: Sequence[Indices]) -> mx.array:
+        """For each token, head and block, the line of its 64 scores among those of all pairs: [N, heads, blocks].
 
-    def _merge(self, peaks: mx.array, sums: mx.array, weighted: mx.array, sinks: mx.array | None) -> mx.array:
-        """Combines the pairs of each row: [P, kv_heads, group, w, …] → [n, kv_heads, group, w, head_dim].
-
-        Peaks and sums are fp32. The last sum over a row's blocks is a product, which reads `weighted` once.
+        Tokens with fewer blocks repeat one of their own lines, which is hidden. A line of another row would not do,
+        because it may hold a NaN.
         """
-        peaks, sums, weighted = self._by_row(peaks, _HIDDEN), self._by_row(sums, 0.0), self._by_row(weighted, 0.0)
-        peak = peaks.max(1, keepdims=True)
-        if sinks is not None:
-            sinks = sinks.astype(mx.float32).reshape(1, 1, *peak.shape[2:4], 1, 1)
-            peak = mx.maximum(peak, sinks)
-        shares = exp(peaks - peak)
-        mass = (shares * sums).sum(1, keepdims=True)
-        if sinks is not None:
-            mass = mass + exp(sinks - peak)
-        shares = mx.moveaxis(shares / mass, 1, -1).astype(weighted.dtype)  # [n, kv_heads, group, w, 1, blocks]
-        return (shares @ mx.moveaxis(weighted, 1, -2)).squeeze(-2)
+        start = np.full((self._tokens, self._blocks), -1, np.int64)
+        step = np.zeros_like(start)
+        base = 0
+        for folds, column in zip(self._folds, columns, strict=True):
+            lines = folds.width * shape.group
+            tokens = folds.tokens[folds.fold]
+            pairs = base + np.arange(folds.pairs)[:, None] * shape.kv_heads * lines
+            start[tokens, column] = pairs + np.arange(folds.width) * shape.group
+            step[tokens, column] = lines
+            base += folds.pairs * shape.kv_heads * lines
+        start, step = (np.where(start < 0, each[:, :1], each)[:, None, None] for each in (start, step))
+        heads, group = mx.arange(shape.kv_heads)[:, None, None], mx.arange(shape.group)[:, None]
+        return (_uint32(start) + heads * _uint32(step) + group).flatten(1, 2)
 
-    def _by_row(self, pairs: mx.array, fill: float) -> mx.array:
-        """[P, …] → [n, most blocks of a row, …]; rows with fewer blocks are filled."""
-        if self._table is None:
-            return pairs.reshape(self._rows, -1, *pairs.shape[1:])
-        return mx.concatenate([pairs, mx.full((1, *pairs.shape[1:]), fill, pairs.dtype)])[self._table]
-
-    def _indices_for(self, kv_heads: int, places: int) -> tuple[mx.array, mx.array, mx.array]:
-        """For each pair and head, the index of its queries in [n * kv_heads], of its block in [kv_heads * places], and
-        its own; all uint32 [P * kv_heads]."""
-        key = (kv_heads, places)
-        if key not in self._indices:
-            heads = np.arange(kv_heads)[None]
-            query_of = self._row_of_pair[:, None] * kv_heads + heads
-            block_of = self._places[:, None] + heads * places
-            every = np.arange(query_of.size)
-            self._indices[key] = (_uint32(query_of.ravel()), _uint32(block_of.ravel()), _uint32(every))
-        return self._indices[key]
+    def _hidden(self, dtype: mx.Dtype) -> mx.array:
+        """Added to the scores, [N, 1, blocks * 64]: 0 for the keys that a token sees, and -inf for the others."""
+        keys = mx.array(self._first * BLOCK_TOKENS)[:, None] + mx.arange(self._blocks * BLOCK_TOKENS)
+        position = mx.array(self._position)[:, None]
+        seen = keys <= position
+        if self._window is not None:
+            seen = seen & (keys > position - self._window)
+        return mx.where(seen, 0.0, -mx.inf).astype(dtype)[:, None]
 
 
-def _hidden(
-    rows: Sequence[RowBlocks],
-    row_of_pair: NDArray[np.int64],
-    counts: NDArray[np.int64],
-    width: int,
-    window: int | None,
-) -> NDArray[np.float32]:
-    """Added to the scores, fp32 [P, 1, 1, w, 64]: 0 for visible keys and a very low number for the others."""
-    block_of_row = np.arange(len(row_of_pair)) - np.repeat(np.cumsum(counts) - counts, counts)
-    first = np.array([row.first for row in rows])[row_of_pair] + block_of_row * BLOCK_TOKENS
-    keys = first[:, None, None] + np.arange(BLOCK_TOKENS)
-    position = np.array([row.start for row in rows])[row_of_pair, None, None] + np.arange(width)[:, None]
-    seen = keys <= position
-    if window is not None:
-        seen &= keys > position - window
-    return np.where(seen, np.float32(0), np.float32(_HIDDEN))[:, None, None]
+class _Products:
+    """The two products of pairs whose folds have equally many tokens, in layers of one shape.
 
-
-def _padding(rows: Sequence[RowBlocks], width: int) -> tuple[mx.array, mx.array] | None:
-    """The token of each place, [n, w], and the place of each token, [N]. None if every row has one token.
-
-    Places that a row does not need repeat its first token.
+    Args:
+        columns: for each pair and token of its fold, the block's number among those of the token.
+        blocks: the most blocks of a token.
     """
-    if width == 1:
-        return None
-    tokens = np.array([row.tokens for row in rows])
-    real = np.arange(width) < tokens[:, None]
-    numbers = (np.cumsum(tokens) - tokens)[:, None] + np.where(real, np.arange(width), 0)
-    return _uint32(numbers), _uint32(np.flatnonzero(real))
+
+    def __init__(self, folds: Folds, columns: Indices, blocks: int, shape: _Shape) -> None:
+        heads = np.arange(shape.kv_heads)
+        self._shape, self._width = shape, folds.width
+        self._query_of = _uint32(folds.fold[:, None] * shape.kv_heads + heads)
+        self._block_of = _uint32(folds.place[:, None] + heads * shape.places)
+        self._sum = _Sum(folds, shape.dtype)
+        if folds.width == 1:
+            tokens = folds.tokens[folds.fold]
+            self._weights_of = _uint32((tokens * shape.kv_heads + heads) * blocks + columns)
+            return
+        self._queries = _uint32(folds.tokens[:, None] * shape.kv_heads + heads[:, None])  # [folds, kv_heads, w]
+        matrices = mx.array(folds.tokens[folds.fold])[:, None] * shape.kv_heads + mx.arange(shape.kv_heads)[:, None]
+        lines = (matrices[..., None] * shape.group + mx.arange(shape.group)) * blocks
+        self._weights_of = (lines + mx.array(columns)[:, None, :, None]).astype(mx.uint32).flatten(2)
+
+    def scores(self, queries: mx.array, keys: mx.array) -> mx.array:
+        """[N, heads, 1, head_dim] → [P * kv_heads * w * group, 64]."""
+        width = queries.shape[-1]
+        if self._width > 1:
+            queries = queries.reshape(-1, self._shape.group * width)[self._queries]
+        matrices = queries.reshape(-1, self._width * self._shape.group, width)
+        blocks = keys.reshape(-1, BLOCK_TOKENS, width).swapaxes(-1, -2)
+        products = mx.gather_mm(matrices, blocks, lhs_indices=self._query_of, rhs_indices=self._block_of)
+        return products.reshape(-1, BLOCK_TOKENS)
+
+    def outputs(self, weights: mx.array, values: mx.array) -> mx.array:
+        """[N, heads, blocks, 64] → [folds * w, heads, head_dim]."""
+        kv_heads, group, blocks = self._shape.kv_heads, self._shape.group, values.reshape(-1, *values.shape[2:])
+        if self._width == 1:
+            matrices = weights.reshape(-1, kv_heads, group, *weights.shape[2:]).swapaxes(2, 3)
+            products = mx.gather_mm(matrices, blocks, lhs_indices=self._weights_of, rhs_indices=self._block_of)
+        else:
+            matrices = weights.reshape(-1, BLOCK_TOKENS)[self._weights_of]
+            products = mx.gather_mm(matrices, blocks, rhs_indices=self._block_of)
+        summed = self._sum(products).reshape(-1, kv_heads, self._width, group, values.shape[-1])
+        return summed.swapaxes(1, 2).flatten(0, 1).flatten(1, 2)
 
 
-def _merge_table(counts: NDArray[np.int64]) -> mx.array | None:
-    """int32 [n, most blocks of a row]: the pairs of each row, and P where it has no more. None if all have as many."""
-    most = counts.max()
-    if (counts == most).all():
-        return None
-    numbers = (np.cumsum(counts) - counts)[:, None] + np.arange(most)
-    return mx.array(np.where(np.arange(most) < counts[:, None], numbers, counts.sum()).astype(np.int32))
+class _Sum:
+    """Adds up the pairs of each fold: [P, …] → [folds, …]. It never reads another fold's pairs, which may hold NaN."""
+
+    def __init__(self, folds: Folds, dtype: mx.Dtype) -> None:
+        counts = np.bincount(folds.fold)
+        most = int(counts.max())
+        real = np.arange(most) < counts[:, None]
+        self._ones = mx.array(real[:, None]).astype(dtype)  # [folds, 1, most pairs of a fold]
+        first = np.cumsum(counts) - counts
+        self._table = None if real.all() else _uint32(first[:, None] + np.where(real, np.arange(most), 0))
+
+    def __call__(self, products: mx.array) -> mx.array:
+        folds, _, most = self._ones.shape
+        if most == 1:
+            return products
+        table = products if self._table is None else products[self._table]
+        return self._ones @ table.reshape(folds, most, -1)
 
 
-def _uint32(indices: NDArray[np.int64]) -> mx.array:
+def _softmax(scores: mx.array, sinks: mx.array | None) -> mx.array:
+    """Softmax over the last axis of [N, heads, keys]. A sink takes part in it and is then left out."""
+    if sinks is not None:
+        shape = (*scores.shape[:-1], 1)
+        sink = mx.broadcast_to(sinks.astype(scores.dtype)[:, None], shape)
+        return _softmax(mx.concatenate([scores, sink], axis=-1), None)[..., :-1]
+    if not on_cpu():
+        return mx.softmax(scores, axis=-1, precise=True)
+    weights = exp(scores - scores.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+def _uint32(indices: Indices) -> mx.array:
     return mx.array(indices.astype(np.uint32))

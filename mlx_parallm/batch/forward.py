@@ -3,8 +3,8 @@
 spans       row a: 1 token   row b: 1 token   row c: 5 tokens       single tokens come first
 tokens      [N, 1]           to the model, a batch of N single tokens, each at its own position
 write       one scatter per layer for all N
-attention   one call for all single tokens and one for all short chunks (by pairs of row and block), and one for
-            each long chunk (dense and causal)
+attention   one call for all single tokens and one for all short chunks (by pairs of row and block), or a few calls if
+            their lengths differ much, and one for each long chunk (dense and causal)
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_parallm.batch.attention import DenseSpan, are_consecutive
-from mlx_parallm.batch.block_attention import BlockPairs, RowBlocks
+from mlx_parallm.batch.block_attention import BlockPairs, calls
+from mlx_parallm.batch.folds import RowBlocks
 from mlx_parallm.batch.kv.arena import Arena
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.batch.kv.cache import KVRow, LayerGroup, LoRABatchedKVCache
@@ -63,8 +64,8 @@ def _kind(span: Span[KVRow] | RowBlocks) -> _Kind:
 
 
 def in_order(spans: Sequence[Span[R]]) -> list[Span[R]]:
-    """Single tokens first, then short chunks, then long ones."""
-    return sorted(spans, key=_kind)
+    """Single tokens first, then short chunks, then long ones; of each kind, those that attend to few tokens first."""
+    return sorted(spans, key=lambda span: (_kind(span), span.stop))
 
 
 class Forward:
@@ -136,13 +137,13 @@ def _parts(
     start = 0
     for kind, group in groupby(rows, key=_kind):
         together = list(group)
-        calls: list[tuple[_Attention, int]]
+        attentions: list[tuple[_Attention, int]]
         if _is_dense(kind, together, dense_rows):
-            calls = [(DenseSpan(row, window), row.tokens) for row in together]
+            attentions = [(DenseSpan(row, window), row.tokens) for row in together]
         else:
-            calls = [(BlockPairs(together, window), sum(row.tokens for row in together))]
-        for call, tokens in calls:
-            yield slice(start, start + tokens), call
+            attentions = [(BlockPairs(call, window), sum(row.tokens for row in call)) for call in calls(together)]
+        for attention, tokens in attentions:
+            yield slice(start, start + tokens), attention
             start += tokens
 
 

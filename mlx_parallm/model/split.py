@@ -35,7 +35,7 @@ class Head:
     def __call__(self, hidden: mx.array) -> mx.array:
         """[n, D] → [n, V]."""
         logits: mx.array = self._owner(hidden[None])
-        return logits[0]
+        return logits.squeeze(0)
 
 
 class _TrunkOutput:

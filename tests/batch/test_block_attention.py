@@ -8,7 +8,8 @@ import mlx.core as mx
 import pytest
 
 from mlx_parallm.batch.attention import DenseSpan
-from mlx_parallm.batch.block_attention import BlockPairs, RowBlocks
+from mlx_parallm.batch.block_attention import BlockPairs
+from mlx_parallm.batch.folds import RowBlocks
 from mlx_parallm.batch.kv.arena import BLOCK_TOKENS, Arena
 from mlx_parallm.model.families import LayerSpec
 

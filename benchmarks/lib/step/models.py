@@ -26,6 +26,8 @@ from mlx_parallm.model.hooks import adapter_layout, install_adapters
 RANK = 16
 SLOTS = 8
 _KV_BYTES = 1 << 40
+_DENSE_ROWS = 1
+"""What a GPU is assumed to measure: dense attention is faster for one row, and attention by blocks for several."""
 _HEADS = ("lm_head.", "embed_tokens.")
 
 
@@ -103,7 +105,9 @@ def build(architecture: Architecture) -> ShapedModel:
 
 def runner_of(shaped: ShapedModel) -> BatchRunner:
     """A new runner, with a KV pool that has room for every case."""
-    return build_runner(shaped, shaped.bank, Config(server=ServerConfig(kv_cache_memory=_KV_BYTES)))
+    runner = build_runner(shaped, shaped.bank, Config(server=ServerConfig(kv_cache_memory=_KV_BYTES)))
+    runner.dense_rows = _DENSE_ROWS
+    return runner
 
 
 def _filled_bank(model: nn.Module, dtype: mx.Dtype) -> AdapterBank:
