@@ -49,7 +49,7 @@ class TokenCounts:
         return mx.array(seen)
 
     def generated(self) -> mx.array:
-        """fp32 [V]: how often each token was drawn, including the step launched last."""
+        """fp32 [V]: how often each token was drawn, including the pass launched last."""
         if self._table is not None:
             return self._table.generated[self._place]
         return mx.array(np.bincount(self._generated, minlength=self.vocab_size).astype(np.float32))

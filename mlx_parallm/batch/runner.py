@@ -155,7 +155,12 @@ class BatchRunner:
         return read_draws(launched.sampled, [row.sampling for row in launched.rows])
 
     def compute(self, spans: Sequence[Span[KVRow]], tokens: Sequence[int]) -> mx.array:
-        """A pass without drawing: the tokens of the spans, in `in_order` → lazy logits [N, vocab]."""
+        """Builds a pass that draws nothing, and returns lazy logits [N, vocab] after each token.
+
+        Args:
+            spans: in the order of `in_order`.
+            tokens: the N tokens of all spans.
+        """
         every = [list(range(span.tokens)) for span in spans]
         logits = self._logits(mx.array(list(tokens), mx.uint32), spans, every)
         assert logits is not None
@@ -239,8 +244,8 @@ def _targets(span: Span[Row]) -> list[int]:
 
 
 def _calls(spans: Sequence[Span[KVRow]], style: AttentionStyle) -> Iterator[tuple[int, int, Sequence[Span[KVRow]]]]:
-    """The model's calls of a pass, each with its tokens. A model with attention of its own takes single tokens together
-    and each chunk alone."""
+    """The calls of the model that make up a pass: for each, the range of its tokens, and its spans. A model with
+    attention of its own takes all single tokens together and each chunk alone."""
     start = 0
     hooked = style is AttentionStyle.HOOKED
     for _, group in groupby(enumerate(spans), key=lambda item: -1 if hooked or item[1].tokens == 1 else item[0]):

@@ -64,8 +64,8 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Memory held without requests: MLX's active bytes without the KV pool, which keeps an empty slab or two,
-    and the number of arrays that Python's garbage collector knows.
+    """Memory held without requests: MLX's active bytes without the KV pool, which may keep free blocks for the next
+    rows, and the number of arrays that Python's garbage collector knows.
     """
 
     active_bytes: int
