@@ -270,7 +270,7 @@ def test_rows_hold_little_more_than_they_use(tags) -> None:
     rows = [cache.open(length) for length in [4000, *range(20, 620, 5)]]
     for row, length in zip(rows, [4000, *range(20, 620, 5)], strict=True):
         row.computed = length
-    assert cache.bytes_held * 64 <= 1.3 * cache.tokens_used  # half a block a row, and the growth of an eighth
+    assert cache.bytes_held * 64 <= 1.3 * cache.tokens_used  # half a block a row, and the growth of a sixteenth
 
 
 def test_after_a_straggler_the_arena_shrinks(tags) -> None:

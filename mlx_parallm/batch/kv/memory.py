@@ -19,7 +19,7 @@ from mlx_parallm.model.device import is_out_of_memory
 from mlx_parallm.model.families import KVLayout
 
 _GROWTH_BLOCKS = 16
-"""An arena grows by this many blocks or by an eighth, whichever is more, and shrinks when more than that is unused."""
+"""An arena grows by this many blocks, or by a sixteenth if that is more. It shrinks when more than that is unused."""
 
 
 class BlockMemory:
@@ -295,4 +295,4 @@ class BlockMemory:
 
 
 def _spare(total: int) -> int:
-    return max(_GROWTH_BLOCKS, total // 8)
+    return max(_GROWTH_BLOCKS, total // 16)
