@@ -48,8 +48,8 @@ class RowBlocks:
 class Folds:
     """Folds of equally many tokens, with pairs of a fold and one of its blocks.
 
-    tokens: [folds, width], numbers of tokens in the pass; shorter folds repeat one of their own
-    fold, place, block: [pairs], the fold of each pair, where its block lies, and the block's number in its sequence
+    tokens: [folds, width], the indices of each fold's tokens in the pass; shorter folds repeat one of their own
+    fold, place, block: [pairs], the fold of each pair, the place of its block, and the block's number in its sequence
     """
 
     tokens: Indices

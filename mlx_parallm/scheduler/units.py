@@ -143,7 +143,7 @@ class RowMemory(Protocol):
         """Gives a prompt in prefill what other rows have computed of it since, and raises `computed` by that.
 
         Returns:
-            What is equal for prompts that compute the same tokens next; None if no other prompt can.
+            A key that prompts have in common if they compute the same block next; None if no other prompt can have it.
         """
         ...
 

@@ -204,7 +204,7 @@ class LoRABatchedKVCache:
         `row.computed` grows by their tokens. At least one id is left to compute.
 
         Returns:
-            What is equal for rows that compute the same block next; None if there is no such thing.
+            A key that rows have in common if they compute the same block next; None if no whole block is left.
         """
         return take_over(self._memory, row, root, ids) if self.keep_prefixes else None
 

@@ -54,7 +54,7 @@ def take_over(memory: BlockMemory, row: KVRow, root: Hashable, ids: Sequence[int
     """Gives a row the blocks that others have registered for its next tokens. At least one id is left to compute.
 
     Returns:
-        What is equal for rows whose next block to register is the same; None if no whole block is left.
+        A key that rows have in common if they compute the same block next; None if no whole block is left.
     """
     node = _last_registered(row) or memory.index.existing_root(root)
     depth = node.depth if node else 0
