@@ -42,13 +42,15 @@ class LiveSequence(Row):
     """One choice of a request, with all of its state: counts, row, sampling and text.
 
     `scores`: the prompt's logprobs so far, None for the first token. The list itself is None if the request does not
-    want them or they have been sent.
+    want them or they have been sent. `counts_lookup`: what the row gets from the prefix cache counts as found. It does
+    not if the prompt was looked up before, for another sequence or before a preemption.
     """
 
     index: int
     request: LiveRequest
     text: TextStream
     scores: list[TokenLogprob | None] | None = None
+    counts_lookup: bool = False
 
     def forget_unread(self) -> None:
         """Takes back tokens that were drawn but will never be read, so that they are drawn again.

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable
+from typing import NamedTuple
 
 import mlx.core as mx
 
 from mlx_parallm.adapters.store import AdapterStore
+from mlx_parallm.adapters.weights import Version
 from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
 from mlx_parallm.core import Sequence, SequenceStatus
 from mlx_parallm.engine.live import FaultScope, LiveSequence, live
@@ -17,6 +19,13 @@ _QUIET_S = 1.0
 
 _TIDY_BYTES = 64 << 20
 """Bytes that `tidy` copies at once, so that rows wait for a few milliseconds at most."""
+
+
+class PrefixRoot(NamedTuple):
+    """What prompts must have in common to share cached prefixes, besides their tokens."""
+
+    version: Version | None
+    salt: str
 
 
 class PoolMemory:
@@ -62,9 +71,9 @@ class PoolMemory:
         """Opens a row with what the prefix cache has. Each prompt counts in the statistics once, however many sequences
         it has and however often they are computed again. The prompts of a request with prompt logprobs do not count."""
         owner, prompt = row.request, row.index // row.request.request.n
-        counts = prompt not in owner.looked_up and owner.request.prompt_logprobs is None
-        opened = self._cache.open(row.length, self._root(row), row.tokens, into=row, counts=counts)
-        if opened is not None and counts:
+        row.counts_lookup = prompt not in owner.looked_up and owner.request.prompt_logprobs is None
+        opened = self._cache.open(row.length, self._root(row), row.tokens, into=row, counts=row.counts_lookup)
+        if opened is not None and row.counts_lookup:
             owner.looked_up.add(prompt)
             owner.cached_tokens += opened.computed
         return opened
@@ -76,7 +85,7 @@ class PoolMemory:
         before = row.computed
         with self._scope.covering([row.request]):
             key = self._cache.take_over(row, self._root(row), row.tokens)
-        if row.drawn == 0:
+        if row.counts_lookup and row.drawn == 0:
             self._cache.hits += row.computed - before
             row.request.cached_tokens += row.computed - before
         return key
@@ -99,7 +108,8 @@ class PoolMemory:
     def tidy(self, now: float) -> bool:
         """Gives memory that ended rows have left back to the device. Call it between units.
 
-        Free blocks that the next rows may need are kept until no row has opened for a second.
+        Free blocks that the next rows may need, and prefixes of forgotten adapter versions, are kept until no row has
+        opened for a second.
 
         Returns:
             Whether more is left to do now.
@@ -107,6 +117,8 @@ class PoolMemory:
         if not self._rows_have_ended:
             return False
         all_free = now - self._opened_at > _QUIET_S
+        if all_free:
+            self._drop_forgotten()
         left = self._cache.tidy(_TIDY_BYTES, all_free)
         if all_free and not left:
             mx.clear_cache()
@@ -124,12 +136,19 @@ class PoolMemory:
         self._cache.freeze(row, self._root(row), row.tokens)
         self._cache.release_windows(row)
 
+    def _drop_forgotten(self) -> None:
+        """Ends the chains of adapter versions that no request can ask for any more and none uses."""
+        for root in self._cache.roots():
+            assert isinstance(root, PrefixRoot)
+            if root.version is None or (root.version.forgotten and not root.version.leases):
+                self._cache.drop(root)
+
     def _source(self, row: LiveSequence) -> LiveSequence | None:
         """A row that has computed the prompt of this sequence's group, and still holds it."""
         length = row.prompt_length - 1
         members = (live(member) for member in row.group.members if member.status is SequenceStatus.RUNNING)
         return next((m for m in members if m is not row and self._cache.holds(m, length)), None)
 
-    def _root(self, row: LiveSequence) -> Hashable:
+    def _root(self, row: LiveSequence) -> PrefixRoot:
         """Rows share cached prefixes if they use the same version of the same adapter, and the same salt."""
-        return (self._adapters.registry.version(row.adapter), row.request.request.cache_salt)
+        return PrefixRoot(self._adapters.registry.version(row.adapter), row.request.request.cache_salt)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 from harness import GREEDY, Harness, make_harness
+from lora import layout_of, random_adapter
+from tiny import tiny_model
 
+from mlx_parallm.adapters.registry import KEPT_VERSIONS
 from mlx_parallm.core import GenerationRequest, RequestFinished, StopParams
 
 LONG = [7, 3, 9, 1] * 50
@@ -137,3 +140,21 @@ def test_memory_is_given_back_a_bounded_number_of_bytes_at_a_time(monkeypatch: p
     harness.run()
     assert isinstance(harness.terminal("late"), RequestFinished)
     assert held(harness) == 0
+
+
+def test_the_prefixes_of_a_forgotten_version_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the newest few versions stay, because a rollback makes one of them live again."""
+    model = tiny_model("llama")
+    layout = layout_of(model)
+    harness = make_harness(model)
+    for seed in range(KEPT_VERSIONS + 3):
+        ref = harness.publish("a", random_adapter(layout, seed))
+        harness.submit(str(seed), LONG, adapter=ref)
+        harness.run()
+    assert len(harness.runner.cache.roots()) == KEPT_VERSIONS + 3
+    monkeypatch.setattr("mlx_parallm.engine.memory._QUIET_S", -1.0)
+    harness.run()
+    kept = set(harness.adapters.registry.versions())
+    assert {root.version for root in harness.runner.cache.roots()} == kept
+    assert len(kept) < KEPT_VERSIONS + 3
+    assert harness.runner.cache.bytes_held == 0, "and their memory has gone back"

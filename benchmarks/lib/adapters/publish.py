@@ -64,8 +64,8 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Memory held without requests: MLX's active bytes without the KV pool, which may keep free blocks for the next
-    rows, and the number of arrays that Python's garbage collector knows.
+    """Memory held without requests: MLX's active bytes without the KV pool, which keeps cached prefixes and may keep
+    free blocks for the next rows, and the number of arrays that Python's garbage collector knows.
     """
 
     active_bytes: int
@@ -200,7 +200,7 @@ class _Bench:
         gc.collect()
         mx.clear_cache()
         arrays = sum(isinstance(thing, mx.array) for thing in gc.get_objects())
-        return Footprint(mx.get_active_memory() - self._pool.bytes_held, arrays)
+        return Footprint(mx.get_active_memory() - self._pool.bytes_held - self._pool.bytes_cached, arrays)
 
     def answers(self) -> Sequence[Answer]:
         """The answers of all requests that ended after the controls."""

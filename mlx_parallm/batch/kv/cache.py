@@ -219,6 +219,10 @@ class LoRABatchedKVCache:
             freed += self._memory.evict(number, blocks - freed)
         return freed
 
+    def roots(self) -> list[Hashable]:
+        """The roots of all chains."""
+        return self._memory.index.roots()
+
     def drop(self, root: Hashable) -> int:
         """Forgets the cached prefixes of a root. Live rows keep their blocks. Returns how many tokens were cached."""
         return self._memory.index.drop(root)

@@ -161,6 +161,10 @@ class PrefixIndex:
         if (node := self._places[group].owners.get(place)) is not None:
             self._remove(node)
 
+    def roots(self) -> list[Hashable]:
+        """The keys of all roots."""
+        return list(self._roots)
+
     def drop(self, key: Hashable) -> int:
         """Removes a root with all its chains. Returns how many tokens they held.
 
