@@ -126,6 +126,7 @@ def make_harness(
     slots: int = 8,
     max_rank: int = 8,
     copies: int = 8,
+    keep_prefixes: bool = True,
     training: TrainingWork | None = None,
     schedule: DeviceSchedule = SCHEDULE,
     **switches: Any,
@@ -133,7 +134,7 @@ def make_harness(
     """A loop over `model` (tiny llama by default) with a pool of `budget_tokens`; `switches` go to `EngineParts`."""
     model = model or tiny_model("llama")
     layout, vocab_size = probe(model)
-    cache = LoRABatchedKVCache(layout, budget_tokens * layout.bytes_per_token, max_length)
+    cache = LoRABatchedKVCache(layout, budget_tokens * layout.bytes_per_token, max_length, keep_prefixes)
     bank = _bank(model, slots, max_rank, layout.dtype)
     runner = BatchRunner(model, cache, bank, install_hook(model), vocab_size)
     files: dict[str, AdapterWeights] = {}

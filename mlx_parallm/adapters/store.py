@@ -54,7 +54,7 @@ class AdapterStore:
         self.bank = bank
         self.registry = registry
         self.copies = Copies(copies, lambda version: version.readable or not registry.needed(version))
-        self.slots = Slots(bank, self.copies, self._unreachable)
+        self.slots = Slots(bank, self.copies, self.unreachable)
         self._read = read
         self._reader = reader
         self._wake = wake
@@ -156,7 +156,7 @@ class AdapterStore:
 
     def waits(self) -> bool:
         """See `core.DeviceWork.waits`."""
-        self.copies.purge(self._unreachable)
+        self.copies.purge(self.unreachable)
         for load in list(self._loads.values()):
             if not load.futures and not self._requests[load.version.ref]:
                 self._drop(load)
@@ -265,7 +265,7 @@ class AdapterStore:
         self._loads.pop(load.version.ref, None)
         if load.reading is not None:
             load.reading.cancel()
-        if load.weights is not None and not self._unreachable(load.version):
+        if load.weights is not None and not self.unreachable(load.version):
             self.copies.put(load.version, load.weights)
 
     def _in_memory(self, version: Version) -> AdapterWeights | None:
@@ -273,11 +273,17 @@ class AdapterStore:
         load = self._loads.get(version.ref)
         return (load.weights if load else None) or self.copies.get(version)
 
-    def _unreachable(self, version: Version) -> bool:
+    # -- state -----------------------------------------------------------------------------------
+
+    def version(self, ref: AdapterRef) -> Version | None:
+        """The version that rows of `ref` are computed with: the one in the slot that they pin or would get, even if it
+        was forgotten since. None if it is in no slot and nothing can ask for it any more."""
+        staged = self.slots.get(ref)
+        return staged.version if staged else self.registry.version(ref)
+
+    def unreachable(self, version: Version) -> bool:
         """Whether nothing can ask for the version any more."""
         return version.forgotten and not version.leases and not self._requests[version.ref]
-
-    # -- state -----------------------------------------------------------------------------------
 
     def residence(self, version: Version) -> Residence:
         """Where a version's weights are. Any thread may ask."""

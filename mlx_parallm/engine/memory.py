@@ -22,9 +22,9 @@ _TIDY_BYTES = 64 << 20
 
 
 class PrefixRoot(NamedTuple):
-    """What prompts must have in common to share cached prefixes, besides their tokens."""
+    """Rows share cached prefixes if they use the same version of the same adapter, and the same salt."""
 
-    version: Version | None
+    version: Version
     salt: str
 
 
@@ -42,12 +42,12 @@ class PoolMemory:
         self._scope = scope
         self._rows_have_ended = False  # since the arenas were last as small as they can be
         self._opened_at = 0.0
+        self._versions: set[Version] = set()  # those that may have cached prefixes
 
     def cached(self, sequence: Sequence) -> int:
         row = live(sequence)
-        if self._source(row) is not None:
-            return row.prompt_length - 1
-        return 0 if row.scored else self._cache.cached(self._root(row), row.tokens)
+        shared = row.prompt_length - 1 if self._source(row) is not None else 0
+        return max(shared, self._found(row))
 
     def open(self, sequence: Sequence) -> bool:
         """Opens a row with room for all tokens of the sequence: with the prompt of another row of its group, or with
@@ -55,7 +55,7 @@ class PoolMemory:
         row = live(sequence)
         source = self._source(row)
         with self._scope.covering([row.request]):
-            if source is not None:
+            if source is not None and row.prompt_length - 1 >= self._found(row):
                 opened = self._cache.fork(source, row.prompt_length - 1, row.length, into=row)
             elif row.scored:
                 opened = self._cache.open(row.length, into=row)
@@ -64,6 +64,7 @@ class PoolMemory:
         if opened is None:
             return False
         row.adapter_slot = self._adapters.pin(row.adapter)
+        self._versions.add(self._root(row).version)
         self._opened_at = time.monotonic()
         return True
 
@@ -106,19 +107,18 @@ class PoolMemory:
             self._rows_have_ended = True
 
     def tidy(self, now: float) -> bool:
-        """Gives memory that ended rows have left back to the device. Call it between units.
+        """Gives memory that ended rows have left back to the device, and that of prefixes of versions that nothing can
+        ask for any more. Call it between units.
 
-        Free blocks that the next rows may need, and prefixes of forgotten adapter versions, are kept until no row has
-        opened for a second.
+        Free blocks that the next rows may need are kept until no row has opened for a second.
 
         Returns:
             Whether more is left to do now.
         """
+        self._drop_unreachable()
         if not self._rows_have_ended:
             return False
         all_free = now - self._opened_at > _QUIET_S
-        if all_free:
-            self._drop_forgotten()
         left = self._cache.tidy(_TIDY_BYTES, all_free)
         if all_free and not left:
             mx.clear_cache()
@@ -136,12 +136,14 @@ class PoolMemory:
         self._cache.freeze(row, self._root(row), row.tokens)
         self._cache.release_windows(row)
 
-    def _drop_forgotten(self) -> None:
-        """Ends the chains of adapter versions that no request can ask for any more and none uses."""
-        for root in self._cache.roots():
-            assert isinstance(root, PrefixRoot)
-            if root.version is None or (root.version.forgotten and not root.version.leases):
-                self._cache.drop(root)
+    def _drop_unreachable(self) -> None:
+        """Ends the chains of adapter versions that nothing can ask for any more, and that no row uses."""
+        if ended := {version for version in self._versions if self._adapters.unreachable(version)}:
+            self._versions -= ended
+            for root in self._cache.roots():
+                if isinstance(root, PrefixRoot) and root.version in ended:
+                    self._cache.drop(root)
+            self._rows_have_ended = True
 
     def _source(self, row: LiveSequence) -> LiveSequence | None:
         """A row that has computed the prompt of this sequence's group, and still holds it."""
@@ -149,6 +151,13 @@ class PoolMemory:
         members = (live(member) for member in row.group.members if member.status is SequenceStatus.RUNNING)
         return next((m for m in members if m is not row and self._cache.holds(m, length)), None)
 
+    def _found(self, row: LiveSequence) -> int:
+        """How many tokens of a waiting sequence the prefix cache has. A prompt whose logprobs are wanted is computed
+        whole, and a version that is forgotten and in no slot has no prefixes."""
+        known = self._adapters.version(row.adapter) is not None
+        return self._cache.cached(self._root(row), row.tokens) if known and not row.scored else 0
+
     def _root(self, row: LiveSequence) -> PrefixRoot:
-        """Rows share cached prefixes if they use the same version of the same adapter, and the same salt."""
-        return PrefixRoot(self._adapters.registry.version(row.adapter), row.request.request.cache_salt)
+        version = self._adapters.version(row.adapter)
+        assert version is not None, "a row's version is in a slot, or the base model"
+        return PrefixRoot(version, row.request.request.cache_salt)

@@ -175,7 +175,7 @@ class PrefixIndex:
 
     def reset(self) -> int:
         """Removes everything, as `drop` does. Returns how many tokens there were."""
-        return sum(self.drop(key) for key in list(self._roots))
+        return sum(map(self.drop, self.roots()))
 
     def _forget(self, top: Node) -> int:
         """Takes the places from a node and from all nodes below it. Returns how many tokens they held."""
