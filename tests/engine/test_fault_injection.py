@@ -21,7 +21,17 @@ from mlx_parallm.errors import DeviceLostError, DeviceMemoryError, StepFailedErr
 NO_MEMORY = "[metal::malloc] Unable to allocate 1073741824 bytes."
 COMMAND_BUFFER = "[METAL] Command buffer execution failed: Caused GPU Timeout Error"
 SAMPLED = SamplingParams(temperature=0.7, seed=9, presence_penalty=0.4)
-CHOICES = [("base", 0), ("group", 0), ("group", 1), ("on a", 0), ("on b", 0), ("on c", 0), ("scored", 0), ("late", 0)]
+CHOICES = [
+    ("base", 0),
+    ("group", 0),
+    ("group", 1),
+    ("on a", 0),
+    ("on b", 0),
+    ("on c", 0),
+    ("scored", 0),
+    ("even", 0),
+    ("late", 0),
+]
 
 
 class Injected:
@@ -60,6 +70,21 @@ class Training:
         self.left -= 1
 
 
+class EvenTokens:
+    """A grammar that allows every second token, and its own state. Its rows wait for the tokens of the unit before."""
+
+    ended = False
+
+    def start(self) -> EvenTokens:
+        return EvenTokens()
+
+    def fill(self, mask: memoryview) -> None:
+        mask.cast("B")[:] = bytes([0b01010101]) * mask.nbytes
+
+    def accept(self, token: int) -> None:
+        assert token % 2 == 0
+
+
 def make() -> Harness:
     """Three adapters for two slots, and training beside them."""
     model = tiny_model("llama")
@@ -71,14 +96,15 @@ def make() -> Harness:
 
 
 def submit_all(harness: Harness) -> Iterator[None]:
-    """A row that outgrows its blocks, a group that forks, adapters that are evicted, prompt scores, one that comes
-    late. Yields where the loop may run."""
+    """A row that outgrows its blocks, a group that forks, adapters that are evicted, prompt scores, a grammar, one
+    that comes late. Yields where the loop may run."""
     harness.submit("base", [5, 3, 1] * 8, 60)
     harness.submit("group", [2, 7] * 50, 12, n=2, sampling=SAMPLED)
     for name in "abc":
         live = harness.adapters.registry.live(name)
         harness.submit(f"on {name}", [ord(name), 4, 8], 10, adapter=live.ref)
     harness.submit("scored", [9, 8, 7, 6, 5], 3, prompt_logprobs=2)
+    harness.submit("even", [6, 1], 9, grammar=EvenTokens())
     yield
     harness.submit("late", [11] * 150, 6)
 
@@ -179,6 +205,7 @@ def inject(monkeypatch: pytest.MonkeyPatch, place: tuple[str, str], fault: Injec
 EVALUATING = [
     ("Arena.resize", "arena.py"),
     ("Arena.copy", "arena.py"),
+    ("BatchRunner.begin", "runner.py"),
     ("BatchRunner.draw", "runner.py"),
     ("BatchRunner.read", "runner.py"),
     ("LinearGroup.fit", "bank.py"),
