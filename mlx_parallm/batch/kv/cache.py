@@ -369,7 +369,7 @@ class LoRABatchedKVCache:
 
     def _check_length(self, tokens: int) -> None:
         if tokens > self.max_length:
-            raise ValueError(f"a row of {tokens} tokens passes the longest length {self.max_length}")
+            raise ValueError(f"a row of {tokens} tokens is longer than the limit of {self.max_length}")
 
     def _check_held(self, row: KVRow, length: int) -> None:
         if not self.holds(row, length):
