@@ -37,7 +37,7 @@ from mlx_parallm.core import (
 from mlx_parallm.engine.live import Vocabulary
 from mlx_parallm.engine.loop import EngineParts
 from mlx_parallm.engine.processor import ContinuousBatchProcessor
-from mlx_parallm.engine.startup import calibrate, check_unproved
+from mlx_parallm.engine.startup import calibrate, check_unproved, choose_attention
 from mlx_parallm.errors import ConfigError, InvalidRequestError, UnknownModelError
 from mlx_parallm.model.device import (
     MemoryLimits,
@@ -141,6 +141,7 @@ def build(config: Config, processor: ContinuousBatchProcessor, run: Run | None) 
     )
     bank = manager.install_bank(config.adapters.max_loras, config.adapters.max_lora_rank)
     runner = build_runner(manager, bank, config)
+    choose_attention(runner)
     name, *aliases = config.server.served_model_name or (manager.card.name,)
     card = replace(manager.card, name=name, aliases=tuple(aliases), context_length=runner.cache.longest_row)
     store, library = build_store(manager, bank, config, run, processor.wake, card.names)

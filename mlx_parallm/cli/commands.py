@@ -46,9 +46,10 @@ def version(args: Namespace) -> int:
 
 def doctor(args: Namespace) -> int:
     """Prints a report about this machine. Warnings are part of the report and do not change the exit status."""
+    from mlx_parallm.batch.attention_times import typical_attention
     from mlx_parallm.model.device import report
 
-    print(report())
+    print(report({"attention": typical_attention().text}))
     return 0
 
 

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 
 import mlx.core as mx
 
+from mlx_parallm.batch.attention_times import measure_attention
 from mlx_parallm.batch.forward import Span
 from mlx_parallm.batch.kv.cache import KVRow
-from mlx_parallm.batch.runner import BatchRunner
+from mlx_parallm.batch.runner import BatchRunner, Row
+from mlx_parallm.core import PromptGroup
 from mlx_parallm.model.families import Support, check_offsets
 from mlx_parallm.model.manager import SharedModelManager
 from mlx_parallm.scheduler.cost import CostModel
 
 _SHORT, _LONG, _CONTEXT = 16, 128, 1024
 """Chunk lengths and a context length, in tokens, far enough apart to separate the terms of the cost model."""
+
+_DRAWS = 8
+"""Rows that draw a token together, so that the output layer's weights, which are read once, are shared as in a step."""
+
+_REPEATS = 3
+
+_log = logging.getLogger(__name__)
 
 
 def check_unproved(manager: SharedModelManager, runner: BatchRunner) -> None:
@@ -53,31 +63,60 @@ def _compute(runner: BatchRunner, rows: Sequence[KVRow], tokens: Sequence[int]) 
     return logits
 
 
-def calibrate(runner: BatchRunner) -> CostModel:
-    """Measures the terms of the cost model, in about a second on a CPU.
+def choose_attention(runner: BatchRunner) -> None:
+    """Measures which attention of single tokens is faster on this device, and lets the runner use it."""
+    layout = runner.cache.layout
+    times = measure_attention(layout.layers[0], layout.dtype)
+    runner.dense_rows = times.dense_rows
+    _log.info("attention of single tokens: %s", times.text)
 
-    Times three chunks of a prompt, after one to warm up. The content of the context does not change the time, so it is
-    not computed: the length of the row is simply set.
+
+def calibrate(runner: BatchRunner) -> CostModel:
+    """Measures the terms of the cost model of a forward unit, in about a second on a CPU.
+
+    Times three prefill chunks, after one to warm up, and units that draw the next token of some rows or do not. The
+    content of the context does not change the time, so it is not computed: the length of the row is simply set.
     """
     context = min(_CONTEXT, runner.cache.max_length - _LONG)
     if context < _LONG:
         return CostModel()  # so short a context needs no measured model
-    _seconds(runner, _SHORT, 0)
-    short, long = _seconds(runner, _SHORT, 0), _seconds(runner, _LONG, 0)
-    deep = _seconds(runner, _LONG, context)
+    _seconds(runner, [_SHORT], 0, draws=True)
+    short, long = _least(runner, [_SHORT]), _seconds(runner, [_LONG], 0)
+    deep = _seconds(runner, [_LONG], context)
+    rows = [_SHORT // _DRAWS] * _DRAWS
+    drawing = _least(runner, rows, draws=True) - _least(runner, rows)
     per_pair = max(deep - long, 0.0) / (_LONG * context)
     per_token = max(long - short, 1e-6) / (_LONG - _SHORT)
-    return CostModel(fixed=max(short - _SHORT * per_token, 1e-4), per_token=per_token, per_pair=per_pair)
+    fixed = max(short - _SHORT * per_token, 1e-4)
+    return CostModel(fixed, per_token, per_pair, per_draw=max(drawing, 0.0) / _DRAWS)
 
 
-def _seconds(runner: BatchRunner, tokens: int, context: int) -> float:
-    row = runner.cache.open(context + tokens)
-    if row is None:
-        return 0.0
-    row.computed = context
+def _least(runner: BatchRunner, chunks: Sequence[int], draws: bool = False) -> float:
+    """The time of a short unit. The least of several, because the machine may do other work too."""
+    return min(_seconds(runner, chunks, 0, draws) for _ in range(_REPEATS))
+
+
+def _seconds(runner: BatchRunner, chunks: Sequence[int], context: int, draws: bool = False) -> float:
+    """The time of a unit with a chunk of so many tokens for each of some rows. 0 if the pool has no memory for them."""
+    opened = [_open(runner, context, tokens) for tokens in chunks]
+    rows = [row for row in opened if row is not None]
     try:
+        if len(rows) < len(chunks):
+            return 0.0
+        spans = [Span(row, context, tokens) for row, tokens in zip(rows, chunks, strict=True)]
         started = time.perf_counter()
-        _compute(runner, [row], [0] * tokens)
+        runner.read(runner.draw(runner.begin(spans, rows if draws else [], None)))
         return time.perf_counter() - started
     finally:
-        runner.cache.close(row)
+        for row in rows:
+            runner.cache.close(row)
+
+
+def _open(runner: BatchRunner, context: int, tokens: int) -> Row | None:
+    """A row whose context counts as computed."""
+    total = context + tokens
+    row = Row(sequence_id=0, tokens=[0] * total, max_tokens=1, arrived_at=0.0, group=PromptGroup(), prompt_length=total)
+    opened = runner.cache.open(total, into=row)
+    if opened is not None:
+        opened.computed = context
+    return opened

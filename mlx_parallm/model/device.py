@@ -6,9 +6,10 @@ import importlib.metadata
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import mlx.core as mx
 import numpy as np
@@ -144,8 +145,10 @@ _REPEATS = 7
 _ENOUGH_GFLOPS = 100.0
 
 
-def report() -> str:
+def report(measured: Mapping[str, str] = MappingProxyType({})) -> str:
     """Describes the device, the BLAS and its speed, the memory and the bundled model; warnings come last.
+
+    `measured`: further lines by their names.
 
     It takes less than a second with a fast BLAS, and a few seconds with a slow one. Do not call it while a device
     thread works.
@@ -168,6 +171,7 @@ def report() -> str:
         f"{_SIDE}³ matmul": f"{gflops:.0f} GFLOP/s (NumPy: {of_numpy:.0f})",
         "memory": f"{memory.ram / 2**30:.1f} GiB, recommended working set: {recommended}",
         "MLX may take": _limits_text(memory_limits(memory)),
+        **measured,
         "bundled model": model,
     }
     lines = [f"{name:<14} {value}" for name, value in facts.items()]

@@ -8,8 +8,8 @@ import mlx.core as mx
 import pytest
 
 from mlx_parallm.batch.attention import DenseSpan
-from mlx_parallm.batch.block_attention import BlockPairs
-from mlx_parallm.batch.folds import RowBlocks
+from mlx_parallm.batch.block_attention import BlockPairs, calls
+from mlx_parallm.batch.folds import RowBlocks, folds_of
 from mlx_parallm.batch.kv.arena import BLOCK_TOKENS, Arena
 from mlx_parallm.model.families import LayerSpec
 
@@ -97,3 +97,53 @@ def test_rows_with_several_tokens_share_a_call(window: int | None) -> None:
     got = BlockPairs(rows, window).attend(made, 0, queries, 0.3)
     singles = [RowBlocks(row.places, row.first, at) for row in rows for at in range(row.start, row.stop)]
     assert mx.allclose(got, BlockPairs(singles, window).attend(made, 0, queries, 0.3), atol=1e-5)
+
+
+def test_blocks_that_rows_share_are_multiplied_once() -> None:
+    """Four rows share twelve blocks and two of them twenty more; one row has only blocks of its own."""
+    made, every, some = arena(70), list(range(60, 48, -1)), list(range(20, 40))
+    tables = [[*every, *some, 1, 2], [*every, *some, 3], [*every, 4], [*every, 5, 6], [7, 8]]
+    rows = [RowBlocks(table, 0, 64 * len(table) - 10 - row) for row, table in enumerate(tables)]
+    folds = folds_of(rows)
+    assert [(each.tokens.tolist(), each.pairs) for each in folds[1:]] == [([[0, 1, 2, 3]], 12)]
+    assert folds[0].pairs == sum(map(len, tables)) - 4 * 12
+    queries = mx.random.normal((5, 6, 1, 16))
+    want = mx.stack([expected(made, row, q, None, None) for row, q in zip(rows, queries, strict=True)])
+    assert mx.allclose(BlockPairs(rows, None).attend(made, 0, queries, 0.3), want, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 500])
+def test_two_groups_of_rows_and_a_prompt_that_both_share(window: int | None) -> None:
+    made = arena(64)
+    tables = [[*range(10), *range(10 + 12 * (row % 2), 22 + 12 * (row % 2)), 40 + row] for row in range(8)]
+    rows = [RowBlocks(table, 0, 64 * 22 + row) for row, table in enumerate(tables)]
+    assert [(each.width, len(each.tokens), each.pairs) for each in folds_of(rows)] == [
+        (1, 8, 8),
+        (8, 1, 10),
+        (4, 2, 24),
+    ]
+    queries = mx.random.normal((8, 4, 1, 16))
+    want = mx.stack([expected(made, row, q, window, None) for row, q in zip(rows, queries, strict=True)])
+    assert mx.allclose(BlockPairs(rows, window).attend(made, 0, queries, 0.3), want, atol=1e-5)
+
+
+def test_a_row_with_nan_changes_no_other_row() -> None:
+    made = arena(48)
+    rows = [RowBlocks([0, 1, 2], 0, 130), RowBlocks([3], 0, 20), RowBlocks([4, 5], 0, 100)]
+    shared = [RowBlocks([*range(8, 16), 16 + row], 0, 64 * 8 + row) for row in range(6)]
+    queries = mx.random.normal((9, 4, 1, 16))
+    before = BlockPairs([*rows, *shared], None).attend(made, 0, queries, 0.3)
+    made.keys[0][:, mx.array([0, 2, 16])] = mx.nan
+    made.values[0][:, mx.array([0, 2, 16])] = mx.nan
+    queries[4] = mx.nan
+    after = BlockPairs([*rows, *shared], None).attend(made, 0, queries, 0.3)
+    others = mx.array([1, 2, 5, 6, 7, 8])
+    assert mx.array_equal(after[others], before[others])
+    assert mx.isnan(after[mx.array([0, 3, 4])]).all()
+
+
+def test_rows_of_very_different_lengths_attend_in_several_calls() -> None:
+    rows = [RowBlocks(range(blocks), 0, 64 * blocks - 1) for blocks in (1, 1, 2, 2, 40, 41, 200)]
+    parts = calls(rows)
+    assert [[len(row.places) for row in part] for part in parts] == [[1, 1, 2, 2], [40, 41], [200]]
+    assert calls(rows[:4]) == [rows[:4]]
