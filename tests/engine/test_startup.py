@@ -1,0 +1,53 @@
+"""What is measured before the server takes requests."""
+
+from __future__ import annotations
+
+import math
+
+import mlx.core as mx
+import pytest
+from harness import make_harness
+
+from mlx_parallm.batch.forward import Span
+from mlx_parallm.batch.kv.cache import KVRow
+from mlx_parallm.engine.startup import calibrate, choose_attention
+
+
+def test_every_term_is_measured_and_no_row_is_left() -> None:
+    runner = make_harness().runner
+    cost = calibrate(runner)
+    assert min(cost.fixed, cost.per_token) > 0
+    assert min(cost.per_draw, cost.per_pair) >= 0
+    assert not runner.cache.rows()
+    runner.cache.check_integrity()
+
+
+def test_the_output_layer_counts_for_tokens_that_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Units that draw nothing take no time here, and each drawn token takes a millisecond."""
+    seconds = lambda runner, chunks, context, draws=False: len(chunks) * draws * 1e-3  # noqa: E731
+    monkeypatch.setattr("mlx_parallm.engine.startup._seconds", seconds)
+    assert calibrate(make_harness().runner).per_draw == pytest.approx(1e-3)
+
+
+def test_a_pool_without_memory_for_all_rows_is_measured_nevertheless() -> None:
+    runner = make_harness(budget_tokens=128, max_length=2048).runner
+    assert calibrate(runner).fixed > 0
+    assert not runner.cache.rows()
+
+
+def test_the_choice_of_attention_does_not_change_the_logits() -> None:
+    runner = make_harness().runner
+    choose_attention(runner)
+    assert runner.dense_rows in (0, 1, 4, 8)
+    spans = [Span(opened(runner.cache.open(70 + row)), 60 + row, 1) for row in range(4)]
+    logits = []
+    for dense_rows in (0, 4, math.inf):
+        runner.dense_rows = dense_rows
+        logits.append(runner.compute(spans, [5, 6, 7, 8]))
+    assert mx.allclose(logits[0], logits[1], atol=1e-5)
+    assert mx.allclose(logits[0], logits[2], atol=1e-5)
+
+
+def opened(row: KVRow | None) -> KVRow:
+    assert row is not None
+    return row
