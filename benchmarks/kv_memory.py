@@ -27,6 +27,7 @@ from lib.report import show, write
 from rich.table import Table
 
 from mlx_parallm.batch.kv.cache import KVRow, LoRABatchedKVCache
+from mlx_parallm.core import DeviceMemory
 from mlx_parallm.model.families import KVLayout, LayerSpec
 
 LAYOUT = KVLayout((LayerSpec(1, 1, 1),), mx.float32)
@@ -95,7 +96,8 @@ class Pool:
     """
 
     def __init__(self, keeps: bool) -> None:
-        self.cache = LoRABatchedKVCache(LAYOUT, BUDGET_TOKENS * LAYOUT.bytes_per_token, LONGEST, keep_prefixes=keeps)
+        device = DeviceMemory(BUDGET_TOKENS * LAYOUT.bytes_per_token)
+        self.cache = LoRABatchedKVCache(LAYOUT, device, LONGEST, keep_prefixes=keeps)
         self.rows: dict[KVRow, tuple[int, list[int]]] = {}  # the length at which each ends, and its ids
         self._ids = iter(range(1 << 40))
         self._quiet = 0  # steps since a row opened

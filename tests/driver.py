@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from mlx_parallm.core import AdapterRef, DeviceSchedule, PromptGroup, Sequence, SequenceStatus
+from mlx_parallm.core import AdapterRef, DeviceSchedule, PromptGroup, Sequence, SequenceStatus, to_preempt
 from mlx_parallm.scheduler.cost import CostModel
 from mlx_parallm.scheduler.scheduler import RLAwareScheduler, SchedulerConfig
 from mlx_parallm.scheduler.units import Candidate, ForwardUnit, StagingUnit, TrainingUnit, Unit, WorkKind
@@ -51,6 +51,9 @@ class TokenBudget:
             return False
         self.held[sequence.sequence_id] += more
         return True
+
+    def to_preempt(self, rows: list[Sequence], growing: Sequence) -> Sequence:
+        return to_preempt(rows)
 
     def close(self, sequence: Sequence) -> None:
         del self.held[sequence.sequence_id]

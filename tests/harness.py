@@ -21,6 +21,7 @@ from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.core import (
     AdapterRef,
+    DeviceMemory,
     DeviceSchedule,
     Event,
     GenerationRequest,
@@ -134,7 +135,8 @@ def make_harness(
     """A loop over `model` (tiny llama by default) with a pool of `budget_tokens`; `switches` go to `EngineParts`."""
     model = model or tiny_model("llama")
     layout, vocab_size = probe(model)
-    cache = LoRABatchedKVCache(layout, budget_tokens * layout.bytes_per_token, max_length, keep_prefixes)
+    device = DeviceMemory(budget_tokens * layout.bytes_per_token)
+    cache = LoRABatchedKVCache(layout, device, max_length, keep_prefixes)
     bank = _bank(model, slots, max_rank, layout.dtype)
     runner = BatchRunner(model, cache, bank, install_hook(model), vocab_size)
     files: dict[str, AdapterWeights] = {}

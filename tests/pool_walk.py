@@ -17,6 +17,7 @@ from mlx_parallm.batch.kv import groups as layer_groups
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS, FREED, blocks_for
 from mlx_parallm.batch.kv.cache import KVRow, LoRABatchedKVCache
 from mlx_parallm.batch.kv.prefix import first_visible
+from mlx_parallm.core import Account, DeviceMemory
 from mlx_parallm.model.families import KVLayout, LayerSpec
 
 FULL, WINDOWED = LayerSpec(1, 2, 2), LayerSpec(1, 2, 2, window=100)
@@ -38,6 +39,10 @@ class TagArena:
     @property
     def blocks(self) -> int:
         return len(self.tags)
+
+    @property
+    def array_bytes(self) -> int:
+        return self.blocks * self.block_bytes
 
     def resize(self, blocks: int, most_bytes: float = math.inf) -> bool:
         if blocks > self.blocks:
@@ -93,7 +98,7 @@ class PoolWalk:
         self.rng = random.Random(seed)
         self.refuse = refuse
         TagArena.rng, TagArena.refuse = self.rng, refuse
-        self.cache = LoRABatchedKVCache(KVLayout(tuple(layers), mx.float32), blocks * len(layers), 1200)
+        self.cache = LoRABatchedKVCache(KVLayout(tuple(layers), mx.float32), DeviceMemory(blocks * len(layers)), 1200)
         self.texts = [[self.rng.randrange(50) for _ in range(1200)] for _ in range(2)]
         self.roots = ["base", "one"]
         self.lives: list[Live] = []
@@ -222,11 +227,12 @@ class PoolWalk:
                 assert group.places.free <= max(16, group.places.total // 8)
 
     def reserve(self) -> None:
-        self.cache.bytes_reserved = self.rng.choice([0, 0, self.cache.budget_bytes // 2, 10**9])
-        if self.cache.bytes_reserved and not self.refuse:
+        device = self.cache.device
+        reserved = self.rng.choice([0, 0, device.budget_bytes // 2, 10**9])
+        device.open_account(Account.ADAPTERS, lambda: reserved)
+        if not self.refuse:
             self.cache.tidy(100)
-            nbytes = self.cache.bytes_held + self.cache.bytes_cached
-            assert not self.cache.bytes_cached or nbytes <= self.cache.budget_bytes - self.cache.bytes_reserved
+            device.check_integrity()
 
     def drop(self) -> None:
         root = self.rng.choice(self.roots)

@@ -27,12 +27,15 @@ from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.config import Config
 from mlx_parallm.core import (
     MODE_SHARES,
+    Account,
+    DeviceMemory,
     DeviceSchedule,
     EngineClient,
     Event,
     GenerationRequest,
     ModelCard,
     WorkClass,
+    default_budget,
 )
 from mlx_parallm.engine.live import Vocabulary
 from mlx_parallm.engine.loop import EngineParts
@@ -41,8 +44,8 @@ from mlx_parallm.engine.startup import calibrate, check_unproved, choose_attenti
 from mlx_parallm.errors import ConfigError, InvalidRequestError, UnknownModelError
 from mlx_parallm.model.device import (
     MemoryLimits,
-    device_memory,
     device_name,
+    machine_memory,
     memory_limits,
     on_cpu,
     set_limits,
@@ -54,10 +57,6 @@ from mlx_parallm.scheduler.scheduler import SchedulerConfig
 
 _log = logging.getLogger(__name__)
 
-_CPU_SHARE = 0.25
-"""Largest share of RAM that the KV pool takes on a CPU."""
-_POOL_SHARE = 0.8
-"""Share of the memory limit that the KV pool takes, after the weights and MLX's buffer cache."""
 _DECODE_STALL_S, _CPU_DECODE_STALL_S = 0.1, 0.5
 """Defaults of max_decode_stall_ms, in seconds. On a CPU, a single decode step takes most of 0.1 s."""
 
@@ -176,7 +175,7 @@ def build(config: Config, processor: ContinuousBatchProcessor, run: Run | None) 
 
 def mlx_limits(config: Config) -> MemoryLimits:
     """The memory that MLX may take on this device, as configured."""
-    return memory_limits(device_memory(), config.server.mlx_memory_limit, config.server.mlx_cache_limit)
+    return memory_limits(machine_memory(), config.server.mlx_memory_limit, config.server.mlx_cache_limit)
 
 
 def build_runner(manager: SharedModelManager, bank: AdapterBank, config: Config) -> BatchRunner:
@@ -187,13 +186,13 @@ def build_runner(manager: SharedModelManager, bank: AdapterBank, config: Config)
         UnsupportedModelError: the architecture cannot be batched.
     """
     layout = manager.kv_layout
-    budget = config.server.kv_cache_memory or _default_budget(manager.card, mlx_limits(config))
+    device = build_memory(manager.card, config)
     cache = LoRABatchedKVCache(
-        layout, budget, _context_length(manager.card, config), keep_prefixes=config.server.prefix_cache
+        layout, device, _context_length(manager.card, config), keep_prefixes=config.server.prefix_cache
     )
     if not cache.longest_row:
         raise ConfigError(
-            f"kv_cache_memory of {budget} bytes is less than one block of this model; "
+            f"kv_cache_memory of {device.budget_bytes} bytes is less than one block of this model; "
             f"give at least {BLOCK_TOKENS * layout.bytes_per_token}"
         )
     runner = BatchRunner(manager.model, cache, bank, install_hook(manager.model), manager.card.vocab_size)
@@ -201,9 +200,13 @@ def build_runner(manager: SharedModelManager, bank: AdapterBank, config: Config)
     return runner
 
 
-def _default_budget(card: ModelCard, limits: MemoryLimits) -> int:
-    free = int(_POOL_SHARE * max(limits.memory - limits.cache - card.weight_bytes, 0))
-    return min(free, int(_CPU_SHARE * device_memory().ram)) if on_cpu() else free
+def build_memory(card: ModelCard, config: Config) -> DeviceMemory:
+    """The accounts of the device's memory, with the configured budget or the default one."""
+    limits, cpu_ram = mlx_limits(config), machine_memory().ram if on_cpu() else None
+    budget = config.server.kv_cache_memory or default_budget(limits.memory, limits.cache, card.weight_bytes, cpu_ram)
+    device = DeviceMemory(budget)
+    device.open_account(Account.WEIGHTS, lambda: card.weight_bytes)
+    return device
 
 
 def _context_length(card: ModelCard, config: Config) -> int:

@@ -142,6 +142,11 @@ class TrainingWork(DeviceWork, Protocol):
         ...
 
     @property
+    def bytes_of_updates(self) -> int:
+        """The part of `bytes_held` that is free again when no update waits: gradients and a micro-step's arrays."""
+        ...
+
+    @property
     def peak_bytes(self) -> int:
         """Peak device memory of the process since start. MLX's own counter is reset when a unit is measured."""
         ...

@@ -37,6 +37,7 @@ class EngineStats:
         kv_bytes_held, kv_bytes_budget: the memory of the KV pool that rows hold, and the pool's limit.
         kv_bytes_cached: the memory of cached prefixes that no row uses. It is not part of `kv_bytes_held`, because rows
             get it when they need it.
+        memory_bytes: device memory by what it is held for; see `core.memory.Account`.
         prefix_cache_queries_total, prefix_cache_hits_total: prompt tokens that were looked up in the prefix cache, and
             those whose keys and values were taken from it. They count as `RequestFinished.cached_tokens` does.
         training_share: training's share of device time in the last time window, with or without rows waiting.
@@ -52,6 +53,7 @@ class EngineStats:
     kv_bytes_budget: int = 0
     kv_bytes_cached: int = 0
     kv_tokens_used: int = 0
+    memory_bytes: Mapping[str, int] = field(default_factory=dict)
     prefix_cache_queries_total: int = 0
     prefix_cache_hits_total: int = 0
     preemptions_total: int = 0

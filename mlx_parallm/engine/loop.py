@@ -20,10 +20,10 @@ import mlx.core as mx
 
 from mlx_parallm.adapters.store import AdapterStore
 from mlx_parallm.batch.runner import BatchRunner
-from mlx_parallm.core import DeviceWork, EngineStats, GenerationRequest, PauseMode, TrainingWork, complete
+from mlx_parallm.core import EngineStats, GenerationRequest, PauseMode, TrainingWork, complete
 from mlx_parallm.engine.faults import Recovery
 from mlx_parallm.engine.live import FaultScope, Vocabulary, live
-from mlx_parallm.engine.memory import PoolMemory
+from mlx_parallm.engine.memory import PoolMemory, open_accounts
 from mlx_parallm.engine.requests import LiveRequests, PublishEvents
 from mlx_parallm.engine.stats import snapshot
 from mlx_parallm.engine.steps import Forwards
@@ -65,10 +65,11 @@ class DeviceLoop:
         self._runner = runner = parts.runner
         self.adapters = adapters = parts.adapters
         self._training = parts.training
-        self._other_work: list[DeviceWork] = [adapters] if parts.training is None else [adapters, parts.training]
         self._queue_timeout_s = parts.queue_timeout_s
         self._limits = parts.limits
         self._memory = memory = PoolMemory(runner.cache, adapters, scope)
+        self._gives_way = False  # cached prefixes are giving memory to adapters or training
+        open_accounts(runner.cache.device, adapters, parts.training)
         self.scheduler = scheduler = RLAwareScheduler(parts.scheduler, memory, parts.cost)
         self._requests = requests = LiveRequests(scope, parts.vocabulary, scheduler, adapters, publish)
         self.counters = requests.counters
@@ -113,6 +114,8 @@ class DeviceLoop:
         self._commit_step()
         complete(done, lambda: function(self))
         self.scheduler.gap.add_wait_time(time.monotonic() - started)
+        with self.surviving():
+            self._tidy()
 
     def _commit_step(self) -> None:
         with self.surviving():
@@ -146,13 +149,13 @@ class DeviceLoop:
             started = time.monotonic()
             if self.adapters.failures:
                 self._fail_without_adapter()
-            self._runner.cache.bytes_reserved = sum(work.bytes_held for work in self._other_work)
             self.scheduler.admit()
             admitted = time.monotonic()
             self.scheduler.gap.add_wait_time(admitted - started)
             busy = self._run_next(admitted)
-            busy = self._tidy() or busy
             self._recovery.went_well()
+        with self.surviving():
+            busy = self._tidy() or busy
         if busy and self._check_every_unit:
             self.check_integrity()
         return busy
@@ -183,17 +186,19 @@ class DeviceLoop:
         return True
 
     def _tidy(self) -> bool:
-        """Gives back some of the memory that ended rows have left. Returns whether more is left to do."""
+        """Gives back some of the memory that rows and cached prefixes do not need, or that adapters and training do.
+        Returns whether more is left to do."""
         started = time.monotonic()
         left = self._memory.tidy(started)
+        self._gives_way = left and self._runner.cache.device.excess > 0
         self.scheduler.gap.add_wait_time(time.monotonic() - started)
         return left
 
     def _candidates(self, now: float) -> Iterator[Candidate]:
-        """The work that waits for the device beside requests."""
+        """The work that waits for the device beside requests. Training waits until the KV pool has given it memory."""
         if self.adapters.waits():
             yield Candidate(WorkKind.STAGING, due=now if self.adapters.urgent else math.inf)
-        if self._training is not None and self._training.waits():
+        if self._training is not None and self._training.waits() and not self._gives_way:
             yield Candidate(WorkKind.TRAINING)
 
     def _run(self, unit: Unit) -> None:
@@ -256,6 +261,7 @@ class DeviceLoop:
         """Raises AssertionError if scheduler, KV pool, adapter slots and live requests do not agree."""
         self.scheduler.check_integrity()
         self._runner.cache.check_integrity()
+        self._runner.cache.device.check_integrity()
         self.adapters.check_integrity()
         self._requests.check_integrity()
         rows = [live(sequence) for sequence in self.scheduler.live]

@@ -1,4 +1,4 @@
-"""PoolMemory gives sequences rows of the KV pool, with what is computed already."""
+"""PoolMemory gives sequences rows of the KV pool, with what is computed already, within `core.DeviceMemory`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlx_parallm.adapters.store import AdapterStore
 from mlx_parallm.adapters.weights import Version
 from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
-from mlx_parallm.core import Sequence, SequenceStatus
+from mlx_parallm.core import Account, DeviceMemory, Sequence, SequenceStatus, TrainingWork
 from mlx_parallm.engine.live import FaultScope, LiveSequence, live
 
 _QUIET_S = 1.0
@@ -26,6 +26,14 @@ class PrefixRoot(NamedTuple):
 
     version: Version
     salt: str
+
+
+def open_accounts(device: DeviceMemory, adapters: AdapterStore, training: TrainingWork | None) -> None:
+    """Makes the adapter bank and training tell what they hold."""
+    device.open_account(Account.ADAPTERS, lambda: adapters.bytes_held)
+    if training is not None:
+        device.open_account(Account.OPTIMIZER, lambda: training.bytes_held - training.bytes_of_updates)
+        device.open_account(Account.MICRO_STEP, lambda: training.bytes_of_updates)
 
 
 class PoolMemory:
@@ -96,6 +104,10 @@ class PoolMemory:
         with self._scope.covering([row.request]):
             return self._cache.extend(row, tokens)
 
+    def to_preempt(self, rows: list[Sequence], growing: Sequence) -> Sequence:
+        missing = self._cache.missing(live(growing), growing.length)
+        return self._cache.device.to_preempt(rows, missing, self._cache.device_refused)
+
     def close(self, sequence: Sequence) -> None:
         """If this raises, the row is closed nevertheless, except that the pool has it until `clear`."""
         row = live(sequence)
@@ -107,8 +119,8 @@ class PoolMemory:
             self._rows_have_ended = True
 
     def tidy(self, now: float) -> bool:
-        """Gives memory that ended rows have left back to the device, and that of prefixes of versions that nothing can
-        ask for any more. Call it between units.
+        """Gives memory back to the device: what ended rows have left, what adapters and training need, and that of
+        prefixes of versions that nothing can ask for any more. Call it between units.
 
         Free blocks that the next rows may need are kept until no row has opened for a second.
 
@@ -116,11 +128,11 @@ class PoolMemory:
             Whether more is left to do now.
         """
         self._drop_unreachable()
-        if not self._rows_have_ended:
+        if not self._rows_have_ended and not self._cache.device.excess:
             return False
         all_free = now - self._opened_at > _QUIET_S
         left = self._cache.tidy(_TIDY_BYTES, all_free)
-        if all_free and not left:
+        if self._rows_have_ended and all_free and not left:
             mx.clear_cache()
             self._rows_have_ended = False
         return left

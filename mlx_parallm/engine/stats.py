@@ -49,9 +49,10 @@ def snapshot(
         running=len(scheduler.live),
         waiting=scheduler.waiting,
         kv_bytes_held=cache.bytes_used,
-        kv_bytes_budget=cache.budget_bytes,
+        kv_bytes_budget=cache.device.budget_bytes,
         kv_tokens_used=cache.tokens_used,
         kv_bytes_cached=cache.bytes_cached,
+        memory_bytes={str(account): held for account, held in cache.device.bytes_by_account().items()},
         prefix_cache_queries_total=cache.queries,
         prefix_cache_hits_total=cache.hits,
         preemptions_total=scheduler.preemptions,
@@ -72,7 +73,8 @@ def snapshot(
             "training_units_total": counters.training_units,
             "failed_training_units_total": counters.failed_training_units,
             "training_seconds_total": counters.training_seconds,
-            "reserved_bytes": cache.bytes_reserved,
+            "memory_budget_bytes": cache.device.budget_bytes,
+            "memory_excess_bytes": cache.device.excess,
             "prefix_cache_evictions_total": cache.evictions,
             "blocks": [
                 {

@@ -72,7 +72,7 @@ _CPU_CACHE = 32 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceMemory:
+class MachineMemory:
     """Sizes in bytes.
 
     ram: the machine's memory, or the container's limit if that is smaller
@@ -99,11 +99,11 @@ class MemoryLimits:
     wired: int | None
 
 
-def device_memory() -> DeviceMemory:
+def machine_memory() -> MachineMemory:
     """The memory of this machine and of the default device."""
     info = {} if on_cpu() else mx.device_info()
     size = info.get("max_recommended_working_set_size") or info.get("total_memory") or info.get("memory_size")
-    return DeviceMemory(_ram_bytes(), int(size) if size else None, mx.metal.is_available())
+    return MachineMemory(_ram_bytes(), int(size) if size else None, mx.metal.is_available())
 
 
 def _ram_bytes() -> int:
@@ -112,7 +112,7 @@ def _ram_bytes() -> int:
     return ram if limit == "max" else min(ram, int(limit))
 
 
-def memory_limits(device: DeviceMemory, memory: int | None = None, cache: int | None = None) -> MemoryLimits:
+def memory_limits(device: MachineMemory, memory: int | None = None, cache: int | None = None) -> MemoryLimits:
     """The limits for a device. `memory` and `cache` are what the operator configured; None means automatic."""
     most = _usable_bytes(device)
     memory = memory or most
@@ -123,7 +123,7 @@ def memory_limits(device: DeviceMemory, memory: int | None = None, cache: int | 
     return MemoryLimits(memory, min(cache or automatic_cache, memory), min(memory, most) if device.can_wire else None)
 
 
-def _usable_bytes(device: DeviceMemory) -> int:
+def _usable_bytes(device: MachineMemory) -> int:
     if device.recommended is None:
         return int(_RAM_SHARE * device.ram)
     return device.recommended if device.can_wire else int(_GPU_SHARE * device.recommended)
@@ -162,7 +162,7 @@ def report(measured: Mapping[str, str] = MappingProxyType({})) -> str:
     except ModelNotFoundError as error:
         model = "not installed"
         warnings.append(str(error))
-    memory = device_memory()
+    memory = machine_memory()
     recommended = "none" if memory.recommended is None else f"{memory.recommended / 2**30:.1f} GiB"
     facts = {
         "device": f"{mx.default_device()}, {mx.device_info().get('device_name', 'unnamed')}",

@@ -37,7 +37,6 @@ from mlx_parallm.scheduler.sequences import (
     decoding,
     prefilling,
     prompt_kind,
-    to_preempt,
 )
 from mlx_parallm.scheduler.units import (
     Candidate,
@@ -207,7 +206,7 @@ class RLAwareScheduler:
         """Makes room for a token in every row, oldest first. Preempts rows if memory is short; returns the others."""
         for row in rows:
             while row.status is SequenceStatus.RUNNING and not self._memory.extend(row, row.length):
-                self.preempt(to_preempt(self._rows))
+                self.preempt(self._memory.to_preempt(self._rows, row))
                 self._memory_is_short = True
         return [row for row in rows if row.status is SequenceStatus.RUNNING]
 

@@ -206,12 +206,6 @@ def decoding(rows: Iterable[Sequence], shares: Mapping[WorkClass, float]) -> lis
     return [row for row in rows if row not in waiting]
 
 
-def to_preempt(rows: list[Sequence]) -> Sequence:
-    """The row to preempt when memory is short: the youngest rollout, or the youngest row if there is none."""
-    rollouts = [row for row in rows if row.work_class is WorkClass.TRAINING]
-    return (rollouts or rows)[-1]
-
-
 def check_rows(rows: Iterable[Sequence]) -> None:
     """Raises AssertionError if a row's counts and its status disagree."""
     for row in rows:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from mlx_parallm.core import AdapterRef, Sequence, SequenceStatus
+from mlx_parallm.core import AdapterRef, Sequence, SequenceStatus, to_preempt
 from mlx_parallm.scheduler.cost import Chunk
 
 # ---- units -------------------------------------------------------------------------------------
@@ -151,6 +151,13 @@ class RowMemory(Protocol):
         """Makes room for `tokens` tokens in the row, counted from its start. Returns False when the budget is spent."""
         ...
 
+    def to_preempt(self, rows: list[Sequence], growing: Sequence) -> Sequence:
+        """The row that gives way when `extend` found no room for all tokens of `growing`.
+
+        `rows`: all live rows in order of admission.
+        """
+        ...
+
     def close(self, sequence: Sequence) -> None:
         """Takes the row away, and sets `computed` to 0."""
         ...
@@ -175,6 +182,9 @@ class UnlimitedMemory:
 
     def extend(self, sequence: Sequence, tokens: int) -> bool:
         return True
+
+    def to_preempt(self, rows: list[Sequence], growing: Sequence) -> Sequence:
+        return to_preempt(rows)
 
     def close(self, sequence: Sequence) -> None:
         sequence.computed = 0

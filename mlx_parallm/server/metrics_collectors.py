@@ -125,6 +125,10 @@ class EngineCollector(Collector):
         yield from _read(ENGINE_GAUGES, ENGINE_COUNTERS, stats)
         for name, (about, values) in ENGINE_HISTOGRAMS.items():
             yield _histogram(PREFIX + name, about, values(stats))
+        memory = GaugeMetricFamily(PREFIX + "memory_bytes", "Device memory by what holds it.", labels=["account"])
+        for account, held in stats.memory_bytes.items():
+            memory.add_metric([account], held)
+        yield memory
 
 
 def _histogram(name: str, about: str, histogram: Histogram) -> Metric:

@@ -10,6 +10,7 @@ from pool_walk import FULL, WINDOWED, PoolWalk, TagArena, install
 
 from mlx_parallm.batch.kv.blocks import FREED
 from mlx_parallm.batch.kv.cache import KVRow, LoRABatchedKVCache
+from mlx_parallm.core import Account, DeviceMemory
 from mlx_parallm.model.families import KVLayout, LayerSpec
 
 TEXT = [(i * i) % 251 for i in range(2000)]
@@ -24,7 +25,14 @@ def tags(monkeypatch: pytest.MonkeyPatch) -> type[TagArena]:
 
 def pool(blocks: int, layers: Sequence[LayerSpec] = (FULL,), max_length: int = 10_000, **kwargs) -> LoRABatchedKVCache:
     """A pool with a budget of `blocks` blocks; only with tags, of which a block counts one byte for each layer."""
-    return LoRABatchedKVCache(KVLayout(tuple(layers), mx.float32), blocks * len(layers), max_length, **kwargs)
+    return LoRABatchedKVCache(
+        KVLayout(tuple(layers), mx.float32), DeviceMemory(blocks * len(layers)), max_length, **kwargs
+    )
+
+
+def reserve(cache: LoRABatchedKVCache, nbytes: int) -> None:
+    """Others hold so much of the budget."""
+    cache.device.open_account(Account.ADAPTERS, lambda: nbytes)
 
 
 def computed(cache: LoRABatchedKVCache, ids: Sequence[int], root: str | None = "v1") -> KVRow:
@@ -261,7 +269,7 @@ def test_the_budget_is_never_passed_and_comes_back(tags) -> None:
     for row in rows:
         cache.close(row)
     cache.tidy(1 << 30)
-    assert cache.bytes_held <= cache.budget_bytes
+    assert cache.bytes_held <= cache.device.budget_bytes
     assert cache.open(256) is not None
 
 
@@ -329,7 +337,7 @@ def test_a_row_that_is_alone_gets_the_whole_budget_whatever_came_before(layers, 
     row = computed(cache, TEXT[:1900])
     cache.release_windows(row)
     cache.close(row, "v1", TEXT[:1900])
-    cache.bytes_reserved = 10**9
+    reserve(cache, 10**9)
     row = cache.open(100)
     assert row is not None
     assert cache.extend(row, 40 * 64)
@@ -350,11 +358,11 @@ def test_what_is_reserved_is_not_there_for_rows_beside_others(tags) -> None:
     cache = pool(64)
     first = cache.open(64)
     assert first is not None
-    cache.bytes_reserved = 64 - 16
+    reserve(cache, 64 - 16)
     assert cache.open(15 * 64) is not None, "places that are held already are free to take"
     assert cache.open(1) is None
     assert not cache.extend(first, 65)
-    cache.bytes_reserved = 0
+    reserve(cache, 0)
     assert cache.extend(first, 65)
     cache.check_integrity()
 
@@ -364,7 +372,7 @@ def test_cached_prefixes_give_way_first_when_more_is_reserved(tags) -> None:
     row = computed(cache, TEXT[:640], root=None)
     for start in (0, 500, 1000):
         cached(cache, TEXT[start : start + 640])
-    cache.bytes_reserved = 40
+    reserve(cache, 40)
     while cache.tidy(100):
         pass
     assert cache.rows() == [row]
@@ -472,7 +480,7 @@ def content(cache: LoRABatchedKVCache, row: KVRow) -> list[set[float]]:
 
 def test_growing_forking_and_moving_keep_the_numbers_of_real_arrays() -> None:
     layout = KVLayout(SPECS, mx.float32)
-    cache = LoRABatchedKVCache(layout, layout.bytes_per_token * 64 * 100, 4096)
+    cache = LoRABatchedKVCache(layout, DeviceMemory(layout.bytes_per_token * 64 * 100), 4096)
     rows = [cache.open(192) for _ in range(20)]
     for number, row in enumerate(rows):
         for block in range(3):
@@ -493,7 +501,7 @@ def test_growing_forking_and_moving_keep_the_numbers_of_real_arrays() -> None:
 
 def test_an_arena_that_fails_to_grow_gives_back_the_layers_that_have_grown(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = KVLayout((LayerSpec(1, 2, 2), LayerSpec(1, 2, 2)), mx.float32)
-    cache = LoRABatchedKVCache(layout, layout.bytes_per_token * 64 * 100, 4096)
+    cache = LoRABatchedKVCache(layout, DeviceMemory(layout.bytes_per_token * 64 * 100), 4096)
     assert cache.open(640) is not None
     arena, evaluate, grown = cache.groups[0].arena, mx.eval, []
 

@@ -54,7 +54,7 @@ class Countdown:
     def reset(self) -> None:
         raise AssertionError("nothing fails here")
 
-    bytes_held = peak_bytes = 0
+    bytes_held = bytes_of_updates = peak_bytes = 0
 
     def pace(self, seconds: float) -> None:
         """Its units take no time."""

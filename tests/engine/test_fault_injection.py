@@ -51,7 +51,7 @@ class Injected:
 class Training:
     """`core.TrainingWork`: four updates of one unit each."""
 
-    bytes_held = peak_bytes = 0
+    bytes_held = bytes_of_updates = peak_bytes = 0
 
     def __init__(self) -> None:
         self.left = 4

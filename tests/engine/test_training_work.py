@@ -46,7 +46,7 @@ class Training:
     def bytes_held(self) -> int:
         return self.held
 
-    peak_bytes = 0
+    bytes_of_updates = peak_bytes = 0
 
     def pace(self, seconds: float) -> None:
         self.paces.append(seconds)
@@ -224,7 +224,7 @@ def test_what_training_holds_is_taken_from_the_pool_and_given_back(undisturbed: 
     cache, running = harness.runner.cache, []
     submit_all(harness)
     before = harness.loop.stats().running
-    training.held = cache.budget_bytes  # all of it: only a row that is alone may go on
+    training.held = cache.device.budget_bytes  # all of it: only a row that is alone may go on
     while len(harness.tokens("greedy")) < 30:
         harness.loop.step()
         harness.loop.check_integrity()

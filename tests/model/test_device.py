@@ -7,20 +7,20 @@ import pytest
 
 import mlx_parallm
 from mlx_parallm.model.device import (
-    DeviceMemory,
+    MachineMemory,
     MemoryLimits,
-    device_memory,
     is_slow,
+    machine_memory,
     memory_limits,
     report,
     set_limits,
 )
 
 GIB, MIB = 2**30, 2**20
-MAC_16 = DeviceMemory(ram=16 * GIB, recommended=int(10.7 * GIB), can_wire=True)
-MAC_192 = DeviceMemory(ram=192 * GIB, recommended=144 * GIB, can_wire=True)
-CUDA_80 = DeviceMemory(ram=256 * GIB, recommended=80 * GIB, can_wire=False)
-CPU_24 = DeviceMemory(ram=24 * GIB, recommended=None, can_wire=False)
+MAC_16 = MachineMemory(ram=16 * GIB, recommended=int(10.7 * GIB), can_wire=True)
+MAC_192 = MachineMemory(ram=192 * GIB, recommended=144 * GIB, can_wire=True)
+CUDA_80 = MachineMemory(ram=256 * GIB, recommended=80 * GIB, can_wire=False)
+CPU_24 = MachineMemory(ram=24 * GIB, recommended=None, can_wire=False)
 
 
 def test_metal_may_take_its_recommended_working_set_and_wires_it():
@@ -31,7 +31,7 @@ def test_metal_may_take_its_recommended_working_set_and_wires_it():
 
 def test_the_cache_is_neither_tiny_nor_huge():
     assert memory_limits(MAC_192).cache == 4 * GIB
-    assert memory_limits(DeviceMemory(4 * GIB, 3 * GIB, can_wire=True)).cache == 256 * MIB
+    assert memory_limits(MachineMemory(4 * GIB, 3 * GIB, can_wire=True)).cache == 256 * MIB
 
 
 def test_nothing_is_wired_where_there_is_no_metal():
@@ -55,7 +55,7 @@ def restored():
 
 
 def test_they_are_set_in_this_process(restored):
-    limits = memory_limits(device_memory(), memory=3 * GIB, cache=5 * MIB)
+    limits = memory_limits(machine_memory(), memory=3 * GIB, cache=5 * MIB)
     set_limits(limits)
     assert mx.get_memory_limit() == 3 * GIB
     assert mx.set_cache_limit(0) == 5 * MIB
@@ -80,7 +80,7 @@ def test_matmul_is_fast_here_and_the_report_says_so():
     assert "warning" not in text
     assert mlx_parallm.BLAS.name in text
     assert "SmolLM2-135M-Instruct" in text
-    limit = memory_limits(device_memory()).memory
+    limit = memory_limits(machine_memory()).memory
     assert f"{limit / 2**30:.1f} GiB, 32 MiB of it cached buffers, none wired" in text
 
 

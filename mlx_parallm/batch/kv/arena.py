@@ -40,8 +40,9 @@ class Arena:
         return widths * BLOCK_TOKENS * self.dtype.size
 
     @property
-    def nbytes(self) -> int:
-        return self.blocks * self.block_bytes
+    def array_bytes(self) -> int:
+        """Bytes of the arrays. Before `resize` is done, some layers have more places than `blocks`."""
+        return sum(int(array.nbytes) for array in self.arrays())
 
     def resize(self, blocks: int, most_bytes: float = math.inf) -> bool:
         """Grows or shrinks towards this number of places. The content of places that remain is kept.

@@ -20,6 +20,7 @@ from mlx_parallm.batch.kv.groups import KVRow, LayerGroup
 from mlx_parallm.batch.kv.memory import BlockMemory
 from mlx_parallm.batch.kv.prefix import Node, first_visible
 from mlx_parallm.batch.kv.row_prefixes import attach, freeze, freeze_tail, take_over
+from mlx_parallm.core import Account, DeviceMemory
 from mlx_parallm.model.families import KVLayout
 
 __all__ = ["KVRow", "LayerGroup", "LoRABatchedKVCache"]
@@ -37,18 +38,22 @@ class LoRABatchedKVCache:
 
     Args:
         layout: shapes and dtype of one token's keys and values.
-        budget_bytes: upper bound of the bytes held by blocks. While an arena is resized, it may be exceeded.
+        device: says how many bytes the blocks may take. While an arena is resized, they may take more.
         max_length: longest row in tokens.
         keep_prefixes: whether there is a prefix cache. Without one, `open` finds nothing and `freeze` does nothing.
     """
 
-    def __init__(self, layout: KVLayout, budget_bytes: int, max_length: int, keep_prefixes: bool = True) -> None:
+    def __init__(self, layout: KVLayout, device: DeviceMemory, max_length: int, keep_prefixes: bool = True) -> None:
         self.layout = layout
         self.max_length = max_length
         self.keep_prefixes = keep_prefixes
         self.hits = self.queries = 0
-        self._memory = BlockMemory(layout, budget_bytes)
-        self.longest_row = min(max_length, budget_bytes // self._memory.block_bytes * BLOCK_TOKENS)
+        self.device = device
+        self._memory = BlockMemory(layout, device)
+        self.longest_row = min(max_length, device.budget_bytes // self._memory.block_bytes * BLOCK_TOKENS)
+        device.open_account(Account.ROWS, lambda: self._memory.bytes_used)
+        device.open_account(Account.PREFIXES, lambda: self._memory.bytes_cached)
+        device.open_account(Account.FREE_BLOCKS, lambda: self._memory.bytes_free)
 
     # -- rows ------------------------------------------------------------------------------------
 
@@ -247,20 +252,17 @@ class LoRABatchedKVCache:
         return self._memory.groups
 
     @property
-    def budget_bytes(self) -> int:
-        return self._memory.budget_bytes
+    def device_refused(self) -> bool:
+        """Whether the device had no memory when more blocks were last wanted."""
+        return self._memory.device_refused
 
-    @property
-    def bytes_reserved(self) -> int:
-        """Bytes of the budget that adapters and training hold now, so that rows find less memory.
+    def missing(self, row: KVRow, tokens: int) -> int:
+        """Bytes that other rows have to give back before `extend` finds room for `tokens`; 0 or less if none."""
+        return self._memory.missing(row, tokens, alone=len(self._memory.rows) == 1)
 
-        A row that is alone may use them nevertheless, so that every request that fits the budget is served.
-        """
-        return self._memory.bytes_reserved
-
-    @bytes_reserved.setter
-    def bytes_reserved(self, reserved: int) -> None:
-        self._memory.bytes_reserved = reserved
+    def bytes_for(self, tokens: int) -> int:
+        """Bytes of the blocks of a row of `tokens` tokens."""
+        return blocks_for(tokens) * self._memory.block_bytes
 
     @property
     def bytes_cached(self) -> int:

@@ -1,7 +1,7 @@
-"""The memory of the KV pool: one arena for each layer group, all within one byte budget.
+"""The memory of the KV pool: one arena for each layer group, all within the bytes that `core.DeviceMemory` allows.
 
-Who gives way when a row needs blocks: free places are taken first, then the arena grows, then cached prefixes are
-evicted, then the other groups give up places that they do not need.
+When a row needs blocks, free places are taken first, then the arena grows, then cached prefixes are evicted, then the
+other groups give up places that they do not need. If that is not enough, rows give way; see `core.memory`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from contextlib import suppress
 
 import mlx.core as mx
 
-from mlx_parallm.batch.kv.blocks import FREED
+from mlx_parallm.batch.kv.blocks import FREED, blocks_for
 from mlx_parallm.batch.kv.groups import KVRow, LayerGroup, layer_groups
 from mlx_parallm.batch.kv.prefix import PrefixIndex
+from mlx_parallm.core import DeviceMemory
 from mlx_parallm.model.device import is_out_of_memory
 from mlx_parallm.model.families import KVLayout
 
@@ -29,17 +30,16 @@ class BlockMemory:
         groups: layer groups.
         rows: live rows, in the order in which they were opened.
         evictions: cached blocks that were dropped to make room.
-        bytes_reserved: bytes of the budget that others hold now. A row that is alone may use them nevertheless.
 
     Args:
         layout: shapes and dtype of one token's keys and values.
-        budget_bytes: upper bound of the bytes of all arenas. While one is resized, it may be exceeded by one layer.
+        device: says how many bytes all arenas may take. While one is resized, they may take one layer more.
     """
 
-    def __init__(self, layout: KVLayout, budget_bytes: int) -> None:
+    def __init__(self, layout: KVLayout, device: DeviceMemory) -> None:
         self.layout = layout
-        self.budget_bytes = budget_bytes
-        self.bytes_reserved = self.evictions = 0
+        self.device = device
+        self.evictions = 0
         self.clear()
 
     def clear(self) -> None:
@@ -59,7 +59,18 @@ class BlockMemory:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all places."""
         return sum(group.arena.block_bytes * group.places.total for group in self.groups)
+
+    @property
+    def array_bytes(self) -> int:
+        """Bytes of all arrays: more than `nbytes` while an arena shrinks, layer by layer."""
+        return sum(group.arena.array_bytes for group in self.groups)
+
+    @property
+    def bytes_free(self) -> int:
+        """Bytes that neither rows nor cached prefixes use."""
+        return self.array_bytes - self.bytes_used - self.bytes_cached
 
     @property
     def bytes_cached(self) -> int:
@@ -117,7 +128,7 @@ class BlockMemory:
         """
         if all(group.places.free >= need for group, need in zip(self.groups, needs, strict=True)):
             return True
-        limit = self._limit(alone)
+        limit = self.device.pool_limit(alone)
         used = sum((g.places.used + need) * g.arena.block_bytes for g, need in zip(self.groups, needs, strict=True))
         if used > limit:
             return False
@@ -130,12 +141,20 @@ class BlockMemory:
             raise self._refusal
         return False
 
-    def _limit(self, alone: bool) -> int:
-        return self.budget_bytes - (0 if alone else self.bytes_reserved)
+    def missing(self, row: KVRow, tokens: int, alone: bool) -> int:
+        """Bytes that other rows have to give back before `row` has room for `tokens` tokens, when all cached prefixes
+        have been evicted; 0 or less if none."""
+        blocks = max(0, blocks_for(tokens) - len(row.tables[0]))
+        return self.bytes_used + blocks * self.block_bytes - self.device.pool_limit(alone)
+
+    @property
+    def device_refused(self) -> bool:
+        """Whether the device had no memory when more blocks were last wanted."""
+        return self._refusal is not None or self._refused_at != math.inf
 
     def _make_room_in(self, number: int, needs: Sequence[int], limit: int) -> bool:
         group, need = self.groups[number], needs[number]
-        self._grow(group, need, limit)
+        self._grow(group, need, self.device.pool_limit(alone=False))
         self.evict(number, need - group.places.free)
         if group.places.free < need:
             self._take_from_others(number, needs, limit)
@@ -149,7 +168,9 @@ class BlockMemory:
         if missing <= 0 or room <= 0 or self.bytes_used >= self._refused_at:
             return
         total = group.places.total
-        for more in dict.fromkeys((min(room, max(missing, _spare(total))), min(room, missing))):
+        in_excess = self.nbytes + missing * group.arena.block_bytes > self.device.pool_limit(alone=False)
+        spare = _spare_in_excess(total) if in_excess else _spare(total)
+        for more in dict.fromkeys((min(room, max(missing, spare)), min(room, missing))):
             if self._resize(group, total + more):
                 return
 
@@ -214,7 +235,7 @@ class BlockMemory:
         Returns:
             Whether more is left to do.
         """
-        excess = self.nbytes - self._limit(False)
+        excess = self.nbytes - self.device.pool_limit(alone=False)
         for number, group in enumerate(self.groups):
             wanted = max(0, -(-excess // group.arena.block_bytes))
             self.evict(number, wanted - group.places.free)
@@ -240,8 +261,8 @@ class BlockMemory:
     def _free_places(self, group: LayerGroup, all_free: bool) -> tuple[int, int]:
         """How many free places an arena may have before it shrinks, and how many it has afterwards."""
         places = group.places
-        if self.nbytes > self._limit(False):
-            return places.total // 32, 0
+        if self.nbytes > self.device.pool_limit(alone=False):
+            return _spare_in_excess(places.total), 0
         if all_free:
             return places.used // 16, places.used // 16
         return _spare(places.total), (places.used + places.cached) // 16
@@ -291,8 +312,13 @@ class BlockMemory:
             assert group.arena.blocks == group.places.total
             group.places.check_integrity()
         self.index.check_integrity()
-        assert self.nbytes <= self.budget_bytes, (self.nbytes, self.budget_bytes)
+        assert self.nbytes <= self.device.budget_bytes, (self.nbytes, self.device.budget_bytes)
 
 
 def _spare(total: int) -> int:
     return max(_GROWTH_BLOCKS, total // 16)
+
+
+def _spare_in_excess(total: int) -> int:
+    """Free places that an arena keeps while the pool takes more than its share."""
+    return total // 32

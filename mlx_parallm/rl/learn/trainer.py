@@ -94,13 +94,18 @@ class GRPOTrainer:
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of all policy states that are still referenced. While updates wait, it includes their float32 gradients
-        and the other arrays of a micro-step, whose size is known once a micro-step was measured."""
-        held = sum(policy.nbytes * len(policy.states) for policy in self.policies.values())
-        if self._queue:
-            held += 4 * sum(policy.parameters for policy in {update.policy for update in self._queue})
-            held += max(*self._job_bytes, self._job.most_bytes if self._job else 0)
-        return held
+        """Bytes of all policy states that are still referenced, and `bytes_of_updates`."""
+        states = sum(policy.nbytes * len(policy.states) for policy in self.policies.values())
+        return states + self.bytes_of_updates
+
+    @property
+    def bytes_of_updates(self) -> int:
+        """While updates wait: bytes of their float32 gradients, and of the other arrays of a micro-step, whose size is
+        known once a micro-step was measured."""
+        if not self._queue:
+            return 0
+        gradients = 4 * sum(policy.parameters for policy in {update.policy for update in self._queue})
+        return gradients + max(*self._job_bytes, self._job.most_bytes if self._job else 0)
 
     @property
     def peak_bytes(self) -> int:

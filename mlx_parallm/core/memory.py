@@ -1,0 +1,151 @@
+"""DeviceMemory: who holds the device's memory, what the KV pool may take, and who gives way when memory is short.
+
+    limit ─┬─ weights, MLX's cached buffers, the arrays of a forward pass
+           └─ budget ─┬─ reserved: adapters, optimizers, the running micro-step
+                      └─ KV pool: all that is left ─┬─ blocks that rows read
+                                                    ├─ cached prefixes
+                                                    └─ free blocks
+
+Rows take free blocks first. When there are none and the pool may not grow, memory is taken in this order:
+
+    1. cached prefixes, the least recently used first. If all of them together are not enough, they stay.
+    2. rollouts, the youngest first. A row that gives way waits, and is computed again later.
+    3. other rows, the youngest first.
+    4. A request is refused if it would not fit even if nobody else held memory.
+
+When the reserved part grows, the KV pool gives back free blocks and cached prefixes between units. What rows read stays
+with them; they give way when the next row needs a block. A row that is alone may use the reserved part too, so that
+every request that fits the budget is served.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from mlx_parallm.core.requests import WorkClass
+from mlx_parallm.core.sequence import Sequence as Row
+
+_REMEMBERED = 64
+"""Shortages that are remembered for checks."""
+
+_POOL_SHARE = 0.8
+"""Share of the default budget in what the weights and MLX's cached buffers leave of the limit."""
+_CPU_SHARE = 0.25
+"""Largest share of RAM that the default budget takes on a CPU."""
+
+
+def default_budget(limit: int, buffers: int, weights: int, cpu_ram: int | None) -> int:
+    """The budget of a device without a configured one, in bytes.
+
+    Args:
+        limit: what MLX may take.
+        buffers: what MLX may keep of it in freed buffers.
+        weights: size of the base model.
+        cpu_ram: the machine's memory if MLX computes on the CPU, else None.
+    """
+    free = int(_POOL_SHARE * max(limit - buffers - weights, 0))
+    return free if cpu_ram is None else min(free, int(_CPU_SHARE * cpu_ram))
+
+
+class Account(StrEnum):
+    """What memory is held for. All but the weights are part of the budget."""
+
+    WEIGHTS = "weights"
+    ROWS = "rows"
+    PREFIXES = "cached_prefixes"
+    FREE_BLOCKS = "free_blocks"
+    ADAPTERS = "adapters"
+    OPTIMIZER = "optimizer"
+    MICRO_STEP = "micro_step"
+
+
+_RESERVED = (Account.ADAPTERS, Account.OPTIMIZER, Account.MICRO_STEP)
+_POOL = (Account.ROWS, Account.PREFIXES, Account.FREE_BLOCKS)
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """One time that a row gave way.
+
+    Attributes:
+        missing: bytes that were missing although all cached prefixes counted as free. They may be 0 or less only if the
+            device refused to allocate memory.
+        device_refused: whether it did.
+        passed_over: rows that kept their place although they come first in the order.
+    """
+
+    missing: int
+    device_refused: bool
+    passed_over: int
+
+
+class DeviceMemory:
+    """The accounts of the device's memory. Device thread only; it reads figures and uses no arrays.
+
+    Attributes:
+        budget_bytes: what the KV pool, adapters and training share.
+        shortages: the last shortages, oldest first.
+    """
+
+    def __init__(self, budget_bytes: int) -> None:
+        self.budget_bytes = budget_bytes
+        self.shortages: deque[Shortage] = deque(maxlen=_REMEMBERED)
+        self._accounts: dict[Account, Callable[[], int]] = {}
+
+    def open_account(self, account: Account, read: Callable[[], int]) -> None:
+        """Makes `read` tell the bytes of an account, in place of an earlier owner's."""
+        self._accounts[account] = read
+
+    # -- figures ---------------------------------------------------------------------------------
+
+    def bytes_by_account(self) -> Mapping[Account, int]:
+        """What each account holds now."""
+        return {account: read() for account, read in self._accounts.items()}
+
+    @property
+    def reserved(self) -> int:
+        """Bytes of the budget that adapters and training hold now, so that rows find less memory."""
+        return self._sum(_RESERVED)
+
+    @property
+    def excess(self) -> int:
+        """Bytes by which the accounts exceed the budget, or 0."""
+        return max(0, self._sum(_POOL) + self.reserved - self.budget_bytes)
+
+    def pool_limit(self, alone: bool) -> int:
+        """Bytes that the KV pool may take for a row. `alone`: there is no other row."""
+        return self.budget_bytes - (0 if alone else self.reserved)
+
+    def _sum(self, accounts: Sequence[Account]) -> int:
+        return sum(self._accounts[account]() for account in accounts if account in self._accounts)
+
+    # -- who gives way ---------------------------------------------------------------------------
+
+    def to_preempt(self, rows: Sequence[Row], missing: int, device_refused: bool = False) -> Row:
+        """The row that gives way now, as `to_preempt` says, which is remembered as a `Shortage`."""
+        row = to_preempt(rows)
+        rollout = row.work_class is WorkClass.TRAINING
+        younger = [other for other in rows[rows.index(row) + 1 :] if other.work_class is row.work_class]
+        rollouts = [] if rollout else [other for other in rows if other.work_class is WorkClass.TRAINING]
+        self.shortages.append(Shortage(missing, device_refused, len(younger) + len(rollouts)))
+        return row
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if an account is below zero, if somebody gave way out of order, or if more than the
+        budget is held and the KV pool keeps cached prefixes nevertheless."""
+        held = self.bytes_by_account()
+        assert all(number >= 0 for number in held.values()), held
+        kept = held.get(Account.PREFIXES, 0)
+        assert not kept or held[Account.FREE_BLOCKS] >= self.excess, (held, self.budget_bytes)
+        for shortage in self.shortages:
+            assert shortage.missing > 0 or shortage.device_refused, f"cached prefixes were enough: {shortage}"
+            assert not shortage.passed_over, f"a rollout or a younger row kept its place: {shortage}"
+
+
+def to_preempt(rows: Sequence[Row]) -> Row:
+    """The youngest rollout, or the youngest row if there is none. `rows`: all live rows, in order of admission."""
+    rollouts = [row for row in rows if row.work_class is WorkClass.TRAINING]
+    return (rollouts or rows)[-1]
