@@ -162,6 +162,14 @@ async def test_cached_prefixes_are_not_memory_in_use(client, engine):
     assert (await client.get("/debug/state")).json()["engine"]["kv_bytes_cached"] == 20
 
 
+async def test_memory_by_what_holds_it(client, engine):
+    engine.state |= {"memory_bytes": {"rows": 10, "adapters": 7}}
+    text = await exposition(client)
+    assert 'mlx_parallm_memory_bytes{account="rows"} 10.0' in text
+    assert 'mlx_parallm_memory_bytes{account="adapters"} 7.0' in text
+    assert (await client.get("/debug/state")).json()["engine"]["memory_bytes"] == {"rows": 10, "adapters": 7}
+
+
 @pytest.mark.parametrize("training", [None])
 async def test_before_anything_happened_every_bucket_is_empty(client, metric):
     text = await exposition(client)

@@ -1,0 +1,222 @@
+"""Who holds the device's memory, and who gives way when it is short: cached prefixes, rollouts, the youngest rows."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import mlx.core as mx
+import pytest
+from harness import Harness, make_harness
+from lora import random_adapter
+from tiny import tiny_model
+
+from mlx_parallm.core import (
+    Account,
+    DeviceMemory,
+    PromptGroup,
+    RequestFailed,
+    RequestFinished,
+    Sequence,
+    WorkClass,
+    default_budget,
+)
+from mlx_parallm.engine import memory
+from mlx_parallm.engine.live import live
+from mlx_parallm.errors import ContextLengthError
+
+GIB = 2**30
+
+
+class Training:
+    """Training that holds memory: `policies` always, and `update` while it is set, which is never trained."""
+
+    policies = update = peak_bytes = ran = 0
+
+    @property
+    def bytes_of_updates(self) -> int:
+        return self.update
+
+    @property
+    def bytes_held(self) -> int:
+        return self.policies + self.update
+
+    def waits(self) -> bool:
+        return self.update > 0
+
+    def pace(self, seconds: float) -> None:
+        pass
+
+    def advance(self) -> None:
+        self.ran += 1
+
+    def reset(self) -> None:
+        self.update = 0
+
+
+def accounts(budget: int = 100, **held: int) -> DeviceMemory:
+    """A device whose accounts hold so many bytes."""
+    device = DeviceMemory(budget)
+    for name, nbytes in held.items():
+        device.open_account(Account(name), lambda nbytes=nbytes: nbytes)
+    return device
+
+
+def rows(*classes: WorkClass) -> list[Sequence]:
+    return [Sequence(at, [1], 8, 0.0, PromptGroup(), work_class) for at, work_class in enumerate(classes)]
+
+
+LIVE, ROLLOUT = WorkClass.INFERENCE, WorkClass.TRAINING
+
+
+# ---- the object ----------------------------------------------------------------------------------
+
+
+def test_adapters_and_training_are_taken_out_of_what_rows_share() -> None:
+    device = accounts(adapters=10, optimizer=20, micro_step=5, weights=1000, rows=30)
+    assert (device.reserved, device.pool_limit(alone=False), device.pool_limit(alone=True)) == (35, 65, 100)
+    assert device.excess == 0
+
+
+def test_the_pool_may_keep_no_prefix_while_more_than_the_budget_is_held() -> None:
+    accounts(rows=80, optimizer=30).check_integrity()  # rows keep what they have
+    accounts(rows=60, cached_prefixes=10, free_blocks=10, optimizer=30).check_integrity()  # its blocks are being moved
+    with pytest.raises(AssertionError):
+        accounts(rows=70, cached_prefixes=10, free_blocks=9, optimizer=21).check_integrity()
+    with pytest.raises(AssertionError):
+        accounts(free_blocks=-1).check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("classes", "first"),
+    [((LIVE, LIVE, LIVE), 2), ((ROLLOUT, LIVE, LIVE), 0), ((ROLLOUT, LIVE, ROLLOUT, LIVE), 2)],
+)
+def test_the_youngest_rollout_gives_way_before_the_youngest_row(classes: tuple[WorkClass, ...], first: int) -> None:
+    device, held = DeviceMemory(100), rows(*classes)
+    assert device.to_preempt(held, missing=1) is held[first]
+    device.check_integrity()
+
+
+def test_a_row_that_gave_way_out_of_order_is_found() -> None:
+    device = DeviceMemory(100)
+    device.to_preempt(rows(LIVE), missing=0, device_refused=True)
+    device.check_integrity()
+    device.to_preempt(rows(LIVE), missing=0)
+    with pytest.raises(AssertionError, match="cached prefixes were enough"):
+        device.check_integrity()
+    device.shortages[-1] = replace(device.shortages[-1], missing=1, passed_over=1)
+    with pytest.raises(AssertionError, match="kept its place"):
+        device.check_integrity()
+
+
+def test_the_default_budget_is_what_weights_and_buffers_leave() -> None:
+    assert default_budget(10 * GIB, GIB, 4 * GIB, None) == 4 * GIB
+    assert default_budget(10 * GIB, GIB, 4 * GIB, 8 * GIB) == 2 * GIB
+    assert default_budget(4 * GIB, GIB, 4 * GIB, None) == 0
+
+
+# ---- in the engine -------------------------------------------------------------------------------
+
+
+def prompt(seed: int, length: int = 190) -> list[int]:
+    return [random.Random(seed * 1000 + at).randrange(250) for at in range(length)]
+
+
+def small(blocks: int = 20) -> tuple[Harness, Training, int]:
+    """An engine with room for so many blocks, one of which has as many bytes as the last of these says. The bank takes
+    less than three blocks."""
+    training, model = Training(), tiny_model("llama")
+    harness = make_harness(model, training=training, budget_tokens=64 * blocks, slots=2, max_rank=4)
+    return harness, training, harness.runner.cache.bytes_for(64)
+
+
+def held(harness: Harness) -> list[str]:
+    """The requests that have a row, oldest first."""
+    return [live(sequence).request.request_id for sequence in harness.loop.scheduler.live]
+
+
+def step(harness: Harness) -> None:
+    harness.loop.step()
+    harness.loop.check_integrity()
+
+
+def test_memory_is_taken_from_prefixes_then_rollouts_then_the_youngest_rows_and_then_refused() -> None:
+    harness, training, block = small()
+    device, cache = harness.runner.cache.device, harness.runner.cache
+    adapter = harness.publish("a", random_adapter(harness.adapters.bank.layout, 1, rank=4))
+    for number in range(3):
+        harness.submit(f"cached {number}", prompt(number), 8)
+        harness.run()
+    assert device.bytes_by_account()[Account.PREFIXES] >= 9 * block
+    assert device.bytes_by_account()[Account.ADAPTERS] == harness.adapters.bank.nbytes > 0
+
+    harness.submit("old", prompt(10), 200, adapter=adapter)
+    harness.submit("rollout", prompt(11), 200, work_class=ROLLOUT)
+    harness.submit("young", prompt(12), 200)
+    while not all(map(harness.tokens, ("old", "rollout", "young"))):
+        step(harness)
+    assert held(harness) == ["old", "rollout", "young"]
+    assert cache.evictions > 0, "they needed more than was free"
+
+    training.policies = 5 * block
+    evicted, order = cache.evictions, []
+    while "young" in held(harness):
+        step(harness)
+        order.append(tuple(held(harness)))
+        training.policies += block // 40
+    assert cache.evictions > evicted, "prefixes gave way to training"
+    assert harness.loop.scheduler.preemptions >= 2
+    assert list(dict.fromkeys(order)) == [("old", "rollout", "young"), ("old", "young"), ("old",)]
+
+    training.policies = 0
+    harness.submit("too long", prompt(13, 1200), 200)
+    failed = harness.terminal("too long")
+    assert isinstance(failed, RequestFailed)
+    assert isinstance(failed.error, ContextLengthError)
+    assert "1400 tokens of KV memory, the server has room for 1280" in str(failed.error)
+    harness.run()
+    assert all(isinstance(harness.terminal(name), RequestFinished) for name in ("old", "rollout", "young"))
+
+
+def test_an_update_waits_until_cached_prefixes_have_given_it_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The arenas have shrunk, not only the accounts: before the first unit of training runs, the arrays have gone."""
+    monkeypatch.setattr(memory, "_TIDY_BYTES", 1)  # one block or one layer between two units
+    harness, training, block = small(40)
+    for number in range(8):
+        harness.submit(f"cached {number}", prompt(number), 8)
+        harness.run()
+    cache = harness.runner.cache
+    before = sum(array.nbytes for array in cache.arrays())
+    assert before >= 24 * block
+    active = mx.get_active_memory()
+    harness.loop.call(lambda loop: setattr(training, "update", 30 * block), _Ignored())
+    while not training.ran:
+        assert harness.loop.step()
+        harness.loop.check_integrity()
+    training.update = 0
+    left = sum(array.nbytes for array in cache.arrays())
+    assert left <= 10 * block
+    assert active - mx.get_active_memory() >= before - left - block
+
+
+class _Ignored:
+    """A future whose result nobody wants."""
+
+    def set_result(self, result: object) -> None:
+        pass
+
+
+def test_a_row_that_is_alone_takes_cached_prefixes_before_what_training_has() -> None:
+    harness, training, block = small()
+    harness.submit("cached", prompt(1), 8)
+    harness.run()
+    training.policies = 14 * block
+    harness.submit("alone", prompt(2), 500)
+    excess = []
+    while harness.loop.step():
+        harness.loop.check_integrity()
+        excess.append(harness.runner.cache.device.excess)
+    assert isinstance(harness.terminal("alone"), RequestFinished)
+    assert harness.loop.scheduler.preemptions == 0
+    assert max(excess) > 0, "it needed more than training left"
+    assert excess[0] == 0
