@@ -187,12 +187,15 @@ class DeviceLoop:
 
     def _tidy(self) -> bool:
         """Gives back some of the memory that rows and cached prefixes do not need, or that adapters and training do.
-        Returns whether more is left to do."""
-        started = time.monotonic()
+
+        Returns:
+            Whether there is more to do: memory to give back, or training that has waited for it.
+        """
+        started, waited = time.monotonic(), self._gives_way
         left = self._memory.tidy(started)
         self._gives_way = left and self._runner.cache.device.excess > 0
         self.scheduler.gap.add_wait_time(time.monotonic() - started)
-        return left
+        return left or waited
 
     def _candidates(self, now: float) -> Iterator[Candidate]:
         """The work that waits for the device beside requests. Training waits until the KV pool has given it memory."""
