@@ -197,7 +197,7 @@ def test_preempted_rows_come_back_with_their_own_version() -> None:
     model = tiny_model("llama")
     layout = layout_of(model)
     adapters = [random_adapter(layout, seed) for seed in range(4)]
-    harness = make_harness(model, budget_tokens=320, slots=2)
+    harness = make_harness(model, budget_tokens=704, slots=2)  # the bank takes half
     refs = [harness.publish(f"a{i}", weights) for i, weights in enumerate(adapters)]
     rows = prompts(8, 60, seed=9)
     for i, row in enumerate(rows):
