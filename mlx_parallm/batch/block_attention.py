@@ -34,6 +34,11 @@ def pairs_work(dtype: mx.Dtype) -> bool:
     return not on_cpu() or dtype == mx.float32
 
 
+def folds_work() -> bool:
+    """Whether one product may have many queries. With MLX 0.32 on CUDA, `gather_mm` fails above 64."""
+    return not mx.cuda.is_available()
+
+
 def calls(rows: Sequence[RowBlocks]) -> list[Sequence[RowBlocks]]:
     """Splits rows, the shortest first, into calls where the padding of short rows would cost more than a call does."""
     if len(rows) == 1:
@@ -67,7 +72,7 @@ class BlockPairs:
     """
 
     def __init__(self, rows: Sequence[RowBlocks], window: int | None) -> None:
-        self._folds = folds_of(rows)
+        self._folds = folds_of(rows, folds_work())
         self._tokens = sum(row.tokens for row in rows)
         self._first = np.repeat([row.first // BLOCK_TOKENS for row in rows], [row.tokens for row in rows])
         self._position = np.concatenate([np.arange(row.start, row.stop) for row in rows])

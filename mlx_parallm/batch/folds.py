@@ -66,15 +66,16 @@ class Folds:
         return len(self.fold)
 
 
-def folds_of(rows: Sequence[RowBlocks]) -> list[Folds]:
-    """The folds of all rows. The first of them have every token once; others share blocks between rows."""
+def folds_of(rows: Sequence[RowBlocks], sharing: bool = True) -> list[Folds]:
+    """The folds of all rows. The first of them have every token once; others share blocks between rows, if `sharing`
+    is allowed and pays."""
     counts = np.array([len(row.places) for row in rows])
     fold = np.repeat(np.arange(len(rows)), counts)
     place = np.concatenate([np.asarray(row.places, np.int64) for row in rows])
     first = np.array([row.first // BLOCK_TOKENS for row in rows])
     block = np.arange(len(fold)) - np.repeat(np.cumsum(counts) - counts, counts) + first[fold]
     own = Folds(_tokens(rows), fold, place, block)
-    if own.width > 1:
+    if own.width > 1 or not sharing:
         return [own]
     last = np.cumsum(counts) - 1
     shared = list(_shared(own, last))

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_parallm.batch.attention import DenseSpan, are_consecutive
-from mlx_parallm.batch.block_attention import BlockPairs, calls
+from mlx_parallm.batch.block_attention import BlockPairs, calls, folds_work
 from mlx_parallm.batch.folds import RowBlocks
 from mlx_parallm.batch.kv.arena import Arena
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
@@ -152,7 +152,7 @@ def _is_dense(kind: _Kind, rows: Sequence[RowBlocks], dense_rows: float) -> bool
     if math.isinf(dense_rows) or kind is _Kind.LONG:
         return True
     if kind is _Kind.SHORT:
-        return len(rows) == 1
+        return len(rows) == 1 or not folds_work()
     return len(rows) <= dense_rows and all(are_consecutive(row.places) for row in rows)
 
 
