@@ -23,6 +23,7 @@ from mlx_parallm.adapters.store import AdapterStore
 from mlx_parallm.app.training import TrainingRuntime, build_trainer, build_training
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
+from mlx_parallm.batch.kv.disk import PrefixStore
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.config import Config
 from mlx_parallm.core import (
@@ -165,6 +166,7 @@ def build(config: Config, processor: ContinuousBatchProcessor, run: Run | None) 
         check_every_unit=config.debug.check_every_unit,
         queue_timeout_s=config.server.queue_timeout,
         limits=limits,
+        prefix_store=build_prefix_store(manager, config, processor.wake),
     )
     mx.reset_peak_memory()
     return parts, served
@@ -207,6 +209,29 @@ def build_memory(card: ModelCard, config: Config) -> DeviceMemory:
     device = DeviceMemory(budget)
     device.open_account(Account.WEIGHTS, lambda: card.weight_bytes)
     return device
+
+
+def build_prefix_store(manager: SharedModelManager, config: Config, wake: Callable[[], None]) -> PrefixStore | None:
+    """The files of the prefix cache, None if it is kept in memory only. `wake`: see `PrefixStore`.
+
+    Raises:
+        ConfigError: the folder cannot be used, or there is no prefix cache.
+    """
+    folder = config.server.prefix_cache_dir
+    if folder is None:
+        return None
+    if not config.server.prefix_cache:
+        raise ConfigError("--prefix-cache-dir keeps the prefix cache on the disk; leave --no-prefix-cache out")
+    worker = ThreadPoolExecutor(1, thread_name_prefix="prefix-cache")
+    try:
+        return PrefixStore(
+            folder, manager.fingerprint, manager.kv_layout, config.server.prefix_cache_disk, worker, wake
+        )
+    except OSError as error:
+        raise ConfigError(
+            f"cached prefixes cannot be kept in {folder} ({error.strerror}): give --prefix-cache-dir a folder that "
+            "this user can write"
+        ) from error
 
 
 def _context_length(card: ModelCard, config: Config) -> int:

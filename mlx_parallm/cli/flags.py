@@ -54,6 +54,8 @@ FLAGS = (
     Flag("--max-queued", "server.max_queued", "SEQUENCES"),
     Flag("--kv-cache-memory", "server.kv_cache_memory", "SIZE"),
     Flag("--prefix-cache", "server.prefix_cache"),
+    Flag("--prefix-cache-dir", "server.prefix_cache_dir", "DIR"),
+    Flag("--prefix-cache-disk", "server.prefix_cache_disk", "SIZE"),
     Flag("--mlx-memory-limit", "server.mlx_memory_limit", "SIZE"),
     Flag("--mlx-cache-limit", "server.mlx_cache_limit", "SIZE"),
     Flag("--max-decode-stall-ms", "server.max_decode_stall_ms", "MILLISECONDS"),

@@ -114,6 +114,12 @@ class ServerConfig(Section):
     with the same text does not compute them again. They take only what kv_cache_memory leaves free. false: only the
     samples of one prompt share its keys and values.
     """
+    prefix_cache_dir: Folder | None = None
+    """Folder that keeps cached keys and values across restarts. They are written while the server is idle. Whoever can
+    read these files can find out the text of prompts and answers.
+    """
+    prefix_cache_disk: ByteSize = Field(default=8 << 30, ge=1)
+    """Largest size of the files in prefix_cache_dir, such as 20GB. Those used least recently are removed beyond it."""
     mlx_memory_limit: AutoByteSize = None
     """Memory that MLX may use in all. Above it, MLX waits for running work and frees cached buffers before it
     allocates. auto takes Metal's recommended working set, 95 % of another GPU's memory, or 80 % of RAM on a CPU. On

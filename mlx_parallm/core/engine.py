@@ -40,6 +40,8 @@ class EngineStats:
         memory_bytes: device memory by what it is held for; see `core.memory.Account`.
         prefix_cache_queries_total, prefix_cache_hits_total: prompt tokens that were looked up in the prefix cache, and
             those whose keys and values were taken from it. They count as `RequestFinished.cached_tokens` does.
+        external_prefix_cache_queries_total, external_prefix_cache_hits_total: prompt tokens that were looked up on the
+            disk because the prefix cache did not have them, and those that were read back into it.
         training_share: training's share of device time in the last time window, with or without rows waiting.
         paused: `pause` was called and `resume` was not. Requests may still be running.
         detail: JSON values for `/debug/state`.
@@ -56,6 +58,8 @@ class EngineStats:
     memory_bytes: Mapping[str, int] = field(default_factory=dict)
     prefix_cache_queries_total: int = 0
     prefix_cache_hits_total: int = 0
+    external_prefix_cache_queries_total: int = 0
+    external_prefix_cache_hits_total: int = 0
     preemptions_total: int = 0
     steps_total: int = 0
     prompt_tokens_total: int = 0

@@ -20,9 +20,13 @@ class SequenceStatus(Enum):
 
 @dataclass(eq=False, slots=True)
 class PromptGroup:
-    """The n sequences of one prompt. The first one computes it; the others share its keys and values."""
+    """The n sequences of one prompt. The first one computes it; the others share its keys and values.
+
+    `awaits_prefix`: they get no rows yet, because the beginning of the prompt is being read from the disk.
+    """
 
     members: list[Sequence] = field(default_factory=list)
+    awaits_prefix: bool = False
 
 
 @dataclass(eq=False)

@@ -19,8 +19,10 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_parallm.adapters.store import AdapterStore
+from mlx_parallm.batch.kv.disk import PrefixStore
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.core import EngineStats, GenerationRequest, PauseMode, TrainingWork, complete
+from mlx_parallm.engine.disk_prefixes import DiskPrefixes
 from mlx_parallm.engine.faults import Recovery
 from mlx_parallm.engine.live import FaultScope, Vocabulary, live
 from mlx_parallm.engine.memory import PoolMemory, open_accounts
@@ -41,7 +43,8 @@ class EngineParts:
 
     `training`: None if this server does not train. `lookahead`: see `Forwards`. `queue_timeout_s`: longest time that an
     inference request may wait for its first forward unit; None for no limit. `limits`: the limits set on MLX's memory,
-    for `/debug/state`. `trace` and `check_every_unit`: see `config.DebugConfig`.
+    for `/debug/state`. `prefix_store`: None if cached prefixes are kept in memory only. `trace` and `check_every_unit`:
+    see `config.DebugConfig`.
     """
 
     runner: BatchRunner
@@ -53,6 +56,7 @@ class EngineParts:
     lookahead: bool = True
     queue_timeout_s: float | None = None
     limits: MemoryLimits | None = None
+    prefix_store: PrefixStore | None = None
     trace: Path | None = None
     check_every_unit: bool = False
 
@@ -74,6 +78,7 @@ class DeviceLoop:
         self._requests = requests = LiveRequests(scope, parts.vocabulary, scheduler, adapters, publish)
         self.counters = requests.counters
         self._forwards = forwards = Forwards(runner, requests, scheduler, memory, parts.lookahead)
+        self._disk = DiskPrefixes(parts.prefix_store, runner.cache, memory.prefix_root) if parts.prefix_store else None
         self._trace = UnitTrace(parts.trace)
         self._check_every_unit = parts.check_every_unit
         self._recovery = Recovery(runner, forwards, requests, scheduler, adapters, parts.training)
@@ -92,6 +97,8 @@ class DeviceLoop:
                     "shorten them or raise --kv-cache-memory"
                 )
                 self._requests.fail(live, ContextLengthError(message))
+            if self._disk is not None:
+                self._disk.look_up(live)
             for sequence in tuple(live.unfinished):
                 self._requests.finish_if_nothing_to_do(sequence)
             self._requests.flush()
@@ -149,6 +156,8 @@ class DeviceLoop:
             started = time.monotonic()
             if self.adapters.failures:
                 self._fail_without_adapter()
+            if self._disk is not None:
+                self._disk.advance(started)
             self.scheduler.admit()
             admitted = time.monotonic()
             self.scheduler.gap.add_wait_time(admitted - started)
@@ -156,6 +165,7 @@ class DeviceLoop:
             self._recovery.went_well()
         with self.surviving():
             busy = self._tidy() or busy
+            busy = busy or (self._disk is not None and self._disk.save())
         if busy and self._check_every_unit:
             self.check_integrity()
         return busy
@@ -258,7 +268,8 @@ class DeviceLoop:
     def stats(self) -> EngineStats:
         """Counters and gauges now."""
         peak = mx.get_peak_memory() if self._training is None else self._training.peak_bytes
-        return snapshot(self.counters, self.scheduler, self._runner.cache, self._requests.lives(), peak, self._limits)
+        lives, cache = self._requests.lives(), self._runner.cache
+        return snapshot(self.counters, self.scheduler, cache, self._disk, lives, peak, self._limits)
 
     def check_integrity(self) -> None:
         """Raises AssertionError if scheduler, KV pool, adapter slots and live requests do not agree."""

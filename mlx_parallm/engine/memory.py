@@ -148,6 +148,14 @@ class PoolMemory:
         self._cache.freeze(row, self._root(row), row.tokens)
         self._cache.release_windows(row)
 
+    def prefix_root(self, row: LiveSequence) -> PrefixRoot | None:
+        """Where blocks of a waiting sequence's prompt may be registered. None if its version is forgotten and in no
+        slot."""
+        if (version := self._adapters.version(row.adapter)) is None:
+            return None
+        self._versions.add(version)
+        return self._root(row)
+
     def _drop_unreachable(self) -> None:
         """Ends the chains of adapter versions that nothing can ask for any more, and that no row uses."""
         if ended := {version for version in self._versions if self._adapters.unreachable(version)}:

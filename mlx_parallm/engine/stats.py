@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
 from mlx_parallm.core import EngineStats
+from mlx_parallm.engine.disk_prefixes import DiskPrefixes
 from mlx_parallm.engine.live import LiveSequence
 from mlx_parallm.model.device import MemoryLimits
 from mlx_parallm.scheduler.scheduler import RLAwareScheduler
@@ -38,6 +39,7 @@ def snapshot(
     counters: Counters,
     scheduler: RLAwareScheduler,
     cache: LoRABatchedKVCache,
+    disk: DiskPrefixes | None,
     lives: Iterable[LiveSequence],
     peak: int,
     limits: MemoryLimits | None,
@@ -55,6 +57,8 @@ def snapshot(
         memory_bytes={str(account): held for account, held in cache.device.bytes_by_account().items()},
         prefix_cache_queries_total=cache.queries,
         prefix_cache_hits_total=cache.hits,
+        external_prefix_cache_queries_total=disk.queries if disk else 0,
+        external_prefix_cache_hits_total=disk.hits if disk else 0,
         preemptions_total=scheduler.preemptions,
         steps_total=counters.steps,
         prompt_tokens_total=counters.prompt_tokens,
@@ -76,6 +80,7 @@ def snapshot(
             "memory_budget_bytes": cache.device.budget_bytes,
             "memory_excess_bytes": cache.device.excess,
             "prefix_cache_evictions_total": cache.evictions,
+            "prefix_cache_dir": disk.describe() if disk else None,
             "blocks": [
                 {
                     "window": group.window,

@@ -5,9 +5,10 @@ first. A group is ranked once, by insertion, when it enters its lane. Waiting ma
 so their order does not change with time. Whether a class is over its share of rows, whether an adapter is in the bank,
 and whether another prompt of a kind may be prefilled, is checked per lane and not per sequence.
 
-A group without a place in a lane is blocked: it is new, or its first sequence is being prefilled, or the drawn tokens
-of a preempted sequence have not been read back. Blocked groups are checked on every pass of admission. Except for the
-new ones, each of them holds a row or held one a moment ago, so their number does not grow with the queue.
+A group without a place in a lane is blocked: it is new, or it awaits a prefix from the disk, or its first sequence is
+being prefilled, or the drawn tokens of a preempted sequence have not been read back. Blocked groups are checked on
+every pass of admission. Except for the first two kinds, each of them holds a row or held one a moment ago, so their
+number does not grow with the queue.
 """
 
 from __future__ import annotations
@@ -170,6 +171,8 @@ def _first(group: PromptGroup) -> Sequence | None:
     A group's prompt is computed once, so the others wait until the first sequence has computed it. A preempted sequence
     waits until its launched draws are read back, because they belong to its tokens.
     """
+    if group.awaits_prefix:
+        return None
     leader = group.members[0]
     prompt_pending = leader.status in (SequenceStatus.WAITING, SequenceStatus.PREFILLING) and not leader.drawn
     members = [leader] if prompt_pending else group.members

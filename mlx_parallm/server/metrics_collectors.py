@@ -93,6 +93,14 @@ ENGINE_COUNTERS: Table[EngineStats] = {
         "Prompt tokens whose keys and values were taken from the prefix cache.",
         lambda stats: stats.prefix_cache_hits_total,
     ),
+    "external_prefix_cache_queries": (
+        "Prompt tokens looked up in the files of the prefix cache, because its memory did not have them.",
+        lambda stats: stats.external_prefix_cache_queries_total,
+    ),
+    "external_prefix_cache_hits": (
+        "Prompt tokens whose keys and values were read from files of the prefix cache.",
+        lambda stats: stats.external_prefix_cache_hits_total,
+    ),
     "prompt_tokens": ("Prompt tokens processed.", lambda stats: stats.prompt_tokens_total),
     "generation_tokens": ("Tokens generated.", lambda stats: stats.generation_tokens_total),
     "engine_steps": ("Forward passes launched that draw tokens.", lambda stats: stats.steps_total),

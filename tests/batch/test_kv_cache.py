@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from pool_walk import FULL, WINDOWED, PoolWalk, TagArena, install
 
@@ -460,8 +461,8 @@ SPECS = (LayerSpec(2, 4, 3), LayerSpec(1, 2, 2, window=100), LayerSpec(2, 4, 3))
 def write(cache: LoRABatchedKVCache, row: KVRow, block: int, value: float) -> None:
     for group, table in zip(cache.groups, row.tables, strict=True):
         shapes = [(SPECS[i].kv_heads, 64, SPECS[i].head_dim_k, SPECS[i].head_dim_v) for i in group.layers]
-        blocks = [(mx.full((h, t, k), value), mx.full((h, t, v), -value)) for h, t, k, v in shapes]
-        group.arena.write_block(table[block], blocks)
+        pairs = [(np.full((h, t, k), value), np.full((h, t, v), -value)) for h, t, k, v in shapes]
+        group.arena.write_block(table[block], [x.astype(np.float32).view(np.uint8) for pair in pairs for x in pair])
 
 
 def content(cache: LoRABatchedKVCache, row: KVRow) -> list[set[float]]:
@@ -470,9 +471,8 @@ def content(cache: LoRABatchedKVCache, row: KVRow) -> list[set[float]]:
         {
             number
             for group, table in zip(cache.groups, row.tables, strict=True)
-            for pair in group.arena.read(table[block])
-            for array in pair
-            for number in mx.abs(array).flatten().tolist()
+            for array in group.arena.read(table[block])
+            for number in np.abs(array.view(np.float32)).flatten().tolist()
         }
         for block in range(len(row.tables[0]))
     ]

@@ -79,6 +79,8 @@ VLLM_METRICS = {
     "kv_cache_usage_perc": "gauge",
     "prefix_cache_queries_total": "counter",
     "prefix_cache_hits_total": "counter",
+    "external_prefix_cache_queries_total": "counter",
+    "external_prefix_cache_hits_total": "counter",
     "num_preemptions_total": "counter",
     "prompt_tokens_total": "counter",
     "generation_tokens_total": "counter",
@@ -93,6 +95,7 @@ VLLM_METRICS = {
 
 async def test_metrics_cover_vllms(client, engine, metric):
     engine.state |= {"prefix_cache_queries_total": 192, "prefix_cache_hits_total": 128}
+    engine.state |= {"external_prefix_cache_queries_total": 256, "external_prefix_cache_hits_total": 64}
     await client.post("/v1/completions", json={"prompt": "xyz", "max_tokens": 4, "n": 2})
     text = (await client.get("/metrics")).text
     for name, kind in VLLM_METRICS.items():
@@ -102,6 +105,8 @@ async def test_metrics_cover_vllms(client, engine, metric):
     assert await metric(client, 'mlx_parallm_request_success_total{finished_reason="length"}') == 2
     assert await metric(client, "mlx_parallm_prefix_cache_queries_total") == 192
     assert await metric(client, "mlx_parallm_prefix_cache_hits_total") == 128
+    assert await metric(client, "mlx_parallm_external_prefix_cache_queries_total") == 256
+    assert await metric(client, "mlx_parallm_external_prefix_cache_hits_total") == 64
     for name, seconds in (("time_to_first_token", 0.2), ("e2e_request_latency", 0.4), ("request_queue_time", 0.1)):
         assert await metric(client, f"mlx_parallm_{name}_seconds_sum") == pytest.approx(seconds)
     assert await metric(client, "mlx_parallm_inter_token_latency_seconds_count") == 6

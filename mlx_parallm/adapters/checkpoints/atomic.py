@@ -6,9 +6,11 @@ An interrupted process leaves hidden entries with one of two prefixes, which `sw
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,19 +30,21 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Writes a file and fsyncs it. A crash may leave it incomplete."""
-    with path.open("wb") as file:
+def write_file(path: Path, data: bytes, mode: int = 0o666) -> None:
+    """Writes a file and fsyncs it. A crash may leave it incomplete. `mode`: the permissions of a new file, before the
+    umask."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
 
 
-def replace_file(path: Path, data: bytes) -> None:
-    """Replaces a file's content. Every reader, after a crash too, finds the whole old content or the whole new one."""
+def replace_file(path: Path, data: bytes, mode: int = 0o666) -> None:
+    """Replaces a file's content. Every reader, after a crash too, finds the whole old content or the whole new one.
+    `mode`: as in `write_file`."""
     aside = _unused(path.parent, _ASIDE)
     try:
-        write_file(aside, data)
+        write_file(aside, data, mode)
         os.replace(aside, path)
     finally:
         aside.unlink(missing_ok=True)
@@ -96,14 +100,25 @@ def remove(trash: Path) -> None:
         _log.warning("%s could not be removed: %s", trash, error.strerror)
 
 
-def sweep(parent: Path) -> None:
-    """Removes what interrupted writes left in `parent`. Nothing else may be writing there."""
+def sweep(parent: Path, older_than_s: float = -math.inf) -> None:
+    """Removes what interrupted writes left in `parent`. Nothing else may be writing there.
+
+    With `older_than_s`, others may: entries that were changed in the last `older_than_s` seconds stay.
+    """
     for entry in list(parent.iterdir()):
-        if entry.name.startswith((_ASIDE, _TRASH)):
+        if entry.name.startswith((_ASIDE, _TRASH)) and _age_s(entry) >= older_than_s:
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry, ignore_errors=True)
             else:
                 entry.unlink(missing_ok=True)
+
+
+def _age_s(entry: Path) -> float:
+    """Seconds since an entry was last changed. Infinite if it is gone."""
+    try:
+        return time.time() - entry.lstat().st_mtime
+    except FileNotFoundError:
+        return math.inf
 
 
 def _unused(parent: Path, prefix: str) -> Path:

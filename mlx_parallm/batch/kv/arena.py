@@ -13,9 +13,14 @@ import math
 from collections.abc import Sequence
 
 import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
 
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.model.families import LayerSpec
+
+Bytes = NDArray[np.uint8]
+"""The keys or values of one block and layer in host memory: [kv_heads, 64, bytes of a head's vector]."""
 
 
 class Arena:
@@ -91,18 +96,16 @@ class Arena:
                 arrays[layer][:, written] = taken
         mx.eval(self.keys, self.values)
 
-    def read(self, place: int) -> list[tuple[mx.array, mx.array]]:
-        """Copies of one block: for each layer, keys and values [kv_heads, 64, head_dim]."""
-        pairs = zip(self.keys, self.values, strict=True)
-        copies = [(mx.contiguous(keys[:, place]), mx.contiguous(values[:, place])) for keys, values in pairs]
-        mx.eval(copies)
-        return copies
+    def read(self, place: int) -> list[Bytes]:
+        """Copies one block to host memory: for each layer its keys, then its values."""
+        arrays = (array for pair in zip(self.keys, self.values, strict=True) for array in pair)
+        return [np.asarray(array.view(mx.uint8))[:, place].copy() for array in arrays]
 
-    def write_block(self, place: int, arrays: Sequence[tuple[mx.array, mx.array]]) -> None:
+    def write_block(self, place: int, arrays: Sequence[Bytes]) -> None:
         """Writes one block, from arrays as `read` returns them."""
-        for layer, (keys, values) in enumerate(arrays):
-            self.keys[layer][:, place] = keys
-            self.values[layer][:, place] = values
+        for layer, (keys, values) in enumerate(zip(arrays[::2], arrays[1::2], strict=True)):
+            self.keys[layer][:, place] = mx.array(keys).view(self.dtype)
+            self.values[layer][:, place] = mx.array(values).view(self.dtype)
         mx.eval(self.keys, self.values)
 
     def write(self, layer: int, lines: mx.array, keys: mx.array, values: mx.array) -> None:

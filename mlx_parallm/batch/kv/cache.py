@@ -15,8 +15,11 @@ from typing import TypeVar, overload
 
 import mlx.core as mx
 
+from mlx_parallm.batch.kv.arena import Bytes
+from mlx_parallm.batch.kv.block_files import HostBlock
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS, FREED, blocks_for
 from mlx_parallm.batch.kv.groups import KVRow, LayerGroup
+from mlx_parallm.batch.kv.host_blocks import restore, to_host, unsaved
 from mlx_parallm.batch.kv.memory import BlockMemory
 from mlx_parallm.batch.kv.prefix import Node, first_visible
 from mlx_parallm.batch.kv.row_prefixes import attach, freeze, freeze_tail, take_over
@@ -235,6 +238,18 @@ class LoRABatchedKVCache:
     def reset(self) -> int:
         """Forgets all cached prefixes. Live rows keep their blocks. Returns how many tokens were cached."""
         return self._memory.index.reset()
+
+    def unsaved(self, most: int) -> list[Node]:
+        """See `host_blocks.unsaved`."""
+        return unsaved(self._memory, most)
+
+    def to_host(self, node: Node) -> list[Bytes]:
+        """Copies the keys and values of a cached block, in the order of `block_files.HostBlock.arrays`."""
+        return to_host(self._memory, node)
+
+    def restore(self, root: Hashable, ids: Sequence[int], blocks: Sequence[HostBlock]) -> bool:
+        """Makes blocks that were read from the disk cached prefixes again; see `host_blocks.restore`."""
+        return self.keep_prefixes and restore(self._memory, root, ids, blocks)
 
     def tidy(self, most_bytes: int, all_free: bool = False) -> bool:
         """Shrinks arenas of which much is unused, between units. Returns whether more is left to do.

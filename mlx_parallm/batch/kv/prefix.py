@@ -32,7 +32,8 @@ class Node:
     """One block of tokens of a cached prefix.
 
     `places`: its place in each layer group, or FREED. `depth`: blocks from the root to this one, itself included; the
-    root's is 0. `alive`: whether the index still has it.
+    root's is 0. `alive`: whether the index still has it. `key`: the name of its file, b"" before it is known; see
+    `block_files`. `saved`: it has been handed to the disk, or is not to be.
     """
 
     root: Hashable
@@ -42,6 +43,8 @@ class Node:
     depth: int
     children: dict[tuple[int, ...], Node] = field(default_factory=dict)
     alive: bool = True
+    key: bytes = b""
+    saved: bool = False
 
 
 def first_visible(length: int, window: int | None) -> int:
@@ -66,6 +69,11 @@ class PrefixIndex:
 
     def find(self, root: Hashable, ids: Sequence[int]) -> list[Node]:
         """The longest usable chain of whole blocks that hold the start of `ids`. At least one id is left to compute."""
+        chain = self.chain(root, ids)
+        return chain[: self._usable(chain)]
+
+    def chain(self, root: Hashable, ids: Sequence[int]) -> list[Node]:
+        """All nodes of whole blocks that start `ids`, also where windows have given up their places."""
         chain: list[Node] = []
         node = self._roots.get(root)
         for start in range(0, len(ids) - BLOCK_TOKENS, BLOCK_TOKENS):
@@ -73,7 +81,7 @@ class PrefixIndex:
             if node is None:
                 break
             chain.append(node)
-        return chain[: self._usable(chain)]
+        return chain
 
     def _usable(self, chain: Sequence[Node]) -> int:
         """With how many blocks of `chain` a row can start, because its next token finds every block it attends to."""

@@ -101,7 +101,7 @@ class ResetPrefixCacheQuery(WireQuery):
     reset_running_requests: OnlyFalse = False
     """Only false: running requests keep their own keys and values."""
     reset_external: bool = False
-    """Accepted and ignored: there is no external cache."""
+    """Accepted and ignored: the files of `--prefix-cache-dir` stay."""
 
 
 class PrefixCacheReset(WireOutput):

@@ -1,0 +1,162 @@
+"""PrefixStore keeps cached blocks in a folder, so that a server that starts again need not compute them again.
+
+Each block is a file of its own (see `block_files`), written whole or not at all. Several servers may use one folder:
+equal blocks have equal names, and a file that another server has removed is a miss.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future
+from pathlib import Path
+
+from mlx_parallm.adapters.checkpoints import atomic
+from mlx_parallm.batch.kv.block_files import (
+    BlockFileError,
+    BlockName,
+    HostBlock,
+    decode,
+    encode,
+    model_key,
+    shapes,
+)
+from mlx_parallm.model.families import KVLayout
+
+_log = logging.getLogger(__name__)
+
+_SUFFIX = ".kv"
+_INTERRUPTED_S = 60.0
+"""Age in seconds at which a temporary file counts as left behind by a server that was killed."""
+
+
+class PrefixStore:
+    """The files of one folder. `write` and `read` return at once; their work is done on `worker`.
+
+    Attributes:
+        model: identifies the model, and the shapes and dtype of its keys and values.
+        writes: false from the first time that a file could not be written, because the disk is full for example.
+        written: blocks written.
+        damaged: files that did not hold the block that their name says. They are removed.
+
+    Args:
+        folder: made if it is not there, for this user only.
+        limit_bytes: bytes of all files. Those that were used least recently are removed beyond that.
+        worker: an executor with one thread.
+        wake: called on that thread when a `write` or a `read` has ended.
+
+    Raises:
+        OSError: the folder cannot be made or read.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        fingerprint: str,
+        layout: KVLayout,
+        limit_bytes: int,
+        worker: Executor,
+        wake: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.model = model_key(fingerprint, layout)
+        self.writes = True
+        self.written = self.damaged = 0
+        self._folder = folder
+        self._shapes = shapes(layout)
+        self._limit_bytes = limit_bytes
+        self._worker = worker
+        self._wake = wake
+        self._writing: Future[None] | None = None
+        atomic.make_folder(folder.absolute().parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        self._files: set[bytes] = set()
+        self._trim()
+
+    def __contains__(self, key: bytes) -> bool:
+        """Whether there was a file of this name when the folder was last looked at. Does not use the disk."""
+        return key in self._files
+
+    @property
+    def may_write(self) -> bool:
+        """Whether `write` may be called: the last one has ended, and files can be written."""
+        return self.writes and (self._writing is None or self._writing.done())
+
+    def write(self, blocks: Sequence[HostBlock]) -> None:
+        """Writes blocks, and removes other files if the folder is over its limit. A failure is logged."""
+        self._writing = self._worker.submit(self._write, blocks)
+        self._writing.add_done_callback(lambda _: self._wake())
+
+    def read(self, names: Sequence[BlockName]) -> Future[list[HostBlock]]:
+        """Reads consecutive blocks of a chain, up to the first that has no usable file."""
+        reading = self._worker.submit(self._read, names)
+        reading.add_done_callback(lambda _: self._wake())
+        return reading
+
+    # -- on the worker's thread ------------------------------------------------------------------
+
+    def _write(self, blocks: Sequence[HostBlock]) -> None:
+        try:
+            for block in blocks:
+                if block.name.key not in self._files:
+                    atomic.replace_file(self._path(block.name.key), encode(block, self._shapes), mode=0o600)
+                    self._mark_used(block.name)
+                    self.written += 1
+            self._trim()
+        except OSError as error:
+            self.writes = False
+            _log.warning("cached prefixes are no longer written to %s: %s", self._folder, error.strerror)
+
+    def _read(self, names: Sequence[BlockName]) -> list[HostBlock]:
+        blocks = []
+        try:
+            for name in names:
+                data = self._path(name.key).read_bytes()
+                blocks.append(HostBlock(name, decode(data, name.ids, self._shapes)))
+                self._mark_used(name)
+        except OSError:  # another server has removed it
+            self._files.discard(name.key)
+        except BlockFileError as error:
+            self._files.discard(name.key)
+            self._remove_damaged(name.key, error)
+        return blocks
+
+    def _mark_used(self, name: BlockName) -> None:
+        """Sets the time of a file. Each block counts as a second older than the one before it, so that a chain is
+        removed from its end."""
+        used_at = time.time() - name.depth
+        os.utime(self._path(name.key), (used_at, used_at))
+
+    def _remove_damaged(self, key: bytes, error: BlockFileError) -> None:
+        self.damaged += 1
+        _log.warning("%s is removed: %s", self._path(key), error)
+        self._path(key).unlink(missing_ok=True)
+
+    def _trim(self) -> None:
+        """Looks at the folder anew. Removes the files used least recently beyond the limit, and temporary files that
+        servers which were killed have left."""
+        atomic.sweep(self._folder, older_than_s=_INTERRUPTED_S)
+        found = sorted(self._entries(), reverse=True)
+        total = 0
+        kept = set()
+        for _, size, path in found:
+            total += size
+            if total > self._limit_bytes:
+                path.unlink(missing_ok=True)
+            else:
+                kept.add(bytes.fromhex(path.stem))
+        self._files = kept
+
+    def _entries(self) -> Iterator[tuple[float, int, Path]]:
+        """When each file was last used, its size and its path."""
+        for path in self._folder.glob(f"*{_SUFFIX}"):
+            try:
+                key, status = bytes.fromhex(path.stem), path.stat()
+            except (ValueError, FileNotFoundError):
+                continue  # of somebody else, or removed by another server
+            if len(key) == len(self.model):
+                yield status.st_mtime, status.st_size, path
+
+    def _path(self, key: bytes) -> Path:
+        return self._folder / f"{key.hex()}{_SUFFIX}"

@@ -1,0 +1,181 @@
+"""DiskPrefixes reads cached prefixes from the disk when requests arrive, and writes new ones while the device is idle.
+
+    submit ──▶ look_up ──▶ the prompt waits ──read on a worker thread──▶ advance: into the pool ──▶ admitted
+
+The disk is used on the worker's thread only. The device thread copies blocks to and from host memory, a part of at most
+`_PART_BYTES` between two units.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from itertools import islice, takewhile
+
+from mlx_parallm.batch.kv.block_files import BlockName, HostBlock, block_key, block_names, root_key
+from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
+from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
+from mlx_parallm.batch.kv.disk import PrefixStore
+from mlx_parallm.batch.kv.prefix import Node
+from mlx_parallm.core import BASE_ADAPTER, SequenceStatus
+from mlx_parallm.engine.live import LiveRequest, LiveSequence
+from mlx_parallm.engine.memory import PrefixRoot
+
+_PART_BYTES = 16 << 20
+"""Bytes of blocks that are copied to or from host memory at once. At least one block is."""
+
+_PATIENCE_S = 1.0
+"""How long a prompt waits for the disk, in seconds. What was read by then is used."""
+
+
+@dataclass(slots=True)
+class _Lookup:
+    """A prompt that waits for blocks from the disk.
+
+    `leader`: the first sequence of the prompt. `names`: the blocks that are not read yet. `part`: those that are being
+    read, `asked` in number.
+    """
+
+    leader: LiveSequence
+    root: Hashable
+    names: Sequence[BlockName]
+    gives_up_at: float
+    part: Future[list[HostBlock]] | None = None
+    asked: int = 0
+
+
+class DiskPrefixes:
+    """The prefix cache's files as the device loop uses them. Device thread only.
+
+    Attributes:
+        queries, hits: tokens of prompts that were looked up here because the memory did not have them, and those that
+            were read back.
+
+    Args:
+        root: where the blocks of a waiting sequence's prompt may be registered, None if nowhere.
+    """
+
+    def __init__(
+        self, store: PrefixStore, cache: LoRABatchedKVCache, root: Callable[[LiveSequence], PrefixRoot | None]
+    ) -> None:
+        self.queries = self.hits = 0
+        self._store = store
+        self._cache = cache
+        self._root = root
+        self._lookups: deque[_Lookup] = deque()  # only the first one reads: it may read what the others want too
+        self._part_blocks = max(1, _PART_BYTES // (cache.layout.bytes_per_token * BLOCK_TOKENS))
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    def look_up(self, request: LiveRequest) -> None:
+        """Makes each prompt of a new request wait if the disk has blocks that follow those in memory."""
+        for group in dict.fromkeys(sequence.group for sequence in request.unfinished):
+            leader = group.members[0]
+            assert isinstance(leader, LiveSequence)
+            root = self._root(leader)
+            if not leader.scored and (names := self._names(leader, root)):
+                group.awaits_prefix = True
+                self._lookups.append(_Lookup(leader, root, names, time.monotonic() + _PATIENCE_S))
+
+    def _names(self, leader: LiveSequence, root: Hashable) -> list[BlockName]:
+        """The blocks of a prompt that follow those in memory, as far as the disk has them."""
+        ids, key = leader.tokens, self._root_key(root)
+        if key is None:
+            return []
+        cached = self._cache.cached(root, ids) // BLOCK_TOKENS
+        self.queries += ((len(ids) - 1) // BLOCK_TOKENS - cached) * BLOCK_TOKENS
+        names = block_names(key, ids)
+        return [*takewhile(lambda name: name.key in self._store, islice(names, cached, None))]
+
+    def advance(self, now: float) -> None:
+        """Puts the part that was read last into the pool, and begins to read the next one. Prompts for which all is
+        read, and those that have waited too long, wait no longer."""
+        if self._lookups and (part := self._lookups[0].part) and part.done():
+            self._restore(self._lookups[0], part)
+        for lookup in [each for each in self._lookups if _is_over(each, now)]:
+            self._end(lookup)
+        while self._lookups and self._lookups[0].part is None:
+            self._read(self._lookups[0])
+
+    def _read(self, lookup: _Lookup) -> None:
+        cached = self._cache.cached(lookup.root, lookup.leader.tokens) // BLOCK_TOKENS
+        names = [name for name in lookup.names if name.depth > cached]
+        part, lookup.names = names[: self._part_blocks], names[self._part_blocks :]
+        if part:
+            lookup.part, lookup.asked = self._store.read(part), len(part)
+        else:
+            self._end(lookup)
+
+    def _restore(self, lookup: _Lookup, part: Future[list[HostBlock]]) -> None:
+        """Registers blocks as cached prefixes. The prompt waits for more only if all that were asked for came."""
+        lookup.part, complete = None, False
+        try:
+            blocks = part.result()
+            if self._cache.restore(lookup.root, lookup.leader.tokens, blocks):
+                self.hits += len(blocks) * BLOCK_TOKENS
+                complete = len(blocks) == lookup.asked
+        finally:
+            if not complete:
+                self._end(lookup)
+
+    def _end(self, lookup: _Lookup) -> None:
+        lookup.leader.group.awaits_prefix = False
+        self._lookups.remove(lookup)
+        if lookup.part is not None:
+            lookup.part.cancel()
+
+    # -- writing ---------------------------------------------------------------------------------
+
+    def save(self) -> bool:
+        """Hands a part of the blocks that are not on the disk to the worker, unless it is still writing. Returns
+        whether there were any."""
+        if not self._store.may_write:
+            return False
+        nodes = self._cache.unsaved(self._part_blocks)
+        blocks = []
+        for node in nodes:
+            node.saved = True
+            if (key := self._key(node)) and key not in self._store:
+                blocks.append(HostBlock(BlockName(key, node.depth, node.ids), self._cache.to_host(node)))
+        if blocks:
+            self._store.write(blocks)
+        return bool(nodes)
+
+    def _key(self, node: Node) -> bytes | None:
+        """The key of a block's file. None if blocks of its adapter version are not written."""
+        path = []
+        while node.parent is not None and not node.key:
+            path.append(node)
+            node = node.parent
+        key = node.key or self._root_key(node.root)
+        for below in reversed(path):
+            if key is not None:
+                key = below.key = block_key(key, below.ids)
+        return key
+
+    def _root_key(self, root: Hashable) -> bytes | None:
+        """Identifies a version and a salt beyond the life of this process. None if the version's content is in no file
+        that says what it is."""
+        if not isinstance(root, PrefixRoot) or not (root.version.ref == BASE_ADAPTER or root.version.info.digest):
+            return None
+        ref, digest = root.version.ref, root.version.info.digest
+        return root_key(self._store.model, json.dumps([ref.name, ref.version, digest, root.salt]))
+
+    # -- state -----------------------------------------------------------------------------------
+
+    def describe(self) -> dict[str, object]:
+        """For `/debug/state`."""
+        return {
+            "prompts_waiting": len(self._lookups),
+            "blocks_written": self._store.written,
+            "damaged_files": self._store.damaged,
+            "writes": self._store.writes,
+        }
+
+
+def _is_over(lookup: _Lookup, now: float) -> bool:
+    return now >= lookup.gives_up_at or lookup.leader.status is SequenceStatus.FINISHED

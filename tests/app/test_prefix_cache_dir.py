@@ -1,0 +1,56 @@
+"""`--prefix-cache-dir` from the configuration to the answers of a server that starts again."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from tiny import save_tiny
+
+from mlx_parallm.app.build import Engine
+from mlx_parallm.config import configure
+from mlx_parallm.core import GenerationRequest, RequestFinished, SamplingParams, SequenceOutput, StopParams
+from mlx_parallm.errors import ConfigError
+
+PROMPT = tuple(i * i % 251 for i in range(300))
+
+
+def engine(folder: Path, **server: object) -> Engine:
+    keys = {f"server__{name}": value for name, value in server.items()}
+    return Engine(configure(folder / "model", rl_training__enabled=False, server__kv_cache_memory="16MB", **keys))
+
+
+async def answer(folder: Path) -> tuple[list[int], int]:
+    """Starts a server, asks it, and stops it when the four blocks of the prompt are on the disk. Returns the answer's
+    tokens and the cached tokens."""
+    served = engine(folder, prefix_cache_dir=folder / "prefixes")
+    served.start()
+    try:
+        request = GenerationRequest("x", (PROMPT,), SamplingParams(temperature=0.0), StopParams(8))
+        events = [event async for event in served.processor.generate(request)]
+        while len(list((folder / "prefixes").glob("*.kv"))) < 4:
+            await asyncio.sleep(0.01)
+    finally:
+        served.stop()
+    assert isinstance(events[-1], RequestFinished)
+    tokens = [token for event in events if isinstance(event, SequenceOutput) for token in event.token_ids]
+    return tokens, events[-1].cached_tokens
+
+
+@pytest.mark.timeout(120)
+async def test_a_server_that_starts_again_has_what_the_last_one_computed(tmp_path: Path) -> None:
+    save_tiny("llama", tmp_path / "model")
+    first, again = await answer(tmp_path), await answer(tmp_path)
+    assert (first[1], again[1]) == (0, 256)
+    assert first[0] == again[0]
+
+
+@pytest.mark.parametrize("fault", ["a file is in the way", "there is no prefix cache"])
+def test_a_folder_that_cannot_be_used_is_told(tmp_path: Path, fault: str) -> None:
+    save_tiny("llama", tmp_path / "model")
+    (tmp_path / "file").write_text("x")
+    none = fault == "there is no prefix cache"
+    served = engine(tmp_path, prefix_cache=not none, prefix_cache_dir=tmp_path / ("prefixes" if none else "file"))
+    with pytest.raises(ConfigError, match="--prefix-cache-dir"):
+        served.start()
