@@ -118,13 +118,13 @@ class DeviceLoop:
         """Runs `function` and completes `done`. An error concerns the caller only, because no row's arrays are written
         and no forward unit is in flight whose error could show here."""
         started = time.monotonic()
-        self._commit_step()
+        self._read_in_flight()
         complete(done, lambda: function(self))
         self.scheduler.gap.add_wait_time(time.monotonic() - started)
         with self.surviving():
             self._tidy()
 
-    def _commit_step(self) -> None:
+    def _read_in_flight(self) -> None:
         with self.surviving():
             self._forwards.commit()
             self._requests.flush()
@@ -134,7 +134,7 @@ class DeviceLoop:
         self.scheduler.pause(freeze=mode is PauseMode.KEEP)
         if mode is PauseMode.WAIT:
             return
-        self._commit_step()  # its tokens are published
+        self._read_in_flight()  # its tokens are published
         if mode is PauseMode.ABORT:
             self._requests.fail_all(AbortedError("the server was paused"))
         self._requests.flush()

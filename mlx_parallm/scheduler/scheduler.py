@@ -175,10 +175,10 @@ class RLAwareScheduler:
         self._beside.update(now, candidates, requests_run=bool(self._rows) and not self._frozen)
         if self._frozen:
             return self._beside.idle_unit()
-        twins = self._share_prefixes()
+        followers = self._share_prefixes()
         rows, prompts = decoding(self._rows, self.schedule.row_shares), prefilling(self._rows)
         before = self._beside.next_unit(now, bool(self._rows), rows, prompts)
-        return before or self._next_forward(rows, twins) or self._beside.idle_unit()
+        return before or self._next_forward(rows, followers) or self._beside.idle_unit()
 
     def _share_prefixes(self) -> set[Sequence]:
         """Gives prompts in prefill what others have computed of them.
@@ -188,18 +188,18 @@ class RLAwareScheduler:
             unless they are overdue.
         """
         first: dict[Hashable, Sequence] = {}
-        twins: set[Sequence] = set()
+        followers: set[Sequence] = set()
         for prompt in sorted(prefilling(self._rows), key=lambda prompt: -prompt.computed):
             key = self._memory.share(prompt)
             advance(prompt, 0)
             if key is not None and first.setdefault(key, prompt) is not prompt:
-                twins.add(prompt)
-        return twins
+                followers.add(prompt)
+        return followers
 
-    def _next_forward(self, rows: list[Sequence], twins: set[Sequence]) -> ForwardUnit | None:
+    def _next_forward(self, rows: list[Sequence], followers: set[Sequence]) -> ForwardUnit | None:
         """The next forward unit: a token of each of these rows, and chunks of prompts."""
         rows = self._with_room(rows)
-        chunks = self._next_chunks(bool(rows), twins)
+        chunks = self._next_chunks(bool(rows), followers)
         return forward_unit(rows, chunks, self.gap.interrupted) if rows or chunks else None
 
     def _with_room(self, rows: list[Sequence]) -> list[Sequence]:
@@ -210,15 +210,15 @@ class RLAwareScheduler:
                 self._memory_is_short = True
         return [row for row in rows if row.status is SequenceStatus.RUNNING]
 
-    def _next_chunks(self, rows_wait: bool, twins: set[Sequence]) -> list[Span]:
-        """The next chunks of the most urgent prompts that are not `twins`, packed while time and tokens allow.
+    def _next_chunks(self, rows_wait: bool, followers: set[Sequence]) -> list[Span]:
+        """The next chunks of the most urgent prompts that are not `followers`, packed while time and tokens allow.
 
         Beside decode rows, a chunk that is predicted to exceed the allowance is taken only in a fresh gap, or for
         prompts that are overdue.
         """
         prompts = prefilling(self._rows)
         prompts.sort(key=lambda s: (s.work_class is WorkClass.TRAINING, self._urgency(s, s.computed)))
-        ready = [prompt for prompt in prompts if prompt not in twins]
+        ready = [prompt for prompt in prompts if prompt not in followers]
         if not rows_wait:
             return self._packer.pack(ready, [], self.gap.chunk_s - self.cost.seconds(), at_least_one=True)
         fresh = self.gap.is_fresh

@@ -168,7 +168,7 @@ async def test_sleep_waits_for_requests_and_gives_the_pool_back(engine: Continuo
     assert running.done()
     assert engine.stats().kv_bytes_held == 0
     after = await engine.run(mx.get_active_memory)
-    assert after - before < 20_000, "nothing keeps a slab"
+    assert after - before < 20_000, "nothing keeps an arena"
     assert await engine.run(mx.get_cache_memory) == 0
     assert len(await generate(engine, "s", 5)) == 5, "and the next request takes it again"
 
