@@ -147,7 +147,7 @@ def test_without_an_answer_a_collected_request_waits_for_feedback_and_its_answer
 
 
 def test_under_load_collected_and_live_requests_share_the_rows_by_the_ratios(model: Path, tmp_path: Path) -> None:
-    """Counted over some ten waves of ten rows each, so that the first one weighs little."""
+    """Counted over some ten waves of ten rows each, so that the first one, which is all live, weighs little."""
     server = start(*flags(model, tmp_path, "--max-batch-size", "10"))
     body = {"prompt": [5, 6, 7], "max_tokens": 200, "n": 60, "seed": 1}
     asking = [
@@ -155,14 +155,20 @@ def test_under_load_collected_and_live_requests_share_the_rows_by_the_ratios(mod
         for more in ({}, {"collect_trajectory": True})
     ]
     rows: Counter[str] = Counter()
+
+    def sequences() -> Any:
+        return server.get("/debug/state")["engine"]["detail"]["sequences"]
+
     try:
         for thread in asking:
             thread.start()
+            while not sequences():
+                time.sleep(0.001)
         while any(thread.is_alive() for thread in asking):
-            sequences = server.get("/debug/state")["engine"]["detail"]["sequences"]
-            waiting = {each["class"] for each in sequences if not each["computed_tokens"]}
+            now = sequences()
+            waiting = {each["class"] for each in now if not each["computed_tokens"]}
             if len(waiting) == 2:
-                rows.update(each["class"] for each in sequences if each["generated_tokens"])
+                rows.update(each["class"] for each in now if each["generated_tokens"])
     finally:
         stop(server)
         for thread in asking:
