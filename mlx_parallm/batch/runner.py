@@ -264,8 +264,10 @@ def _inputs(spans: Sequence[Span[Row]], previous: Launched | None) -> mx.array:
         if span.stop > len(span.row.tokens):
             unread.append((len(ids), span.row))
             ids.append(0)
-    if previous is None or previous.sampled is None or not unread:
+    if not unread:
         return mx.array(ids, mx.uint32)
+    assert previous is not None
+    assert previous.sampled is not None, "a token is unread, and no pass in flight draws it"
     tokens = previous.sampled.tokens
     if len(unread) == len(ids) and tuple(row for _, row in unread) == previous.rows:
         return tokens
