@@ -113,13 +113,9 @@ def main() -> int:
     results = Bench(arguments).run()
     judged = list(results.judged())
     report.show(judged)
-    report.write(arguments.out, {"machine": before, "setting": _setting(arguments), **results.record()}, judged)
+    report.write(arguments.out, {"machine": before, "setting": report.setting(arguments), **results.record()}, judged)
     print(f"written to {arguments.out}")
     return int(any(figure.met is False for figure in judged))
-
-
-def _setting(arguments: argparse.Namespace) -> dict[str, Any]:
-    return {name: value for name, value in vars(arguments).items() if name != "out"}
 
 
 def _arguments() -> argparse.Namespace:

@@ -22,7 +22,6 @@ on the machine meanwhile.
 import argparse
 import asyncio
 import shlex
-import signal
 import subprocess
 import sys
 import tempfile
@@ -30,7 +29,6 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from lib import machine, peers, report, throughput
 from lib.figures import Figure
@@ -45,7 +43,6 @@ from rich.table import Table
 HERE = Path(__file__).parent
 PROGRAMS = HERE / "lib" / "programs"
 PARTS = ("turns", "chat", "agent", "shared")
-PEER_FLAGS = "--decode-concurrency 32 --prompt-concurrency 8"
 NO_CACHE_FLAG = "--no-prefix-cache"
 QUICK_ALIGNMENTS = 4
 REPLAYS = {"chat": ("Chat", replay.chat), "agent": ("Agent", replay.agent)}
@@ -136,24 +133,12 @@ def main() -> int:
         subprocess.run([sys.executable, str(PROGRAMS / "model_dir.py"), str(bench.model)], check=True)
         before = machine.describe()
         machine.warn_if_busy()
-        results = asyncio.run(_cancelled_by_sigterm(bench))
+        results = asyncio.run(peers.cancelled_by_sigterm(bench.run()))
     judged = list(results.judged())
     report.show(judged, *results.tables())
-    report.write(arguments.out, {"machine": before, "setting": _setting(arguments), **asdict(results)}, judged)
+    report.write(arguments.out, {"machine": before, "setting": report.setting(arguments), **asdict(results)}, judged)
     print(f"written to {arguments.out}")
     return int(any(figure.met is False for figure in judged))
-
-
-async def _cancelled_by_sigterm(bench: Bench) -> Results:
-    """Runs the benchmark. SIGTERM cancels it as Ctrl-C does, so that all child processes are killed."""
-    task = asyncio.current_task()
-    assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    return await bench.run()
-
-
-def _setting(arguments: argparse.Namespace) -> dict[str, Any]:
-    return {name: value for name, value in vars(arguments).items() if name != "out"}
 
 
 def _arguments() -> argparse.Namespace:
@@ -162,7 +147,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--alignments", type=int, default=BLOCK, help="of the history to a block, at most 64")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--peer-flags", default=PEER_FLAGS, help="of mlx_lm.server")
+    parser.add_argument("--peer-flags", default=peers.MLX_LM_FLAGS, help="of mlx_lm.server")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "prefix.json")
     return parser.parse_args()
 

@@ -142,7 +142,7 @@ def main() -> int:
     judged = list(results.judged())
     report.show(judged)
     rl_tables.show(results.served, results.memories)
-    setting = {name: value for name, value in vars(arguments).items() if name != "out"} | {"batch": rl_batch.FACTS}
+    setting = report.setting(arguments) | {"batch": rl_batch.FACTS}
     report.write(arguments.out, {"machine": before, "setting": setting, **results.record()}, judged)
     print(f"written to {arguments.out}")
     return int(any(figure.met is False for figure in judged))

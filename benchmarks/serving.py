@@ -11,7 +11,6 @@ should run on the machine meanwhile.
 import argparse
 import asyncio
 import shlex
-import signal
 import subprocess
 import sys
 import tempfile
@@ -35,7 +34,6 @@ from rich.table import Table
 HERE = Path(__file__).parent
 PROGRAMS = HERE / "lib" / "programs"
 SCENARIOS = ("throughput", "decode", "fairness", "memory")
-PEER_FLAGS = "--decode-concurrency 32 --prompt-concurrency 8"
 MEMORY_CLIENTS = 16
 
 
@@ -142,21 +140,13 @@ def main() -> int:
         subprocess.run([sys.executable, str(PROGRAMS / "model_dir.py"), str(bench.model)], check=True)
         before = machine.describe()
         machine.warn_if_busy()
-        results = asyncio.run(_cancelled_by_sigterm(bench))
+        results = asyncio.run(peers.cancelled_by_sigterm(bench.run()))
     judged = list(results.judged())
     report.show(judged, *results.tables())
-    setting = {name: value for name, value in vars(arguments).items() if name != "out"}
-    report.write(arguments.out, {"machine": before, "setting": setting, **results.record()}, judged)
+    record = {"machine": before, "setting": report.setting(arguments), **results.record()}
+    report.write(arguments.out, record, judged)
     print(f"written to {arguments.out}")
     return int(any(figure.met is False for figure in judged))
-
-
-async def _cancelled_by_sigterm(bench: Bench) -> Results:
-    """Runs the benchmark. SIGTERM cancels it as Ctrl-C does, so that all child processes are killed."""
-    task = asyncio.current_task()
-    assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    return await bench.run()
 
 
 def _arguments() -> argparse.Namespace:
@@ -164,7 +154,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="one repeat of fewer and shorter requests")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=SCENARIOS, default=SCENARIOS)
-    parser.add_argument("--peer-flags", default=PEER_FLAGS, help="of mlx_lm.server")
+    parser.add_argument("--peer-flags", default=peers.MLX_LM_FLAGS, help="of mlx_lm.server")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "serving.json")
     return parser.parse_args()
 

@@ -37,7 +37,7 @@ PARTS = ("times", "counts", "operations", "budget")
 BUDGET_ROWS = (1, 8, 16, 32, 64)
 BUDGET_CONTEXTS = (512, 2000)
 SHOWN_OPERATIONS = 24
-_SHORT = {"keys_and_values": "KV", "nbytes": "all MB", "activations": "other"}
+_SHORT = {"keys_and_values": "KV", "nbytes": "all MB"}
 
 
 def main() -> int:
@@ -141,9 +141,7 @@ def _operations_table(case: Case) -> Table:
 def _table(title: str, names: Iterable[str]) -> Table:
     table = Table("step", title=title)
     for name in names:
-        table.add_column(
-            {"keys_and_values": "KV", "nbytes": "all MB"}.get(name, name.replace("_", " ")), justify="right"
-        )
+        table.add_column(_SHORT.get(name, name.replace("_", " ")), justify="right")
     return table
 
 

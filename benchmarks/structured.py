@@ -17,7 +17,6 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from lib import machine, report
 from lib.alone import alone
@@ -68,7 +67,7 @@ def main() -> int:
     results = _run(arguments)
     judged = list(results.judged())
     report.show(judged)
-    report.write(arguments.out, {"machine": before, "setting": _setting(arguments), **asdict(results)}, judged)
+    report.write(arguments.out, {"machine": before, "setting": report.setting(arguments), **asdict(results)}, judged)
     print(f"written to {arguments.out}")
     return int(any(figure.met is False for figure in judged))
 
@@ -83,10 +82,6 @@ def _run(arguments: argparse.Namespace) -> Results:
     if "throughput" in arguments.only:
         results.rates = alone(structured_decode.measure, 1 if arguments.quick else arguments.repeats)
     return results
-
-
-def _setting(arguments: argparse.Namespace) -> dict[str, Any]:
-    return {name: value for name, value in vars(arguments).items() if name != "out"}
 
 
 def _arguments() -> argparse.Namespace:

@@ -125,6 +125,11 @@ async def closed_loop(port: int, bodies: Sequence[Body], clients: int, attempts:
     return load
 
 
+def greedy(max_tokens: int) -> Body:
+    """A greedy streaming request with a token count at the end, but without its prompt or messages."""
+    return {"max_tokens": max_tokens, "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
+
+
 async def get_json(port: int, path: str) -> Any:
     """The JSON answer to a GET request. Raises OSError if its status is not 200."""
     return json.loads(await get(port, path))

@@ -10,18 +10,22 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from lib.load import HOST, get_json
 
 PROGRAMS = Path(__file__).parent / "programs"
 OUR_SERVER = Path(sys.executable).with_name("mlx_parallm_serve")
+MLX_LM_FLAGS = "--decode-concurrency 32 --prompt-concurrency 8"
 START_LIMIT_S = 120
 ORDER_LIMIT_S = 600
 LINE_LIMIT = 2**24
+
+R = TypeVar("R")
 
 
 class PeerError(RuntimeError):
@@ -44,6 +48,14 @@ class Peer:
         finally:
             if self.process.returncode is None:
                 self.process.send_signal(signal.SIGSTOP)
+
+
+async def cancelled_by_sigterm(benchmark: Coroutine[Any, Any, R]) -> R:
+    """Runs the benchmark. SIGTERM cancels it as Ctrl-C does, so that all child processes are killed."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    return await benchmark
 
 
 @asynccontextmanager

@@ -1,5 +1,6 @@
 """Prints tables and writes the JSON record of a benchmark."""
 
+import argparse
 import json
 import math
 import sys
@@ -28,6 +29,11 @@ def show(figures: Iterable[Figure], *tables: Table) -> None:
 
 def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else WIDTH)
+
+
+def setting(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of a run, for its record. The record's own file is left out."""
+    return {name: value for name, value in vars(arguments).items() if name != "out"}
 
 
 def write(file: Path, report: dict[str, Any], figures: Iterable[Figure]) -> None:

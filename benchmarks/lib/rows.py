@@ -10,7 +10,7 @@ from mlx_parallm.core import PromptGroup, SamplingParams
 
 
 def open_row(runner: BatchRunner, context: int, room: int, slot: int, sampling: SamplingParams, token: int) -> Row:
-    """A row with `context` tokens in the KV pool, whose content is never computed, and room for `room` more."""
+    """A row with `context` tokens in the KV pool and room for `room` more. The keys and values are never computed."""
     row = Row(sequence_id=0, tokens=[], max_tokens=room, arrived_at=0.0, group=PromptGroup())
     row.sampling = RowSampling(sampling)
     opened = runner.cache.open(context + room, into=row)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from lib.load import Body, Load, closed_loop
+from lib.load import Body, Load, closed_loop, greedy
 from lib.peers import Peer
 from lib.prompts import short_prompts
 
@@ -60,13 +60,7 @@ class Point:
 def body(prompt: str | list[int], max_tokens: int) -> Body:
     """A greedy streaming request with a token count at the end. Both servers accept it, unless the prompt is token
     ids."""
-    return {
-        "prompt": prompt,
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
+    return {"prompt": prompt, **greedy(max_tokens)}
 
 
 async def warm_up(peer: Peer) -> None:

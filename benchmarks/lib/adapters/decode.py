@@ -16,7 +16,7 @@ from statistics import mean
 import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
 
 import mlx.nn as nn  # isort: skip
-from lib.adapters.files import QV, RANK, layout_of, random_adapter
+from lib.adapters.files import QV, RANK, fill, layout_of, random_adapter
 from lib.adapters.gather_products import GatherProducts
 from lib.rows import begin, open_row, rewind
 from mlx.utils import tree_unflatten
@@ -176,9 +176,7 @@ def _base_seconds(rig: _Rig) -> float:
 def _filled_bank(manager: SharedModelManager, targets: Collection[str]) -> AdapterBank:
     bank = AdapterBank(layout_of(manager), SLOTS, RANK, manager.kv_layout.dtype)
     weights = random_adapter(bank.layout, seed=0, targets=targets)
-    for slot in reversed(range(1, SLOTS + 1)):  # the last slot first, so that the arrays grow once
-        for _ in bank.write(slot, weights):
-            pass
+    fill(bank, weights)
     return bank
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
 
 import numpy as np  # isort: skip
+from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.files.write import write_mlx_lm
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LoRAPair
 from mlx_parallm.model.hooks import adapter_layout
@@ -27,6 +28,13 @@ def random_adapter(layout: AdapterLayout, seed: int, rank: int = RANK, targets: 
             b = rng.standard_normal((rank, spec.out_features), np.float32) * np.float32(_SIZE / _SCALE / rank**0.5)
             pairs[path] = LoRAPair(a, b, _SCALE)
     return AdapterWeights(pairs)
+
+
+def fill(bank: AdapterBank, weights: AdapterWeights) -> None:
+    """Writes one adapter into all slots of a bank."""
+    for slot in reversed(range(1, bank.slots + 1)):  # the last slot first, so that the arrays grow once
+        for _ in bank.write(slot, weights):
+            pass
 
 
 def write_adapters(folder: Path, names: Sequence[str]) -> None:

@@ -74,7 +74,9 @@ class Footprint:
 
 @dataclass(slots=True)
 class Churn:
-    """The measurements. The time of a step goes from its launch to the next one. Those with chunks do not count.
+    """The measurements. The time of a step goes from its launch to the next one.
+
+    Steps that contain chunks of prompts do not count.
 
     `admitted_s`: seconds from `stage` until the first row of that version, if one came before the next version.
     `compared`: number of tokens equal to the control's, up to the end of a row or its first different token. `failed`:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lib.load import Body, Stream, closed_loop
+from lib.load import Body, Stream, closed_loop, greedy
 from lib.peers import Peer, PeerError
 from lib.prefix.texts import Messages
 
@@ -22,13 +22,7 @@ class Side:
 
 def body(messages: Messages, max_tokens: int) -> Body:
     """A greedy streaming chat request with a token count at the end."""
-    return {
-        "messages": messages,
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
+    return {"messages": messages, **greedy(max_tokens)}
 
 
 async def ask(side: Side, messages: Messages, max_tokens: int) -> Stream:

@@ -61,7 +61,7 @@ def counted(wanted: Iterable[Case]) -> dict[Case, Counts]:
 
 
 def by_operation(case: Case) -> dict[str, Cost]:
-    """The cost of all operations of one kind and shape, the most bytes first. Repeated ones are left out."""
+    """The cost of the operations of each name and shape, most bytes first. Repeated launches are left out."""
     with gpu_graphs() as recorder:
         operations = trace(_prepared(build(case.model), case.rows), recorder)
     found: dict[str, Cost] = {}
@@ -98,8 +98,8 @@ def write_record(found: Mapping[Case, Counts]) -> None:
 
 
 def read_record() -> dict[str, dict[str, int]]:
-    cases: dict[str, dict[str, int]] = json.loads(RECORD.read_text())["cases"]
-    return cases
+    record: dict[str, dict[str, int]] = json.loads(RECORD.read_text())["cases"]
+    return record
 
 
 def excess(found: Mapping[str, Mapping[str, int]], record: Mapping[str, Mapping[str, int]]) -> list[str]:

@@ -1,4 +1,4 @@
-"""One decode step of the batch runner. No other file of this benchmark depends on the runner's interface."""
+"""One decode step of the batch runner, for rows of any context lengths."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

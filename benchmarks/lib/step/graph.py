@@ -4,6 +4,7 @@ MLX's exporter lists the operations with shapes, but merges equal ones first, wh
 of a graph has neither shapes nor merging, so the two together give all operations, and the number of repeated ones.
 """
 
+import math
 import re
 import tempfile
 from collections.abc import Callable, Sequence
@@ -43,10 +44,7 @@ class Shaped:
 
     @property
     def size(self) -> int:
-        count = 1
-        for side in self.shape:
-            count *= side
-        return count
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:

@@ -109,8 +109,8 @@ def _place(operation: Operation, layouts: dict[str, Layout]) -> Cost:
             else:
                 layouts[output.name] = Layout(output.shape, strides, output.itemsize, source.buffer, source.kind)
         else:
-            updated = operation.name in _IN_PLACE and source is not None
-            layouts[output.name] = _new(output, source.kind if updated and source else Kind.OTHER)
+            kind = source.kind if source is not None and operation.name in _IN_PLACE else Kind.OTHER
+            layouts[output.name] = _new(output, kind)
     return cost
 
 
@@ -159,7 +159,7 @@ def reshaped(shape: Sequence[int], strides: Sequence[int], wanted: Sequence[int]
 
 
 def _runs(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
-    """The dimensions, those that continue each other joined: (elements, stride of the innermost)."""
+    """Joins neighbouring dimensions that one stride can step through. Each is (elements, stride of the innermost)."""
     runs: list[tuple[int, int]] = []
     for side, stride in zip(shape, strides, strict=True):
         if side == 1:
@@ -278,6 +278,7 @@ def _copied_first(operation: Operation, inputs: Sequence[Layout]) -> list[Layout
 
 
 def _is_query(layout: Layout) -> bool:
+    """Whether attention reads these queries as they lie."""
     if layout.contiguous:
         return True
     batch, heads, _, width = layout.shape
@@ -288,6 +289,7 @@ def _is_query(layout: Layout) -> bool:
 
 
 def _is_cache(layout: Layout) -> bool:
+    """Whether attention reads these keys or values as they lie."""
     batch, heads = layout.shape[:2]
     if layout.strides[-1] != 1:
         return False

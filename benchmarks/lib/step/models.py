@@ -104,7 +104,7 @@ def build(architecture: Architecture) -> ShapedModel:
 
 
 def runner_of(shaped: ShapedModel) -> BatchRunner:
-    """A new runner, with a KV pool that has room for every case."""
+    """A new runner. Its KV pool has room for the rows of any case."""
     runner = build_runner(shaped, shaped.bank, Config(server=ServerConfig(kv_cache_memory=_KV_BYTES)))
     runner.dense_rows = _DENSE_ROWS
     return runner

@@ -29,7 +29,7 @@ _COMPILED_IN = ("mlx.nn", "mlx_lm.")
 class Fused:
     """A call of a fused kernel. Its outputs stand in the graph as placeholders, so the graph ends at its inputs.
 
-    It counts even if nothing uses its outputs, and for every shape, also those for which Metal has no fused kernel.
+    Every call is recorded, even if nothing uses its outputs, or if Metal has no fused kernel for its shape.
 
     `launches`: kernels that it takes on Metal if no input has to be copied first.
     """

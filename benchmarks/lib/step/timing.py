@@ -20,7 +20,7 @@ from unittest.mock import patch
 import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
 
 import mlx.core as mx  # isort: skip
-from lib.adapters.files import RANK, random_adapter
+from lib.adapters.files import RANK, fill, random_adapter
 from lib.step.decode import Decoder, Rows
 from lib.step.models import SLOTS
 from mlx_lm.models import llama
@@ -57,9 +57,7 @@ class Timer:
         self._manager = SharedModelManager(progress=False)
         bank = self._manager.install_bank(SLOTS, RANK)
         weights = random_adapter(bank.layout, seed=0, targets=())
-        for slot in reversed(range(1, SLOTS + 1)):  # the last slot first, so that the arrays grow once
-            for _ in bank.write(slot, weights):
-                pass
+        fill(bank, weights)
         self._runner = build_runner(self._manager, bank, Config())
 
     def measure(self, rows: Rows, repeats: int) -> Times:
