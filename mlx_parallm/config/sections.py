@@ -115,8 +115,8 @@ class ServerConfig(Section):
     samples of one prompt share its keys and values.
     """
     prefix_cache_dir: Folder | None = None
-    """Folder that keeps cached keys and values across restarts. They are written while the server is idle. Whoever can
-    read these files can find out the text of prompts and answers.
+    """Folder that keeps cached keys and values across restarts. They are written while the server is idle. The text of
+    prompts and answers can be recovered from these files.
     """
     prefix_cache_disk: ByteSize = Field(default=8 << 30, ge=1)
     """Largest size of the files in prefix_cache_dir, such as 20GB. Those used least recently are removed beyond it."""

@@ -66,7 +66,7 @@ from mlx_parallm.core.grammar import (
     parts_of,
     with_bounded_integers,
 )
-from mlx_parallm.core.memory import Account, DeviceMemory, Shortage, default_budget, to_preempt
+from mlx_parallm.core.memory import Account, DeviceMemory, default_budget, to_preempt
 from mlx_parallm.core.requests import (
     CollectionSpec,
     Event,

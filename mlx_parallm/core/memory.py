@@ -29,7 +29,7 @@ from mlx_parallm.core.requests import WorkClass
 from mlx_parallm.core.sequence import Sequence as Row
 
 _REMEMBERED = 64
-"""Shortages that are remembered for checks."""
+"""Number of shortages, the last ones, that are kept for `check_integrity`."""
 
 _POOL_SHARE = 0.8
 """Share of the default budget in what the weights and MLX's cached buffers leave of the limit."""
@@ -125,7 +125,7 @@ class DeviceMemory:
     # -- who gives way ---------------------------------------------------------------------------
 
     def to_preempt(self, rows: Sequence[Row], missing: int, device_refused: bool = False) -> Row:
-        """The row that gives way now, as `to_preempt` says, which is remembered as a `Shortage`."""
+        """Returns the row that the function `to_preempt` chooses, and records a `Shortage` for `check_integrity`."""
         row = to_preempt(rows)
         rollout = row.work_class is WorkClass.TRAINING
         younger = [other for other in rows[rows.index(row) + 1 :] if other.work_class is row.work_class]

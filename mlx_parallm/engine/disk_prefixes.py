@@ -22,11 +22,11 @@ from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
 from mlx_parallm.batch.kv.disk import PrefixStore
 from mlx_parallm.batch.kv.prefix import Node
 from mlx_parallm.core import BASE_ADAPTER, SequenceStatus
-from mlx_parallm.engine.live import LiveRequest, LiveSequence
+from mlx_parallm.engine.live import LiveRequest, LiveSequence, live
 from mlx_parallm.engine.memory import PrefixRoot
 
 _PART_BYTES = 16 << 20
-"""Bytes of blocks that are copied to or from host memory at once. At least one block is."""
+"""Bytes of blocks that are copied to or from host memory at once. A block that is larger is copied alone."""
 
 _PATIENCE_S = 1.0
 """How long a prompt waits for the disk, in seconds. What was read by then is used."""
@@ -74,8 +74,7 @@ class DiskPrefixes:
     def look_up(self, request: LiveRequest) -> None:
         """Makes each prompt of a new request wait if the disk has blocks that follow those in memory."""
         for group in dict.fromkeys(sequence.group for sequence in request.unfinished):
-            leader = group.members[0]
-            assert isinstance(leader, LiveSequence)
+            leader = live(group.members[0])
             root = self._root(leader)
             if not leader.scored and (names := self._names(leader, root)):
                 group.awaits_prefix = True

@@ -42,8 +42,8 @@ class LiveSequence(Row):
     """One choice of a request, with all of its state: counts, row, sampling and text.
 
     `scores`: the prompt's logprobs so far, None for the first token. The list itself is None if the request does not
-    want them or they have been sent. `counts_lookup`: what the row gets from the prefix cache counts as found. It does
-    not if the prompt was looked up before, for another sequence or before a preemption.
+    want them or they have been sent. `counts_lookup`: tokens that the row gets from the prefix cache count as hits.
+    False if the prompt was looked up before, for another sequence or before a preemption.
     """
 
     index: int

@@ -109,7 +109,7 @@ class PoolMemory:
         return self._cache.device.to_preempt(rows, missing, self._cache.device_refused)
 
     def close(self, sequence: Sequence) -> None:
-        """If this raises, the row is closed nevertheless, except that the pool has it until `clear`."""
+        """Takes the row away. If this raises, only the pool still has the row, until the pool is cleared."""
         row = live(sequence)
         try:
             self._cache.close(row, self._root(row), row.tokens)
