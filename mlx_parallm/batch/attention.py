@@ -58,7 +58,7 @@ class DenseSpan:
         banded = self._window is not None and row.stop - row.first > self._window
         if row.tokens == 1 and not banded:
             return None
-        if not banded and not needs_array_mask():
+        if not banded and not on_cpu():
             return "causal"
         if dtype not in self._masks:
             self._masks[dtype] = additive(_band(row, self._window), dtype)
@@ -101,11 +101,6 @@ def attention(
     if on_cpu() and sinks is None and queries.dtype == mx.float32:
         return _on_cpu(queries, keys, values, scale, mask)
     return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
-
-
-def needs_array_mask() -> bool:
-    """Whether `attention` on this device needs an array instead of the mask "causal"."""
-    return on_cpu()
 
 
 def additive(seen: mx.array, dtype: mx.Dtype) -> mx.array:

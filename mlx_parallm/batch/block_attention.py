@@ -73,6 +73,7 @@ class BlockPairs:
 
     def __init__(self, rows: Sequence[RowBlocks], window: int | None) -> None:
         self._folds = folds_of(rows, folds_work())
+        self._sharing = [_uint32(folds.tokens.ravel()) for folds in self._folds[1:]]
         self._tokens = sum(row.tokens for row in rows)
         self._first = np.repeat([row.first // BLOCK_TOKENS for row in rows], [row.tokens for row in rows])
         self._position = np.concatenate([np.arange(row.start, row.stop) for row in rows])
@@ -104,8 +105,8 @@ class BlockPairs:
         outputs = products[0].outputs(weights, values)
         if self._real is not None:
             outputs = outputs[self._real]
-        for each, folds in zip(products[1:], self._folds[1:], strict=True):
-            outputs = outputs.at[mx.array(folds.tokens.ravel())].add(each.outputs(weights, values))
+        for each, tokens in zip(products[1:], self._sharing, strict=True):
+            outputs = outputs.at[tokens].add(each.outputs(weights, values))
         return outputs[:, :, None]
 
     def _indices(self, shape: _Shape) -> tuple[mx.array, mx.array, list[_Products]]:

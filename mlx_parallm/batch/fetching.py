@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_parallm.batch.forward import Span, lines, token_places
-from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
+from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS, blocks_for
 from mlx_parallm.batch.kv.cache import KVRow, LoRABatchedKVCache
 
 
@@ -40,6 +40,9 @@ class FetchingForward:
         self._tokens = spans[0].tokens
         self._longest = max(span.stop for span in spans)
         self._groups = cache.groups
+        tables = [[span.row.tables[number] for span in spans] for number in range(len(cache.groups))]
+        self._targets = [token_places(spans, each) for each in tables]
+        self._tables = [_padded(each, blocks_for(self._longest)) for each in tables]
         self._of_layer = {
             layer: (number, index)
             for number, group in enumerate(cache.groups)
@@ -50,19 +53,13 @@ class FetchingForward:
         """Writes keys and values [B, kv_heads, T, head_dim] into the pool."""
         number, index = self._of_layer[layer]
         arena, kv_heads = self._groups[number].arena, keys.shape[1]
-        places, offsets = token_places(self._spans, [span.row.tables[number] for span in self._spans])
-        at = lines(places, offsets, kv_heads, arena.places(index))
+        at = lines(*self._targets[number], kv_heads, arena.places(index))
         arena.write(index, at, _by_token(keys), _by_token(values))
 
     def fetch(self, layer: int) -> tuple[mx.array, mx.array]:
         """Dense copies [B, kv_heads, longest, head_dim]. `dense_mask` hides what is beyond a row's length."""
         number, index = self._of_layer[layer]
-        arena = self._groups[number].arena
-        blocks = -(-self._longest // BLOCK_TOKENS)
-        table = np.zeros((len(self._spans), blocks), np.int64)  # block 0 fills up short rows, and what a window freed
-        for row, span in zip(table, self._spans, strict=True):
-            own = span.row.tables[number][:blocks]
-            row[: len(own)] = np.maximum(own, 0)
+        arena, table = self._groups[number].arena, self._tables[number]
         return self._copied(arena.keys[index], table), self._copied(arena.values[index], table)
 
     def dense_mask(self, window: int | None) -> mx.array:
@@ -77,6 +74,15 @@ class FetchingForward:
         blocks = mx.array(table[:, None] + np.arange(kv_heads)[:, None] * places)
         dense = array.reshape(-1, BLOCK_TOKENS, width)[blocks]
         return dense.reshape(len(table), kv_heads, -1, width)[:, :, : self._longest]
+
+
+def _padded(tables: Sequence[Sequence[int]], blocks: int) -> NDArray[np.int64]:
+    """The first places of each row, [rows, blocks]. Place 0 fills up short rows, and stands for freed blocks."""
+    padded = np.zeros((len(tables), blocks), np.int64)
+    for row, table in zip(padded, tables, strict=True):
+        own = table[:blocks]
+        row[: len(own)] = np.maximum(own, 0)
+    return padded
 
 
 def _by_token(tokens: mx.array) -> mx.array:

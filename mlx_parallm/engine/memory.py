@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from mlx_parallm.adapters.store import AdapterStore
 from mlx_parallm.adapters.weights import Version
-from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
+from mlx_parallm.batch.kv.cache import KVRow, LoRABatchedKVCache
 from mlx_parallm.core import Account, DeviceMemory, Sequence, SequenceStatus, TrainingWork
 from mlx_parallm.engine.live import FaultScope, LiveSequence, live
 
@@ -76,7 +76,7 @@ class PoolMemory:
         self._opened_at = time.monotonic()
         return True
 
-    def _open_with_prefix(self, row: LiveSequence) -> LiveSequence | None:
+    def _open_with_prefix(self, row: LiveSequence) -> KVRow | None:
         """Opens a row with what the prefix cache has. Each prompt counts in the statistics once, however many sequences
         it has and however often they are computed again. The prompts of a request with prompt logprobs do not count."""
         owner, prompt = row.request, row.index // row.request.request.n

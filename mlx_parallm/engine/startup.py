@@ -116,7 +116,7 @@ def _open(runner: BatchRunner, context: int, tokens: int) -> Row | None:
     """A row whose context counts as computed."""
     total = context + tokens
     row = Row(sequence_id=0, tokens=[0] * total, max_tokens=1, arrived_at=0.0, group=PromptGroup(), prompt_length=total)
-    opened = runner.cache.open(total, into=row)
-    if opened is not None:
-        opened.computed = context
-    return opened
+    if runner.cache.open(total, into=row) is None:
+        return None
+    row.computed = context
+    return row

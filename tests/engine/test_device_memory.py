@@ -127,7 +127,7 @@ def small(blocks: int = 20) -> tuple[Harness, Training, int]:
     less than three blocks."""
     training, model = Training(), tiny_model("llama")
     harness = make_harness(model, training=training, budget_tokens=64 * blocks, slots=2, max_rank=4)
-    return harness, training, harness.runner.cache.bytes_for(64)
+    return harness, training, 64 * harness.runner.cache.layout.bytes_per_token
 
 
 def held(harness: Harness) -> list[str]:

@@ -26,7 +26,7 @@ _DIGEST_BYTES = 32
 
 
 class BlockFileError(Exception):
-    """The file does not hold the block that its name says."""
+    """A file is damaged, or holds another block than its name says."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,7 @@ class FreeRuns:
         return max(0, self._starts[at] + self._lengths[self._starts[at]] - start) if at >= 0 else 0
 
     def find(self, length: int) -> int | None:
-        """The start of a run of at least `length`, among the lowest runs and the highest. None if none of them is."""
+        """The start of a run of at least `length`, among the lowest runs and the highest; None if all are shorter."""
         tried = (*islice(self._starts, _RUNS_TRIED), *self._starts[-1:])
         return next((start for start in tried if self._lengths[start] >= length), None)
 

@@ -11,7 +11,6 @@ The invariant for writing: after `extend(row, tokens)` has returned True, every 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import TypeVar, overload
 
 import mlx.core as mx
 
@@ -27,8 +26,6 @@ from mlx_parallm.core import Account, DeviceMemory
 from mlx_parallm.model.families import KVLayout
 
 __all__ = ["KVRow", "LayerGroup", "LoRABatchedKVCache"]
-
-Row = TypeVar("Row", bound=KVRow)
 
 
 class LoRABatchedKVCache:
@@ -59,16 +56,6 @@ class LoRABatchedKVCache:
         device.open_account(Account.FREE_BLOCKS, lambda: self._memory.bytes_free)
 
     # -- rows ------------------------------------------------------------------------------------
-
-    @overload
-    def open(
-        self, tokens: int, root: Hashable | None = None, ids: Sequence[int] = (), *, counts: bool = True
-    ) -> KVRow | None: ...
-
-    @overload
-    def open(
-        self, tokens: int, root: Hashable | None = None, ids: Sequence[int] = (), *, into: Row, counts: bool = True
-    ) -> Row | None: ...
 
     def open(
         self,
@@ -133,12 +120,6 @@ class LoRABatchedKVCache:
                     group.places.release(place)
         row.computed = length
         row.node = _ancestor(row.node, length // BLOCK_TOKENS)
-
-    @overload
-    def fork(self, source: KVRow, length: int, tokens: int) -> KVRow | None: ...
-
-    @overload
-    def fork(self, source: KVRow, length: int, tokens: int, *, into: Row) -> Row | None: ...
 
     def fork(self, source: KVRow, length: int, tokens: int, *, into: KVRow | None = None) -> KVRow | None:
         """Opens a row as `open` does, which starts with the first `length` tokens of `source`.
@@ -274,10 +255,6 @@ class LoRABatchedKVCache:
     def missing(self, row: KVRow, tokens: int) -> int:
         """Bytes that other rows have to give back before `extend` finds room for `tokens`; 0 or less if none."""
         return self._memory.missing(row, tokens, alone=len(self._memory.rows) == 1)
-
-    def bytes_for(self, tokens: int) -> int:
-        """Bytes of the blocks of a row of `tokens` tokens."""
-        return blocks_for(tokens) * self._memory.block_bytes
 
     @property
     def bytes_cached(self) -> int:

@@ -154,7 +154,7 @@ class PrefixStore:
             try:
                 key, status = bytes.fromhex(path.stem), path.stat()
             except (ValueError, FileNotFoundError):
-                continue  # of somebody else, or removed by another server
+                continue  # not a file of a prefix store, or removed by another server
             if len(key) == len(self.model):
                 yield status.st_mtime, status.st_size, path
 

@@ -33,7 +33,8 @@ class Node:
 
     `places`: its place in each layer group, or FREED. `depth`: blocks from the root to this one, itself included; the
     root's is 0. `alive`: whether the index still has it. `key`: the name of its file, b"" before it is known; see
-    `block_files`. `saved`: it has been handed to the disk, or is not to be.
+    `block_files`. `saved`: it need not be written
+    to the disk (again).
     """
 
     root: Hashable
