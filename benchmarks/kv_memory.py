@@ -35,8 +35,8 @@ LONGEST = 4096
 BUDGET_TOKENS = 1 << 15
 WARM_UP = 0.25
 """The first part of the steps, in which the prefix cache fills the budget, is not counted."""
-QUIET_STEPS = 10
-"""About a second of decode steps; see `engine.memory`."""
+QUIET_STEPS = 50
+"""About five seconds of decode steps; see `engine.memory`."""
 TIDY_BYTES = 64 * LAYOUT.bytes_per_token * 64
 LIMIT = 1.15
 
@@ -125,7 +125,7 @@ class Pool:
             ids.append(next(self._ids))
             self.cache.freeze(row, "root", ids)
         self._quiet += 1
-        self.cache.tidy(TIDY_BYTES, all_free=self._quiet > QUIET_STEPS)
+        self.cache.tidy(TIDY_BYTES, quiet=self._quiet > QUIET_STEPS)
 
     @property
     def ratio(self) -> float:

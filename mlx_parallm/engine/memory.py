@@ -14,8 +14,8 @@ from mlx_parallm.batch.kv.cache import KVRow, LoRABatchedKVCache
 from mlx_parallm.core import Account, DeviceMemory, Sequence, SequenceStatus, TrainingWork
 from mlx_parallm.engine.live import FaultScope, LiveSequence, live
 
-_QUIET_S = 1.0
-"""After so many seconds without a new row, free blocks are no longer kept for the next rows."""
+_QUIET_S = 5.0
+"""After so many seconds without a new row, running rows keep few free blocks beside them."""
 
 _TIDY_BYTES = 64 << 20
 """Bytes that `tidy` copies at once, so that rows wait for a few milliseconds at most."""
@@ -119,27 +119,23 @@ class PoolMemory:
             self._rows_have_ended = True
 
     def tidy(self, now: float) -> bool:
-        """Gives memory back to the device: what ended rows have left, what adapters and training need, and that of
-        prefixes of versions that nothing can ask for any more. Call it between units.
-
-        Free blocks that the next rows may need are kept until no row has opened for a second.
+        """Makes room for the next rows, and gives memory back to the device: what ended rows have left, what adapters
+        and training need, and that of prefixes of versions that nothing can ask for any more. Call it between units.
 
         Returns:
             Whether more is left to do now.
         """
         self._drop_unreachable()
-        if not self._rows_have_ended and not self._cache.device.excess:
-            return False
-        all_free = now - self._opened_at > _QUIET_S
-        left = self._cache.tidy(_TIDY_BYTES, all_free)
-        if self._rows_have_ended and all_free and not left:
+        quiet = now - self._opened_at > _QUIET_S
+        left = self._cache.tidy(_TIDY_BYTES, quiet)
+        if self._rows_have_ended and quiet and not left:
             mx.clear_cache()
             self._rows_have_ended = False
         return left
 
     def give_back(self) -> None:
-        """Gives all memory back to the device that neither rows nor cached prefixes use, at once."""
-        while self._cache.tidy(_TIDY_BYTES, all_free=True):
+        """Gives all memory back to the device at once that neither rows nor cached prefixes need."""
+        while self._cache.tidy(_TIDY_BYTES, quiet=True):
             pass
         mx.clear_cache()
 

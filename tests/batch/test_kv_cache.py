@@ -289,7 +289,7 @@ def test_after_a_straggler_the_arena_shrinks(tags) -> None:
         cache.close(row)
     before = [cache.groups[0].arena.tags[place] for place in rows[-1].tables[0]]
     calls = 1
-    while cache.tidy(4):
+    while cache.tidy(4, quiet=True):
         calls += 1
         cache.check_integrity()
     assert calls >= 3, "a call moves few blocks"
@@ -301,12 +301,38 @@ def test_after_a_straggler_the_arena_shrinks(tags) -> None:
 def test_cached_prefixes_do_not_count_as_held_and_a_tidy_keeps_them(tags) -> None:
     cache = pool(10_000)
     cached(cache, TEXT[:640])
+    straggler = computed(cache, TEXT[:640], root=None)
     for row in [computed(cache, TEXT[:640], root=None) for _ in range(20)]:
         cache.close(row)
-    while cache.tidy(100):
+    while cache.tidy(100, quiet=True):
         pass
-    assert (cache.bytes_held, cache.bytes_cached) == (0, 10)
+    assert (cache.bytes_held, cache.bytes_cached) == (10, 10)
+    cache.close(straggler)
+    while cache.tidy(100, quiet=True):
+        pass
+    assert (cache.bytes_held, cache.bytes_cached) == (10, 10), "an idle arena is ready for the next row"
     assert found(cache, TEXT) == 640
+
+
+def test_an_arena_grows_before_a_row_needs_it_and_nothing_grows_for_nobody(tags) -> None:
+    cache = pool(10_000)
+    assert not cache.tidy(100)
+    assert cache.bytes_held == 0
+    rows = [cache.open(6400) for _ in range(10)]
+    while cache.tidy(4):
+        cache.check_integrity()
+    total = cache.groups[0].places.total
+    assert total - 1000 >= 1000 // 32
+    while cache.groups[0].places.total == total:
+        rows.append(cache.open(640))
+        while cache.tidy(4):
+            cache.check_integrity()
+        assert cache.groups[0].places.free >= cache.groups[0].places.total // 33
+    for row in rows:
+        cache.close(row)
+    while cache.tidy(100, quiet=True):
+        pass
+    assert cache.bytes_held == 0
 
 
 def test_an_arena_grows_before_a_prefix_is_evicted_and_the_oldest_goes_first(tags) -> None:
@@ -489,7 +515,7 @@ def test_growing_forking_and_moving_keep_the_numbers_of_real_arrays() -> None:
     fork = cache.fork(rows[-1], 150, 192)
     for row in rows[:-1]:
         cache.close(row)
-    while cache.tidy(2000):
+    while cache.tidy(2000, quiet=True):
         pass
     assert cache.bytes_held <= 5 * 64 * layout.bytes_per_token
     assert content(cache, rows[-1]) == content(cache, fork) == [{191.0}, {192.0}, {193.0}]

@@ -26,6 +26,10 @@ Bytes = NDArray[np.uint8]
 class Arena:
     """The blocks of layers that have the same sliding window. A block's place is its index in the arrays of each layer.
 
+    Attributes:
+        blocks: the places that every layer has.
+        goal: the places that the last `resize` was for. It differs from `blocks` until growing is done.
+
     Args:
         specs: the shapes of these layers.
         dtype: of keys and values.
@@ -34,7 +38,7 @@ class Arena:
     def __init__(self, specs: Sequence[LayerSpec], dtype: mx.Dtype) -> None:
         self.specs = tuple(specs)
         self.dtype = dtype
-        self.blocks = 0
+        self.blocks = self.goal = 0
         self.keys = [_zeros(spec.kv_heads, 0, spec.head_dim_k, dtype) for spec in specs]
         self.values = [_zeros(spec.kv_heads, 0, spec.head_dim_v, dtype) for spec in specs]
 
@@ -65,7 +69,7 @@ class Arena:
         Raises:
             Exception: the device's error, such as out of memory.
         """
-        self.blocks = min(self.blocks, blocks)
+        self.blocks, self.goal = min(self.blocks, blocks), blocks
         made = 0
         for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
             if keys.shape[1] == blocks:
@@ -82,19 +86,18 @@ class Arena:
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copies the blocks at `sources` to `targets`, in every layer, and waits for it. No place may be in both.
 
-        The copies are evaluated before the writes. Otherwise a pending view of an array would make the next write to
-        it copy the whole array instead of updating it in place.
+        All copies are evaluated before the first write. Otherwise a pending view of an array would make the next write
+        to it copy the whole array instead of updating it in place.
         """
         if not sources:
             return
         read, written = mx.array(list(sources)), mx.array(list(targets))
-        for arrays in (self.keys, self.values):
-            for layer, array in enumerate(arrays):
-                taken = array[:, read]
-                mx.eval(taken)
-                del array
-                arrays[layer][:, written] = taken
-        mx.eval(self.keys, self.values)
+        taken = [array[:, read] for array in self.arrays()]
+        mx.eval(taken)
+        for arrays, copies in (self.keys, taken[: len(self.keys)]), (self.values, taken[len(self.keys) :]):
+            for layer, blocks in enumerate(copies):
+                arrays[layer][:, written] = blocks
+        mx.eval(self.arrays())
 
     def read(self, place: int) -> list[Bytes]:
         """Copies one block to host memory: for each layer its keys, then its values."""

@@ -22,6 +22,7 @@ from mlx_parallm.batch.kv.host_blocks import restore, to_host, unsaved
 from mlx_parallm.batch.kv.memory import BlockMemory
 from mlx_parallm.batch.kv.prefix import Node, first_visible
 from mlx_parallm.batch.kv.row_prefixes import attach, freeze, freeze_tail, take_over
+from mlx_parallm.batch.kv.tidy import tidy
 from mlx_parallm.core import Account, DeviceMemory
 from mlx_parallm.model.families import KVLayout
 
@@ -232,14 +233,9 @@ class LoRABatchedKVCache:
         """Makes blocks that were read from the disk cached prefixes again; see `host_blocks.restore`."""
         return self.keep_prefixes and restore(self._memory, root, ids, blocks)
 
-    def tidy(self, most_bytes: int, all_free: bool = False) -> bool:
-        """Shrinks arenas of which much is unused, between units. Returns whether more is left to do.
-
-        Args:
-            most_bytes: about how many bytes may be copied now, in each layer group.
-            all_free: give back the free blocks too that are held for the next rows.
-        """
-        return self._memory.tidy(most_bytes, all_free)
+    def tidy(self, most_bytes: int, quiet: bool = False) -> bool:
+        """Resizes arenas between units; see `tidy.tidy`. Returns whether more is left to do."""
+        return tidy(self._memory, most_bytes, quiet)
 
     # -- figures ---------------------------------------------------------------------------------
 

@@ -15,12 +15,10 @@ import mlx.core as mx
 from mlx_parallm.batch.kv.blocks import FREED, blocks_for
 from mlx_parallm.batch.kv.groups import KVRow, LayerGroup, layer_groups
 from mlx_parallm.batch.kv.prefix import PrefixIndex
+from mlx_parallm.batch.kv.sizing import places_kept_in_excess, spare_places
 from mlx_parallm.core import DeviceMemory
 from mlx_parallm.model.device import is_out_of_memory
 from mlx_parallm.model.families import KVLayout
-
-_GROWTH_BLOCKS = 16
-"""An arena grows by this many blocks, or by a sixteenth if that is more. It shrinks when more than that is unused."""
 
 
 class BlockMemory:
@@ -169,25 +167,26 @@ class BlockMemory:
             return
         total = group.places.total
         in_excess = self.nbytes + missing * group.arena.block_bytes > self.device.pool_limit(alone=False)
-        spare = _spare_in_excess(total) if in_excess else _spare(total)
+        spare = places_kept_in_excess(total) if in_excess else max(spare_places(group), group.arena.goal - total)
         for more in dict.fromkeys((min(room, max(missing, spare)), min(room, missing))):
-            if self._resize(group, total + more):
+            if self.resize(group, total + more):
                 return
 
-    def _resize(self, group: LayerGroup, total: int) -> bool:
-        """Grows or shrinks a group. Returns False if the device is out of memory; then nothing has grown."""
+    def resize(self, group: LayerGroup, total: int, most_bytes: float = math.inf) -> bool:
+        """Grows or shrinks a group. Returns whether it is done. If the device is out of memory, nothing has grown."""
         try:
-            group.arena.resize(total)
-            self._refused_at, self._refusal = math.inf, None
+            done = group.arena.resize(total, most_bytes)
+            if done:
+                self._refused_at, self._refusal = math.inf, None
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             mx.clear_cache()
-            self._refused_at, self._refusal = self.bytes_used, error
+            self._refused_at, self._refusal, done = self.bytes_used, error, False
             with suppress(RuntimeError, MemoryError):
                 group.arena.resize(group.arena.blocks)  # gives back the layers that have grown
         group.places.resize(group.arena.blocks)
-        return self._refusal is None
+        return done
 
     def _take_from_others(self, number: int, needs: Sequence[int], limit: int) -> None:
         """Shrinks the arenas of other groups, so that this one may grow."""
@@ -200,7 +199,7 @@ class BlockMemory:
             self.evict(other, wanted - max(0, donor.places.free - need))
             given = min(wanted, donor.places.free - need)
             total = donor.places.total - given
-            if given > 0 and self._move_below(donor, total, most=donor.places.total) and self._resize(donor, total):
+            if given > 0 and self.move_below(donor, total, most=donor.places.total) and self.resize(donor, total):
                 short -= given * donor.arena.block_bytes
 
     def evict(self, group: int, count: int) -> int:
@@ -221,63 +220,7 @@ class BlockMemory:
             return False
         return True
 
-    # -- between units ---------------------------------------------------------------------------
-
-    def tidy(self, most_bytes: int, all_free: bool) -> bool:
-        """Shrinks arenas of which much is unused, after the blocks in their highest places have moved.
-
-        Cached prefixes are evicted first where the arenas hold memory that was reserved meanwhile.
-
-        Args:
-            most_bytes: bytes that may be copied in each group now. At least one block is moved, or one layer shrunk.
-            all_free: keep only a sixteenth of what rows use as free places, instead of what an arena grows by.
-
-        Returns:
-            Whether more is left to do.
-        """
-        excess = self.nbytes - self.device.pool_limit(alone=False)
-        for number, group in enumerate(self.groups):
-            wanted = max(0, -(-excess // group.arena.block_bytes))
-            self.evict(number, wanted - group.places.free)
-            excess -= min(wanted, group.places.free) * group.arena.block_bytes
-        left = [self._tidy_group(group, most_bytes, all_free) for group in self.groups]
-        return any(left)
-
-    def _tidy_group(self, group: LayerGroup, most_bytes: int, all_free: bool) -> bool:
-        if not self._shrunk(group, most_bytes):
-            return True
-        places = group.places
-        most, kept = self._free_places(group, all_free)
-        if places.free <= most:
-            return False
-        total = places.used + places.cached + kept
-        if not self._move_below(group, total, max(1, most_bytes // group.arena.block_bytes)):
-            return False
-        if places.moves_below(total, 1):
-            return True
-        places.resize(total)
-        return not self._shrunk(group, most_bytes)
-
-    def _free_places(self, group: LayerGroup, all_free: bool) -> tuple[int, int]:
-        """How many free places an arena may have before it shrinks, and how many it has afterwards."""
-        places = group.places
-        if self.nbytes > self.device.pool_limit(alone=False):
-            return _spare_in_excess(places.total), 0
-        if all_free:
-            return places.used // 16, places.used // 16
-        return _spare(places.total), (places.used + places.cached) // 16
-
-    def _shrunk(self, group: LayerGroup, most_bytes: int) -> bool:
-        """Shrinks some layers of an arena to its places. Returns whether no more can be done."""
-        try:
-            return group.arena.resize(group.places.total, most_bytes)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            mx.clear_cache()
-            return True
-
-    def _move_below(self, group: LayerGroup, total: int, most: int) -> bool:
+    def move_below(self, group: LayerGroup, total: int, most: int) -> bool:
         """Moves up to `most` blocks from places at or above `total` to lower ones.
 
         Returns False if the device is out of memory; then nothing has changed.
@@ -313,12 +256,3 @@ class BlockMemory:
             group.places.check_integrity()
         self.index.check_integrity()
         assert self.nbytes <= self.device.budget_bytes, (self.nbytes, self.device.budget_bytes)
-
-
-def _spare(total: int) -> int:
-    return max(_GROWTH_BLOCKS, total // 16)
-
-
-def _spare_in_excess(total: int) -> int:
-    """Free places that an arena keeps while the pool takes more than its share."""
-    return total // 32

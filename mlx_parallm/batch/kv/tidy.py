@@ -1,0 +1,67 @@
+"""Resizes the arenas of the KV pool between units, a part at a time, so that rows wait for it for a short time only."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from mlx_parallm.batch.kv.groups import LayerGroup
+from mlx_parallm.batch.kv.memory import BlockMemory
+from mlx_parallm.batch.kv.sizing import places_kept_in_excess, size_for_next_rows
+from mlx_parallm.model.device import is_out_of_memory
+
+
+def tidy(memory: BlockMemory, most_bytes: int, quiet: bool) -> bool:
+    """Grows arenas that are short of free places, so that the next row need not wait for that. Shrinks arenas of which
+    much is unused, after the blocks in their highest places have moved.
+
+    Cached prefixes are evicted first where the arenas hold memory that was reserved meanwhile.
+
+    Args:
+        most_bytes: bytes that may be copied in each group now. At least one block is moved, or one layer resized.
+        quiet: no row has opened for a while.
+
+    Returns:
+        Whether more is left to do.
+    """
+    excess = memory.nbytes - memory.device.pool_limit(alone=False)
+    for number, group in enumerate(memory.groups):
+        wanted = max(0, -(-excess // group.arena.block_bytes))
+        memory.evict(number, wanted - group.places.free)
+        excess -= min(wanted, group.places.free) * group.arena.block_bytes
+    left = [_tidy_group(memory, group, most_bytes, quiet) for group in memory.groups]
+    return any(left)
+
+
+def _tidy_group(memory: BlockMemory, group: LayerGroup, most_bytes: int, quiet: bool) -> bool:
+    size = _wanted_size(memory, group, quiet)
+    if size > group.places.total:
+        return not memory.resize(group, size, most_bytes) and not memory.device_refused
+    if not _shrunk(group, most_bytes):
+        return True
+    if size == group.places.total or not memory.move_below(group, size, max(1, most_bytes // group.arena.block_bytes)):
+        return False
+    if group.places.moves_below(size, 1):
+        return True
+    group.places.resize(size)
+    return not _shrunk(group, most_bytes)
+
+
+def _wanted_size(memory: BlockMemory, group: LayerGroup, quiet: bool) -> int:
+    """How many places an arena should have now. It does not grow while the device is out of memory."""
+    places = group.places
+    room = memory.device.pool_limit(alone=False) - memory.nbytes
+    if room < 0:
+        return places.total - places.free if places.free > places_kept_in_excess(places.total) else places.total
+    growth = 0 if memory.device_refused else room // group.arena.block_bytes
+    return size_for_next_rows(group, quiet, places.total + growth)
+
+
+def _shrunk(group: LayerGroup, most_bytes: int) -> bool:
+    """Shrinks some layers of an arena to its places. Returns whether no more can be done."""
+    try:
+        return group.arena.resize(group.places.total, most_bytes)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        mx.clear_cache()
+        return True
