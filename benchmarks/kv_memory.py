@@ -35,8 +35,8 @@ LONGEST = 4096
 BUDGET_TOKENS = 1 << 15
 WARM_UP = 0.25
 """The first part of the steps, in which the prefix cache fills the budget, is not counted."""
-QUIET_STEPS = 50
-"""About five seconds of decode steps; see `engine.memory`."""
+QUIET_STEPS = 100
+"""About ten seconds of decode steps; see `engine.memory`."""
 TIDY_BYTES = 64 * LAYOUT.bytes_per_token * 64
 LIMIT = 1.15
 

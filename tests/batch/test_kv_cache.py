@@ -322,12 +322,12 @@ def test_an_arena_grows_before_a_row_needs_it_and_nothing_grows_for_nobody(tags)
     while cache.tidy(4):
         cache.check_integrity()
     total = cache.groups[0].places.total
-    assert total - 1000 >= 1000 // 32
+    assert total > 1000
     while cache.groups[0].places.total == total:
         rows.append(cache.open(640))
         while cache.tidy(4):
             cache.check_integrity()
-        assert cache.groups[0].places.free >= cache.groups[0].places.total // 33
+        assert cache.groups[0].places.free >= cache.groups[0].places.total // 70
     for row in rows:
         cache.close(row)
     while cache.tidy(100, quiet=True):

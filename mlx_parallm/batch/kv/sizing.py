@@ -9,9 +9,14 @@ _SPARE_BLOCKS, _IDLE_SPARE_BLOCKS = 4, 16
 
 
 def spare_places(group: LayerGroup) -> int:
-    """How many free places are kept for the next rows: a sixteenth, but not less than a few."""
+    """How many free places an arena gets for the next rows: a sixteenth of what rows use, a sixth of what is cached,
+    and at least a few.
+
+    What rows do not use counts against them, so their part is small. The cache grows until it fills its memory; with a
+    larger part, it copies itself less often on the way.
+    """
     places = group.places
-    return max(_SPARE_BLOCKS if places.used else _IDLE_SPARE_BLOCKS, (places.used + places.cached) // 16)
+    return max(_SPARE_BLOCKS if places.used else _IDLE_SPARE_BLOCKS, places.used // 16 + places.cached // 6)
 
 
 def places_kept_in_excess(total: int) -> int:
@@ -22,8 +27,8 @@ def places_kept_in_excess(total: int) -> int:
 def size_for_next_rows(group: LayerGroup, quiet: bool, most: int) -> int:
     """How many places an arena should have, if it may have up to `most`.
 
-    Growth that has begun is completed. The arena grows by half of the spare places or more, and shrinks when it has
-    half as many again, because either copies all of its content.
+    Growth that has begun is completed. The arena grows when a quarter of the spare places is left, or half of them if
+    no row runs, and shrinks when it has twice as many, because either copies all of its content.
 
     Args:
         quiet: no row has opened for a while. Then rows hold little more than they use, and without rows and cached
@@ -36,8 +41,8 @@ def size_for_next_rows(group: LayerGroup, quiet: bool, most: int) -> int:
     if quiet and (places.used or not places.cached):
         return min(places.total, busy + places.used // 16)
     spare = spare_places(group)
-    if places.free > max(_IDLE_SPARE_BLOCKS, spare + spare // 2):
+    if places.free > max(_IDLE_SPARE_BLOCKS if places.cached else 0, 2 * spare):
         return busy + spare
-    if busy and places.free < spare // 2:
+    if busy and places.free < spare // (4 if places.used else 2):
         return max(places.total, min(most, busy + spare))
     return places.total
