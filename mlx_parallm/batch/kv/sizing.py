@@ -9,14 +9,14 @@ _SPARE_BLOCKS, _IDLE_SPARE_BLOCKS = 4, 16
 
 
 def spare_places(group: LayerGroup) -> int:
-    """How many free places an arena gets for the next rows: a sixteenth of what rows use, a sixth of what is cached,
+    """How many free places an arena gets for the next rows: a sixteenth of what rows use, a third of what is cached,
     and at least a few.
 
     What rows do not use counts against them, so their part is small. The cache grows until it fills its memory; with a
     larger part, it copies itself less often on the way.
     """
     places = group.places
-    return max(_SPARE_BLOCKS if places.used else _IDLE_SPARE_BLOCKS, places.used // 16 + places.cached // 6)
+    return max(_SPARE_BLOCKS if places.used else _IDLE_SPARE_BLOCKS, places.used // 16 + places.cached // 3)
 
 
 def places_kept_in_excess(total: int) -> int:
