@@ -24,7 +24,7 @@ _BASE_ROUTE: Mapping[str, float] = {BASE_ADAPTER.name: 1.0}
 
 
 class AdapterRegistry:
-    """Finds the version that a request means. It is thread-safe: whoever holds its one lock waits for nothing else.
+    """Finds the version that a request means. It is thread-safe: it has one lock, and nothing blocks while holding it.
 
     A *selector* is `name` (its live version), `name@version`, or a checkpoint of the default adapter:
     `checkpoint-<step>`, a tag, or `latest`. `base` is the base model. The *route* serves requests that name no adapter.

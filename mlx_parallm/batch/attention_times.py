@@ -22,7 +22,7 @@ from mlx_parallm.model.families import LayerSpec
 
 _ROWS = (1, 4, 8)
 _TOKENS, _BLOCKS = 500, 8
-"""Of each row."""
+"""The length of each row, in tokens and in blocks."""
 _LAYERS = 4
 _REPEATS = 3
 _GROUP = 4
@@ -38,8 +38,8 @@ class AttentionTimes:
 
     @property
     def dense_rows(self) -> float:
-        """The largest of these numbers of rows up to which dense attention is faster, 0 if it is for none. Infinite if
-        the device cannot attend by blocks."""
+        """Up to how many rows dense attention is faster, as far as measured; 0 if it is not faster for one row.
+        Infinite if the device cannot attend by blocks."""
         if not self.by_blocks:
             return math.inf
         faster = 0

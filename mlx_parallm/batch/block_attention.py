@@ -196,7 +196,7 @@ class _Products:
 
 
 class _Sum:
-    """Adds up the pairs of each fold: [P, …] → [folds, …]. It never reads another fold's pairs, which may hold NaN."""
+    """Adds up the pairs of each fold: [P, …] → [folds, …]. A NaN in the pairs of one fold does not reach another."""
 
     def __init__(self, folds: Folds, dtype: mx.Dtype) -> None:
         counts = np.bincount(folds.fold)

@@ -221,7 +221,7 @@ def draw_curves(reports: Sequence[UpdateReport], path: Path, title: str) -> None
     Raises:
         OSError: the file cannot be written.
     """
-    from mlx_parallm.adapters.checkpoints.atomic import replace_file
+    from mlx_parallm.atomic import replace_file
 
     buffer = io.BytesIO()
     _figure(reports, title).savefig(buffer, format="png", dpi=120)

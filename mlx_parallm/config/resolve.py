@@ -67,7 +67,7 @@ def resolve(
     settings |= adjusted
     config, adjusted = _make_room_for_rank(config, layers)
     settings |= adjusted
-    if problems := [*_unavailable(config, settings), *_training_problems(config, settings)]:
+    if problems := [*_unavailable(config, settings), *_unread(config, settings), *_training_problems(config, settings)]:
         raise ConfigError("\n".join(problems))
     return Resolved(config, {path: setting.source for path, setting in settings.items()})
 
@@ -161,6 +161,13 @@ def _unavailable(config: Config, settings: Mapping[str, Setting]) -> Iterator[st
                 f"{path}: not available in this version: {feature}; leave it at {KEYS[path].default_text} "
                 f"{_origin(settings, path)}"
             )
+
+
+def _unread(config: Config, settings: Mapping[str, Setting]) -> Iterator[str]:
+    path = "server.prefix_cache_disk"
+    if config.server.prefix_cache_dir is None and config.server.prefix_cache_disk != KEYS[path].field.default:
+        need = "limits the files of server.prefix_cache_dir, which is not set; add --prefix-cache-dir"
+        yield f"{path}: {need} {_origin(settings, path)}"
 
 
 def _training_problems(config: Config, settings: Mapping[str, Setting]) -> Iterator[str]:

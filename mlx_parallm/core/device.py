@@ -143,7 +143,7 @@ class TrainingWork(DeviceWork, Protocol):
 
     @property
     def bytes_of_updates(self) -> int:
-        """The part of `bytes_held` that is free again when no update waits: gradients and a micro-step's arrays."""
+        """Device memory that is held beside `bytes_held` while updates wait: gradients and a micro-step's arrays."""
         ...
 
     @property

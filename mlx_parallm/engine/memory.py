@@ -33,7 +33,7 @@ def open_accounts(device: DeviceMemory, adapters: AdapterStore, training: Traini
     """Makes the adapter bank and training tell what they hold."""
     device.open_account(Account.ADAPTERS, lambda: adapters.bytes_held)
     if training is not None:
-        device.open_account(Account.OPTIMIZER, lambda: training.bytes_held - training.bytes_of_updates)
+        device.open_account(Account.OPTIMIZER, lambda: training.bytes_held)
         device.open_account(Account.MICRO_STEP, lambda: training.bytes_of_updates)
 
 

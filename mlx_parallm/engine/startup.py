@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from mlx_parallm.batch.attention_times import measure_attention
 from mlx_parallm.batch.forward import Span
+from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.batch.kv.cache import KVRow
 from mlx_parallm.batch.runner import BatchRunner, Row
 from mlx_parallm.core import PromptGroup
@@ -78,8 +79,8 @@ def calibrate(runner: BatchRunner) -> CostModel:
     content of the context does not change the time, so it is not computed: the length of the row is simply set.
     """
     context = min(_CONTEXT, runner.cache.max_length - _LONG)
-    if context < _LONG:
-        return CostModel()  # so short a context needs no measured model
+    if context < _LONG or runner.cache.longest_row < max(context + _LONG, _DRAWS * BLOCK_TOKENS):
+        return CostModel()  # rows are too short, or memory is too small, to need a measured model
     _seconds(runner, [_SHORT], 0, draws=True)
     short, long = _least(runner, [_SHORT]), _seconds(runner, [_LONG], 0)
     deep = _seconds(runner, [_LONG], context)
@@ -97,12 +98,9 @@ def _least(runner: BatchRunner, chunks: Sequence[int], draws: bool = False) -> f
 
 
 def _seconds(runner: BatchRunner, chunks: Sequence[int], context: int, draws: bool = False) -> float:
-    """The time of a unit with a chunk of so many tokens for each of some rows. 0 if the pool has no memory for them."""
-    opened = [_open(runner, context, tokens) for tokens in chunks]
-    rows = [row for row in opened if row is not None]
+    """The time of a unit with a chunk of so many tokens for each of some rows."""
+    rows = [_open(runner, context, tokens) for tokens in chunks]
     try:
-        if len(rows) < len(chunks):
-            return 0.0
         spans = [Span(row, context, tokens) for row, tokens in zip(rows, chunks, strict=True)]
         started = time.perf_counter()
         runner.read(runner.draw(runner.begin(spans, rows if draws else [], None)))
@@ -112,11 +110,11 @@ def _seconds(runner: BatchRunner, chunks: Sequence[int], context: int, draws: bo
             runner.cache.close(row)
 
 
-def _open(runner: BatchRunner, context: int, tokens: int) -> Row | None:
-    """A row whose context counts as computed."""
+def _open(runner: BatchRunner, context: int, tokens: int) -> Row:
+    """A row whose context counts as computed. Raises MemoryError if the device has no memory for it."""
     total = context + tokens
     row = Row(sequence_id=0, tokens=[0] * total, max_tokens=1, arrived_at=0.0, group=PromptGroup(), prompt_length=total)
     if runner.cache.open(total, into=row) is None:
-        return None
+        raise MemoryError("the device has no memory for the rows that are timed; lower --kv-cache-memory")
     row.computed = context
     return row

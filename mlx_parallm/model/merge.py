@@ -12,10 +12,10 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import dequantize_model, save_config, save_model
 
-from mlx_parallm.adapters.checkpoints.atomic import new_folder
 from mlx_parallm.adapters.files.read import read_adapter
 from mlx_parallm.adapters.files.write import write_mlx_lm, write_peft
 from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair
+from mlx_parallm.atomic import new_folder
 from mlx_parallm.errors import ConfigError, UnsupportedModelError
 from mlx_parallm.model.device import prepare_device
 from mlx_parallm.model.hooks import adapter_layout

@@ -117,7 +117,8 @@ class DecodeGap:
     def idle(self) -> None:
         """Forgets the gap: no request has work for the device."""
         self.no_row_waited()
-        self.waited_s, self.trained = 0.0, False
+        self.waited_s = self.staged_s = 0.0
+        self.trained = False
 
 
 class TrainingShare:

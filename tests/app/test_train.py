@@ -184,7 +184,7 @@ def test_a_full_disk_at_the_end_is_an_error_and_leaves_nothing_half_written(
         def refuse(*_: object) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr("mlx_parallm.adapters.checkpoints.atomic.write_file", refuse)
+        monkeypatch.setattr("mlx_parallm.atomic.write_file", refuse)
 
     with pytest.raises(StorageError, match="a checkpoint of default was not saved: No space left"):
         run(config(tmp_path, checkpointing__checkpoint_dir=kept), OPTIONS, View(then=full))

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from harness import Inline
 
-from mlx_parallm.adapters.checkpoints import atomic
+from mlx_parallm import atomic
 from mlx_parallm.batch.kv.block_files import BlockName, HostBlock, block_names, encode, model_key, root_key, shapes
 from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
 from mlx_parallm.batch.kv.disk import PrefixStore

@@ -203,7 +203,7 @@ def test_curves_that_cannot_be_written_cost_only_themselves(training, tmp_path, 
     def refuse(path, data):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("mlx_parallm.adapters.checkpoints.atomic.replace_file", refuse)
+    monkeypatch.setattr("mlx_parallm.atomic.replace_file", refuse)
     assert train(RUN) == 0
     assert "WARNING: training.png could not be written: No space left on device" in capsys.readouterr().err
 

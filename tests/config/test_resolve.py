@@ -274,3 +274,10 @@ def test_two_variables_for_one_key_are_refused():
     assert problems(environ=environ) == [
         "MLX_PARALLM_SERVER__API_KEY: MLX_PARALLM_API_KEY sets server.api_key too; keep one of them"
     ]
+
+
+def test_a_size_of_files_without_their_folder_is_refused():
+    assert problems({"server.prefix_cache_disk": Setting("20GB", "--prefix-cache-disk")}) == [
+        "server.prefix_cache_disk: limits the files of server.prefix_cache_dir, which is not set; "
+        "add --prefix-cache-dir (from --prefix-cache-disk)"
+    ]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from mlx_parallm.adapters.checkpoints import atomic
+from mlx_parallm import atomic
 from mlx_parallm.adapters.checkpoints.manifest import Manifest, read_manifest, step_of, verify
 from mlx_parallm.adapters.checkpoints.runs import is_run
 from mlx_parallm.core import AdapterRef, CheckpointCard, check_name, check_tag

@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, PositiveInt
 
 import mlx_parallm
-from mlx_parallm.adapters.checkpoints import atomic
+from mlx_parallm import atomic
 from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.core import AdapterRef
 from mlx_parallm.errors import AdapterFileError, InvalidRequestError

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_parallm.adapters.checkpoints import atomic
+from mlx_parallm import atomic
 from mlx_parallm.adapters.checkpoints.manifest import MANIFEST
 from mlx_parallm.errors import ConfigError
 

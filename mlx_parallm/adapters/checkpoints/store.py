@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from mlx_parallm.adapters.checkpoints import atomic
+from mlx_parallm import atomic
 from mlx_parallm.adapters.checkpoints.index import LATEST, TAGS, CheckpointIndex, read_indexes, render_tags
 from mlx_parallm.adapters.checkpoints.manifest import (
     Manifest,

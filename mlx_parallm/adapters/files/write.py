@@ -1,5 +1,5 @@
 """Writes an adapter in mlx-lm's or PEFT's format. The files are on the disk when a call returns; use
-`checkpoints.atomic` to make the directory appear whole or not at all."""
+`atomic` to make the directory appear whole or not at all."""
 
 from __future__ import annotations
 

@@ -67,7 +67,10 @@ def block_key(before: bytes, ids: Sequence[int]) -> bytes:
 
 
 def block_names(root: bytes, ids: Sequence[int]) -> Iterator[BlockName]:
-    """The full blocks of a text below the root with this key. At least one of the ids is left over."""
+    """The names of the full blocks of `ids`, in order, as far as at least one id is left after a block.
+
+    `root`: the `root_key` that their chain begins with.
+    """
     key = root
     for depth, start in enumerate(range(0, len(ids) - BLOCK_TOKENS, BLOCK_TOKENS), start=1):
         block = tuple(ids[start : start + BLOCK_TOKENS])

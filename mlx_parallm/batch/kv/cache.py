@@ -336,10 +336,10 @@ class LoRABatchedKVCache:
         return all(self._memory.copy(group, [table[block]], [own[target]]) for (group, table), own in pairs)
 
     def _make_private(self, row: KVRow) -> bool:
-        """Makes the row's partly filled last block its own. It is not after the row was truncated within a frozen one.
+        """Makes the partly filled last block of a row its own, if the row was truncated within a frozen block.
 
-        If no other row reads the block, it leaves the prefix index. Otherwise the row gets a copy. Returns False as
-        `extend` does.
+        The block is taken out of the prefix index if no other row reads it; otherwise the row gets a copy. Returns
+        False as `extend` does.
         """
         block = row.computed // BLOCK_TOKENS
         if all(group.places.is_private(table[block]) for group, table in self._memory.tables(row)):

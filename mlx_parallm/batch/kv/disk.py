@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from pathlib import Path
 
-from mlx_parallm.adapters.checkpoints import atomic
+from mlx_parallm import atomic
 from mlx_parallm.batch.kv.block_files import (
     BlockFileError,
     BlockName,

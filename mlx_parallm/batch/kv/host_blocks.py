@@ -35,12 +35,10 @@ def to_host(memory: BlockMemory, node: Node) -> list[Bytes]:
 
 
 def restore(memory: BlockMemory, root: Hashable, ids: Sequence[int], blocks: Sequence[HostBlock]) -> bool:
-    """Registers consecutive blocks of the chain of `ids` as cached prefixes.
-
-    They are written as those of a row that has computed them and is closed at once.
+    """Registers consecutive blocks of `ids` as cached prefixes, by opening a row with them and closing it at once.
 
     Returns:
-        False if there is no memory for them, or if the index has lost a block before them.
+        False if there is no memory for them, or if a block before them is not in the index any more.
     """
     chain = memory.index.chain(root, ids)
     complete = len(list(takewhile(lambda node: FREED not in node.places, chain)))

@@ -8,11 +8,10 @@ A node stands for the block of tokens that follows its parent's. Nodes are found
 alone. A node has one place for each layer group. A group with a sliding window may have given up its place, so a row
 can start only with a prefix at whose end each window's blocks are still there.
 
-Rows let go of a chain from its end. So in a group that attends to all tokens, a node is let go of before its parent,
-and the least recently used cached place belongs to a node that nothing follows. There is one exception. Two rows may
-share blocks that are not registered yet. If one of them replaces the first of these by a block from the index and
-registers the others, the other row reads these, but not the first. So the first may be evicted while they are read, and
-they are forgotten with it.
+A row releases its blocks from the last to the first. So in a group that attends to all tokens, a node is cached before
+its parent, and the least recently used node has no children, with one exception: two rows share blocks that are not
+registered yet, one of them registers these below a block that the index has already, and the other one keeps its own in
+that block's place. Then the index may evict a node whose children are still read. It forgets them too.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ class Node:
 
     `places`: its place in each layer group, or FREED. `depth`: blocks from the root to this one, itself included; the
     root's is 0. `alive`: whether the index still has it. `key`: the name of its file, b"" before it is known; see
-    `block_files`. `saved`: it need not be written
-    to the disk (again).
+    `block_files`. `saved`: whether it need not be written to the disk.
     """
 
     root: Hashable

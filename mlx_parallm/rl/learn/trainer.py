@@ -94,9 +94,8 @@ class GRPOTrainer:
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of all policy states that are still referenced, and `bytes_of_updates`."""
-        states = sum(policy.nbytes * len(policy.states) for policy in self.policies.values())
-        return states + self.bytes_of_updates
+        """Bytes of all policy states that are still referenced."""
+        return sum(policy.nbytes * len(policy.states) for policy in self.policies.values())
 
     @property
     def bytes_of_updates(self) -> int:

@@ -1,0 +1,70 @@
+"""How many attention calls a layer makes in one forward pass."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import mlx.core as mx
+import pytest
+from harness import make_harness
+
+from mlx_parallm.batch.attention import DenseSpan
+from mlx_parallm.batch.block_attention import BlockPairs
+from mlx_parallm.batch.forward import Span, in_order
+from mlx_parallm.batch.kv.cache import KVRow
+from mlx_parallm.batch.runner import BatchRunner
+
+LONG, SHORT = 65, 40
+SIXTEEN = [60 + row for row in range(16)]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Counts calls in all layers: by pairs of row and block, and dense."""
+    counted: Counter[str] = Counter()
+    for kind, name in (BlockPairs, "by pairs"), (DenseSpan, "dense"):
+        attend = kind.attend
+
+        def counting(self, *args, attend=attend, name=name, **options):
+            counted[name] += 1
+            return attend(self, *args, **options)
+
+        monkeypatch.setattr(kind, "attend", counting)
+    return counted
+
+
+def computed(runner: BatchRunner, lengths: list[int], tokens: int) -> list[Span[KVRow]]:
+    """Rows with so many computed tokens, and spans of their next `tokens`."""
+    rows = [runner.cache.open(length + tokens) for length in lengths]
+    return [Span(row, length, tokens) for row, length in zip(rows, lengths, strict=True) if row is not None]
+
+
+@pytest.mark.parametrize(
+    ("decoding", "short", "long", "by_pairs", "dense"),
+    [
+        (SIXTEEN, [], [], 1, 0),
+        (SIXTEEN, [0], [], 1, 1),
+        (SIXTEEN, [0, 100, 30], [], 2, 0),
+        (SIXTEEN, [], [0, 200], 1, 2),
+        (SIXTEEN, [0, 100, 30], [0, 200], 2, 2),
+        ([], [], [300], 0, 1),
+    ],
+)
+def test_one_for_all_rows_that_decode_one_for_all_short_chunks_and_one_for_each_long_one(
+    decoding: list[int], short: list[int], long: list[int], by_pairs: int, dense: int, calls: Counter[str]
+) -> None:
+    runner = make_harness().runner
+    spans = in_order([
+        *computed(runner, decoding, 1), *computed(runner, short, SHORT), *computed(runner, long, LONG)
+    ])  # fmt: skip
+    mx.eval(runner.compute(spans, [5] * sum(span.tokens for span in spans)))
+    layers = len(runner.cache.layout.layers)
+    assert calls == Counter({"by pairs": by_pairs * layers, "dense": dense * layers})
+
+
+def test_rows_of_very_different_lengths_attend_in_calls_of_their_own(calls: Counter[str]) -> None:
+    """Padding all of them to the longest would cost more than a call."""
+    runner = make_harness(max_length=4096).runner
+    spans = in_order(computed(runner, [*SIXTEEN, 3000], 1))
+    mx.eval(runner.compute(spans, [5] * len(spans)))
+    assert calls == Counter({"by pairs": 2 * len(runner.cache.layout.layers)})
