@@ -107,10 +107,14 @@ class EngineClient(Protocol):
         """Ends a pause. Does nothing if the engine is not paused."""
         ...
 
-    async def reset_prefix_cache(self) -> int:
-        """Forgets every cached prefix between two units, and returns the number of tokens that were cached.
+    async def reset_prefix_cache(self, files: bool = False) -> int:
+        """Forgets every cached prefix between two units, and returns the number of tokens that were cached in memory.
 
-        Running rows keep their keys and values. A later request computes its prompt again.
+        Running rows keep their keys and values. A later request computes its prompt again. With `files`, the files of
+        cached prefixes are removed too, before this returns.
+
+        Raises:
+            OSError: a file cannot be removed.
         """
         ...
 

@@ -166,6 +166,10 @@ class DiskPrefixes:
 
     # -- state -----------------------------------------------------------------------------------
 
+    def clear(self) -> Future[None]:
+        """Removes all files. Prompts that wait for blocks compute them."""
+        return self._store.clear()
+
     def describe(self) -> dict[str, object]:
         """For `/debug/state`."""
         return {

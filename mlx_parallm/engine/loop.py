@@ -21,7 +21,7 @@ import mlx.core as mx
 from mlx_parallm.adapters.store import AdapterStore
 from mlx_parallm.batch.kv.disk import PrefixStore
 from mlx_parallm.batch.runner import BatchRunner
-from mlx_parallm.core import EngineStats, GenerationRequest, PauseMode, TrainingWork, complete
+from mlx_parallm.core import EngineStats, GenerationRequest, PauseMode, TrainingWork, complete, completed, then
 from mlx_parallm.engine.disk_prefixes import DiskPrefixes
 from mlx_parallm.engine.faults import Recovery
 from mlx_parallm.engine.live import FaultScope, Vocabulary, live
@@ -139,9 +139,13 @@ class DeviceLoop:
             self._requests.fail_all(AbortedError("the server was paused"))
         self._requests.flush()
 
-    def reset_prefix_cache(self) -> int:
-        """Forgets every cached prefix, and returns the number of tokens that were cached. Live rows keep theirs."""
-        return self._runner.cache.reset()
+    def reset_prefix_cache(self, files: bool = False) -> Future[int]:
+        """Forgets every cached prefix, and returns the number of tokens that were cached. Live rows keep theirs.
+
+        With `files`, the future is done when the files of cached prefixes are removed too.
+        """
+        tokens = self._runner.cache.reset()
+        return then(self._disk.clear(), lambda _: tokens) if files and self._disk is not None else completed(tokens)
 
     def give_back_memory(self) -> None:
         """Gives all memory back to the device that nothing uses. The next rows allocate it again."""

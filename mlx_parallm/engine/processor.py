@@ -133,9 +133,9 @@ class ContinuousBatchProcessor:
         self._pauses += 1
         await self._change(lambda loop: loop.scheduler.resume())
 
-    async def reset_prefix_cache(self) -> int:
+    async def reset_prefix_cache(self, files: bool = False) -> int:
         """See `core.EngineClient.reset_prefix_cache`."""
-        tokens: int = await self._run(lambda loop: loop.reset_prefix_cache())
+        tokens: int = await self._run(lambda loop: loop.reset_prefix_cache(files))
         return tokens
 
     async def sleep(self, bank: bool = False) -> None:

@@ -256,6 +256,17 @@ def test_a_prompt_to_be_scored_is_computed_and_its_blocks_are_kept(tmp_path, lla
     assert ask(again, PROMPT, "y") == 300, "one token is left, which is a decode step"
 
 
+def test_a_reset_removes_the_files_if_asked_to(tmp_path, llama) -> None:
+    harness = server(tmp_path, llama)
+    ask(harness, PROMPT)
+    harness.loop.reset_prefix_cache().result()
+    assert list(tmp_path.iterdir())
+    harness.loop.reset_prefix_cache(files=True).result()
+    assert not list(tmp_path.iterdir())
+    assert ask(harness, PROMPT, "y") == 0
+    assert list(tmp_path.iterdir()), "later ones are written again"
+
+
 def test_the_state_tells_what_the_disk_does(tmp_path, llama) -> None:
     harness = server(tmp_path, llama)
     ask(harness, PROMPT)

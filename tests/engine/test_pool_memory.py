@@ -74,8 +74,8 @@ def test_a_reset_tells_how_many_tokens_it_forgot() -> None:
     harness = make_harness()
     harness.submit("first", LONG, 8)
     harness.run()
-    assert harness.loop.reset_prefix_cache() == 207, "the last token of the answer was never computed"
-    assert harness.loop.reset_prefix_cache() == 0
+    assert harness.loop.reset_prefix_cache().result() == 207, "the last token of the answer was never computed"
+    assert harness.loop.reset_prefix_cache().result() == 0
     harness.submit("again", LONG, 8)
     harness.run()
     assert cached_tokens(harness, "again") == 0

@@ -96,6 +96,7 @@ class FakeEngine:
         self.pauses = []
         self.slept = self.banks = 0
         self.cached = 100
+        self.files_removed = False
         self.state = {"alive": True, "ready": True, "kv_bytes_held": 10, "kv_bytes_budget": 40, "running": 3}
 
     def stats(self):
@@ -115,8 +116,9 @@ class FakeEngine:
         await self._call()
         self.state["paused"] = False
 
-    async def reset_prefix_cache(self):
+    async def reset_prefix_cache(self, files=False):
         await self._call()
+        self.files_removed |= files
         forgotten, self.cached = self.cached, 0
         return forgotten
 

@@ -94,6 +94,10 @@ class PrefixStore:
         reading.add_done_callback(lambda _: self._wake())
         return reading
 
+    def clear(self) -> Future[None]:
+        """Removes all files. The future raises OSError if one cannot be removed."""
+        return self._worker.submit(self._clear)
+
     # -- on the worker's thread ------------------------------------------------------------------
 
     def _write(self, blocks: Sequence[HostBlock]) -> None:
@@ -121,6 +125,11 @@ class PrefixStore:
             self._files.discard(name.key)
             self._remove_damaged(name.key, error)
         return blocks
+
+    def _clear(self) -> None:
+        for _, _, path in self._entries():
+            path.unlink(missing_ok=True)
+        self._files = set()
 
     def _mark_used(self, name: BlockName) -> None:
         """Sets the time of a file. Each block counts as a second older than the one before it, so that a chain is

@@ -7,16 +7,18 @@ from mlx_parallm.batch.kv.groups import LayerGroup
 _SPARE_BLOCKS, _IDLE_SPARE_BLOCKS = 4, 16
 """The least number of free places for the next rows: while rows run, and without any."""
 
+_LARGEST_SPARE_BYTES = 1 << 30
+
 
 def spare_places(group: LayerGroup) -> int:
-    """How many free places an arena gets for the next rows: a sixteenth of what rows use, a third of what is cached,
-    and at least a few.
+    """How many free places an arena gets for the next rows.
 
-    What rows do not use counts against them, so their part is small. The cache grows until it fills its memory; with a
-    larger part, it copies itself less often on the way.
+    What rows do not use counts against them, so their part is small: a sixteenth, or a few. The cache grows until it
+    fills its memory, and copies itself whenever it grows: so it gets as many places again, up to a gigabyte.
     """
     places = group.places
-    return max(_SPARE_BLOCKS if places.used else _IDLE_SPARE_BLOCKS, places.used // 16 + places.cached // 3)
+    few = _SPARE_BLOCKS if places.used else _IDLE_SPARE_BLOCKS
+    return max(few, places.used // 16 + min(places.cached, _LARGEST_SPARE_BYTES // group.arena.block_bytes))
 
 
 def places_kept_in_excess(total: int) -> int:
@@ -27,8 +29,8 @@ def places_kept_in_excess(total: int) -> int:
 def size_for_next_rows(group: LayerGroup, quiet: bool, most: int) -> int:
     """How many places an arena should have, if it may have up to `most`.
 
-    Growth that has begun is completed. The arena grows when a quarter of the spare places is left, or half of them if
-    no row runs, and shrinks when it has twice as many, because either copies all of its content.
+    Growth that has begun is completed. The arena grows when an eighth of the spare places is left, or half of them
+    if no row runs, and shrinks when it has twice as many, because either copies all of its content.
 
     Args:
         quiet: no row has opened for a while. Then rows hold little more than they use, and without rows and cached
@@ -43,6 +45,6 @@ def size_for_next_rows(group: LayerGroup, quiet: bool, most: int) -> int:
     spare = spare_places(group)
     if places.free > max(_IDLE_SPARE_BLOCKS if places.cached else 0, 2 * spare):
         return busy + spare
-    if busy and places.free < spare // (4 if places.used else 2):
+    if busy and places.free < spare // (8 if places.used else 2):
         return max(places.total, min(most, busy + spare))
     return places.total

@@ -101,7 +101,7 @@ class ResetPrefixCacheQuery(WireQuery):
     reset_running_requests: OnlyFalse = False
     """Only false: running requests keep their own keys and values."""
     reset_external: bool = False
-    """Accepted and ignored: the files of `--prefix-cache-dir` stay."""
+    """Whether the files of `--prefix-cache-dir` are removed too."""
 
 
 class PrefixCacheReset(WireOutput):
@@ -109,13 +109,15 @@ class PrefixCacheReset(WireOutput):
 
     status: Literal["success"]
     tokens: int
-    """Number of tokens that were cached."""
+    """Number of tokens that were cached in memory."""
 
 
 @router.post("/reset_prefix_cache", responses=raises(EngineDeadError))
-async def reset_prefix_cache(services: ServicesDep, _: Annotated[ResetPrefixCacheQuery, Query()]) -> PrefixCacheReset:
+async def reset_prefix_cache(
+    services: ServicesDep, query: Annotated[ResetPrefixCacheQuery, Query()]
+) -> PrefixCacheReset:
     """Forgets every cached prefix. Running requests keep their keys and values; later ones compute their prompts."""
-    return PrefixCacheReset(status="success", tokens=await services.engine.reset_prefix_cache())
+    return PrefixCacheReset(status="success", tokens=await services.engine.reset_prefix_cache(query.reset_external))
 
 
 # -- sleep -----------------------------------------------------------------------------------------
