@@ -35,8 +35,8 @@ LONGEST = 4096
 BUDGET_TOKENS = 1 << 15
 WARM_UP = 0.4
 """The first part of the steps, in which the prefix cache fills the budget, is not counted."""
-QUIET_STEPS = 100
-"""About ten seconds of decode steps; see `engine.memory`."""
+QUIET_STEPS = {False: 100, True: 600}
+"""About ten seconds of decode steps, and a minute if prefixes are cached; see `engine.memory`."""
 TIDY_BYTES = 64 * LAYOUT.bytes_per_token * 64
 LIMIT = 1.15
 
@@ -125,7 +125,7 @@ class Pool:
             ids.append(next(self._ids))
             self.cache.freeze(row, "root", ids)
         self._quiet += 1
-        self.cache.tidy(TIDY_BYTES, quiet=self._quiet > QUIET_STEPS)
+        self.cache.tidy(TIDY_BYTES, quiet=self._quiet > QUIET_STEPS[self.cache.bytes_cached > 0])
 
     @property
     def ratio(self) -> float:

@@ -15,8 +15,9 @@ from mlx_parallm.core import Account, DeviceMemory, Sequence, SequenceStatus, Tr
 from mlx_parallm.engine.live import FaultScope, LiveSequence, live
 from mlx_parallm.model.device import on_cpu
 
-_QUIET_S = 10.0
-"""After so many seconds without a new row, running rows keep few free blocks beside them."""
+_QUIET_S, _QUIET_WITH_CACHE_S = 10.0, 60.0
+"""After so many seconds without a new row, running rows keep few free blocks beside them. An arena with cached prefixes
+waits longer, because it copies them when it shrinks."""
 
 _TIDY_BYTES = 64 << 20 if on_cpu() else 512 << 20
 """Bytes that `tidy` copies at once: some 5 ms of a GPU, and 40 ms of a CPU."""
@@ -127,7 +128,7 @@ class PoolMemory:
             Whether more is left to do now.
         """
         self._drop_unreachable()
-        quiet = now - self._opened_at > _QUIET_S
+        quiet = now - self._opened_at > (_QUIET_WITH_CACHE_S if self._cache.bytes_cached else _QUIET_S)
         left = self._cache.tidy(_TIDY_BYTES, quiet)
         if self._rows_have_ended and quiet and not left:
             mx.clear_cache()

@@ -78,9 +78,11 @@ def test_every_flag_sets_its_own_key(app):
     flags = [flag for flag in FLAGS if flag.path not in {*TRAIN_ONLY, "rl_training.atropos_url"}]
     for flag in flags:
         switch = flag.name.replace("--", "--no-") if flag.key.field.default is True else flag.name
-        assert serve([flag.name, values.get(flag.name, "text")] if flag.metavar else [switch]) == 0
+        needed = ["--prefix-cache-dir", "text"] if flag.name == "--prefix-cache-disk" else []
+        assert serve([*needed, *([flag.name, values.get(flag.name, "text")] if flag.metavar else [switch])]) == 0
     changed = [list(leaves(config.model_dump(exclude_defaults=True))) for config in app.started]
     followers = {"--mode": [], "--enable-rl-training": ["server.mode", "rl_training.enabled"]}
+    followers["--prefix-cache-disk"] = ["server.prefix_cache_dir", "server.prefix_cache_disk"]
     assert changed == [followers.get(flag.name, [flag.path]) for flag in flags]
 
 

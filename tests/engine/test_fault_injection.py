@@ -149,6 +149,7 @@ def _tidying() -> Iterator[None]:
     """The pool is tidied whenever a row has ended."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("mlx_parallm.engine.memory._QUIET_S", -1.0)
+        patched.setattr("mlx_parallm.engine.memory._QUIET_WITH_CACHE_S", -1.0)
         yield
 
 

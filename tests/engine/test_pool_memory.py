@@ -81,6 +81,12 @@ def test_a_reset_tells_how_many_tokens_it_forgot() -> None:
     assert cached_tokens(harness, "again") == 0
 
 
+def be_quiet(patched: pytest.MonkeyPatch) -> None:
+    """Makes any time without a new row count as a long one."""
+    patched.setattr("mlx_parallm.engine.memory._QUIET_S", -1.0)
+    patched.setattr("mlx_parallm.engine.memory._QUIET_WITH_CACHE_S", -1.0)
+
+
 # ---- memory ----------------------------------------------------------------------------------------
 
 
@@ -103,7 +109,7 @@ def test_a_straggler_and_an_idle_loop_hold_what_they_use(keep_prefixes: bool, mo
     while harness.loop.stats().running + harness.loop.stats().waiting > 1:
         harness.loop.step()
         burst = max(burst, sum(array.nbytes for array in cache.arrays()))
-    monkeypatch.setattr("mlx_parallm.engine.memory._QUIET_S", -1.0)
+    be_quiet(monkeypatch)
     for _ in range(5):
         harness.loop.step()
         harness.loop.check_integrity()
@@ -179,6 +185,6 @@ def test_the_prefixes_of_a_forgotten_version_go(monkeypatch: pytest.MonkeyPatch)
     kept = set(harness.adapters.registry.versions())
     assert {root.version for root in harness.runner.cache.roots()} == kept
     assert len(kept) < KEPT_VERSIONS + 3
-    monkeypatch.setattr("mlx_parallm.engine.memory._QUIET_S", -1.0)
+    be_quiet(monkeypatch)
     harness.run()
     assert held(harness) <= 24 * harness.runner.cache.groups[0].arena.block_bytes, "and their memory has gone back"
