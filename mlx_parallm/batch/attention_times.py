@@ -24,7 +24,9 @@ _ROWS = (1, 4, 8)
 _TOKENS, _BLOCKS = 500, 8
 """The length of each row, in tokens and in blocks."""
 _LAYERS = 4
-_REPEATS = 3
+_REPEATS = 5
+_MARGIN = 1.1
+"""Dense attention is used if it takes at most so many times as long, because it needs no index arrays."""
 _GROUP = 4
 """Query heads for each head of keys and values, as most models have."""
 
@@ -44,7 +46,7 @@ class AttentionTimes:
             return math.inf
         faster = 0
         for rows, milliseconds in self.dense.items():
-            if milliseconds > self.by_blocks[rows]:
+            if milliseconds > _MARGIN * self.by_blocks[rows]:
                 break
             faster = rows
         return faster
