@@ -19,7 +19,7 @@ USERS, TURNS, CHAT_SYSTEM_WORDS, CHAT_MESSAGE_WORDS = 8, 6, 500, 40
 QUICK_USERS, QUICK_TURNS = 4, 3
 CALLS, FIRST_CALL_WORDS, RESULT_WORDS = 20, 190, 175
 QUICK_CALLS = 6
-COUNTED = re.compile(r"^\S*prefix_cache_(hits|queries)_total(?:\{.*\})? (\S+)$", re.MULTILINE)
+COUNTED = re.compile(r"^[a-z_]*(?<!external_)prefix_cache_(hits|queries)_total(?:\{.*\})? (\S+)$", re.MULTILINE)
 
 
 @dataclass(slots=True)
