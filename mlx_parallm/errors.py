@@ -141,7 +141,7 @@ class AdapterUnavailableError(EngineError):
 
 
 class StorageError(EngineError):
-    """A file cannot be written. The message says which finished work is unaffected, and names no path."""
+    """A file cannot be written or removed. The message says which finished work is unaffected, and names no path."""
 
 
 class EngineDeadError(EngineError):

@@ -114,7 +114,7 @@ class EngineClient(Protocol):
         cached prefixes are removed too, before this returns.
 
         Raises:
-            OSError: a file cannot be removed.
+            StorageError: a file cannot be removed.
         """
         ...
 

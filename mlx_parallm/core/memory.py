@@ -96,7 +96,7 @@ class DeviceMemory:
         self._accounts: dict[Account, Callable[[], int]] = {}
 
     def open_account(self, account: Account, read: Callable[[], int]) -> None:
-        """Makes `read` tell the bytes of an account, in place of an earlier owner's."""
+        """Sets the function that returns the bytes of an account, in place of an earlier one."""
         self._accounts[account] = read
 
     # -- figures ---------------------------------------------------------------------------------

@@ -167,7 +167,7 @@ class DiskPrefixes:
     # -- state -----------------------------------------------------------------------------------
 
     def clear(self) -> Future[None]:
-        """Removes all files. Prompts that wait for blocks compute them."""
+        """Removes all files. A prompt that waits for blocks gets those that were read before this."""
         return self._store.clear()
 
     def describe(self) -> dict[str, object]:

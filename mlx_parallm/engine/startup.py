@@ -99,8 +99,10 @@ def _least(runner: BatchRunner, chunks: Sequence[int], draws: bool = False) -> f
 
 def _seconds(runner: BatchRunner, chunks: Sequence[int], context: int, draws: bool = False) -> float:
     """The time of a unit with a chunk of so many tokens for each of some rows."""
-    rows = [_open(runner, context, tokens) for tokens in chunks]
+    rows: list[Row] = []
     try:
+        for tokens in chunks:
+            rows.append(_open(runner, context, tokens))
         spans = [Span(row, context, tokens) for row, tokens in zip(rows, chunks, strict=True)]
         started = time.perf_counter()
         runner.read(runner.draw(runner.begin(spans, rows if draws else [], None)))

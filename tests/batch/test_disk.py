@@ -19,6 +19,7 @@ from mlx_parallm.batch.kv.block_files import BlockName, HostBlock, block_names, 
 from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
 from mlx_parallm.batch.kv.disk import PrefixStore
 from mlx_parallm.core import DeviceMemory
+from mlx_parallm.errors import StorageError
 from mlx_parallm.model.families import KVLayout, LayerSpec
 
 TEXT = [(i * i) % 251 for i in range(2000)]
@@ -299,3 +300,17 @@ def test_places_that_a_window_gave_up_are_filled_again() -> None:
     assert found(cache, TEXT[:400]) < 384
     assert cache.restore("root", TEXT[:400], blocks)
     assert found(cache, TEXT[:400]) == 384
+
+
+def test_a_file_that_cannot_be_removed_is_an_error(tmp_path, monkeypatch) -> None:
+    kept, wanted = filled(tmp_path)
+
+    def fails(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "unlink", fails)
+    with pytest.raises(StorageError, match="remove the folder of --prefix-cache-dir"):
+        kept.clear().result()
+    monkeypatch.undo()
+    kept.clear().result()
+    assert (list(tmp_path.iterdir()), read(kept, wanted)) == ([], [])

@@ -180,7 +180,7 @@ def test_memory_is_taken_from_prefixes_then_rollouts_then_the_youngest_rows_and_
 
 def test_an_update_waits_until_cached_prefixes_have_given_it_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The arenas have shrunk, not only the accounts: before the first unit of training runs, the arrays have gone."""
-    monkeypatch.setattr(memory, "_TIDY_BYTES", 1)  # one block or one layer between two units
+    monkeypatch.setattr(memory, "_TIDY_BYTES_ON_CPU", 1)  # one block or one layer between two units
     harness, training, block = small(40)
     for number in range(8):
         harness.submit(f"cached {number}", prompt(number), 8)

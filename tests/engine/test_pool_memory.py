@@ -154,7 +154,7 @@ def test_a_request_after_an_idle_time_finds_room(monkeypatch: pytest.MonkeyPatch
 
 def test_memory_is_given_back_a_bounded_number_of_bytes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each call leaves the loop free for requests that have come."""
-    monkeypatch.setattr("mlx_parallm.engine.memory._TIDY_BYTES", 1)
+    monkeypatch.setattr("mlx_parallm.engine.memory._TIDY_BYTES_ON_CPU", 1)
     harness = make_harness(max_batched_tokens=2048)
     for number in range(12):
         harness.submit(str(number), [20 + number] * 300, 10)

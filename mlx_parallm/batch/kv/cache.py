@@ -70,7 +70,7 @@ class LoRABatchedKVCache:
         """Opens a row that can hold `tokens`: `into`, an object that is not open, or a new one.
 
         `root` names what keys and values depend on besides the tokens, such as the adapter version. With it, the row
-        starts with the longest cached beginning of `ids`, and `row.computed` tells how long that is. At least the last
+        starts with the longest cached beginning of `ids`, and `row.computed` is its length. At least the last
         id is left to compute. `counts`: add this lookup to `hits` and `queries`.
 
         Returns:
@@ -180,7 +180,7 @@ class LoRABatchedKVCache:
     # -- cached prefixes -------------------------------------------------------------------------
 
     def freeze(self, row: KVRow, root: Hashable, ids: Sequence[int]) -> None:
-        """Registers the row's full blocks, as far as `ids` tells their tokens, so that later prompts find them.
+        """Registers the row's full blocks, as far as `ids` has their tokens, so that later prompts find them.
 
         If the index already has a block of the same tokens, which another row computed, the row uses that block and
         gives its own back.

@@ -23,6 +23,7 @@ from mlx_parallm.batch.kv.block_files import (
     model_key,
     shapes,
 )
+from mlx_parallm.errors import StorageError
 from mlx_parallm.model.families import KVLayout
 
 _log = logging.getLogger(__name__)
@@ -95,7 +96,7 @@ class PrefixStore:
         return reading
 
     def clear(self) -> Future[None]:
-        """Removes all files. The future raises OSError if one cannot be removed."""
+        """Removes all files. The future raises StorageError if one cannot be removed."""
         return self._worker.submit(self._clear)
 
     # -- on the worker's thread ------------------------------------------------------------------
@@ -127,8 +128,14 @@ class PrefixStore:
         return blocks
 
     def _clear(self) -> None:
-        for _, _, path in self._entries():
-            path.unlink(missing_ok=True)
+        try:
+            for _, _, path in self._entries():
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            raise StorageError(
+                f"cached prefixes in memory are forgotten, but a file of them cannot be removed ({error.strerror}); "
+                "remove the folder of --prefix-cache-dir"
+            ) from error
         self._files = set()
 
     def _mark_used(self, name: BlockName) -> None:

@@ -62,7 +62,7 @@ class BlockMemory:
 
     @property
     def array_bytes(self) -> int:
-        """Bytes of all arrays: more than `nbytes` while an arena shrinks, layer by layer."""
+        """Bytes of all arrays: more than `nbytes` while an arena is resized, layer by layer."""
         return sum(group.arena.array_bytes for group in self.groups)
 
     @property

@@ -34,7 +34,7 @@ def attach(memory: BlockMemory, row: KVRow, root: Hashable, ids: Sequence[int]) 
 
 
 def freeze(memory: BlockMemory, row: KVRow, root: Hashable, ids: Sequence[int]) -> None:
-    """Registers the row's full blocks, as far as `ids` tells their tokens. O(blocks that are not registered yet).
+    """Registers the row's full blocks, as far as `ids` has their tokens. O(blocks that are not registered yet).
 
     A row whose last registered block has left the index registers all of its blocks again.
     """

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query
 from pydantic import AfterValidator, Field
 
 from mlx_parallm.core import EngineClient, PauseMode
-from mlx_parallm.errors import ConflictError, EngineDeadError
+from mlx_parallm.errors import ConflictError, EngineDeadError, StorageError
 from mlx_parallm.server.api.fields import WireOutput, WireQuery, refused
 from mlx_parallm.server.errors import DrainingError
 from mlx_parallm.server.openapi import raises
@@ -112,7 +112,7 @@ class PrefixCacheReset(WireOutput):
     """Number of tokens that were cached in memory."""
 
 
-@router.post("/reset_prefix_cache", responses=raises(EngineDeadError))
+@router.post("/reset_prefix_cache", responses=raises(EngineDeadError, StorageError))
 async def reset_prefix_cache(
     services: ServicesDep, query: Annotated[ResetPrefixCacheQuery, Query()]
 ) -> PrefixCacheReset:
