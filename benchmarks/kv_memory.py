@@ -33,7 +33,7 @@ from mlx_parallm.model.families import KVLayout, LayerSpec
 LAYOUT = KVLayout((LayerSpec(1, 1, 1),), mx.float32)
 LONGEST = 4096
 BUDGET_TOKENS = 1 << 15
-WARM_UP = 0.4
+WARM_UP = 0.25
 """The first part of the steps, in which the prefix cache fills the budget, is not counted."""
 QUIET_STEPS = {False: 100, True: 600}
 """About ten seconds of decode steps, and a minute if prefixes are cached; see `engine.memory`."""
