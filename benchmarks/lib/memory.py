@@ -17,16 +17,19 @@ POLL_S = 0.25
 class Memory:
     """Bytes and KV tokens. MLX's peak is reset after loading, so it covers everything that the server does.
 
-    `kv_tokens_at_peak`: tokens in use when the peak last rose. `kv_tokens_most`: the largest number seen.
+    `kv_tokens_at_peak`: tokens in use when the peak last rose. `kv_cached_at_peak`: bytes of prefixes that only the
+    prefix cache kept at that time. `kv_tokens_most`: the largest number of tokens seen.
     """
 
     weight_bytes: int = 0
     peak_bytes: int = 0
     kv_tokens_at_peak: int = 0
+    kv_cached_at_peak: int = 0
     kv_tokens_most: int = 0
     kv_held_bytes_most: int = 0
     resident_bytes_most: int = 0
     _last_kv_tokens: int = 0
+    _last_cached: int = 0
 
     @property
     def above_weights_bytes(self) -> int:
@@ -40,14 +43,16 @@ class Memory:
         """Adds one answer of /debug/state. If the peak rose, it did so after the answer before."""
         engine = state["engine"]
         peak, kv_tokens = engine["detail"]["mlx_memory_bytes"]["peak"], engine["kv_tokens_used"]
+        cached = engine["kv_bytes_cached"]
         if peak > self.peak_bytes:
             self.peak_bytes = peak
             self.kv_tokens_at_peak = max(kv_tokens, self._last_kv_tokens)
+            self.kv_cached_at_peak = max(cached, self._last_cached)
         self.weight_bytes = state["model"]["weight_bytes"]
         self.kv_tokens_most = max(self.kv_tokens_most, kv_tokens)
         self.kv_held_bytes_most = max(self.kv_held_bytes_most, engine["kv_bytes_held"])
         self.resident_bytes_most = max(self.resident_bytes_most, resident)
-        self._last_kv_tokens = kv_tokens
+        self._last_kv_tokens, self._last_cached = kv_tokens, cached
 
 
 @asynccontextmanager

@@ -19,8 +19,13 @@ _QUIET_S, _QUIET_WITH_CACHE_S = 10.0, 60.0
 """After so many seconds without a new row, running rows keep few free blocks beside them. An arena with cached prefixes
 waits longer, because it copies them when it shrinks."""
 
-_TIDY_BYTES, _TIDY_BYTES_ON_CPU = 512 << 20, 64 << 20
-"""Bytes that `tidy` copies between two units, in each layer group. On a CPU that takes about 40 ms."""
+_PAUSE_S = 0.03
+"""For so long after the last row has ended, arenas are not resized unless that is urgent. A client that waits for an
+answer before it asks again often asks at once, and would wait for the copying."""
+
+_TIDY_BYTES, _TIDY_BYTES_ON_CPU = 512 << 20, 16 << 20
+"""Bytes that `tidy` copies between two units, in each layer group; but at least one layer. On a CPU that takes about
+20 ms, and longer for a layer that is larger."""
 
 
 class PrefixRoot(NamedTuple):
@@ -52,7 +57,7 @@ class PoolMemory:
         self._scope = scope
         self._tidy_bytes = _TIDY_BYTES_ON_CPU if on_cpu() else _TIDY_BYTES
         self._rows_have_ended = False  # since the arenas were last as small as they can be
-        self._opened_at = 0.0
+        self._opened_at = self._ended_at = 0.0
         self._versions: set[Version] = set()  # those that may have cached prefixes
 
     def cached(self, sequence: Sequence) -> int:
@@ -120,6 +125,7 @@ class PoolMemory:
             row.computed = 0
             self._adapters.unpin(row.adapter)
             self._rows_have_ended = True
+            self._ended_at = time.monotonic()
 
     def tidy(self, now: float) -> bool:
         """Makes room for the next rows, and gives memory back to the device: what ended rows have left, what adapters
@@ -130,8 +136,9 @@ class PoolMemory:
         """
         self._drop_unreachable()
         quiet = now - self._opened_at > (_QUIET_WITH_CACHE_S if self._cache.bytes_cached else _QUIET_S)
-        left = self._cache.tidy(self._tidy_bytes, quiet)
-        if self._rows_have_ended and quiet and not left:
+        pausing = not self._cache.bytes_used and now - self._ended_at < _PAUSE_S
+        left = self._cache.tidy(self._tidy_bytes, quiet, pausing)
+        if self._rows_have_ended and quiet and not left and not pausing:
             mx.clear_cache()
             self._rows_have_ended = False
         return left

@@ -9,6 +9,7 @@ from tiny import tiny_model
 
 from mlx_parallm.adapters.registry import KEPT_VERSIONS
 from mlx_parallm.batch.kv.arena import Arena
+from mlx_parallm.batch.kv.sizing import spare_places
 from mlx_parallm.core import GenerationRequest, RequestFinished, StopParams
 
 LONG = [7, 3, 9, 1] * 50
@@ -85,6 +86,12 @@ def be_quiet(patched: pytest.MonkeyPatch) -> None:
     """Makes any time without a new row count as a long one."""
     patched.setattr("mlx_parallm.engine.memory._QUIET_S", -1.0)
     patched.setattr("mlx_parallm.engine.memory._QUIET_WITH_CACHE_S", -1.0)
+    have_no_pause(patched)
+
+
+def have_no_pause(patched: pytest.MonkeyPatch) -> None:
+    """The engine tidies up as soon as it has nothing else to do."""
+    patched.setattr("mlx_parallm.engine.memory._PAUSE_S", -1.0)
 
 
 # ---- memory ----------------------------------------------------------------------------------------
@@ -133,6 +140,7 @@ def test_blocks_are_kept_for_the_next_rows_while_rows_keep_coming() -> None:
 
 def test_a_request_after_an_idle_time_finds_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """An arena copies itself when it grows; nobody waits for that while the server has nothing else to do."""
+    have_no_pause(monkeypatch)
     harness = make_harness(max_batched_tokens=2048)
     resized = []
     resize = Arena.resize
@@ -152,9 +160,34 @@ def test_a_request_after_an_idle_time_finds_room(monkeypatch: pytest.MonkeyPatch
     assert not any(resized)
 
 
+def test_a_client_that_asks_again_at_once_does_not_wait_for_an_arena(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arenas grow in the pauses between requests, but not in the first moment of one, unless they are short of room."""
+    monkeypatch.setattr("mlx_parallm.engine.memory._PAUSE_S", 1000.0)
+    harness = make_harness(max_batched_tokens=2048)
+    group = harness.runner.cache.groups[0]
+    spare_at_growth = []
+    for number in range(40):
+        harness.submit(str(number), [20 + number] * 300, 10)
+        while harness.loop.stats().running + harness.loop.stats().waiting:
+            harness.loop.step()
+        free, blocks = group.places.free, group.places.total
+        harness.run()
+        if group.places.total > blocks:
+            spare_at_growth.append(free / spare_places(group))
+    assert all(free <= 1 / 8 for free in spare_at_growth)
+    blocks = group.places.total
+    harness.runner.cache.evict(blocks)
+    harness.run()
+    assert group.places.total == blocks
+    have_no_pause(monkeypatch)
+    harness.run()
+    assert group.places.total < blocks
+
+
 def test_memory_is_given_back_a_bounded_number_of_bytes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each call leaves the loop free for requests that have come."""
     monkeypatch.setattr("mlx_parallm.engine.memory._TIDY_BYTES_ON_CPU", 1)
+    have_no_pause(monkeypatch)
     harness = make_harness(max_batched_tokens=2048)
     for number in range(12):
         harness.submit(str(number), [20 + number] * 300, 10)

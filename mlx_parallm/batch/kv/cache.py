@@ -233,9 +233,9 @@ class LoRABatchedKVCache:
         """Makes blocks that were read from the disk cached prefixes again; see `host_blocks.restore`."""
         return self.keep_prefixes and restore(self._memory, root, ids, blocks)
 
-    def tidy(self, most_bytes: int, quiet: bool = False) -> bool:
+    def tidy(self, most_bytes: int, quiet: bool = False, pausing: bool = False) -> bool:
         """Resizes arenas between units; see `tidy.tidy`. Returns whether more is left to do."""
-        return tidy(self._memory, most_bytes, quiet)
+        return tidy(self._memory, most_bytes, quiet, pausing)
 
     # -- figures ---------------------------------------------------------------------------------
 

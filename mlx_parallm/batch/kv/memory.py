@@ -167,7 +167,7 @@ class BlockMemory:
             return
         total = group.places.total
         in_excess = self.nbytes + missing * group.arena.block_bytes > self.device.pool_limit(alone=False)
-        spare = places_kept_in_excess(total) if in_excess else max(spare_places(group), group.arena.goal - total)
+        spare = places_kept_in_excess(total) if in_excess else max(0, group.arena.goal - total) or spare_places(group)
         for more in dict.fromkeys((min(room, max(missing, spare)), min(room, missing))):
             if self.resize(group, total + more):
                 return

@@ -7,18 +7,25 @@ from mlx_parallm.batch.kv.groups import LayerGroup
 _SPARE_BLOCKS, _IDLE_SPARE_BLOCKS = 4, 16
 """The least number of free places for the next rows: while rows run, and without any."""
 
-_LARGEST_SPARE_BYTES = 1 << 30
+_SPARE_BYTES_FOR_CACHE = 1 << 30
 
 
 def spare_places(group: LayerGroup) -> int:
     """How many free places an arena gets for the next rows.
 
     What rows do not use counts against them, so their part is small: a sixteenth, or a few. The cache grows until it
-    fills its memory, and copies itself whenever it grows: so it gets as many places again, up to a gigabyte.
+    fills its memory, and the arena copies itself whenever it grows: so the cache gets as many places again, up to a
+    gigabyte or half of what it has. With a fixed number, a large arena would be copied as often as a small one.
     """
     places = group.places
     few = _SPARE_BLOCKS if places.used else _IDLE_SPARE_BLOCKS
-    return max(few, places.used // 16 + min(places.cached, _LARGEST_SPARE_BYTES // group.arena.block_bytes))
+    for_cache = min(places.cached, max(_SPARE_BYTES_FOR_CACHE // group.arena.block_bytes, places.cached // 2))
+    return max(few, places.used // 16 + for_cache)
+
+
+def is_short(group: LayerGroup) -> bool:
+    """Whether so few places are free that the next rows may have to wait for more."""
+    return group.places.free < max(_IDLE_SPARE_BLOCKS, spare_places(group) // 16)
 
 
 def places_kept_in_excess(total: int) -> int:

@@ -6,11 +6,11 @@ import mlx.core as mx
 
 from mlx_parallm.batch.kv.groups import LayerGroup
 from mlx_parallm.batch.kv.memory import BlockMemory
-from mlx_parallm.batch.kv.sizing import places_kept_in_excess, size_for_next_rows
+from mlx_parallm.batch.kv.sizing import is_short, places_kept_in_excess, size_for_next_rows
 from mlx_parallm.model.device import is_out_of_memory
 
 
-def tidy(memory: BlockMemory, most_bytes: int, quiet: bool) -> bool:
+def tidy(memory: BlockMemory, most_bytes: int, quiet: bool, pausing: bool = False) -> bool:
     """Grows arenas that are short of free places, so that the next row need not wait for that. Shrinks arenas of which
     much is unused, after the blocks in their highest places have moved.
 
@@ -19,16 +19,20 @@ def tidy(memory: BlockMemory, most_bytes: int, quiet: bool) -> bool:
     Args:
         most_bytes: bytes that may be copied in each group now. At least one block is moved, or one layer resized.
         quiet: no row has opened for a while.
+        pausing: the last row has ended just now, and the next may come at once. Then only what is urgent is done: an
+            arena is short of places, or memory was reserved meanwhile.
 
     Returns:
         Whether more is left to do.
     """
     excess = memory.nbytes - memory.device.pool_limit(alone=False)
+    reserved = excess > 0
     for number, group in enumerate(memory.groups):
         wanted = max(0, -(-excess // group.arena.block_bytes))
         memory.evict(number, wanted - group.places.free)
         excess -= min(wanted, group.places.free) * group.arena.block_bytes
-    left = [_tidy_group(memory, group, most_bytes, quiet) for group in memory.groups]
+    groups = [group for group in memory.groups if reserved or not pausing or is_short(group)]
+    left = [_tidy_group(memory, group, most_bytes, quiet) for group in groups]
     return any(left)
 
 
