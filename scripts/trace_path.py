@@ -65,6 +65,7 @@ LEFT_OUT = (
     "rl/learn/model.py",
     "rl/learn/forwards.py",
     "rl/learn/attention.py",
+    "rl/objectives/samples.py",
     "rl/objectives/losses.py",
 )
 GOES_LIVE = function("adapters/", "flip")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import reduce
 from typing import Any
 
 import mlx.core as mx
@@ -12,6 +11,7 @@ import mlx.nn as nn
 import numpy as np
 from configs import TRAINING, changed
 from mlx.utils import tree_flatten, tree_unflatten
+from sample_parts import with_logprobs_of
 from tiny import tiny_model
 
 from mlx_parallm.adapters.bank import AdapterBank
@@ -22,7 +22,8 @@ from mlx_parallm.rl.learn.model import Params, Span, TrainableModel, TrainingCon
 from mlx_parallm.rl.learn.packing import MicroBatch, SampleBatch, pack
 from mlx_parallm.rl.learn.policy import Policy, PolicySnapshot
 from mlx_parallm.rl.learn.trainer import GRPOTrainer
-from mlx_parallm.rl.objectives.batches import Sample, UpdateBatch
+from mlx_parallm.rl.objectives.batches import UpdateBatch
+from mlx_parallm.rl.objectives.samples import Sample, answered
 
 LORA = ModelConfig(lora_rank=4, lora_alpha=8.0, lora_target_modules=("q_proj", "v_proj", "o_proj", "down_proj"))
 SETTINGS = changed(TRAINING, learning_rate=1e-2, micro_batch_tokens=64, gradient_checkpointing=False, seed=3)
@@ -69,20 +70,20 @@ def samples(count: int = 6, seed: int = 0, groups: int = 2) -> list[Sample]:
         return tuple(int(token) for token in random.integers(0, VOCABULARY, length))
 
     prompts = [ids(random.integers(3, 9)) for _ in range(groups)]
-    made = [
-        Sample(prompts[i % groups], ids(random.integers(1, 7)), (), 1.0, 1.0 - 2.0 * (i // groups % 2), i % groups)
-        for i in range(count)
+    completions = [ids(random.integers(1, 7)) for _ in range(count)]
+    return [
+        answered(prompts[i % groups], drawn, (-3.0,) * len(drawn), 1.0, 1.0 - 2.0 * (i // groups % 2), i % groups)
+        for i, drawn in enumerate(completions)
     ]
-    return [replace(s, sampling_logprobs=(-3.0,) * len(s.completion_ids)) for s in made]
 
 
 def packed(drawn: Sequence[Sample]) -> MicroBatch:
     """These samples as one micro-batch, in this order."""
-    return pack(reduce(SampleBatch.with_sample, drawn, SampleBatch()))
+    return pack(SampleBatch.of(drawn))
 
 
 def logprobs(trainer: GRPOTrainer, batch: MicroBatch, params: Params | None, scale: float) -> mx.array:
-    """Of the completion tokens, [N], with these factors; None: of the base model."""
+    """Of the trained tokens, [N], with these factors; None: of the base model."""
     spans = None if params is None else [Span(batch.tokens.size, params, scale)]
     ((logp, _),) = trainer._forwards.scores([batch], spans).scores
     return logp
@@ -94,21 +95,20 @@ def everywhere(params: Params, scale: float) -> TrainingContext:
 
 
 def plain_logprobs(trainer: GRPOTrainer, model: nn.Module, params: Params | None, sample: Sample) -> list[float]:
-    """Of the completion's tokens, from the served model's own forward over one unpadded row and a full log-softmax."""
+    """Of the trained tokens, from the served model's own forward over one unpadded row and a full log-softmax."""
     bank = trainer.model.bank
     lora = trainer.lora
     context = None if params is None else everywhere(params, lora.lora_alpha / lora.lora_rank)
     with bank.using(context):
-        logits = model(mx.array([[*sample.prompt_ids, *sample.completion_ids]]))[0].astype(mx.float32)
-    logits = logits / sample.temperature
+        logits = model(mx.array([sample.token_ids]))[0, :-1].astype(mx.float32)
+    logits = logits / mx.array(sample.temperatures()[1:])[:, None]
     logprobs = logits - mx.logsumexp(logits, -1, keepdims=True)
-    first = len(sample.prompt_ids) - 1
-    return [float(logprobs[first + at, token].item()) for at, token in enumerate(sample.completion_ids)]
+    return [float(logprobs[at - 1, sample.token_ids[at]].item()) for at in sample.trained()]
 
 
 def with_logprobs(trainer: GRPOTrainer, model: nn.Module, policy: Policy, drawn: Sequence[Sample]) -> list[Sample]:
     """The samples as this policy would have drawn them."""
-    return [replace(s, sampling_logprobs=tuple(plain_logprobs(trainer, model, policy.params, s))) for s in drawn]
+    return [with_logprobs_of(s, plain_logprobs(trainer, model, policy.params, s)) for s in drawn]
 
 
 def learn(trainer: GRPOTrainer, policy: Policy, drawn: Sequence[Sample]) -> UpdateOutcome:

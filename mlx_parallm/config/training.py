@@ -25,6 +25,8 @@ class Algorithm(StrEnum):
     DR_GRPO = "dr_grpo"
     GSPO = "gspo"
     CISPO = "cispo"
+    PPO = "ppo"
+    IMPORTANCE_SAMPLING = "importance_sampling"
     CROSS_ENTROPY = "cross_entropy"
 
 
@@ -74,6 +76,8 @@ ALGORITHM_DEFAULTS: Mapping[Algorithm, AlgorithmDefaults] = {
     Algorithm.GSPO: AlgorithmDefaults(3e-4, 4e-4, RewardScale.GROUP),
     # CISPO has no lower bound. Its paper gives no upper bound; 1 + 4 is ScaleRL's (arXiv 2510.13786).
     Algorithm.CISPO: AlgorithmDefaults(1.0, 4.0, RewardScale.GROUP),
+    Algorithm.PPO: AlgorithmDefaults(0.2, 0.2, RewardScale.GROUP),
+    Algorithm.IMPORTANCE_SAMPLING: AlgorithmDefaults(0.2, 0.2, RewardScale.GROUP),
     Algorithm.CROSS_ENTROPY: AlgorithmDefaults(0.2, 0.2, RewardScale.NONE),
 }
 
@@ -86,8 +90,8 @@ class LossConfig(Section):
     clip_high: Number | None = Field(default=None, ge=0)
     """The policy ratio of a token is clipped above 1 + clip_high. null means the algorithm's own value."""
     dual_clip: Number | None = Field(default=3.0, gt=1)
-    """Largest loss of a token with a negative advantage A, as a multiple of |A|. null means no bound. cispo and
-    cross_entropy do not use it.
+    """Largest loss of a token with a negative advantage A, as a multiple of |A|. null means no bound. cispo, ppo,
+    importance_sampling and cross_entropy do not use it.
     """
     scale_rewards: Annotated[RewardScale, BeforeValidator(lower)] | None = None
     """Divide centred rewards by the standard deviation of their group (group), of the batch (batch), or not at all
@@ -105,6 +109,8 @@ class LossConfig(Section):
     """Largest weight of a token when old_logprobs is trainer. The weight is the token's probability by the trainer's
     logprobs divided by its probability by the sampler's.
     """
+    mask_truncated: bool = False
+    """Learn nothing from answers that the token limit cut off. Their rewards still count in their groups."""
     imitation_threshold: Number = 0.0
     """cross_entropy imitates trajectories whose reward is above this value, and those that come without a reward."""
 
@@ -182,7 +188,7 @@ class RLTrainingConfig(Section):
     enabled: bool = False
     """Train adapters on collected trajectories. A server.mode that trains turns this key on, and vice versa."""
     algorithm: Annotated[Algorithm, BeforeValidator(lower)] = Algorithm.GRPO
-    """Loss: grpo, bnpo, dapo, dr_grpo, gspo, cispo, or cross_entropy (imitation)."""
+    """Loss: grpo, bnpo, dapo, dr_grpo, gspo, cispo, ppo, importance_sampling, or cross_entropy (imitation)."""
     update_frequency: Integer = Field(default=100, ge=1)
     """Number of trajectories in one update. Only groups with a learning signal count: their rewards differ, or come
     from feedback. Groups without one are dropped. When four times this number of trajectories has been collected, an

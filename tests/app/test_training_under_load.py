@@ -37,7 +37,7 @@ from mlx_parallm.core import (
 from mlx_parallm.rl.learn.model import Params
 from mlx_parallm.rl.learn.packing import pack, split_samples
 from mlx_parallm.rl.learn.trainer import GRPOTrainer
-from mlx_parallm.rl.objectives.batches import Sample
+from mlx_parallm.rl.objectives.samples import answered
 
 CLIENTS, UPDATES = 8, 100
 LORA = LoRAConfig(rank=4, alpha=8.0)
@@ -172,12 +172,12 @@ def _worst(made: Rig) -> float:
 
 
 def _difference(trainer: GRPOTrainer, weights: AdapterWeights | None, drawn: Sequence[Trajectory]) -> float:
-    samples = [Sample(t.prompt_ids, t.completion_ids, t.sampling_logprobs, t.temperature, 0.0, 0) for t in drawn]
+    samples = [answered(t.prompt_ids, t.completion_ids, t.sampling_logprobs, t.temperature) for t in drawn]
     (part,) = split_samples(samples, 10**9)
     batch = pack(part)
     params = None if weights is None else _params(weights)
     logp = logprobs(trainer, batch, params, LORA.alpha / LORA.rank)
-    return float((mx.abs(batch.padded(logp) - batch.sampling_logprobs) * batch.mask).max().item())
+    return float((mx.abs(batch.padded(logp) - batch.sampling_logprobs) * batch.weights).max().item())
 
 
 def _copied(weights: AdapterWeights) -> AdapterWeights:

@@ -9,8 +9,10 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.config import Algorithm, ResolvedLoss
-from mlx_parallm.rl.objectives.batches import Sample
-from mlx_parallm.rl.objectives.losses import TokenBatch, UpdateTotals, loss
+from mlx_parallm.rl.objectives.losses import loss
+from mlx_parallm.rl.objectives.reductions import Denominators, UpdateTotals
+from mlx_parallm.rl.objectives.samples import Sample
+from mlx_parallm.rl.objectives.token_losses import TokenBatch
 
 
 @dataclass(frozen=True)
@@ -22,8 +24,17 @@ class Row:
     mu: np.ndarray
     ref: np.ndarray
     entropy: np.ndarray
-    advantage: float
+    advantage: float | np.ndarray
     group: int
+    token_weights: np.ndarray | None = None
+
+    @property
+    def advantages(self) -> np.ndarray:
+        return np.broadcast_to(np.float64(self.advantage), self.logp.shape)
+
+    @property
+    def weights(self) -> np.ndarray:
+        return np.ones(len(self.logp)) if self.token_weights is None else self.token_weights
 
 
 def row(rng: np.random.Generator, tokens: int, log_ratio: tuple[float, float], advantage: float, group: int = 0) -> Row:
@@ -48,6 +59,15 @@ def mixed_rows(seed: int = 0) -> list[Row]:
     return [row(rng, n, (-1.0, 1.0), a, g) for n, g, a in zip(lengths, groups, signs, strict=True)]
 
 
+def uneven_rows(seed: int = 0) -> list[Row]:
+    """The same rows, with advantages of both signs and weights of 0.25 to 2 within each."""
+    rng = np.random.default_rng(seed + 1)
+    return [
+        replace(each, advantage=rng.integers(-8, 8, each.logp.size) / 4, token_weights=rng.integers(1, 8, each.logp.size) / 4)
+        for each in mixed_rows(seed)
+    ]
+
+
 def reference_loss(rows: Sequence[Row], settings: ResolvedLoss, frozen: Sequence[Row] | None = None) -> float:
     """`frozen`: where factors without a gradient are taken; the rows themselves if not given."""
     total = 0.0
@@ -58,16 +78,13 @@ def reference_loss(rows: Sequence[Row], settings: ResolvedLoss, frozen: Sequence
             - settings.entropy_coef * each.entropy[t]
             for t in range(len(each.logp))
         ]
-        total += sum(values) * _weight(rows, each, settings)
+        total += float(np.dot(values, each.weights)) * _weight(rows, each, settings)
     return float(total)
 
 
 def reference_gradient(rows: Sequence[Row], settings: ResolvedLoss) -> list[np.ndarray]:
     """d loss / d logp of each row, in closed form."""
-    return [
-        _weight(rows, each, settings) * np.array([_slope(each, t, settings) for t in range(len(each.logp))], np.float64)
-        for each in rows
-    ]
+    return [_weight(rows, each, settings) * _slopes(each, settings) for each in rows]
 
 
 def finite_differences(rows: Sequence[Row], settings: ResolvedLoss, step: float = 1e-6) -> list[np.ndarray]:
@@ -86,7 +103,9 @@ def finite_differences(rows: Sequence[Row], settings: ResolvedLoss, step: float 
 
 
 def _weight(rows: Sequence[Row], each: Row, settings: ResolvedLoss) -> float:
-    lengths = {id(r): len(r.logp) for r in rows}
+    if settings.algorithm in (Algorithm.PPO, Algorithm.IMPORTANCE_SAMPLING):
+        return 1.0
+    lengths = {id(r): r.weights.sum() for r in rows}
     if settings.algorithm in (Algorithm.GRPO, Algorithm.GSPO):
         return 1 / len(rows) / lengths[id(each)]
     if settings.algorithm is Algorithm.BNPO:
@@ -100,34 +119,46 @@ def _weight(rows: Sequence[Row], each: Row, settings: ResolvedLoss) -> float:
 def _policy(each: Row, frozen: Row, t: int, settings: ResolvedLoss) -> float:
     if settings.algorithm is Algorithm.CROSS_ENTROPY:
         return -each.logp[t]
+    a = each.advantages[t]
+    if settings.algorithm is Algorithm.IMPORTANCE_SAMPLING:
+        return -np.exp(each.logp[t] - each.mu[t]) * a
     w = min(np.exp(each.old[t] - each.mu[t]), settings.mismatch_cap)
     if settings.algorithm is Algorithm.CISPO:
         r = np.exp(frozen.logp[t] - frozen.old[t])
-        return -w * min(r, 1 + settings.clip_high) * each.advantage * each.logp[t]
+        return -w * min(r, 1 + settings.clip_high) * a * each.logp[t]
     r = _clip_ratio(each, t, settings)
     clipped = min(max(r, 1 - settings.clip_low), 1 + settings.clip_high)
-    bound = min(r * each.advantage, clipped * each.advantage)
-    if each.advantage < 0:
-        bound = max(bound, settings.dual_clip * each.advantage)
+    bound = min(r * a, clipped * a)
+    if settings.algorithm is Algorithm.PPO:
+        return -bound
+    if a < 0:
+        bound = max(bound, settings.dual_clip * a)
     return -w * bound
 
 
+def _slopes(each: Row, settings: ResolvedLoss) -> np.ndarray:
+    """d / d logp of the row's weighted sum of token losses."""
+    tokens = range(len(each.logp))
+    kl = each.weights * settings.kl_coef * (1 - np.exp(each.ref - each.logp))
+    own = each.weights * np.array([_slope(each, t, settings) for t in tokens], np.float64)
+    return kl + (own.mean() if settings.algorithm is Algorithm.GSPO and own.size else own)
+
+
 def _slope(each: Row, t: int, settings: ResolvedLoss) -> float:
-    """d / d logp[t] of the row's summed token losses."""
-    kl = settings.kl_coef * (1 - np.exp(each.ref[t] - each.logp[t]))
+    """d policy loss of a token / d log ratio in it; gspo's ratio depends on every token alike."""
     if settings.algorithm is Algorithm.CROSS_ENTROPY:
-        return kl - 1
-    w = np.minimum(np.exp(each.old - each.mu), settings.mismatch_cap)
+        return -1.0
+    a = each.advantages[t]
+    if settings.algorithm is Algorithm.IMPORTANCE_SAMPLING:
+        return -np.exp(each.logp[t] - each.mu[t]) * a
+    w = min(np.exp(each.old[t] - each.mu[t]), settings.mismatch_cap)
     if settings.algorithm is Algorithm.CISPO:
-        r = np.exp(each.logp[t] - each.old[t])
-        return kl - w[t] * min(r, 1 + settings.clip_high) * each.advantage
+        return -w * min(np.exp(each.logp[t] - each.old[t]), 1 + settings.clip_high) * a
     r = _clip_ratio(each, t, settings)
+    plain = settings.algorithm is Algorithm.PPO
     low, high = 1 - settings.clip_low, 1 + settings.clip_high
-    beyond = r > high if each.advantage > 0 else not low <= r <= settings.dual_clip
-    if beyond:
-        return kl
-    reach = w.mean() if settings.algorithm is Algorithm.GSPO else w[t]
-    return kl - reach * r * each.advantage
+    beyond = r > high if a > 0 else not low <= r <= (np.inf if plain else settings.dual_clip)
+    return 0.0 if beyond else -(1.0 if plain else w) * r * a
 
 
 def _clip_ratio(each: Row, t: int, settings: ResolvedLoss) -> float:
@@ -150,11 +181,21 @@ class Padding:
 
 
 def samples(rows: Sequence[Row]) -> list[Sample]:
-    return [Sample((1,), (2,) * len(r.logp), tuple(r.mu), 1.0, r.advantage, r.group) for r in rows]
+    """The rows as samples, for the totals of an update. A row without tokens gets one, which the totals do not see if
+    the row is not in the update."""
+    return [
+        Sample(
+            (1, *[2] * max(r.logp.size, 1)),
+            (0.0, *(r.weights.tolist() or [1.0])),
+            (0.0, *(r.advantages.tolist() or [0.0])),
+            group=r.group,
+        )
+        for r in rows
+    ]
 
 
 def token_batch(
-    rows: Sequence[Row], padding: Padding = Padding(), advantages: Sequence[float] | None = None
+    rows: Sequence[Row], padding: Padding = Padding()
 ) -> TokenBatch:
     width = max(len(r.logp) for r in rows) + padding.extra
 
@@ -168,11 +209,16 @@ def token_batch(
         logp=padded([r.logp for r in rows], padding.fill),
         old_logp=padded([r.old for r in rows], padding.fill),
         sampling_logp=padded([r.mu for r in rows], padding.fill),
-        mask=padded([np.ones(len(r.logp)) for r in rows], 0.0),
-        advantages=mx.array([r.advantage for r in rows] if advantages is None else list(advantages), mx.float32),
+        weights=padded([r.weights for r in rows], 0.0),
+        advantages=padded([r.advantages for r in rows], padding.fill),
         ref_logp=padded([r.ref for r in rows], padding.fill),
         entropy=padded([r.entropy for r in rows], padding.fill),
     )
+
+
+def denominators_of(rows: Sequence[Row], whole: Sequence[Row] | None = None) -> Denominators:
+    """Those of a micro-batch of these rows, in an update of `whole`."""
+    return UpdateTotals.of(samples(whole or rows)).for_rows(samples(rows))
 
 
 def computed(
@@ -180,7 +226,7 @@ def computed(
 ) -> tuple[float, list[np.ndarray]]:
     """Ours: the loss of these rows as a micro-batch of `whole`, and d loss / d logp of each row."""
     batch = token_batch(rows, padding)
-    denominators = UpdateTotals.of(samples(whole or rows)).for_rows(samples(rows))
+    denominators = denominators_of(rows, whole)
     value, gradient = mx.value_and_grad(lambda x: loss(replace(batch, logp=x), denominators, settings)[0])(batch.logp)
     slopes, trained = np.array(gradient), np.array(batch.mask) > 0
     assert not slopes[~trained].any(), "padding has a gradient, or it is not finite"

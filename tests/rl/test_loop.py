@@ -9,6 +9,7 @@ import pytest
 from configs import changed, loss_config
 from rl.fakes import trajectories
 from rl.rig import NAME, SETTINGS, opened, ref, running, settle
+from sample_parts import advantage, answer, drawn_logprobs
 
 from mlx_parallm.config import Algorithm, RewardScale
 from mlx_parallm.core import BASE_ADAPTER, GivenTrajectory
@@ -30,10 +31,10 @@ async def test_an_update_begins_when_complete_groups_hold_enough_trajectories() 
         await settle()
         assert len(rig.learner.batches) == 1
     batch = rig.learner.batches[0]
-    assert [sample.advantage for sample in batch.samples] == [0.5, -0.5, 0.0, 0.5, -0.5]
+    assert [advantage(sample) for sample in batch.samples] == [0.5, -0.5, 0.0, 0.5, -0.5]
     assert [sample.group for sample in batch.samples] == [0, 0, 0, 1, 1]
-    assert [s.completion_ids for s in batch.samples[:2]] == [m.trajectory.completion_ids for m in first.members[:2]]
-    assert batch.samples[0].sampling_logprobs == (-0.5, -1.0)
+    assert [answer(s) for s in batch.samples[:2]] == [m.trajectory.completion_ids for m in first.members[:2]]
+    assert drawn_logprobs(batch.samples[0]) == [-0.5, -1.0]
     assert batch.metrics["reward_mean"] == 0.5
     assert batch.metrics["reward_std"] == pytest.approx(math.sqrt((0.25 * 4) / 5))
     assert {member.state for group in (first, second) for member in group.members} == {TrajectoryState.TRAINED}
@@ -117,12 +118,12 @@ async def test_single_samples_are_compared_with_their_scorers_past() -> None:
     rig = await opened()
     singles = [rig.drawn(reward, scorer=scorer) for reward, scorer in ((1.0, "math"), (5.0, "exact"), (0.0, "math"))]
     assert (await rig.loop.update(None)).status == "published"
-    assert [sample.advantage for sample in rig.learner.batches[0].samples] == [-1.0]
+    assert [advantage(sample) for sample in rig.learner.batches[0].samples] == [-1.0]
     assert [group.members[0].reason for group in singles] == [DropReason.SINGLE, DropReason.SINGLE, None]
     rig.drawn(2.0, scorer="math")
     rig.drawn(5.0, scorer="exact")
     await rig.loop.update(None)
-    assert [sample.advantage for sample in rig.learner.batches[1].samples] == [1.5]
+    assert [advantage(sample) for sample in rig.learner.batches[1].samples] == [1.5]
     assert rig.buffer.drops[NAME] == {DropReason.SINGLE: 2, DropReason.ZERO_VARIANCE: 1}
 
 
@@ -132,7 +133,7 @@ async def test_people_are_compared_within_a_group_where_they_tell_samples_apart_
     rig.drawn(1.0, 1.0, scorer=None)
     rig.drawn(1.0, 1.0, scorer="exact")
     await rig.loop.update(None)
-    advantages = [sample.advantage for sample in rig.learner.batches[0].samples]
+    advantages = [advantage(sample) for sample in rig.learner.batches[0].samples]
     assert advantages == pytest.approx([0.5, -0.5, 0.5, 0.25])
     assert rig.buffer.drops[NAME] == {DropReason.ZERO_VARIANCE: 2}
 
@@ -142,7 +143,7 @@ async def test_single_samples_are_scaled_where_groups_are() -> None:
     rig.drawn(1.0, scorer=None)
     await rig.loop.update(None)
     (sample,) = rig.learner.batches[0].samples
-    assert sample.advantage == pytest.approx(0.5 / (math.sqrt(0.1875) + 0.01))
+    assert advantage(sample) == pytest.approx(0.5 / (math.sqrt(0.1875) + 0.01))
 
 
 async def test_what_a_checkpoint_remembers_of_rewards_is_all_there_is() -> None:
@@ -167,7 +168,7 @@ async def test_imitation_learns_from_what_is_above_the_threshold() -> None:
     rig = await opened(settings=changed(SETTINGS, loss=loss_config(Algorithm.CROSS_ENTROPY, imitation_threshold=0.5)))
     mixed, bad = rig.drawn(1.0, 0.5, 0.75, -1.0), rig.drawn(0.0, 0.5)
     assert (await rig.loop.update(None)).status == "published"
-    assert [sample.completion_ids[1] for sample in rig.learner.batches[0].samples] == [4, 6]
+    assert [answer(sample)[1] for sample in rig.learner.batches[0].samples] == [4, 6]
     assert [m.reason or m.state for m in mixed.members] == ["trained", "low_reward", "trained", "low_reward"]
     assert [m.reason for m in bad.members] == ["low_reward"] * 2
     rig.drawn(0.0)
@@ -179,9 +180,9 @@ async def test_imitation_learns_from_what_is_above_the_threshold() -> None:
 async def test_imitation_of_given_trajectories_needs_no_rewards_and_minds_those_it_gets() -> None:
     rig = await opened(settings=changed(SETTINGS, loss=loss_config(Algorithm.CROSS_ENTROPY)))
     assert (await rig.loop.update([GivenTrajectory((1,), (2, 3))])).status == "published"
-    assert rig.learner.batches[0].samples[0].completion_ids == (2, 3)
+    assert answer(rig.learner.batches[0].samples[0]) == (2, 3)
     await rig.loop.update([GivenTrajectory((1,), (4,), 1.0), GivenTrajectory((1,), (5,), 0.0)])
-    assert [sample.completion_ids for sample in rig.learner.batches[1].samples] == [(4,)]
+    assert [answer(sample) for sample in rig.learner.batches[1].samples] == [(4,)]
 
 
 @pytest.mark.parametrize("given", [[None, None], [1.0, None]])
@@ -202,10 +203,10 @@ async def test_given_trajectories_are_grouped_by_id_or_else_by_prompt() -> None:
     ]
     report = await rig.loop.update(given)
     samples = rig.learner.batches[0].samples
-    assert [(s.completion_ids, s.group, s.advantage) for s in samples] == [
+    assert [(answer(s), s.group, advantage(s)) for s in samples] == [
         ((2,), 0, 0.5), ((3,), 0, -0.5), ((4,), 1, 1.0), ((5,), 1, -1.0)]  # fmt: skip
     assert [s.on_policy for s in samples] == [False, True, True, True]
-    assert [s.temperature for s in samples] == [1.0, 1.0, 1.0, 0.5]
+    assert [s.stretches[0].temperature for s in samples] == [1.0, 1.0, 1.0, 0.5]
     assert (report.status, report.adapter, report.step) == ("published", ref(1), 1)
     assert rig.buffer.collected == {}
 

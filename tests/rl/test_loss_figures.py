@@ -7,13 +7,13 @@ import pytest
 from configs import changed, loss_config
 from rl.loss_reference import (
     Padding,
+    denominators_of,
     mixed_rows,
-    samples,
     token_batch,
 )
 
 from mlx_parallm.config import Algorithm
-from mlx_parallm.rl.objectives.losses import UpdateTotals, loss, means
+from mlx_parallm.rl.objectives.losses import loss, means
 
 POLICY = [each for each in Algorithm if each is not Algorithm.CROSS_ENTROPY]
 
@@ -28,21 +28,22 @@ FLOAT32 = 1e-6
 
 
 def stats(rows, settings, padding=PLAIN):
-    whole = UpdateTotals.of(samples(rows))
-    return means([loss(token_batch(rows, padding), whole.for_rows(samples(rows)), settings)[1]])
+    return means([loss(token_batch(rows, padding), denominators_of(rows), settings)[1]])
 
 
 @pytest.mark.parametrize("algorithm", POLICY)
 def test_figures_equal_the_reference(algorithm):
     rows = mixed_rows()
     settings = changed(SETTINGS, algorithm=algorithm, dual_clip=1.1 if algorithm is Algorithm.GSPO else 1.8)
-    log_ratios = [r.logp - r.old for r in rows]
+    sums = algorithm in (Algorithm.PPO, Algorithm.IMPORTANCE_SAMPLING)
+    log_ratios = [r.logp - (r.mu if algorithm is Algorithm.IMPORTANCE_SAMPLING else r.old) for r in rows]
     if algorithm is Algorithm.GSPO:
         log_ratios = [np.full(x.size, x.mean()) for x in log_ratios]
     ratio = np.exp(np.concatenate(log_ratios))
     sign = np.concatenate([np.full(r.logp.size, r.advantage) for r in rows])
     clipped = np.where(sign > 0, ratio > 1.28, ratio < 0.8) if algorithm is not Algorithm.CISPO else ratio > 1.28
-    dual = (sign < 0) & (ratio > settings.dual_clip) & (algorithm is not Algorithm.CISPO)
+    clipped &= algorithm is not Algorithm.IMPORTANCE_SAMPLING
+    dual = (sign < 0) & (ratio > settings.dual_clip) & (algorithm is not Algorithm.CISPO and not sums)
     mismatch = np.concatenate([r.old - r.mu for r in rows])
     delta = np.concatenate([r.ref - r.logp for r in rows])
     expected = {
@@ -54,23 +55,22 @@ def test_figures_equal_the_reference(algorithm):
         "kl": (np.exp(delta) - delta - 1).mean(),
         "entropy": np.concatenate([r.entropy for r in rows]).mean(),
     }
-    assert 0 < expected["clip_fraction"] < 1
-    assert (0 < expected["dual_clip_fraction"] < 1) == (algorithm is not Algorithm.CISPO)
+    assert (0 < expected["clip_fraction"] < 1) == (algorithm is not Algorithm.IMPORTANCE_SAMPLING)
+    assert (0 < expected["dual_clip_fraction"] < 1) == (algorithm is not Algorithm.CISPO and not sums)
     assert stats(rows, settings) == pytest.approx(expected, rel=1e-5)
 
 
 def test_figures_of_micro_batches_are_means_over_all_tokens():
     rows = mixed_rows()
-    whole = UpdateTotals.of(samples(rows))
     parts = [
-        loss(token_batch(part), whole.for_rows(samples(part)), SETTINGS)[1] for part in (rows[:1], rows[1:5], rows[5:])
+        loss(token_batch(part), denominators_of(part, rows), SETTINGS)[1] for part in (rows[:1], rows[1:5], rows[5:])
     ]
     assert means(parts) == pytest.approx(stats(rows, SETTINGS), rel=1e-6)
 
 
 def test_figures_that_cannot_be_known_are_absent():
     batch = replace(token_batch(mixed_rows()), ref_logp=None, entropy=None)
-    whole = UpdateTotals.of(samples(mixed_rows())).for_rows(samples(mixed_rows()))
+    whole = denominators_of(mixed_rows())
     known = {"ratio_mean", "ratio_max", "clip_fraction", "dual_clip_fraction", "mismatch_kl"}
     assert set(means([loss(batch, whole, loss_config())[1]])) == known
 
@@ -78,6 +78,6 @@ def test_figures_that_cannot_be_known_are_absent():
 @pytest.mark.parametrize("missing", ["ref_logp", "entropy"])
 def test_a_coefficient_without_what_it_weighs_is_refused(missing):
     batch = replace(token_batch(mixed_rows()), **{missing: None})
-    whole = UpdateTotals.of(samples(mixed_rows())).for_rows(samples(mixed_rows()))
+    whole = denominators_of(mixed_rows())
     with pytest.raises(ValueError, match="kl_coef" if missing == "ref_logp" else "entropy_coef"):
         loss(batch, whole, SETTINGS)

@@ -10,21 +10,25 @@ from rl.loss_reference import (
     Padding,
     Row,
     computed,
+    denominators_of,
     finite_differences,
     mixed_rows,
     reference_gradient,
     reference_loss,
     row,
-    samples,
     token_batch,
+    uneven_rows,
 )
 
 from mlx_parallm.config import Algorithm, RewardScale
 from mlx_parallm.config.training import ALGORITHM_DEFAULTS
 from mlx_parallm.rl.objectives.batches import group_advantages
-from mlx_parallm.rl.objectives.losses import ALGORITHMS, UpdateTotals, k3, loss, means
+from mlx_parallm.rl.objectives.losses import ALGORITHMS, loss, means
+from mlx_parallm.rl.objectives.token_losses import k3
 
 POLICY = [each for each in Algorithm if each is not Algorithm.CROSS_ENTROPY]
+CORRECTED = [each for each in POLICY if each not in (Algorithm.PPO, Algorithm.IMPORTANCE_SAMPLING)]
+"""Those that weigh a token by how much the sampler differs from the trainer."""
 ZONES = {"below": (-1.2, -0.6), "inside": (-0.15, 0.15), "above": (0.6, 1.0), "far above": (1.2, 8.0)}
 """Of log ratios. The dual clip of 3 lies between the last two."""
 SETTINGS = loss_config(clip_low=0.2, clip_high=0.28, kl_coef=0.07, entropy_coef=0.03, max_completion_tokens=16)
@@ -48,8 +52,7 @@ def single(ratios, advantage, *, logp=None, mu_factor=1.0, group=0):
 
 
 def stats(rows, settings, padding=PLAIN):
-    whole = UpdateTotals.of(samples(rows))
-    return means([loss(token_batch(rows, padding), whole.for_rows(samples(rows)), settings)[1]])
+    return means([loss(token_batch(rows, padding), denominators_of(rows), settings)[1]])
 
 
 @pytest.mark.parametrize("zone", ZONES)
@@ -61,10 +64,11 @@ def test_loss_and_gradient_equal_the_reference_and_finite_differences(algorithm,
     settings = changed(SETTINGS, algorithm=algorithm)
     value, gradient = computed(rows, settings)
     expected = reference_gradient(rows, settings)
-    close([value], [reference_loss(rows, settings)])
+    whole = reference_loss(rows, settings)
+    close([value], [whole])
     close(gradient, expected)
     for analytic, measured in zip(expected, finite_differences(rows, settings), strict=True):
-        np.testing.assert_allclose(analytic, measured, rtol=1e-6, atol=1e-9)
+        np.testing.assert_allclose(analytic, measured, rtol=1e-6, atol=1e-9 * max(1.0, abs(whole)))
 
 
 @pytest.mark.parametrize("algorithm", Algorithm)
@@ -78,11 +82,49 @@ def test_mixed_lengths_signs_and_groups_equal_the_reference_with_its_own_clip_ra
 
 
 @pytest.mark.parametrize("algorithm", Algorithm)
+def test_each_token_has_its_own_advantage_and_weight(algorithm):
+    rows, settings = uneven_rows(), changed(SETTINGS, algorithm=algorithm)
+    value, gradient = computed(rows, settings)
+    expected = reference_gradient(rows, settings)
+    whole = reference_loss(rows, settings)
+    close([value], [whole])
+    close(gradient, expected)
+    for analytic, measured in zip(expected, finite_differences(rows, settings), strict=True):
+        np.testing.assert_allclose(analytic, measured, rtol=1e-6, atol=1e-9 * max(1.0, abs(whole)))
+
+
+@pytest.mark.parametrize("algorithm", Algorithm)
+def test_a_token_of_weight_zero_is_as_if_it_were_not_trained(algorithm):
+    """As the tokens of a tool's result between two turns."""
+    rows, settings = mixed_rows(), changed(SETTINGS, algorithm=algorithm)
+    kept = np.arange(9) % 3 != 1
+    parts = {name: getattr(rows[2], name)[kept] for name in ("logp", "old", "mu", "ref", "entropy")}
+    shorter = [*rows[:2], replace(rows[2], **parts), *rows[3:]]
+    value, gradient = computed([*rows[:2], replace(rows[2], token_weights=kept * 1.0), *rows[3:]], settings)
+    expected, slopes = computed(shorter, settings)
+    close([value], [expected])
+    close(gradient, slopes)
+
+
+def test_sums_by_hand():
+    # ppo, A = 1 and weight 2 on the second: -(min(1.5, 1.2) + 2 · 0.5); importance sampling: -(1.5 + 2 · 0.5)
+    one = replace(single([1.5, 0.5], 1.0), token_weights=np.array([1.0, 2.0]))
+    value, (slopes,) = computed([one], loss_config(Algorithm.PPO, clip_low=0.2, clip_high=0.2))
+    assert value == pytest.approx(-2.2, rel=1e-6)
+    np.testing.assert_allclose(slopes, [0.0, -1.0], rtol=1e-6)
+    value, (slopes,) = computed([one], loss_config(Algorithm.IMPORTANCE_SAMPLING))
+    assert value == pytest.approx(-2.5, rel=1e-6)
+    np.testing.assert_allclose(slopes, [-1.5, -1.0], rtol=1e-6)
+    # twice as many rows are twice the loss
+    assert computed([one, one], loss_config(Algorithm.IMPORTANCE_SAMPLING))[0] == pytest.approx(-5.0, rel=1e-6)
+
+
+@pytest.mark.parametrize("algorithm", Algorithm)
 def test_entropy_is_rewarded_with_the_weight_of_its_token(algorithm):
     rows = mixed_rows()
     settings = changed(SETTINGS, algorithm=algorithm)
     batch = token_batch(rows)
-    whole = UpdateTotals.of(samples(rows)).for_rows(samples(rows))
+    whole = denominators_of(rows)
     slopes = np.array(mx.grad(lambda h: loss(replace(batch, entropy=h), whole, settings)[0])(batch.entropy))
     for i, each in enumerate(rows):
         raised = replace(each, entropy=each.entropy + 1.0)
@@ -163,7 +205,7 @@ def test_cispo_keeps_the_gradient_of_a_token_beyond_its_cap():
     assert (value, slopes[0]) == (pytest.approx(5.0, rel=1e-6), pytest.approx(-10.0, rel=1e-6))
 
 
-@pytest.mark.parametrize("algorithm", POLICY)
+@pytest.mark.parametrize("algorithm", CORRECTED)
 @pytest.mark.parametrize(("factor", "weight"), [(0.25, 0.25), (1.5, 1.5), (2.0, 2.0), (7.0, 2.0), (1e12, 2.0)])
 def test_the_mismatch_weight_is_truncated_at_its_cap(algorithm, factor, weight):
     settings = loss_config(algorithm, mismatch_cap=2.0)
@@ -173,7 +215,7 @@ def test_the_mismatch_weight_is_truncated_at_its_cap(algorithm, factor, weight):
     np.testing.assert_allclose(weighed, weight * slopes, rtol=1e-5)
 
 
-@pytest.mark.parametrize("algorithm", POLICY)
+@pytest.mark.parametrize("algorithm", CORRECTED)
 def test_where_sampler_and_trainer_agree_the_correction_is_exactly_one(algorithm):
     rows = [replace(each, mu=each.old) for each in mixed_rows()]
     low, high = (computed(rows, changed(SETTINGS, algorithm=algorithm, mismatch_cap=cap)) for cap in (1.0, 1e6))
@@ -249,7 +291,7 @@ def test_before_the_first_step_ratio_is_one_and_nothing_is_clipped_or_diverges(a
 @pytest.mark.parametrize("algorithm", Algorithm)
 @pytest.mark.parametrize("other", ["old_logp", "sampling_logp", "ref_logp"])
 def test_the_other_policies_have_no_gradient_even_where_they_are_made_of_the_trained_one(algorithm, other):
-    batch, whole = token_batch(mixed_rows()), UpdateTotals.of(samples(mixed_rows())).for_rows(samples(mixed_rows()))
+    batch, whole = token_batch(mixed_rows()), denominators_of(mixed_rows())
     settings = changed(SETTINGS, algorithm=algorithm)
     still = mx.grad(lambda x: loss(replace(batch, logp=x, **{other: batch.logp}), whole, settings)[0])
     moving = mx.grad(lambda x: loss(replace(batch, logp=x, **{other: x}), whole, settings)[0])
@@ -319,6 +361,8 @@ def test_every_algorithm_has_the_clip_range_and_scale_of_its_paper():
         Algorithm.DR_GRPO: symmetric,
         Algorithm.GSPO: (3e-4, 4e-4),
         Algorithm.CISPO: (1.0, 4.0),
+        Algorithm.PPO: symmetric,
+        Algorithm.IMPORTANCE_SAMPLING: symmetric,
     }
     unscaled = {each for each in POLICY if ALGORITHM_DEFAULTS[each].scale_rewards is RewardScale.NONE}
     assert unscaled == {Algorithm.DR_GRPO}

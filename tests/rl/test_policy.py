@@ -21,7 +21,7 @@ from trainers import (
 from mlx_parallm.config import LearningRateSchedule, OptimizerConfig
 from mlx_parallm.errors import ConfigError, InvalidRequestError, UnsupportedModelError
 from mlx_parallm.rl.learn.policy import Policy, PolicySnapshot
-from mlx_parallm.rl.objectives.batches import Sample
+from mlx_parallm.rl.objectives.samples import answered
 
 # ---- saving and going on -------------------------------------------------------------------------
 
@@ -76,9 +76,9 @@ def _probability_after(shuffled: bool) -> float:
         if shuffled:
             random.shuffle(rewards)
         advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
-        drawn = [Sample(prompt, (t,), (), 1.0, float(a), 0) for t, a in zip(tokens, advantages, strict=True)]
+        drawn = [answered(prompt, (t,), advantage=float(a)) for t, a in zip(tokens, advantages, strict=True)]
         learn(trainer, policy, with_logprobs(trainer, model, policy, drawn))
-    return float(np.exp(plain_logprobs(trainer, model, policy.params, Sample(prompt, (7,), (), 1.0, 0.0, 0))[0]))
+    return float(np.exp(plain_logprobs(trainer, model, policy.params, answered(prompt, (7,)))[0]))
 
 
 def test_a_model_that_attends_by_itself_is_refused() -> None:

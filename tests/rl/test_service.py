@@ -9,6 +9,7 @@ import pytest
 from configs import changed
 from rl.fakes import trajectories
 from rl.service_rig import GIVEN, SETTINGS, first_is_best, settle, until, world
+from sample_parts import advantage as advantage_of
 
 from mlx_parallm.core import (
     BASE_ADAPTER,
@@ -56,7 +57,7 @@ async def test_rewards_may_come_by_feedback() -> None:
         one.service.feedback(ids[3], 9.0)
         one.service.feedback(ids[3], 0.0)
         await settle()
-        assert [sample.advantage for sample in one.learner.batches[0].samples] == [-0.25, 0.25, 0.5, -0.5]
+        assert [advantage_of(sample) for sample in one.learner.batches[0].samples] == [-0.25, 0.25, 0.5, -0.5]
         with pytest.raises(ConflictError):
             one.service.feedback(ids[0], 1.0)
         with pytest.raises(UnknownTrajectoryError):
@@ -105,7 +106,7 @@ async def test_one_thumb_of_a_group_is_an_update(score: float, advantage: float)
         await asyncio.sleep(0.01)
         one.service.feedback(from_feedback, score)
         await settle()
-        assert [sample.advantage for sample in one.learner.batches[0].samples] == [advantage]
+        assert [advantage_of(sample) for sample in one.learner.batches[0].samples] == [advantage]
         assert one.service.status().current == AdapterRef("main", 1)
         assert one.states() == {from_feedback: "trained", silent: "waiting"}
         one.service.feedback(silent, 1.0)

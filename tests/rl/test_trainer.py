@@ -9,6 +9,15 @@ import numpy as np
 import pytest
 from configs import changed
 from mlx.utils import tree_flatten
+from sample_parts import (
+    advantage,
+    answer,
+    drawn_logprobs,
+    with_advantage,
+    with_last_token,
+    with_logprobs_of,
+    with_temperature,
+)
 from trainers import (
     LORA,
     SETTINGS,
@@ -33,7 +42,7 @@ from mlx_parallm.rl.gate import Gate
 from mlx_parallm.rl.learn.model import Span
 from mlx_parallm.rl.learn.packing import split_samples
 from mlx_parallm.rl.learn.update import Update
-from mlx_parallm.rl.objectives.batches import Sample, UpdateBatch
+from mlx_parallm.rl.objectives.batches import UpdateBatch
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "gemma3", "gemma3_text")
 
@@ -50,7 +59,7 @@ def test_logprobs_are_those_of_the_served_model(family: str, checkpointed: bool)
     """The prompt computed once, padding, position picking, head and fused cross-entropy, against plain forwards."""
     trainer, model = make_trainer(changed(SETTINGS, gradient_checkpointing=checkpointed), family)
     policy = make_policy(trainer, moved=0.05)
-    drawn = [replace(sample, temperature=0.7) for sample in samples()]
+    drawn = [with_temperature(sample, 0.7) for sample in samples()]
     batch = packed(drawn)
     logp = logprobs(trainer, batch, policy.params, policy.scale)
     got = batch.padded(logp)
@@ -90,17 +99,15 @@ def test_gradients_equal_those_of_a_full_log_softmax(family: str, checkpointed: 
     trainer, model = make_trainer(settings, family)
     policy = make_policy(trainer, moved=0.05)
     drawn = samples(4)
-    total = sum(len(sample.completion_ids) for sample in drawn)
+    total = sum(len(answer(sample)) for sample in drawn)
 
     def plain(params):
         value = mx.array(0.0)
         for sample in drawn:
             with trainer.model.bank.using(everywhere(params, policy.scale)):
-                logits = model(mx.array([[*sample.prompt_ids, *sample.completion_ids]]))[0]
+                logits = model(mx.array([sample.token_ids]))[0]
             logprobs = logits - mx.logsumexp(logits, -1, keepdims=True)
-            first = len(sample.prompt_ids) - 1
-            at = mx.arange(first, first + len(sample.completion_ids))
-            value = value - logprobs[at, mx.array(sample.completion_ids)].sum() / total
+            value = value - logprobs[mx.array(sample.trained()) - 1, mx.array(answer(sample))].sum() / total
         return value
 
     want = {name: np.array(leaf) for name, leaf in tree_flatten(mx.grad(plain)(policy.params))}
@@ -113,7 +120,7 @@ def test_entropy_gradients_equal_finite_differences() -> None:
     settings = changed(settings, loss=changed(settings.loss, entropy_coef=1.0, algorithm=Algorithm.DAPO))
     trainer, _ = make_trainer(settings)
     policy = make_policy(trainer, moved=0.3)
-    drawn = [replace(sample, advantage=0.0) for sample in samples(4)]
+    drawn = [with_advantage(sample, 0.0) for sample in samples(4)]
     slope = gradients(trainer, policy, drawn)
     norm = np.sqrt(sum((leaf**2).sum() for leaf in slope.values()))
 
@@ -134,19 +141,15 @@ def test_only_completion_tokens_are_trained_and_the_last_one_is() -> None:
     """The gradient of an update changes with each completion token, the last included, and padding plays no part."""
     trainer, _ = make_trainer(unclipped())
     policy = make_policy(trainer, moved=0.05)
-    (sample,) = with_last(samples(1), 7)
-    (other,) = with_last([sample], 8)
+    (sample,) = (with_last_token(each, 7) for each in samples(1))
+    other = with_last_token(sample, 8)
     assert not np.allclose(
         next(iter(gradients(trainer, policy, [sample]).values())),
         next(iter(gradients(trainer, policy, [other]).values())),
     )
     batch = packed([sample])
-    assert batch.targets.tolist() == list(sample.completion_ids)
-    assert batch.positions.tolist() == list(range(len(sample.prompt_ids) - 1, sample.tokens - 1))
-
-
-def with_last(drawn: list[Sample], token: int) -> list[Sample]:
-    return [replace(sample, completion_ids=(*sample.completion_ids[:-1], token)) for sample in drawn]
+    assert batch.targets.tolist() == list(answer(sample))
+    assert batch.positions.tolist() == [at - 1 for at in sample.trained()]
 
 
 @pytest.mark.parametrize("algorithm", list(Algorithm))
@@ -189,7 +192,7 @@ def test_kl_to_the_base_is_that_of_the_policy_before_the_step(known: bool) -> No
     trainer, model = make_trainer(changed(SETTINGS, micro_batch_tokens=1000))
     policy = make_policy(trainer, moved=0.05)
     drawn = with_logprobs(trainer, model, policy, samples(8))
-    expected = kl((s.sampling_logprobs, plain_logprobs(trainer, model, None, s)) for s in drawn)
+    expected = kl((drawn_logprobs(s), plain_logprobs(trainer, model, None, s)) for s in drawn)
     if not known:
         drawn = [replace(sample, sampling_logprobs=()) for sample in drawn]
     assert learn(trainer, policy, drawn).metrics["kl"] == pytest.approx(expected, rel=1e-3)
@@ -200,7 +203,7 @@ def test_kl_to_the_base_is_an_unbiased_estimate_however_the_update_is_split() ->
     trainer, model = make_trainer(changed(SETTINGS, micro_batch_tokens=1))
     policy = make_policy(trainer, moved=0.3)
     drawn = with_logprobs(trainer, model, policy, samples(24, groups=6))
-    pairs = [(s.sampling_logprobs, plain_logprobs(trainer, model, None, s)) for s in drawn]
+    pairs = [(drawn_logprobs(s), plain_logprobs(trainer, model, None, s)) for s in drawn]
     of_sample = {id(s): kl([pair]) for s, pair in zip(drawn, pairs, strict=True)}
 
     def estimate(step: int) -> float:
@@ -222,9 +225,9 @@ def test_after_an_update_the_stored_logprobs_no_longer_match_and_with_the_old_ve
     old = policy.params
     learn(trainer, policy, drawn)
     for sample in drawn:
-        assert plain_logprobs(trainer, model, old, sample) == pytest.approx(list(sample.sampling_logprobs), abs=1e-6)
+        assert plain_logprobs(trainer, model, old, sample) == pytest.approx(drawn_logprobs(sample), abs=1e-6)
         now = plain_logprobs(trainer, model, policy.params, sample)
-        assert now != pytest.approx(list(sample.sampling_logprobs), abs=1e-3)
+        assert now != pytest.approx(drawn_logprobs(sample), abs=1e-3)
 
 
 def test_an_update_makes_good_samples_likelier_and_bad_ones_less_likely() -> None:
@@ -234,8 +237,8 @@ def test_an_update_makes_good_samples_likelier_and_bad_ones_less_likely() -> Non
     for _ in range(5):
         learn(trainer, policy, drawn)
     for sample in drawn:
-        gain = sum(plain_logprobs(trainer, model, policy.params, sample)) - sum(sample.sampling_logprobs)
-        assert gain * sample.advantage > 0
+        gain = sum(plain_logprobs(trainer, model, policy.params, sample)) - sum(drawn_logprobs(sample))
+        assert gain * advantage(sample) > 0
 
 
 def test_every_factor_moves_by_the_second_update_and_the_base_never() -> None:
@@ -307,7 +310,7 @@ def test_an_update_that_is_not_finite_is_skipped_and_leaves_no_trace(bad: float)
     learn(trainer, policy, samples())
     before, state = leaves(policy), snapshot(policy)
     drawn = samples()
-    outcome = learn(trainer, policy, [replace(drawn[0], advantage=bad), *drawn[1:]])
+    outcome = learn(trainer, policy, [with_advantage(drawn[0], bad), *drawn[1:]])
     assert outcome.skipped in ("loss_not_finite", "gradient_not_finite")
     assert outcome.step == policy.state.step == state.step
     assert all(np.array_equal(leaf, before[name]) for name, leaf in leaves(policy).items())
@@ -322,7 +325,7 @@ def test_trainers_own_logprobs_as_old_ones_correct_for_the_sampler_up_to_the_cap
     trainer, model = make_trainer(unclipped(loss=loss))
     policy = make_policy(trainer, moved=0.05)
     exact = with_logprobs(trainer, model, policy, samples())
-    off = [replace(s, sampling_logprobs=tuple(p - 1.0 for p in s.sampling_logprobs)) for s in exact]
+    off = [with_logprobs_of(s, [p - 1.0 for p in drawn_logprobs(s)]) for s in exact]
     want = gradients(trainer, policy, exact)
     assert_close(gradients(trainer, policy, off), {name: 2.0 * leaf for name, leaf in want.items()}, 1e-4)
     assert learn(trainer, policy, off).metrics["ratio_mean"] == pytest.approx(1.0, abs=1e-6)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from configs import changed
+from mlx.utils import tree_flatten
+from sample_parts import answer
 from trainers import (
     SETTINGS,
     assert_close,
+    everywhere,
     gradients,
     logprobs,
     make_policy,
@@ -18,10 +23,13 @@ from trainers import (
     plain_logprobs,
     samples,
     unclipped,
+    with_logprobs,
 )
 
+from mlx_parallm.config import Algorithm
+from mlx_parallm.rl.learn.model import Params
 from mlx_parallm.rl.learn.packing import SampleBatch, split_samples
-from mlx_parallm.rl.objectives.batches import Sample
+from mlx_parallm.rl.objectives.samples import Sample, Stretch, answered
 
 UNEQUAL = (1, 2, 2, 3, 40, 41, 90, 200)
 
@@ -30,9 +38,7 @@ def group(lengths: Sequence[int], prompt: tuple[int, ...] = (1, 2, 3, 4, 5), num
     """One prompt, completions of these lengths."""
     random = np.random.default_rng(number)
     return [
-        Sample(
-            prompt, tuple(map(int, random.integers(0, 250, length))), (-3.0,) * length, 1.0, (-1.0) ** length, number
-        )
+        answered(prompt, list(map(int, random.integers(0, 250, length))), (-3.0,) * length, 1.0, (-1.0) ** length, number)
         for length in lengths
     ]
 
@@ -75,9 +81,9 @@ def test_samples_of_like_length_stand_together() -> None:
     """Each prompt once and next to no padding, though lengths differ two hundredfold."""
     drawn = group(UNEQUAL)
     batch = packed(drawn)
-    exact = len(drawn[0].prompt_ids) + sum(len(sample.completion_ids) - 1 for sample in drawn)
+    exact = 5 + sum(len(answer(sample)) - 1 for sample in drawn)
     assert exact <= batch.tokens.size <= exact + 5
-    assert [(bucket.rows, bucket.width) for bucket in batch.segments[0].buckets] == [(4, 2), (2, 40), (1, 89), (1, 199)]
+    assert [(bucket.rows, bucket.width) for bucket in batch.branch.buckets] == [(4, 2), (2, 40), (1, 89), (1, 199)]
 
 
 @pytest.mark.parametrize("most", [200, 10_000])
@@ -86,17 +92,16 @@ def test_an_eighth_of_the_tokens_at_most_is_padding(most: int) -> None:
     random = np.random.default_rng(1)
     lengths = [int(length) for length in random.integers(1, 120, 32)]
     parts = list(split_samples(group(lengths), most))
-    segments = [segment for part in parts for segment in part.segments]
-    used = sum(segment.tokens for segment in segments)
-    padding = sum(bucket.padding for segment in segments for bucket in segment.buckets)
+    buckets = [bucket for part in parts for bucket in part.layout.branch.all_buckets()]
+    used, padding = sum(part.size for part in parts), sum(bucket.padding for bucket in buckets)
     assert used - padding == sum(length - 1 for length in lengths) + 5 * len(parts)
     assert padding <= 0.125 * used
-    assert sum(len(segment.buckets) for segment in segments) <= 16 + len(parts)
+    assert len(buckets) <= 16 + len(parts)
 
 
 def test_like_lengths_are_one_bucket() -> None:
-    (segment,) = packed(group((11, 12, 12, 13))).segments
-    assert [(bucket.rows, bucket.width) for bucket in segment.buckets] == [(4, 12)]
+    branch = packed(group((11, 12, 12, 13))).branch
+    assert [(bucket.rows, bucket.width) for bucket in branch.buckets] == [(4, 12)]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
@@ -107,7 +112,7 @@ def test_buckets_change_no_logprob(family: str, checkpointed: bool) -> None:
     policy = make_policy(trainer, moved=0.05)
     drawn = [*group((30, 1, 4, 30), number=1), *group((2, 25), (7, 8), 2)]
     batch = packed(drawn)
-    assert len(batch.segments[0].buckets) > 1
+    assert len(list(batch.branch.all_buckets())) > 2
     logp = logprobs(trainer, batch, policy.params, policy.scale)
     got = batch.padded(logp)
     for row, sample in enumerate(drawn):
@@ -123,4 +128,87 @@ def test_buckets_change_no_gradient(checkpointed: bool) -> None:
     together, _ = make_trainer(changed(settings, micro_batch_tokens=10_000))
     policy = make_policy(together, moved=0.05)
     alone, _ = make_trainer(changed(settings, micro_batch_tokens=1, gradient_checkpointing=False))
+    assert_close(gradients(together, policy, drawn), gradients(alone, policy, drawn), 1e-5)
+
+
+# ---- several turns -------------------------------------------------------------------------------
+
+
+def episodes(seed: int = 0) -> list[Sample]:
+    """A group of five episodes: system and user, a drawn turn, a tool's result, and another drawn turn.
+
+    Three share the first turn and its result. Every drawn token has an advantage of its own, some a weight of their
+    own, and the second turn is drawn at another temperature.
+    """
+    random = np.random.default_rng(seed)
+
+    def ids(count: int) -> list[int]:
+        return [int(token) for token in random.integers(0, 250, count)]
+
+    prompt, shared = ids(9), (ids(7), ids(6))
+    made = []
+    for number in range(5):
+        turn, result = shared if number < 3 else (ids(3 + number), ids(4))
+        last = ids(2 + 3 * number)
+        weights = [0.0] * 9 + [1.0] * len(turn) + [0.0] * len(result) + [0.5 + number / 4] * len(last)
+        first, second = 9 + len(turn), 9 + len(turn) + len(result)
+        made.append(
+            Sample(
+                tuple(prompt + turn + result + last),
+                tuple(weights),
+                tuple(random.normal(size=len(weights)).tolist()),
+                tuple((-3.0 + random.normal(size=len(weights)) / 10).tolist()),
+                stretches=(Stretch(9, first, 0.7), Stretch(second, len(weights), 1.3)),
+            )
+        )
+    return made
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_turns_have_the_logprobs_of_a_plain_forward_over_the_joined_tokens(family: str, checkpointed: bool) -> None:
+    trainer, model = make_trainer(changed(SETTINGS, gradient_checkpointing=checkpointed), family)
+    policy = make_policy(trainer, moved=0.05)
+    drawn = episodes()
+    batch = packed(drawn)
+    assert [branch.length for branch in batch.branch.branches] == [13]
+    got = batch.padded(logprobs(trainer, batch, policy.params, policy.scale))
+    for row, sample in enumerate(drawn):
+        want = plain_logprobs(trainer, model, policy.params, sample)
+        assert got[row, : len(want)].tolist() == pytest.approx(want, abs=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_gradients_of_turns_equal_those_of_plain_forwards(family: str, checkpointed: bool) -> None:
+    """Of the sum of -weight · π/μ · advantage, differentiated by MLX itself, over one sample after the other."""
+    settings = unclipped(gradient_checkpointing=checkpointed, micro_batch_tokens=10_000)
+    settings = changed(settings, loss=changed(settings.loss, algorithm=Algorithm.IMPORTANCE_SAMPLING))
+    trainer, model = make_trainer(settings, family)
+    policy = make_policy(trainer, moved=0.05)
+    drawn = episodes()
+
+    def plain(params: Params) -> mx.array:
+        value = mx.array(0.0)
+        for sample in drawn:
+            with trainer.model.bank.using(everywhere(params, policy.scale)):
+                logits = model(mx.array([sample.token_ids]))[0, :-1] / mx.array(sample.temperatures()[1:])[:, None]
+            logp = (logits - mx.logsumexp(logits, -1, keepdims=True))[mx.arange(logits.shape[0]), sample.token_ids[1:]]
+            ratio = mx.exp(logp - mx.array(sample.sampling_logprobs[1:]))
+            value = value - (ratio * mx.array(sample.advantages[1:]) * mx.array(sample.loss_weights[1:])).sum()
+        return value
+
+    want = {name: np.array(leaf) for name, leaf in tree_flatten(mx.grad(plain)(policy.params))}
+    assert_close(gradients(trainer, policy, drawn), want, 1e-5)
+
+
+@pytest.mark.parametrize("algorithm", list(Algorithm))
+def test_sharing_turns_changes_no_gradient(algorithm: Algorithm) -> None:
+    """Against one sample a micro-step."""
+    settings = unclipped(micro_batch_tokens=10_000)
+    settings = changed(settings, loss=changed(settings.loss, algorithm=algorithm, clip_low=0.9, clip_high=9.0))
+    together, model = make_trainer(settings)
+    policy = make_policy(together, moved=0.05)
+    drawn = with_logprobs(together, model, policy, [*episodes(), *(replace(s, group=1) for s in episodes(1))])
+    alone, _ = make_trainer(changed(settings, micro_batch_tokens=1))
     assert_close(gradients(together, policy, drawn), gradients(alone, policy, drawn), 1e-5)

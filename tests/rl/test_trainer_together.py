@@ -30,7 +30,8 @@ from mlx_parallm.errors import StepFailedError
 from mlx_parallm.rl.events import UpdateOutcome
 from mlx_parallm.rl.learn.policy import Policy
 from mlx_parallm.rl.learn.trainer import GRPOTrainer
-from mlx_parallm.rl.objectives.batches import Sample, UpdateBatch
+from mlx_parallm.rl.objectives.batches import UpdateBatch
+from mlx_parallm.rl.objectives.samples import Sample
 
 ROOM = changed(SETTINGS, micro_batch_tokens=200)
 """Two small updates in one micro-step."""

@@ -11,7 +11,7 @@ from lib.prompts import long_prompt
 
 from mlx_parallm.config import LoRAConfig
 from mlx_parallm.core import GivenTrajectory
-from mlx_parallm.rl.objectives.batches import Sample
+from mlx_parallm.rl.objectives.samples import Sample, answered
 
 GROUPS, GROUP = 4, 8
 PROMPT_TOKENS, ANSWER_TOKENS = 50, 12
@@ -62,7 +62,7 @@ def samples(number: int) -> tuple[Sample, ...]:
         together = list(members)
         mean = sum(each.reward for each in together) / len(together)
         made += [
-            Sample(each.prompt_ids, each.completion_ids, (), each.temperature, each.reward - mean, int(group))
+            answered(each.prompt_ids, each.completion_ids, (), each.temperature, each.reward - mean, int(group))
             for each in together
         ]
     return tuple(made)

@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from mlx_lm.tuner.trainer import grad_checkpoint
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from mlx_parallm.rl.objectives.batches import Sample
+from mlx_parallm.rl.objectives.samples import Sample
 
 ROWS = GROUP
 """Rows of one forward and backward. All 32 together are no faster, and their logits take gigabytes."""
@@ -38,8 +38,8 @@ Gradients = Mapping[str, mx.array]
 class _Rows:
     """One micro-batch.
 
-    tokens: int32 [B, T], padded on the right. mask: fp32 [B, T - 1], 1 if the next token is trained. advantages:
-    fp32 [B, 1].
+    tokens: int32 [B, T], padded on the right. mask: fp32 [B, T - 1], 1 if the next token is trained. advantages: of the
+    next token, fp32 [B, T - 1].
     """
 
     tokens: mx.array
@@ -103,12 +103,14 @@ class PlainTrainer:
 
 
 def _rows(samples: Sequence[Sample]) -> _Rows:
-    longest = max(sample.tokens for sample in samples)
-    tokens = [[*each.prompt_ids, *each.completion_ids, *([0] * (longest - each.tokens))] for each in samples]
-    starts = [len(each.prompt_ids) - 1 for each in samples]
-    trained = [range(start, start + len(each.completion_ids)) for start, each in zip(starts, samples, strict=True)]
-    mask = [[float(place in places) for place in range(longest - 1)] for places in trained]
-    return _Rows(mx.array(tokens, mx.int32), mx.array(mask), mx.array([[each.advantage] for each in samples]))
+    longest = max(len(sample.token_ids) for sample in samples)
+
+    def table(rows: Sequence[Sequence[float]]) -> mx.array:
+        return mx.array([[*row, *([0] * (longest - len(row)))] for row in rows])
+
+    tokens = table([each.token_ids for each in samples])
+    mask, advantages = table([each.loss_weights for each in samples]), table([each.advantages for each in samples])
+    return _Rows(tokens, mask[:, 1:], advantages[:, 1:])
 
 
 def _normaliser(logits: mx.array) -> mx.array:

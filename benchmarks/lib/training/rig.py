@@ -36,7 +36,7 @@ from mlx_parallm.core import (
 from mlx_parallm.rl.learn.model import Params, Span
 from mlx_parallm.rl.learn.packing import pack, split_samples
 from mlx_parallm.rl.learn.trainer import GRPOTrainer
-from mlx_parallm.rl.objectives.batches import Sample
+from mlx_parallm.rl.objectives.samples import Sample, answered
 
 T = TypeVar("T")
 PROMPTS = 16
@@ -129,7 +129,7 @@ class Rig:
             batch = pack(part)
             spans = None if params is None else [Span(batch.tokens.size, params, scale)]
             ((logp, _),) = self.trainer._forwards.scores([batch], spans).scores
-            apart = mx.abs(batch.padded(logp) - batch.sampling_logprobs) * batch.mask
+            apart = mx.abs(batch.padded(logp) - batch.sampling_logprobs) * batch.weights
             worst = max(worst, float(apart.max().item()))
         return worst
 
@@ -181,7 +181,7 @@ def _copied(weights: AdapterWeights) -> AdapterWeights:
 
 
 def _sample(drawn: Trajectory) -> Sample:
-    return Sample(drawn.prompt_ids, drawn.completion_ids, drawn.sampling_logprobs, drawn.temperature, 0.0, 0)
+    return answered(drawn.prompt_ids, drawn.completion_ids, drawn.sampling_logprobs, drawn.temperature)
 
 
 def _params(weights: AdapterWeights) -> Params:

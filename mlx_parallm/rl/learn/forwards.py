@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 from typing import cast
 
 import mlx.core as mx
@@ -24,10 +24,12 @@ from mlx_parallm.config import OldLogprobs, ResolvedLoss
 from mlx_parallm.rl.learn.model import Params, Span, TrainableModel
 from mlx_parallm.rl.learn.packing import MicroBatch
 from mlx_parallm.rl.learn.policy import PolicyState
-from mlx_parallm.rl.objectives.losses import Denominators, LossStats, TokenBatch, loss
+from mlx_parallm.rl.objectives.losses import LossStats, loss
+from mlx_parallm.rl.objectives.reductions import Denominators
+from mlx_parallm.rl.objectives.token_losses import TokenBatch
 
 Scores = tuple[mx.array, mx.array]
-"""Logprobs and entropies of the completion tokens of a micro-batch, fp32 [N], in nats."""
+"""Logprobs and entropies of the trained tokens of a micro-batch, fp32 [N], in nats."""
 
 Head = Callable[[mx.array], mx.array]
 """Hidden states [n, D] → logits [n, V]."""
@@ -72,7 +74,7 @@ class MicroStepInput:
 class MicroStepResult:
     """The result of a micro-step for the update of one policy.
 
-    logprobs: of the completion tokens under the policy before the update, fp32 [N].
+    logprobs: of the trained tokens under the policy before the update, fp32 [N].
     gradients: those of the input plus those of this micro-step. MLX adds in place if nothing else refers to the arrays
         of the input.
     """
@@ -149,8 +151,8 @@ class TrainingForwards:
 
     def scores(self, batches: Sequence[MicroBatch], spans: Sequence[Span] | None) -> ForwardPass:
         """The scores of all micro-batches, in one pass. `spans`: the tokens' LoRA factors; None: the base model."""
-        segments = tuple(chain(*(batch.segments for batch in batches)))
-        hidden, layers = self._model.hidden(mx.concatenate([batch.tokens for batch in batches]), segments, spans)
+        tokens, branches = mx.concatenate([batch.tokens for batch in batches]), [batch.branch for batch in batches]
+        hidden, layers = self._model.hidden(tokens, branches, spans)
         starts = accumulate((batch.tokens.size for batch in batches), initial=0)
         positions = [batch.positions + start for batch, start in zip(batches, starts, strict=False)]
         logp, entropy = token_scores(
@@ -189,7 +191,7 @@ class TrainingForwards:
             sampling_logp=sampler,
             ref_logp=reference,
             entropy=entropy,
-            mask=batch.mask,
+            weights=batch.weights,
             advantages=batch.advantages,
         )
 

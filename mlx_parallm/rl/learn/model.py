@@ -1,6 +1,6 @@
 """TrainableModel: runs the served model with gradients, on the same weight arrays, and keeps few activations.
 
-    N tokens of prompts and completions ──trunk──▶ hidden states [N, D]
+    N tokens of samples ──trunk──▶ hidden states [N, D]
     n trained positions ──head──▶ logits [n, V]
 
 The trunk is a shallow copy of the model's own: it shares every submodule and array with it, and differs in its list of
@@ -8,8 +8,8 @@ layers, so serving is not affected. The layers can be checkpointed (computed aga
 `model.split`) takes hidden states that were computed before.
 
 To the model the tokens are a batch of single tokens, each at its own offset, as in a forward pass that serves; only
-attention knows which tokens belong together. So a prompt is computed once for all its completions, whatever else the
-model's file does. Tokens of several adapters pass the trunk together, and each span of tokens uses its own LoRA
+attention knows which tokens belong together. So what samples share is computed once, whatever else the model's file
+does. Tokens of several adapters pass the trunk together, and each span of tokens uses its own LoRA
 factors.
 """
 
@@ -29,7 +29,8 @@ from mlx_parallm.adapters.weights import AdapterLayout
 from mlx_parallm.errors import UnsupportedModelError
 from mlx_parallm.model.hooks import AdaptedLinear, AttentionStyle
 from mlx_parallm.model.split import Head, trunk_of
-from mlx_parallm.rl.learn.attention import PackedCache, PackedStream, Segment
+from mlx_parallm.rl.learn.attention import PackedCache, PackedStream
+from mlx_parallm.rl.learn.layout import Branch
 
 Params = Mapping[str, Mapping[str, mx.array]]
 """LoRA factors by the path of their linear: {"a": [in, rank], "b": [rank, out]}, float32."""
@@ -78,15 +79,15 @@ class TrainableModel:
         return self.bank.layout
 
     def hidden(
-        self, tokens: mx.array, segments: Sequence[Segment], spans: Sequence[Span] | None
+        self, tokens: mx.array, branches: Sequence[Branch], spans: Sequence[Span] | None
     ) -> tuple[mx.array, tuple[mx.array, ...]]:
         """Hidden states [N, D] of tokens int [N], and the output of each layer.
 
         Args:
-            segments: how the tokens are laid out.
+            branches: how the tokens lie, one after the other.
             spans: the LoRA factors of all tokens, in order; None: the base model.
         """
-        stream = PackedStream.of(segments)
+        stream = PackedStream.of(branches)
         self._outputs.clear()
         with self.bank.using(None if spans is None else TrainingContext(tuple(spans))):
             hidden: mx.array = self._trunk(tokens[:, None], cache=[stream] * len(self._trunk.layers))

@@ -7,68 +7,61 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import reduce
-from itertools import accumulate, groupby, islice
-from typing import TypeVar
 
 import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
 
-from mlx_parallm.rl.learn.attention import Segment
-from mlx_parallm.rl.objectives.batches import Sample
-
-T = TypeVar("T")
+from mlx_parallm.rl.learn.layout import Branch, Layout, Piece, laid_out
+from mlx_parallm.rl.objectives.samples import Sample
 
 
 @dataclass(frozen=True, slots=True)
 class SampleBatch:
-    """The samples that an update adds to one micro-step.
+    """The samples that an update adds to one micro-step, and how their tokens lie."""
 
-    segments: how their tokens are laid out: one segment for each run of samples with the same prompt.
-    size: number of tokens, each prompt once, padding included.
-    """
+    samples: tuple[Sample, ...]
+    layout: Layout
 
-    samples: tuple[Sample, ...] = ()
-    segments: tuple[Segment, ...] = ()
-    size: int = 0
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> SampleBatch:
+        return cls(tuple(samples), laid_out([_inputs(sample) for sample in samples]))
+
+    @property
+    def size(self) -> int:
+        """The number of tokens: what samples share once, padding included."""
+        return self.layout.branch.tokens
 
     @property
     def trained_tokens(self) -> int:
-        """Completion tokens."""
-        return sum(len(sample.completion_ids) for sample in self.samples)
-
-    def with_sample(self, sample: Sample) -> SampleBatch:
-        """This batch with another sample, whose last token is left out because it predicts nothing."""
-        before, last = self.segments, Segment(len(sample.prompt_ids), ())
-        if self.samples and self.samples[-1].prompt_ids == sample.prompt_ids:
-            before, last = self.segments[:-1], self.segments[-1]
-        segments = (*before, last.with_row(len(sample.completion_ids) - 1))
-        return SampleBatch((*self.samples, sample), segments, sum(segment.tokens for segment in segments))
+        return sum(len(sample.trained()) for sample in self.samples)
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """The arrays of B samples with N completion tokens in all; C is the length of the longest completion.
+    """The arrays of B samples with N trained tokens in all; C is the most trained tokens of one sample.
 
-    tokens: int32 [M]. Each prompt once, then the completions of its samples, right-padded and without their last tokens
-        (they predict nothing that is trained). Attention is causal, so padding changes nothing before it.
-    segments: how the tokens are laid out.
-    positions: int32 [N], indices in M of the hidden states that predict the completion tokens.
+    tokens: int32 [M], as `layout` says, without those after which nothing is trained. Attention is causal, so padding
+        changes nothing before it.
+    branch: how the tokens lie.
+    positions: int32 [N], indices in M of the hidden states that predict the trained tokens.
     targets: int32 [N].  temperatures: fp32 [N].
-    places: int32 [B, C], indices in N of each row's tokens.  mask: fp32 [B, C], 0 on padding.
+    places: int32 [B, C], indices in N of each row's tokens.
+    weights: fp32 [B, C], 0 on padding.  advantages: fp32 [B, C].
     sampling_logprobs: fp32 [B, C].  known: bool [B, 1], whether the row has sampling logprobs.
-    advantages: fp32 [B].  on_policy: bool [B, 1].
+    on_policy: bool [B, 1].
     """
 
     tokens: mx.array
-    segments: tuple[Segment, ...]
+    branch: Branch
     positions: mx.array
     targets: mx.array
     temperatures: mx.array
     places: mx.array
-    mask: mx.array
+    weights: mx.array
+    advantages: mx.array
     sampling_logprobs: mx.array
     known: mx.array
-    advantages: mx.array
     on_policy: mx.array
 
     def padded(self, flat: mx.array) -> mx.array:
@@ -80,69 +73,95 @@ def split_samples(samples: Sequence[Sample], most: int) -> Iterator[SampleBatch]
     """Splits the samples of an update into batches of at most `most` tokens, padding included. A sample that is longer
     is a batch of its own.
 
-    Samples with the same prompt stay together if they fit, and so do those of similar lengths. The same samples are
-    always split alike, whatever their order, so that a replayed update is the same to the bit.
+    Samples of a group stay together if they fit, and so do those of similar lengths. The same samples are always split
+    alike, whatever their order, so that a replayed update is the same to the bit.
     """
-    batch = empty = SampleBatch()
-    for _, group in groupby(sorted(samples, key=_order), key=lambda sample: sample.prompt_ids):
-        same_prompt = list(group)
-        if batch.samples and reduce(SampleBatch.with_sample, same_prompt, batch).size > most:
-            yield batch
-            batch = empty
-        for sample in same_prompt:
-            larger = batch.with_sample(sample)
-            if batch.samples and larger.size > most:
-                yield batch
-                larger = empty.with_sample(sample)
-            batch = larger
-    if batch.samples:
-        yield batch
+    batch: list[Sample] = []
+    for group in _groups(samples):
+        if batch and not _fit([*batch, *group], most):
+            yield SampleBatch.of(batch)
+            batch = []
+        for sample in group:
+            if batch and not _fit([*batch, sample], most):
+                yield SampleBatch.of(batch)
+                batch = []
+            batch.append(sample)
+    if batch:
+        yield SampleBatch.of(batch)
+
+
+def _fit(samples: Sequence[Sample], most: int) -> bool:
+    return SampleBatch.of(samples).size <= most
+
+
+def _groups(samples: Sequence[Sample]) -> list[list[Sample]]:
+    """The samples of each group by length, and the groups in the order of what they begin with."""
+    groups: dict[int, list[Sample]] = {}
+    for sample in sorted(samples, key=_order):
+        groups.setdefault(sample.group, []).append(sample)
+    return sorted(groups.values(), key=lambda group: min(sample.token_ids for sample in group))
 
 
 def _order(sample: Sample) -> tuple[object, ...]:
-    return (sample.prompt_ids, len(sample.completion_ids), sample.completion_ids, sample.advantage, sample.group)
+    return (
+        len(sample.token_ids),
+        sample.token_ids,
+        sample.advantages,
+        sample.loss_weights,
+        sample.sampling_logprobs,
+        sample.group,
+    )
 
 
 def pack(batch: SampleBatch) -> MicroBatch:
     """The arrays of one micro-batch."""
-    samples = batch.samples
-    tokens, positions = _laid_out(batch)
-    lengths = [len(sample.completion_ids) for sample in samples]
-    longest, ends = max(lengths), accumulate(lengths)
-    places = [_padded(range(end - length, end), longest, 0) for end, length in zip(ends, lengths, strict=True)]
+    samples, branch = batch.samples, batch.layout.branch
+    tokens = np.zeros(branch.tokens, np.int32)
+    positions: list[NDArray[np.int64]] = [np.zeros(0, np.int64)] * len(samples)
+    trained = [np.array(sample.trained()) for sample in samples]
+    for row, pieces in zip(batch.layout.order, branch.rows(), strict=True):
+        ids = _inputs(samples[row])
+        at = _indices(pieces)[: len(ids)]
+        tokens[at] = ids
+        positions[row] = at[trained[row] - 1]
+    lengths = [len(targets) for targets in trained]
+    ends = np.cumsum(lengths)
+    places = _table([np.arange(end - length, end) for end, length in zip(ends, lengths, strict=True)], np.int32)
+
+    def of_targets(values: Sequence[Sequence[float]]) -> mx.array:
+        """Values of all tokens of each sample → those of its trained tokens, fp32 [B, C]."""
+        return _table([np.asarray(each)[at] for each, at in zip(values, trained, strict=True)], np.float32)
+
     return MicroBatch(
-        tokens=mx.array(tokens, mx.int32),
-        segments=batch.segments,
-        positions=mx.array(positions, mx.int32),
-        targets=mx.array([token for s in samples for token in s.completion_ids], mx.int32),
-        temperatures=mx.array([s.temperature for s in samples for _ in s.completion_ids], mx.float32),
-        places=mx.array(places, mx.int32),
-        mask=mx.array([_padded([1.0] * length, longest, 0.0) for length in lengths], mx.float32),
-        sampling_logprobs=mx.array([_padded(s.sampling_logprobs, longest, 0.0) for s in samples], mx.float32),
+        tokens=mx.array(tokens),
+        branch=branch,
+        positions=mx.array(np.concatenate(positions).astype(np.int32)),
+        targets=mx.array([s.token_ids[at] for s, targets in zip(samples, trained, strict=True) for at in targets]),
+        temperatures=mx.array(
+            np.concatenate([np.array(s.temperatures())[at] for s, at in zip(samples, trained, strict=True)]), mx.float32
+        ),
+        places=places,
+        weights=of_targets([s.loss_weights for s in samples]),
+        advantages=of_targets([s.advantages for s in samples]),
+        sampling_logprobs=of_targets([s.sampling_logprobs or (0.0,) * len(s.token_ids) for s in samples]),
         known=mx.array([[bool(s.sampling_logprobs)] for s in samples]),
-        advantages=mx.array([s.advantage for s in samples], mx.float32),
         on_policy=mx.array([[s.on_policy] for s in samples]),
     )
 
 
-def _laid_out(batch: SampleBatch) -> tuple[list[int], list[int]]:
-    """The tokens and the positions of a micro-batch.
-
-    The prompt's last token predicts the completion's first token, which predicts its second token, and so on.
-    """
-    tokens: list[int] = []
-    positions: list[int] = []
-    rows = iter(batch.samples)
-    for segment in batch.segments:
-        group = tuple(islice(rows, segment.rows))
-        tokens += group[0].prompt_ids
-        last = len(tokens) - 1
-        for sample, width in zip(group, segment.widths(), strict=True):
-            inputs = sample.completion_ids[:-1]
-            positions += [last, *range(len(tokens), len(tokens) + len(inputs))]
-            tokens += inputs + (0,) * (width - len(inputs))
-    return tokens, positions
+def _inputs(sample: Sample) -> NDArray[np.int32]:
+    """The tokens that predict a trained one, and those before them."""
+    return np.array(sample.token_ids[: sample.trained()[-1]], np.int32)
 
 
-def _padded(values: Sequence[T], width: int, fill: T) -> list[T]:
-    return [*values, *([fill] * (width - len(values)))]
+def _indices(pieces: Sequence[Piece]) -> NDArray[np.int64]:
+    """Where the token at each position of a row lies."""
+    return np.concatenate([np.arange(piece.at, piece.at + piece.stop - piece.start) for piece in pieces])
+
+
+def _table(rows: Sequence[NDArray[np.generic]], dtype: type[np.generic]) -> mx.array:
+    """Rows of unequal lengths as an array [B, C], padded with 0."""
+    table = np.zeros((len(rows), max(map(len, rows))), dtype)
+    for line, row in zip(table, rows, strict=True):
+        line[: len(row)] = row
+    return mx.array(table)

@@ -33,7 +33,7 @@ from mlx_parallm.rl.learn.packing import SampleBatch, pack
 from mlx_parallm.rl.learn.policy import Policy, PolicySnapshot, PolicyState
 from mlx_parallm.rl.learn.update import Update
 from mlx_parallm.rl.objectives.batches import UpdateBatch
-from mlx_parallm.rl.objectives.losses import k3
+from mlx_parallm.rl.objectives.token_losses import k3
 
 _MEASURED_JOBS = 16
 """Jobs whose memory is remembered."""

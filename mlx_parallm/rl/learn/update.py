@@ -26,7 +26,8 @@ from mlx_parallm.rl.learn.model import Params
 from mlx_parallm.rl.learn.packing import SampleBatch, split_samples
 from mlx_parallm.rl.learn.policy import Policy, PolicyState
 from mlx_parallm.rl.objectives.batches import UpdateBatch
-from mlx_parallm.rl.objectives.losses import LossStats, UpdateTotals, means
+from mlx_parallm.rl.objectives.losses import LossStats, means
+from mlx_parallm.rl.objectives.reductions import UpdateTotals
 
 _log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ class Update:
     Attributes:
         batches: all sample batches. `pending`: those that no micro-step has taken yet.
         gradients: their sum so far; None before the first micro-step and after the optimizer step.
-        logprobs: of each batch's completion tokens under the policy before the step, fp32 [N].
+        logprobs: of each batch's trained tokens under the policy before the step, fp32 [N].
         after: the state of the policy after the optimizer step. None: the step was not made yet, or was skipped.
         skipped: why the step was skipped, or "".
         base_kls: mean KL of each sampled batch between the policy before the step and the base model.

@@ -10,33 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_parallm.config import ResolvedLoss, RewardScale
-from mlx_parallm.core import GivenTrajectory, Trajectory
+from mlx_parallm.core import FinishReason, GivenTrajectory, Trajectory
 from mlx_parallm.rl.collect.groups import FEEDBACK, DropReason
 from mlx_parallm.rl.objectives.rewards import RewardHistory
+from mlx_parallm.rl.objectives.samples import Sample, answered
 
 # ---- what an update learns from ------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One trajectory with its advantage.
-
-    `sampling_logprobs`: one for each completion token, fp32, in nats; empty if unknown. `group`: samples with the same
-    number have the same prompt. `on_policy`: the version in training drew the sample.
-    """
-
-    prompt_ids: tuple[int, ...]
-    completion_ids: tuple[int, ...]
-    sampling_logprobs: tuple[float, ...]
-    temperature: float
-    advantage: float
-    group: int
-    on_policy: bool = True
-
-    @property
-    def tokens(self) -> int:
-        """Prompt and completion tokens."""
-        return len(self.prompt_ids) + len(self.completion_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,21 +152,23 @@ def prepare(
             are. If fewer have a signal, the step is smaller in proportion.
     """
     if loss.imitates:
-        return _prepare_imitation(groups, loss.imitation_threshold)
+        return _prepare_imitation(groups, loss)
     scaled = loss.scale_rewards is not RewardScale.NONE
     compared = iter(group_advantages([group.rewards for group in groups if group.is_compared], loss.scale_rewards))
     advantages = [
         next(compared) if group.is_compared else _single_advantages(group, history, scaled) for group in groups
     ]
     batch = UpdateBatch(
-        _samples(groups, advantages), _reward_metrics(groups) | _metrics(groups), _step_scale(advantages, wanted)
+        _samples(groups, advantages, loss.mask_truncated),
+        _reward_metrics(groups) | _metrics(groups), _step_scale(advantages, wanted)
     )
     return PreparedBatch(batch, tuple(group.dropped for group in advantages))
 
 
-def _prepare_imitation(groups: Sequence[ScoredGroup], threshold: float) -> PreparedBatch:
-    kept = [_above(group, threshold) for group in groups]
-    samples = _samples(kept, [GroupAdvantages((1.0,) * len(group.trajectories)) for group in kept])
+def _prepare_imitation(groups: Sequence[ScoredGroup], loss: ResolvedLoss) -> PreparedBatch:
+    kept = [_above(group, loss.imitation_threshold) for group in groups]
+    advantages = [GroupAdvantages((1.0,) * len(group.trajectories)) for group in kept]
+    samples = _samples(kept, advantages, loss.mask_truncated)
     reasons = tuple(None if group.trajectories else DropReason.LOW_REWARD for group in kept)
     return PreparedBatch(UpdateBatch(samples, _metrics(kept)), reasons)
 
@@ -219,23 +200,36 @@ def _step_scale(advantages: Sequence[GroupAdvantages], wanted: int | None) -> fl
     return min(1.0, with_signal / wanted) if wanted else 1.0
 
 
-def _samples(groups: Sequence[ScoredGroup], advantages: Sequence[GroupAdvantages]) -> tuple[Sample, ...]:
+def _samples(
+    groups: Sequence[ScoredGroup], advantages: Sequence[GroupAdvantages], mask_truncated: bool
+) -> tuple[Sample, ...]:
     """The samples of the groups that are not dropped."""
     return tuple(
-        Sample(
-            trajectory.prompt_ids,
-            trajectory.completion_ids,
-            trajectory.sampling_logprobs,
-            trajectory.temperature,
-            advantage=value,
-            group=number,
-            # Without logprobs it is unknown what drew the trajectory. The trainer's own logprobs take their place.
-            on_policy=group.on_policy or not trajectory.sampling_logprobs,
-        )
+        _sample(trajectory, value, number, group.on_policy)
         for number, (group, computed) in enumerate(zip(groups, advantages, strict=True))
         if computed.dropped is None
         for trajectory, value in zip(group.trajectories, computed.values, strict=True)
+        if not (mask_truncated and _finish_reason(trajectory) is FinishReason.LENGTH)
     )
+
+
+def _sample(trajectory: Trajectory | GivenTrajectory, advantage: float, group: int, on_policy: bool) -> Sample:
+    return answered(
+        trajectory.prompt_ids,
+        trajectory.completion_ids,
+        trajectory.sampling_logprobs,
+        trajectory.temperature,
+        advantage,
+        group,
+        # Without logprobs it is unknown what drew the trajectory. The trainer's own logprobs take their place.
+        on_policy=on_policy or not trajectory.sampling_logprobs,
+        adapter=trajectory.adapter,
+        ended=_finish_reason(trajectory),
+    )
+
+
+def _finish_reason(trajectory: Trajectory | GivenTrajectory) -> FinishReason | None:
+    return trajectory.finish_reason if isinstance(trajectory, Trajectory) else None
 
 
 def _reward_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:

@@ -1,0 +1,116 @@
+"""Sample: the tokens that an update learns from, and what it learns of each of them.
+
+    token_ids       system, user | drawn | tool result | drawn
+    loss_weights    0  0  0  0   | 1  1  | 0  0  0     | 1  1      0: context only
+    advantages      .  .  .  .   | a  a  | .  .  .     | b  b      how much better than expected each token was
+    stretches                    [  v3  ]              [  v4  ]    what drew them, and at which temperature
+
+One prompt with one answer is the simplest case (`answered`). Every loss reads samples, and only they are trained on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mlx_parallm.core import AdapterRef, FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """The tokens [start, stop) of a sample, which one version drew at one temperature.
+
+    `adapter`: None if it is unknown. `ended`: why the version stopped there; None if it is unknown.
+    """
+
+    start: int
+    stop: int
+    temperature: float = 1.0
+    adapter: AdapterRef | None = None
+    ended: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One sequence of T tokens to learn from. Per-token fields have T values, or none where that is said.
+
+    Attributes:
+        token_ids: of the model's tokenizer.
+        loss_weights: 0 for tokens that are context only, above 0 for trained ones. The first token is never trained,
+            because nothing predicts it.
+        advantages: of each trained token; the others do not matter.
+        sampling_logprobs: in nats, of the distribution that drew the token; of trained tokens only. Empty if unknown:
+            the trainer's own are used then, as if the version in training had drawn the sample.
+        stretches: what was drawn, in order. Trained tokens outside of them were not drawn; their temperature is 1.
+        group: samples with the same number are compared with each other.
+        on_policy: the version in training drew it.
+
+    Raises:
+        ValueError: a field has another number of values, no token is trained, or the first one is.
+    """
+
+    token_ids: tuple[int, ...]
+    loss_weights: tuple[float, ...]
+    advantages: tuple[float, ...]
+    sampling_logprobs: tuple[float, ...] = ()
+    stretches: tuple[Stretch, ...] = ()
+    group: int = 0
+    on_policy: bool = True
+
+    def __post_init__(self) -> None:
+        tokens = len(self.token_ids)
+        counts = {
+            "loss_weights": len(self.loss_weights),
+            "advantages": len(self.advantages),
+            "sampling_logprobs": len(self.sampling_logprobs) or tokens,
+        }
+        for name, count in counts.items():
+            if count != tokens:
+                raise ValueError(f"{name} has {count} values for {tokens} tokens")
+        if not any(self.loss_weights) or min(self.loss_weights) < 0:
+            raise ValueError("a sample needs a token whose weight is above 0, and none below it")
+        if self.loss_weights[0]:
+            raise ValueError("the first token of a sample cannot be trained, because nothing predicts it")
+
+    @property
+    def weight(self) -> float:
+        """The sum of the weights: the number of trained tokens if all weights are 1."""
+        return sum(self.loss_weights)
+
+    def trained(self) -> list[int]:
+        """The indices of the trained tokens."""
+        return [at for at, weight in enumerate(self.loss_weights) if weight]
+
+    def temperatures(self) -> list[float]:
+        """The temperature of each token, 1 outside of the stretches."""
+        every = [1.0] * len(self.token_ids)
+        for stretch in self.stretches:
+            every[stretch.start : stretch.stop] = [stretch.temperature] * (stretch.stop - stretch.start)
+        return every
+
+
+def answered(
+    prompt_ids: Sequence[int],
+    completion_ids: Sequence[int],
+    sampling_logprobs: Sequence[float] = (),
+    temperature: float = 1.0,
+    advantage: float = 0.0,
+    group: int = 0,
+    on_policy: bool = True,
+    adapter: AdapterRef | None = None,
+    ended: FinishReason | None = None,
+) -> Sample:
+    """A sample of one prompt and one answer, all of whose tokens have the same advantage.
+
+    `sampling_logprobs`: one for each token of the answer, or none.
+    """
+    context, drawn = len(prompt_ids), len(completion_ids)
+    return Sample(
+        (*prompt_ids, *completion_ids),
+        (0.0,) * context + (1.0,) * drawn,
+        (0.0,) * context + (advantage,) * drawn,
+        (0.0,) * context + tuple(sampling_logprobs) if sampling_logprobs else (),
+        stretches=(Stretch(context, context + drawn, temperature, adapter, ended),),
+        group=group,
+        on_policy=on_policy,
+    )

@@ -1,0 +1,121 @@
+"""The loss of each token, as pure functions of logprobs. The formulas are in `losses`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlx_parallm.config import ResolvedLoss
+
+_MOST_LOG_RATIO = 20.0
+"""Log ratios are clipped here, so that no exp overflows. Beyond it they have no gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """One micro-batch of B sequences; C is the most trained tokens of one. Logprobs and entropy are in nats.
+
+    `logp`: of π_θ. `old_logp`: of π_old. `sampling_logp`: of μ. `ref_logp`: of the base model. `entropy`: of π_θ.
+    `weights`: above 0 on trained tokens, 0 on padding, where the other arrays may hold anything, even NaN. All these
+    are fp32 [B, C]. Only `logp` and `entropy` get gradients.
+    """
+
+    logp: mx.array
+    old_logp: mx.array
+    sampling_logp: mx.array
+    weights: mx.array
+    advantages: mx.array
+    ref_logp: mx.array | None = None
+    entropy: mx.array | None = None
+
+    @property
+    def mask(self) -> mx.array:
+        """1 on trained tokens, 0 on padding."""
+        return (self.weights > 0).astype(mx.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTerms:
+    """The policy loss of each token, and the ratio in it; [B, C] or [B, 1].
+
+    `clipped`, `dual_clipped`: whether that clip applies, so that the token has no gradient (except with cispo).
+    """
+
+    policy: mx.array
+    ratio: mx.array
+    clipped: mx.array
+    dual_clipped: mx.array
+
+
+Objective = Callable[[TokenBatch, ResolvedLoss], TokenTerms]
+
+
+def k3(logp: mx.array, reference: mx.array) -> mx.array:
+    """Estimate of KL(p ‖ reference) at each token that p drew: expm1(δ) - δ with δ = reference - logp; at least 0."""
+    delta = mx.minimum(reference - logp, _MOST_LOG_RATIO)
+    return mx.expm1(delta) - delta
+
+
+def token_clip(batch: TokenBatch, config: ResolvedLoss) -> TokenTerms:
+    return _clipped_objective(batch, _ratio(batch.logp - batch.old_logp), config)
+
+
+def sequence_clip(batch: TokenBatch, config: ResolvedLoss) -> TokenTerms:
+    """GSPO (arXiv 2507.18071): every token has the ratio of its sequence, and that ratio's gradient."""
+    change = ((batch.logp - batch.old_logp) * batch.mask).sum(-1, keepdims=True)
+    tokens = mx.maximum(batch.mask.sum(-1, keepdims=True), 1.0)
+    return _clipped_objective(batch, _ratio(change / tokens), config)
+
+
+def _clipped_objective(batch: TokenBatch, ratio: mx.array, config: ResolvedLoss) -> TokenTerms:
+    """The clipped objective of PPO (arXiv 1707.06347), a lower bound of the unclipped one.
+
+    For a negative advantage it decreases with the ratio without limit, so a single token that became much more likely
+    since it was drawn could dominate the update. Dual-clip PPO (arXiv 1912.09729) stops it at dual_clip · A.
+    """
+    advantages = batch.advantages
+    unclipped = ratio * advantages
+    clipped = mx.clip(ratio, 1.0 - config.clip_low, 1.0 + config.clip_high) * advantages
+    bound = mx.minimum(unclipped, clipped)
+    floor = mx.where(advantages < 0, config.dual_clip * advantages, -mx.inf)
+    weights = _mismatch_weights(batch, config)
+    return TokenTerms(-weights * mx.maximum(bound, floor), ratio, clipped < unclipped, bound < floor)
+
+
+def cispo(batch: TokenBatch, config: ResolvedLoss) -> TokenTerms:
+    """CISPO (arXiv 2506.13585): the ratio is a bounded weight without a gradient, so every token keeps its gradient."""
+    ratio = _ratio(batch.logp - batch.old_logp)
+    most = 1.0 + config.clip_high
+    weights = mx.stop_gradient(mx.minimum(ratio, most)) * _mismatch_weights(batch, config)
+    return TokenTerms(-weights * batch.advantages * batch.logp, ratio, ratio > most, mx.zeros_like(ratio))
+
+
+def ppo(batch: TokenBatch, config: ResolvedLoss) -> TokenTerms:
+    """The objective of PPO as it is: no second bound, and no weight for a sampler that differs from the trainer."""
+    ratio = _ratio(batch.logp - batch.old_logp)
+    unclipped = ratio * batch.advantages
+    clipped = mx.clip(ratio, 1.0 - config.clip_low, 1.0 + config.clip_high) * batch.advantages
+    return TokenTerms(-mx.minimum(unclipped, clipped), ratio, clipped < unclipped, mx.zeros_like(ratio))
+
+
+def importance_sampling(batch: TokenBatch, config: ResolvedLoss) -> TokenTerms:
+    """The policy gradient, corrected for what drew the token: its gradient is that of A log π_θ times π_θ / μ."""
+    ratio = _ratio(batch.logp - batch.sampling_logp)
+    return TokenTerms(-ratio * batch.advantages, ratio, mx.zeros_like(ratio), mx.zeros_like(ratio))
+
+
+def cross_entropy(batch: TokenBatch, config: ResolvedLoss) -> TokenTerms:
+    """Imitation: advantages, ratios and the sampler are not used."""
+    ratio = _ratio(batch.logp - batch.old_logp)
+    return TokenTerms(-batch.logp, ratio, mx.zeros_like(ratio), mx.zeros_like(ratio))
+
+
+def _mismatch_weights(batch: TokenBatch, config: ResolvedLoss) -> mx.array:
+    """min(π_old / μ, mismatch_cap) at each token, [B, C]; exactly 1 if the two are equal."""
+    return mx.minimum(_ratio(batch.old_logp - batch.sampling_logp), config.mismatch_cap)
+
+
+def _ratio(log_ratio: mx.array) -> mx.array:
+    return mx.exp(mx.minimum(log_ratio, _MOST_LOG_RATIO))
