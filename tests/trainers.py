@@ -148,7 +148,7 @@ class Recorder:
         self.nbytes, self.parameters = policy.nbytes, policy.parameters
         self.seen: dict[str, np.ndarray] = {}
 
-    def stepped(self, gradients, scale=1.0):
+    def stepped(self, gradients, settings, scale=1.0):
         self.seen = {name: np.array(leaf) for name, leaf in tree_flatten(gradients)}
         return self.state
 

@@ -24,7 +24,7 @@ from mlx_parallm.core import BASE_ADAPTER, AdapterRef, CheckpointCard
 from mlx_parallm.errors import AdapterFileError, ConflictError, UnknownModelError
 from mlx_parallm.rl.events import Emit
 from mlx_parallm.rl.learn.policy import PolicySnapshot, PolicyState
-from mlx_parallm.rl.learn.trainer import Learner
+from mlx_parallm.rl.learn.learner import Learner
 
 BEST = "best"
 """The tag of the best version's checkpoint."""

@@ -39,7 +39,7 @@ from mlx_parallm.rl.collect.groups import DropReason, TrajectoryGroup, Trajector
 from mlx_parallm.rl.collect.log import TrajectoryLog
 from mlx_parallm.rl.events import EventHub, Listener
 from mlx_parallm.rl.gate import Evaluate, Gate
-from mlx_parallm.rl.learn.trainer import Learner
+from mlx_parallm.rl.learn.learner import Learner
 from mlx_parallm.rl.loop import TrainingLoop
 from mlx_parallm.rl.scoring.service import ANSWER, ScoringService, lacks_answer, terms_without_answer
 from mlx_parallm.rl.tasks import PROBLEM_ID, FileTasks

@@ -37,7 +37,7 @@ def test_a_restored_policy_makes_the_same_next_update_to_the_bit(tmp_path, sched
     saved = snapshot(policy)
     saved.save(tmp_path)
     learn(trainer, policy, samples(seed=9))
-    again = Policy(trainer.model.layout, LORA, optimizer, start=PolicySnapshot.load(tmp_path, saved.weights))
+    again = Policy(trainer.model.layout, LORA, start=PolicySnapshot.load(tmp_path, saved.weights))
     assert again.state.step == 3
     learn(trainer, again, samples(seed=9)[::-1])
     assert all(np.array_equal(leaf, leaves(policy)[name]) for name, leaf in leaves(again).items())
@@ -50,13 +50,13 @@ def test_a_policy_of_another_rank_is_refused() -> None:
     trainer, _ = make_trainer()
     saved = snapshot(make_policy(trainer))
     with pytest.raises(InvalidRequestError, match=r"rank is 4.*trains rank 2"):
-        Policy(trainer.model.layout, changed(LORA, lora_rank=2, lora_alpha=4.0), SETTINGS.optimizer, start=saved)
+        Policy(trainer.model.layout, changed(LORA, lora_rank=2, lora_alpha=4.0), start=saved)
 
 
 def test_a_target_that_the_model_lacks_is_refused() -> None:
     trainer, _ = make_trainer()
     with pytest.raises(ConfigError, match="nothing_proj"):
-        Policy(trainer.model.layout, changed(LORA, lora_target_modules=("nothing_proj",)), SETTINGS.optimizer)
+        Policy(trainer.model.layout, changed(LORA, lora_target_modules=("nothing_proj",)))
 
 
 def test_a_bandit_is_learnt_and_with_shuffled_rewards_it_is_not() -> None:
@@ -93,8 +93,8 @@ def test_the_configured_learning_rate_counts_after_a_resume(schedule: LearningRa
     policy = make_policy(trainer)
     learn(trainer, policy, samples())
     optimizer = OptimizerConfig(learning_rate=1e-5, schedule=schedule, decay_updates=10**6)
-    again = Policy(trainer.model.layout, LORA, optimizer, start=snapshot(policy))
-    outcome = learn(trainer, again, samples(seed=1))
+    again = Policy(trainer.model.layout, LORA, start=snapshot(policy))
+    outcome = learn(make_trainer(changed(SETTINGS, optimizer=optimizer))[0], again, samples(seed=1))
     assert outcome.metrics["learning_rate"] == pytest.approx(1e-5, rel=1e-3)
     moved = max(np.abs(leaf - leaves(policy)[name]).max() for name, leaf in leaves(again).items())
     assert moved < 5e-5

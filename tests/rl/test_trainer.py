@@ -41,7 +41,7 @@ from mlx_parallm.config import Algorithm, OldLogprobs
 from mlx_parallm.rl.gate import Gate
 from mlx_parallm.rl.learn.model import Span
 from mlx_parallm.rl.learn.packing import split_samples
-from mlx_parallm.rl.learn.update import Update
+from mlx_parallm.rl.learn.accumulation import Accumulation
 from mlx_parallm.rl.objectives.batches import UpdateBatch
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "gemma3", "gemma3_text")
@@ -207,7 +207,7 @@ def test_kl_to_the_base_is_an_unbiased_estimate_however_the_update_is_split() ->
     of_sample = {id(s): kl([pair]) for s, pair in zip(drawn, pairs, strict=True)}
 
     def estimate(step: int) -> float:
-        update = Update(policy, UpdateBatch(tuple(drawn)), 1)
+        update = Accumulation(policy, drawn, SETTINGS.loss, 1)
         policy.restore(replace(policy.state, step=step))
         picked = update.sampled_batches()
         assert len(picked) == 6

@@ -18,7 +18,7 @@ from mlx_parallm.errors import StepFailedError
 from mlx_parallm.rl.events import UpdateOutcome
 from mlx_parallm.rl.learn.pacing import Pacer
 from mlx_parallm.rl.learn.trainer import GRPOTrainer
-from mlx_parallm.rl.learn.update import Update
+from mlx_parallm.rl.learn.accumulation import Accumulation
 from mlx_parallm.rl.objectives.batches import UpdateBatch
 
 WIDE = changed(LORA, lora_rank=64, lora_target_modules=ModelConfig().lora_target_modules)
@@ -50,8 +50,8 @@ def test_a_micro_step_adds_its_gradients_in_place(policies: int, monkeypatch: py
     monkeypatch.setattr(Pacer, "has_room", False)  # one micro-step in each unit
     trainer = large()
     trainer.pace(math.inf)  # each micro-step in one unit, however slow the machine
-    take = Update.take
-    monkeypatch.setattr(Update, "take", lambda update, _: take(update, math.inf))  # all policies in every micro-step
+    take = Accumulation.take
+    monkeypatch.setattr(Accumulation, "take", lambda work, _: take(work, math.inf))  # all policies in every micro-step
     futures: list[Future[UpdateOutcome]] = []
     for at in range(policies):
         policy = make_policy(trainer, moved=0.01, name=str(at))

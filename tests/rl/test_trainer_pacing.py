@@ -68,7 +68,7 @@ def test_a_unit_that_fails_costs_its_update_wherever_it_stood(failing: int, monk
     for _ in range(failing - 1):
         trainer.advance()
     monkeypatch.setattr("mlx_parallm.rl.learn.pacing.mx.eval", lambda _: 1 / 0)
-    monkeypatch.setattr("mlx_parallm.rl.learn.update.Update.step", lambda *_: 1 / 0)
+    monkeypatch.setattr("mlx_parallm.rl.learn.step.Step.run", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         trainer.advance()
     monkeypatch.undo()

@@ -272,9 +272,9 @@ def test_a_fault_after_the_micro_steps_leaves_the_policy_as_it_was(monkeypatch, 
     if place == "step":
         failing(trainer, monkeypatch, mx, "isfinite")
     elif place == "outcome":
-        failing(trainer, monkeypatch, trainer._queue[0], "outcome")
+        failing(trainer, monkeypatch, trainer._queue[-1], "outcome")
     else:
-        while trainer._queue[0].after is None:
+        while trainer._queue[-1].after is None:
             trainer.advance()
         failing(trainer, monkeypatch, trainer._forwards, "scores")
     fall(trainer)

@@ -19,7 +19,8 @@ from mlx_parallm.adapters.registry import AdapterRegistry
 from mlx_parallm.adapters.store import AdapterStore
 from mlx_parallm.core import AdapterRef
 from mlx_parallm.engine.loop import DeviceLoop
-from mlx_parallm.rl.learn.update import Update
+from mlx_parallm.rl.learn.accumulation import Accumulated
+from mlx_parallm.rl.learn.step import Step
 
 ROWS, GROUPS = 8, 1
 SHARE = 0.5
@@ -105,13 +106,13 @@ def _watch_units(watch: _Watch) -> None:
 
 
 def _watch_updates(watch: _Watch) -> None:
-    step = Update.step
+    run = Step.run
 
-    def watched(self: Update, max_grad_norm: float) -> None:
-        step(self, max_grad_norm)
+    def watched(self: Step, accumulated: Accumulated) -> None:
+        run(self, accumulated)
         watch.ended = time.perf_counter()
 
-    Update.step = watched  # type: ignore[method-assign]
+    Step.run = watched  # type: ignore[method-assign]
 
 
 def _watch_pins(store: AdapterStore, watch: _Watch) -> None:

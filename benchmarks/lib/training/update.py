@@ -108,7 +108,7 @@ class _Ours:
         self.units = 0
         self._trainer = GRPOTrainer(model, training, ModelConfig(), measure_kl=False)
         self._trainer.pace(device_schedule(Config(), on_cpu()).max_decode_stall_s)
-        self.policy = Policy(model.layout, ModelConfig(), training.optimizer)
+        self.policy = Policy(model.layout, ModelConfig())
         self._keep_gradients()
 
     def update(self, start: Params) -> None:
@@ -124,9 +124,9 @@ class _Ours:
     def _keep_gradients(self) -> None:
         stepped = self.policy.stepped
 
-        def watched(gradients: Params, scale: float = 1.0) -> PolicyState:
+        def watched(gradients: Params, settings: OptimizerConfig, scale: float = 1.0) -> PolicyState:
             self.gradients = {f"{path}.lora_{name}": g for path, pair in gradients.items() for name, g in pair.items()}
-            return stepped(gradients, scale)
+            return stepped(gradients, settings, scale)
 
         self.policy.stepped = watched  # type: ignore[method-assign]
 

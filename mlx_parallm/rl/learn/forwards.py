@@ -60,19 +60,20 @@ class Stage:
 class MicroStepInput:
     """One policy's part of a micro-step.
 
-    denominators: those of its update.
-    gradients: the sum of its update's gradients so far; None in the update's first micro-step.
+    loss: the settings of its loss. denominators: what that is divided by.
+    gradients: the sum of its gradients so far; None in the first micro-step.
     """
 
     batch: MicroBatch
     policy: PolicyState
+    loss: ResolvedLoss
     denominators: Denominators
     gradients: Params | None
 
 
 @dataclass(frozen=True, slots=True)
 class MicroStepResult:
-    """The result of a micro-step for the update of one policy.
+    """The result of a micro-step for one policy.
 
     logprobs: of the trained tokens under the policy before the update, fp32 [N].
     gradients: those of the input plus those of this micro-step. MLX adds in place if nothing else refers to the arrays
@@ -109,23 +110,23 @@ class ForwardPass:
 class TrainingForwards:
     """The forward and backward passes of micro-steps. Device thread only."""
 
-    def __init__(self, model: TrainableModel, config: ResolvedLoss) -> None:
+    def __init__(self, model: TrainableModel) -> None:
         self._model = model
-        self._config = config
 
     def gradients(self, inputs: Sequence[MicroStepInput]) -> MicroStep:
         """Computes losses and gradients. Those of a policy are the same as if it were alone in the micro-step."""
         batches = [each.batch for each in inputs]
-        references, stages = self._references(batches)
+        references, stages = self._references(inputs)
+        entropy_gradient = any(each.loss.entropy_coef for each in inputs)
 
         def objective(params: list[Params]) -> tuple[mx.array, tuple[ForwardPass, list[tuple[mx.array, LossStats]]]]:
             spans = [
                 Span(each.batch.tokens.size, factors, each.policy.scale)
                 for each, factors in zip(inputs, params, strict=True)
             ]
-            forward = self.scores(batches, spans)
+            forward = self.scores(batches, spans, entropy_gradient)
             losses = [
-                loss(self._token_batch(each.batch, scores, reference), each.denominators, self._config)
+                loss(_token_batch(each, scores, reference), each.denominators, each.loss)
                 for each, scores, reference in zip(inputs, forward.scores, references, strict=True)
             ]
             return mx.stack([value for value, _ in losses]).sum(), (forward, losses)
@@ -149,8 +150,11 @@ class TrainingForwards:
                 yield Stage(kind, leaves)
                 kind = StageKind.BACKWARD
 
-    def scores(self, batches: Sequence[MicroBatch], spans: Sequence[Span] | None) -> ForwardPass:
-        """The scores of all micro-batches, in one pass. `spans`: the tokens' LoRA factors; None: the base model."""
+    def scores(
+        self, batches: Sequence[MicroBatch], spans: Sequence[Span] | None, entropy_gradient: bool = False
+    ) -> ForwardPass:
+        """The scores of all micro-batches, in one pass. `spans`: the tokens' LoRA factors; None: the base model.
+        `entropy_gradient`: whether the entropies have a gradient."""
         tokens, branches = mx.concatenate([batch.tokens for batch in batches]), [batch.branch for batch in batches]
         hidden, layers = self._model.hidden(tokens, branches, spans)
         starts = accumulate((batch.tokens.size for batch in batches), initial=0)
@@ -160,7 +164,7 @@ class TrainingForwards:
             hidden[mx.concatenate(positions)],
             mx.concatenate([batch.targets for batch in batches]),
             mx.concatenate([batch.temperatures for batch in batches]),
-            self._config.entropy_coef != 0.0,
+            entropy_gradient,
         )
         stops = accumulate((batch.targets.size for batch in batches), initial=0)
         return ForwardPass([(logp[start:stop], entropy[start:stop]) for start, stop in pairwise(stops)], layers)
@@ -173,27 +177,34 @@ class TrainingForwards:
         ]
         return logprobs, list(forward.stages(logprobs))
 
-    def _references(self, batches: Sequence[MicroBatch]) -> tuple[Sequence[mx.array | None], list[Stage]]:
-        return self.reference(batches) if self._config.kl_coef else ([None] * len(batches), [])
+    def _references(self, inputs: Sequence[MicroStepInput]) -> tuple[Sequence[mx.array | None], list[Stage]]:
+        """The reference logprobs of each input whose loss reads them, and the stages that compute them."""
+        reading = [each.batch for each in inputs if each.loss.kl_coef]
+        if not reading:
+            return [None] * len(inputs), []
+        computed, stages = self.reference(reading)
+        logprobs = iter(computed)
+        return [next(logprobs) if each.loss.kl_coef else None for each in inputs], stages
 
-    def _token_batch(self, batch: MicroBatch, scores: Scores, reference: mx.array | None) -> TokenBatch:
-        """The arrays for the loss. `sampling_logp`: under μ, the policy that drew the tokens. `old_logp`: under μ too
-        or, if `config.OldLogprobs` is TRAINER and the row is on-policy, under the policy before the update. A row
-        without sampling logprobs uses the trainer's own for both."""
-        logp, entropy = map(batch.padded, scores)
-        now = mx.stop_gradient(logp)
-        sampler = mx.where(batch.known, batch.sampling_logprobs, now)
-        trainers = self._config.old_logprobs is OldLogprobs.TRAINER
-        old = mx.where(batch.on_policy, now, sampler) if trainers else sampler
-        return TokenBatch(
-            logp=logp,
-            old_logp=old,
-            sampling_logp=sampler,
-            ref_logp=reference,
-            entropy=entropy,
-            weights=batch.weights,
-            advantages=batch.advantages,
-        )
+
+def _token_batch(each: MicroStepInput, scores: Scores, reference: mx.array | None) -> TokenBatch:
+    """The arrays for the loss. `sampling_logp`: under μ, the policy that drew the tokens. `old_logp`: under μ too or, if
+    `config.OldLogprobs` is TRAINER and the row is on-policy, under the policy before the step. A row without sampling
+    logprobs uses the trainer's own for both."""
+    batch = each.batch
+    logp, entropy = map(batch.padded, scores)
+    now = mx.stop_gradient(logp)
+    sampler = mx.where(batch.known, batch.sampling_logprobs, now)
+    trainers = each.loss.old_logprobs is OldLogprobs.TRAINER
+    return TokenBatch(
+        logp=logp,
+        old_logp=mx.where(batch.on_policy, now, sampler) if trainers else sampler,
+        sampling_logp=sampler,
+        ref_logp=reference,
+        entropy=entropy,
+        weights=batch.weights,
+        advantages=batch.advantages,
+    )
 
 
 def token_scores(

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlx_parallm.rl.learn.forwards import Stage, StageKind
-from mlx_parallm.rl.learn.update import Update
+from mlx_parallm.rl.learn.accumulation import Accumulation
+from mlx_parallm.rl.learn.step import Step
 
 _TARGET = 0.75
 """Fraction of the budget that a unit aims at; the rest absorbs noise in the measured times."""
@@ -69,18 +70,18 @@ class Pacer:
 
 @dataclass(slots=True)
 class Job:
-    """A micro-step, or the end of an update, and the memory that it has taken so far.
+    """A micro-step, the end of an accumulation, or a step, and the memory that it has taken so far.
 
-    tokens: the tokens of each update that it works on. Its device time is charged to the updates in these proportions.
+    tokens: the tokens of all that it works on. Its device time is charged in these proportions.
     parts: each step of the iterator runs one part, within one unit.
-    finishes: the update that is finished after it, if any.
+    finishes: what is finished after it, if anything.
     kept_bytes: what its parts have left allocated. most_bytes: the most that was allocated for it at one time. Other
         work uses the device between the parts, so only what the parts themselves allocate is counted.
     """
 
-    tokens: Mapping[Update, int]
+    tokens: Mapping[Accumulation | Step, int]
     parts: Iterator[None]
-    finishes: Update | None = None
+    finishes: Accumulation | Step | None = None
     kept_bytes: int = 0
     most_bytes: int = 0
 
@@ -94,5 +95,5 @@ class Job:
             self.most_bytes = max(self.most_bytes, self.kept_bytes + mx.get_peak_memory() - before)
             self.kept_bytes += mx.get_active_memory() - before
             seconds_per_token = (time.monotonic() - started) / sum(self.tokens.values())
-            for update, tokens in self.tokens.items():
-                update.device_seconds += tokens * seconds_per_token
+            for work, tokens in self.tokens.items():
+                work.device_seconds += tokens * seconds_per_token

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 from weakref import WeakSet
@@ -121,20 +120,11 @@ class Policy:
         self,
         layout: AdapterLayout,
         lora: ModelConfig,
-        optimizer: OptimizerConfig,
         seed: int = 0,
         start: PolicySnapshot | None = None,
     ) -> None:
         self._layout = layout
         self._lora = lora
-        self._new_optimizer = partial(
-            AdamW,
-            learning_rate=_learning_rate(optimizer),
-            betas=[optimizer.beta1, optimizer.beta2],
-            eps=optimizer.eps,
-            weight_decay=optimizer.weight_decay,
-            bias_correction=True,
-        )
         self._seed = seed
         self.scale = lora.lora_alpha / lora.lora_rank
         self.state: PolicyState
@@ -156,11 +146,13 @@ class Policy:
 
     # -- states ----------------------------------------------------------------------------------
 
-    def stepped(self, gradients: Params, scale: float = 1.0) -> PolicyState:
+    def stepped(self, gradients: Params, settings: OptimizerConfig, scale: float = 1.0) -> PolicyState:
         """Returns the state after one optimizer step; the policy itself stays as it is. The change of the factors is
         multiplied by `scale`, but the optimizer's state is not."""
-        before, optimizer = self.state, self._new_optimizer()
-        optimizer.state = tree_map(lambda leaf: leaf, before.optimizer)  # the step replaces leaves in this tree
+        before, optimizer = self.state, _new_optimizer(settings)
+        learning_rate = optimizer.state[_LEARNING_RATE]
+        # the step replaces leaves in this tree; a schedule sets the learning rate by itself
+        optimizer.state = {**tree_map(lambda leaf: leaf, before.optimizer), _LEARNING_RATE: learning_rate}
         params = optimizer.apply_gradients(gradients, before.params)
         if scale != 1.0:
             params = tree_map(lambda old, new: old + scale * (new - old), before.params, params)
@@ -183,23 +175,21 @@ class Policy:
         self.states.add(goal)
 
     def _fresh(self, params: Params, step: int) -> PolicyState:
-        """These factors with a new optimizer."""
-        optimizer = self._new_optimizer()
+        """These factors with the state of a new optimizer, which does not depend on its settings."""
+        optimizer = _new_optimizer(OptimizerConfig())
         optimizer.init(params)
         mx.eval(params, optimizer.state)
         return PolicyState(params, optimizer.state, self.scale, step)
 
     def _loaded(self, snapshot: PolicySnapshot) -> PolicyState:
-        """The state of a snapshot. Its learning rate is the configured one, not that of the snapshot."""
+        """The state of a snapshot."""
         self._check(snapshot)
         pairs = snapshot.weights.pairs
         params = {path: {"a": mx.array(pairs[path].a), "b": mx.array(pairs[path].b)} for path in self.params}
         state = self._fresh(params, snapshot.step)
         if not snapshot.optimizer:
             return state
-        optimizer = tree_map_with_path(
-            lambda name, leaf: leaf if name == _LEARNING_RATE else mx.array(snapshot.optimizer[name]), state.optimizer
-        )
+        optimizer = tree_map_with_path(lambda name, _: mx.array(snapshot.optimizer[name]), state.optimizer)
         mx.eval(optimizer)
         return replace(state, optimizer=optimizer)
 
@@ -235,6 +225,16 @@ def _new_factors(layout: AdapterLayout, lora: ModelConfig, seed: int) -> dict[st
         a = random.uniform(-bound, bound, (spec.in_features, lora.lora_rank)).astype(np.float32)
         params[spec.path] = {"a": mx.array(a), "b": mx.zeros((lora.lora_rank, spec.out_features), mx.float32)}
     return params
+
+
+def _new_optimizer(settings: OptimizerConfig) -> AdamW:
+    return AdamW(
+        learning_rate=_learning_rate(settings),
+        betas=[settings.beta1, settings.beta2],
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+        bias_correction=True,
+    )
 
 
 def _learning_rate(config: OptimizerConfig) -> float | Callable[[mx.array], mx.array]:

@@ -1,47 +1,43 @@
-"""GRPOTrainer: updates policies on the served base weights, unit by unit. Learner: its interface for the event loop.
+"""GRPOTrainer: updates policies on the served base weights, unit by unit.
 
-    begin(policy, batch) ─▶ micro-step ─▶ micro-step ─▶ … ─▶ clip, AdamW, check ─▶ outcome
-                            forward, backward, gradients added up
+    accumulate(policy, samples, loss) ─▶ micro-step ─▶ micro-step ─▶ …     forward, backward, gradients added up
+    accumulate(policy, samples, loss) ─▶ micro-step ─▶ …
+    step(policy, optimizer)           ─▶ clip, AdamW, check ─▶ outcome
+    begin(policy, batch)              ─▶ one of each
 
-The trainer works on one job after another: a micro-step, or the end of an update. A job is cut into parts that fit in
-one unit each (see `pacing`). Updates of one policy follow each other. Updates of different policies share micro-steps:
-each micro-step takes a batch of samples of the oldest update, and one of every other update whose batch still fits.
+The trainer works on one job after another: a micro-step, the end of an accumulation, or a step. A job is cut into parts
+that fit in one unit each (see `pacing`). What is asked of one policy is done in order. Different policies share
+micro-steps: each takes a batch of samples of what was asked first, and one of every other policy whose batch still fits.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import math
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from itertools import takewhile
 from typing import cast
 
 import mlx.core as mx
 
-from mlx_parallm.adapters.weights import AdapterWeights
-from mlx_parallm.config import ModelConfig, ResolvedTraining
-from mlx_parallm.core import AdapterRef, DeviceThread, completed, then
-from mlx_parallm.errors import EngineDeadError, StepFailedError
+from mlx_parallm.config import ModelConfig, OptimizerConfig, ResolvedLoss, ResolvedTraining
+from mlx_parallm.errors import StepFailedError
 from mlx_parallm.rl.events import UpdateOutcome
+from mlx_parallm.rl.learn.accumulation import Accumulated, Accumulation
 from mlx_parallm.rl.learn.forwards import MicroStepInput, Stage, TrainingForwards
 from mlx_parallm.rl.learn.model import Span, TrainableModel
 from mlx_parallm.rl.learn.pacing import Job, Pacer
 from mlx_parallm.rl.learn.packing import SampleBatch, pack
 from mlx_parallm.rl.learn.policy import Policy, PolicySnapshot, PolicyState
-from mlx_parallm.rl.learn.update import Update
+from mlx_parallm.rl.learn.step import Step
 from mlx_parallm.rl.objectives.batches import UpdateBatch
+from mlx_parallm.rl.objectives.reductions import UpdateTotals
+from mlx_parallm.rl.objectives.samples import Sample
 from mlx_parallm.rl.objectives.token_losses import k3
 
 _MEASURED_JOBS = 16
 """Jobs whose memory is remembered."""
-
-Publish = Callable[[UpdateOutcome, AdapterWeights], Future[AdapterRef] | None]
-"""Publishes the weights of a finished update, or returns None if they are not to go live. On the device thread."""
-
-_log = logging.getLogger(__name__)
 
 
 class GRPOTrainer:
@@ -62,48 +58,87 @@ class GRPOTrainer:
         self.lora = lora
         self.policies: dict[str, Policy] = {}
         self._measure_kl = measure_kl
-        self._forwards = TrainingForwards(model, config.loss)
+        self._forwards = TrainingForwards(model)
         self._pacer = Pacer()
-        self._queue: list[Update] = []
+        self._queue: list[Accumulation | Step] = []
+        self._accumulated: dict[Policy, Accumulated] = {}
         self._job: Job | None = None
         self._job_bytes = deque([0], maxlen=_MEASURED_JOBS)
         self._peak_bytes = 0
 
     # -- policies --------------------------------------------------------------------------------
 
-    def open(self, name: str, start: PolicySnapshot | None = None) -> Policy:
-        """Makes a new policy of this name, in place of an earlier one. Raises what `Policy` raises."""
-        policy = Policy(self.model.layout, self.lora, self.config.optimizer, self.config.seed, start)
+    def open(self, name: str, start: PolicySnapshot | None = None, lora: ModelConfig | None = None) -> Policy:
+        """Makes a new policy of this name, in place of an earlier one. Raises what `Policy` raises.
+
+        `lora`: its rank, alpha and targets; None: those of the trainer.
+        """
+        policy = Policy(self.model.layout, lora or self.lora, self.config.seed, start)
         self.policies[name] = policy
         return policy
 
-    def begin(self, policy: Policy, batch: UpdateBatch) -> Future[UpdateOutcome]:
-        """Queues one update. Its future is completed on the device thread.
+    def accumulate(
+        self, policy: Policy, samples: Sequence[Sample], loss: ResolvedLoss, totals: UpdateTotals | None = None
+    ) -> Future[dict[str, float]]:
+        """Adds the gradients of these samples to those that the policy has accumulated since its last step.
 
-        The future raises StepFailedError if the update failed or was abandoned; the policy is as before then.
+        Args:
+            totals: what the loss is divided by, if these are not all samples of the step.
+
+        Returns:
+            The metrics of these samples. The future is completed on the device thread. It raises StepFailedError if
+            this failed or was abandoned; then the policy has accumulated what it had before.
         """
-        update = Update(policy, batch, self.config.micro_batch_tokens)
-        self._queue.append(update)
-        return update.future
+        work = Accumulation(policy, samples, loss, self.config.micro_batch_tokens, totals)
+        self._queue.append(work)
+        return work.future
+
+    def step(self, policy: Policy, optimizer: OptimizerConfig) -> Future[UpdateOutcome]:
+        """Makes an optimizer step from what the policy has accumulated, and forgets that, whatever comes of the step.
+
+        Its future is completed on the device thread. It raises StepFailedError if the step, or an accumulation that it
+        waits for, failed or was abandoned; the policy is as before then.
+
+        Raises:
+            ValueError: nothing was accumulated since the last step.
+        """
+        queued = [work for work in self._queue if work.policy is policy]
+        waited_for = list(takewhile(lambda work: isinstance(work, Accumulation), reversed(queued)))
+        if not waited_for and (queued or policy not in self._accumulated):
+            raise ValueError("the policy has accumulated no gradients since its last step")
+        work = Step(policy, optimizer, needs=waited_for)
+        self._queue.append(work)
+        return work.future
+
+    def begin(self, policy: Policy, batch: UpdateBatch) -> Future[UpdateOutcome]:
+        """Accumulates a batch and makes a step, with the configured loss and optimizer. See `step` for the future."""
+        config = self.config
+        gradients = Accumulation(policy, batch.samples, config.loss, config.micro_batch_tokens)
+        step = Step(policy, config.optimizer, batch.step_scale, batch.metrics, needs=[gradients])
+        self._queue += gradients, step
+        return step.future
 
     def abandon(self, policy: Policy) -> None:
-        """Fails the updates of this policy, and those that share the current micro-step with one of them."""
-        if self._job is not None and any(update.policy is policy for update in self._job.tokens):
+        """Fails what is queued for this policy, and what shares the current micro-step with it, and forgets what it has
+        accumulated."""
+        if self._job is not None and any(work.policy is policy for work in self._job.tokens):
             self.reset()
-        self._fail([update for update in self._queue if update.policy is policy])
+        self._fail([work for work in self._queue if work.policy is policy])
+        self._accumulated.pop(policy, None)
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of all policy states that are still referenced."""
-        return sum(policy.nbytes * len(policy.states) for policy in self.policies.values())
+        """Bytes of all policy states that are still referenced, and of the gradients that wait for a step."""
+        states = sum(policy.nbytes * len(policy.states) for policy in self.policies.values())
+        return states + sum(4 * policy.parameters for policy in self._accumulated)
 
     @property
     def bytes_of_updates(self) -> int:
-        """While updates wait: bytes of their float32 gradients, and of the other arrays of a micro-step, whose size is
+        """While work is queued: bytes of its float32 gradients, and of the other arrays of a micro-step, whose size is
         known once a micro-step was measured."""
         if not self._queue:
             return 0
-        gradients = 4 * sum(policy.parameters for policy in {update.policy for update in self._queue})
+        gradients = 4 * sum(policy.parameters for policy in {work.policy for work in self._queue})
         return gradients + max(*self._job_bytes, self._job.most_bytes if self._job else 0)
 
     @property
@@ -121,8 +156,8 @@ class GRPOTrainer:
         self._pacer.budget = seconds
 
     def advance(self) -> None:
-        """Runs one unit: a part of a job, or several short jobs. The end of an update also ends the unit, so that its
-        outcome is not delayed."""
+        """Runs one unit: a part of a job, or several short jobs. A step also ends the unit, so that its outcome is not
+        delayed."""
         self._pacer.begin()
         more = True
         while more:
@@ -133,20 +168,30 @@ class GRPOTrainer:
                 self._complete(job.finishes)
             elif done:
                 self._forget_job()
-            more = done and job.finishes is None and self._pacer.has_room
+            more = done and not isinstance(job.finishes, Step) and self.waits() and self._pacer.has_room
 
-    def _complete(self, update: Update) -> None:
-        """Moves the policy to the state after the step, and completes the future. Nothing may fail once the update has
-        left the queue."""
-        outcome = update.outcome()
+    def _complete(self, work: Accumulation | Step) -> None:
+        """Takes the result over, and completes the future. Nothing may fail once the work has left the queue."""
+        if isinstance(work, Accumulation):
+            accumulated = Accumulated.of(work, self._accumulated.get(work.policy))
+            metrics = Accumulated({}, [work]).metrics()
+            self._leave(work)
+            self._accumulated[work.policy] = accumulated
+            work.future.set_result(metrics)
+            return
+        outcome = work.outcome(self._accumulated[work.policy])
+        self._leave(work)
+        del self._accumulated[work.policy]
+        if work.after is not None:
+            work.policy.restore(work.after)
+        work.future.set_result(outcome)
+
+    def _leave(self, work: Accumulation | Step) -> None:
         self._forget_job()
-        self._queue.remove(update)
-        if update.after is not None:
-            update.policy.restore(update.after)
-        update.future.set_result(outcome)
+        self._queue.remove(work)
 
     def reset(self) -> None:
-        """Drops the current job, which failed or is abandoned, and fails its updates. Their policies are as before."""
+        """Drops the current job, which failed or is abandoned, and fails what it works on. Policies are as before."""
         failed = list(self._job.tokens) if self._job else self._queue[:1]
         self._forget_job()
         self._fail(failed)
@@ -156,64 +201,78 @@ class GRPOTrainer:
             self._job_bytes.append(self._job.most_bytes - max(self._job.kept_bytes, 0))
         self._job = None
 
-    def _fail(self, updates: Sequence[Update]) -> None:
-        self._queue = [update for update in self._queue if update not in updates]
-        for update in updates:
-            update.future.set_exception(StepFailedError("the update failed on the device; the policy is as before"))
+    def _fail(self, works: Sequence[Accumulation | Step]) -> None:
+        """Fails these, and the steps that need one of them. What was accumulated for a step that fails is forgotten."""
+        failed = [
+            work
+            for work in self._queue
+            if work in works or (isinstance(work, Step) and any(need in works for need in work.needs))
+        ]
+        self._queue = [work for work in self._queue if work not in failed]
+        for work in failed:
+            if isinstance(work, Step):
+                self._accumulated.pop(work.policy, None)
+            work.future.set_exception(StepFailedError("the update failed on the device; the policy is as before"))
 
     # -- jobs ------------------------------------------------------------------------------------
 
     def _next_job(self) -> Job:
-        """The end of an update whose micro-steps are all done, if there is one. Otherwise a micro-step: a batch of
-        samples of the oldest update, and one of the oldest update of every other policy, as long as they fit."""
-        oldest: dict[Policy, Update] = {}
-        for update in self._queue:
-            oldest.setdefault(update.policy, update)
-        for update in oldest.values():
-            if not update.pending:
-                return Job({update: 1}, self._conclude(update), finishes=update)
+        """A step, or the end of an accumulation whose micro-steps are all done, if one is first in the queue of its
+        policy. Otherwise a micro-step: a batch of samples of the oldest accumulation, and one of every other policy, as
+        long as they fit."""
+        oldest: dict[Policy, Accumulation | Step] = {}
+        for work in self._queue:
+            oldest.setdefault(work.policy, work)
+        for work in oldest.values():
+            if isinstance(work, Step):
+                return Job({work: 1}, self._step(work), finishes=work)
+            if not work.pending:
+                return Job({work: 1}, self._conclude(work), finishes=work)
         room: float = self.config.micro_batch_tokens
-        batches: dict[Update, SampleBatch] = {}
-        for update in oldest.values():
-            batch = update.take(room if batches else math.inf)
+        batches: dict[Accumulation, SampleBatch] = {}
+        for work in oldest.values():
+            batch = work.take(room if batches else math.inf)  # type: ignore[union-attr]
             if batch is not None:
-                batches[update] = batch
+                batches[work] = batch
                 room -= batch.size
-        sizes = {update: batch.size for update, batch in batches.items()}
+        sizes = {work: batch.size for work, batch in batches.items()}
         return Job(sizes, self._pacer.run(self._micro_step(batches), sum(sizes.values())))
 
-    def _micro_step(self, batches: Mapping[Update, SampleBatch]) -> Iterator[Stage]:
-        """The stages of a micro-step, which adds the gradients of each batch to those of its update."""
+    def _micro_step(self, batches: Mapping[Accumulation, SampleBatch]) -> Iterator[Stage]:
+        """The stages of a micro-step, which adds the gradients of each batch to those before it."""
         micro_step = self._forwards.gradients(
             [
-                MicroStepInput(pack(batch), each.policy.state, each.totals.for_rows(batch.samples), each.gradients)
-                for each, batch in batches.items()
+                MicroStepInput(
+                    pack(batch), work.policy.state, work.loss, work.totals.for_rows(batch.samples), work.gradients
+                )
+                for work, batch in batches.items()
             ]
         )
-        for (update, batch), result in zip(batches.items(), micro_step.results, strict=True):
-            update.add(batch, result)
+        for (work, batch), result in zip(batches.items(), micro_step.results, strict=True):
+            work.add(batch, result)
         yield from micro_step.stages
 
-    def _conclude(self, update: Update) -> Iterator[None]:
-        """Ends an update: measures the KL from the base model if it is to be reported, makes the optimizer step, and
-        measures the KL of the step if it is bounded.
-
-        The step comes as late as possible, because the new version waits for everything after it.
-        """
-        config = self.config
-        if self._measure_kl and not config.loss.kl_coef:
-            for batch in update.sampled_batches():
-                kl = yield from self._kl(update, batch, None)
-                update.base_kls.append(kl / batch.trained_tokens)
+    def _conclude(self, work: Accumulation) -> Iterator[None]:
+        """Ends an accumulation: measures the KL from the base model, if that is reported and not part of the loss."""
+        if self._measure_kl and not work.loss.kl_coef:
+            for batch in work.sampled_batches():
+                kl = yield from self._kl(work, batch, None)
+                work.base_kls.append(kl / batch.trained_tokens)
                 yield
-        update.step(config.optimizer.max_grad_norm)
-        if config.gate.kl_bound is not None and not update.skipped:
-            for batch in update.batches:
-                yield
-                kl = yield from self._kl(update, batch, update.after)
-                update.step_kls.append(kl)
 
-    def _kl(self, update: Update, batch: SampleBatch, other: PolicyState | None) -> Generator[None, None, float]:
+    def _step(self, step: Step) -> Iterator[None]:
+        """Makes a step, and measures its KL if that is bounded."""
+        accumulated = self._accumulated[step.policy]
+        step.run(accumulated)
+        if self.config.gate.kl_bound is not None and not step.skipped:
+            for part in accumulated.parts:
+                for batch in part.batches:
+                    yield
+                    kl = yield from self._kl(part, batch, step.after)
+                    step.kls.append(kl)
+        yield from ()
+
+    def _kl(self, work: Accumulation, batch: SampleBatch, other: PolicyState | None) -> Generator[None, None, float]:
         """The KL divergence (k3 estimator) of the policy before the step from another state, or from the base model
         (None), summed over the tokens of one batch.
 
@@ -222,83 +281,6 @@ class GRPOTrainer:
         packed = pack(batch)
         spans = None if other is None else [Span(packed.tokens.size, other.params, other.scale)]
         forward = self._forwards.scores([packed], spans)
-        kl = k3(update.logprobs[batch], forward.scores[0][0]).sum()
+        kl = k3(work.logprobs[batch], forward.scores[0][0]).sum()
         yield from self._pacer.run(forward.stages(kl), batch.size)
         return cast(float, kl.item())
-
-
-class Learner:
-    """The event loop's access to the policies in training, by adapter name. A name that is not open raises KeyError.
-
-    Updates of one adapter run one after the other; updates of different adapters share micro-steps.
-    """
-
-    def __init__(self, device: DeviceThread, trainer: GRPOTrainer) -> None:
-        self.trainer = trainer
-        self._device = device
-
-    async def open(self, name: str, start: PolicySnapshot | None) -> None:
-        """Starts training from this policy; None: from a new one, equal to the base model.
-
-        Raises:
-            ConfigError: the model has no linear layer with the name of a target module.
-            InvalidRequestError: `start` has another rank, alpha or targets than those configured.
-        """
-        trainer, lora = self.trainer, self.trainer.lora
-        policy = await self._device.run(lambda: trainer.open(name, start))
-        _log.info(
-            "training %s: %d numbers, rank %d, alpha %g, on %s; nothing else has a gradient",
-            *(name, policy.parameters, lora.lora_rank, lora.lora_alpha, ", ".join(lora.lora_target_modules)),
-        )
-
-    async def learn(
-        self, name: str, batch: UpdateBatch, publish: Publish | None = None
-    ) -> tuple[UpdateOutcome, AdapterRef | None]:
-        """Makes one update, in micro-steps between decode steps. `publish` is called right after it on the device
-        thread, because a trip to the event loop and back would take a decode step. If the caller is cancelled, an
-        update that is not finished is abandoned.
-
-        Returns:
-            The outcome, and the version that `publish` made of it, if any.
-
-        Raises:
-            StepFailedError: the update failed on the device; the policy is as before.
-            Exception: raised by `publish`; the policy has changed.
-        """
-        policy = self.trainer.policies[name]
-
-        def publish_outcome(outcome: UpdateOutcome) -> Future[tuple[UpdateOutcome, AdapterRef | None]]:
-            live = publish(outcome, policy.weights()) if publish else None
-            return completed((outcome, None)) if live is None else then(live, lambda ref: (outcome, ref))
-
-        try:
-            return await self._device.run(lambda: then(self.trainer.begin(policy, batch), publish_outcome))
-        except asyncio.CancelledError:
-            with suppress(EngineDeadError):
-                await self._device.run(lambda: self.trainer.abandon(policy))
-            raise
-
-    def state(self, name: str) -> PolicyState:
-        """The current policy by reference. Nothing is copied; its memory is in use while the state is referenced."""
-        return self.trainer.policies[name].state
-
-    async def snapshot(self, state: PolicyState | PolicySnapshot) -> PolicySnapshot:
-        """A copy in host memory, made in parts; requests and updates continue between them."""
-        if isinstance(state, PolicySnapshot):
-            return state
-        parts = state.copied()
-        while (copy := await self._device.run(lambda: next(parts))) is None:
-            pass
-        return copy
-
-    async def restore(self, name: str, goal: PolicyState | PolicySnapshot | None) -> None:
-        """Goes back to a state or a checkpoint; None: to a new policy, equal to the base model.
-
-        Raises:
-            InvalidRequestError: the checkpoint has another rank, alpha or targets than those configured.
-        """
-        await self._device.run(lambda: self.trainer.policies[name].restore(goal))
-
-    def weights(self, name: str) -> AdapterWeights:
-        """The current weights as MLX arrays, which only the device thread may read."""
-        return self.trainer.policies[name].weights()

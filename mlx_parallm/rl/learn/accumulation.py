@@ -1,0 +1,145 @@
+"""Accumulation: the gradients of one batch of samples, collected from micro-steps.
+
+sample batches ─▶ micro-steps ─▶ gradients, losses, statistics ─▶ (KL from the base model) ─▶ a sum that steps use
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from bisect import bisect
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import cast
+
+import mlx.core as mx
+from mlx.utils import tree_map
+
+from mlx_parallm.config import ResolvedLoss
+from mlx_parallm.rl.learn.forwards import MicroStepResult
+from mlx_parallm.rl.learn.model import Params
+from mlx_parallm.rl.learn.packing import SampleBatch, split_samples
+from mlx_parallm.rl.learn.policy import Policy
+from mlx_parallm.rl.objectives.losses import LossStats, means
+from mlx_parallm.rl.objectives.reductions import UpdateTotals
+from mlx_parallm.rl.objectives.samples import Sample
+
+_KL_SAMPLING = 4
+"""One in this many sample batches is compared with the base model."""
+
+
+class Accumulation:
+    """Splits its samples into batches, and adds up their gradients.
+
+    The split depends on these samples alone, whatever else shares the micro-steps. Nothing of the policy changes, so
+    one that fails or is abandoned needs no undoing.
+
+    Attributes:
+        loss: the settings of the loss.
+        totals: what the loss is divided by.
+        batches: all sample batches. `pending`: those that no micro-step has taken yet.
+        gradients: their sum so far; None before the first micro-step.
+        logprobs: of each batch's trained tokens under the policy before the step, fp32 [N].
+        base_kls: mean KL of each sampled batch between the policy before the step and the base model.
+        device_seconds: its share of the time of the units that worked on it.
+        future: completed by the trainer with the metrics of these samples, or with StepFailedError.
+
+    Args:
+        max_tokens: most tokens of a batch. A single sample may have more.
+        totals: those of the samples that the step will have seen in the end, if there are more than these.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        samples: Sequence[Sample],
+        loss: ResolvedLoss,
+        max_tokens: int,
+        totals: UpdateTotals | None = None,
+    ) -> None:
+        self.policy = policy
+        self.loss = loss
+        self.totals = totals or UpdateTotals.of(samples)
+        self.batches = tuple(split_samples(samples, max_tokens))
+        self.pending = list(self.batches)
+        self.gradients: Params | None = None
+        self.logprobs: dict[SampleBatch, mx.array] = {}
+        self.base_kls: list[float] = []
+        self.device_seconds = 0.0
+        self.future: Future[dict[str, float]] = Future()
+        self.losses: list[mx.array] = []
+        self.stats: list[LossStats] = []
+
+    @property
+    def trained_tokens(self) -> int:
+        return sum(batch.trained_tokens for batch in self.batches)
+
+    def take(self, max_tokens: float) -> SampleBatch | None:
+        """Takes the first pending batch of at most `max_tokens` tokens. Returns None if there is none."""
+        for batch in self.pending:
+            if batch.size <= max_tokens:
+                self.pending.remove(batch)
+                return batch
+        return None
+
+    def add(self, batch: SampleBatch, result: MicroStepResult) -> None:
+        """Keeps the result of a micro-step, whose arrays are not evaluated yet."""
+        self.gradients = result.gradients
+        self.logprobs[batch] = result.logprobs
+        self.losses.append(result.loss)
+        self.stats.append(result.stats)
+
+    def sampled_batches(self) -> list[SampleBatch]:
+        """A quarter of the batches, at least one, drawn so that the mean of their means is an unbiased estimate of the
+        mean over all tokens.
+
+        Systematic sampling with probability proportional to size (Madow 1949): from a random first token on, evenly
+        spaced tokens are picked. The batch of each picked token is taken, so a batch may come twice. The number of the
+        policy's step is the seed, so that a replayed update picks the same batches.
+        """
+        ends = list(accumulate(batch.trained_tokens for batch in self.batches))
+        picks = math.ceil(len(ends) / _KL_SAMPLING)
+        start = random.Random(self.policy.state.step).random()
+        return [self.batches[bisect(ends, (start + at) / picks * ends[-1])] for at in range(picks)]
+
+
+@dataclass(slots=True)
+class Accumulated:
+    """What a policy has accumulated since its last step. `gradients`: the sum over all `parts`."""
+
+    gradients: Params
+    parts: list[Accumulation] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, part: Accumulation, before: Accumulated | None) -> Accumulated:
+        """What there is after a further part, whose gradients are taken from it."""
+        gradients, part.gradients = cast(Params, part.gradients), None
+        if before is None:
+            return cls(gradients, [part])
+        summed = cast(Params, tree_map(mx.add, before.gradients, gradients))
+        mx.eval(summed)
+        return cls(summed, [*before.parts, part])
+
+    @property
+    def loss(self) -> float:
+        return sum(cast(float, value.item()) for part in self.parts for value in part.losses)
+
+    @property
+    def trained_tokens(self) -> int:
+        return sum(part.trained_tokens for part in self.parts)
+
+    def metrics(self) -> dict[str, float]:
+        """Means over all trained tokens, and the sums `loss`, `tokens` and `device_seconds`. The KL from the base model
+        is an estimate if it is not part of the loss."""
+        figures = means([stats for part in self.parts for stats in part.stats])
+        if any(part.base_kls for part in self.parts):
+            kls = (part.trained_tokens * sum(part.base_kls) / len(part.base_kls) for part in self.parts if part.base_kls)
+            figures["kl"] = sum(kls) / sum(part.trained_tokens for part in self.parts if part.base_kls)
+        return {
+            **figures,
+            "loss": self.loss,
+            "tokens": float(self.trained_tokens),
+            "device_seconds": sum(part.device_seconds for part in self.parts),
+        }

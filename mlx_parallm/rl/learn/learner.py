@@ -1,0 +1,99 @@
+"""Learner: the event loop's access to the policies in training."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+
+from mlx_parallm.adapters.weights import AdapterWeights
+from mlx_parallm.core import AdapterRef, DeviceThread, completed, then
+from mlx_parallm.errors import EngineDeadError
+from mlx_parallm.rl.events import UpdateOutcome
+from mlx_parallm.rl.learn.policy import PolicySnapshot, PolicyState
+from mlx_parallm.rl.learn.trainer import GRPOTrainer
+from mlx_parallm.rl.objectives.batches import UpdateBatch
+
+Publish = Callable[[UpdateOutcome, AdapterWeights], Future[AdapterRef] | None]
+"""Publishes the weights of a finished update, or returns None if they are not to go live. On the device thread."""
+
+_log = logging.getLogger(__name__)
+
+
+class Learner:
+    """The event loop's access to the policies in training, by adapter name. A name that is not open raises KeyError.
+
+    Updates of one adapter run one after the other; updates of different adapters share micro-steps.
+    """
+
+    def __init__(self, device: DeviceThread, trainer: GRPOTrainer) -> None:
+        self.trainer = trainer
+        self._device = device
+
+    async def open(self, name: str, start: PolicySnapshot | None) -> None:
+        """Starts training from this policy; None: from a new one, equal to the base model.
+
+        Raises:
+            ConfigError: the model has no linear layer with the name of a target module.
+            InvalidRequestError: `start` has another rank, alpha or targets than those configured.
+        """
+        trainer, lora = self.trainer, self.trainer.lora
+        policy = await self._device.run(lambda: trainer.open(name, start))
+        _log.info(
+            "training %s: %d numbers, rank %d, alpha %g, on %s; nothing else has a gradient",
+            *(name, policy.parameters, lora.lora_rank, lora.lora_alpha, ", ".join(lora.lora_target_modules)),
+        )
+
+    async def learn(
+        self, name: str, batch: UpdateBatch, publish: Publish | None = None
+    ) -> tuple[UpdateOutcome, AdapterRef | None]:
+        """Makes one update, in micro-steps between decode steps. `publish` is called right after it on the device
+        thread, because a trip to the event loop and back would take a decode step. If the caller is cancelled, an
+        update that is not finished is abandoned.
+
+        Returns:
+            The outcome, and the version that `publish` made of it, if any.
+
+        Raises:
+            StepFailedError: the update failed on the device; the policy is as before.
+            Exception: raised by `publish`; the policy has changed.
+        """
+        policy = self.trainer.policies[name]
+
+        def publish_outcome(outcome: UpdateOutcome) -> Future[tuple[UpdateOutcome, AdapterRef | None]]:
+            live = publish(outcome, policy.weights()) if publish else None
+            return completed((outcome, None)) if live is None else then(live, lambda ref: (outcome, ref))
+
+        try:
+            return await self._device.run(lambda: then(self.trainer.begin(policy, batch), publish_outcome))
+        except asyncio.CancelledError:
+            with suppress(EngineDeadError):
+                await self._device.run(lambda: self.trainer.abandon(policy))
+            raise
+
+    def state(self, name: str) -> PolicyState:
+        """The current policy by reference. Nothing is copied; its memory is in use while the state is referenced."""
+        return self.trainer.policies[name].state
+
+    async def snapshot(self, state: PolicyState | PolicySnapshot) -> PolicySnapshot:
+        """A copy in host memory, made in parts; requests and updates continue between them."""
+        if isinstance(state, PolicySnapshot):
+            return state
+        parts = state.copied()
+        while (copy := await self._device.run(lambda: next(parts))) is None:
+            pass
+        return copy
+
+    async def restore(self, name: str, goal: PolicyState | PolicySnapshot | None) -> None:
+        """Goes back to a state or a checkpoint; None: to a new policy, equal to the base model.
+
+        Raises:
+            InvalidRequestError: the checkpoint has another rank, alpha or targets than those configured.
+        """
+        await self._device.run(lambda: self.trainer.policies[name].restore(goal))
+
+    def weights(self, name: str) -> AdapterWeights:
+        """The current weights as MLX arrays, which only the device thread may read."""
+        return self.trainer.policies[name].weights()

@@ -1,0 +1,111 @@
+"""Step: one optimizer step of one policy, from the gradients that it has accumulated.
+
+gradients ─▶ clip, AdamW, check ─▶ (KL of the step) ─▶ outcome
+
+The policy does not change until the step is finished. So a step that fails, is skipped or is abandoned needs no undoing.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import cast
+
+import mlx.core as mx
+from mlx.utils import tree_flatten, tree_map
+
+from mlx_parallm.config import OptimizerConfig
+from mlx_parallm.rl.events import UpdateOutcome
+from mlx_parallm.rl.learn.accumulation import Accumulated, Accumulation
+from mlx_parallm.rl.learn.model import Params
+from mlx_parallm.rl.learn.policy import Policy, PolicyState
+
+_log = logging.getLogger(__name__)
+
+
+class Step:
+    """Makes one optimizer step.
+
+    Attributes:
+        needs: accumulations without which the step is not made.
+        after: the state of the policy after the step. None: it was not made yet, or was skipped.
+        skipped: why it was skipped, or "".
+        kls: KL of each sample batch between the policy before and after the step, summed over its tokens.
+        device_seconds: the time of the units that worked on it.
+        future: completed by the trainer, with the outcome or StepFailedError.
+
+    Args:
+        scale: multiplies the gradients before they are clipped, and the change of the policy. Below 1 if only a part of
+            the samples has a signal: the others count with a gradient of zero.
+        metrics: further metrics of the samples, for the outcome.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        optimizer: OptimizerConfig,
+        scale: float = 1.0,
+        metrics: Mapping[str, float] | None = None,
+        needs: Sequence[Accumulation] = (),
+    ) -> None:
+        self.policy = policy
+        self.needs = needs
+        self.after: PolicyState | None = None
+        self.skipped = ""
+        self.kls: list[float] = []
+        self.device_seconds = 0.0
+        self.future: Future[UpdateOutcome] = Future()
+        self._optimizer = optimizer
+        self._scale = scale
+        self._metrics = metrics or {}
+        self._grad_norm = 0.0
+        self._began = time.monotonic()
+
+    def run(self, accumulated: Accumulated) -> None:
+        """Computes `after` from the gradients, which it takes and clips. If anything is not finite, sets `skipped` instead."""
+        gradients, accumulated.gradients = accumulated.gradients, {}
+        self._grad_norm = cast(float, _norm(gradients).item())
+        if not math.isfinite(accumulated.loss):
+            self.skipped = "loss_not_finite"
+        elif not math.isfinite(self._grad_norm):
+            self.skipped = "gradient_not_finite"
+        else:
+            after = self.policy.stepped(self._clipped(gradients), self._optimizer, self._scale)
+            if _all_finite(after.params):
+                self.after = after
+            else:
+                self.skipped = "weights_not_finite"
+        if self.skipped:
+            _log.warning("an update was skipped: %s", self.skipped)
+
+    def _clipped(self, gradients: Params) -> Params:
+        """The gradients, multiplied by `scale`, and scaled down if their norm is still too large."""
+        scale = self._scale
+        if scale * self._grad_norm > self._optimizer.max_grad_norm:
+            scale = self._optimizer.max_grad_norm / self._grad_norm
+        if scale == 1.0:
+            return gradients
+        return cast(Params, tree_map(lambda leaf: leaf * scale, gradients))
+
+    def outcome(self, accumulated: Accumulated) -> UpdateOutcome:
+        """The outcome of a finished step."""
+        after = self.after or self.policy.state
+        metrics = {**self._metrics, **accumulated.metrics(), "grad_norm": self._grad_norm}
+        if self.kls:
+            metrics["kl_step"] = sum(self.kls) / accumulated.trained_tokens
+        metrics["learning_rate"] = after.learning_rate
+        metrics["step_scale"] = self._scale
+        metrics["seconds"] = time.monotonic() - self._began
+        metrics["device_seconds"] += self.device_seconds
+        return UpdateOutcome(after.step, self.skipped, metrics)
+
+
+def _norm(gradients: Params) -> mx.array:
+    return mx.sqrt(sum((leaf.square().sum() for _, leaf in tree_flatten(gradients)), mx.array(0.0)))
+
+
+def _all_finite(params: Params) -> bool:
+    return bool(mx.all(mx.stack([mx.isfinite(leaf).all() for _, leaf in tree_flatten(params)])).item())

@@ -1,0 +1,191 @@
+"""Gradients that are accumulated over several calls, and the steps that use them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import pytest
+from configs import changed, loss_config
+from rl.test_trainer_together import failing
+from trainers import (
+    LORA,
+    SETTINGS,
+    Recorder,
+    assert_close,
+    gradients,
+    learn,
+    leaves,
+    make_policy,
+    make_trainer,
+    samples,
+    unclipped,
+    with_logprobs,
+)
+
+from mlx_parallm.config import Algorithm, OptimizerConfig
+from mlx_parallm.errors import StepFailedError
+from mlx_parallm.rl.learn.policy import Policy
+from mlx_parallm.rl.learn.trainer import GRPOTrainer
+from mlx_parallm.rl.objectives.reductions import UpdateTotals
+from mlx_parallm.rl.objectives.samples import Sample
+
+LOSS, OPTIMIZER = SETTINGS.loss, SETTINGS.optimizer
+
+
+def done(trainer: GRPOTrainer, *futures: Future[Any]) -> list[Any]:
+    """The results, after all that is queued."""
+    while trainer.waits():
+        trainer.advance()
+    return [future.result(timeout=0) for future in futures]
+
+
+def parts_of(drawn: Sequence[Sample], count: int) -> list[Sequence[Sample]]:
+    return [part for part in (drawn[at::count] for at in range(count)) if part]
+
+
+@pytest.mark.parametrize("algorithm", Algorithm)
+@pytest.mark.parametrize("calls", [1, 2, 7])
+def test_one_step_of_several_calls_is_the_step_of_one_call(algorithm: Algorithm, calls: int) -> None:
+    settings = unclipped()
+    settings = changed(settings, loss=changed(settings.loss, algorithm=algorithm, clip_low=0.9, clip_high=9.0))
+    trainer, model = make_trainer(settings)
+    policy = make_policy(trainer, moved=0.05)
+    drawn = with_logprobs(trainer, model, policy, samples(7, groups=3))
+    want, recorder = gradients(trainer, policy, drawn), Recorder(policy)
+    for part in parts_of(drawn, calls):
+        trainer.accumulate(recorder, part, settings.loss, UpdateTotals.of(drawn))
+    done(trainer, trainer.step(recorder, settings.optimizer))
+    assert_close(recorder.seen, want, 1e-6)
+
+
+def test_the_policy_after_several_calls_and_a_pause_between_them_is_the_same() -> None:
+    (one, model), (other, _) = make_trainer(), make_trainer()
+    policy, again = make_policy(one, moved=0.05), make_policy(other, moved=0.05)
+    drawn = with_logprobs(one, model, policy, samples(7, groups=3))
+    outcome = learn(one, policy, drawn)
+    before = leaves(again)
+    for part in parts_of(drawn, 3):
+        done(other, other.accumulate(again, part, LOSS, UpdateTotals.of(drawn)))
+        assert all(np.array_equal(leaf, before[name]) for name, leaf in leaves(again).items())
+    (result,) = done(other, other.step(again, OPTIMIZER))
+    assert_close(leaves(again), leaves(policy), 1e-5)
+    assert (result.step, result.skipped) == (outcome.step, "") == (1, "")
+    for name in ("loss", "entropy", "ratio_mean", "grad_norm", "tokens", "learning_rate"):
+        assert result.metrics[name] == pytest.approx(outcome.metrics[name], rel=1e-5), name
+
+
+def test_calls_may_have_losses_of_their_own_and_are_divided_by_their_own_totals() -> None:
+    trainer, model = make_trainer(unclipped())
+    policy = make_policy(trainer, moved=0.05)
+    drawn = with_logprobs(trainer, model, policy, samples(6))
+    imitation = loss_config(Algorithm.CROSS_ENTROPY)
+    alone = [Recorder(policy), Recorder(policy)]
+    both = Recorder(policy)
+    for loss, part, recorder in ((LOSS, drawn[:3], alone[0]), (imitation, drawn[3:], alone[1])):
+        for each in (recorder, both):
+            trainer.accumulate(each, part, loss)
+        trainer.step(recorder, OPTIMIZER)
+    (metrics,) = done(trainer, trainer.step(both, OPTIMIZER))
+    assert_close(both.seen, {name: alone[0].seen[name] + alone[1].seen[name] for name in both.seen}, 1e-6)
+    assert metrics.metrics["tokens"] == sum(len(sample.trained()) for sample in drawn)
+
+
+def test_each_step_has_its_own_optimizer_settings_and_starts_from_nothing() -> None:
+    trainer, _ = make_trainer()
+    policy = make_policy(trainer, moved=0.05)
+    before = leaves(policy)
+    moved = []
+    for rate in (1e-3, 1e-5):
+        trainer.accumulate(policy, samples(), LOSS)
+        (outcome,) = done(trainer, trainer.step(policy, OptimizerConfig(learning_rate=rate)))
+        assert outcome.metrics["learning_rate"] == pytest.approx(rate)
+        moved.append(max(np.abs(leaf - before[name]).max() for name, leaf in leaves(policy).items()))
+        before = leaves(policy)
+    assert moved[0] == pytest.approx(1e-3, rel=0.1)
+    assert 0 < moved[1] < 2e-5
+    assert policy.state.step == 2
+
+
+def test_a_step_without_gradients_is_refused() -> None:
+    trainer, _ = make_trainer()
+    policy = make_policy(trainer)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="accumulated no gradients"):
+            trainer.step(policy, OPTIMIZER)
+        trainer.accumulate(policy, samples(), LOSS)
+        done(trainer, trainer.step(policy, OPTIMIZER))
+    trainer.accumulate(policy, samples(), LOSS)
+    trainer.step(policy, OPTIMIZER)
+    with pytest.raises(ValueError, match="accumulated no gradients"):
+        trainer.step(policy, OPTIMIZER)
+
+
+def test_gradients_between_calls_count_as_memory_until_the_step_or_until_they_are_dropped() -> None:
+    trainer, _ = make_trainer()
+    policy = make_policy(trainer)
+    resting = trainer.bytes_held
+    for end in ("step", "abandon"):
+        done(trainer, trainer.accumulate(policy, samples(), LOSS))
+        assert trainer.bytes_held == resting + 4 * policy.parameters
+        assert trainer.bytes_of_updates == 0
+        if end == "step":
+            done(trainer, trainer.step(policy, OPTIMIZER))
+        else:
+            trainer.abandon(policy)
+        assert trainer.bytes_held == resting
+
+
+def test_a_call_that_fails_leaves_what_was_accumulated_before_and_costs_the_step_that_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trainer, model = make_trainer(unclipped())
+    policy = make_policy(trainer, moved=0.05)
+    drawn = with_logprobs(trainer, model, policy, samples(6))
+    want, recorder = gradients(trainer, policy, drawn[:3]), Recorder(policy)
+    done(trainer, trainer.accumulate(recorder, drawn[:3], SETTINGS.loss))
+    bad = trainer.accumulate(recorder, drawn[3:], SETTINGS.loss)
+    with monkeypatch.context() as patched:
+        failing(trainer, patched, trainer._forwards, "gradients")
+        with pytest.raises(RuntimeError):
+            trainer.advance()
+        trainer.reset()
+    assert isinstance(bad.exception(timeout=0), StepFailedError)
+    done(trainer, trainer.step(recorder, OPTIMIZER))
+    assert_close(recorder.seen, want, 1e-6)
+
+
+def test_a_step_behind_a_call_that_fails_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the samples would be another step than the one that was asked for."""
+    trainer, _ = make_trainer()
+    policy = make_policy(trainer, moved=0.05)
+    before = leaves(policy)
+    futures = [trainer.accumulate(policy, samples(3, seed), LOSS) for seed in range(2)]
+    futures.append(trainer.step(policy, OPTIMIZER))
+    while not futures[0].done():
+        trainer.advance()
+    with monkeypatch.context() as patched:
+        failing(trainer, patched, trainer._forwards, "gradients")
+        with pytest.raises(RuntimeError):
+            trainer.advance()
+        trainer.reset()
+    assert [type(each.exception(timeout=0)) for each in futures[1:]] == [StepFailedError] * 2
+    assert not trainer.waits()
+    assert all(np.array_equal(leaf, before[name]) for name, leaf in leaves(policy).items())
+    with pytest.raises(ValueError, match="accumulated no gradients"):
+        trainer.step(policy, OPTIMIZER)
+
+
+def test_policies_have_lora_settings_of_their_own() -> None:
+    trainer, _ = make_trainer()
+    small = changed(LORA, lora_rank=2, lora_alpha=2.0, lora_target_modules=("q_proj",))
+    one, other = trainer.open("one"), trainer.open("other", lora=small)
+    assert (other.scale, one.scale) == (1.0, 2.0)
+    assert {pair["a"].shape[1] for pair in other.params.values()} == {2}
+    assert {path.split(".")[-1] for path in other.params} == {"q_proj"}
+    futures = [trainer.accumulate(policy, samples(), LOSS) for policy in (one, other)]
+    done(trainer, *futures, trainer.step(one, OPTIMIZER), trainer.step(other, OPTIMIZER))
+    assert [policy.state.step for policy in (one, other)] == [1, 1]
+    assert isinstance(other, Policy)
