@@ -193,7 +193,8 @@ def test_gradients_of_turns_equal_those_of_plain_forwards(family: str, checkpoin
         for sample in drawn:
             with trainer.model.bank.using(everywhere(params, policy.scale)):
                 logits = model(mx.array([sample.token_ids]))[0, :-1] / mx.array(sample.temperatures()[1:])[:, None]
-            logp = (logits - mx.logsumexp(logits, -1, keepdims=True))[mx.arange(logits.shape[0]), sample.token_ids[1:]]
+            logp = logits - mx.logsumexp(logits, -1, keepdims=True)
+            logp = mx.take_along_axis(logp, mx.array(sample.token_ids[1:])[:, None], -1).squeeze(-1)
             ratio = mx.exp(logp - mx.array(sample.sampling_logprobs[1:]))
             value = value - (ratio * mx.array(sample.advantages[1:]) * mx.array(sample.loss_weights[1:])).sum()
         return value

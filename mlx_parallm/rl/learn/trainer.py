@@ -156,8 +156,8 @@ class GRPOTrainer:
         self._pacer.budget = seconds
 
     def advance(self) -> None:
-        """Runs one unit: a part of a job, or several short jobs. A step also ends the unit, so that its outcome is not
-        delayed."""
+        """Runs one unit: a part of a job, or several short jobs. The end of an accumulation or a step also ends the unit,
+        so that its outcome is not delayed."""
         self._pacer.begin()
         more = True
         while more:
@@ -168,7 +168,7 @@ class GRPOTrainer:
                 self._complete(job.finishes)
             elif done:
                 self._forget_job()
-            more = done and not isinstance(job.finishes, Step) and self.waits() and self._pacer.has_room
+            more = done and job.finishes is None and self._pacer.has_room
 
     def _complete(self, work: Accumulation | Step) -> None:
         """Takes the result over, and completes the future. Nothing may fail once the work has left the queue."""
@@ -255,10 +255,11 @@ class GRPOTrainer:
     def _conclude(self, work: Accumulation) -> Iterator[None]:
         """Ends an accumulation: measures the KL from the base model, if that is reported and not part of the loss."""
         if self._measure_kl and not work.loss.kl_coef:
-            for batch in work.sampled_batches():
+            for number, batch in enumerate(work.sampled_batches()):
+                if number:
+                    yield
                 kl = yield from self._kl(work, batch, None)
                 work.base_kls.append(kl / batch.trained_tokens)
-                yield
 
     def _step(self, step: Step) -> Iterator[None]:
         """Makes a step, and measures its KL if that is bounded."""
