@@ -15,7 +15,7 @@ from sample_parts import with_logprobs_of
 from tiny import tiny_model
 
 from mlx_parallm.adapters.bank import AdapterBank
-from mlx_parallm.config import ModelConfig, ResolvedTraining
+from mlx_parallm.config import Algorithm, ModelConfig, ResolvedTraining
 from mlx_parallm.model.hooks import AdaptedLinear, adapter_layout, install_adapters, install_hook
 from mlx_parallm.rl.events import UpdateOutcome
 from mlx_parallm.rl.learn.model import Params, Span, TrainableModel, TrainingContext
@@ -28,6 +28,8 @@ from mlx_parallm.rl.objectives.samples import Sample, answered
 LORA = ModelConfig(lora_rank=4, lora_alpha=8.0, lora_target_modules=("q_proj", "v_proj", "o_proj", "down_proj"))
 SETTINGS = changed(TRAINING, learning_rate=1e-2, micro_batch_tokens=64, gradient_checkpointing=False, seed=3)
 VOCABULARY = 250
+SINGLE = [each for each in Algorithm if each is not Algorithm.DPO]
+"""Losses of one sequence at a time."""
 
 
 def make_trainer(

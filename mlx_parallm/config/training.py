@@ -27,6 +27,7 @@ class Algorithm(StrEnum):
     CISPO = "cispo"
     PPO = "ppo"
     IMPORTANCE_SAMPLING = "importance_sampling"
+    DPO = "dpo"
     CROSS_ENTROPY = "cross_entropy"
 
 
@@ -78,6 +79,7 @@ ALGORITHM_DEFAULTS: Mapping[Algorithm, AlgorithmDefaults] = {
     Algorithm.CISPO: AlgorithmDefaults(1.0, 4.0, RewardScale.GROUP),
     Algorithm.PPO: AlgorithmDefaults(0.2, 0.2, RewardScale.GROUP),
     Algorithm.IMPORTANCE_SAMPLING: AlgorithmDefaults(0.2, 0.2, RewardScale.GROUP),
+    Algorithm.DPO: AlgorithmDefaults(0.2, 0.2, RewardScale.NONE),
     Algorithm.CROSS_ENTROPY: AlgorithmDefaults(0.2, 0.2, RewardScale.NONE),
 }
 
@@ -91,7 +93,7 @@ class LossConfig(Section):
     """The policy ratio of a token is clipped above 1 + clip_high. null means the algorithm's own value."""
     dual_clip: Number | None = Field(default=3.0, gt=1)
     """Largest loss of a token with a negative advantage A, as a multiple of |A|. null means no bound. cispo, ppo,
-    importance_sampling and cross_entropy do not use it.
+    importance_sampling, dpo and cross_entropy do not use it.
     """
     scale_rewards: Annotated[RewardScale, BeforeValidator(lower)] | None = None
     """Divide centred rewards by the standard deviation of their group (group), of the batch (batch), or not at all
@@ -108,6 +110,10 @@ class LossConfig(Section):
     mismatch_cap: Number = Field(default=2.0, ge=1)
     """Largest weight of a token when old_logprobs is trainer. The weight is the token's probability by the trainer's
     logprobs divided by its probability by the sampler's.
+    """
+    preference_beta: Number = Field(default=0.1, gt=0)
+    """dpo: how strongly a preference counts against the distance from the base model. The smaller it is, the further
+    the policy may move.
     """
     mask_truncated: bool = False
     """Learn nothing from answers that the token limit cut off. Their rewards still count in their groups."""
@@ -132,6 +138,16 @@ class ResolvedLoss(LossConfig):
     def imitates(self) -> bool:
         """Whether samples are imitated (cross_entropy) and not compared with each other."""
         return self.algorithm is Algorithm.CROSS_ENTROPY
+
+    @property
+    def prefers(self) -> bool:
+        """Whether the loss compares a chosen sample with a rejected one (dpo). The two share a micro-batch."""
+        return self.algorithm is Algorithm.DPO
+
+    @property
+    def reads_reference(self) -> bool:
+        """Whether the loss reads the logprobs of the base model."""
+        return self.kl_coef != 0 or self.prefers
 
 
 class OptimizerConfig(Section):
@@ -188,7 +204,9 @@ class RLTrainingConfig(Section):
     enabled: bool = False
     """Train adapters on collected trajectories. A server.mode that trains turns this key on, and vice versa."""
     algorithm: Annotated[Algorithm, BeforeValidator(lower)] = Algorithm.GRPO
-    """Loss: grpo, bnpo, dapo, dr_grpo, gspo, cispo, ppo, importance_sampling, or cross_entropy (imitation)."""
+    """Loss: grpo, bnpo, dapo, dr_grpo, gspo, cispo, ppo, importance_sampling, dpo (preferences), or
+    cross_entropy (imitation).
+    """
     update_frequency: Integer = Field(default=100, ge=1)
     """Number of trajectories in one update. Only groups with a learning signal count: their rewards differ, or come
     from feedback. Groups without one are dropped. When four times this number of trajectories has been collected, an

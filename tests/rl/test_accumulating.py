@@ -13,6 +13,7 @@ from rl.test_trainer_together import failing
 from trainers import (
     LORA,
     SETTINGS,
+    SINGLE,
     Recorder,
     assert_close,
     gradients,
@@ -46,7 +47,7 @@ def parts_of(drawn: Sequence[Sample], count: int) -> list[Sequence[Sample]]:
     return [part for part in (drawn[at::count] for at in range(count)) if part]
 
 
-@pytest.mark.parametrize("algorithm", Algorithm)
+@pytest.mark.parametrize("algorithm", SINGLE)
 @pytest.mark.parametrize("calls", [1, 2, 7])
 def test_one_step_of_several_calls_is_the_step_of_one_call(algorithm: Algorithm, calls: int) -> None:
     settings = unclipped()

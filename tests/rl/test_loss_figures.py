@@ -15,7 +15,9 @@ from rl.loss_reference import (
 from mlx_parallm.config import Algorithm
 from mlx_parallm.rl.objectives.losses import loss, means
 
-POLICY = [each for each in Algorithm if each is not Algorithm.CROSS_ENTROPY]
+SINGLE = [each for each in Algorithm if each is not Algorithm.DPO]
+"""Losses of one sequence at a time."""
+POLICY = [each for each in SINGLE if each is not Algorithm.CROSS_ENTROPY]
 
 
 SETTINGS = loss_config(clip_low=0.2, clip_high=0.28, kl_coef=0.07, entropy_coef=0.03, max_completion_tokens=16)

@@ -26,7 +26,9 @@ from mlx_parallm.rl.objectives.batches import group_advantages
 from mlx_parallm.rl.objectives.losses import ALGORITHMS, loss, means
 from mlx_parallm.rl.objectives.token_losses import k3
 
-POLICY = [each for each in Algorithm if each is not Algorithm.CROSS_ENTROPY]
+SINGLE = [each for each in Algorithm if each is not Algorithm.DPO]
+"""Losses of one sequence at a time."""
+POLICY = [each for each in SINGLE if each is not Algorithm.CROSS_ENTROPY]
 CORRECTED = [each for each in POLICY if each not in (Algorithm.PPO, Algorithm.IMPORTANCE_SAMPLING)]
 """Those that weigh a token by how much the sampler differs from the trainer."""
 ZONES = {"below": (-1.2, -0.6), "inside": (-0.15, 0.15), "above": (0.6, 1.0), "far above": (1.2, 8.0)}
@@ -57,7 +59,7 @@ def stats(rows, settings, padding=PLAIN):
 
 @pytest.mark.parametrize("zone", ZONES)
 @pytest.mark.parametrize("advantage", [0.8, -1.3])
-@pytest.mark.parametrize("algorithm", Algorithm)
+@pytest.mark.parametrize("algorithm", SINGLE)
 def test_loss_and_gradient_equal_the_reference_and_finite_differences(algorithm, advantage, zone):
     rng = np.random.default_rng(len(zone))
     rows = [row(rng, n, ZONES[zone], advantage, group) for n, group in ((4, 0), (1, 0), (6, 1))]
@@ -71,7 +73,7 @@ def test_loss_and_gradient_equal_the_reference_and_finite_differences(algorithm,
         np.testing.assert_allclose(analytic, measured, rtol=1e-6, atol=1e-9 * max(1.0, abs(whole)))
 
 
-@pytest.mark.parametrize("algorithm", Algorithm)
+@pytest.mark.parametrize("algorithm", SINGLE)
 def test_mixed_lengths_signs_and_groups_equal_the_reference_with_its_own_clip_range(algorithm):
     own = ALGORITHM_DEFAULTS[algorithm]
     settings = changed(SETTINGS, algorithm=algorithm, clip_low=own.clip_low, clip_high=own.clip_high)
@@ -81,7 +83,7 @@ def test_mixed_lengths_signs_and_groups_equal_the_reference_with_its_own_clip_ra
     close(gradient, reference_gradient(rows, settings))
 
 
-@pytest.mark.parametrize("algorithm", Algorithm)
+@pytest.mark.parametrize("algorithm", SINGLE)
 def test_each_token_has_its_own_advantage_and_weight(algorithm):
     rows, settings = uneven_rows(), changed(SETTINGS, algorithm=algorithm)
     value, gradient = computed(rows, settings)
@@ -93,7 +95,7 @@ def test_each_token_has_its_own_advantage_and_weight(algorithm):
         np.testing.assert_allclose(analytic, measured, rtol=1e-6, atol=1e-9 * max(1.0, abs(whole)))
 
 
-@pytest.mark.parametrize("algorithm", Algorithm)
+@pytest.mark.parametrize("algorithm", SINGLE)
 def test_a_token_of_weight_zero_is_as_if_it_were_not_trained(algorithm):
     """As the tokens of a tool's result between two turns."""
     rows, settings = mixed_rows(), changed(SETTINGS, algorithm=algorithm)
@@ -119,7 +121,7 @@ def test_sums_by_hand():
     assert computed([one, one], loss_config(Algorithm.IMPORTANCE_SAMPLING))[0] == pytest.approx(-5.0, rel=1e-6)
 
 
-@pytest.mark.parametrize("algorithm", Algorithm)
+@pytest.mark.parametrize("algorithm", SINGLE)
 def test_entropy_is_rewarded_with_the_weight_of_its_token(algorithm):
     rows = mixed_rows()
     settings = changed(SETTINGS, algorithm=algorithm)
@@ -231,7 +233,7 @@ def test_cross_entropy_ignores_advantages_and_the_sampler():
     assert np.concatenate(slopes).tolist() == [-0.25] * 4
 
 
-@pytest.mark.parametrize("algorithm", Algorithm)
+@pytest.mark.parametrize("algorithm", SINGLE)
 @pytest.mark.parametrize("split", [[1] * 7, [2, 2, 2, 1], [5, 2], [3, 4]])
 def test_micro_batches_add_up_to_the_whole_however_it_is_split(algorithm, split):
     rows, settings = mixed_rows(), changed(SETTINGS, algorithm=algorithm)
@@ -242,7 +244,7 @@ def test_micro_batches_add_up_to_the_whole_however_it_is_split(algorithm, split)
     close([line for part in parts for line in part[1]], gradient)
 
 
-@pytest.mark.parametrize("algorithm", Algorithm)
+@pytest.mark.parametrize("algorithm", SINGLE)
 @pytest.mark.parametrize("fill", [0.0, 3.0, float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize(("extra", "left"), [(0, True), (1, False), (20, True)])
 def test_what_lies_on_padding_how_much_and_on_which_side_changes_nothing(algorithm, fill, extra, left):
@@ -256,7 +258,7 @@ def test_what_lies_on_padding_how_much_and_on_which_side_changes_nothing(algorit
     assert measured == pytest.approx(plain, rel=1e-6)
 
 
-@pytest.mark.parametrize("algorithm", Algorithm)
+@pytest.mark.parametrize("algorithm", SINGLE)
 def test_a_row_without_trained_tokens_changes_nothing(algorithm):
     rows, settings = mixed_rows()[:2], changed(SETTINGS, algorithm=algorithm)
     nothing = np.zeros(0)
@@ -267,7 +269,7 @@ def test_a_row_without_trained_tokens_changes_nothing(algorithm):
     close(slopes[:2], gradient)
 
 
-@pytest.mark.parametrize("algorithm", Algorithm)
+@pytest.mark.parametrize("algorithm", SINGLE)
 def test_the_order_of_rows_changes_nothing(algorithm):
     rows, settings = mixed_rows(), changed(SETTINGS, algorithm=algorithm)
     value, gradient = computed(rows, settings)
@@ -277,7 +279,7 @@ def test_the_order_of_rows_changes_nothing(algorithm):
     close(slopes, [gradient[i] for i in order])
 
 
-@pytest.mark.parametrize("algorithm", Algorithm)
+@pytest.mark.parametrize("algorithm", SINGLE)
 def test_before_the_first_step_ratio_is_one_and_nothing_is_clipped_or_diverges(algorithm):
     rows = [replace(r, old=r.logp, mu=r.logp, ref=r.logp) for r in mixed_rows()]
     own = ALGORITHM_DEFAULTS[algorithm]
@@ -288,7 +290,7 @@ def test_before_the_first_step_ratio_is_one_and_nothing_is_clipped_or_diverges(a
     assert measured == {**at_rest, "mismatch_kl": 0.0, "kl": 0.0}
 
 
-@pytest.mark.parametrize("algorithm", Algorithm)
+@pytest.mark.parametrize("algorithm", SINGLE)
 @pytest.mark.parametrize("other", ["old_logp", "sampling_logp", "ref_logp"])
 def test_the_other_policies_have_no_gradient_even_where_they_are_made_of_the_trained_one(algorithm, other):
     batch, whole = token_batch(mixed_rows()), denominators_of(mixed_rows())
@@ -322,7 +324,7 @@ def test_ratios_beyond_float32_leave_loss_and_gradient_finite(algorithm, log_rat
     assert np.isfinite(gradient[0]).all()
 
 
-@pytest.mark.parametrize("algorithm", Algorithm)
+@pytest.mark.parametrize("algorithm", SINGLE)
 def test_a_trained_token_that_is_not_a_number_is_not_hidden(algorithm):
     rows = mixed_rows()
     broken = replace(rows[2], logp=np.where(np.arange(9) == 4, np.nan, rows[2].logp))

@@ -13,6 +13,7 @@ from mlx.utils import tree_flatten
 from sample_parts import answer
 from trainers import (
     SETTINGS,
+    SINGLE,
     assert_close,
     everywhere,
     gradients,
@@ -203,7 +204,7 @@ def test_gradients_of_turns_equal_those_of_plain_forwards(family: str, checkpoin
     assert_close(gradients(trainer, policy, drawn), want, 1e-5)
 
 
-@pytest.mark.parametrize("algorithm", list(Algorithm))
+@pytest.mark.parametrize("algorithm", SINGLE)
 def test_sharing_turns_changes_no_gradient(algorithm: Algorithm) -> None:
     """Against one sample a micro-step."""
     settings = unclipped(micro_batch_tokens=10_000)

@@ -24,7 +24,7 @@ from mlx_parallm.rl.learn.packing import SampleBatch, split_samples
 from mlx_parallm.rl.learn.policy import Policy
 from mlx_parallm.rl.objectives.losses import LossStats, means
 from mlx_parallm.rl.objectives.reductions import UpdateTotals
-from mlx_parallm.rl.objectives.samples import Sample
+from mlx_parallm.rl.objectives.samples import Sample, check_pairs
 
 _KL_SAMPLING = 4
 """One in this many sample batches is compared with the base model."""
@@ -49,6 +49,9 @@ class Accumulation:
     Args:
         max_tokens: most tokens of a batch. A single sample may have more.
         totals: those of the samples that the step will have seen in the end, if there are more than these.
+
+    Raises:
+        ValueError: the loss compares pairs, and a group is not one.
     """
 
     def __init__(
@@ -62,7 +65,9 @@ class Accumulation:
         self.policy = policy
         self.loss = loss
         self.totals = totals or UpdateTotals.of(samples)
-        self.batches = tuple(split_samples(samples, max_tokens))
+        if loss.prefers:
+            check_pairs(samples)
+        self.batches = tuple(split_samples(samples, max_tokens, whole_groups=loss.prefers))
         self.pending = list(self.batches)
         self.gradients: Params | None = None
         self.logprobs: dict[SampleBatch, mx.array] = {}

@@ -179,12 +179,12 @@ class TrainingForwards:
 
     def _references(self, inputs: Sequence[MicroStepInput]) -> tuple[Sequence[mx.array | None], list[Stage]]:
         """The reference logprobs of each input whose loss reads them, and the stages that compute them."""
-        reading = [each.batch for each in inputs if each.loss.kl_coef]
+        reading = [each.batch for each in inputs if each.loss.reads_reference]
         if not reading:
             return [None] * len(inputs), []
         computed, stages = self.reference(reading)
         logprobs = iter(computed)
-        return [next(logprobs) if each.loss.kl_coef else None for each in inputs], stages
+        return [next(logprobs) if each.loss.reads_reference else None for each in inputs], stages
 
 
 def _token_batch(each: MicroStepInput, scores: Scores, reference: mx.array | None) -> TokenBatch:
@@ -204,6 +204,7 @@ def _token_batch(each: MicroStepInput, scores: Scores, reference: mx.array | Non
         entropy=entropy,
         weights=batch.weights,
         advantages=batch.advantages,
+        groups=batch.groups,
     )
 
 

@@ -50,6 +50,7 @@ class MicroBatch:
     weights: fp32 [B, C], 0 on padding.  advantages: fp32 [B, C].
     sampling_logprobs: fp32 [B, C].  known: bool [B, 1], whether the row has sampling logprobs.
     on_policy: bool [B, 1].
+    groups: fp32 [G, B], 1 where a row belongs to a group.
     """
 
     tokens: mx.array
@@ -63,15 +64,16 @@ class MicroBatch:
     sampling_logprobs: mx.array
     known: mx.array
     on_policy: mx.array
+    groups: mx.array
 
     def padded(self, flat: mx.array) -> mx.array:
         """[N] → [B, C]; on padding there is the value of some other token."""
         return flat[self.places]
 
 
-def split_samples(samples: Sequence[Sample], most: int) -> Iterator[SampleBatch]:
+def split_samples(samples: Sequence[Sample], most: int, whole_groups: bool = False) -> Iterator[SampleBatch]:
     """Splits the samples of an update into batches of at most `most` tokens, padding included. A sample that is longer
-    is a batch of its own.
+    is a batch of its own, and so is a longer group with `whole_groups`.
 
     Samples of a group stay together if they fit, and so do those of similar lengths. The same samples are always split
     alike, whatever their order, so that a replayed update is the same to the bit.
@@ -82,7 +84,7 @@ def split_samples(samples: Sequence[Sample], most: int) -> Iterator[SampleBatch]
             yield SampleBatch.of(batch)
             batch = []
         for sample in group:
-            if batch and not _fit([*batch, sample], most):
+            if batch and not whole_groups and not _fit([*batch, sample], most):
                 yield SampleBatch.of(batch)
                 batch = []
             batch.append(sample)
@@ -146,6 +148,7 @@ def pack(batch: SampleBatch) -> MicroBatch:
         sampling_logprobs=of_targets([s.sampling_logprobs or (0.0,) * len(s.token_ids) for s in samples]),
         known=mx.array([[bool(s.sampling_logprobs)] for s in samples]),
         on_policy=mx.array([[s.on_policy] for s in samples]),
+        groups=mx.array([[float(s.group == group) for s in samples] for group in {s.group: None for s in samples}]),
     )
 
 

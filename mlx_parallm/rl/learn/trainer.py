@@ -254,7 +254,7 @@ class GRPOTrainer:
 
     def _conclude(self, work: Accumulation) -> Iterator[None]:
         """Ends an accumulation: measures the KL from the base model, if that is reported and not part of the loss."""
-        if self._measure_kl and not work.loss.kl_coef:
+        if self._measure_kl and not work.loss.reads_reference:
             for number, batch in enumerate(work.sampled_batches()):
                 if number:
                     yield

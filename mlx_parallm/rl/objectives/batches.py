@@ -144,8 +144,8 @@ def prepare(
     """The batch of one update.
 
     The loss cross_entropy imitates the samples whose reward exceeds `imitation_threshold`, and those without a reward.
-    Every other loss compares rewards within their group, and samples without a group with their scorer's earlier
-    rewards.
+    The loss dpo takes the best and the worst sample of each group. Every other loss compares rewards within their
+    group, and samples without a group with their scorer's earlier rewards.
 
     Args:
         wanted: how many trajectories with a signal make a whole update; None, or more than there are: all that there
@@ -153,15 +153,15 @@ def prepare(
     """
     if loss.imitates:
         return _prepare_imitation(groups, loss)
+    if loss.prefers:
+        return _prepare_pairs(groups, loss, wanted)
     scaled = loss.scale_rewards is not RewardScale.NONE
     compared = iter(group_advantages([group.rewards for group in groups if group.is_compared], loss.scale_rewards))
     advantages = [
         next(compared) if group.is_compared else _single_advantages(group, history, scaled) for group in groups
     ]
-    batch = UpdateBatch(
-        _samples(groups, advantages, loss.mask_truncated),
-        _reward_metrics(groups) | _metrics(groups), _step_scale(advantages, wanted)
-    )
+    samples = _samples(groups, advantages, loss.mask_truncated)
+    batch = UpdateBatch(samples, _reward_metrics(groups) | _metrics(groups), _step_scale(advantages, wanted))
     return PreparedBatch(batch, tuple(group.dropped for group in advantages))
 
 
@@ -173,12 +173,44 @@ def _prepare_imitation(groups: Sequence[ScoredGroup], loss: ResolvedLoss) -> Pre
     return PreparedBatch(UpdateBatch(samples, _metrics(kept)), reasons)
 
 
+def _prepare_pairs(groups: Sequence[ScoredGroup], loss: ResolvedLoss, wanted: int | None) -> PreparedBatch:
+    considered = [_untruncated(group) for group in groups] if loss.mask_truncated else groups
+    reasons = [no_signal(group.rewards) for group in considered]
+    signals = [
+        GroupAdvantages.none(len(group.rewards), reason) if reason else GroupAdvantages((0.0,) * len(group.rewards))
+        for group, reason in zip(groups, reasons, strict=True)
+    ]
+    pairs = [_extremes(group) for group, reason in zip(considered, reasons, strict=True) if reason is None]
+    samples = _samples(pairs, [GroupAdvantages((1.0, -1.0))] * len(pairs), mask_truncated=False)
+    batch = UpdateBatch(samples, _reward_metrics(groups) | _metrics(groups), _step_scale(signals, wanted))
+    return PreparedBatch(batch, tuple(reasons))
+
+
+def _untruncated(group: ScoredGroup) -> ScoredGroup:
+    whole = [_finish_reason(trajectory) is not FinishReason.LENGTH for trajectory in group.trajectories]
+    return _only(group, whole)
+
+
+def _extremes(group: ScoredGroup) -> ScoredGroup:
+    """The best trajectory of a group, and the worst."""
+    order = sorted(range(len(group.rewards)), key=lambda at: -group.rewards[at])
+    ends = (order[0], order[-1])
+    return replace(
+        group,
+        trajectories=tuple(group.trajectories[at] for at in ends),
+        rewards=tuple(group.rewards[at] for at in ends),
+    )
+
+
 def _above(group: ScoredGroup, threshold: float) -> ScoredGroup:
     if not group.rewards:
         return group
-    above = [reward > threshold for reward in group.rewards]
+    return _only(group, [reward > threshold for reward in group.rewards])
+
+
+def _only(group: ScoredGroup, kept: Sequence[bool]) -> ScoredGroup:
     return replace(
-        group, trajectories=tuple(compress(group.trajectories, above)), rewards=tuple(compress(group.rewards, above))
+        group, trajectories=tuple(compress(group.trajectories, kept)), rewards=tuple(compress(group.rewards, kept))
     )
 
 

@@ -8,6 +8,7 @@ w = min(π_old / μ, mismatch_cap) and the advantage A of the token, the loss of
     cispo                       -w min(r, 1 + clip_high) A log π_θ; only the last factor has a gradient
     ppo                         -min(r A, clip(r) A)
     importance_sampling         -r A
+    dpo                         -log σ(β Σ ±log(π_θ / π_base)), over both samples of a pair
     cross_entropy               -log π_θ
 
 plus kl_coef · k3 - entropy_coef · H. k3 estimates the KL divergence from the base model, and H is the entropy.
@@ -43,6 +44,7 @@ from mlx_parallm.rl.objectives.token_losses import (
     TokenTerms,
     cispo,
     cross_entropy,
+    dpo,
     importance_sampling,
     k3,
     ppo,
@@ -55,7 +57,8 @@ from mlx_parallm.rl.objectives.token_losses import (
 class LossStats:
     """Sums over the trained tokens of one micro-batch; lazy fp32 scalars.
 
-    `kl`: k3 of the policy and the base model. `mismatch_kl`: k3 of μ and π_old. None: there is no data for it.
+    `kl`: k3 of the policy and the base model. `mismatch_kl`: k3 of μ and π_old. `preferred`: tokens of pairs in which
+    the chosen sample is ahead. None: there is no data for it.
     `ratio_max` is the largest ratio, not a sum.
     """
 
@@ -67,6 +70,7 @@ class LossStats:
     mismatch_kl: mx.array
     kl: mx.array | None
     entropy: mx.array | None
+    preferred: mx.array | None
 
     def arrays(self) -> list[mx.array]:
         """The arrays that are not None, for `mx.eval`."""
@@ -100,7 +104,7 @@ def loss(batch: TokenBatch, denominators: Denominators, config: ResolvedLoss) ->
 
 def means(parts: Sequence[LossStats]) -> dict[str, float]:
     """Means over the trained tokens of all micro-batches: ratio_mean, clip_fraction, dual_clip_fraction, mismatch_kl,
-    and kl and entropy if known; and ratio_max, the largest ratio of any token."""
+    kl, entropy and preference_accuracy if known; and ratio_max, the largest ratio of any token."""
     columns = {
         "ratio_mean": [part.ratio for part in parts],
         "clip_fraction": [part.clipped for part in parts],
@@ -108,6 +112,7 @@ def means(parts: Sequence[LossStats]) -> dict[str, float]:
         "mismatch_kl": [part.mismatch_kl for part in parts],
         "kl": [part.kl for part in parts if part.kl is not None],
         "entropy": [part.entropy for part in parts if part.entropy is not None],
+        "preference_accuracy": [part.preferred for part in parts if part.preferred is not None],
     }
     tokens = max(sum(float(part.tokens) for part in parts), 1.0)
     figures = {name: sum(map(float, column)) / tokens for name, column in columns.items() if column}
@@ -129,6 +134,7 @@ def _trained_only(batch: TokenBatch) -> TokenBatch:
         advantages=mx.stop_gradient(kept(batch.advantages)),
         ref_logp=None if batch.ref_logp is None else mx.stop_gradient(kept(batch.ref_logp)),
         entropy=None if batch.entropy is None else kept(batch.entropy),
+        groups=batch.groups,
     )
 
 
@@ -153,6 +159,7 @@ def _stats(batch: TokenBatch, terms: TokenTerms, kl: mx.array | None) -> LossSta
         mismatch_kl=total(k3(batch.sampling_logp, batch.old_logp)),
         kl=None if kl is None else total(kl),
         entropy=None if batch.entropy is None else total(batch.entropy),
+        preferred=None if terms.preferred is None else total(terms.preferred),
     )
 
 
@@ -165,5 +172,6 @@ ALGORITHMS: Mapping[Algorithm, LossRule] = {
     Algorithm.CISPO: LossRule(cispo, token_mean),
     Algorithm.PPO: LossRule(ppo, plain_sum),
     Algorithm.IMPORTANCE_SAMPLING: LossRule(importance_sampling, plain_sum),
+    Algorithm.DPO: LossRule(dpo, sequence_mean),
     Algorithm.CROSS_ENTROPY: LossRule(cross_entropy, token_mean),
 }

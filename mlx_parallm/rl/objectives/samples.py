@@ -10,6 +10,7 @@ One prompt with one answer is the simplest case (`answered`). Every loss reads s
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -114,3 +115,20 @@ def answered(
         group=group,
         on_policy=on_policy,
     )
+
+
+def check_pairs(samples: Sequence[Sample]) -> None:
+    """Checks that each group is a chosen sample, whose advantages are positive, and a rejected one.
+
+    Raises:
+        ValueError: a group is not such a pair.
+    """
+    signs: dict[int, list[bool]] = defaultdict(list)
+    for sample in samples:
+        signs[sample.group].append(sum(sample.advantages[at] for at in sample.trained()) > 0)
+    for group, chosen in signs.items():
+        if sorted(chosen) != [False, True]:
+            raise ValueError(
+                f"group {group} has {chosen.count(True)} chosen and {chosen.count(False)} rejected samples: a preference "
+                "is one of each"
+            )

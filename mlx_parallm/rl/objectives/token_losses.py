@@ -29,6 +29,7 @@ class TokenBatch:
     advantages: mx.array
     ref_logp: mx.array | None = None
     entropy: mx.array | None = None
+    groups: mx.array | None = None
 
     @property
     def mask(self) -> mx.array:
@@ -41,12 +42,14 @@ class TokenTerms:
     """The policy loss of each token, and the ratio in it; [B, C] or [B, 1].
 
     `clipped`, `dual_clipped`: whether that clip applies, so that the token has no gradient (except with cispo).
+    `preferred`: 1 where the row's pair is in the right order.
     """
 
     policy: mx.array
     ratio: mx.array
     clipped: mx.array
     dual_clipped: mx.array
+    preferred: mx.array | None = None
 
 
 Objective = Callable[[TokenBatch, ResolvedLoss], TokenTerms]
@@ -104,6 +107,25 @@ def importance_sampling(batch: TokenBatch, config: ResolvedLoss) -> TokenTerms:
     """The policy gradient, corrected for what drew the token: its gradient is that of A log π_θ times π_θ / μ."""
     ratio = _ratio(batch.logp - batch.sampling_logp)
     return TokenTerms(-ratio * batch.advantages, ratio, mx.zeros_like(ratio), mx.zeros_like(ratio))
+
+
+def dpo(batch: TokenBatch, config: ResolvedLoss) -> TokenTerms:
+    """Direct preference optimisation (arXiv 2305.18290): -log σ(β Σ ±log(π_θ / π_base)), with + for the chosen sample of
+    a pair and - for the rejected one, whose advantage is negative. Both rows have the loss of their pair.
+
+    Raises:
+        ValueError: the batch lacks the logprobs of the base model, or its groups.
+    """
+    if batch.ref_logp is None or batch.groups is None:
+        raise ValueError("dpo needs the logprobs of the base model, and the groups of the rows")
+    signs = mx.sign((batch.advantages * batch.mask).sum(-1))
+    change = ((batch.logp - batch.ref_logp) * batch.weights).sum(-1)
+    margins = batch.groups @ (signs * change)
+    of_pairs = mx.logaddexp(mx.zeros_like(margins), -config.preference_beta * margins)
+    ratio = _ratio(batch.logp - batch.old_logp)
+    none = mx.zeros_like(ratio)
+    in_order = batch.groups.T @ (margins > 0).astype(mx.float32)
+    return TokenTerms((batch.groups.T @ of_pairs)[:, None], ratio, none, none, in_order[:, None])
 
 
 def cross_entropy(batch: TokenBatch, config: ResolvedLoss) -> TokenTerms:
