@@ -28,6 +28,7 @@ class Algorithm(StrEnum):
     PPO = "ppo"
     IMPORTANCE_SAMPLING = "importance_sampling"
     DPO = "dpo"
+    DISTILLATION = "distillation"
     CROSS_ENTROPY = "cross_entropy"
 
 
@@ -79,6 +80,7 @@ ALGORITHM_DEFAULTS: Mapping[Algorithm, AlgorithmDefaults] = {
     Algorithm.CISPO: AlgorithmDefaults(1.0, 4.0, RewardScale.GROUP),
     Algorithm.PPO: AlgorithmDefaults(0.2, 0.2, RewardScale.GROUP),
     Algorithm.IMPORTANCE_SAMPLING: AlgorithmDefaults(0.2, 0.2, RewardScale.GROUP),
+    Algorithm.DISTILLATION: AlgorithmDefaults(0.2, 0.2, RewardScale.NONE),
     Algorithm.DPO: AlgorithmDefaults(0.2, 0.2, RewardScale.NONE),
     Algorithm.CROSS_ENTROPY: AlgorithmDefaults(0.2, 0.2, RewardScale.NONE),
 }
@@ -143,6 +145,11 @@ class ResolvedLoss(LossConfig):
     def prefers(self) -> bool:
         """Whether the loss compares a chosen sample with a rejected one (dpo). The two share a micro-batch."""
         return self.algorithm is Algorithm.DPO
+
+    @property
+    def reads_teacher(self) -> bool:
+        """Whether the loss reads the logprobs of a teacher."""
+        return self.algorithm is Algorithm.DISTILLATION
 
     @property
     def reads_reference(self) -> bool:
@@ -262,6 +269,12 @@ class RLTrainingConfig(Section):
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     gate: GateConfig = GateConfig()
+
+    @model_validator(mode="after")
+    def _loss_reads_what_is_collected(self) -> Self:
+        if self.algorithm is Algorithm.DISTILLATION:
+            raise ValueError("algorithm distillation needs a teacher's logprobs, which collected trajectories lack")
+        return self
 
     @model_validator(mode="after")
     def _buffer_holds_an_update(self) -> Self:

@@ -15,8 +15,8 @@ from rl.loss_reference import (
 from mlx_parallm.config import Algorithm
 from mlx_parallm.rl.objectives.losses import loss, means
 
-SINGLE = [each for each in Algorithm if each is not Algorithm.DPO]
-"""Losses of one sequence at a time."""
+SINGLE = [each for each in Algorithm if each not in (Algorithm.DPO, Algorithm.DISTILLATION)]
+"""Losses of one sequence at a time, without a teacher."""
 POLICY = [each for each in SINGLE if each is not Algorithm.CROSS_ENTROPY]
 
 

@@ -26,8 +26,8 @@ from mlx_parallm.rl.objectives.batches import group_advantages
 from mlx_parallm.rl.objectives.losses import ALGORITHMS, loss, means
 from mlx_parallm.rl.objectives.token_losses import k3
 
-SINGLE = [each for each in Algorithm if each is not Algorithm.DPO]
-"""Losses of one sequence at a time."""
+SINGLE = [each for each in Algorithm if each not in (Algorithm.DPO, Algorithm.DISTILLATION)]
+"""Losses of one sequence at a time, without a teacher."""
 POLICY = [each for each in SINGLE if each is not Algorithm.CROSS_ENTROPY]
 CORRECTED = [each for each in POLICY if each not in (Algorithm.PPO, Algorithm.IMPORTANCE_SAMPLING)]
 """Those that weigh a token by how much the sampler differs from the trainer."""

@@ -51,7 +51,7 @@ class Accumulation:
         totals: those of the samples that the step will have seen in the end, if there are more than these.
 
     Raises:
-        ValueError: the loss compares pairs, and a group is not one.
+        ValueError: the loss compares pairs, and a group is not one; or it reads a teacher that a sample does not have.
     """
 
     def __init__(
@@ -67,6 +67,8 @@ class Accumulation:
         self.totals = totals or UpdateTotals.of(samples)
         if loss.prefers:
             check_pairs(samples)
+        if loss.reads_teacher and not all(sample.teacher_logprobs for sample in samples):
+            raise ValueError("distillation needs teacher_logprobs in every sample")
         self.batches = tuple(split_samples(samples, max_tokens, whole_groups=loss.prefers))
         self.pending = list(self.batches)
         self.gradients: Params | None = None

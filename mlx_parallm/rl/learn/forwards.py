@@ -205,6 +205,7 @@ def _token_batch(each: MicroStepInput, scores: Scores, reference: mx.array | Non
         weights=batch.weights,
         advantages=batch.advantages,
         groups=batch.groups,
+        teacher_logp=batch.teacher_logprobs,
     )
 
 

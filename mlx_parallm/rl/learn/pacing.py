@@ -1,4 +1,4 @@
-"""Jobs of the trainer, and how a micro-step is cut into units of device work that keep to a latency budget.
+"""Pacer: how a micro-step is cut into units of device work that keep to a latency budget.
 
     forward, layer by layer ─▶ head: losses ─▶ head and top layer backward ─▶ backward, layer by layer
     └────── unit ──────┘└──────── unit ────────┘└────────── unit ──────────┘└──────── unit ────────┘
@@ -11,14 +11,11 @@ size and prompts of any length can be trained beside requests.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 
 import mlx.core as mx
 
 from mlx_parallm.rl.learn.forwards import Stage, StageKind
-from mlx_parallm.rl.learn.accumulation import Accumulation
-from mlx_parallm.rl.learn.step import Step
 
 _TARGET = 0.75
 """Fraction of the budget that a unit aims at; the rest absorbs noise in the measured times."""
@@ -66,34 +63,3 @@ class Pacer:
             before = measured.get(stage.kind, seconds)
             measured[stage.kind] = before + _NEWEST * (seconds - before)
             self._empty = False
-
-
-@dataclass(slots=True)
-class Job:
-    """A micro-step, the end of an accumulation, or a step, and the memory that it has taken so far.
-
-    tokens: the tokens of all that it works on. Its device time is charged in these proportions.
-    parts: each step of the iterator runs one part, within one unit.
-    finishes: what is finished after it, if anything.
-    kept_bytes: what its parts have left allocated. most_bytes: the most that was allocated for it at one time. Other
-        work uses the device between the parts, so only what the parts themselves allocate is counted.
-    """
-
-    tokens: Mapping[Accumulation | Step, int]
-    parts: Iterator[None]
-    finishes: Accumulation | Step | None = None
-    kept_bytes: int = 0
-    most_bytes: int = 0
-
-    def run(self) -> bool:
-        """Runs the next part, and measures its time and its memory. Returns whether it was the last one."""
-        started, before = time.monotonic(), mx.get_active_memory()
-        mx.reset_peak_memory()
-        try:
-            return next(self.parts, self) is self
-        finally:
-            self.most_bytes = max(self.most_bytes, self.kept_bytes + mx.get_peak_memory() - before)
-            self.kept_bytes += mx.get_active_memory() - before
-            seconds_per_token = (time.monotonic() - started) / sum(self.tokens.values())
-            for work, tokens in self.tokens.items():
-                work.device_seconds += tokens * seconds_per_token

@@ -51,6 +51,7 @@ class MicroBatch:
     sampling_logprobs: fp32 [B, C].  known: bool [B, 1], whether the row has sampling logprobs.
     on_policy: bool [B, 1].
     groups: fp32 [G, B], 1 where a row belongs to a group.
+    teacher_logprobs: fp32 [B, C]; None if a sample has none.
     """
 
     tokens: mx.array
@@ -65,6 +66,7 @@ class MicroBatch:
     known: mx.array
     on_policy: mx.array
     groups: mx.array
+    teacher_logprobs: mx.array | None
 
     def padded(self, flat: mx.array) -> mx.array:
         """[N] → [B, C]; on padding there is the value of some other token."""
@@ -134,6 +136,7 @@ def pack(batch: SampleBatch) -> MicroBatch:
         """Values of all tokens of each sample → those of its trained tokens, fp32 [B, C]."""
         return _table([np.asarray(each)[at] for each, at in zip(values, trained, strict=True)], np.float32)
 
+    taught = all(sample.teacher_logprobs for sample in samples)
     return MicroBatch(
         tokens=mx.array(tokens),
         branch=branch,
@@ -148,6 +151,7 @@ def pack(batch: SampleBatch) -> MicroBatch:
         sampling_logprobs=of_targets([s.sampling_logprobs or (0.0,) * len(s.token_ids) for s in samples]),
         known=mx.array([[bool(s.sampling_logprobs)] for s in samples]),
         on_policy=mx.array([[s.on_policy] for s in samples]),
+        teacher_logprobs=of_targets([s.teacher_logprobs for s in samples]) if taught else None,
         groups=mx.array([[float(s.group == group) for s in samples] for group in {s.group: None for s in samples}]),
     )
 

@@ -6,7 +6,7 @@
     begin(policy, batch)              ─▶ one of each
 
 The trainer works on one job after another: a micro-step, the end of an accumulation, or a step. A job is cut into parts
-that fit in one unit each (see `pacing`). What is asked of one policy is done in order. Different policies share
+that fit in one unit each (see `jobs` and `pacing`). What is asked of one policy is done in order. Different policies share
 micro-steps: each takes a batch of samples of what was asked first, and one of every other policy whose batch still fits.
 """
 
@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from itertools import takewhile
-from typing import cast
 
 import mlx.core as mx
 
@@ -25,16 +24,17 @@ from mlx_parallm.config import ModelConfig, OptimizerConfig, ResolvedLoss, Resol
 from mlx_parallm.errors import StepFailedError
 from mlx_parallm.rl.events import UpdateOutcome
 from mlx_parallm.rl.learn.accumulation import Accumulated, Accumulation
-from mlx_parallm.rl.learn.forwards import MicroStepInput, Stage, TrainingForwards
-from mlx_parallm.rl.learn.model import Span, TrainableModel
-from mlx_parallm.rl.learn.pacing import Job, Pacer
-from mlx_parallm.rl.learn.packing import SampleBatch, pack
-from mlx_parallm.rl.learn.policy import Policy, PolicySnapshot, PolicyState
+from mlx_parallm.rl.learn.forwards import TrainingForwards
+from mlx_parallm.rl.learn.jobs import Job, Jobs, Work
+from mlx_parallm.rl.learn.logprobs import Logprobs
+from mlx_parallm.rl.learn.model import TrainableModel
+from mlx_parallm.rl.learn.pacing import Pacer
+from mlx_parallm.rl.learn.packing import SampleBatch
+from mlx_parallm.rl.learn.policy import Policy, PolicySnapshot
 from mlx_parallm.rl.learn.step import Step
 from mlx_parallm.rl.objectives.batches import UpdateBatch
 from mlx_parallm.rl.objectives.reductions import UpdateTotals
 from mlx_parallm.rl.objectives.samples import Sample
-from mlx_parallm.rl.objectives.token_losses import k3
 
 _MEASURED_JOBS = 16
 """Jobs whose memory is remembered."""
@@ -46,8 +46,7 @@ class GRPOTrainer:
 
     Args:
         lora: rank, alpha and target modules of new adapters.
-        measure_kl: report the KL divergence from the base model even if it has no weight in the loss. This costs one
-            more forward pass over a random quarter of the micro-batches.
+        measure_kl: report the KL divergence from the base model even if the loss does not read it.
     """
 
     def __init__(
@@ -57,10 +56,10 @@ class GRPOTrainer:
         self.config = config
         self.lora = lora
         self.policies: dict[str, Policy] = {}
-        self._measure_kl = measure_kl
         self._forwards = TrainingForwards(model)
         self._pacer = Pacer()
-        self._queue: list[Accumulation | Step] = []
+        self._jobs = Jobs(self._forwards, self._pacer, measure_kl, config.gate.kl_bound is not None)
+        self._queue: list[Work] = []
         self._accumulated: dict[Policy, Accumulated] = {}
         self._job: Job | None = None
         self._job_bytes = deque([0], maxlen=_MEASURED_JOBS)
@@ -110,6 +109,16 @@ class GRPOTrainer:
         self._queue.append(work)
         return work.future
 
+    def logprobs(self, policy: Policy | None, samples: Sequence[Sample]) -> Future[list[tuple[float, ...]]]:
+        """The logprobs of each sample's trained tokens, in nats, under a policy as it is after what was asked of it
+        before; None: under the base model.
+
+        The future is completed on the device thread. It raises StepFailedError if this failed or was abandoned.
+        """
+        work = Logprobs(policy, samples, self.config.micro_batch_tokens)
+        self._queue.append(work)
+        return work.future
+
     def begin(self, policy: Policy, batch: UpdateBatch) -> Future[UpdateOutcome]:
         """Accumulates a batch and makes a step, with the configured loss and optimizer. See `step` for the future."""
         config = self.config
@@ -138,7 +147,8 @@ class GRPOTrainer:
         known once a micro-step was measured."""
         if not self._queue:
             return 0
-        gradients = 4 * sum(policy.parameters for policy in {work.policy for work in self._queue})
+        learning = {work.policy for work in self._queue if not isinstance(work, Logprobs)}
+        gradients = 4 * sum(policy.parameters for policy in learning)
         return gradients + max(*self._job_bytes, self._job.most_bytes if self._job else 0)
 
     @property
@@ -170,8 +180,13 @@ class GRPOTrainer:
                 self._forget_job()
             more = done and job.finishes is None and self._pacer.has_room
 
-    def _complete(self, work: Accumulation | Step) -> None:
+    def _complete(self, work: Work) -> None:
         """Takes the result over, and completes the future. Nothing may fail once the work has left the queue."""
+        if isinstance(work, Logprobs):
+            logprobs = work.result()
+            self._leave(work)
+            work.future.set_result(logprobs)
+            return
         if isinstance(work, Accumulation):
             accumulated = Accumulated.of(work, self._accumulated.get(work.policy))
             metrics = Accumulated({}, [work]).metrics()
@@ -186,7 +201,7 @@ class GRPOTrainer:
             work.policy.restore(work.after)
         work.future.set_result(outcome)
 
-    def _leave(self, work: Accumulation | Step) -> None:
+    def _leave(self, work: Work) -> None:
         self._forget_job()
         self._queue.remove(work)
 
@@ -201,7 +216,7 @@ class GRPOTrainer:
             self._job_bytes.append(self._job.most_bytes - max(self._job.kept_bytes, 0))
         self._job = None
 
-    def _fail(self, works: Sequence[Accumulation | Step]) -> None:
+    def _fail(self, works: Sequence[Work]) -> None:
         """Fails these, and the steps that need one of them. What was accumulated for a step that fails is forgotten."""
         failed = [
             work
@@ -217,71 +232,26 @@ class GRPOTrainer:
     # -- jobs ------------------------------------------------------------------------------------
 
     def _next_job(self) -> Job:
-        """A step, or the end of an accumulation whose micro-steps are all done, if one is first in the queue of its
-        policy. Otherwise a micro-step: a batch of samples of the oldest accumulation, and one of every other policy, as
+        """A step, logprobs, or the end of an accumulation whose micro-steps are all done, if one is first in the queue
+        of its policy. Otherwise a micro-step: a batch of samples of the oldest accumulation, and one of every other policy, as
         long as they fit."""
-        oldest: dict[Policy, Accumulation | Step] = {}
+        oldest: dict[Policy | None, Work] = {}
         for work in self._queue:
             oldest.setdefault(work.policy, work)
+        gathering: list[Accumulation] = []
         for work in oldest.values():
             if isinstance(work, Step):
-                return Job({work: 1}, self._step(work), finishes=work)
+                return self._jobs.step(work, self._accumulated[work.policy])
+            if isinstance(work, Logprobs):
+                return self._jobs.logprobs(work)
             if not work.pending:
-                return Job({work: 1}, self._conclude(work), finishes=work)
+                return self._jobs.end(work)
+            gathering.append(work)
         room: float = self.config.micro_batch_tokens
         batches: dict[Accumulation, SampleBatch] = {}
-        for work in oldest.values():
-            batch = work.take(room if batches else math.inf)  # type: ignore[union-attr]
+        for each in gathering:
+            batch = each.take(room if batches else math.inf)
             if batch is not None:
-                batches[work] = batch
+                batches[each] = batch
                 room -= batch.size
-        sizes = {work: batch.size for work, batch in batches.items()}
-        return Job(sizes, self._pacer.run(self._micro_step(batches), sum(sizes.values())))
-
-    def _micro_step(self, batches: Mapping[Accumulation, SampleBatch]) -> Iterator[Stage]:
-        """The stages of a micro-step, which adds the gradients of each batch to those before it."""
-        micro_step = self._forwards.gradients(
-            [
-                MicroStepInput(
-                    pack(batch), work.policy.state, work.loss, work.totals.for_rows(batch.samples), work.gradients
-                )
-                for work, batch in batches.items()
-            ]
-        )
-        for (work, batch), result in zip(batches.items(), micro_step.results, strict=True):
-            work.add(batch, result)
-        yield from micro_step.stages
-
-    def _conclude(self, work: Accumulation) -> Iterator[None]:
-        """Ends an accumulation: measures the KL from the base model, if that is reported and not part of the loss."""
-        if self._measure_kl and not work.loss.reads_reference:
-            for number, batch in enumerate(work.sampled_batches()):
-                if number:
-                    yield
-                kl = yield from self._kl(work, batch, None)
-                work.base_kls.append(kl / batch.trained_tokens)
-
-    def _step(self, step: Step) -> Iterator[None]:
-        """Makes a step, and measures its KL if that is bounded."""
-        accumulated = self._accumulated[step.policy]
-        step.run(accumulated)
-        if self.config.gate.kl_bound is not None and not step.skipped:
-            for part in accumulated.parts:
-                for batch in part.batches:
-                    yield
-                    kl = yield from self._kl(part, batch, step.after)
-                    step.kls.append(kl)
-        yield from ()
-
-    def _kl(self, work: Accumulation, batch: SampleBatch, other: PolicyState | None) -> Generator[None, None, float]:
-        """The KL divergence (k3 estimator) of the policy before the step from another state, or from the base model
-        (None), summed over the tokens of one batch.
-
-        The logprobs before the step are those of the micro-step, so it does not matter which version drew the tokens.
-        """
-        packed = pack(batch)
-        spans = None if other is None else [Span(packed.tokens.size, other.params, other.scale)]
-        forward = self._forwards.scores([packed], spans)
-        kl = k3(work.logprobs[batch], forward.scores[0][0]).sum()
-        yield from self._pacer.run(forward.stages(kl), batch.size)
-        return cast(float, kl.item())
+        return self._jobs.micro_step(batches)

@@ -8,6 +8,7 @@ w = min(π_old / μ, mismatch_cap) and the advantage A of the token, the loss of
     cispo                       -w min(r, 1 + clip_high) A log π_θ; only the last factor has a gradient
     ppo                         -min(r A, clip(r) A)
     importance_sampling         -r A
+    distillation                -r log(π_teacher / π_old)
     dpo                         -log σ(β Σ ±log(π_θ / π_base)), over both samples of a pair
     cross_entropy               -log π_θ
 
@@ -44,6 +45,7 @@ from mlx_parallm.rl.objectives.token_losses import (
     TokenTerms,
     cispo,
     cross_entropy,
+    distillation,
     dpo,
     importance_sampling,
     k3,
@@ -135,6 +137,7 @@ def _trained_only(batch: TokenBatch) -> TokenBatch:
         ref_logp=None if batch.ref_logp is None else mx.stop_gradient(kept(batch.ref_logp)),
         entropy=None if batch.entropy is None else kept(batch.entropy),
         groups=batch.groups,
+        teacher_logp=None if batch.teacher_logp is None else mx.stop_gradient(kept(batch.teacher_logp)),
     )
 
 
@@ -172,6 +175,7 @@ ALGORITHMS: Mapping[Algorithm, LossRule] = {
     Algorithm.CISPO: LossRule(cispo, token_mean),
     Algorithm.PPO: LossRule(ppo, plain_sum),
     Algorithm.IMPORTANCE_SAMPLING: LossRule(importance_sampling, plain_sum),
+    Algorithm.DISTILLATION: LossRule(distillation, token_mean),
     Algorithm.DPO: LossRule(dpo, sequence_mean),
     Algorithm.CROSS_ENTROPY: LossRule(cross_entropy, token_mean),
 }

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mlx_parallm.core import AdapterRef, FinishReason
 
@@ -42,6 +42,8 @@ class Sample:
         advantages: of each trained token; the others do not matter.
         sampling_logprobs: in nats, of the distribution that drew the token; of trained tokens only. Empty if unknown:
             the trainer's own are used then, as if the version in training had drawn the sample.
+        teacher_logprobs: in nats, of the policy that distillation imitates; of trained tokens only. Empty if there is
+            none.
         stretches: what was drawn, in order. Trained tokens outside of them were not drawn; their temperature is 1.
         group: samples with the same number are compared with each other.
         on_policy: the version in training drew it.
@@ -54,6 +56,7 @@ class Sample:
     loss_weights: tuple[float, ...]
     advantages: tuple[float, ...]
     sampling_logprobs: tuple[float, ...] = ()
+    teacher_logprobs: tuple[float, ...] = ()
     stretches: tuple[Stretch, ...] = ()
     group: int = 0
     on_policy: bool = True
@@ -64,6 +67,7 @@ class Sample:
             "loss_weights": len(self.loss_weights),
             "advantages": len(self.advantages),
             "sampling_logprobs": len(self.sampling_logprobs) or tokens,
+            "teacher_logprobs": len(self.teacher_logprobs) or tokens,
         }
         for name, count in counts.items():
             if count != tokens:
@@ -81,6 +85,13 @@ class Sample:
     def trained(self) -> list[int]:
         """The indices of the trained tokens."""
         return [at for at, weight in enumerate(self.loss_weights) if weight]
+
+    def with_teacher(self, logprobs: Sequence[float]) -> Sample:
+        """This sample with a teacher's logprobs of its trained tokens, in order."""
+        every = [0.0] * len(self.token_ids)
+        for at, value in zip(self.trained(), logprobs, strict=True):
+            every[at] = value
+        return replace(self, teacher_logprobs=tuple(every))
 
     def temperatures(self) -> list[float]:
         """The temperature of each token, 1 outside of the stretches."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
@@ -18,6 +18,7 @@ class TokenBatch:
     """One micro-batch of B sequences; C is the most trained tokens of one. Logprobs and entropy are in nats.
 
     `logp`: of π_θ. `old_logp`: of π_old. `sampling_logp`: of μ. `ref_logp`: of the base model. `entropy`: of π_θ.
+    `teacher_logp`: of the policy that distillation imitates.
     `weights`: above 0 on trained tokens, 0 on padding, where the other arrays may hold anything, even NaN. All these
     are fp32 [B, C]. Only `logp` and `entropy` get gradients.
     """
@@ -30,6 +31,7 @@ class TokenBatch:
     ref_logp: mx.array | None = None
     entropy: mx.array | None = None
     groups: mx.array | None = None
+    teacher_logp: mx.array | None = None
 
     @property
     def mask(self) -> mx.array:
@@ -107,6 +109,18 @@ def importance_sampling(batch: TokenBatch, config: ResolvedLoss) -> TokenTerms:
     """The policy gradient, corrected for what drew the token: its gradient is that of A log π_θ times π_θ / μ."""
     ratio = _ratio(batch.logp - batch.sampling_logp)
     return TokenTerms(-ratio * batch.advantages, ratio, mx.zeros_like(ratio), mx.zeros_like(ratio))
+
+
+def distillation(batch: TokenBatch, config: ResolvedLoss) -> TokenTerms:
+    """Reverse KL from a teacher, at the tokens that the policy drew (on-policy distillation, arXiv 2306.13649): the
+    advantage of a token is how much likelier the teacher finds it than the policy did.
+
+    Raises:
+        ValueError: the batch lacks the teacher's logprobs.
+    """
+    if batch.teacher_logp is None:
+        raise ValueError("distillation needs samples with teacher_logprobs")
+    return importance_sampling(replace(batch, advantages=batch.teacher_logp - batch.old_logp), config)
 
 
 def dpo(batch: TokenBatch, config: ResolvedLoss) -> TokenTerms:

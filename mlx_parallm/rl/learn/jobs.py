@@ -1,0 +1,143 @@
+"""The jobs of the trainer: what is computed for a micro-step, the end of an accumulation, a step, and logprobs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import dataclass
+from typing import cast
+
+import mlx.core as mx
+
+from mlx_parallm.rl.learn.accumulation import Accumulated, Accumulation
+from mlx_parallm.rl.learn.forwards import MicroStepInput, Stage, TrainingForwards
+from mlx_parallm.rl.learn.logprobs import Logprobs
+from mlx_parallm.rl.learn.model import Span
+from mlx_parallm.rl.learn.pacing import Pacer
+from mlx_parallm.rl.learn.packing import SampleBatch, pack
+from mlx_parallm.rl.learn.policy import PolicyState
+from mlx_parallm.rl.learn.step import Step
+from mlx_parallm.rl.objectives.token_losses import k3
+
+Work = Accumulation | Step | Logprobs
+
+
+@dataclass(slots=True)
+class Job:
+    """A micro-step, the end of an accumulation, or a step, and the memory that it has taken so far.
+
+    tokens: the tokens of all that it works on. Its device time is charged in these proportions.
+    parts: each step of the iterator runs one part, within one unit.
+    finishes: what is finished after it, if anything.
+    kept_bytes: what its parts have left allocated. most_bytes: the most that was allocated for it at one time. Other
+        work uses the device between the parts, so only what the parts themselves allocate is counted.
+    """
+
+    tokens: Mapping[Work, int]
+    parts: Iterator[None]
+    finishes: Work | None = None
+    kept_bytes: int = 0
+    most_bytes: int = 0
+
+    def run(self) -> bool:
+        """Runs the next part, and measures its time and its memory. Returns whether it was the last one."""
+        started, before = time.monotonic(), mx.get_active_memory()
+        mx.reset_peak_memory()
+        try:
+            return next(self.parts, self) is self
+        finally:
+            self.most_bytes = max(self.most_bytes, self.kept_bytes + mx.get_peak_memory() - before)
+            self.kept_bytes += mx.get_active_memory() - before
+            seconds_per_token = (time.monotonic() - started) / sum(self.tokens.values())
+            for work, tokens in self.tokens.items():
+                work.device_seconds += tokens * seconds_per_token
+
+
+class Jobs:
+    """Makes jobs.
+
+    Args:
+        measure_base: report the KL divergence from the base model even if the loss does not read it. This costs one
+            more forward pass over a random quarter of the sample batches.
+        measure_step: measure the KL divergence of each step. This costs one more forward pass over all of them.
+    """
+
+    def __init__(self, forwards: TrainingForwards, pacer: Pacer, measure_base: bool, measure_step: bool) -> None:
+        self._forwards = forwards
+        self._pacer = pacer
+        self._measure_base = measure_base
+        self._measure_step = measure_step
+
+    def micro_step(self, batches: Mapping[Accumulation, SampleBatch]) -> Job:
+        """Adds the gradients of one sample batch of each accumulation to those before them."""
+        sizes = {work: batch.size for work, batch in batches.items()}
+        return Job(sizes, self._pacer.run(self._micro_step(batches), sum(sizes.values())))
+
+    def end(self, work: Accumulation) -> Job:
+        """Ends an accumulation whose micro-steps are all done."""
+        return Job({work: 1}, self._end(work), finishes=work)
+
+    def step(self, step: Step, accumulated: Accumulated) -> Job:
+        return Job({step: 1}, self._step(step, accumulated), finishes=step)
+
+    def logprobs(self, work: Logprobs) -> Job:
+        return Job({work: 1}, self._logprobs(work), finishes=work)
+
+    def _micro_step(self, batches: Mapping[Accumulation, SampleBatch]) -> Iterator[Stage]:
+        """The stages of a micro-step, which adds the gradients of each batch to those before it."""
+        micro_step = self._forwards.gradients(
+            [
+                MicroStepInput(
+                    pack(batch), work.policy.state, work.loss, work.totals.for_rows(batch.samples), work.gradients
+                )
+                for work, batch in batches.items()
+            ]
+        )
+        for (work, batch), result in zip(batches.items(), micro_step.results, strict=True):
+            work.add(batch, result)
+        yield from micro_step.stages
+
+    def _end(self, work: Accumulation) -> Iterator[None]:
+        """Ends an accumulation: measures the KL from the base model, if that is reported and not part of the loss."""
+        if self._measure_base and not work.loss.reads_reference:
+            for number, batch in enumerate(work.sampled_batches()):
+                if number:
+                    yield
+                kl = yield from self._kl(work, batch, None)
+                work.base_kls.append(kl / batch.trained_tokens)
+
+    def _step(self, step: Step, accumulated: Accumulated) -> Iterator[None]:
+        """Makes a step, and measures its KL if that is bounded."""
+        step.run(accumulated)
+        if self._measure_step and not step.skipped:
+            for part in accumulated.parts:
+                for batch in part.batches:
+                    yield
+                    kl = yield from self._kl(part, batch, step.after)
+                    step.kls.append(kl)
+        yield from ()  # makes this a generator even if nothing is measured
+
+    def _logprobs(self, work: Logprobs) -> Iterator[None]:
+        """Computes logprobs, batch by batch."""
+        for number, batch in enumerate(work.batches):
+            if number:
+                yield
+            packed, state = pack(batch), work.policy and work.policy.state
+            spans = None if state is None else [Span(packed.tokens.size, state.params, state.scale)]
+            forward = self._forwards.scores([packed], spans)
+            logprobs = forward.scores[0][0]
+            yield from self._pacer.run(forward.stages(logprobs), batch.size)
+            work.add(batch, logprobs)
+
+    def _kl(self, work: Accumulation, batch: SampleBatch, other: PolicyState | None) -> Generator[None, None, float]:
+        """The KL divergence (k3 estimator) of the policy before the step from another state, or from the base model
+        (None), summed over the tokens of one batch.
+
+        The logprobs before the step are those of the micro-step, so it does not matter which version drew the tokens.
+        """
+        packed = pack(batch)
+        spans = None if other is None else [Span(packed.tokens.size, other.params, other.scale)]
+        forward = self._forwards.scores([packed], spans)
+        kl = k3(work.logprobs[batch], forward.scores[0][0]).sum()
+        yield from self._pacer.run(forward.stages(kl), batch.size)
+        return cast(float, kl.item())
