@@ -152,10 +152,10 @@ def test_a_micro_step_of_several_keeps_to_the_size(monkeypatch: pytest.MonkeyPat
     """And however they are combined, each is split as it would be alone."""
     trainer, model = make_trainer(changed(SETTINGS, micro_batch_tokens=80), measure_kl=False)
     seen, sizes = passes(trainer, monkeypatch), []
-    micro_step = trainer._micro_step
+    micro_step = trainer._jobs.micro_step
     monkeypatch.setattr(
-        trainer,
-        "_micro_step",
+        trainer._jobs,
+        "micro_step",
         lambda parts: (sizes.append(sum(part.size for part in parts.values())), micro_step(parts))[1],
     )
     jobs = trio(trainer, model)
