@@ -18,9 +18,9 @@ from mlx_parallm.model.manager import SharedModelManager
 from mlx_parallm.rl.checkpoints import PolicyCheckpoints
 from mlx_parallm.rl.collect.log import TrajectoryLog
 from mlx_parallm.rl.gate import Evaluation, read_prompts
+from mlx_parallm.rl.learn.learner import Learner
 from mlx_parallm.rl.learn.model import TrainableModel
 from mlx_parallm.rl.learn.policy import PolicySnapshot
-from mlx_parallm.rl.learn.learner import Learner
 from mlx_parallm.rl.learn.trainer import GRPOTrainer
 from mlx_parallm.rl.rollouts import answers_of
 from mlx_parallm.rl.scoring.service import ScorerCatalogue, ScoringService

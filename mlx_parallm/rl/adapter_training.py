@@ -24,8 +24,8 @@ from mlx_parallm.rl.checkpoints import BEST, AdapterCheckpoints, PolicyCheckpoin
 from mlx_parallm.rl.collect.groups import VersionHistory
 from mlx_parallm.rl.events import Emit, UpdateOutcome, UpdateReporter
 from mlx_parallm.rl.gate import Gate
-from mlx_parallm.rl.learn.policy import PolicySnapshot, PolicyState
 from mlx_parallm.rl.learn.learner import Learner
+from mlx_parallm.rl.learn.policy import PolicySnapshot, PolicyState
 from mlx_parallm.rl.objectives.batches import UpdateBatch
 from mlx_parallm.rl.objectives.rewards import RewardHistory
 

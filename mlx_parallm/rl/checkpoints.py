@@ -23,8 +23,8 @@ from mlx_parallm.config import CheckpointingConfig
 from mlx_parallm.core import BASE_ADAPTER, AdapterRef, CheckpointCard
 from mlx_parallm.errors import AdapterFileError, ConflictError, UnknownModelError
 from mlx_parallm.rl.events import Emit
-from mlx_parallm.rl.learn.policy import PolicySnapshot, PolicyState
 from mlx_parallm.rl.learn.learner import Learner
+from mlx_parallm.rl.learn.policy import PolicySnapshot, PolicyState
 
 BEST = "best"
 """The tag of the best version's checkpoint."""

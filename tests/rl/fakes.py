@@ -27,8 +27,8 @@ from mlx_parallm.core import (
 )
 from mlx_parallm.errors import AdapterFileError, ConflictError, InvalidRequestError, UnknownModelError
 from mlx_parallm.rl.events import UpdateOutcome
-from mlx_parallm.rl.learn.policy import PolicySnapshot
 from mlx_parallm.rl.learn.learner import Publish
+from mlx_parallm.rl.learn.policy import PolicySnapshot
 from mlx_parallm.rl.objectives.batches import UpdateBatch
 from mlx_parallm.rl.scoring.pool import ScoringError
 

@@ -63,7 +63,11 @@ def uneven_rows(seed: int = 0) -> list[Row]:
     """The same rows, with advantages of both signs and weights of 0.25 to 2 within each."""
     rng = np.random.default_rng(seed + 1)
     return [
-        replace(each, advantage=rng.integers(-8, 8, each.logp.size) / 4, token_weights=rng.integers(1, 8, each.logp.size) / 4)
+        replace(
+            each,
+            advantage=rng.integers(-8, 8, each.logp.size) / 4,
+            token_weights=rng.integers(1, 8, each.logp.size) / 4,
+        )
         for each in mixed_rows(seed)
     ]
 
@@ -194,9 +198,7 @@ def samples(rows: Sequence[Row]) -> list[Sample]:
     ]
 
 
-def token_batch(
-    rows: Sequence[Row], padding: Padding = Padding()
-) -> TokenBatch:
+def token_batch(rows: Sequence[Row], padding: Padding = Padding()) -> TokenBatch:
     width = max(len(r.logp) for r in rows) + padding.extra
 
     def padded(arrays: Sequence[np.ndarray], fill: float) -> mx.array:

@@ -60,7 +60,9 @@ def test_one_row_and_rows_with_nothing_in_common() -> None:
 def test_every_token_of_every_row_has_its_place(seed: int) -> None:
     """Over random rows that share much: no two rows disagree about a place, and nothing takes more room than apart."""
     rng = random.Random(seed)
-    drawn = rows(*([rng.randint(0, 1 + seed % 3) for _ in range(rng.randint(1, 25))] for _ in range(rng.randint(1, 12))))
+    drawn = rows(
+        *([rng.randint(0, 1 + seed % 3) for _ in range(rng.randint(1, 25))] for _ in range(rng.randint(1, 12)))
+    )
     layout = laid_out(drawn)
     assert sorted(layout.order) == list(range(len(drawn)))
     positions = list(layout.branch.positions())

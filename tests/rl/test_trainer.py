@@ -40,9 +40,9 @@ from trainers import (
 
 from mlx_parallm.config import Algorithm, OldLogprobs
 from mlx_parallm.rl.gate import Gate
+from mlx_parallm.rl.learn.accumulation import Accumulation
 from mlx_parallm.rl.learn.model import Span
 from mlx_parallm.rl.learn.packing import split_samples
-from mlx_parallm.rl.learn.accumulation import Accumulation
 from mlx_parallm.rl.objectives.batches import UpdateBatch
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "gemma3", "gemma3_text")

@@ -16,9 +16,9 @@ from trainers import LORA, SETTINGS, learn, make_policy, make_trainer, samples
 from mlx_parallm.config import ModelConfig, ResolvedTraining
 from mlx_parallm.errors import StepFailedError
 from mlx_parallm.rl.events import UpdateOutcome
+from mlx_parallm.rl.learn.accumulation import Accumulation
 from mlx_parallm.rl.learn.pacing import Pacer
 from mlx_parallm.rl.learn.trainer import GRPOTrainer
-from mlx_parallm.rl.learn.accumulation import Accumulation
 from mlx_parallm.rl.objectives.batches import UpdateBatch
 
 WIDE = changed(LORA, lora_rank=64, lora_target_modules=ModelConfig().lora_target_modules)

@@ -39,7 +39,9 @@ def group(lengths: Sequence[int], prompt: tuple[int, ...] = (1, 2, 3, 4, 5), num
     """One prompt, completions of these lengths."""
     random = np.random.default_rng(number)
     return [
-        answered(prompt, list(map(int, random.integers(0, 250, length))), (-3.0,) * length, 1.0, (-1.0) ** length, number)
+        answered(
+            prompt, list(map(int, random.integers(0, 250, length))), (-3.0,) * length, 1.0, (-1.0) ** length, number
+        )
         for length in lengths
     ]
 

@@ -142,7 +142,9 @@ class Accumulated:
         is an estimate if it is not part of the loss."""
         figures = means([stats for part in self.parts for stats in part.stats])
         if any(part.base_kls for part in self.parts):
-            kls = (part.trained_tokens * sum(part.base_kls) / len(part.base_kls) for part in self.parts if part.base_kls)
+            kls = (
+                part.trained_tokens * sum(part.base_kls) / len(part.base_kls) for part in self.parts if part.base_kls
+            )
             figures["kl"] = sum(kls) / sum(part.trained_tokens for part in self.parts if part.base_kls)
         return {
             **figures,

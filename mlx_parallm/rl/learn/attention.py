@@ -14,6 +14,7 @@ import mlx.core as mx
 from mlx_parallm.batch.attention import additive, attention
 from mlx_parallm.rl.learn.layout import Branch
 
+
 @dataclass(frozen=True, slots=True)
 class Window:
     """Passed to attention in place of a mask. `size`: the layer's sliding window in tokens; None: it has no window."""

@@ -188,9 +188,12 @@ class TrainingForwards:
 
 
 def _token_batch(each: MicroStepInput, scores: Scores, reference: mx.array | None) -> TokenBatch:
-    """The arrays for the loss. `sampling_logp`: under μ, the policy that drew the tokens. `old_logp`: under μ too or, if
-    `config.OldLogprobs` is TRAINER and the row is on-policy, under the policy before the step. A row without sampling
-    logprobs uses the trainer's own for both."""
+    """The arrays for the loss.
+
+    `sampling_logp`: under μ, the policy that drew the tokens. `old_logp`: under μ too or, if `config.OldLogprobs` is
+    TRAINER and the row is on-policy, under the policy before the step. A row without sampling logprobs uses the
+    trainer's own for both.
+    """
     batch = each.batch
     logp, entropy = map(batch.padded, scores)
     now = mx.stop_gradient(logp)

@@ -2,7 +2,7 @@
 
 gradients ─▶ clip, AdamW, check ─▶ (KL of the step) ─▶ outcome
 
-The policy does not change until the step is finished. So a step that fails, is skipped or is abandoned needs no undoing.
+The policy does not change until the step is finished. So one that fails, is skipped or is abandoned needs no undoing.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class Step:
         self._began = time.monotonic()
 
     def run(self, accumulated: Accumulated) -> None:
-        """Computes `after` from the gradients, which it takes and clips. If anything is not finite, sets `skipped` instead."""
+        """Computes `after` from the gradients, which it takes and clips. If anything is not finite, sets `skipped`
+        instead."""
         gradients, accumulated.gradients = accumulated.gradients, {}
         self._grad_norm = cast(float, _norm(gradients).item())
         if not math.isfinite(accumulated.loss):

@@ -5,9 +5,9 @@
     step(policy, optimizer)           ─▶ clip, AdamW, check ─▶ outcome
     begin(policy, batch)              ─▶ one of each
 
-The trainer works on one job after another: a micro-step, the end of an accumulation, or a step. A job is cut into parts
-that fit in one unit each (see `jobs` and `pacing`). What is asked of one policy is done in order. Different policies share
-micro-steps: each takes a batch of samples of what was asked first, and one of every other policy whose batch still fits.
+The trainer works on one job after another (see `jobs`), which is cut into parts that fit in one unit each (see
+`pacing`). What is asked of one policy is done in order. Different policies share micro-steps: each takes a batch of
+samples of what was asked first, and one of every other policy whose batch still fits.
 """
 
 from __future__ import annotations
@@ -166,8 +166,8 @@ class GRPOTrainer:
         self._pacer.budget = seconds
 
     def advance(self) -> None:
-        """Runs one unit: a part of a job, or several short jobs. The end of an accumulation or a step also ends the unit,
-        so that its outcome is not delayed."""
+        """Runs one unit: a part of a job, or several short jobs. What finishes something also ends the unit, so that its
+        outcome is not delayed."""
         self._pacer.begin()
         more = True
         while more:
@@ -233,8 +233,8 @@ class GRPOTrainer:
 
     def _next_job(self) -> Job:
         """A step, logprobs, or the end of an accumulation whose micro-steps are all done, if one is first in the queue
-        of its policy. Otherwise a micro-step: a batch of samples of the oldest accumulation, and one of every other policy, as
-        long as they fit."""
+        of its policy. Otherwise a micro-step: a batch of samples of the oldest accumulation, and one of every other
+        policy, as long as they fit."""
         oldest: dict[Policy | None, Work] = {}
         for work in self._queue:
             oldest.setdefault(work.policy, work)

@@ -140,6 +140,6 @@ def check_pairs(samples: Sequence[Sample]) -> None:
     for group, chosen in signs.items():
         if sorted(chosen) != [False, True]:
             raise ValueError(
-                f"group {group} has {chosen.count(True)} chosen and {chosen.count(False)} rejected samples: a preference "
-                "is one of each"
+                f"group {group} has {chosen.count(True)} chosen and {chosen.count(False)} rejected samples: a "
+                "preference is one of each"
             )

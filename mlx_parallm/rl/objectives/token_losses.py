@@ -20,7 +20,7 @@ class TokenBatch:
     `logp`: of π_θ. `old_logp`: of π_old. `sampling_logp`: of μ. `ref_logp`: of the base model. `entropy`: of π_θ.
     `teacher_logp`: of the policy that distillation imitates.
     `weights`: above 0 on trained tokens, 0 on padding, where the other arrays may hold anything, even NaN. All these
-    are fp32 [B, C]. Only `logp` and `entropy` get gradients.
+    are fp32 [B, C]. Only `logp` and `entropy` get gradients. `groups`: 1 where a row belongs to a group, fp32 [G, B].
     """
 
     logp: mx.array
@@ -124,8 +124,10 @@ def distillation(batch: TokenBatch, config: ResolvedLoss) -> TokenTerms:
 
 
 def dpo(batch: TokenBatch, config: ResolvedLoss) -> TokenTerms:
-    """Direct preference optimisation (arXiv 2305.18290): -log σ(β Σ ±log(π_θ / π_base)), with + for the chosen sample of
-    a pair and - for the rejected one, whose advantage is negative. Both rows have the loss of their pair.
+    """Direct preference optimisation (arXiv 2305.18290): -log σ(β Σ ±log(π_θ / π_base)).
+
+    The sign is + for the chosen sample of a pair and - for the rejected one, whose advantage is negative. Both rows
+    have the loss of their pair.
 
     Raises:
         ValueError: the batch lacks the logprobs of the base model, or its groups.
