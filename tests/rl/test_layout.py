@@ -5,14 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 
-from mlx_parallm.rl.learn.layout import Branch, Bucket, laid_out
+from mlx_parallm.rl.learn.layout import Branch, Bucket, Row, laid_out
 
 
-def rows(*tokens: Sequence[int]) -> list[np.ndarray]:
-    return [np.array(row, np.int32) for row in tokens]
+def rows(*tokens: Sequence[int]) -> list[Row]:
+    return [Row.of(row) for row in tokens]
 
 
 PROMPT, TURN = list(range(10, 15)), list(range(20, 26))
@@ -70,13 +69,13 @@ def test_every_token_of_every_row_has_its_place(seed: int) -> None:
     content: dict[int, int] = {}
     for row, pieces in zip(layout.order, layout.branch.rows(), strict=True):
         assert [piece.start for piece in pieces] == [0, *(piece.stop for piece in pieces[:-1])]
-        assert pieces[-1].stop >= len(drawn[row])
+        assert pieces[-1].stop >= len(drawn[row].ids)
         for piece in pieces:
-            for position in range(piece.start, min(piece.stop, len(drawn[row]))):
+            for position in range(piece.start, min(piece.stop, len(drawn[row].ids))):
                 place = piece.at + position - piece.start
                 assert positions[place] == position
-                assert content.setdefault(place, drawn[row][position]) == drawn[row][position]
+                assert content.setdefault(place, drawn[row].ids[position]) == drawn[row].ids[position]
     padding = sum(bucket.padding for bucket in layout.branch.all_buckets())
-    assert len(content) == layout.branch.tokens - padding <= sum(map(len, drawn))
+    assert len(content) == layout.branch.tokens - padding <= sum(len(row.ids) for row in drawn)
     rng.shuffle(drawn)
     assert laid_out(drawn).branch == layout.branch

@@ -20,14 +20,26 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
-Ids = NDArray[np.int32]
-
 _PADDING = 8
 """Padding tokens that a bucket may have; it may have more, up to an eighth of its tokens. They cost less than another
 attention call."""
 
 _WORTH_A_BRANCH = 4
 """A branch must save at least so many tokens. It costs an attention call, and splits buckets."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The tokens of one row, int32 [T]. `key`: rows are in the order of their tokens if they are in that of their keys,
+    which are compared faster."""
+
+    ids: NDArray[np.int32]
+    key: bytes
+
+    @classmethod
+    def of(cls, ids: Sequence[int]) -> Row:
+        array = np.array(ids, np.int32)
+        return cls(array, array.astype(">i4").tobytes())
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,14 +129,14 @@ class Layout:
     order: tuple[int, ...]
 
 
-def laid_out(rows: Sequence[Ids]) -> Layout:
+def laid_out(rows: Sequence[Row]) -> Layout:
     """The layout of these rows, which does not depend on their order. What all of them share is always a branch."""
-    ids = [row.tolist() for row in rows]
-    branch, order = _branch(rows, sorted(range(len(rows)), key=ids.__getitem__), 0)
+    ids = [row.ids for row in rows]
+    branch, order = _branch(ids, sorted(range(len(rows)), key=lambda row: rows[row].key), 0)
     return Layout(branch, tuple(order))
 
 
-def _branch(rows: Sequence[Ids], members: list[int], start: int) -> tuple[Branch, list[int]]:
+def _branch(rows: Sequence[NDArray[np.int32]], members: list[int], start: int) -> tuple[Branch, list[int]]:
     """The branch of these rows, sorted by their tokens, which share `start` tokens or more with each other."""
     stop = _common(rows, members)
     alone: list[int] = []
@@ -141,7 +153,7 @@ def _branch(rows: Sequence[Ids], members: list[int], start: int) -> tuple[Branch
     return Branch(start, stop - start, buckets, tuple(branch for branch, _ in branches)), order
 
 
-def _parts(rows: Sequence[Ids], members: list[int], stop: int, at: int) -> Iterator[list[int]]:
+def _parts(rows: Sequence[NDArray[np.int32]], members: list[int], stop: int, at: int) -> Iterator[list[int]]:
     """Splits rows that agree below `at` into those that get a branch of their own from `stop` on, and single ones."""
     for ended, part in groupby(members, lambda row: None if len(rows[row]) == at else int(rows[row][at])):
         same = list(part)
@@ -154,7 +166,7 @@ def _parts(rows: Sequence[Ids], members: list[int], stop: int, at: int) -> Itera
             yield from _parts(rows, same, stop, common)
 
 
-def _common(rows: Sequence[Ids], members: Sequence[int]) -> int:
+def _common(rows: Sequence[NDArray[np.int32]], members: Sequence[int]) -> int:
     """How many tokens sorted rows begin with in common: as many as the first and the last of them."""
     first, last = rows[members[0]], rows[members[-1]]
     length = min(len(first), len(last))

@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_parallm.rl.learn.layout import Branch, Layout, Piece, laid_out
+from mlx_parallm.rl.learn.layout import Branch, Layout, Piece, Row, laid_out
 from mlx_parallm.rl.objectives.samples import Sample
 
 
@@ -25,7 +25,7 @@ class SampleBatch:
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> SampleBatch:
-        return cls(tuple(samples), laid_out([_inputs(sample) for sample in samples]))
+        return cls(tuple(samples), laid_out([_row(sample) for sample in samples]))
 
     @property
     def size(self) -> int:
@@ -80,22 +80,23 @@ def split_samples(samples: Sequence[Sample], most: int, whole_groups: bool = Fal
     Samples of a group stay together if they fit, and so do those of similar lengths. The same samples are always split
     alike, whatever their order, so that a replayed update is the same to the bit.
     """
+    rows = {id(sample): _row(sample) for sample in samples}
+
+    def batch_of(members: Sequence[Sample]) -> SampleBatch:
+        return SampleBatch(tuple(members), laid_out([rows[id(sample)] for sample in members]))
+
     batch: list[Sample] = []
     for group in _groups(samples):
-        if batch and not _fit([*batch, *group], most):
-            yield SampleBatch.of(batch)
+        if batch and batch_of([*batch, *group]).size > most:
+            yield batch_of(batch)
             batch = []
         for sample in group:
-            if batch and not whole_groups and not _fit([*batch, sample], most):
-                yield SampleBatch.of(batch)
+            if batch and not whole_groups and batch_of([*batch, sample]).size > most:
+                yield batch_of(batch)
                 batch = []
             batch.append(sample)
     if batch:
-        yield SampleBatch.of(batch)
-
-
-def _fit(samples: Sequence[Sample], most: int) -> bool:
-    return SampleBatch.of(samples).size <= most
+        yield batch_of(batch)
 
 
 def _groups(samples: Sequence[Sample]) -> list[list[Sample]]:
@@ -124,7 +125,7 @@ def pack(batch: SampleBatch) -> MicroBatch:
     positions: list[NDArray[np.int64]] = [np.zeros(0, np.int64)] * len(samples)
     trained = [np.array(sample.trained()) for sample in samples]
     for row, pieces in zip(batch.layout.order, branch.rows(), strict=True):
-        ids = _inputs(samples[row])
+        ids = _row(samples[row]).ids
         at = _indices(pieces)[: len(ids)]
         tokens[at] = ids
         positions[row] = at[trained[row] - 1]
@@ -156,9 +157,9 @@ def pack(batch: SampleBatch) -> MicroBatch:
     )
 
 
-def _inputs(sample: Sample) -> NDArray[np.int32]:
+def _row(sample: Sample) -> Row:
     """The tokens that predict a trained one, and those before them."""
-    return np.array(sample.token_ids[: sample.trained()[-1]], np.int32)
+    return Row.of(sample.token_ids[: sample.trained()[-1]])
 
 
 def _indices(pieces: Sequence[Piece]) -> NDArray[np.int64]:

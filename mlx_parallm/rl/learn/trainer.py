@@ -166,8 +166,8 @@ class GRPOTrainer:
         self._pacer.budget = seconds
 
     def advance(self) -> None:
-        """Runs one unit: a part of a job, or several short jobs. What finishes something also ends the unit, so that its
-        outcome is not delayed."""
+        """Runs one unit: a part of a job, or several short jobs. A job that finishes something also ends the unit, so
+        that its outcome is not delayed."""
         self._pacer.begin()
         more = True
         while more:
