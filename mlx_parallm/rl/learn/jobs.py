@@ -70,7 +70,7 @@ class Jobs:
 
     def micro_step(self, batches: Mapping[Accumulation, SampleBatch]) -> Job:
         """Adds the gradients of one sample batch of each accumulation to those before them."""
-        sizes = {work: batch.size for work, batch in batches.items()}
+        sizes: dict[Work, int] = {work: batch.size for work, batch in batches.items()}
         return Job(sizes, self._pacer.run(self._micro_step(batches), sum(sizes.values())))
 
     def end(self, work: Accumulation) -> Job:

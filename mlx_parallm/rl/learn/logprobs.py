@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from typing import cast
 
 import mlx.core as mx
 
@@ -40,7 +41,7 @@ class Logprobs:
 
     def add(self, batch: SampleBatch, logprobs: mx.array) -> None:
         """Keeps the evaluated logprobs of one batch, fp32 [N]."""
-        values = iter(logprobs.tolist())
+        values = iter(cast(list[float], logprobs.tolist()))
         for sample in batch.samples:
             self._of_sample[id(sample)] = tuple(next(values) for _ in sample.trained())
 

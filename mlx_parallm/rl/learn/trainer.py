@@ -102,8 +102,9 @@ class GRPOTrainer:
             ValueError: nothing was accumulated since the last step.
         """
         queued = [work for work in self._queue if work.policy is policy]
-        waited_for = list(takewhile(lambda work: isinstance(work, Accumulation), reversed(queued)))
-        if not waited_for and (queued or policy not in self._accumulated):
+        last = [work for work in takewhile(lambda work: not isinstance(work, Step), reversed(queued))]
+        waited_for = [work for work in last if isinstance(work, Accumulation)]
+        if not waited_for and (len(last) < len(queued) or policy not in self._accumulated):
             raise ValueError("the policy has accumulated no gradients since its last step")
         work = Step(policy, optimizer, needs=waited_for)
         self._queue.append(work)
