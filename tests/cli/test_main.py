@@ -120,7 +120,7 @@ def test_print_config_shows_sources_and_no_secret(app, capsys):
         (["--port"], "error: argument --port: expected one argument"),
         (["--port", "x"], "error: server.port: must be a valid integer"),
         (["--max-tokens", "9"], "error: --max-tokens: unknown flag"),
-        (["--rl-algorithm", "ppo"], "error: rl_training.algorithm: must be 'grpo', 'bnpo'"),
+        (["--rl-algorithm", "reinforce"], "error: rl_training.algorithm: must be 'grpo', 'bnpo'"),
         (
             ["--mode", "rl", "--lora-rank", "32", "--max-lora-rank", "16"],
             "error: model.lora_rank: 32 is above adapters.max_lora_rank 16",

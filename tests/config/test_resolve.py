@@ -152,7 +152,7 @@ def test_every_problem_gets_its_own_line(yaml_file):
         "model: {lora_target_modules: []}",
         "model: {max_model_len: 0}",
         "rl_training: {update_frequency: 0}",
-        "rl_training: {algorithm: ppo}",
+        "rl_training: {algorithm: reinforce}",
         "rl_training: {group_timeout_s: 0}",
         "rl_training: {max_staleness: -1}",
         "rl_training: {training_time_share: 0}",

@@ -119,7 +119,7 @@ async def _adapters(made: Rig) -> Sequence[str]:
     for seed, name in enumerate(NAMES):
         weights = random_adapter(layout, seed)
         info = VersionInfo(weights.rank, weights.alpha, weights.targets, weights.nbytes)
-        await made.served.adapters.publish(name, info, weights)
+        await made.served.adapters.publish(name, weights, info)
     return NAMES
 
 
