@@ -62,7 +62,7 @@ def test_environment_is_not_read(monkeypatch):
 
 
 def test_problems_name_what_was_written():
-    lines = problems(rl_config=RLConfig("reinforce", learning_rate=-1.0), lora_config=LoRAConfig(rank=0), server__port="x")
+    lines = problems(rl_config=RLConfig("rloo", learning_rate=-1.0), lora_config=LoRAConfig(rank=0), server__port="x")
     assert [line.rpartition("(from ")[2] for line in lines] == [
         "server__port)",
         "lora_config.rank)",

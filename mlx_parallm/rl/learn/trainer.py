@@ -102,7 +102,7 @@ class GRPOTrainer:
             ValueError: nothing was accumulated since the last step.
         """
         queued = [work for work in self._queue if work.policy is policy]
-        last = [work for work in takewhile(lambda work: not isinstance(work, Step), reversed(queued))]
+        last = list(takewhile(lambda work: not isinstance(work, Step), reversed(queued)))
         waited_for = [work for work in last if isinstance(work, Accumulation)]
         if not waited_for and (len(last) < len(queued) or policy not in self._accumulated):
             raise ValueError("the policy has accumulated no gradients since its last step")
