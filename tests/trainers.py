@@ -18,6 +18,7 @@ from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.config import Algorithm, ModelConfig, ResolvedTraining
 from mlx_parallm.model.hooks import AdaptedLinear, adapter_layout, install_adapters, install_hook
 from mlx_parallm.rl.events import UpdateOutcome
+from mlx_parallm.rl.learn.layout import Branch, Bucket
 from mlx_parallm.rl.learn.model import Params, Span, TrainableModel, TrainingContext
 from mlx_parallm.rl.learn.packing import MicroBatch, SampleBatch, pack
 from mlx_parallm.rl.learn.policy import Policy, PolicySnapshot
@@ -82,6 +83,11 @@ def samples(count: int = 6, seed: int = 0, groups: int = 2) -> list[Sample]:
 def packed(drawn: Sequence[Sample]) -> MicroBatch:
     """These samples as one micro-batch, in this order."""
     return pack(SampleBatch.of(drawn))
+
+
+def all_buckets(branch: Branch) -> list[Bucket]:
+    """The buckets of a branch, and of those in it."""
+    return [*branch.buckets, *(bucket for inner in branch.branches for bucket in all_buckets(inner))]
 
 
 def logprobs(trainer: GRPOTrainer, batch: MicroBatch, params: Params | None, scale: float) -> mx.array:

@@ -30,6 +30,7 @@ from mlx_parallm.config import Algorithm, OptimizerConfig
 from mlx_parallm.errors import StepFailedError
 from mlx_parallm.rl.learn.policy import Policy
 from mlx_parallm.rl.learn.trainer import GRPOTrainer
+from mlx_parallm.rl.objectives.batches import UpdateBatch
 from mlx_parallm.rl.objectives.reductions import UpdateTotals
 from mlx_parallm.rl.objectives.samples import Sample
 
@@ -140,6 +141,10 @@ def test_gradients_between_calls_count_as_memory_until_the_step_or_until_they_ar
         else:
             trainer.abandon(policy)
         assert trainer.bytes_held == resting
+    trainer.begin(policy, UpdateBatch(tuple(samples())))
+    while trainer.waits():
+        assert trainer.bytes_held == resting, "the gradients of a queued step count once"
+        trainer.advance()
 
 
 def test_a_call_that_fails_leaves_what_was_accumulated_before_and_costs_the_step_that_waits_for_it(

@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
+from trainers import all_buckets
 
 from mlx_parallm.rl.learn.layout import Branch, Bucket, Row, laid_out
 
@@ -75,7 +76,7 @@ def test_every_token_of_every_row_has_its_place(seed: int) -> None:
                 place = piece.at + position - piece.start
                 assert positions[place] == position
                 assert content.setdefault(place, drawn[row].ids[position]) == drawn[row].ids[position]
-    padding = sum(bucket.padding for bucket in layout.branch.all_buckets())
+    padding = sum(bucket.padding for bucket in all_buckets(layout.branch))
     assert len(content) == layout.branch.tokens - padding <= sum(len(row.ids) for row in drawn)
     rng.shuffle(drawn)
     assert laid_out(drawn).branch == layout.branch

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from configs import changed, loss_config
@@ -14,6 +15,7 @@ from rl.loss_reference import (
 
 from mlx_parallm.config import Algorithm
 from mlx_parallm.rl.objectives.losses import loss, means
+from mlx_parallm.rl.objectives.token_losses import k3
 
 SINGLE = [each for each in Algorithm if each not in (Algorithm.DPO, Algorithm.DISTILLATION)]
 """Losses of one sequence at a time, without a teacher."""
@@ -83,3 +85,23 @@ def test_a_coefficient_without_what_it_weighs_is_refused(missing):
     whole = denominators_of(mixed_rows())
     with pytest.raises(ValueError, match="kl_coef" if missing == "ref_logp" else "entropy_coef"):
         loss(batch, whole, SETTINGS)
+
+
+def test_k3_is_never_negative_and_zero_where_the_two_agree():
+    rng = np.random.default_rng(3)
+    logp = rng.uniform(-10, 0, 40_000).astype(np.float32)
+    for size in 10.0 ** np.arange(-8, 2):
+        values = np.array(k3(mx.array(logp), mx.array(logp + rng.normal(0, size, logp.size).astype(np.float32))))
+        assert values.min() >= 0
+        assert np.isfinite(values).all()
+    assert not np.array(k3(mx.array(logp), mx.array(logp))).any()
+
+
+def test_the_mean_of_k3_is_the_kl_divergence():
+    rng = np.random.default_rng(4)
+    p, reference = rng.dirichlet(np.ones(6)), rng.dirichlet(np.ones(6) * 3)
+    exact = float((p * np.log(p / reference)).sum())
+    every = np.array(k3(mx.array(np.log(p), mx.float32), mx.array(np.log(reference), mx.float32)))
+    assert (p * every).sum() == pytest.approx(exact, rel=1e-5)
+    drawn = every[rng.choice(6, 50_000, p=p)]
+    assert drawn.mean() == pytest.approx(exact, abs=4 * drawn.std() / np.sqrt(drawn.size))

@@ -24,7 +24,6 @@ from mlx_parallm.config import Algorithm, RewardScale
 from mlx_parallm.config.training import ALGORITHM_DEFAULTS
 from mlx_parallm.rl.objectives.batches import group_advantages
 from mlx_parallm.rl.objectives.losses import ALGORITHMS, loss, means
-from mlx_parallm.rl.objectives.token_losses import k3
 
 SINGLE = [each for each in Algorithm if each not in (Algorithm.DPO, Algorithm.DISTILLATION)]
 """Losses of one sequence at a time, without a teacher."""
@@ -57,6 +56,19 @@ def stats(rows, settings, padding=PLAIN):
     return means([loss(token_batch(rows, padding), denominators_of(rows), settings)[1]])
 
 
+def check_against_the_reference(rows, settings):
+    """The loss and its gradient; and the reference's own gradient against finite differences."""
+    value, gradient = computed(rows, settings)
+    expected, whole = reference_gradient(rows, settings), reference_loss(rows, settings)
+    close([value], [whole])
+    close(gradient, expected)
+    # a difference of two sums is rounded as they are, and these two losses are sums of up to some thousands
+    sums = settings.algorithm in (Algorithm.PPO, Algorithm.IMPORTANCE_SAMPLING)
+    rounding = 1e-9 * (max(1.0, abs(whole)) if sums else 1.0)
+    for analytic, measured in zip(expected, finite_differences(rows, settings), strict=True):
+        np.testing.assert_allclose(analytic, measured, rtol=1e-6, atol=rounding)
+
+
 @pytest.mark.parametrize("zone", ZONES)
 @pytest.mark.parametrize("advantage", [0.8, -1.3])
 @pytest.mark.parametrize("algorithm", SINGLE)
@@ -64,13 +76,7 @@ def test_loss_and_gradient_equal_the_reference_and_finite_differences(algorithm,
     rng = np.random.default_rng(len(zone))
     rows = [row(rng, n, ZONES[zone], advantage, group) for n, group in ((4, 0), (1, 0), (6, 1))]
     settings = changed(SETTINGS, algorithm=algorithm)
-    value, gradient = computed(rows, settings)
-    expected = reference_gradient(rows, settings)
-    whole = reference_loss(rows, settings)
-    close([value], [whole])
-    close(gradient, expected)
-    for analytic, measured in zip(expected, finite_differences(rows, settings), strict=True):
-        np.testing.assert_allclose(analytic, measured, rtol=1e-6, atol=1e-9 * max(1.0, abs(whole)))
+    check_against_the_reference(rows, settings)
 
 
 @pytest.mark.parametrize("algorithm", SINGLE)
@@ -86,13 +92,7 @@ def test_mixed_lengths_signs_and_groups_equal_the_reference_with_its_own_clip_ra
 @pytest.mark.parametrize("algorithm", SINGLE)
 def test_each_token_has_its_own_advantage_and_weight(algorithm):
     rows, settings = uneven_rows(), changed(SETTINGS, algorithm=algorithm)
-    value, gradient = computed(rows, settings)
-    expected = reference_gradient(rows, settings)
-    whole = reference_loss(rows, settings)
-    close([value], [whole])
-    close(gradient, expected)
-    for analytic, measured in zip(expected, finite_differences(rows, settings), strict=True):
-        np.testing.assert_allclose(analytic, measured, rtol=1e-6, atol=1e-9 * max(1.0, abs(whole)))
+    check_against_the_reference(rows, settings)
 
 
 @pytest.mark.parametrize("algorithm", SINGLE)
@@ -330,26 +330,6 @@ def test_a_trained_token_that_is_not_a_number_is_not_hidden(algorithm):
     broken = replace(rows[2], logp=np.where(np.arange(9) == 4, np.nan, rows[2].logp))
     value, _ = computed([*rows[:2], broken, *rows[3:]], loss_config(algorithm))
     assert np.isnan(value)
-
-
-def test_k3_is_never_negative_and_zero_where_the_two_agree():
-    rng = np.random.default_rng(3)
-    logp = rng.uniform(-10, 0, 40_000).astype(np.float32)
-    for size in 10.0 ** np.arange(-8, 2):
-        values = np.array(k3(mx.array(logp), mx.array(logp + rng.normal(0, size, logp.size).astype(np.float32))))
-        assert values.min() >= 0
-        assert np.isfinite(values).all()
-    assert not np.array(k3(mx.array(logp), mx.array(logp))).any()
-
-
-def test_the_mean_of_k3_is_the_kl_divergence():
-    rng = np.random.default_rng(4)
-    p, reference = rng.dirichlet(np.ones(6)), rng.dirichlet(np.ones(6) * 3)
-    exact = float((p * np.log(p / reference)).sum())
-    every = np.array(k3(mx.array(np.log(p), mx.float32), mx.array(np.log(reference), mx.float32)))
-    assert (p * every).sum() == pytest.approx(exact, rel=1e-5)
-    drawn = every[rng.choice(6, 50_000, p=p)]
-    assert drawn.mean() == pytest.approx(exact, abs=4 * drawn.std() / np.sqrt(drawn.size))
 
 
 def test_every_algorithm_has_the_clip_range_and_scale_of_its_paper():

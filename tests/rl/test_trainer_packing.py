@@ -14,6 +14,7 @@ from sample_parts import answer
 from trainers import (
     SETTINGS,
     SINGLE,
+    all_buckets,
     assert_close,
     everywhere,
     gradients,
@@ -95,7 +96,7 @@ def test_an_eighth_of_the_tokens_at_most_is_padding(most: int) -> None:
     random = np.random.default_rng(1)
     lengths = [int(length) for length in random.integers(1, 120, 32)]
     parts = list(split_samples(group(lengths), most))
-    buckets = [bucket for part in parts for bucket in part.layout.branch.all_buckets()]
+    buckets = [bucket for part in parts for bucket in all_buckets(part.layout.branch)]
     used, padding = sum(part.size for part in parts), sum(bucket.padding for bucket in buckets)
     assert used - padding == sum(length - 1 for length in lengths) + 5 * len(parts)
     assert padding <= 0.125 * used
@@ -115,7 +116,7 @@ def test_buckets_change_no_logprob(family: str, checkpointed: bool) -> None:
     policy = make_policy(trainer, moved=0.05)
     drawn = [*group((30, 1, 4, 30), number=1), *group((2, 25), (7, 8), 2)]
     batch = packed(drawn)
-    assert len(list(batch.branch.all_buckets())) > 2
+    assert len(all_buckets(batch.branch)) > 2
     logp = logprobs(trainer, batch, policy.params, policy.scale)
     got = batch.padded(logp)
     for row, sample in enumerate(drawn):

@@ -114,12 +114,6 @@ class Branch:
             yield from branch.rows(at, path)
             at += branch.tokens
 
-    def all_buckets(self) -> Iterator[Bucket]:
-        """Its buckets and those of the branches in it."""
-        yield from self.buckets
-        for branch in self.branches:
-            yield from branch.all_buckets()
-
 
 @dataclass(frozen=True, slots=True)
 class Layout:

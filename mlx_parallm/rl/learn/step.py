@@ -97,7 +97,8 @@ class Step:
         metrics = {**self._metrics, **accumulated.metrics(), "grad_norm": self._grad_norm}
         if self.kls:
             metrics["kl_step"] = sum(self.kls) / accumulated.trained_tokens
-        metrics["learning_rate"] = after.learning_rate
+        if self.after is not None:
+            metrics["learning_rate"] = self.after.learning_rate
         metrics["step_scale"] = self._scale
         metrics["seconds"] = time.monotonic() - self._began
         metrics["device_seconds"] += self.device_seconds

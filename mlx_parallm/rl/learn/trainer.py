@@ -138,9 +138,12 @@ class GRPOTrainer:
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of all policy states that are still referenced, and of the gradients that wait for a step."""
+        """Bytes of all policy states that are still referenced, and of accumulated gradients. Those of a policy whose
+        step is next are in `bytes_of_updates`."""
         states = sum(policy.nbytes * len(policy.states) for policy in self.policies.values())
-        return states + sum(4 * policy.parameters for policy in self._accumulated)
+        accumulating = {work.policy for work in self._queue if isinstance(work, Accumulation)}
+        stepping = {work.policy for work in self._queue if isinstance(work, Step)} - accumulating
+        return states + sum(4 * policy.parameters for policy in self._accumulated if policy not in stepping)
 
     @property
     def bytes_of_updates(self) -> int:

@@ -80,13 +80,17 @@ def _clipped_objective(batch: TokenBatch, ratio: mx.array, config: ResolvedLoss)
     For a negative advantage it decreases with the ratio without limit, so a single token that became much more likely
     since it was drawn could dominate the update. Dual-clip PPO (arXiv 1912.09729) stops it at dual_clip · A.
     """
-    advantages = batch.advantages
-    unclipped = ratio * advantages
-    clipped = mx.clip(ratio, 1.0 - config.clip_low, 1.0 + config.clip_high) * advantages
-    bound = mx.minimum(unclipped, clipped)
-    floor = mx.where(advantages < 0, config.dual_clip * advantages, -mx.inf)
+    bound, clipped = _clipped(batch, ratio, config)
+    floor = mx.where(batch.advantages < 0, config.dual_clip * batch.advantages, -mx.inf)
     weights = _mismatch_weights(batch, config)
-    return TokenTerms(-weights * mx.maximum(bound, floor), ratio, clipped < unclipped, bound < floor)
+    return TokenTerms(-weights * mx.maximum(bound, floor), ratio, clipped, bound < floor)
+
+
+def _clipped(batch: TokenBatch, ratio: mx.array, config: ResolvedLoss) -> tuple[mx.array, mx.array]:
+    """min(r A, clip(r) A), and where the second is the smaller one."""
+    unclipped = ratio * batch.advantages
+    clipped = mx.clip(ratio, 1.0 - config.clip_low, 1.0 + config.clip_high) * batch.advantages
+    return mx.minimum(unclipped, clipped), clipped < unclipped
 
 
 def cispo(batch: TokenBatch, config: ResolvedLoss) -> TokenTerms:
@@ -100,9 +104,8 @@ def cispo(batch: TokenBatch, config: ResolvedLoss) -> TokenTerms:
 def ppo(batch: TokenBatch, config: ResolvedLoss) -> TokenTerms:
     """The objective of PPO as it is: no second bound, and no weight for a sampler that differs from the trainer."""
     ratio = _ratio(batch.logp - batch.old_logp)
-    unclipped = ratio * batch.advantages
-    clipped = mx.clip(ratio, 1.0 - config.clip_low, 1.0 + config.clip_high) * batch.advantages
-    return TokenTerms(-mx.minimum(unclipped, clipped), ratio, clipped < unclipped, mx.zeros_like(ratio))
+    bound, clipped = _clipped(batch, ratio, config)
+    return TokenTerms(-bound, ratio, clipped, mx.zeros_like(ratio))
 
 
 def importance_sampling(batch: TokenBatch, config: ResolvedLoss) -> TokenTerms:
