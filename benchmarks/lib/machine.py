@@ -1,9 +1,11 @@
 """Describes the machine that the figures were measured on."""
 
+import mmap
 import os
 import platform
 import subprocess
 import sys
+import time
 from importlib.metadata import version
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import mlx_parallm
 
 PACKAGES = ("mlx-parallm", "mlx", "mlx-lm", "fastapi", "uvicorn")
 CPUINFO = Path("/proc/cpuinfo")
+FRESH_BYTES = 1 << 30
 BUSY_LOAD = 1.0
 """Load average above which a warning is printed. Preparing a benchmark makes a little of it."""
 
@@ -20,6 +23,7 @@ def describe() -> dict[str, object]:
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),
+        "fresh_memory_gb_s": round(_fresh_memory_rate(), 2),
         "ram_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
@@ -43,6 +47,18 @@ def warn_if_busy() -> None:
     tenfold."""
     if (load := os.getloadavg()[0]) > BUSY_LOAD:
         print(f"the machine is busy (load average {load:.1f}): these figures will mean little", file=sys.stderr)
+
+
+def _fresh_memory_rate() -> float:
+    """How fast memory can be written that no process has used lately, in GB/s. On a virtual machine that gets its
+    memory from the host page by page, this can be a tenth of the rate of memory in use, and then buffers that grow cost
+    much more than elsewhere."""
+    with mmap.mmap(-1, 2 * FRESH_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANON) as fresh:
+        for page in range(0, 2 * FRESH_BYTES, mmap.PAGESIZE):
+            if page == FRESH_BYTES:  # the first half may have been in use a moment ago
+                started = time.perf_counter()
+            fresh[page] = 1
+        return FRESH_BYTES / (time.perf_counter() - started) / 1e9
 
 
 def _processor() -> str:

@@ -155,7 +155,7 @@ class DeviceLoop:
 
     def step(self) -> bool:
         """Admits sequences and runs the next unit of device work. False if there is none."""
-        busy = True
+        busy, trained = True, 0
         with self.surviving():
             started = time.monotonic()
             if self.adapters.failures:
@@ -165,10 +165,12 @@ class DeviceLoop:
             self.scheduler.admit()
             admitted = time.monotonic()
             self.scheduler.gap.add_wait_time(admitted - started)
+            trained = self.counters.training_units
             busy = self._run_next(admitted)
+            trained = self.counters.training_units - trained
             self._recovery.went_well()
         with self.surviving():
-            busy = self._tidy() or busy
+            busy = self._tidy(rows_waited=trained > 0) or busy
             busy = busy or (self._disk is not None and self._disk.save())
         if busy and self._check_every_unit:
             self.check_integrity()
@@ -199,14 +201,17 @@ class DeviceLoop:
         self._requests.flush()
         return True
 
-    def _tidy(self) -> bool:
+    def _tidy(self, rows_waited: bool = False) -> bool:
         """Gives back some of the memory that rows and cached prefixes do not need, or that adapters and training do.
+
+        Args:
+            rows_waited: rows have just waited for training, and should not wait for arenas to be copied as well.
 
         Returns:
             Whether there is more to do: memory to give back, or training that has waited for it.
         """
         started, waited = time.monotonic(), self._gives_way
-        left = self._memory.tidy(started)
+        left = self._memory.tidy(started, rows_waited)
         self._gives_way = left and self._runner.cache.device.excess > 0
         self.scheduler.gap.add_wait_time(time.monotonic() - started)
         return left or waited

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -10,6 +11,7 @@ import pytest
 from harness import Harness, make_harness
 from tiny import tiny_model
 
+from mlx_parallm.batch.kv.arena import Arena
 from mlx_parallm.core import DeviceSchedule, RequestFinished, SamplingParams, WorkClass
 
 PROMPTS = [[i, 3, 5, 7, 11, 13] * 4 for i in range(4)]
@@ -113,6 +115,33 @@ def test_rows_say_the_same_beside_training(undisturbed: dict[str, list[int]]) ->
     detail = harness.loop.stats().detail
     assert (detail["training_units_total"], detail["failed_training_units_total"]) == (6, 0)
     assert detail["training_seconds_total"] > 0.0
+
+
+def test_rows_do_not_wait_for_training_and_a_copy_of_an_arena_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness, training = learning()
+    monkeypatch.setattr("mlx_parallm.engine.memory._TIDY_BYTES_ON_CPU", 1)
+    for number in range(40):
+        harness.submit(str(number), [20 + number] * 300, 4)
+    harness.run()
+    harness.runner.cache.evict(140)
+    harness.submit("beside", PROMPTS[0], 60)
+    units: list[str] = []
+    training.watch = lambda: units.append("training")
+    training.left = 10
+    copy, forward = Arena.resize, harness.runner.begin
+
+    def copied(arena: Arena, blocks: int, *most: float) -> bool:
+        before, done = arena.array_bytes, copy(arena, blocks, *most)
+        if arena.array_bytes != before:
+            units.append("copy")
+        return done
+
+    monkeypatch.setattr(Arena, "resize", copied)
+    monkeypatch.setattr(harness.runner, "begin", lambda *unit: (units.append("forward"), forward(*unit))[1])
+    harness.run()
+    assert isinstance(harness.terminal("beside"), RequestFinished)
+    assert {"training", "copy", "forward"} <= set(units)
+    assert ("training", "copy") not in pairwise(units)
 
 
 @pytest.mark.parametrize("fault", [wrong_shapes, no_memory])

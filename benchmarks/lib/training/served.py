@@ -1,8 +1,8 @@
 """Compares a real server in three modes: inference only, inference with training, and training priority.
 
-    8 clients stream ──────────────────────────────────────────────────────────────────────────▶
-    │ inference only │ wait │ inference + RL │ wait │ training priority │ wait │ inference only …
-                     └ updates, one always waiting ─────────────────────┘
+    8 clients stream ────────────────────────────────────────────────────────────────────────────────▶
+    │ fill │ inference only │ wait │ inference + RL │ wait │ training priority │ wait │ inference only …
+                            └ updates, one always waiting ─────────────────────┘
 
 All three serve the adapter that is trained, so they differ only in training. A window with training goes from the end
 of one update to the end of another, so that it has whole updates.
@@ -29,7 +29,13 @@ WINDOW_S, QUICK_WINDOW_S, SETTLE_S = 60.0, 15.0, 5.0
 LIMIT_S = 300.0
 """Longest time of one answer in seconds. An update that waits for another one takes minutes."""
 
-FLAGS = ("--enable-rl-training", "--lora-rank", "16", "--lora-alpha", "32")
+FLAGS = ("--enable-rl-training", "--lora-rank", "16", "--lora-alpha", "32", "--kv-cache-memory", "512MB")
+"""The prefix cache is small, so that it is full when the first window begins. Until then arenas grow, which would cost
+one window more than another (`prefix.py` measures growth)."""
+
+FILL_S = 60.0
+"""For so long the clients fill the prefix cache before the first window."""
+
 GAPS, LARGEST_GAP = "mlx_parallm_decode_gap_seconds_bucket", "mlx_parallm_decode_gap_largest_seconds"
 
 
@@ -126,6 +132,7 @@ class _Bench:
         self._served.budget_s = (await self._get("/v1/training/schedule")).json()["max_decode_stall_ms"] / 1000
         async with asyncio.TaskGroup() as group:
             streaming = group.create_task(self._clients.run())
+            await asyncio.sleep(FILL_S)
             for _ in range(repeats):
                 await self._repeat()
             streaming.cancel()

@@ -19,8 +19,8 @@ def tidy(memory: BlockMemory, most_bytes: int, quiet: bool, pausing: bool = Fals
     Args:
         most_bytes: bytes that may be copied in each group now. At least one block is moved, or one layer resized.
         quiet: no row has opened for a while.
-        pausing: the last row has ended just now, and the next may come at once. Then only what is urgent is done: an
-            arena is short of places, or memory was reserved meanwhile.
+        pausing: do only what is urgent, because the last row has ended just now and the next may come at once, or rows
+            have waited already. Urgent: an arena is short of places, or memory was reserved meanwhile.
 
     Returns:
         Whether more is left to do.
