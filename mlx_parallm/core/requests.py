@@ -80,17 +80,35 @@ def _fallbacks(stop: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class CollectionSpec:
-    """Marks a request as training data: the `n` sequences of each prompt become one group of trajectories.
+    """Marks a request as training data. Without `group_id` and `episode_id`, the `n` sequences of each prompt become one
+    group of trajectories, whose rewards are compared with each other.
 
-    `scorer` names the scoring function, which computes the rewards and reads `metadata`. None: clients send the rewards
-    as feedback. `client` is the client's address; the trajectories of different clients are scored in turns.
-    `unscored`: why the scorer that the request named does not reward it, so that it waits for feedback; else empty.
+    Attributes:
+        scorer: the scoring function, which computes the rewards and reads `metadata`. None: clients send the rewards as
+            feedback.
+        client: the client's address; the trajectories of different clients are scored in turns.
+        unscored: why the scorer that the request named does not reward it, so that it waits for feedback; else empty.
+        messages: the conversation that the prompt was rendered from, as chat templates take it. Empty if the prompt is
+            not a conversation.
+        group_id: the answers of all requests with the same one are one group. Empty: the request is its own group.
+        group_size: how many members the group of `group_id` has; None: it ends when it is closed.
+        episode_id: the requests with the same one are the turns of one episode, which is one member of its group.
+            Empty: each answer is a member.
+        turn: the request's place in its episode, from 0; None: the turns are in order of their arrival.
+        unmatched: why the prompt does not continue the tokens of an earlier turn of its episode; empty if it does, and
+            for the first turn.
     """
 
     scorer: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
     client: str = field(default="", compare=False)
     unscored: str = ""
+    messages: tuple[Mapping[str, Any], ...] = ()
+    group_id: str = ""
+    group_size: int | None = None
+    episode_id: str = ""
+    turn: int | None = None
+    unmatched: str = ""
 
 
 @dataclass(frozen=True, slots=True)

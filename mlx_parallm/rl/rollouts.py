@@ -8,7 +8,7 @@ import json
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Protocol, TypeGuard, cast
@@ -260,7 +260,7 @@ class Rollouts:
                 n=settings.group_size,
                 adapter=adapter,
                 work_class=WorkClass.TRAINING,
-                collection=task.collection,
+                collection=replace(task.collection, messages=tuple(task.messages)),
             )
             tokens = 0
             async for event in events_of(self._generate(request)):
