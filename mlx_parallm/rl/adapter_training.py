@@ -21,7 +21,7 @@ from mlx_parallm.adapters.weights import AdapterWeights, VersionInfo
 from mlx_parallm.config import CheckpointingConfig, ResolvedTraining
 from mlx_parallm.core import BASE_ADAPTER, AdapterRef, CheckpointCard, UpdateReport
 from mlx_parallm.rl.checkpoints import BEST, AdapterCheckpoints, PolicyCheckpoints, PolicyOf, TrainedVersion
-from mlx_parallm.rl.collect.groups import VersionHistory
+from mlx_parallm.rl.collect.versions import VersionHistory
 from mlx_parallm.rl.events import Emit, UpdateOutcome, UpdateReporter
 from mlx_parallm.rl.gate import Gate
 from mlx_parallm.rl.learn.learner import Learner

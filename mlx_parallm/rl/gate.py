@@ -24,7 +24,7 @@ from mlx_parallm.core import (
     WorkClass,
 )
 from mlx_parallm.errors import ConfigError, RequestError
-from mlx_parallm.rl.collect.groups import TrajectoryRecorder
+from mlx_parallm.rl.collect.recorder import TrajectoryRecorder
 from mlx_parallm.rl.events import Refusal
 from mlx_parallm.rl.rollouts import events_of
 from mlx_parallm.rl.scoring.service import ScoringService

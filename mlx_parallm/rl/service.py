@@ -34,9 +34,11 @@ from mlx_parallm.core import (
 from mlx_parallm.errors import ConflictError, UnknownModelError
 from mlx_parallm.rl.adapter_training import AdapterTraining, AdapterTrainingParts
 from mlx_parallm.rl.checkpoints import PolicyCheckpoints, PolicyOf
-from mlx_parallm.rl.collect.buffer import Intake, TrajectoryBuffer
-from mlx_parallm.rl.collect.groups import DropReason, TrajectoryGroup, TrajectoryState, collect
+from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
+from mlx_parallm.rl.collect.groups import DropReason, TrajectoryGroup, TrajectoryState
+from mlx_parallm.rl.collect.intake import Intake
 from mlx_parallm.rl.collect.log import TrajectoryLog
+from mlx_parallm.rl.collect.recorder import collect
 from mlx_parallm.rl.events import EventHub, Listener
 from mlx_parallm.rl.gate import Evaluate, Gate
 from mlx_parallm.rl.learn.learner import Learner

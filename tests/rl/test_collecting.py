@@ -22,7 +22,7 @@ from mlx_parallm.core import (
     Trajectory,
 )
 from mlx_parallm.errors import EngineError, StepFailedError
-from mlx_parallm.rl.collect.groups import collect
+from mlx_parallm.rl.collect.recorder import collect
 
 REF = AdapterRef("math", 3)
 FINISHED = RequestFinished(4, 4, 0.0, 0.0, 0.0, 1.0)
