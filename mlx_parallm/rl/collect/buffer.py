@@ -6,7 +6,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 
-from mlx_parallm.core import AdapterRef, Trajectory, TrajectoryCard
+from mlx_parallm.core import AdapterRef, TrajectoryCard
 from mlx_parallm.errors import ConflictError, UnknownTrajectoryError
 from mlx_parallm.rl.collect.groups import DropReason, GroupMember, TrajectoryGroup, TrajectoryState
 
