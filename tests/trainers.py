@@ -29,8 +29,8 @@ from mlx_parallm.rl.objectives.samples import Sample, answered
 LORA = ModelConfig(lora_rank=4, lora_alpha=8.0, lora_target_modules=("q_proj", "v_proj", "o_proj", "down_proj"))
 SETTINGS = changed(TRAINING, learning_rate=1e-2, micro_batch_tokens=64, gradient_checkpointing=False, seed=3)
 VOCABULARY = 250
-SINGLE = [each for each in Algorithm if each not in (Algorithm.DPO, Algorithm.DISTILLATION)]
-"""Losses of one sequence at a time, without a teacher."""
+SINGLE = [each for each in Algorithm if each not in (Algorithm.DPO, Algorithm.KTO, Algorithm.DISTILLATION)]
+"""Losses of one sequence at a time, without a teacher or an estimate over all samples."""
 
 
 def make_trainer(

@@ -28,6 +28,7 @@ class Algorithm(StrEnum):
     PPO = "ppo"
     IMPORTANCE_SAMPLING = "importance_sampling"
     DPO = "dpo"
+    KTO = "kto"
     DISTILLATION = "distillation"
     CROSS_ENTROPY = "cross_entropy"
 
@@ -82,6 +83,7 @@ ALGORITHM_DEFAULTS: Mapping[Algorithm, AlgorithmDefaults] = {
     Algorithm.IMPORTANCE_SAMPLING: AlgorithmDefaults(0.2, 0.2, RewardScale.GROUP),
     Algorithm.DISTILLATION: AlgorithmDefaults(0.2, 0.2, RewardScale.NONE),
     Algorithm.DPO: AlgorithmDefaults(0.2, 0.2, RewardScale.NONE),
+    Algorithm.KTO: AlgorithmDefaults(0.2, 0.2, RewardScale.NONE),
     Algorithm.CROSS_ENTROPY: AlgorithmDefaults(0.2, 0.2, RewardScale.NONE),
 }
 
@@ -95,7 +97,7 @@ class LossConfig(Section):
     """The policy ratio of a token is clipped above 1 + clip_high. null means the algorithm's own value."""
     dual_clip: Number | None = Field(default=3.0, gt=1)
     """Largest loss of a token with a negative advantage A, as a multiple of |A|. null means no bound. cispo, ppo,
-    importance_sampling, dpo and cross_entropy do not use it.
+    importance_sampling, dpo, kto and cross_entropy do not use it.
     """
     scale_rewards: Annotated[RewardScale, BeforeValidator(lower)] | None = None
     """Divide centred rewards by the standard deviation of their group (group), of the batch (batch), or not at all
@@ -114,13 +116,19 @@ class LossConfig(Section):
     logprobs divided by its probability by the sampler's.
     """
     preference_beta: Number = Field(default=0.1, gt=0)
-    """dpo: how strongly a preference counts against the distance from the base model. The smaller it is, the further
-    the policy may move.
+    """dpo and kto: how strongly a preference counts against the distance from the base model. The smaller it is, the
+    further the policy may move.
     """
+    kto_desirable_weight: Number = Field(default=1.0, ge=0)
+    """kto: weight of the loss of a desirable answer. If there are fewer desirable answers, raise it accordingly."""
+    kto_undesirable_weight: Number = Field(default=1.0, ge=0)
+    """kto: weight of the loss of an undesirable answer."""
     mask_truncated: bool = False
     """Learn nothing from answers that the token limit cut off. Their rewards still count in their groups."""
     imitation_threshold: Number = 0.0
-    """cross_entropy imitates trajectories whose reward is above this value, and those that come without a reward."""
+    """cross_entropy imitates trajectories whose reward is above this value, and those that come without a reward. For
+    kto, a trajectory that is compared with no other one is desirable if its reward is above this value.
+    """
 
 
 class ResolvedLoss(LossConfig):
@@ -147,6 +155,12 @@ class ResolvedLoss(LossConfig):
         return self.algorithm is Algorithm.DPO
 
     @property
+    def rates(self) -> bool:
+        """Whether each sample by itself is desirable or undesirable (kto). The loss then needs an estimate of the
+        policy's KL divergence from the base model before the first gradient."""
+        return self.algorithm is Algorithm.KTO
+
+    @property
     def reads_teacher(self) -> bool:
         """Whether the loss reads the logprobs of a teacher."""
         return self.algorithm is Algorithm.DISTILLATION
@@ -154,7 +168,7 @@ class ResolvedLoss(LossConfig):
     @property
     def reads_reference(self) -> bool:
         """Whether the loss reads the logprobs of the base model."""
-        return self.kl_coef != 0 or self.prefers
+        return self.kl_coef != 0 or self.prefers or self.rates
 
 
 class OptimizerConfig(Section):
@@ -211,8 +225,8 @@ class RLTrainingConfig(Section):
     enabled: bool = False
     """Train adapters on collected trajectories. A server.mode that trains turns this key on, and vice versa."""
     algorithm: Annotated[Algorithm, BeforeValidator(lower)] = Algorithm.GRPO
-    """Loss: grpo, bnpo, dapo, dr_grpo, gspo, cispo, ppo, importance_sampling, dpo (preferences), or
-    cross_entropy (imitation).
+    """Loss: grpo, bnpo, dapo, dr_grpo, gspo, cispo, ppo, importance_sampling, dpo (preferences),
+    kto (thumbs up or down), or cross_entropy (imitation).
     """
     update_frequency: Integer = Field(default=100, ge=1)
     """Number of trajectories in one update. Only groups with a learning signal count: their rewards differ, or come

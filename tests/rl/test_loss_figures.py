@@ -17,8 +17,8 @@ from mlx_parallm.config import Algorithm
 from mlx_parallm.rl.objectives.losses import loss, means
 from mlx_parallm.rl.objectives.token_losses import k3
 
-SINGLE = [each for each in Algorithm if each not in (Algorithm.DPO, Algorithm.DISTILLATION)]
-"""Losses of one sequence at a time, without a teacher."""
+SINGLE = [each for each in Algorithm if each not in (Algorithm.DPO, Algorithm.KTO, Algorithm.DISTILLATION)]
+"""Losses of one sequence at a time, without a teacher or an estimate over all samples."""
 POLICY = [each for each in SINGLE if each is not Algorithm.CROSS_ENTROPY]
 
 

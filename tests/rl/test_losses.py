@@ -25,8 +25,8 @@ from mlx_parallm.config.training import ALGORITHM_DEFAULTS
 from mlx_parallm.rl.objectives.batches import group_advantages
 from mlx_parallm.rl.objectives.losses import ALGORITHMS, loss, means
 
-SINGLE = [each for each in Algorithm if each not in (Algorithm.DPO, Algorithm.DISTILLATION)]
-"""Losses of one sequence at a time, without a teacher."""
+SINGLE = [each for each in Algorithm if each not in (Algorithm.DPO, Algorithm.KTO, Algorithm.DISTILLATION)]
+"""Losses of one sequence at a time, without a teacher or an estimate over all samples."""
 POLICY = [each for each in SINGLE if each is not Algorithm.CROSS_ENTROPY]
 CORRECTED = [each for each in POLICY if each not in (Algorithm.PPO, Algorithm.IMPORTANCE_SAMPLING)]
 """Those that weigh a token by how much the sampler differs from the trainer."""

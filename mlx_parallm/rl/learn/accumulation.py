@@ -24,7 +24,7 @@ from mlx_parallm.rl.learn.packing import SampleBatch, split_samples
 from mlx_parallm.rl.learn.policy import Policy
 from mlx_parallm.rl.objectives.losses import LossStats, means
 from mlx_parallm.rl.objectives.reductions import UpdateTotals
-from mlx_parallm.rl.objectives.samples import Sample, check_pairs
+from mlx_parallm.rl.objectives.samples import Sample, check_pairs, mismatched
 
 _KL_SAMPLING = 4
 """One in this many sample batches is compared with the base model."""
@@ -40,6 +40,9 @@ class Accumulation:
         loss: the settings of the loss.
         totals: what the loss is divided by.
         batches: all sample batches. `pending`: those that no micro-step has taken yet.
+        mismatched: prompts with answers to others, which the KL estimate of kto is made from.
+        kl_estimate: kto's z0, in nats of a whole answer, at least 0; None until it is computed. It is that of these
+            samples alone: a step that is accumulated in several calls has one for each of them.
         gradients: their sum so far; None before the first micro-step.
         logprobs: of each batch's trained tokens under the policy before the step, fp32 [N].
         base_kls: mean KL of each sampled batch between the policy before the step and the base model.
@@ -71,6 +74,8 @@ class Accumulation:
             raise ValueError("distillation needs teacher_logprobs in every sample")
         self.batches = tuple(split_samples(samples, max_tokens, whole_groups=loss.prefers))
         self.pending = list(self.batches)
+        self.mismatched = tuple(split_samples(mismatched(samples), max_tokens)) if loss.rates else ()
+        self.kl_estimate = None if loss.rates else 0.0
         self.gradients: Params | None = None
         self.logprobs: dict[SampleBatch, mx.array] = {}
         self.base_kls: list[float] = []
@@ -139,13 +144,15 @@ class Accumulated:
 
     def metrics(self) -> dict[str, float]:
         """Means over all trained tokens, and the sums `loss`, `tokens` and `device_seconds`. The KL from the base model
-        is an estimate if it is not part of the loss."""
+        is an estimate if it is not part of the loss. `kl_mismatched` is kto's z0."""
         figures = means([stats for part in self.parts for stats in part.stats])
         if any(part.base_kls for part in self.parts):
             kls = (
                 part.trained_tokens * sum(part.base_kls) / len(part.base_kls) for part in self.parts if part.base_kls
             )
             figures["kl"] = sum(kls) / sum(part.trained_tokens for part in self.parts if part.base_kls)
+        if estimates := [part.kl_estimate or 0.0 for part in self.parts if part.loss.rates]:
+            figures["kl_mismatched"] = sum(estimates) / len(estimates)
         return {
             **figures,
             "loss": self.loss,

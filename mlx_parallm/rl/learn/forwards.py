@@ -62,6 +62,7 @@ class MicroStepInput:
 
     loss: the settings of its loss. denominators: what that is divided by.
     gradients: the sum of its gradients so far; None in the first micro-step.
+    kl_estimate: see `Accumulation`.
     """
 
     batch: MicroBatch
@@ -69,6 +70,7 @@ class MicroStepInput:
     loss: ResolvedLoss
     denominators: Denominators
     gradients: Params | None
+    kl_estimate: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +211,7 @@ def _token_batch(each: MicroStepInput, scores: Scores, reference: mx.array | Non
         advantages=batch.advantages,
         groups=batch.groups,
         teacher_logp=batch.teacher_logprobs,
+        kl_estimate=each.kl_estimate,
     )
 
 

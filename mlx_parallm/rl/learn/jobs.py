@@ -1,4 +1,5 @@
-"""The jobs of the trainer: what is computed for a micro-step, the end of an accumulation, a step, and logprobs."""
+"""The jobs of the trainer: what is computed before, in and after the micro-steps of an accumulation, for a step, and
+for logprobs."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ Work = Accumulation | Step | Logprobs
 
 @dataclass(slots=True)
 class Job:
-    """A micro-step, the end of an accumulation, or a step, and the memory that it has taken so far.
+    """Work on an accumulation, a step or logprobs, and the memory that it has taken so far.
 
     tokens: the tokens of all that it works on. Its device time is charged in these proportions.
     parts: each step of the iterator runs one part, within one unit.
@@ -73,6 +74,10 @@ class Jobs:
         sizes: dict[Work, int] = {work: batch.size for work, batch in batches.items()}
         return Job(sizes, self._pacer.run(self._micro_step(batches), sum(sizes.values())))
 
+    def estimate(self, work: Accumulation) -> Job:
+        """Computes the KL estimate that the loss of an accumulation needs before its first micro-step."""
+        return Job({work: 1}, self._estimate(work))
+
     def end(self, work: Accumulation) -> Job:
         """Ends an accumulation whose micro-steps are all done."""
         return Job({work: 1}, self._end(work), finishes=work)
@@ -88,7 +93,12 @@ class Jobs:
         micro_step = self._forwards.gradients(
             [
                 MicroStepInput(
-                    pack(batch), work.policy.state, work.loss, work.totals.for_rows(batch.samples), work.gradients
+                    pack(batch),
+                    work.policy.state,
+                    work.loss,
+                    work.totals.for_rows(batch.samples),
+                    work.gradients,
+                    work.kl_estimate or 0.0,
                 )
                 for work, batch in batches.items()
             ]
@@ -96,6 +106,21 @@ class Jobs:
         for (work, batch), result in zip(batches.items(), micro_step.results, strict=True):
             work.add(batch, result)
         yield from micro_step.stages
+
+    def _estimate(self, work: Accumulation) -> Iterator[None]:
+        """Estimates the KL divergence of whole answers from the base model, from answers to other prompts."""
+        total, state = 0.0, work.policy.state
+        for number, batch in enumerate(work.mismatched):
+            if number:
+                yield
+            packed = pack(batch)
+            policy = self._forwards.scores([packed], [Span(packed.tokens.size, state.params, state.scale)])
+            base = self._forwards.scores([packed], None)
+            ours, theirs = policy.scores[0][0], base.scores[0][0]
+            change = (packed.padded(ours - theirs) * packed.weights).sum()
+            yield from self._pacer.run([*policy.stages(ours), *base.stages(change)], batch.size)
+            total += cast(float, change.item())
+        work.kl_estimate = max(0.0, total / sum(len(batch.samples) for batch in work.mismatched))
 
     def _end(self, work: Accumulation) -> Iterator[None]:
         """Ends an accumulation: measures the KL from the base model, if that is reported and not part of the loss."""

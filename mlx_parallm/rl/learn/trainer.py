@@ -236,9 +236,9 @@ class GRPOTrainer:
     # -- jobs ------------------------------------------------------------------------------------
 
     def _next_job(self) -> Job:
-        """A step, logprobs, or the end of an accumulation whose micro-steps are all done, if one is first in the queue
-        of its policy. Otherwise a micro-step: a batch of samples of the oldest accumulation, and one of every other
-        policy, as long as they fit."""
+        """A step, logprobs, or what comes before or after the micro-steps of an accumulation, if one is first in the
+        queue of its policy. Otherwise a micro-step: a batch of samples of the oldest accumulation, and one of every
+        other policy, as long as they fit."""
         oldest: dict[Policy | None, Work] = {}
         for work in self._queue:
             oldest.setdefault(work.policy, work)
@@ -248,6 +248,8 @@ class GRPOTrainer:
                 return self._jobs.step(work, self._accumulated[work.policy])
             if isinstance(work, Logprobs):
                 return self._jobs.logprobs(work)
+            if work.kl_estimate is None:
+                return self._jobs.estimate(work)
             if not work.pending:
                 return self._jobs.end(work)
             gathering.append(work)

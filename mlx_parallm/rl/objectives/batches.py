@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, compress
+from statistics import fmean
 
 import numpy as np
 from numpy.typing import NDArray
@@ -144,8 +145,9 @@ def prepare(
     """The batch of one update.
 
     The loss cross_entropy imitates the samples whose reward exceeds `imitation_threshold`, and those without a reward.
-    The loss dpo takes the best and the worst sample of each group. Every other loss compares rewards within their
-    group, and samples without a group with their scorer's earlier rewards.
+    The loss dpo takes the best and the worst sample of each group. For kto, a sample is desirable if its reward exceeds
+    the mean of its group, or `imitation_threshold` if it is compared with no other one. Every other loss compares
+    rewards within their group, and samples without a group with their scorer's earlier rewards.
 
     Args:
         wanted: how many trajectories with a signal make a whole update; None, or more than there are: all that there
@@ -155,11 +157,19 @@ def prepare(
         return _prepare_imitation(groups, loss)
     if loss.prefers:
         return _prepare_pairs(groups, loss, wanted)
+    if loss.rates:
+        return _batch(groups, [_rated(group, loss.imitation_threshold) for group in groups], loss, wanted)
     scaled = loss.scale_rewards is not RewardScale.NONE
     compared = iter(group_advantages([group.rewards for group in groups if group.is_compared], loss.scale_rewards))
     advantages = [
         next(compared) if group.is_compared else _single_advantages(group, history, scaled) for group in groups
     ]
+    return _batch(groups, advantages, loss, wanted)
+
+
+def _batch(
+    groups: Sequence[ScoredGroup], advantages: Sequence[GroupAdvantages], loss: ResolvedLoss, wanted: int | None
+) -> PreparedBatch:
     samples = _samples(groups, advantages, loss.mask_truncated)
     batch = UpdateBatch(samples, _reward_metrics(groups) | _metrics(groups), _step_scale(advantages, wanted))
     return PreparedBatch(batch, tuple(group.dropped for group in advantages))
@@ -184,6 +194,15 @@ def _prepare_pairs(groups: Sequence[ScoredGroup], loss: ResolvedLoss, wanted: in
     samples = _samples(pairs, [GroupAdvantages((1.0, -1.0))] * len(pairs), mask_truncated=False)
     batch = UpdateBatch(samples, _reward_metrics(groups) | _metrics(groups), _step_scale(signals, wanted))
     return PreparedBatch(batch, tuple(reasons))
+
+
+def _rated(group: ScoredGroup, threshold: float) -> GroupAdvantages:
+    """1 for a desirable trajectory, -1 for an undesirable one, 0 for one that has just the mean reward of its group."""
+    if group.is_compared and (reason := no_signal(group.rewards)):
+        return GroupAdvantages.none(len(group.rewards), reason)
+    if group.is_compared:
+        return GroupAdvantages(tuple(np.sign(np.subtract(group.rewards, fmean(group.rewards))).tolist()))
+    return GroupAdvantages(tuple(1.0 if reward > threshold else -1.0 for reward in group.rewards))
 
 
 def _untruncated(group: ScoredGroup) -> ScoredGroup:

@@ -10,6 +10,7 @@ w = min(π_old / μ, mismatch_cap) and the advantage A of the token, the loss of
     importance_sampling         -r A
     distillation                -r log(π_teacher / π_old)
     dpo                         -log σ(β Σ ±log(π_θ / π_base)), over both samples of a pair
+    kto                         λ (1 - σ(±β (Σ log(π_θ / π_base) - z0))), over the tokens of a sample
     cross_entropy               -log π_θ
 
 plus kl_coef · k3 - entropy_coef · H. k3 estimates the KL divergence from the base model, and H is the entropy.
@@ -49,6 +50,7 @@ from mlx_parallm.rl.objectives.token_losses import (
     dpo,
     importance_sampling,
     k3,
+    kto,
     ppo,
     sequence_clip,
     token_clip,
@@ -60,7 +62,7 @@ class LossStats:
     """Sums over the trained tokens of one micro-batch; lazy fp32 scalars.
 
     `kl`: k3 of the policy and the base model. `mismatch_kl`: k3 of μ and π_old. `preferred`: tokens of pairs in which
-    the chosen sample is ahead. None: there is no data for it.
+    the chosen sample is ahead, or of samples on their side of kto's z0. None: there is no data for it.
     `ratio_max` is the largest ratio, not a sum.
     """
 
@@ -138,6 +140,7 @@ def _trained_only(batch: TokenBatch) -> TokenBatch:
         entropy=None if batch.entropy is None else kept(batch.entropy),
         groups=batch.groups,
         teacher_logp=None if batch.teacher_logp is None else mx.stop_gradient(kept(batch.teacher_logp)),
+        kl_estimate=batch.kl_estimate,
     )
 
 
@@ -177,5 +180,6 @@ ALGORITHMS: Mapping[Algorithm, LossRule] = {
     Algorithm.IMPORTANCE_SAMPLING: LossRule(importance_sampling, plain_sum),
     Algorithm.DISTILLATION: LossRule(distillation, token_mean),
     Algorithm.DPO: LossRule(dpo, sequence_mean),
+    Algorithm.KTO: LossRule(kto, sequence_mean),
     Algorithm.CROSS_ENTROPY: LossRule(cross_entropy, token_mean),
 }

@@ -10,7 +10,7 @@ One prompt with one answer is the simplest case (`answered`). Every loss reads s
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -125,6 +125,39 @@ def answered(
         stretches=(Stretch(context, context + drawn, temperature, adapter, ended),),
         group=group,
         on_policy=on_policy,
+    )
+
+
+def mismatched(samples: Sequence[Sample]) -> list[Sample]:
+    """As many samples, each with the prompt of one of these and the answer of one with another prompt: what kto
+    estimates a KL divergence from. A prompt is all that comes before the first trained token.
+
+    If more than half of the samples have the same prompt, some get an answer to their own prompt. The result does not
+    depend on the order of the samples.
+    """
+    ordered = sorted(samples, key=lambda each: (_prompt(each), each.token_ids, each.loss_weights, each.temperatures()))
+    most = max(Counter(map(_prompt, ordered)).values())
+    return [_with_answer(one, other) for one, other in zip(ordered, ordered[most:] + ordered[:most], strict=True)]
+
+
+def _prompt(sample: Sample) -> tuple[int, ...]:
+    return sample.token_ids[: sample.trained()[0]]
+
+
+def _with_answer(sample: Sample, other: Sample) -> Sample:
+    """The prompt of a sample with all that follows the prompt of another one."""
+    prompt, start = _prompt(sample), other.trained()[0]
+    shift = len(prompt) - start
+    return Sample(
+        (*prompt, *other.token_ids[start:]),
+        (0.0,) * len(prompt) + other.loss_weights[start:],
+        (0.0,) * len(prompt) + other.advantages[start:],
+        stretches=tuple(
+            replace(each, start=max(each.start, start) + shift, stop=each.stop + shift)
+            for each in other.stretches
+            if each.stop > start
+        ),
+        group=sample.group,
     )
 
 

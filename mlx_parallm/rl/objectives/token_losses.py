@@ -18,7 +18,7 @@ class TokenBatch:
     """One micro-batch of B sequences; C is the most trained tokens of one. Logprobs and entropy are in nats.
 
     `logp`: of π_θ. `old_logp`: of π_old. `sampling_logp`: of μ. `ref_logp`: of the base model. `entropy`: of π_θ.
-    `teacher_logp`: of the policy that distillation imitates.
+    `teacher_logp`: of the policy that distillation imitates. `kl_estimate`: kto's z0.
     `weights`: above 0 on trained tokens, 0 on padding, where the other arrays may hold anything, even NaN. All these
     are fp32 [B, C]. Only `logp` and `entropy` get gradients. `groups`: 1 where a row belongs to a group, fp32 [G, B].
     """
@@ -32,6 +32,7 @@ class TokenBatch:
     entropy: mx.array | None = None
     groups: mx.array | None = None
     teacher_logp: mx.array | None = None
+    kl_estimate: float = 0.0
 
     @property
     def mask(self) -> mx.array:
@@ -44,7 +45,7 @@ class TokenTerms:
     """The policy loss of each token, and the ratio in it; [B, C] or [B, 1].
 
     `clipped`, `dual_clipped`: whether that clip applies, so that the token has no gradient (except with cispo).
-    `preferred`: 1 where the row's pair is in the right order.
+    `preferred`: 1 where the row's pair is in the right order, or the row is on its side of kto's z0.
     """
 
     policy: mx.array
@@ -137,14 +138,39 @@ def dpo(batch: TokenBatch, config: ResolvedLoss) -> TokenTerms:
     """
     if batch.ref_logp is None or batch.groups is None:
         raise ValueError("dpo needs the logprobs of the base model, and the groups of the rows")
-    signs = mx.sign((batch.advantages * batch.mask).sum(-1))
-    change = ((batch.logp - batch.ref_logp) * batch.weights).sum(-1)
+    signs, change = _signed_change(batch, batch.ref_logp)
     margins = batch.groups @ (signs * change)
     of_pairs = mx.logaddexp(mx.zeros_like(margins), -config.preference_beta * margins)
     ratio = _ratio(batch.logp - batch.old_logp)
     none = mx.zeros_like(ratio)
     in_order = batch.groups.T @ (margins > 0).astype(mx.float32)
     return TokenTerms((batch.groups.T @ of_pairs)[:, None], ratio, none, none, in_order[:, None])
+
+
+def kto(batch: TokenBatch, config: ResolvedLoss) -> TokenTerms:
+    """Kahneman-Tversky optimisation (arXiv 2402.01306): λ (1 - σ(±β (Σ log(π_θ / π_base) - z0))).
+
+    The sign is + for a desirable sample, whose advantages are positive, and - for an undesirable one, and λ is the
+    weight of its kind. z0, `kl_estimate`, has no gradient.
+
+    Raises:
+        ValueError: the batch lacks the logprobs of the base model.
+    """
+    if batch.ref_logp is None:
+        raise ValueError("kto needs the logprobs of the base model")
+    signs, change = _signed_change(batch, batch.ref_logp)
+    ahead = signs * (change - batch.kl_estimate)
+    weights = mx.where(signs > 0, config.kto_desirable_weight, config.kto_undesirable_weight)
+    of_rows = weights * mx.sigmoid(-config.preference_beta * ahead)
+    ratio = _ratio(batch.logp - batch.old_logp)
+    none = mx.zeros_like(ratio)
+    return TokenTerms(of_rows[:, None], ratio, none, none, (ahead > 0).astype(mx.float32)[:, None])
+
+
+def _signed_change(batch: TokenBatch, reference: mx.array) -> tuple[mx.array, mx.array]:
+    """Of each row, the sign of its advantages, and Σ log(π_θ / π_base), [B]."""
+    signs = mx.sign((batch.advantages * batch.mask).sum(-1))
+    return signs, ((batch.logp - reference) * batch.weights).sum(-1)
 
 
 def cross_entropy(batch: TokenBatch, config: ResolvedLoss) -> TokenTerms:

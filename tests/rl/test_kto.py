@@ -1,0 +1,214 @@
+"""The loss of answers that are desirable or not, against its formula in float64, and what an update makes of groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from configs import changed, loss_config
+from mlx.utils import tree_flatten
+from rl.fakes import trajectories
+from rl.loss_reference import Row, denominators_of, token_batch
+from sample_parts import advantage, answer, with_advantage
+from trainers import (
+    Recorder,
+    assert_close,
+    everywhere,
+    gradients,
+    learn,
+    make_policy,
+    make_trainer,
+    plain_logprobs,
+    samples,
+    unclipped,
+)
+
+from mlx_parallm.config import Algorithm
+from mlx_parallm.core import BASE_ADAPTER
+from mlx_parallm.rl.collect.groups import FEEDBACK, DropReason
+from mlx_parallm.rl.learn.model import Params
+from mlx_parallm.rl.learn.policy import Policy
+from mlx_parallm.rl.learn.trainer import GRPOTrainer
+from mlx_parallm.rl.objectives.batches import ScoredGroup, prepare
+from mlx_parallm.rl.objectives.losses import loss, means
+from mlx_parallm.rl.objectives.rewards import RewardHistory
+from mlx_parallm.rl.objectives.samples import Sample, mismatched
+
+KTO = loss_config(Algorithm.KTO, preference_beta=0.3, kto_desirable_weight=1.5, kto_undesirable_weight=0.5)
+
+
+# ---- the formula ---------------------------------------------------------------------------------
+
+
+def rated(seed: int) -> list[Row]:
+    """Desirable and undesirable rows of unequal lengths, and one that is neither."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for at, sign in enumerate((1.0, -1.0, 1.0, 0.0, -1.0)):
+        logp, ref = (rng.uniform(-3, -0.5, 2 + at).astype(np.float32).astype(np.float64) for _ in range(2))
+        rows.append(Row(logp, logp, logp, ref, np.ones(2 + at), sign, at))
+    return rows
+
+
+def expected(rows: Sequence[Row], estimate: float) -> tuple[float, list[np.ndarray]]:
+    """The mean of λ (1 - σ(±β (r - z0))), and its slopes by hand."""
+    total, slopes = 0.0, []
+    for row in rows:
+        weight = 1.5 if row.advantage > 0 else 0.5
+        ahead = row.advantage * ((row.logp - row.ref).sum() - estimate)
+        value = 1 / (1 + np.exp(-0.3 * ahead))
+        total += weight * (1 - value) / len(rows)
+        slopes.append(np.full(row.logp.size, -weight * 0.3 * row.advantage * value * (1 - value) / len(rows)))
+    return total, slopes
+
+
+@pytest.mark.parametrize("estimate", [0.0, 1.25])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_loss_of_desirability_equals_its_formula(seed: int, estimate: float) -> None:
+    rows = rated(seed)
+    batch, denominators = replace(token_batch(rows), kl_estimate=estimate), denominators_of(rows)
+    value, gradient = mx.value_and_grad(lambda x: loss(replace(batch, logp=x), denominators, KTO)[0])(batch.logp)
+    want, slopes = expected(rows, estimate)
+    assert value.item() == pytest.approx(want, rel=1e-5)
+    for got, slope, row in zip(np.array(gradient), slopes, rows, strict=True):
+        np.testing.assert_allclose(got[: row.logp.size], slope, rtol=1e-4, atol=1e-7)
+    figures = means([loss(batch, denominators, KTO)[1]])
+    right = [row.advantage * ((row.logp - row.ref).sum() - estimate) > 0 for row in rows]
+    tokens = [row.logp.size for row in rows]
+    assert figures["preference_accuracy"] == pytest.approx(np.dot(right, tokens) / sum(tokens))
+
+
+# ---- samples of other prompts --------------------------------------------------------------------
+
+
+def test_every_prompt_gets_the_answer_to_another_one() -> None:
+    drawn = samples(7, groups=3)
+    answers = {}
+    for sample in drawn:
+        answers.setdefault(sample.token_ids[: sample.trained()[0]], []).append(answer(sample))
+    made = mismatched(drawn)
+    assert sorted(answer(each) for each in made) == sorted(answer(each) for each in drawn)
+    for each in made:
+        assert answer(each) not in answers[each.token_ids[: each.trained()[0]]]
+    assert mismatched(drawn[::-1]) == made
+
+
+def test_temperatures_and_weights_go_with_the_answer() -> None:
+    one, other = samples(2, groups=2)
+    other = replace(other, stretches=tuple(replace(each, temperature=0.5) for each in other.stretches))
+    made = {each.token_ids[: each.trained()[0]]: each for each in mismatched([one, other])}
+    moved = made[one.token_ids[: one.trained()[0]]]
+    assert [moved.temperatures()[at] for at in moved.trained()] == [0.5] * len(answer(other))
+    assert [moved.loss_weights[at] for at in moved.trained()] == [1.0] * len(answer(other))
+
+
+def test_answers_to_a_single_prompt_are_compared_with_each_other() -> None:
+    drawn = samples(3, groups=1)
+    assert sorted(answer(each) for each in mismatched(drawn)) == sorted(answer(each) for each in drawn)
+
+
+# ---- the trainer ---------------------------------------------------------------------------------
+
+
+def judged(count: int = 6) -> list[Sample]:
+    """Desirable and undesirable answers to three prompts."""
+    drawn = samples(count, groups=3)
+    return [with_advantage(each, 1.0 if at % 2 else -1.0) for at, each in enumerate(drawn)]
+
+
+def plain_estimate(trainer: GRPOTrainer, model, policy: Policy, drawn: Sequence[Sample]) -> float:
+    changes = [
+        sum(plain_logprobs(trainer, model, policy.params, each)) - sum(plain_logprobs(trainer, model, None, each))
+        for each in mismatched(drawn)
+    ]
+    return max(0.0, float(np.mean(changes)))
+
+
+@pytest.mark.parametrize("seed", [5, 7])
+@pytest.mark.parametrize("most", [1, 30, 10_000])
+def test_the_gradient_is_that_of_plain_forwards(most: int, seed: int) -> None:
+    """Differentiated by MLX itself, one sample after the other, with the estimate of plain forwards."""
+    trainer, model = make_trainer(unclipped(loss=KTO, micro_batch_tokens=most))
+    policy, drawn = make_policy(trainer, moved=0.05, seed=seed), judged()
+    estimate = plain_estimate(trainer, model, policy, drawn)
+    bases = [sum(plain_logprobs(trainer, model, None, each)) for each in drawn]
+
+    def plain(params: Params) -> mx.array:
+        total = mx.array(0.0)
+        for sample, base in zip(drawn, bases, strict=True):
+            with trainer.model.bank.using(everywhere(params, policy.scale)):
+                logits = model(mx.array([sample.token_ids]))[0]
+            logprobs = logits - mx.logsumexp(logits, -1, keepdims=True)
+            change = logprobs[mx.array(sample.trained()) - 1, mx.array(answer(sample))].sum() - base
+            sign, weight = advantage(sample), 1.5 if advantage(sample) > 0 else 0.5
+            total = total + weight * (1 - mx.sigmoid(0.3 * sign * (change - estimate))) / len(drawn)
+        return total
+
+    want = {name: np.array(leaf) for name, leaf in tree_flatten(mx.grad(plain)(policy.params))}
+    assert_close(gradients(trainer, policy, drawn), want, 2e-5)
+    metrics = learn(trainer, Recorder(policy), drawn).metrics
+    assert metrics["kl_mismatched"] == pytest.approx(estimate, rel=1e-4, abs=1e-4)
+
+
+def test_the_estimate_is_above_zero_in_one_of_these_policies_and_clamped_in_the_other() -> None:
+    """So that the test above has seen both."""
+    trainer, model = make_trainer()
+    estimates = [
+        plain_estimate(trainer, model, make_policy(trainer, moved=0.05, seed=seed), judged()) for seed in (5, 7)
+    ]
+    assert min(estimates) == 0.0
+    assert max(estimates) > 0.01
+
+
+def test_a_failure_of_the_estimate_costs_its_update_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, _ = make_trainer(unclipped(loss=KTO))
+    policy = make_policy(trainer, moved=0.05)
+    future = trainer.accumulate(policy, judged(), KTO)
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer._forwards, "scores", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            trainer.advance()
+        trainer.reset()
+    assert future.exception(timeout=0) is not None
+    assert not trainer.waits()
+    assert not learn(trainer, policy, judged()).skipped
+
+
+def test_what_is_desirable_becomes_likelier_and_what_is_not_less_likely() -> None:
+    settings = changed(unclipped(loss=changed(KTO, kto_undesirable_weight=1.5)), learning_rate=1e-2)
+    trainer, model = make_trainer(settings)
+    policy, drawn = make_policy(trainer), judged()
+
+    def logprobs() -> list[float]:
+        return [sum(plain_logprobs(trainer, model, policy.params, each)) for each in drawn]
+
+    before = logprobs()
+    metrics = [learn(trainer, policy, drawn).metrics for _ in range(8)]
+    assert all((now - then) * advantage(s) > 0.5 for now, then, s in zip(logprobs(), before, drawn, strict=True))
+    assert metrics[0]["loss"] == pytest.approx(0.75, rel=1e-3), "before the first step every answer is worth 1/2"
+    assert metrics[-1]["preference_accuracy"] == 1.0
+
+
+# ---- collected groups ----------------------------------------------------------------------------
+
+
+def test_answers_are_rated_within_their_group_and_single_ones_by_the_threshold() -> None:
+    def group(name: str, scorer: str, *rewards: float) -> ScoredGroup:
+        return ScoredGroup(tuple(trajectories(name, BASE_ADAPTER, len(rewards))), rewards, scorer, 0, True)
+
+    groups = [
+        group("a", "x", 1.0, 0.0, 0.0),
+        group("b", "x", 1.0, 1.0),
+        group("c", FEEDBACK, 1.0),
+        group("d", FEEDBACK, 0.0),
+        group("e", FEEDBACK, 1.0, 1.0),
+        group("f", "x", 0.4),
+    ]
+    prepared = prepare(groups, changed(KTO, imitation_threshold=0.3), RewardHistory())
+    rated = [(sample.group, advantage(sample)) for sample in prepared.batch.samples]
+    assert rated == [(0, 1), (0, -1), (0, -1), (2, 1), (3, -1), (4, 1), (4, 1), (5, 1)]
+    assert prepared.drop_reasons == (None, DropReason.ZERO_VARIANCE, *[None] * 4)
+    assert prepared.batch.step_scale == pytest.approx(8 / 10)
