@@ -15,6 +15,7 @@ from sample_parts import with_logprobs_of
 from tiny import tiny_model
 
 from mlx_parallm.adapters.bank import AdapterBank
+from mlx_parallm.adapters.weights import lora_scale
 from mlx_parallm.config import Algorithm, ModelConfig, ResolvedTraining
 from mlx_parallm.model.hooks import AdaptedLinear, adapter_layout, install_adapters, install_hook
 from mlx_parallm.rl.events import UpdateOutcome
@@ -106,7 +107,8 @@ def plain_logprobs(trainer: GRPOTrainer, model: nn.Module, params: Params | None
     """Of the trained tokens, from the served model's own forward over one unpadded row and a full log-softmax."""
     bank = trainer.model.bank
     lora = trainer.lora
-    context = None if params is None else everywhere(params, lora.lora_alpha / lora.lora_rank)
+    scale = lora_scale(lora.lora_alpha, lora.lora_rank, lora.lora_rslora)
+    context = None if params is None else everywhere(params, scale)
     with bank.using(context):
         logits = model(mx.array([sample.token_ids]))[0, :-1].astype(mx.float32)
     logits = logits / mx.array(sample.temperatures()[1:])[:, None]

@@ -184,6 +184,7 @@ class Slots:
         if not version.ranks:  # its first weights are those that it was published with
             version.ranks = {path: pair.rank for path, pair in weights.pairs.items()}
             version.scales = {path: pair.scale for path, pair in weights.pairs.items()}
+            version.rslora = weights.rslora
         yield from self._evict(slot)
         yield from self._bank.write(slot, weights)
         now = time.monotonic()
@@ -235,13 +236,14 @@ class Slots:
         `in_memory`: the weights of a version that is in no slot.
         """
         pairs: dict[str, LoRAPair] = {}
+        rslora = version.rslora
         if staged := self._staged.get(version.ref):
             yield from self._bank.read(staged.slot, version.ranks, pairs)
         elif weights := in_memory(version):
-            pairs = dict(weights.pairs)
+            pairs, rslora = dict(weights.pairs), rslora or weights.rslora
         scales = version.scales
         exported = {path: _exported(pair, scales.get(path, pair.scale)) for path, pair in pairs.items()}
-        return AdapterWeights(exported) if pairs else None
+        return AdapterWeights(exported, rslora) if pairs else None
 
     def clear(self) -> None:
         """Empties all slots, none of which may be pinned, and frees the bank."""

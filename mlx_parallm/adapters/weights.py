@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -47,11 +48,22 @@ class AdapterLayout:
     layers: int
 
 
+def lora_scale(alpha: float, rank: int, rslora: bool = False) -> float:
+    """The factor of an adapter's product: alpha / rank. Rank-stabilised LoRA (arXiv 2312.03732): alpha / √rank."""
+    return alpha / (math.sqrt(rank) if rslora else rank)
+
+
+def lora_alpha(scale: float, rank: int, rslora: bool = False) -> float:
+    """The alpha that gives this scale. It is a whole number if it is one apart from rounding."""
+    alpha = scale * (math.sqrt(rank) if rslora else rank)
+    return float(round(alpha)) if math.isclose(alpha, round(alpha), rel_tol=1e-14) else alpha
+
+
 @dataclass(frozen=True, slots=True)
 class LoRAPair:
     """The two factors of one linear's adapter (LoRA, arXiv 2106.09685).
 
-    y = x W + scale · (x a) b with a [in, rank], b [rank, out] and scale = alpha / rank.
+    y = x W + scale · (x a) b with a [in, rank] and b [rank, out]. `lora_scale` gives the scale.
     """
 
     a: Array
@@ -65,9 +77,13 @@ class LoRAPair:
 
 @dataclass(frozen=True)
 class AdapterWeights:
-    """The pairs of one adapter, by the path of their linear. Their ranks and scales may differ."""
+    """The pairs of one adapter, by the path of their linear. Their ranks and scales may differ.
+
+    `rslora`: whether their scales are alpha / √rank. It decides what `alpha` is, and changes no output.
+    """
 
     pairs: Mapping[str, LoRAPair]
+    rslora: bool = False
 
     @cached_property
     def rank(self) -> int:
@@ -76,8 +92,8 @@ class AdapterWeights:
 
     @cached_property
     def alpha(self) -> float:
-        """The largest scale · rank of a pair."""
-        return max(pair.scale * pair.rank for pair in self.pairs.values())
+        """The largest alpha of a pair."""
+        return max(lora_alpha(pair.scale, pair.rank, self.rslora) for pair in self.pairs.values())
 
     @cached_property
     def targets(self) -> tuple[str, ...]:
@@ -119,7 +135,7 @@ class Version:
         leases: number of requests and other users of it; it is not deleted while there are any.
         superseded: the files it came from hold other content now.
         forgotten: no selector finds it any more. It exists until its last lease ends.
-        ranks, scales: of its pairs, by path. They are set when it is first written into a slot.
+        ranks, scales: of its pairs, by path. They are set when it is first written into a slot, and so is `rslora`.
     """
 
     ref: AdapterRef
@@ -130,6 +146,7 @@ class Version:
     forgotten: bool = False
     ranks: dict[str, int] = field(default_factory=dict)
     scales: dict[str, float] = field(default_factory=dict)
+    rslora: bool = False
 
     @property
     def readable(self) -> bool:

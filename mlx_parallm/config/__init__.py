@@ -41,11 +41,14 @@ _MODEL, _TRAINING = ModelConfig(), RLTrainingConfig()
 
 @dataclass(frozen=True)
 class LoRAConfig:
-    """The adapters that training makes, scaled by `alpha / rank`. `target_modules` are the linears that they change."""
+    """The adapters that training makes, scaled by `alpha / rank`, or by `alpha / √rank` with `rslora`. `target_modules`
+    are the linears that they change.
+    """
 
     rank: int = _MODEL.lora_rank
     alpha: float = _MODEL.lora_alpha
     target_modules: tuple[str, ...] = _MODEL.lora_target_modules
+    rslora: bool = _MODEL.lora_rslora
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ _PATHS = {
     "rank": "model.lora_rank",
     "alpha": "model.lora_alpha",
     "target_modules": "model.lora_target_modules",
+    "rslora": "model.lora_rslora",
     "algorithm": "rl_training.algorithm",
     "learning_rate": "rl_training.optimizer.learning_rate",
     "batch_size": "rl_training.update_frequency",

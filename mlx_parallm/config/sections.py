@@ -208,6 +208,10 @@ class ModelConfig(Section):
     """Rank of the adapters that training makes."""
     lora_alpha: Number = Field(default=32.0, gt=0)
     """Adapters that training makes are scaled by lora_alpha / lora_rank."""
+    lora_rslora: bool = False
+    """Scale them by lora_alpha / √lora_rank instead (rank-stabilised LoRA), so that a large rank learns as fast as a
+    small one.
+    """
     lora_target_modules: Names = Field(
         default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), min_length=1
     )

@@ -77,7 +77,7 @@ class AdapterCard:
         live: whether the name without a version means this version.
         root: the directory it was loaded from; empty if it was published in this process.
         rank: the largest rank of its modules.
-        alpha: scale times rank.
+        alpha: scale times rank; times √rank if the adapter is rank-stabilised (rsLoRA).
         targets: the last names of its modules, such as `q_proj`.
         bytes: size of its weights as stored.
         created: Unix time in seconds.

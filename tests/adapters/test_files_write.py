@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -14,7 +15,7 @@ from tiny import tiny_model
 
 from mlx_parallm.adapters.files.read import read_adapter
 from mlx_parallm.adapters.files.write import write_mlx_lm, write_peft
-from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair
+from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair, lora_scale
 from mlx_parallm.errors import AdapterFileError
 from mlx_parallm.model.families import relative_error
 from mlx_parallm.model.hooks import adapter_layout
@@ -54,6 +55,22 @@ def test_peft_round_trip_is_bit_exact_with_any_ranks_and_scales(prefix, tmp_path
     weights = random_weights(ranks, scales, layout=layout)
     write_peft(tmp_path, weights, layout, "org/model")
     assert_equal(read(tmp_path, layout).weights.pairs, weights.pairs)
+
+
+@pytest.mark.parametrize("write", [write_mlx_lm, lambda *arguments: write_peft(*arguments, None)])
+@pytest.mark.parametrize("rank", [3, 4, 8])
+def test_a_rank_stabilised_adapter_stays_one(write, rank, tmp_path):
+    """Its alpha is written as it was configured, and its scale is alpha / √rank."""
+    scale = lora_scale(32.0, rank, rslora=True)
+    weights = replace(random_weights({Q0: rank, V1: rank}, scale), rslora=True)
+    assert (scale, weights.alpha) == (pytest.approx(32 / rank**0.5), 32.0)
+    write(tmp_path, weights, LAYOUT)
+    got = read(tmp_path).weights
+    assert_equal(got.pairs, weights.pairs)
+    assert (got.rslora, got.alpha) == (True, 32.0)
+    config = config_of(tmp_path)
+    if "peft_type" in config:
+        assert (config["use_rslora"], config["lora_alpha"]) == (True, 32)
 
 
 @pytest.mark.parametrize("write", [write_mlx_lm, lambda *arguments: write_peft(*arguments, None)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from configs import changed
@@ -10,8 +11,10 @@ from trainers import (
     SETTINGS,
     learn,
     leaves,
+    logprobs,
     make_policy,
     make_trainer,
+    packed,
     plain_logprobs,
     samples,
     snapshot,
@@ -51,6 +54,30 @@ def test_a_policy_of_another_rank_is_refused() -> None:
     saved = snapshot(make_policy(trainer))
     with pytest.raises(InvalidRequestError, match=r"rank is 4.*trains rank 2"):
         Policy(trainer.model.layout, changed(LORA, lora_rank=2, lora_alpha=4.0), start=saved)
+
+
+def test_a_rank_stabilised_policy_is_served_as_it_is_trained_and_goes_on_from_its_checkpoint() -> None:
+    """The bank's forward pass gives the logprobs of the trainer, whose scale is alpha / √rank."""
+    lora = changed(LORA, lora_rslora=True)
+    trainer, model = make_trainer(lora=lora)
+    policy = make_policy(trainer, moved=0.05)
+    assert policy.scale == 8.0 / 4**0.5
+    saved = snapshot(policy)
+    assert (saved.weights.rslora, saved.weights.alpha) == (True, 8.0)
+    bank = trainer.model.bank
+    for _ in bank.write(1, saved.weights):
+        pass
+    for sample in samples(4):
+        batch = packed([sample])
+        with bank.forward([1], [len(sample.token_ids)]):
+            logits = model(mx.array([sample.token_ids]))[0]
+        served = (logits - mx.logsumexp(logits, -1, keepdims=True))[mx.array(sample.trained()) - 1, batch.targets]
+        trained = logprobs(trainer, batch, policy.params, policy.scale)
+        assert trained.tolist() == pytest.approx(served.tolist(), abs=1e-4)
+    again = Policy(trainer.model.layout, lora, start=saved)
+    assert all(np.array_equal(leaf, leaves(policy)[name]) for name, leaf in leaves(again).items())
+    with pytest.raises(InvalidRequestError, match=r"alpha 8 \(rsLoRA\).*alpha 8 and"):
+        Policy(trainer.model.layout, LORA, start=saved)
 
 
 def test_a_target_that_the_model_lacks_is_refused() -> None:

@@ -204,6 +204,13 @@ def number_of(value: Any, key: str) -> float:
     return float(value)
 
 
+def flag_of(value: Any, key: str) -> bool:
+    """Raises AdapterFileError unless the value is true or false."""
+    if not isinstance(value, bool):
+        raise problem(f"{CONFIG_FILE}: {key} must be true or false, got {described(value)}")
+    return value
+
+
 def described(value: Any) -> str:
     """A JSON value for an error message, of limited length."""
     if isinstance(value, str):

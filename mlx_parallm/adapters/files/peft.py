@@ -5,12 +5,12 @@ The keys of the config are those of `LoraConfig` (https://huggingface.co/docs/pe
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, Literal, TypeVar
 
-from mlx_parallm.adapters.files.disk import CONFIG_FILE, described, number_of, problem, rank_of
+from mlx_parallm.adapters.files.disk import CONFIG_FILE, described, flag_of, number_of, problem, rank_of
+from mlx_parallm.adapters.weights import lora_scale
 from mlx_parallm.errors import shown
 
 Value = TypeVar("Value", int, float)
@@ -81,9 +81,7 @@ class PeftFormat:
         _refuse_unsupported(config)
         self._rank = rank_of(config.get("r"), "r")
         self._alpha = number_of(config.get("lora_alpha"), "lora_alpha")
-        self._rslora = config.get("use_rslora") or False
-        if not isinstance(self._rslora, bool):
-            raise problem(f"{CONFIG_FILE}: use_rslora must be true or false, got {described(self._rslora)}")
+        self.rslora = flag_of(config.get("use_rslora") or False, "use_rslora")
         self._ranks = Patterns("rank_pattern", config.get("rank_pattern"), rank_of)
         self._alphas = Patterns("alpha_pattern", config.get("alpha_pattern"), number_of)
 
@@ -99,7 +97,7 @@ class PeftFormat:
     def declared(self, path: str) -> tuple[int, float]:
         rank = self._ranks.find(path, self._rank)
         alpha = self._alphas.find(path, self._alpha)
-        return rank, alpha / (math.sqrt(rank) if self._rslora else rank)
+        return rank, lora_scale(alpha, rank, self.rslora)
 
 
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:

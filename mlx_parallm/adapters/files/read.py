@@ -24,6 +24,7 @@ from mlx_parallm.adapters.files.disk import (
     Header,
     TensorInfo,
     described,
+    flag_of,
     number_of,
     open_weights,
     problem,
@@ -84,7 +85,7 @@ def read_adapter(folder: Path, layout: AdapterLayout, max_rank: int, roots: Adap
         plans = _planned(form, header, layout, max_rank)
         data, tensors = read_tensors(file, header, form.weights_file)
     pairs = {path: _pair(plans[path], tensors, form.transposed) for path in layout.linears if path in plans}
-    return AdapterFile(AdapterWeights(pairs), _digest(data, plans), form.name, folder, header.nbytes)
+    return AdapterFile(AdapterWeights(pairs, form.rslora), _digest(data, plans), form.name, folder, header.nbytes)
 
 
 def _planned(form: Format, header: Header, layout: AdapterLayout, max_rank: int) -> dict[str, _Plan]:
@@ -167,6 +168,11 @@ class Format(Protocol):
     @property
     def transposed(self) -> bool: ...
 
+    @property
+    def rslora(self) -> bool:
+        """Whether the adapter is rank-stabilised."""
+        ...
+
     def factor(self, tensor: str) -> tuple[str, Factor]:
         """The module path in a tensor's name, and which factor it is.
 
@@ -219,6 +225,7 @@ class MlxLmFormat:
             raise problem(f"{CONFIG_FILE}: lora_parameters has alpha but no scale: give scale, alpha / rank")
         self._rank = rank_of(parameters.get("rank"), "lora_parameters.rank")
         self._scale = number_of(parameters.get("scale"), "lora_parameters.scale")
+        self.rslora = flag_of(parameters.get("use_rslora") or False, "lora_parameters.use_rslora")
 
     def factor(self, tensor: str) -> tuple[str, Literal["a", "b"]]:
         path, _, part = tensor.rpartition(".")

@@ -17,7 +17,7 @@ from safetensors.numpy import save
 from mlx_parallm.adapters.files.disk import CONFIG_FILE
 from mlx_parallm.adapters.files.peft import PEFT_WEIGHTS, PREFIX
 from mlx_parallm.adapters.files.read import MLX_LM_WEIGHTS, hugging_face_path
-from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, Array, LoRAPair
+from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, Array, LoRAPair, lora_alpha
 
 Float = NDArray[np.floating[Any]]
 
@@ -36,12 +36,13 @@ def write_mlx_lm(
         tensors[f"{path}.lora_a"] = _padded(_stored(pair.a), rank, axis=1)
         tensors[f"{path}.lora_b"] = _padded(_rescaled(pair, scale), rank, axis=0)
     blocks = [_block(path) for path in weights.pairs]
+    parameters = {"rank": rank, "scale": scale, "dropout": 0.0, "keys": sorted({key for _, key in blocks})}
     first = min((index for index, _ in blocks if index is not None), default=layout.layers)
     config = {
         **(extra or {}),
         "fine_tune_type": "lora",
         "num_layers": layout.layers - first,
-        "lora_parameters": {"rank": rank, "scale": scale, "dropout": 0.0, "keys": sorted({key for _, key in blocks})},
+        "lora_parameters": parameters | ({"use_rslora": True} if weights.rslora else {}),
     }
     _write(folder, MLX_LM_WEIGHTS, save(tensors, {"format": "mlx"}), config)
 
@@ -61,7 +62,7 @@ def write_peft(folder: Path, weights: AdapterWeights, layout: AdapterLayout, bas
 
 def _lora_config(weights: AdapterWeights, layout: AdapterLayout, base_model: str | None) -> dict[str, Any]:
     ranks = {hugging_face_path(path): pair.rank for path, pair in weights.pairs.items()}
-    alphas = {hugging_face_path(path): _alpha(pair) for path, pair in weights.pairs.items()}
+    alphas = {hugging_face_path(path): _alpha(pair, weights.rslora) for path, pair in weights.pairs.items()}
     rank, alpha = _most_common(ranks), _most_common(alphas)
     return {
         "peft_type": "LORA",
@@ -79,7 +80,7 @@ def _lora_config(weights: AdapterWeights, layout: AdapterLayout, base_model: str
         "init_lora_weights": True,
         "modules_to_save": None,
         "use_dora": False,
-        "use_rslora": False,
+        "use_rslora": weights.rslora,
     }
 
 
@@ -91,10 +92,10 @@ def _target_modules(weights: AdapterWeights, layout: AdapterLayout) -> list[str]
     return sorted((names.keys() - partial) | whole)
 
 
-def _alpha(pair: LoRAPair) -> int | float:
+def _alpha(pair: LoRAPair, rslora: bool) -> int | float:
     """The pair's alpha, as an int if it is a whole number, because PEFT declares an int."""
-    alpha = pair.scale * pair.rank
-    return int(alpha) if float(alpha).is_integer() else float(alpha)
+    alpha = lora_alpha(pair.scale, pair.rank, rslora)
+    return int(alpha) if alpha.is_integer() else alpha
 
 
 def _most_common(values: Mapping[str, Any]) -> Any:

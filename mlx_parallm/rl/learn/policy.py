@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
-from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LoRAPair
+from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LoRAPair, lora_scale
 from mlx_parallm.config import LearningRateSchedule, ModelConfig, OptimizerConfig
 from mlx_parallm.errors import AdapterFileError, ConfigError, InvalidRequestError
 from mlx_parallm.rl.learn.model import Params
@@ -61,7 +61,8 @@ class PolicySnapshot:
 
 @dataclass(frozen=True, eq=False)
 class PolicyState:
-    """A policy at one moment: LoRA factors (`params`, float32), AdamW's state and the number of optimizer steps.
+    """A policy at one moment: LoRA factors (`params`, float32), their scale, AdamW's state and the number of optimizer
+    steps. `rslora`: see `AdapterWeights`.
 
     Nothing writes to its arrays: each update makes new ones. They are evaluated, and read on the device thread only.
     """
@@ -70,6 +71,7 @@ class PolicyState:
     optimizer: dict[str, Any]
     scale: float
     step: int
+    rslora: bool = False
 
     @property
     def learning_rate(self) -> float:
@@ -94,7 +96,7 @@ class PolicyState:
             for path, pair in self.params.items()
         }
         state = {name: copies[id(leaf)] for name, leaf in tree_flatten(self.optimizer)}
-        yield PolicySnapshot(AdapterWeights(pairs), state, self.step)
+        yield PolicySnapshot(AdapterWeights(pairs, self.rslora), state, self.step)
 
 
 class Policy:
@@ -126,7 +128,7 @@ class Policy:
         self._layout = layout
         self._lora = lora
         self._seed = seed
-        self.scale = lora.lora_alpha / lora.lora_rank
+        self.scale = lora_scale(lora.lora_alpha, lora.lora_rank, lora.lora_rslora)
         self.state: PolicyState
         self.states: WeakSet[PolicyState] = WeakSet()
         self.restore(None)
@@ -142,7 +144,8 @@ class Policy:
 
     def weights(self) -> AdapterWeights:
         """The current factors, as MLX arrays."""
-        return AdapterWeights({path: LoRAPair(p["a"], p["b"], self.scale) for path, p in self.state.params.items()})
+        pairs = {path: LoRAPair(p["a"], p["b"], self.scale) for path, p in self.state.params.items()}
+        return AdapterWeights(pairs, self._lora.lora_rslora)
 
     # -- states ----------------------------------------------------------------------------------
 
@@ -157,7 +160,7 @@ class Policy:
         if scale != 1.0:
             params = tree_map(lambda old, new: old + scale * (new - old), before.params, params)
         mx.eval(params, optimizer.state)
-        after = PolicyState(cast(Params, params), optimizer.state, self.scale, before.step + 1)
+        after = replace(before, params=cast(Params, params), optimizer=optimizer.state, step=before.step + 1)
         self.states.add(after)
         return after
 
@@ -179,7 +182,7 @@ class Policy:
         optimizer = _new_optimizer(OptimizerConfig())
         optimizer.init(params)
         mx.eval(params, optimizer.state)
-        return PolicyState(params, optimizer.state, self.scale, step)
+        return PolicyState(params, optimizer.state, self.scale, step, self._lora.lora_rslora)
 
     def _loaded(self, snapshot: PolicySnapshot) -> PolicyState:
         """The state of a snapshot."""
@@ -201,10 +204,11 @@ class Policy:
         leaves = {name for name, _ in tree_flatten(self.state.optimizer)}
         if not same or (snapshot.optimizer and snapshot.optimizer.keys() != leaves):
             raise InvalidRequestError(
-                f"its rank is {snapshot.weights.rank}, alpha {snapshot.weights.alpha:g} and targets "
+                f"its rank is {snapshot.weights.rank}, alpha {snapshot.weights.alpha:g}"
+                f"{' (rsLoRA)' if snapshot.weights.rslora else ''} and targets "
                 f"{', '.join(snapshot.weights.targets)}; this server trains rank {lora.lora_rank}, alpha "
-                f"{lora.lora_alpha:g} and {', '.join(sorted(lora.lora_target_modules))}: start the server with the "
-                "adapter's own values"
+                f"{lora.lora_alpha:g}{' (rsLoRA)' if lora.lora_rslora else ''} and "
+                f"{', '.join(sorted(lora.lora_target_modules))}: start the server with the adapter's own values"
             )
 
 
