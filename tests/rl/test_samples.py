@@ -46,6 +46,12 @@ def test_a_sample_that_cannot_be_trained_on_is_refused(weights, advantages, logp
         Sample((1, 2, 3), weights, advantages, logprobs)
 
 
+@pytest.mark.parametrize("name", ["teacher_logprobs", "reference_logprobs"])
+def test_logprobs_of_another_policy_are_as_many_as_the_tokens(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} has 1 values for 3 tokens"):
+        Sample((1, 2, 3), (0.0, 1.0, 1.0), (0.0,) * 3, **{name: (-1.0,)})
+
+
 @pytest.mark.parametrize("algorithm", [Algorithm.GRPO, Algorithm.CROSS_ENTROPY])
 def test_truncated_answers_can_be_left_out_of_training_and_still_count_in_their_group(algorithm) -> None:
     one, two, three = trajectories("g", BASE_ADAPTER, 3)

@@ -54,7 +54,8 @@ class Accumulation:
         totals: those of the samples that the step will have seen in the end, if there are more than these.
 
     Raises:
-        ValueError: the loss compares pairs, and a group is not one; or it reads a teacher that a sample does not have.
+        ValueError: the loss compares pairs, and a group is not one; it reads a teacher that a sample does not have; or
+            only some samples have reference_logprobs, or any with kto, whose KL estimate needs the base model's.
     """
 
     def __init__(
@@ -72,6 +73,11 @@ class Accumulation:
             check_pairs(samples)
         if loss.reads_teacher and not all(sample.teacher_logprobs for sample in samples):
             raise ValueError("distillation needs teacher_logprobs in every sample")
+        referenced = sum(bool(sample.reference_logprobs) for sample in samples)
+        if loss.reads_reference and 0 < referenced < len(samples):
+            raise ValueError("give reference_logprobs with each of the samples, or with none of them")
+        if loss.rates and referenced:
+            raise ValueError("kto compares with the base model: leave reference_logprobs out")
         self.batches = tuple(split_samples(samples, max_tokens, whole_groups=loss.prefers))
         self.pending = list(self.batches)
         self.mismatched = tuple(split_samples(mismatched(samples), max_tokens)) if loss.rates else ()

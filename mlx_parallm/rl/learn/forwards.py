@@ -180,13 +180,18 @@ class TrainingForwards:
         return logprobs, list(forward.stages(logprobs))
 
     def _references(self, inputs: Sequence[MicroStepInput]) -> tuple[Sequence[mx.array | None], list[Stage]]:
-        """The reference logprobs of each input whose loss reads them, and the stages that compute them."""
-        reading = [each.batch for each in inputs if each.loss.reads_reference]
-        if not reading:
-            return [None] * len(inputs), []
-        computed, stages = self.reference(reading)
-        logprobs = iter(computed)
-        return [next(logprobs) if each.loss.reads_reference else None for each in inputs], stages
+        """The reference logprobs of each input whose loss reads them: those that its samples bring, or those of the base
+        model, with the stages that compute them."""
+        given = [each.batch.reference_logprobs if each.loss.reads_reference else None for each in inputs]
+        missing = [
+            at for at, each in enumerate(inputs) if each.loss.reads_reference and each.batch.reference_logprobs is None
+        ]
+        if not missing:
+            return given, []
+        computed, stages = self.reference([inputs[at].batch for at in missing])
+        for at, logprobs in zip(missing, computed, strict=True):
+            given[at] = logprobs
+        return given, stages
 
 
 def _token_batch(each: MicroStepInput, scores: Scores, reference: mx.array | None) -> TokenBatch:

@@ -51,7 +51,7 @@ class MicroBatch:
     sampling_logprobs: fp32 [B, C].  known: bool [B, 1], whether the row has sampling logprobs.
     on_policy: bool [B, 1].
     groups: fp32 [G, B], 1 where a row belongs to a group.
-    teacher_logprobs: fp32 [B, C]; None if a sample has none.
+    teacher_logprobs, reference_logprobs: fp32 [B, C]; None if a sample has none.
     """
 
     tokens: mx.array
@@ -67,6 +67,7 @@ class MicroBatch:
     on_policy: mx.array
     groups: mx.array
     teacher_logprobs: mx.array | None
+    reference_logprobs: mx.array | None
 
     def padded(self, flat: mx.array) -> mx.array:
         """[N] → [B, C]; on padding there is the value of some other token."""
@@ -137,7 +138,9 @@ def pack(batch: SampleBatch) -> MicroBatch:
         """Values of all tokens of each sample → those of its trained tokens, fp32 [B, C]."""
         return _table([np.asarray(each)[at] for each, at in zip(values, trained, strict=True)], np.float32)
 
-    taught = all(sample.teacher_logprobs for sample in samples)
+    def if_given(values: Sequence[Sequence[float]]) -> mx.array | None:
+        return of_targets(values) if all(values) else None
+
     return MicroBatch(
         tokens=mx.array(tokens),
         branch=branch,
@@ -152,7 +155,8 @@ def pack(batch: SampleBatch) -> MicroBatch:
         sampling_logprobs=of_targets([s.sampling_logprobs or (0.0,) * len(s.token_ids) for s in samples]),
         known=mx.array([[bool(s.sampling_logprobs)] for s in samples]),
         on_policy=mx.array([[s.on_policy] for s in samples]),
-        teacher_logprobs=of_targets([s.teacher_logprobs for s in samples]) if taught else None,
+        teacher_logprobs=if_given([s.teacher_logprobs for s in samples]),
+        reference_logprobs=if_given([s.reference_logprobs for s in samples]),
         groups=mx.array([[float(s.group == group) for s in samples] for group in {s.group: None for s in samples}]),
     )
 

@@ -44,6 +44,8 @@ class Sample:
             the trainer's own are used then, as if the version in training had drawn the sample.
         teacher_logprobs: in nats, of the policy that distillation imitates; of trained tokens only. Empty if there is
             none.
+        reference_logprobs: in nats, in place of those of the base model; of trained tokens only. Empty: the trainer
+            computes those of the base model where the loss reads them.
         stretches: what was drawn, in order. Trained tokens outside of them were not drawn; their temperature is 1.
         group: samples with the same number are compared with each other.
         on_policy: the version in training drew it.
@@ -57,6 +59,7 @@ class Sample:
     advantages: tuple[float, ...]
     sampling_logprobs: tuple[float, ...] = ()
     teacher_logprobs: tuple[float, ...] = ()
+    reference_logprobs: tuple[float, ...] = ()
     stretches: tuple[Stretch, ...] = ()
     group: int = 0
     on_policy: bool = True
@@ -68,6 +71,7 @@ class Sample:
             "advantages": len(self.advantages),
             "sampling_logprobs": len(self.sampling_logprobs) or tokens,
             "teacher_logprobs": len(self.teacher_logprobs) or tokens,
+            "reference_logprobs": len(self.reference_logprobs) or tokens,
         }
         for name, count in counts.items():
             if count != tokens:
@@ -88,10 +92,17 @@ class Sample:
 
     def with_teacher(self, logprobs: Sequence[float]) -> Sample:
         """This sample with a teacher's logprobs of its trained tokens, in order."""
+        return replace(self, teacher_logprobs=self._of_all_tokens(logprobs))
+
+    def with_reference(self, logprobs: Sequence[float]) -> Sample:
+        """This sample with a reference's logprobs of its trained tokens, in order."""
+        return replace(self, reference_logprobs=self._of_all_tokens(logprobs))
+
+    def _of_all_tokens(self, values: Sequence[float]) -> tuple[float, ...]:
         every = [0.0] * len(self.token_ids)
-        for at, value in zip(self.trained(), logprobs, strict=True):
+        for at, value in zip(self.trained(), values, strict=True):
             every[at] = value
-        return replace(self, teacher_logprobs=tuple(every))
+        return tuple(every)
 
     def temperatures(self) -> list[float]:
         """The temperature of each token, 1 outside of the stretches."""
