@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from typing import TypeVar
 
 from mlx_parallm.adapters.weights import AdapterWeights
+from mlx_parallm.config import OptimizerConfig, ResolvedLoss
 from mlx_parallm.core import AdapterRef, DeviceThread, completed, then
 from mlx_parallm.errors import EngineDeadError
 from mlx_parallm.rl.events import UpdateOutcome
 from mlx_parallm.rl.learn.policy import PolicySnapshot, PolicyState
 from mlx_parallm.rl.learn.trainer import GRPOTrainer
 from mlx_parallm.rl.objectives.batches import UpdateBatch
+from mlx_parallm.rl.objectives.reductions import UpdateTotals
+from mlx_parallm.rl.objectives.samples import Sample
+
+T = TypeVar("T")
 
 Publish = Callable[[UpdateOutcome, AdapterWeights], Future[AdapterRef] | None]
 """Publishes the weights of a finished update, or returns None if they are not to go live. On the device thread."""
@@ -25,7 +31,9 @@ _log = logging.getLogger(__name__)
 class Learner:
     """The event loop's access to the policies in training, by adapter name. A name that is not open raises KeyError.
 
-    Updates of one adapter run one after the other; updates of different adapters share micro-steps.
+    What is asked of one adapter is done in order; different adapters share micro-steps. `learn` makes a whole update.
+    `accumulate` and `step` are its two halves: if their caller is cancelled, or one fails, it leaves nothing of itself
+    in the gradients of the adapter, and no other adapter loses anything.
     """
 
     def __init__(self, device: DeviceThread, trainer: GRPOTrainer) -> None:
@@ -71,6 +79,55 @@ class Learner:
         except asyncio.CancelledError:
             with suppress(EngineDeadError):
                 await self._device.run(lambda: self.trainer.abandon(policy))
+            raise
+
+    async def accumulate(
+        self, name: str, samples: Sequence[Sample], loss: ResolvedLoss, totals: UpdateTotals | None = None
+    ) -> dict[str, float]:
+        """Adds the gradients of these samples to those since the last step, and returns their metrics. `totals`: see
+        `GRPOTrainer.accumulate`.
+
+        Raises:
+            ValueError: the loss cannot be computed from these samples.
+            StepFailedError: it failed on the device; the gradients are as before.
+        """
+        policy = self.trainer.policies[name]
+        return await self._ask(lambda: self.trainer.accumulate(policy, samples, loss, totals))
+
+    async def step(self, name: str, optimizer: OptimizerConfig) -> UpdateOutcome:
+        """Makes an optimizer step from the gradients since the last step, which are then forgotten.
+
+        Raises:
+            ValueError: there are none.
+            StepFailedError: the step, or gradients that it waits for, failed on the device; the policy is as before,
+                and its gradients are forgotten.
+        """
+        policy = self.trainer.policies[name]
+        return await self._ask(lambda: self.trainer.step(policy, optimizer))
+
+    async def logprobs(self, name: str | None, samples: Sequence[Sample]) -> list[tuple[float, ...]]:
+        """The logprobs, in nats, of each sample's trained tokens under an adapter as it is in training; None: under the
+        base model. Raises StepFailedError: they could not be computed."""
+        policy = None if name is None else self.trainer.policies[name]
+        return await self._ask(lambda: self.trainer.logprobs(policy, samples))
+
+    async def _ask(self, ask: Callable[[], Future[T]]) -> T:
+        """Asks the trainer for something, and takes it back if the caller is cancelled."""
+        asked: list[Future[T]] = []
+
+        def begin() -> Future[T]:
+            asked.append(ask())
+            return asked[0]
+
+        def take_back() -> None:
+            for future in asked:
+                self.trainer.cancel(future)
+
+        try:
+            return await self._device.run(begin)
+        except asyncio.CancelledError:
+            with suppress(EngineDeadError):
+                await self._device.run(take_back)
             raise
 
     def state(self, name: str) -> PolicyState:

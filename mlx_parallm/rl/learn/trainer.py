@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from itertools import takewhile
+from typing import Any
 
 import mlx.core as mx
 
@@ -129,12 +130,20 @@ class GRPOTrainer:
         return step.future
 
     def abandon(self, policy: Policy) -> None:
-        """Fails what is queued for this policy, and what shares the current micro-step with it, and forgets what it has
-        accumulated."""
-        if self._job is not None and any(work.policy is policy for work in self._job.tokens):
-            self.reset()
-        self._fail([work for work in self._queue if work.policy is policy])
+        """Fails what is queued for this policy, and forgets what it has accumulated."""
+        self._give_up([work for work in self._queue if work.policy is policy])
         self._accumulated.pop(policy, None)
+
+    def cancel(self, future: Future[Any]) -> None:
+        """Fails what was asked for with this future, if it is not done, and the steps that need it. What the policy had
+        accumulated before stays, unless a step that would have used it is among them."""
+        self._give_up([work for work in self._queue if work.future is future])
+
+    def _give_up(self, works: Sequence[Work]) -> None:
+        """Fails these. A micro-step that others share goes on for them."""
+        if self._job is not None and all(work in works for work in self._job.tokens):
+            self._forget_job()
+        self._fail(works)
 
     @property
     def bytes_held(self) -> int:
