@@ -64,7 +64,7 @@ class Device:
 def _complete(call: Callable[[], Any], done: asyncio.Future[Any]) -> None:
     try:
         result = call()
-    except Exception as error:
+    except (RuntimeError, ValueError) as error:
         if not done.done():
             done.set_exception(error)
         return

@@ -180,8 +180,8 @@ class TrainingForwards:
         return logprobs, list(forward.stages(logprobs))
 
     def _references(self, inputs: Sequence[MicroStepInput]) -> tuple[Sequence[mx.array | None], list[Stage]]:
-        """The reference logprobs of each input whose loss reads them: those that its samples bring, or those of the base
-        model, with the stages that compute them."""
+        """The reference logprobs of each input whose loss reads them, and the stages that compute them: none for those
+        that the samples bring, and a pass of the base model for the others."""
         given = [each.batch.reference_logprobs if each.loss.reads_reference else None for each in inputs]
         missing = [
             at for at, each in enumerate(inputs) if each.loss.reads_reference and each.batch.reference_logprobs is None
