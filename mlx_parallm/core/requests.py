@@ -80,8 +80,8 @@ def _fallbacks(stop: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class CollectionSpec:
-    """Marks a request as training data. Without `group_id` and `episode_id`, the `n` sequences of each prompt become one
-    group of trajectories, whose rewards are compared with each other.
+    """Marks a request as training data. Without `group_id` and `episode_id`, the `n` sequences of each prompt become
+    one group of trajectories, whose rewards are compared with each other.
 
     Attributes:
         scorer: the scoring function, which computes the rewards and reads `metadata`. None: clients send the rewards as
