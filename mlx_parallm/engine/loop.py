@@ -170,7 +170,7 @@ class DeviceLoop:
             trained = self.counters.training_units - trained
             self._recovery.went_well()
         with self.surviving():
-            busy = self._tidy(rows_waited=trained > 0) or busy
+            busy = self._tidy(others_wait=trained > 0 and self._runner.cache.bytes_used > 0) or busy
             busy = busy or (self._disk is not None and self._disk.save())
         if busy and self._check_every_unit:
             self.check_integrity()
@@ -201,17 +201,18 @@ class DeviceLoop:
         self._requests.flush()
         return True
 
-    def _tidy(self, rows_waited: bool = False) -> bool:
+    def _tidy(self, others_wait: bool = False) -> bool:
         """Gives back some of the memory that rows and cached prefixes do not need, or that adapters and training do.
 
         Args:
-            rows_waited: rows have just waited for training, and should not wait for arenas to be copied as well.
+            others_wait: rows have just waited for training, and should not wait for copies of arenas as well. A version
+                that is to go live does not wait for them either.
 
         Returns:
             Whether there is more to do: memory to give back, or training that has waited for it.
         """
         started, waited = time.monotonic(), self._gives_way
-        left = self._memory.tidy(started, rows_waited)
+        left = self._memory.tidy(started, others_wait or self.adapters.urgent)
         self._gives_way = left and self._runner.cache.device.excess > 0
         self.scheduler.gap.add_wait_time(time.monotonic() - started)
         return left or waited

@@ -127,19 +127,19 @@ class PoolMemory:
             self._rows_have_ended = True
             self._ended_at = time.monotonic()
 
-    def tidy(self, now: float, rows_waited: bool = False) -> bool:
+    def tidy(self, now: float, others_wait: bool = False) -> bool:
         """Makes room for the next rows, and gives memory back to the device: what ended rows have left, what adapters
         and training need, and that of prefixes of versions that nothing can ask for any more. Call it between units.
 
         Args:
-            rows_waited: if there are rows, only what is urgent is done now.
+            others_wait: only what is urgent is done now.
 
         Returns:
             Whether more is left to do now.
         """
         self._drop_unreachable()
         quiet = now - self._opened_at > (_QUIET_WITH_CACHE_S if self._cache.bytes_cached else _QUIET_S)
-        pausing = rows_waited if self._cache.bytes_used else now - self._ended_at < _PAUSE_S
+        pausing = others_wait or (not self._cache.bytes_used and now - self._ended_at < _PAUSE_S)
         left = self._cache.tidy(self._tidy_bytes, quiet, pausing)
         if self._rows_have_ended and quiet and not left and not pausing:
             mx.clear_cache()
