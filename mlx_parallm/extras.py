@@ -34,3 +34,6 @@ class Extra:
 MATH = Extra("math_verify", "math-verify", "math")
 PLOTS = Extra("matplotlib", "matplotlib", "plots")
 REASONING_GYM = Extra("reasoning_gym", "reasoning-gym", "reasoning-gym")
+TENSORBOARD = Extra("tensorboardX", "tensorboardX", "tensorboard")
+TRACKIO = Extra("trackio", "trackio", "trackio")
+WANDB = Extra("wandb", "wandb", "wandb")

@@ -54,6 +54,7 @@ from mlx_parallm.model.device import (
 from mlx_parallm.model.hooks import install_hook
 from mlx_parallm.model.manager import SharedModelManager
 from mlx_parallm.model.tokenizer import Tokenizer, detokenizer_for
+from mlx_parallm.rl.tracking.trackers import check_installed
 from mlx_parallm.scheduler.scheduler import SchedulerConfig
 
 _log = logging.getLogger(__name__)
@@ -103,9 +104,10 @@ class Engine:
         """Loads the model, its adapters and checkpoints.
 
         Raises:
-            ModelError, ConfigError: they cannot be loaded.
+            ModelError, ConfigError: they cannot be loaded, or the package of a tracker is not installed.
         """
         checkpointing, training = self._config.checkpointing, self._config.rl_training.enabled
+        check_installed(self._config.rl_training.trackers)
         self._run = open_run(checkpointing.checkpoint_dir, checkpointing.resume, wanted=training)
         try:
             self.processor.start()

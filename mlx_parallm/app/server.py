@@ -9,9 +9,13 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
+from mlx_parallm.adapters.checkpoints.runs import Run
 from mlx_parallm.app import banner
 from mlx_parallm.app.build import Engine, Served
+from mlx_parallm.app.tracking import start_tracking
+from mlx_parallm.app.training import TrainingRuntime
 from mlx_parallm.config import Config, LoRAConfig, RLConfig, configure
+from mlx_parallm.rl.tracking.tracking import Tracking
 from mlx_parallm.server.app import create_app, serve
 from mlx_parallm.server.http import request_log
 
@@ -51,6 +55,7 @@ class IntegratedServer:
         self._inference_ended = asyncio.Event()
         self._closing = asyncio.Lock()
         self._training_closed = False
+        self._tracking: Tracking | None = None
 
     async def run_inference(self, host: str | None = None, port: int | None = None) -> int:
         """Serves HTTP until SIGTERM or SIGINT, and returns the process's exit code. `run_training_loop` ends with it.
@@ -97,7 +102,7 @@ class IntegratedServer:
             served = await self._load()
             if served.training is None:
                 return
-            await served.training.start()
+            await self._start_training(served.training, served.run)
             self._training_started.set()
             await self._inference_ended.wait()
         finally:
@@ -116,7 +121,7 @@ class IntegratedServer:
         try:
             served = await self._load()
             if served.training is not None:
-                await served.training.start()
+                await self._start_training(served.training, served.run)
             yield served
         finally:
             await self._stop()
@@ -134,13 +139,23 @@ class IntegratedServer:
         finally:
             await asyncio.to_thread(self._engine.stop)
 
+    async def _start_training(self, training: TrainingRuntime, run: Run | None) -> None:
+        await training.start()
+        assert run is not None  # a server that trains keeps checkpoints
+        self._tracking = start_tracking(self._config, run)
+        training.service.on_event(self._tracking.on_event)
+
     async def _close_training(self) -> None:
         """Closes training once. A second caller waits until it is closed."""
         async with self._closing:
             if self._served is None or self._served.training is None or self._training_closed:
                 return
             self._training_closed = True
-            await self._served.training.close()
+            try:
+                await self._served.training.close()
+            finally:
+                if self._tracking is not None:
+                    await asyncio.to_thread(self._tracking.close)
 
 
 class RLIntegratedServer(IntegratedServer):

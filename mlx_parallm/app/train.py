@@ -15,18 +15,30 @@ import time
 from collections import deque
 from collections.abc import Coroutine, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from mlx_parallm.app.banner import checkpoints_text
 from mlx_parallm.app.build import Engine, Served
+from mlx_parallm.app.tracking import metrics_file, start_tracking
 from mlx_parallm.app.training import TrainingRuntime
 from mlx_parallm.config import Config
-from mlx_parallm.core import BASE_ADAPTER, UpdateReport
+from mlx_parallm.core import BASE_ADAPTER, EvaluationResult, TrajectoryCard, UpdateReport
 from mlx_parallm.errors import ConfigError, EngineDeadError, InvalidRequestError, TrainingFailedError
 from mlx_parallm.rl.collect.groups import DropReason
-from mlx_parallm.rl.rollouts import DrawResult, Environment, Rollouts, RolloutSettings, Task, environment
+from mlx_parallm.rl.held_out import without
+from mlx_parallm.rl.rollouts import (
+    DrawResult,
+    Environment,
+    Rollouts,
+    RolloutSettings,
+    Task,
+    environment,
+    read_system_prompt,
+)
 from mlx_parallm.rl.scoring.service import ScorerCatalogue
 from mlx_parallm.rl.selection import REFILLS
+from mlx_parallm.rl.tracking.tracking import Record, Tracking
 
 FINAL = "final"
 """Tag of the checkpoint that a run ends with."""
@@ -47,12 +59,23 @@ class TrainOptions:
 
     Each of `steps` draws `prompts_per_step` groups of `group_size` trajectories from `environment` and makes one update
     from them. In a resumed run, the steps that were made before count too.
+    `log` is the JSONL file of their figures; None: metrics.jsonl in the run's folder.
     """
 
     environment: str
     steps: int
     group_size: int
     prompts_per_step: int
+    log: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SampleText:
+    """One answer of a step: the last message of its prompt, its own text, and its reward."""
+
+    prompt: str
+    text: str
+    reward: float
 
 
 class TrainView(Protocol):
@@ -67,12 +90,20 @@ class TrainView(Protocol):
         """
         ...
 
+    def evaluated(self, result: EvaluationResult) -> None:
+        """The version that the run starts from was evaluated. Later evaluations are in the metrics of reports."""
+        ...
+
     def rollout(self, done: int, wanted: int) -> None:
         """In the current step, `done` of `wanted` trajectories are drawn."""
         ...
 
     def task_failed(self, reason: str) -> None:
         """A task of the current step could not be answered, or its answers could not be scored."""
+        ...
+
+    def sampled(self, best: SampleText, worst: SampleText) -> None:
+        """The samples of the current step with the highest and with the lowest reward."""
         ...
 
     def updated(self, report: UpdateReport) -> None:
@@ -98,14 +129,18 @@ def run(config: Config, options: TrainOptions, view: TrainView) -> int:
         EngineError: the device thread ended, or could not draw.
     """
     logging.basicConfig(level=config.server.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
-    source = environment(options.environment)  # refuses an unknown name before the model is loaded
+    source = environment(options.environment)  # what cannot be used is refused before the model is loaded
+    read_system_prompt(config.rl_training.system_prompt)
     engine = Engine(config)
     served = engine.start()
     assert served.training is not None  # the command's configuration trains
+    assert served.run is not None
+    tracking = start_tracking(config, served.run, options.log)
     try:
-        steps = _TrainingRun(config, options, source, view, served, served.training)
+        steps = _TrainingRun(config, options, source, view, served, served.training, tracking)
         return asyncio.run(_until_signal(steps.run()))
     finally:
+        tracking.close()
         engine.stop()
 
 
@@ -147,6 +182,7 @@ class _TrainingRun:
     view: TrainView
     served: Served
     training: TrainingRuntime
+    tracking: Tracking
     drawn: int = 0
     wanted: int = 0
 
@@ -164,8 +200,12 @@ class _TrainingRun:
             done, taken = self._progress()
             rollouts = self._rollouts(await asyncio.to_thread(self._tasks, taken), taken)
             self.view.started(_facts(self.config, options, self.served), done)
+            if done < options.steps and (result := await self.service.evaluate_if_due()) is not None:
+                self.view.evaluated(result)
+                fields = {"adapter": result.adapter.name, "version": result.adapter.version}
+                self.tracking.write(Record("evaluation", done, result.metrics, fields, result.at))
             for step in range(done + 1, options.steps + 1):
-                self.view.updated(await self._step(rollouts, step))
+                await self._step(rollouts, step)
                 self._check_failures()
         finally:
             await self.training.close()
@@ -177,7 +217,7 @@ class _TrainingRun:
 
     def _tasks(self, taken: int) -> Iterator[Task]:
         """The environment's tasks after the first `taken`. Raises ConfigError: they cannot be scored."""
-        tasks = self.source.tasks(self.config.rl_training.seed)
+        tasks = without(self.source.tasks(self.config.rl_training.seed), self.training.held_out)
         first = next(tasks)
         try:
             ScorerCatalogue().check(first.collection)
@@ -191,39 +231,53 @@ class _TrainingRun:
         settings = RolloutSettings(
             self.options.group_size,
             training.max_completion_tokens,
+            training.rollout_temperature,
+            read_system_prompt(training.system_prompt),
             seed=training.seed,
             run=served.run.id,
             taken=taken,
         )
         return Rollouts(served.generate, served.adapters, served.tokenizer, tasks, settings, self._report_rollout)
 
-    async def _step(self, rollouts: Rollouts, step: int) -> UpdateReport:
-        """Makes one update. Its report includes the speed of the whole step."""
+    async def _step(self, rollouts: Rollouts, step: int) -> None:
+        """Makes one update, and reports it with the speed of the whole step."""
         started, self.drawn, self.wanted = time.monotonic(), 0, 0
-        tokens, drawing, failures = 0, 0.0, 0
+        tokens, drawing, failures = 0, 0.0, list[str]()
         for _ in range(1 + self._refills):
             if missing := self.options.prompts_per_step - self.service.status().groups_ready:
                 began = time.monotonic()
                 drawn, unscored = await self._draw(rollouts, missing), self._unscored()
                 drawing += time.monotonic() - began
                 await self._wait_for_rewards()
-                failures += self._count(missing, [*drawn.failures, *[_UNSCORED] * (self._unscored() - unscored)])
+                failed = [*drawn.failures, *[_UNSCORED] * (self._unscored() - unscored)]
+                self._count(missing, failed)
+                failures += failed
                 tokens += drawn.tokens
+        self._show_samples()
         report = await self.service.update(progress={STEPS: step, TASKS: rollouts.taken})
         speed = {"tokens_per_second": tokens / drawing if drawing else 0.0, "seconds": time.monotonic() - started}
-        report = replace(report, metrics={**report.metrics, **speed, "failed_tasks": float(failures)})
-        return await self._save_tagged(report) if step == self.options.steps and report.step else report
+        report = replace(report, metrics={**report.metrics, **speed, "failed_tasks": float(len(failures))})
+        if step == self.options.steps and report.step:
+            report = await self._save_tagged(report)
+        self.view.updated(report)
+        self.tracking.write(Record("update", step, report.metrics, _fields(report, failures)))
+
+    def _show_samples(self) -> None:
+        """Shows the best and the worst sample of this step to the view."""
+        cards = self.service.trajectories(self.drawn)
+        scored = sorted((card.reward, number, card) for number, card in enumerate(cards) if card.reward is not None)
+        if scored:
+            self.view.sampled(_text_of(scored[-1][2]), _text_of(scored[0][2]))
 
     async def _save_tagged(self, report: UpdateReport) -> UpdateReport:
         card = await self.service.save(None, None, [FINAL], report.metrics)
         return replace(report, checkpoint=card.name)
 
-    def _count(self, tasks: int, failures: list[str]) -> int:
-        """Reports the tasks that failed, and returns their number."""
+    def _count(self, tasks: int, failures: list[str]) -> None:
+        """Reports the tasks that failed."""
         for failure in failures:
             self.view.task_failed(failure)
         self.failures.extend([""] * (tasks - len(failures)) + failures)
-        return len(failures)
 
     def _check_failures(self) -> None:
         """Raises TrainingFailedError: most of the last tasks failed."""
@@ -265,6 +319,27 @@ class _TrainingRun:
         self.view.rollout(self.drawn, self.wanted)
 
 
+def _text_of(card: TrajectoryCard) -> SampleText:
+    trajectory = card.trajectory
+    messages = trajectory.collection.messages
+    prompt = str(messages[-1].get("content", "")) if messages else ""
+    return SampleText(prompt, trajectory.text, card.reward or 0.0)
+
+
+def _fields(report: UpdateReport, failures: list[str]) -> Mapping[str, Any]:
+    """What the log has of a step besides its metrics."""
+    adapter = report.adapter
+    return {
+        "optimizer_step": report.step,
+        "status": report.status,
+        "reason": report.reason,
+        "adapter": adapter.name if adapter else None,
+        "version": adapter.version if adapter else None,
+        "checkpoint": report.checkpoint,
+        "failures": failures,
+    }
+
+
 def _facts(config: Config, options: TrainOptions, served: Served) -> Mapping[str, str]:
     training, model = config.rl_training, config.model
     return {
@@ -274,5 +349,14 @@ def _facts(config: Config, options: TrainOptions, served: Served) -> Mapping[str
         f"{', '.join(model.lora_target_modules)}",
         "update": f"{training.algorithm}, {options.prompts_per_step} prompts x {options.group_size} samples, "
         f"learning rate {training.optimizer.learning_rate:g}",
+        **_evaluation_facts(config, len(served.training.held_out) if served.training else 0),
         "checkpoints": checkpoints_text(served.run),
+        **({"log": str(metrics_file(served.run, options.log))} if served.run else {}),
     }
+
+
+def _evaluation_facts(config: Config, tasks: int) -> Mapping[str, str]:
+    evaluation = config.rl_training.evaluation
+    if evaluation.every is None:
+        return {}
+    return {"evaluation": f"{tasks} held-out tasks x {evaluation.samples}, every {evaluation.every} updates"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
@@ -13,16 +13,18 @@ from mlx_parallm.adapters.store import AdapterStore
 from mlx_parallm.config import Config, Mode
 from mlx_parallm.core import AdapterRef, EngineClient, TextTokenizer
 from mlx_parallm.engine.processor import ContinuousBatchProcessor
+from mlx_parallm.errors import ConfigError, RequestError
 from mlx_parallm.model.hooks import install_hook
 from mlx_parallm.model.manager import SharedModelManager
 from mlx_parallm.rl.checkpoints import PolicyCheckpoints
 from mlx_parallm.rl.collect.log import TrajectoryLog
-from mlx_parallm.rl.gate import Evaluation, read_prompts
+from mlx_parallm.rl.evaluation import AnswerSettings, Evaluator, HeldOutTask
+from mlx_parallm.rl.held_out import held_out_tasks
 from mlx_parallm.rl.learn.learner import Learner
 from mlx_parallm.rl.learn.model import TrainableModel
 from mlx_parallm.rl.learn.policy import PolicySnapshot
 from mlx_parallm.rl.learn.trainer import GRPOTrainer
-from mlx_parallm.rl.rollouts import answers_of
+from mlx_parallm.rl.rollouts import Task, answers_of, environment, read_system_prompt, with_system_prompt
 from mlx_parallm.rl.scoring.service import ScorerCatalogue, ScoringService
 from mlx_parallm.rl.service import TrainingParts, TrainingService
 from mlx_parallm.rl.tasks import FileTasks
@@ -43,12 +45,14 @@ def build_trainer(manager: SharedModelManager, bank: AdapterBank, config: Config
 
 @dataclass(frozen=True, slots=True)
 class TrainingRuntime:
-    """The service that collects and learns, and its parts."""
+    """The service that collects and learns, and its parts. `held_out`: the tasks of evaluations, which are not to be
+    trained on."""
 
     service: TrainingService
     scorers: ScoringService
     learner: Learner
     default_adapter: str
+    held_out: tuple[Task, ...] = ()
 
     async def start(self) -> None:
         """Trains the default adapter.
@@ -77,12 +81,14 @@ def build_training(
     """The service that learns from collected trajectories, with its scorers.
 
     Raises:
-        ConfigError: the evaluation prompts or the environment's tasks cannot be used.
+        ConfigError: the held-out tasks or the environment's tasks cannot be used.
     """
     assert library.checkpoints is not None  # a server that trains has a run
     learner = Learner(processor, trainer)
     training, default = trainer.config, config.adapters.default_adapter
     scorers = ScoringService(training.scoring_processes, training.scoring_batch_size, training.scoring_timeout_s)
+
+    held_out = _held_out(config)
 
     async def policy_of(ref: AdapterRef) -> PolicySnapshot:
         with store.registry.lease(str(ref)) as version:
@@ -95,12 +101,12 @@ def build_training(
         scorers=scorers,
         config=training,
         checkpointing=config.checkpointing,
-        evaluate=_evaluation(processor, tokenizer, scorers, config),
+        evaluator=_evaluator(processor, tokenizer, scorers, held_out, config),
         policy_of=policy_of,
         log=TrajectoryLog(training.trajectory_log) if training.trajectory_log else None,
         tasks=_tasks(config),
     )
-    return TrainingRuntime(TrainingService(parts, default), scorers, learner, default)
+    return TrainingRuntime(TrainingService(parts, default), scorers, learner, default, held_out)
 
 
 def _tasks(config: Config) -> FileTasks:
@@ -110,11 +116,34 @@ def _tasks(config: Config) -> FileTasks:
     return answers_of(name) if name is not None and takes_requests else FileTasks()
 
 
-def _evaluation(
-    engine: EngineClient, tokenizer: TextTokenizer, scorers: ScoringService, config: Config
-) -> Evaluation | None:
-    gate = config.rl_training.gate
-    if gate.eval_prompts is None or gate.eval_floor is None:
+def _held_out(config: Config) -> tuple[Task, ...]:
+    """The held-out tasks; none if versions are not evaluated."""
+    settings, of_training = config.rl_training.evaluation, config.rl_training.environment
+    name = settings.tasks or of_training
+    return () if settings.every is None or name is None else held_out_tasks(environment(name), settings.size)
+
+
+def _evaluator(
+    engine: EngineClient,
+    tokenizer: TextTokenizer,
+    scorers: ScoringService,
+    tasks: tuple[Task, ...],
+    config: Config,
+) -> Evaluator | None:
+    if not tasks:
         return None
-    prompts = read_prompts(gate.eval_prompts, tokenizer, ScorerCatalogue().check)
-    return Evaluation(engine, scorers, prompts, gate.eval_floor, config.rl_training.max_completion_tokens)
+    training, catalogue = config.rl_training, ScorerCatalogue()
+    system_prompt, held_out = read_system_prompt(training.system_prompt), []
+    for number, task in enumerate(tasks, 1):
+        try:
+            catalogue.check(task.collection)
+            messages = with_system_prompt(task, system_prompt)
+            ids = tokenizer.apply_chat_template(messages)
+        except RequestError as error:
+            raise ConfigError(f"rl_training.evaluation: held-out task {number} cannot be used: {error}") from error
+        held_out.append(HeldOutTask(tuple(ids), replace(task.collection, messages=messages)))
+    settings = training.evaluation
+    answers = AnswerSettings(
+        settings.samples, settings.temperature, settings.max_tokens or training.max_completion_tokens
+    )
+    return Evaluator(engine, scorers, held_out, answers)

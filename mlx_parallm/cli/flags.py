@@ -34,7 +34,9 @@ class Flag:
         return text.replace("%", "%%")
 
 
-TRAIN_ONLY = frozenset({"rl_training.max_completion_tokens"})
+TRAIN_ONLY = frozenset(
+    ("rl_training.max_completion_tokens", "rl_training.rollout_temperature", "rl_training.system_prompt")
+)
 """Keys whose flags only `mlx_parallm_train` has."""
 
 FLAGS = (
@@ -88,8 +90,14 @@ FLAGS = (
     Flag("--micro-batch-tokens", "rl_training.micro_batch_tokens", "TOKENS"),
     Flag("--trajectory-buffer-size", "rl_training.trajectory_buffer_size", "TRAJECTORIES"),
     Flag("--trajectory-log", "rl_training.trajectory_log", "FILE"),
+    Flag("--trackers", "rl_training.trackers", "NAME,NAME"),
     Flag("--environment", "rl_training.environment", "FILE_OR_NAME"),
     Flag("--max-tokens", "rl_training.max_completion_tokens", "TOKENS"),
+    Flag("--temperature", "rl_training.rollout_temperature", "NUMBER"),
+    Flag("--system-prompt", "rl_training.system_prompt", "TEXT_OR_@FILE"),
+    Flag("--eval-every", "rl_training.evaluation.every", "UPDATES"),
+    Flag("--eval-tasks", "rl_training.evaluation.tasks", "FILE_OR_NAME"),
+    Flag("--eval-size", "rl_training.evaluation.size", "TASKS"),
     Flag("--atropos-url", "rl_training.atropos_url", "URL"),
     Flag("--seed", "rl_training.seed", "SEED"),
     Flag("--debug", "debug.check_when_idle"),

@@ -6,13 +6,14 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import closing
 from pathlib import Path
 
+from mlx_parallm.cli.curves import draw_curves
 from mlx_parallm.cli.flags import add_flags, settings
-from mlx_parallm.cli.train_view import RichTrainView, UpdateLog, draw_curves, summary
+from mlx_parallm.cli.train_table import summary
+from mlx_parallm.cli.train_view import RichTrainView
 from mlx_parallm.config import Config, Mode, Resolved, Setting, render, resolve
-from mlx_parallm.core import UpdateReport
+from mlx_parallm.core import EvaluationResult, UpdateReport
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.extras import PLOTS
 
@@ -48,9 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--log",
         type=Path,
-        default=Path("training.jsonl"),
         metavar="FILE",
-        help="JSONL file to which a line is appended for each update. Default: %(default)s.",
+        help="JSONL file to which a line is appended for each update. Default: metrics.jsonl in the run's folder.",
     )
     add(
         "--plot",
@@ -77,19 +77,19 @@ def run(args: argparse.Namespace) -> int:
     environment = _check_required(args, resolved.config)
     if args.plot.is_dir() or not os.access(args.plot.parent, os.W_OK | os.X_OK):
         raise ConfigError(f"--plot: {args.plot} cannot be written: name a file in a folder that is there and writable")
+    _check_log(args.log)
     if not PLOTS.installed:
         print(f"WARNING: no curves will be drawn: {PLOTS.missing}", file=sys.stderr)
     from mlx_parallm.app import train as training
 
-    options = training.TrainOptions(environment, args.steps, args.group_size, args.prompts_per_step)
-    with closing(UpdateLog(args.log)) as log:
-        view = _RecordingView(options.steps, log)
-        try:
-            with view:
-                return training.run(resolved.config, options, view)
-        finally:  # a run that fails or is interrupted has curves too
-            if view.reports:
-                _finish(view, environment, log.path, args.plot)
+    options = training.TrainOptions(environment, args.steps, args.group_size, args.prompts_per_step, args.log)
+    view = _RecordingView(options.steps, evaluates=resolved.config.rl_training.evaluation.every is not None)
+    try:
+        with view:
+            return training.run(resolved.config, options, view)
+    finally:  # a run that fails or is interrupted has curves too
+        if view.reports:
+            _finish(view, environment, args.plot)
 
 
 def _resolve(args: argparse.Namespace) -> Resolved:
@@ -111,15 +111,23 @@ def _check_required(args: argparse.Namespace, config: Config) -> str:
     return environment
 
 
-def _finish(view: _RecordingView, title: str, log: Path, plot: Path) -> None:
-    print(summary(view.reports))
-    if "checkpoints" in view.facts:
-        print(f"checkpoints in {view.facts['checkpoints']}")
-    print(f"updates in {log}")
+def _check_log(log: Path | None) -> None:
+    try:
+        if log is not None:
+            log.open("ab").close()
+    except OSError as error:
+        raise ConfigError(f"--log: {log} cannot be written: {error.strerror}") from error
+
+
+def _finish(view: _RecordingView, title: str, plot: Path) -> None:
+    print(summary(view.reports, view.first))
+    for name, text in (("checkpoints", "checkpoints"), ("log", "updates")):
+        if name in view.facts:
+            print(f"{text} in {view.facts[name]}")
     if not PLOTS.installed:
         return
     try:
-        draw_curves(view.reports, plot, title)
+        draw_curves(view.reports, plot, title, view.first, view.before)
     except OSError as error:
         print(f"WARNING: {plot} could not be written: {error.strerror}", file=sys.stderr)
     else:
@@ -127,28 +135,26 @@ def _finish(view: _RecordingView, title: str, log: Path, plot: Path) -> None:
 
 
 class _RecordingView(RichTrainView):
-    """A RichTrainView that also keeps the updates in memory and writes them to the log."""
+    """A RichTrainView that also keeps what the curves show, in memory."""
 
-    def __init__(self, steps: int, log: UpdateLog) -> None:
-        super().__init__(steps)
-        self._log = log
+    def __init__(self, steps: int, evaluates: bool) -> None:
+        super().__init__(steps, evaluates=evaluates)
         self.reports: list[UpdateReport] = []
         self.facts: Mapping[str, str] = {}
-        self._failures: list[str] = []
+        self.first: EvaluationResult | None = None
+        self.before = 0
 
     def started(self, facts: Mapping[str, str], steps_done: int) -> None:
         super().started(facts, steps_done)
-        self.facts = facts
+        self.facts, self.before = facts, steps_done
 
-    def task_failed(self, reason: str) -> None:
-        super().task_failed(reason)
-        self._failures.append(reason)
+    def evaluated(self, result: EvaluationResult) -> None:
+        super().evaluated(result)
+        self.first = result
 
     def updated(self, report: UpdateReport) -> None:
         super().updated(report)
         self.reports.append(report)
-        self._log.write(self.steps_done, report, self._failures)
-        self._failures = []
 
 
 def _at_least(least: int) -> Callable[[str], int]:

@@ -30,6 +30,7 @@ from mlx_parallm.config.training import (
     ResolvedTraining,
     RewardScale,
     RLTrainingConfig,
+    TrackerName,
 )
 from mlx_parallm.config.types import human_bytes, is_loopback, parse_bytes
 from mlx_parallm.errors import ConfigError

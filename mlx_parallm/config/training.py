@@ -13,7 +13,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from mlx_parallm.config.types import File, Integer, Number, Section, Text, lower
+from mlx_parallm.config.types import File, Integer, Number, Section, Text, lower, optional_names
 
 
 class Algorithm(StrEnum):
@@ -60,6 +60,14 @@ class LearningRateSchedule(StrEnum):
     CONSTANT = "constant"
     LINEAR = "linear"
     COSINE = "cosine"
+
+
+class TrackerName(StrEnum):
+    """Where the figures of training go, besides the JSONL file; `rl.tracking.trackers` has them."""
+
+    TENSORBOARD = "tensorboard"
+    TRACKIO = "trackio"
+    WANDB = "wandb"
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,21 +209,43 @@ class GateConfig(Section):
     """Largest change of the policy in one update: the mean KL divergence of the old policy from the new one over all
     trained tokens, in nats per token. A version above it is not published. null means no bound.
     """
-    eval_prompts: File | None = None
-    """JSONL file of held-out prompts that every new version answers before it goes live. Each line is a request body
-    with messages or prompt, scoring_function and metadata. null means no evaluation.
-    """
     eval_floor: Number | None = None
-    """Smallest mean reward on eval_prompts. A version below it does not go live."""
+    """Smallest mean reward of an evaluation. Versions whose evaluation is due (evaluation.every) are then evaluated
+    before they go live, and do not go live below it. null means no floor.
+    """
     rollback_drop: Number | None = Field(default=0.15, gt=0)
     """Roll back to the best version when the running mean reward falls this far below its best. The fall must also
     exceed six standard errors, so that chance alone does not cause it. null means never.
     """
 
+
+class EvaluationConfig(Section):
+    """Held-out tasks that versions in training answer from time to time. Nothing is trained on these answers. Their
+    mean reward decides which version is the best one."""
+
+    every: Integer | None = Field(default=None, ge=1)
+    """Number of updates between two evaluations. The version that training starts from is evaluated too. null means no
+    evaluation.
+    """
+    tasks: Text | None = None
+    """Held-out tasks, in any form that rl_training.environment has. null means tasks of rl_training.environment, which
+    mlx_parallm_train then does not train on.
+    """
+    size: Integer = Field(default=64, ge=2)
+    """Largest number of held-out tasks. They are the same in every run."""
+    samples: Integer = Field(default=1, ge=1, le=128)
+    """Number of answers to each task."""
+    temperature: Number = Field(default=0.0, ge=0)
+    """Temperature of the answers. 0 takes the most likely token each time; give another one if samples is above 1."""
+    max_tokens: Integer | None = Field(default=None, ge=1)
+    """Largest number of tokens of an answer. null means rl_training.max_completion_tokens."""
+
     @model_validator(mode="after")
-    def _floor_has_prompts(self) -> Self:
-        if (self.eval_prompts is None) != (self.eval_floor is None):
-            raise ValueError("eval_prompts and eval_floor need each other; set both or neither")
+    def _is_complete(self) -> Self:
+        if self.tasks is not None and self.every is None:
+            raise ValueError("tasks are named, but not how often to evaluate; set every (--eval-every) too")
+        if self.samples > 1 and self.temperature == 0:
+            raise ValueError("the samples of a task are equal at temperature 0; raise temperature, or set samples 1")
         return self
 
 
@@ -245,6 +275,12 @@ class RLTrainingConfig(Section):
     """
     max_completion_tokens: Integer = Field(default=1024, ge=1)
     """Largest number of tokens of a completion in mlx_parallm_train. The loss of dr_grpo is divided by it."""
+    rollout_temperature: Number = Field(default=1.0, gt=0)
+    """Temperature of the samples that mlx_parallm_train draws. They are trained on at the same temperature."""
+    system_prompt: Text | None = None
+    """System message of the tasks of mlx_parallm_train and of evaluations: a text, or @FILE for the text of a file. A
+    task that has its own system message keeps it. null means none.
+    """
     scoring_processes: Integer = Field(default=2, ge=1, le=64)
     """Number of processes that run scoring functions. If there are several, one client's jobs with the same function
     and metadata always leave one of them free.
@@ -278,16 +314,31 @@ class RLTrainingConfig(Section):
     on them, or on reasoning_gym:<task>, or on an environment of another package. A server looks up the answers that
     requests leave out.
     """
+    trackers: Annotated[tuple[TrackerName, ...], BeforeValidator(optional_names)] = ()
+    """Trackers that get the figures of every update and evaluation: tensorboard, trackio and wandb (offline). Each
+    needs the extra of its name. The file metrics.jsonl in the run's folder is always written. null means no other.
+    """
     atropos_url: Text | None = None
     """Base URL of an Atropos trajectory API that gives rewards. Not available in this version: refused if set."""
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     gate: GateConfig = GateConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
 
     @model_validator(mode="after")
     def _loss_reads_what_is_collected(self) -> Self:
         if self.algorithm is Algorithm.DISTILLATION:
             raise ValueError("algorithm distillation needs a teacher's logprobs, which collected trajectories lack")
+        return self
+
+    @model_validator(mode="after")
+    def _evaluation_has_tasks(self) -> Self:
+        if self.evaluation.every is None and self.gate.eval_floor is not None:
+            raise ValueError("gate.eval_floor needs an evaluation; set evaluation.every (--eval-every) too")
+        if self.evaluation.every is not None and self.evaluation.tasks is None and self.environment is None:
+            raise ValueError(
+                "evaluation.every: no tasks are held out; set environment or evaluation.tasks (--eval-tasks)"
+            )
         return self
 
     @model_validator(mode="after")

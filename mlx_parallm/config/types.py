@@ -126,6 +126,11 @@ def _split_commas(value: object) -> object:
     return value
 
 
+def optional_names(value: object) -> object:
+    """Splits text at its commas; null is no name. A BeforeValidator."""
+    return _split_commas(value or ())
+
+
 def _parse_path(value: object, kind: str) -> Path:
     text = str(value) if isinstance(value, Path) else value
     if not isinstance(text, str) or not text.strip() or "\0" in text:
@@ -155,7 +160,7 @@ Number = Annotated[float, BeforeValidator(_refuse_bool), Field(allow_inf_nan=Fal
 Text = Annotated[str, Field(min_length=1)]
 Host = Annotated[Text, AfterValidator(_check_host)]
 Names = Annotated[tuple[Text, ...], BeforeValidator(_split_commas)]
-OptionalNames = Annotated[tuple[Text, ...], BeforeValidator(lambda value: _split_commas(value or ()))]
+OptionalNames = Annotated[tuple[Text, ...], BeforeValidator(optional_names)]
 """Names; null means none."""
 Hosts = Annotated[tuple[Host, ...], BeforeValidator(_split_commas)]
 Origins = Annotated[tuple[Annotated[str, AfterValidator(_check_origin)], ...], BeforeValidator(_split_commas)]

@@ -84,6 +84,7 @@ from mlx_parallm.core.requests import (
 from mlx_parallm.core.sequence import PromptGroup, Sequence, SequenceStatus
 from mlx_parallm.core.text import Reasoning, TextTokenizer, Tool, ToolCall, ToolFormat, UnwritableToolError
 from mlx_parallm.core.training import (
+    EvaluationResult,
     GivenTrajectory,
     TrainingClient,
     TrainingEvent,

@@ -92,6 +92,35 @@ class UpdateReport:
 
 
 @dataclass(frozen=True, slots=True)
+class EvaluationResult:
+    """The mean reward of one version on the held-out tasks.
+
+    Attributes:
+        step: optimizer steps of the version.
+        low, high: the 95 % confidence interval of `mean`, over tasks like these.
+        answers: that were scored; several for each task if `rl_training.evaluation.samples` says so.
+        failed: tasks that were left out, because they could not be answered or scored.
+        at: Unix time in seconds.
+    """
+
+    adapter: AdapterRef
+    step: int
+    mean: float
+    low: float
+    high: float
+    answers: int
+    failed: int
+    at: float
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The figures by their names in the metrics of an update."""
+        figures = {"mean": self.mean, "low": self.low, "high": self.high}
+        counts = {"answers": self.answers, "failed": self.failed}
+        return {f"eval_{name}": float(value) for name, value in (figures | counts).items()}
+
+
+@dataclass(frozen=True, slots=True)
 class TrainingStatus:
     """A snapshot of one adapter's training.
 
@@ -101,6 +130,8 @@ class TrainingStatus:
         trajectories_waiting: trajectories without a reward.
         last_update: Unix time in seconds.
         metrics: of the last update.
+        best: by its evaluation; without evaluations, by the running mean of its rewards.
+        evaluation: the last one.
         checkpoints: names of its checkpoints, oldest first, each followed by its tags.
         drops, skips: counts by reason since start.
     """
@@ -120,6 +151,7 @@ class TrainingStatus:
     skips: Mapping[str, int] = field(default_factory=dict)
     reward_running_mean: float | None = None
     best: AdapterRef | None = None
+    evaluation: EvaluationResult | None = None
     checkpoints: tuple[str, ...] = ()
     trained: tuple[str, ...] = ()
     detail: Mapping[str, Any] = field(default_factory=dict)
@@ -129,8 +161,9 @@ class TrainingStatus:
 class TrainingEvent:
     """One entry of the event stream. `at`: Unix time in seconds.
 
-    `kind` is collected, scored, dropped, update, held, skipped, rollback, checkpoint, paused, resumed, started, or
-    events_lost. The last one replaces events that a slow listener has missed; `data["events"]` is their number.
+    `kind` is collected, scored, dropped, update, held, skipped, evaluation, evaluation_failed, rollback, checkpoint,
+    paused, resumed, started, or events_lost. The last one replaces events that a slow listener has missed;
+    `data["events"]` is their number.
     """
 
     kind: str

@@ -4,8 +4,8 @@
                │        │       │         │         │
                └────────┴───────┴─────────┴─────────┴──▶ undo: the policy is restored, the version discarded
 
-Staging adds a version that no request gets yet; the flip makes it live. If no evaluation is configured, everything from
-learn to flip happens on the device thread, without a trip to the event loop.
+Staging adds a version that no request gets yet; the flip makes it live. If the gate does not read the evaluation, all
+from learn to flip happens on the device thread, without a trip to the event loop, and the live version is evaluated.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from mlx_parallm.adapters.service import AdapterService
 from mlx_parallm.adapters.weights import AdapterWeights, VersionInfo
 from mlx_parallm.config import CheckpointingConfig, ResolvedTraining
-from mlx_parallm.core import BASE_ADAPTER, AdapterRef, CheckpointCard, UpdateReport
+from mlx_parallm.core import BASE_ADAPTER, AdapterRef, CheckpointCard, EvaluationResult, UpdateReport
 from mlx_parallm.rl.checkpoints import BEST, AdapterCheckpoints, PolicyCheckpoints, PolicyOf, TrainedVersion
 from mlx_parallm.rl.collect.versions import VersionHistory
+from mlx_parallm.rl.evaluation import EvaluationHistory, Evaluator
 from mlx_parallm.rl.events import Emit, UpdateOutcome, UpdateReporter
 from mlx_parallm.rl.gate import Gate
 from mlx_parallm.rl.learn.learner import Learner
@@ -41,6 +43,7 @@ class AdapterTrainingParts:
 
     `policy_of`: makes a policy from a version that was not trained here. None: only adapters that were trained here can
     be trained further.
+    `evaluator`: asks versions the held-out tasks. None: versions are not evaluated.
     """
 
     learner: Learner
@@ -51,6 +54,7 @@ class AdapterTrainingParts:
     checkpointing: CheckpointingConfig
     emit: Emit
     policy_of: PolicyOf | None = None
+    evaluator: Evaluator | None = None
 
 
 class AdapterTraining:
@@ -60,8 +64,8 @@ class AdapterTraining:
         unpublished: whether the policy has updates that are in no published version.
         progress: where a run on an environment was at the last update, so that it can resume there. It is saved with
             the metrics of every checkpoint.
-        checkpoints: those of the adapter, and its best version, which is the one that was the latest when the running
-            mean reward was highest.
+        checkpoints: those of the adapter, and its best version: the one with the best evaluation or, without
+            evaluations, the one that was the latest when the running mean reward was highest.
 
     Invariant: while the learner's policy may differ from the one that versions and reports describe, `_undo` is the
     policy that they describe. It is restored before the learner's policy is used for anything else.
@@ -76,6 +80,7 @@ class AdapterTraining:
         self.versions = VersionHistory(BASE_ADAPTER)
         self.rewards = RewardHistory()
         self.unpublished = False
+        self.evaluations = EvaluationHistory()
         self.progress: Mapping[str, float] = {}
         self.checkpoints = AdapterCheckpoints(
             name, parts.learner, parts.adapters, parts.checkpoints, parts.checkpointing, parts.emit, parts.policy_of
@@ -109,16 +114,19 @@ class AdapterTraining:
         await self._learner.open(self.name, start)
         self._info = VersionInfo.of(self._learner.weights(self.name))
         self._undo, self.unpublished, self.rewards = None, False, RewardHistory()
+        self.evaluations = EvaluationHistory(self._parts.evaluator, self._parts.config.evaluation.every or 1)
         self.checkpoints.unsaved.clear()
         self.checkpoints.set_best(None)
         self.versions = VersionHistory(live or BASE_ADAPTER)
         self.reports.step = start.step if start else 0
         if start is not None and card is not None:
             self.rewards.restore(card.metrics)
+            self.evaluations.restore(card.metrics, self.name)
             self.progress = {name: card.metrics[name] for name in PROGRESS if name in card.metrics}
             best = await self.checkpoints.load_best()
             if best is None:  # its checkpoint is gone
                 self.rewards.trend.forget_best()
+                self.evaluations.forget_best()
             self.checkpoints.set_best(TrainedVersion(best.ref) if best else TrainedVersion(self.versions.latest, start))
         elif live is None and not self._serves_base:
             async with self._undone_on_failure():
@@ -131,11 +139,19 @@ class AdapterTraining:
     # -- an update -------------------------------------------------------------------------------
 
     async def mark_best(self) -> None:
-        """Makes the latest version the best one if its rewards have raised the running mean to a new high."""
-        if not self.unpublished and self.rewards.trend.mark_best():
-            latest = self.versions.latest
-            policy = None if latest == BASE_ADAPTER else await self._policy()
-            self.checkpoints.set_best(TrainedVersion(latest, policy, {**self.rewards.to_metrics(), **self.progress}))
+        """Makes the latest version the best one if its rewards have raised the running mean to a new high. If versions
+        are evaluated, that decides instead."""
+        if not self.unpublished and self.rewards.trend.mark_best() and not self.evaluations.enabled:
+            await self._set_best_to_latest()
+
+    async def _set_best_to_latest(self) -> None:
+        latest = self.versions.latest
+        policy = None if latest == BASE_ADAPTER else await self._policy()
+        self.checkpoints.set_best(TrainedVersion(latest, policy, self._histories()))
+
+    def _histories(self) -> dict[str, float]:
+        """What training needs after a restart, for the metrics of a checkpoint."""
+        return {**self.rewards.to_metrics(), **self.evaluations.to_metrics(), **self.progress}
 
     @property
     def rewards_fell(self) -> bool:
@@ -152,15 +168,22 @@ class AdapterTraining:
         Raises:
             Exception: raised by the learner or while publishing; policy and versions are as before.
         """
-        gate = self._parts.gate
+        gate, evaluation = self._parts.gate, None
+        evaluates_first = gate.reads_evaluations and self.evaluations.due(self.reports.step + 1)
         async with self._undone_on_failure():
-            outcome, ref = await self._learner.learn(self.name, batch, self._publish if publish else None)
+            make_version = partial(self._publish, not evaluates_first) if publish else None
+            outcome, ref = await self._learner.learn(self.name, batch, make_version)
             if outcome.skipped:
                 return self.reports.skipped(self.live, outcome.skipped, metrics=outcome.metrics)
-            refusal = gate.judge(outcome.metrics) or (await gate.evaluated(ref) if ref else None)
+            refusal = gate.judge(outcome.metrics)
+            if refusal is None and ref is not None and evaluates_first:
+                evaluation = await self._evaluate(ref, outcome.step)
+                refusal = gate.judge_evaluation(evaluation)
+            if evaluation is not None:
+                outcome = replace(outcome, metrics={**outcome.metrics, **evaluation.metrics})
             if refusal is not None:
                 return self.reports.held(self.live, refusal, outcome)
-            if ref is not None and gate.evaluates:
+            if ref is not None and evaluates_first:
                 await self._adapters.flip(ref)
             self._undo = None
             self.checkpoints.unsaved.add()
@@ -168,17 +191,17 @@ class AdapterTraining:
             self.progress = self.progress if progress is None else progress
             if ref is not None:
                 self.versions.append(ref)
-            return self.reports.updated("published" if ref else "trained", ref or self.live, outcome)
+            report = self.reports.updated("published" if ref else "trained", ref or self.live, outcome)
+        if evaluation is not None:
+            await self._add_evaluation(evaluation)
+        return report
 
-    def _publish(self, outcome: UpdateOutcome, weights: AdapterWeights) -> Future[AdapterRef] | None:
-        """Stages an update as a new version if the gate accepts its metrics. Without an evaluation, the version goes
+    def _publish(self, goes_live: bool, outcome: UpdateOutcome, weights: AdapterWeights) -> Future[AdapterRef] | None:
+        """Stages an update as a new version if the gate accepts its metrics. If `goes_live` is true, the version goes
         live as soon as it is staged. Called on the device thread, right after the update."""
-        gate = self._parts.gate
-        if outcome.skipped or gate.judge(outcome.metrics):
+        if outcome.skipped or self._parts.gate.judge(outcome.metrics):
             return None
-        return self._adapters.publish_trained(
-            self.name, weights, self._info, self.versions.announce, goes_live=not gate.evaluates
-        )
+        return self._adapters.publish_trained(self.name, weights, self._info, self.versions.announce, goes_live)
 
     async def _stage(self) -> AdapterRef:
         """Stages a new version of the learner's policy, which is not live yet."""
@@ -191,6 +214,40 @@ class AdapterTraining:
         """Forgets the version that was announced, unless it is in `versions`."""
         if (ref := self.versions.retract()) is not None:
             self._adapters.discard(ref)
+
+    # -- evaluation ------------------------------------------------------------------------------
+
+    async def evaluate_if_due(self) -> EvaluationResult | None:
+        """Evaluates the live version of training if that is due. If it fails, the next attempt is due later.
+
+        Returns:
+            None if it was not due, or has failed.
+        """
+        if self.unpublished or not self.evaluations.due(self.reports.step):
+            return None
+        result = await self._evaluate(self.versions.latest, self.reports.step)
+        if result is None:
+            self.evaluations.postpone(self.reports.step)
+        else:
+            await self._add_evaluation(result)
+        return result
+
+    async def _evaluate(self, version: AdapterRef, step: int) -> EvaluationResult | None:
+        """Evaluates a version, live or staged. None: it failed, which is logged and counted."""
+        try:
+            with self._adapters.lease(TrainedVersion(version).selector):
+                result = await self.evaluations.evaluate(version, step)
+        except Exception as error:  # noqa: BLE001 - whatever failed, training goes on
+            _log.exception("the evaluation of %s failed", version)
+            reason = str(error) or type(error).__name__
+            self._parts.emit("evaluation_failed", adapter=self.name, version=str(version), step=step, reason=reason)
+            return None
+        self._parts.emit("evaluation", adapter=self.name, version=str(version), step=step, metrics=dict(result.metrics))
+        return result
+
+    async def _add_evaluation(self, result: EvaluationResult) -> None:
+        if self.evaluations.add(result):
+            await self._set_best_to_latest()
 
     # -- checkpoints -----------------------------------------------------------------------------
 
@@ -223,7 +280,7 @@ class AdapterTraining:
         """
         policy = await self._policy()
         of_update = self.reports.metrics if metrics is None else metrics
-        metrics = {**of_update, **self.rewards.to_metrics(), **self.progress}
+        metrics = {**of_update, **self._histories()}
         has_version = not self.unpublished and self.versions.latest != BASE_ADAPTER
         try:
             ref = self.versions.latest if has_version else await self._stage()

@@ -8,7 +8,7 @@ import math
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -39,12 +39,19 @@ class EventHub:
 
     def __init__(self) -> None:
         self._listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
+        self._sinks: list[Callable[[TrainingEvent], None]] = []
         self._closed = False
 
     def emit(self, kind: str, **data: object) -> None:
         event = TrainingEvent(kind, time.time(), data)
+        for sink in self._sinks:
+            sink(event)
         for listener in tuple(self._listeners):
             listener.put(event)
+
+    def add_sink(self, sink: Callable[[TrainingEvent], None]) -> None:
+        """Calls `sink` with every event from now on. It must neither raise nor block."""
+        self._sinks.append(sink)
 
     def listen(self) -> Listener:
         """A listener that gets the events from this call on."""

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from mlx_parallm.config import ResolvedTraining
-from mlx_parallm.core import AdapterRef, CheckpointCard, GivenTrajectory, TrainingStatus, UpdateReport
+from mlx_parallm.core import AdapterRef, CheckpointCard, EvaluationResult, GivenTrajectory, TrainingStatus, UpdateReport
 from mlx_parallm.errors import InvalidRequestError, StorageError
 from mlx_parallm.rl.adapter_training import AdapterTraining
 from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
@@ -80,7 +80,8 @@ class TrainingLoop:
     async def _automatic_update(self) -> None:
         if self._due:  # still true, so no other update has taken the trajectories
             try:
-                await self._update(self._buffer.take(self.name, self._config.update_frequency))
+                groups = self._buffer.take(self.name, self._config.update_frequency)
+                await self._conclude(await self._update(groups))
             except Exception:  # noqa: BLE001 - only this update fails; after `max_skips` of them training pauses
                 _log.exception("an update of %s failed", self.name)
 
@@ -122,6 +123,7 @@ class TrainingLoop:
             else:
                 prepared = prepare(groups, self._config.loss, self.training.rewards)
                 report = await self._learn(groups, prepared, publish, progress)
+            report = await self._conclude(report)
             self.wake()  # so that `run` waits for the time of the next checkpoint
             return report if tag is None else await self._save_tagged(report, tag)
 
@@ -164,6 +166,11 @@ class TrainingLoop:
         """See `AdapterTraining.save`."""
         async with self._lock:
             return await self.training.save(step, tags, metrics)
+
+    async def evaluate_if_due(self) -> EvaluationResult | None:
+        """See `AdapterTraining.evaluate_if_due`."""
+        async with self._lock:
+            return await self.training.evaluate_if_due()
 
     def pause(self, reason: str = "asked") -> None:
         """Stops automatic updates. An update in progress still finishes."""
@@ -217,9 +224,8 @@ class TrainingLoop:
                 )
             if not prepared.batch.samples:
                 return training.reports.skipped(training.live, "no_signal", metrics=prepared.batch.metrics)
+            await training.evaluate_if_due()  # the version that training starts from
             report = await training.learn(prepared.batch, publish, progress)
-            if name := await training.save_if_due():
-                report = replace(report, checkpoint=name)
         except Exception as error:  # counted and reported, whatever it is, and raised again
             training.reports.skipped(training.live, "failed", str(error) or type(error).__name__)
             self._count_failure("failed")
@@ -231,6 +237,13 @@ class TrainingLoop:
         else:
             self._failures_in_a_row = 0
         return report
+
+    async def _conclude(self, report: UpdateReport) -> UpdateReport:
+        """Evaluates the new version and saves a checkpoint, each if it is due. Adds them to the report."""
+        if report.status == "published" and (result := await self.training.evaluate_if_due()):
+            report = replace(report, metrics={**report.metrics, **result.metrics})
+        name = await self.training.save_if_due()
+        return report if name is None else replace(report, checkpoint=name)
 
     def _count_failure(self, reason: str) -> None:
         self._failures_in_a_row += 1
@@ -271,12 +284,14 @@ class TrainingLoop:
             skips=dict(reports.skips),
             reward_running_mean=training.rewards.trend.mean,
             best=best.ref if best else None,
+            evaluation=training.evaluations.last,
             detail={
                 "pause_reason": self._pause_reason,
                 "failures_in_a_row": self._failures_in_a_row,
                 "lineage": list(training.versions.last(_VERSIONS_SHOWN)),
                 "unpublished": training.unpublished,
                 "checkpoint_failures": training.checkpoints.failures,
+                "evaluation_failures": training.evaluations.failures,
                 "trajectories_with_signal": self._selection.with_signal,
                 "trajectories_without_signal": self._selection.without_signal,
                 "trajectories_trained": buffer.trained[name],

@@ -11,6 +11,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Any, Protocol, TypeGuard, cast
 
 from mlx_parallm.core import (
@@ -154,6 +155,33 @@ def _unknown(name: str, known: list[str]) -> ConfigError:
     return ConfigError(f"environment: {shown(name)} is unknown: {hint}")
 
 
+# ---- system prompt -------------------------------------------------------------------------------
+
+
+def read_system_prompt(text: str | None) -> str | None:
+    """The value of `rl_training.system_prompt`, with the text of the file in place of `@FILE`.
+
+    Raises:
+        ConfigError: the file cannot be read, or is empty.
+    """
+    if text is None or not text.startswith("@"):
+        return text
+    try:
+        prompt = Path(text[1:]).expanduser().read_text("utf-8").strip()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"rl_training.system_prompt: {text[1:]} cannot be read: {error}") from error
+    if not prompt:
+        raise ConfigError(f"rl_training.system_prompt: {text[1:]} is empty")
+    return prompt
+
+
+def with_system_prompt(task: Task, system_prompt: str | None) -> tuple[Mapping[str, str], ...]:
+    """The messages of the task, after the system prompt if they have no system message of their own."""
+    if system_prompt is None or any(message["role"] == "system" for message in task.messages):
+        return task.messages
+    return ({"role": "system", "content": system_prompt}, *task.messages)
+
+
 # ---- rollouts ------------------------------------------------------------------------------------
 
 Generate = Callable[[GenerationRequest], AsyncIterator[Event]]
@@ -163,6 +191,7 @@ Generate = Callable[[GenerationRequest], AsyncIterator[Event]]
 class RolloutSettings:
     """How rollouts are drawn: `group_size` samples for each task, of at most `max_tokens` tokens, at `temperature`.
 
+    `system_prompt`: the system message of tasks that have none of their own; None: they get none.
     `seed`: all samples get their seeds from it. `run`: part of the trajectories' ids. `taken`: tasks that were taken in
     an earlier process; ids and seeds continue after them.
     """
@@ -170,6 +199,7 @@ class RolloutSettings:
     group_size: int
     max_tokens: int
     temperature: float = 1.0
+    system_prompt: str | None = None
     seed: int = 0
     run: str = "0"
     taken: int = 0
@@ -248,10 +278,11 @@ class Rollouts:
         if isinstance(task, Exception):
             raise task
         settings = self._settings
+        messages = with_system_prompt(task, settings.system_prompt)
         with self._adapters.lease(selector) as adapter:
             request = GenerationRequest(
                 request_id=f"rollout-{settings.run}-{number}",
-                prompts=(tuple(self._tokenizer.apply_chat_template(task.messages)),),
+                prompts=(tuple(self._tokenizer.apply_chat_template(messages)),),
                 # Sample j of a group is drawn with seed + j.
                 sampling=SamplingParams(
                     temperature=settings.temperature, seed=settings.seed * 2**32 + number * settings.group_size
@@ -260,7 +291,7 @@ class Rollouts:
                 n=settings.group_size,
                 adapter=adapter,
                 work_class=WorkClass.TRAINING,
-                collection=replace(task.collection, messages=tuple(task.messages)),
+                collection=replace(task.collection, messages=messages),
             )
             tokens = 0
             async for event in events_of(self._generate(request)):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -21,9 +21,11 @@ from mlx_parallm.core import (
     AdapterRef,
     CheckpointCard,
     CollectionSpec,
+    EvaluationResult,
     Event,
     GenerationRequest,
     GivenTrajectory,
+    TrainingEvent,
     TrainingStatus,
     Trajectory,
     TrajectoryCard,
@@ -39,8 +41,9 @@ from mlx_parallm.rl.collect.groups import DropReason, TrajectoryGroup, Trajector
 from mlx_parallm.rl.collect.intake import Intake
 from mlx_parallm.rl.collect.log import TrajectoryLog
 from mlx_parallm.rl.collect.recorder import collect
+from mlx_parallm.rl.evaluation import Evaluator
 from mlx_parallm.rl.events import EventHub, Listener
-from mlx_parallm.rl.gate import Evaluate, Gate
+from mlx_parallm.rl.gate import Gate
 from mlx_parallm.rl.learn.learner import Learner
 from mlx_parallm.rl.loop import TrainingLoop
 from mlx_parallm.rl.scoring.service import ANSWER, ScoringService, lacks_answer, terms_without_answer
@@ -55,7 +58,7 @@ _log = logging.getLogger(__name__)
 class TrainingParts:
     """What training is made of.
 
-    `evaluate`: decides about every version before it goes live. `policy_of`: gives the policy that training starts from
+    `evaluator`: asks versions the held-out tasks. `policy_of`: gives the policy that training starts from
     if the live version has no checkpoint of a trainer. `log`: gets every trajectory in the end. `tasks`: have the
     answers that requests leave out.
     """
@@ -66,7 +69,7 @@ class TrainingParts:
     scorers: ScoringService
     config: ResolvedTraining
     checkpointing: CheckpointingConfig
-    evaluate: Evaluate | None = None
+    evaluator: Evaluator | None = None
     policy_of: PolicyOf | None = None
     log: TrajectoryLog | None = None
     tasks: FileTasks = field(default_factory=FileTasks)
@@ -93,11 +96,12 @@ class TrainingService:
             parts.learner,
             parts.adapters,
             parts.checkpoints,
-            Gate(config.gate.kl_bound, parts.evaluate),
+            Gate(config.gate.kl_bound, config.gate.eval_floor),
             config,
             parts.checkpointing,
             self._hub.emit,
             parts.policy_of,
+            parts.evaluator,
         )
         self._loops: dict[str, TrainingLoop] = {}
         self._starting = asyncio.Lock()
@@ -233,6 +237,10 @@ class TrainingService:
         tag = None if checkpoint_name is None else check_tag(checkpoint_name)
         return await self._finished(loop.update(given, publish, tag, progress))
 
+    async def evaluate_if_due(self, adapter: str | None = None) -> EvaluationResult | None:
+        """See `AdapterTraining.evaluate_if_due`."""
+        return await self._finished(self._loop(adapter).evaluate_if_due())
+
     def progress(self, adapter: str | None = None) -> Mapping[str, float]:
         """See `AdapterTraining.progress`."""
         return self._loop(adapter).training.progress
@@ -287,6 +295,10 @@ class TrainingService:
     def events(self) -> Listener:
         """See `core.TrainingClient.events`."""
         return self._hub.listen()
+
+    def on_event(self, sink: Callable[[TrainingEvent], None]) -> None:
+        """See `EventHub.add_sink`."""
+        self._hub.add_sink(sink)
 
     def _loop(self, adapter: str | None) -> TrainingLoop:
         name = self._default if adapter is None else adapter

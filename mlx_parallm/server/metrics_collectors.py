@@ -235,6 +235,12 @@ def _requests_info(stats: AdapterStats) -> Metric:
 
 # -- training --------------------------------------------------------------------------------------
 
+
+def _evaluated(figure: str) -> Callable[[TrainingStatus], float | None]:
+    """Reads a figure of the last evaluation; None if there was none."""
+    return lambda status: None if status.evaluation is None else float(getattr(status.evaluation, figure))
+
+
 RL_PREFIX = PREFIX + "rl_"
 COLLECTED = "trajectories_collected"
 TRAINING_GAUGES: Mapping[str, tuple[str, Callable[[TrainingStatus], float | None]]] = {
@@ -261,6 +267,11 @@ TRAINING_GAUGES: Mapping[str, tuple[str, Callable[[TrainingStatus], float | None
     "ratio": ("Mean policy ratio, last update.", lambda status: status.metrics.get("ratio_mean")),
     "ratio_max": ("Largest policy ratio of a token, last update.", lambda status: status.metrics.get("ratio_max")),
     "staleness": ("Mean staleness in versions, last update.", lambda status: status.metrics.get("staleness")),
+    "evaluation_mean": ("Mean reward on the held-out tasks, last evaluation.", _evaluated("mean")),
+    "evaluation_low": ("Lower bound of its 95 % confidence interval.", _evaluated("low")),
+    "evaluation_high": ("Upper bound of its 95 % confidence interval.", _evaluated("high")),
+    "evaluation_answers": ("Answers that were scored, last evaluation.", _evaluated("answers")),
+    "evaluation_step": ("Optimizer steps of the version that was evaluated last.", _evaluated("step")),
     "last_update_timestamp_seconds": ("Unix time of the last update.", lambda status: status.last_update),
 }
 TRAINING_REASONS: Mapping[str, tuple[str, Callable[[TrainingStatus], Mapping[str, int]]]] = {

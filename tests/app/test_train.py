@@ -16,9 +16,9 @@ from rl.user_package import install
 from safetensors.numpy import load_file
 from tiny import save_tiny
 
-from mlx_parallm.app.train import FINAL, TrainOptions, run
+from mlx_parallm.app.train import FINAL, SampleText, TrainOptions, run
 from mlx_parallm.config import Config, LoRAConfig, RLConfig, configure
-from mlx_parallm.core import UpdateReport
+from mlx_parallm.core import BASE_ADAPTER, EvaluationResult, UpdateReport
 from mlx_parallm.errors import ConfigError, StorageError, TrainingFailedError
 
 STEPS, PROMPTS, GROUP = 3, 2, 4
@@ -43,12 +43,20 @@ class View:
     rollouts: list[tuple[int, int]] = field(default_factory=list)
     reports: list[UpdateReport] = field(default_factory=list)
 
+    first: EvaluationResult | None = None
+    samples: list[tuple[SampleText, SampleText]] = field(default_factory=list)
     made: int = 0
     failures: list[str] = field(default_factory=list)
     then: Callable[[View], None] = lambda view: None
 
     def started(self, facts: Mapping[str, str], made: int) -> None:
         self.facts, self.made = dict(facts), made
+
+    def evaluated(self, result: EvaluationResult) -> None:
+        self.first = result
+
+    def sampled(self, best: SampleText, worst: SampleText) -> None:
+        self.samples.append((best, worst))
 
     def task_failed(self, reason: str) -> None:
         self.failures.append(reason)
@@ -112,7 +120,17 @@ def test_steps_draw_score_update_and_save_the_last(tmp_path: Path, user) -> None
     assert [done for done, _ in view.rollouts] == [0, GROUP, 2 * GROUP] * STEPS
     assert (kept / "default" / view.reports[-1].checkpoint / "optimizer.safetensors").exists()
     assert FINAL in (kept / "default" / "tags.json").read_text()
+    assert len(view.samples) == STEPS
+    for best, worst in view.samples:
+        assert 0 <= worst.reward <= best.reward <= 1
+        assert best.prompt.startswith("0 ")
     assert view.facts["environment"] == "letters"
+    assert view.facts["log"] == str(kept / "metrics.jsonl")
+    lines = [json.loads(line) for line in (kept / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["optimizer_step"], line["version"]) for line in lines] == [(n, n, n) for n in (1, 2, 3)]
+    assert [line["reward_mean"] for line in lines] == [report.metrics["reward_mean"] for report in view.reports]
+    assert (lines[0]["kind"], lines[0]["status"], lines[0]["failures"]) == ("update", "published", [])
+    assert lines[2]["checkpoint"] == view.reports[2].checkpoint
     assert view.facts["adapter"].startswith("default, rank 4, alpha 8")
 
 
@@ -168,6 +186,8 @@ def test_one_bad_task_costs_itself_and_most_of_them_end_the_run_saved(tmp_path: 
     with pytest.raises(TrainingFailedError, match=r"[34] of the last 4 tasks failed.*tokens"):
         run(config(tmp_path, "grpo", checkpointing__checkpoint_dir=kept), replace(OPTIONS, steps=9), view)
     assert [report.metrics["failed_tasks"] for report in view.reports] == [0, 1, 0, 2, 2]
+    lines = [json.loads(line) for line in (kept / "metrics.jsonl").read_text().splitlines()]
+    assert [len(line["failures"]) for line in lines] == [0, 1, 0, 2, 2]
     assert [failure.partition(":")[0] for failure in view.failures] == [f"task {n}" for n in (2, 6, 7, 8, 9)]
     assert [report.status for report in view.reports] == ["published"] * 3 + ["skipped"] * 2
     assert (kept / "default" / "latest").read_text() == "checkpoint-3\n"
@@ -242,6 +262,77 @@ def test_a_file_of_tasks_is_trained_on_and_its_bad_lines_are_logged_once(
         (str(n), str(n + 1)) for n in range(4)
     }
     assert [r.getMessage()[:7] for r in caplog.records if "left out" in r.getMessage()] == ["line 5 "]
+
+
+@pytest.mark.timeout(120)
+def test_held_out_tasks_are_evaluated_and_not_trained_on(tmp_path: Path) -> None:
+    tasks = [{"id": n, "prompt": f"{n} + 1 =", "answer": n + 1, "scoring_function": "exact"} for n in range(9)]
+    file, log, kept = tmp_path / "tasks.jsonl", tmp_path / "log.jsonl", tmp_path / "kept"
+    file.write_text("\n".join(map(json.dumps, tasks)))
+    keys = {
+        "rl_training__environment": str(file),
+        "rl_training__trajectory_log": log,
+        "rl_training__evaluation__every": 2,
+        "rl_training__evaluation__size": 5,
+        "checkpointing__checkpoint_dir": kept,
+        "checkpointing__interval": 1,
+    }
+    view = View()
+    assert run(config(tmp_path, "cross_entropy", **keys), TrainOptions(str(file), 4, GROUP, PROMPTS), view) == 0
+    assert (view.first.adapter, view.first.step, view.first.answers) == (BASE_ADAPTER, 0, 5)
+    assert view.facts["evaluation"] == "5 held-out tasks x 1, every 2 updates"
+    trained = {json.loads(line)["metadata"]["problem_id"] for line in log.read_text().splitlines()}
+    assert len(trained) == 4, "the other tasks of the file"
+    lines = [json.loads(line) for line in (kept / "metrics.jsonl").read_text().splitlines()]
+    assert (lines[0]["kind"], lines[0]["step"], lines[0]["adapter"]) == ("evaluation", 0, "base")
+    assert [line["kind"] for line in lines[1:]] == ["update"] * 4
+
+
+@pytest.mark.timeout(120)
+def test_evaluations_are_in_the_reports_and_go_on_where_a_stopped_run_ended(tmp_path: Path, user) -> None:
+    user("regex")
+    keys = {
+        "rl_training__environment": "letters",
+        "rl_training__evaluation__every": 2,
+        "rl_training__evaluation__size": 6,
+        "checkpointing__checkpoint_dir": tmp_path / "kept",
+    }
+    view = View()
+    assert run(config(tmp_path, "grpo", **keys), replace(OPTIONS, steps=4), view) == 0
+    assert [report.metrics.get("eval_answers") for report in view.reports] == [None, 6, None, 6]
+    for report in view.reports[1::2]:
+        assert report.metrics["eval_low"] <= report.metrics["eval_mean"] <= report.metrics["eval_high"]
+    view = View()
+    assert run(config(tmp_path, "grpo", **keys), replace(OPTIONS, steps=6), view) == 0
+    assert view.first is None, "the version was evaluated before"
+    assert [report.metrics.get("eval_answers") for report in view.reports] == [None, 6]
+
+
+@pytest.mark.timeout(120)
+def test_the_temperature_and_the_system_prompt_are_those_of_the_settings(tmp_path: Path) -> None:
+    tasks = [{"prompt": f"{n} + 1 =", "answer": n + 1, "scoring_function": "exact"} for n in range(4)]
+    file, log, prompt = tmp_path / "tasks.jsonl", tmp_path / "log.jsonl", tmp_path / "prompt.txt"
+    file.write_text("\n".join(map(json.dumps, tasks)))
+    prompt.write_text("Answer as a pirate.\n")
+    lengths = []
+    for text in (None, f"@{prompt}"):
+        log.unlink(missing_ok=True)
+        keys = {"rl_training__environment": str(file), "rl_training__trajectory_log": log}
+        keys |= {"rl_training__rollout_temperature": 0.5, "rl_training__system_prompt": text}
+        settings = config(tmp_path, checkpointing__checkpoint_dir=tmp_path / f"kept{text is None}", **keys)
+        assert run(settings, TrainOptions(str(file), 1, GROUP, PROMPTS), View()) == 0
+        drawn = [json.loads(line) for line in log.read_text().splitlines()]
+        assert {line["temperature"] for line in drawn} == {0.5}
+        lengths.append(max(len(line["prompt_token_ids"]) for line in drawn))
+    assert lengths[0] < lengths[1]
+
+
+def test_a_system_prompt_that_cannot_be_read_is_told_before_the_model_is_loaded(tmp_path: Path) -> None:
+    file = tmp_path / "tasks.jsonl"
+    file.write_text('{"prompt": "1 + 1 =", "answer": 2}')
+    absent = configure(tmp_path / "no model", rl_training__system_prompt=f"@{tmp_path / 'none.txt'}")
+    with pytest.raises(ConfigError, match=r"system_prompt: .*none\.txt cannot be read"):
+        run(absent, TrainOptions(str(file), 1, 2, 1), View())
 
 
 def test_an_unknown_environment_is_told_before_the_model_is_loaded(tmp_path: Path) -> None:

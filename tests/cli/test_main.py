@@ -73,16 +73,21 @@ def test_every_flag_sets_its_own_key(app):
     numbers += ("--max-lora-rank", "--checkpoint-interval", "--keep-n-checkpoints", "--lora-rank", "--lora-alpha")
     numbers += ("--max-staleness", "--micro-batch-tokens", "--seed", "--max-decode-stall-ms")
     values |= dict.fromkeys(numbers, "7")
+    values |= {"--eval-every": "7", "--eval-size": "7", "--trackers": "wandb"}
     floats = ("--learning-rate", "--kl-coef", "--training-time-share", "--checkpoint-minutes")
     values |= dict.fromkeys(floats, "5e-4")
+    others = {"--prefix-cache-disk": ["--prefix-cache-dir", "text"], "--eval-tasks": ["--eval-every", "7"]}
+    others["--eval-every"] = ["--environment", "text"]
     flags = [flag for flag in FLAGS if flag.path not in {*TRAIN_ONLY, "rl_training.atropos_url"}]
     for flag in flags:
         switch = flag.name.replace("--", "--no-") if flag.key.field.default is True else flag.name
-        needed = ["--prefix-cache-dir", "text"] if flag.name == "--prefix-cache-disk" else []
+        needed = others.get(flag.name, [])
         assert serve([*needed, *([flag.name, values.get(flag.name, "text")] if flag.metavar else [switch])]) == 0
     changed = [list(leaves(config.model_dump(exclude_defaults=True))) for config in app.started]
     followers = {"--mode": [], "--enable-rl-training": ["server.mode", "rl_training.enabled"]}
     followers["--prefix-cache-disk"] = ["server.prefix_cache_dir", "server.prefix_cache_disk"]
+    followers["--eval-every"] = ["rl_training.environment", "rl_training.evaluation.every"]
+    followers["--eval-tasks"] = ["rl_training.evaluation.every", "rl_training.evaluation.tasks"]
     assert changed == [followers.get(flag.name, [flag.path]) for flag in flags]
 
 

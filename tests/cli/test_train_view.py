@@ -6,8 +6,11 @@ import re
 
 import pytest
 
-from mlx_parallm.cli.train_view import RichTrainView, _figure, draw_curves, heading, line, summary
-from mlx_parallm.core import AdapterRef, UpdateReport
+from mlx_parallm.app.train import SampleText
+from mlx_parallm.cli.curves import draw_curves, figure
+from mlx_parallm.cli.train_table import duration, heading, line, one_line, spark, summary
+from mlx_parallm.cli.train_view import RichTrainView
+from mlx_parallm.core import AdapterRef, EvaluationResult, UpdateReport
 
 FULL = {
     "reward_mean": 0.3125,
@@ -16,11 +19,20 @@ FULL = {
     "kl": 0.00021,
     "entropy": 1.2345,
     "clip_fraction": 0.0159,
+    "completion_tokens": 41.6,
     "tokens_per_second": 310.4,
     "seconds": 12.34,
     "grad_norm": 0.7,
 }
 DONE = UpdateReport(AdapterRef("default", 4), 4, "published", metrics=FULL)
+EVALUATED = UpdateReport(
+    AdapterRef("default", 5), 5, "published", metrics={**FULL, "eval_mean": 0.55, "eval_low": 0.47, "eval_high": 0.63}
+)
+FIRST = EvaluationResult(AdapterRef("base", 0), 0, 0.25, 0.125, 0.5, 16, 1, 5.0)
+BEST, WORST = (
+    SampleText("What is 2 + 2?", "4", 1.0),
+    SampleText("What is 3 + 9?\nSay", "\x1b[31mIt is\n" + "a " * 99, 0.0),
+)
 SKIPPED = UpdateReport(None, 4, "skipped", "no group had a signal")
 HELD = UpdateReport(AdapterRef("default", 5), 5, "held", "kl_step 0.9 is over kl_bound 0.1", {"reward_mean": 0.5})
 
@@ -30,11 +42,15 @@ class Terminal(io.StringIO):
         return True
 
 
-def shown(stream: io.StringIO, *reports: UpdateReport) -> str:
-    with RichTrainView(3, stream) as view:
+def shown(stream: io.StringIO, *reports: UpdateReport, samples: bool = False, evaluates: bool = False) -> str:
+    with RichTrainView(3, stream, evaluates) as view:
         view.started({"model": "SmolLM2-135M-Instruct", "environment": "[red]x"}, 0)
+        if evaluates:
+            view.evaluated(FIRST)
         for report in reports:
             view.rollout(32, 32)
+            if samples:
+                view.sampled(BEST, WORST)
             view.updated(report)
     return stream.getvalue()
 
@@ -43,17 +59,23 @@ def shown(stream: io.StringIO, *reports: UpdateReport) -> str:
 
 
 def test_line_has_every_figure_under_its_heading():
-    titles, cells = heading(), line(4, 50, DONE)
-    assert titles.split() == ["step", "reward", "loss", "KL", "entropy", "clip", "tok/s", "seconds", "result"]
-    assert re.split(r"\s{2,}", cells.strip()) == [
-        *("4/50", "0.312 ± 0.401", "+0.0123", "0.0002", "1.234", "0.016", "310", "12.3", "default@4")
+    titles, cells = heading(evaluates=True), line(4, 50, EVALUATED, 190.0, evaluates=True)
+    assert titles.split() == [
+        *("step", "reward", "evaluation", "loss", "KL", "entropy", "clip", "length", "tok/s", "seconds"),
+        *("left", "result"),
     ]
-    ends = [[found.end() for found in re.finditer(r"\S+( ± \S+)?", text)] for text in (titles, cells)]
+    assert re.split(r"\s{2,}", cells.strip()) == [
+        *("4/50", "0.312 ± 0.401", "0.550 [0.47, 0.63]", "+0.0123", "0.0002", "1.234", "0.016", "42", "310", "12.3"),
+        *("3m10s", "default@5"),
+    ]
+    ends = [[found.end() for found in re.finditer(r"\S+( \S+)*", text)] for text in (titles, cells)]
     assert ends[0][:-1] == ends[1][:-1]
+    assert "evaluation" not in heading()
+    assert "0.550" not in line(4, 50, EVALUATED)
 
 
 def test_line_of_an_update_that_did_not_go_live_says_why():
-    assert re.split(r"\s{2,}", line(5, 50, SKIPPED).strip()) == ["5/50", *["-"] * 7, "skipped: no group had a signal"]
+    assert re.split(r"\s{2,}", line(5, 50, SKIPPED).strip()) == ["5/50", *["-"] * 9, "skipped: no group had a signal"]
     assert line(6, 50, HELD).endswith("held: kl_step 0.9 is over kl_bound 0.1")
     saved = UpdateReport(DONE.adapter, 4, "published", metrics={"loss": math.nan}, checkpoint="checkpoint-4")
     assert line(4, 50, saved).endswith("default@4, checkpoint-4")
@@ -64,8 +86,26 @@ def test_summary_counts_and_names_the_last_live_version():
     assert summary([DONE, SKIPPED, HELD]) == (
         "1 published, 1 skipped, 1 held; mean reward 0.312 in the first, 0.500 in the last; default@4 is live"
     )
+    evaluated = "; evaluation 0.250 [0.12, 0.50] then 0.550 [0.47, 0.63]; "
+    assert evaluated in summary([DONE, EVALUATED, DONE], FIRST)
+    assert "; evaluation 0.550 [0.47, 0.63]; " in summary([EVALUATED])
     assert summary([SKIPPED]) == "1 skipped"
     assert summary([]) == "no update was made"
+
+
+def test_bars_of_a_spark_line_go_from_the_least_to_the_greatest_value():
+    assert spark([0.0, 0.5, 1.0]) == "▁▅█"
+    assert spark([-2, -1, math.nan, -3]) == "▅█▁"
+    assert spark([7.0, 7.0]) == "▁▁"
+    assert spark([0.0] * 50 + [1.0], width=3) == "▁▁█"
+    assert spark([]) == ""
+
+
+def test_small_texts():
+    assert [duration(seconds) for seconds in (0.4, 59.4, 59.6, 190, 7500)] == ["0s", "59s", "1m00s", "3m10s", "2h05m"]
+    assert one_line("a\n\tb\x1b[2Jc", 20) == "a b [2Jc"
+    assert one_line("word " * 100, 10) == "word word…"
+    assert one_line("x" * 10, 10) == "x" * 10
 
 
 # ---- on the screen -----------------------------------------------------------------------------
@@ -73,18 +113,40 @@ def test_summary_counts_and_names_the_last_live_version():
 
 def test_plain_lines_where_there_is_no_terminal():
     expected = ["model        SmolLM2-135M-Instruct", "environment  [red]x", "", heading()]
-    text = shown(io.StringIO(), DONE, SKIPPED)
-    assert text.splitlines() == [*expected, line(1, 3, DONE), line(2, 3, SKIPPED)]
+    text = shown(io.StringIO(), DONE, SKIPPED, samples=True)
+    assert text.splitlines()[:5] == [*expected, line(1, 3, DONE, 24.68)]
+    assert text.splitlines()[7:] == [line(2, 3, SKIPPED, 12.34)]
+    best, worst = text.splitlines()[5:7]
+    assert best == "best        1.00  What is 2 + 2? → 4"
+    assert worst.startswith("worst       0.00  What is 3 + 9? Say → [31mIt is a a a")
+    assert worst.endswith("a…")
+
+
+def test_the_evaluation_of_the_start_is_a_line_of_its_own():
+    lines = shown(io.StringIO(), EVALUATED, evaluates=True).splitlines()
+    assert lines[3] == heading(evaluates=True)
+    assert lines[4] == "evaluation of base@0 before the first step: 0.250 [0.12, 0.50], 16 answers, failed tasks: 1"
+    assert "0.550 [0.47, 0.63]" in lines[5]
 
 
 def test_progress_bars_on_a_terminal(monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    text = shown(Terminal(), DONE, HELD)
+    monkeypatch.setenv("COLUMNS", "100")
+    text = shown(Terminal(), DONE, HELD, EVALUATED, samples=True, evaluates=True)
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
-    assert plain.count(line(1, 3, DONE)) == plain.count(line(2, 3, HELD)) == 1
-    assert re.search(r"updates .*2/3", plain)
+    assert plain.count(line(1, 3, DONE, 24.68, evaluates=True)) == 1
+    assert plain.count(line(2, 3, HELD, 12.34, evaluates=True)) == 1
+    assert re.search(r"updates .*3/3 .* 0s left", plain)
     assert re.search(r"rollout .*32/32", plain)
+    below = plain.splitlines()[-4:]
+    assert [row.strip() for row in below[:3]] == [
+        "reward      ▁█▁  0.312 to 0.312",
+        "evaluation  ▁█  0.550 [0.47, 0.63] after step 3",
+        "best        1.00  What is 2 + 2? → 4",
+    ]
+    assert below[3].startswith("worst       0.00  What is 3 + 9? Say → [31mIt is a a")
+    assert max(map(len, below)) <= 100
 
 
 def test_bars_are_taken_down_when_the_run_fails(monkeypatch):
@@ -99,8 +161,8 @@ def test_bars_are_taken_down_when_the_run_fails(monkeypatch):
 
 
 def test_curves_have_a_point_a_step_and_gaps_where_nothing_is_known():
-    axes = {panel.get_title().split(" ")[0]: panel for panel in _figure([DONE, SKIPPED, HELD], "t").axes}
-    assert set(axes) == {"reward", "loss", "KL", "entropy", "clipped", "tokens"}
+    axes = {panel.get_title().split(" ")[0]: panel for panel in figure([DONE, SKIPPED, HELD], "t").axes}
+    assert set(axes) == {"reward", "loss", "KL", "entropy", "length", "clipped", "tokens"}
     (rewards,), (losses,) = (axes[name].get_lines() for name in ("reward", "loss"))
     assert list(rewards.get_xdata()) == [1, 2, 3]
     assert [value for value in rewards.get_ydata() if math.isfinite(value)] == [0.3125, 0.5]
@@ -108,12 +170,23 @@ def test_curves_have_a_point_a_step_and_gaps_where_nothing_is_known():
 
 
 def test_band_of_the_reward_is_one_standard_deviation_wide():
-    (band,) = _figure([DONE, DONE], "t").axes[0].collections
+    (band,) = figure([DONE, DONE], "t").axes[0].collections
     box = band.get_datalim(band.axes.transData)
     assert (box.y0, box.y1) == pytest.approx((0.3125 - 0.4012, 0.3125 + 0.4012))
 
 
-@pytest.mark.parametrize("reports", [[SKIPPED], [DONE], [DONE] * 100])
+def test_evaluations_are_drawn_with_their_intervals_from_the_start_of_the_run():
+    made = figure([DONE, EVALUATED], "t", FIRST, before=7)
+    (panel,) = [panel for panel in made.axes if panel.get_title().startswith("evaluation")]
+    (bars,) = panel.containers
+    (points, _, (spans,)) = bars
+    assert (list(points.get_xdata()), list(points.get_ydata())) == ([7, 9], [0.25, 0.55])
+    heights = [tuple(segment[:, 1]) for segment in spans.get_segments()]
+    assert heights == [pytest.approx((0.125, 0.5)), pytest.approx((0.47, 0.63))]
+    assert list(made.axes[0].get_lines()[0].get_xdata()) == [8, 9]
+
+
+@pytest.mark.parametrize("reports", [[SKIPPED], [DONE], [EVALUATED] * 100])
 def test_png_is_written_whole_over_an_older_one(tmp_path, reports):
     path = tmp_path / "curves.png"
     path.write_bytes(b"old")

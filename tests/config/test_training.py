@@ -13,6 +13,7 @@ from mlx_parallm.config import (
     RLTrainingConfig,
     ServerConfig,
     Setting,
+    TrackerName,
     render,
     resolve,
 )
@@ -148,14 +149,36 @@ def test_buffer_must_hold_an_update():
     assert resolve(flags(rl_training__trajectory_buffer_size=100)).config.rl_training.update_frequency == 100
 
 
-@pytest.mark.parametrize("key", ["eval_prompts", "eval_floor"])
-def test_prompts_of_the_gate_and_their_floor_need_each_other(key):
-    values = {"rl_training__gate__eval_prompts": "held_out.jsonl", "rl_training__gate__eval_floor": "-0.5"}
-    gate = resolve(flags(**values)).config.rl_training.gate
-    assert (gate.eval_prompts, gate.eval_floor) == (Path("held_out.jsonl"), -0.5)
-    name = f"rl_training__gate__{key}"
-    (line,) = problems(flags(**{name: values[name]}))
-    assert line == "rl_training.gate: eval_prompts and eval_floor need each other; set both or neither"
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        (
+            {"evaluation__tasks": "held_out.jsonl"},
+            "evaluation: tasks are named, but not how often to evaluate",
+        ),
+        (
+            {"evaluation__every": "5"},
+            ": evaluation.every: no tasks are held out; set environment or evaluation.tasks",
+        ),
+        ({"gate__eval_floor": "0.5"}, ": gate.eval_floor needs an evaluation; set evaluation.every"),
+        ({"evaluation__samples": "4"}, "evaluation: the samples of a task are equal at temperature 0"),
+        ({"evaluation__every": "0"}, "evaluation.every: "),
+        ({"evaluation__size": "1"}, "evaluation.size: "),
+        ({"rollout_temperature": "0"}, "rollout_temperature: "),
+        ({"trackers": "tensorboard,mlflow"}, "trackers: must be 'tensorboard', 'trackio' or 'wandb'"),
+    ],
+)
+def test_settings_of_evaluation_that_cannot_be_used_say_what_to_change(values, problem):
+    (line,) = problems(flags(**{f"rl_training__{name}": value for name, value in values.items()}))
+    assert problem in line
+
+
+def test_evaluation_needs_only_how_often_if_there_is_an_environment():
+    values = {"rl_training__environment": "tasks.jsonl", "rl_training__evaluation__every": "5"}
+    evaluation = resolve(flags(**values, rl_training__gate__eval_floor="-0.5")).config.rl_training.evaluation
+    assert (evaluation.every, evaluation.tasks, evaluation.temperature) == (5, None, 0.0)
+    trackers = resolve(flags(rl_training__trackers="wandb, trackio")).config.rl_training.trackers
+    assert trackers == (TrackerName.WANDB, TrackerName.TRACKIO)
 
 
 def test_atropos_is_refused():

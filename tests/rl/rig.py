@@ -14,7 +14,8 @@ from mlx_parallm.rl.adapter_training import AdapterTraining, AdapterTrainingPart
 from mlx_parallm.rl.checkpoints import PolicyOf
 from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
 from mlx_parallm.rl.collect.groups import TrajectoryGroup
-from mlx_parallm.rl.gate import Evaluate, Gate
+from mlx_parallm.rl.evaluation import Evaluator
+from mlx_parallm.rl.gate import Gate
 from mlx_parallm.rl.loop import TrainingLoop
 
 NAME = "math"
@@ -32,7 +33,7 @@ class Rig:
 
     settings: ResolvedTraining = SETTINGS
     checkpointing: CheckpointingConfig = RARELY_SAVED
-    evaluate: Evaluate | None = None
+    evaluator: Evaluator | None = None
     serves_base: bool = True
     policy_of: PolicyOf | None = None
     learner: FakeLearner = field(default_factory=FakeLearner)
@@ -47,7 +48,7 @@ class Rig:
     def restart(self) -> None:
         """The process ends, whenever; what is on disk and live stays."""
         self.buffer = TrajectoryBuffer(self.settings.trajectory_buffer_size)
-        gate = Gate(self.settings.gate.kl_bound, self.evaluate)
+        gate = Gate(self.settings.gate.kl_bound, self.settings.gate.eval_floor)
         parts = AdapterTrainingParts(
             self.learner,
             self.publisher,
@@ -57,6 +58,7 @@ class Rig:
             self.checkpointing,
             self.emit,
             self.policy_of,
+            self.evaluator,
         )
         self.training = AdapterTraining(NAME, parts, self.serves_base)
         self.loop = TrainingLoop(self.training, self.buffer, self.settings, self.emit)

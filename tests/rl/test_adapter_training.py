@@ -11,7 +11,7 @@ from rl.fakes import policy
 from rl.rig import NAME, SETTINGS, Rig, opened, ref, settle
 
 from mlx_parallm.config import CheckpointingConfig, ResolvedTraining
-from mlx_parallm.core import BASE_ADAPTER, AdapterRef, CheckpointCard
+from mlx_parallm.core import BASE_ADAPTER, AdapterRef, CheckpointCard, EvaluationResult
 from mlx_parallm.errors import (
     AdapterUnavailableError,
     ConflictError,
@@ -67,23 +67,86 @@ async def test_a_held_update_leaves_policy_and_versions_as_before(
     assert rig.publisher.versions[rig.publisher.names[NAME]] == 2.0, "the held step is not in it"
 
 
-async def test_the_evaluation_sees_the_version_before_it_is_live() -> None:
-    seen: list[tuple[AdapterRef, AdapterRef | None, float]] = []
-    verdicts = iter([False, RuntimeError("no answer"), True])
+class FakeEvaluator:
+    """Gives these mean rewards, or raises; `seen`: each version, the live one then, and its policy."""
 
-    async def evaluate(staged: AdapterRef) -> bool:
-        seen.append((staged, rig.publisher.live(NAME), rig.publisher.versions[staged]))
-        verdict = next(verdicts)
-        if isinstance(verdict, Exception):
-            raise verdict
-        return verdict
+    def __init__(self, *means: float | Exception) -> None:
+        self.key = 1.0
+        self.means = iter(means)
+        self.seen: list[tuple[AdapterRef, AdapterRef | None, float | None]] = []
+        self.rig: Rig
 
-    rig = await opened(evaluate=evaluate)
+    async def evaluate(self, version: AdapterRef, step: int) -> EvaluationResult:
+        self.seen.append((version, self.rig.publisher.live(NAME), self.rig.publisher.versions.get(version)))
+        assert self.rig.publisher.kept[version] >= 1, "it is leased"
+        mean = next(self.means)
+        if isinstance(mean, Exception):
+            raise mean
+        return EvaluationResult(version, step, mean, mean - 0.1, mean + 0.1, 8, 0, 5.0)
+
+
+async def evaluated(*means: float | Exception, **settings: object) -> Rig:
+    evaluator = FakeEvaluator(*means)
+    rig = await opened(evaluator=evaluator, settings=changed(SETTINGS, **settings))
+    evaluator.rig = rig
+    return rig
+
+
+async def test_a_version_below_the_floor_never_goes_live() -> None:
+    """The version that training starts from is evaluated first, whatever it reaches."""
+    rig = await evaluated(0.1, 0.4, RuntimeError("no answer"), 0.5, every=1, eval_floor=0.5)
     assert [(await rig.updated(1.0, 0.0)).status for _ in range(3)] == ["held", "held", "published"]
-    assert seen == [(ref(1), None, 1.0), (ref(2), None, 1.0), (ref(3), None, 1.0)]
+    assert rig.training.checkpoints.best.ref == ref(3)
+    seen = rig.training._parts.evaluator.seen
+    assert seen == [(BASE_ADAPTER, None, None), (ref(1), None, 1.0), (ref(2), None, 1.0), (ref(3), None, 1.0)]
     assert rig.publisher.discarded == [ref(1), ref(2)]
-    assert rig.loop.status().skips == {"held_evaluation": 2}
+    status = rig.loop.status()
+    assert status.skips == {"held_evaluation": 2}
+    assert (status.evaluation.adapter, status.evaluation.mean) == (ref(3), 0.5)
+    assert status.detail["evaluation_failures"] == 1
+    assert rig.kinds.count("evaluation") == 3
     rig.check()
+
+
+async def test_a_held_update_is_no_evaluation_that_the_next_one_could_skip() -> None:
+    rig = await evaluated(0.9, 0.1, 0.2, 0.9, every=2, eval_floor=0.5)
+    assert [(await rig.updated(1.0, 0.0)).status for _ in range(4)] == ["published", "held", "held", "published"]
+    rig.check()
+
+
+async def test_without_a_floor_the_live_version_is_evaluated_every_k_updates() -> None:
+    rig = await evaluated(0.1, 0.3, RuntimeError("no answer"), 0.2, every=2)
+    reports = [await rig.updated(1.0, 0.0) for _ in range(6)]
+    assert {report.status for report in reports} == {"published"}
+    assert [report.metrics.get("eval_mean") for report in reports] == [None, 0.3, None, None, None, 0.2]
+    versions = [(version, live) for version, live, _ in rig.training._parts.evaluator.seen]
+    assert versions == [(BASE_ADAPTER, None), (ref(2), ref(2)), (ref(4), ref(4)), (ref(6), ref(6))]
+    kinds = [kind for kind in rig.kinds if kind.startswith("evaluation")]
+    assert kinds == ["evaluation", "evaluation", "evaluation_failed", "evaluation"]
+    assert rig.training.checkpoints.best.ref == ref(2), "the best evaluation, whatever the rewards were"
+    rig.check()
+
+
+async def test_the_best_evaluation_outlives_a_restart_and_is_what_a_rollback_restores() -> None:
+    rig = await evaluated(0.1, 0.6, 0.4, 0.5, every=1)
+    for _ in range(2):
+        await rig.updated(1.0, 0.0)
+    await rig.loop.close()
+    rig.restart()
+    await rig.loop.open()
+    assert (rig.loop.status().evaluation.mean, rig.loop.status().best) == (0.4, ref(1))
+    await rig.updated(1.0, 0.0)
+    assert rig.loop.status().best == ref(1)
+    await rig.loop.roll_back(None)
+    assert rig.publisher.live(NAME) == ref(1)
+    rig.check()
+
+
+async def test_an_update_that_is_not_published_is_not_evaluated() -> None:
+    rig = await evaluated(0.1, 0.2, every=1)
+    assert (await rig.updated(1.0, 0.0, publish=False)).status == "trained"
+    assert [version for version, _, _ in rig.training._parts.evaluator.seen] == [BASE_ADAPTER]
+    assert (await rig.updated(1.0, 0.0)).metrics["eval_mean"] == 0.2
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
-"""The held-out prompts of the gate: what each new version is asked, and what is made of its answers."""
+"""Evaluations: what each version is asked, what is made of its answers, and when they are due."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+import logging
+import math
+import random
+from itertools import count, islice
 
 import pytest
 from rl.fakes import FakeEngine, FakeScorers
@@ -11,6 +13,7 @@ from rl.fakes import FakeEngine, FakeScorers
 from mlx_parallm.core import (
     AdapterRef,
     CollectionSpec,
+    EvaluationResult,
     FinishReason,
     GenerationRequest,
     RequestFailed,
@@ -18,120 +21,221 @@ from mlx_parallm.core import (
     SequenceOutput,
     WorkClass,
 )
-from mlx_parallm.errors import ConfigError, InvalidRequestError, StepFailedError
-from mlx_parallm.rl.gate import EvalPrompt, Evaluation, read_prompts
-from mlx_parallm.rl.scoring.pool import ScoringError
+from mlx_parallm.errors import ConfigError, ContextLengthError, EngineDeadError, StepFailedError
+from mlx_parallm.rl.evaluation import (
+    AnswerSettings,
+    EvaluationError,
+    EvaluationHistory,
+    Evaluator,
+    HeldOutTask,
+    interval,
+)
+from mlx_parallm.rl.held_out import held_out_tasks, without
+from mlx_parallm.rl.rollouts import Task
 
 NEW = AdapterRef("math", 7)
+GREEDY = AnswerSettings(samples=1, temperature=0.0, max_tokens=9)
 
 
-def check(collection: CollectionSpec) -> None:
-    if collection.scorer == "unknown":
-        raise InvalidRequestError("unknown scorer", param="scoring_function")
-
-
-PROMPTS = tuple(EvalPrompt((at,), CollectionSpec("exact", {"answer": str(at)})) for at in range(4))
+def tasks(size: int = 4) -> tuple[HeldOutTask, ...]:
+    return tuple(HeldOutTask((at,), CollectionSpec("exact", {"answer": str(at)})) for at in range(size))
 
 
 class Engine(FakeEngine):
-    """The answer to a prompt is its first token's number."""
+    """The answer to a prompt is its first token's number. `errors`: by that number."""
 
-    def __init__(self, error: Exception | None = None) -> None:
+    def __init__(self, errors: dict[int, Exception] | None = None) -> None:
         super().__init__([])
         self.requests: list[GenerationRequest] = []
-        self.error = error
+        self.errors = errors or {}
 
     async def generate(self, request: GenerationRequest):
         self.requests.append(request)
-        if self.error:
-            yield RequestFailed(self.error)
+        number = request.prompts[0][0]
+        if number in self.errors:
+            yield RequestFailed(self.errors[number])
             return
-        text = str(request.prompts[0][0])
-        yield SequenceOutput(0, (5,), text, finish_reason=FinishReason.STOP, sampling_logprobs=(-0.5,))
-        yield RequestFinished(1, 1, 0, 0, 0, 1)
+        for index in range(request.n):
+            text = f"{number}.{index}" if request.n > 1 else str(number)
+            yield SequenceOutput(index, (5,), text, finish_reason=FinishReason.STOP, sampling_logprobs=(-0.5,))
+        yield RequestFinished(1, request.n, 0, 0, 0, 1)
 
 
 def rewarding(*right: str) -> FakeScorers:
     return FakeScorers(lambda trajectory: float(trajectory.text in right))
 
 
-@pytest.mark.parametrize(("floor", "passes"), [(0.4, True), (0.5, True), (0.51, False)])
-async def test_the_mean_reward_is_held_against_the_floor(floor: float, passes: bool) -> None:
-    assert await Evaluation(Engine(), rewarding("0", "3"), PROMPTS, floor, 9)(NEW) is passes
+# ---- the figure ----------------------------------------------------------------------------------
+
+
+async def test_the_result_is_the_mean_reward_with_its_interval() -> None:
+    result = await Evaluator(Engine(), rewarding("0", "3"), tasks(), GREEDY).evaluate(NEW, 12)
+    assert (result.adapter, result.step, result.answers, result.failed) == (NEW, 12, 4, 0)
+    assert result.mean == 0.5
+    assert (result.low, result.high) == pytest.approx((0.15004, 0.84996), abs=1e-5)
+    assert result.metrics == {
+        "eval_mean": 0.5,
+        "eval_low": result.low,
+        "eval_high": result.high,
+        "eval_answers": 4.0,
+        "eval_failed": 0.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("right", "tasks", "low", "high"),
+    # The examples of Newcombe, Statistics in Medicine 17 (1998), table I, method 3.
+    [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)],
+)
+def test_rewards_of_0_and_1_get_wilsons_interval(right: int, tasks: int, low: float, high: float) -> None:
+    assert interval([1.0] * right + [0.0] * (tasks - right)) == pytest.approx((low, high), abs=5e-5)
+
+
+def test_other_rewards_get_the_standard_error_of_the_mean() -> None:
+    low, high = interval([0.0, 0.5, 1.0, 0.5])
+    margin = 1.959964 * math.sqrt(((0.5**2) * 2 / 3) / 4)
+    assert (low, high) == pytest.approx((0.5 - margin, 0.5 + margin))
+
+
+@pytest.mark.parametrize("means", [[0.0, 0.0], [1.0, 1.0], [1.0, 0.0], [0.2, 0.2], [-3.0, 5.0]])
+def test_the_mean_is_in_its_interval(means: list[float]) -> None:
+    low, high = interval(means)
+    assert low <= sum(means) / len(means) <= high
+
+
+def test_nineteen_of_twenty_intervals_hold_the_true_mean() -> None:
+    rng, covered = random.Random(0), 0
+    for _ in range(2000):
+        low, high = interval([float(rng.random() < 0.8) for _ in range(64)])
+        covered += low <= 0.8 <= high
+    assert 0.93 <= covered / 2000 <= 0.97
+
+
+async def test_the_samples_of_a_task_count_as_one_in_the_interval() -> None:
+    """Four equal samples of each task tell no more than one."""
+    settings = AnswerSettings(samples=4, temperature=1.0, max_tokens=9)
+    right = [f"{number}.{index}" for number in range(0, 16, 3) for index in range(4)]
+    result = await Evaluator(Engine(), rewarding(*right), tasks(16), settings).evaluate(NEW, 1)
+    alone = await Evaluator(Engine(), rewarding(*map(str, range(0, 16, 3))), tasks(16), GREEDY).evaluate(NEW, 1)
+    assert (result.answers, alone.answers) == (64, 16)
+    assert (result.mean, result.low, result.high) == (alone.mean, alone.low, alone.high)
+
+
+# ---- what is asked -------------------------------------------------------------------------------
 
 
 async def test_every_version_answers_the_same_with_the_same_seeds() -> None:
     engine = Engine()
-    evaluation = Evaluation(engine, rewarding("1"), PROMPTS, 0.0, 9)
-    await evaluation(NEW)
-    await evaluation(AdapterRef("math", 8))
+    settings = AnswerSettings(samples=3, temperature=0.7, max_tokens=9)
+    evaluator = Evaluator(engine, rewarding("1.0"), tasks(), settings)
+    await evaluator.evaluate(NEW, 1)
+    await evaluator.evaluate(AdapterRef("math", 8), 2)
     first, second = engine.requests[:4], engine.requests[4:]
     assert [request.sampling for request in first] == [request.sampling for request in second]
-    assert len({request.sampling.seed for request in first}) == 4
-    assert {request.sampling.temperature for request in first} == {1.0}
+    assert len({request.sampling.seed + at for request in first for at in range(request.n)}) == 12
+    assert {(request.n, request.sampling.temperature) for request in first} == {(3, 0.7)}
     assert {request.stopping.max_tokens for request in first} == {9}
     assert [request.adapter for request in engine.requests] == [NEW] * 4 + [AdapterRef("math", 8)] * 4
     assert {request.work_class for request in first} == {WorkClass.TRAINING}
     assert len({request.request_id for request in engine.requests}) == 8
 
 
-async def test_an_answer_or_a_reward_that_cannot_be_had_is_raised() -> None:
-    with pytest.raises(StepFailedError):
-        await Evaluation(Engine(StepFailedError("gone")), rewarding(), PROMPTS, 0.0, 9)(NEW)
-    with pytest.raises(ScoringError):
-        await Evaluation(Engine(), FakeScorers(None), PROMPTS, 0.0, 9)(NEW)
+async def test_a_task_that_fails_is_left_out_and_told(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine({2: ContextLengthError("too long")})
+    with caplog.at_level(logging.WARNING):
+        result = await Evaluator(engine, rewarding("0"), tasks(), GREEDY).evaluate(NEW, 1)
+    assert (result.mean, result.answers, result.failed) == (pytest.approx(1 / 3), 3, 1)
+    assert "1 of 4 held-out tasks failed, the first with ContextLengthError: too long" in caplog.text
 
 
-# ---- the file -----------------------------------------------------------------------------------
+async def test_too_few_answers_or_a_dead_device_are_errors() -> None:
+    broken = Engine(dict.fromkeys(range(3), StepFailedError("gone")))
+    with pytest.raises(EvaluationError, match=r"3 of 4.*StepFailedError: gone"):
+        await Evaluator(broken, rewarding(), tasks(), GREEDY).evaluate(NEW, 1)
+    with pytest.raises(EvaluationError, match=r"4 of 4.*it threw"):
+        await Evaluator(Engine(), FakeScorers(None), tasks(), GREEDY).evaluate(NEW, 1)
+    with pytest.raises(EngineDeadError):
+        await Evaluator(Engine({0: EngineDeadError("stopped")}), rewarding(), tasks(), GREEDY).evaluate(NEW, 1)
 
 
-class Tokenizer:
-    def apply_chat_template(self, messages):
-        return [100, *map(ord, messages[0]["content"])]
-
-    def encode(self, text):
-        return list(map(ord, text))
+# ---- when, and which is the best -----------------------------------------------------------------
 
 
-def read(file: Path, *lines: object):
-    text = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
-    file.write_text(text, "utf-8")
-    return read_prompts(file, Tokenizer(), check)
+def result(step: int, mean: float, version: int = 1) -> EvaluationResult:
+    return EvaluationResult(AdapterRef("math", version), step, mean, mean - 0.1, mean + 0.1, 4, 0, 5.0)
 
 
-def test_a_line_is_a_request_body(tmp_path: Path) -> None:
-    chat = {"messages": [{"role": "user", "content": "a"}], "scoring_function": "exact", "metadata": {"answer": "4"}}
-    got = read(tmp_path / "eval.jsonl", chat, "", {"prompt": "bc", "scoring_function": "length"})
-    assert got == (
-        EvalPrompt((100, 97), CollectionSpec("exact", {"answer": "4"})),
-        EvalPrompt((98, 99), CollectionSpec("length", {})),
-    )
+def history(every: int = 3, answers: AnswerSettings = GREEDY) -> EvaluationHistory:
+    return EvaluationHistory(Evaluator(Engine(), rewarding("0"), tasks(), answers), every)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "{",
-        "[1]",
-        {"prompt": "a"},
-        {"scoring_function": "exact"},
-        {"prompt": "a", "scoring_function": "unknown"},
-        {"messages": 3, "scoring_function": "exact"},
-    ],
-)
-def test_a_line_that_cannot_be_used_is_named(tmp_path: Path, line: object) -> None:
-    good = {"prompt": "a", "scoring_function": "exact"}
-    with pytest.raises(ConfigError, match=r"line 2 of eval\.jsonl.*scoring_function"):
-        read(tmp_path / "eval.jsonl", good, line)
+def test_evaluations_are_due_at_the_start_and_every_k_updates() -> None:
+    evaluations = history(every=3)
+    assert evaluations.due(0)
+    evaluations.add(result(0, 0.1))
+    assert [step for step in range(10) if evaluations.due(step)] == list(range(3, 10))
+    evaluations.add(result(4, 0.1))
+    assert [step for step in range(10) if evaluations.due(step)] == [0, 1, 2, 3, 7, 8, 9], "a rollback went behind it"
+    evaluations.postpone(7)
+    assert not evaluations.due(9)
+    assert evaluations.due(10)
+    assert not EvaluationHistory().due(0), "without tasks there are none"
 
 
-def test_only_a_line_feed_ends_a_line(tmp_path: Path) -> None:
-    (prompt,) = read(tmp_path / "eval.jsonl", '{"prompt": "a\u2028b", "scoring_function": "exact"}')
-    assert prompt == EvalPrompt((97, 0x2028, 98), CollectionSpec("exact", {}))
+def test_only_a_higher_mean_is_the_best() -> None:
+    evaluations = history()
+    assert [evaluations.add(result(step, mean)) for step, mean in enumerate((0.1, 0.3, 0.3, 0.2, 0.4))] == [
+        *(True, True, False, False, True)
+    ]
 
 
-def test_a_file_that_holds_nothing_or_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no prompt"):
-        read(tmp_path / "eval.jsonl", "", "")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_prompts(tmp_path / "missing.jsonl", Tokenizer(), check)
+def test_a_restart_continues_unless_the_tasks_or_settings_have_changed() -> None:
+    evaluations = history()
+    evaluations.add(result(2, 0.6))
+    evaluations.add(result(5, 0.4, version=4))
+    saved = evaluations.to_metrics()
+    assert all(isinstance(value, float) for value in saved.values())
+    again = history()
+    again.restore(saved, "math")
+    assert again.last == result(5, 0.4, version=4)
+    assert (again.due(7), again.due(8)) == (False, True)
+    assert not again.add(result(8, 0.5)), "the best one was 0.6"
+    changed = history(answers=AnswerSettings(1, 0.0, 10))
+    changed.restore(saved, "math")
+    assert (changed.last, changed.due(6)) == (None, True)
+    assert changed.add(result(6, 0.1))
+    assert history().to_metrics() == {}
+
+
+# ---- which tasks ---------------------------------------------------------------------------------
+
+
+class Words:
+    """Endless tasks, `different` of them; the seed decides the order."""
+
+    def __init__(self, different: int) -> None:
+        self.different = different
+
+    def tasks(self, seed: int):
+        rng = random.Random(seed)
+        for _ in count():
+            for number in rng.sample(range(self.different), self.different):
+                yield Task(({"role": "user", "content": f"word {number}"},), CollectionSpec("exact"))
+
+
+def test_held_out_tasks_differ_and_are_the_same_in_every_run() -> None:
+    held_out = held_out_tasks(Words(100), 10)
+    assert len({str(task.messages) for task in held_out}) == 10
+    assert held_out_tasks(Words(100), 10) == held_out
+    assert len(held_out_tasks(Words(7), 64)) == 7
+    with pytest.raises(ConfigError, match="two different tasks"):
+        held_out_tasks(Words(1), 64)
+
+
+def test_held_out_tasks_are_not_trained_on() -> None:
+    held_out = held_out_tasks(Words(20), 5)
+    trained = list(islice(without(Words(20).tasks(0), held_out), 100))
+    assert {str(task.messages) for task in trained}.isdisjoint(str(task.messages) for task in held_out)
+    assert len({str(task.messages) for task in trained}) == 15
+    with pytest.raises(ConfigError, match="held out for evaluations; give it more tasks, or lower --eval-size"):
+        next(without(Words(5).tasks(0), held_out_tasks(Words(5), 5)))

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from mlx_parallm.core import TrainingStatus
+from mlx_parallm.core import AdapterRef, EvaluationResult, TrainingStatus
 
 POLICY = TrainingStatus(
     state="updating",
@@ -31,6 +31,7 @@ POLICY = TrainingStatus(
     drops={"stale": 8, "zero_variance": 16},
     skips={"not_finite": 1},
     reward_running_mean=0.875,
+    evaluation=EvaluationResult(AdapterRef("policy", 5), 5, 0.5, 0.25, 0.75, 32, 1, 5.0),
     trained=("policy", "code"),
 )
 CODE = TrainingStatus(state="paused", adapter="code", trajectories_collected=3, trained=("policy", "code"))
@@ -52,6 +53,11 @@ NAMES = {
     "ratio": ("gauge", 1.0),
     "ratio_max": ("gauge", 7.5),
     "staleness": ("gauge", 0.5),
+    "evaluation_mean": ("gauge", 0.5),
+    "evaluation_low": ("gauge", 0.25),
+    "evaluation_high": ("gauge", 0.75),
+    "evaluation_answers": ("gauge", 32),
+    "evaluation_step": ("gauge", 5),
     "last_update_timestamp_seconds": ("gauge", 1_800_000_000),
 }
 

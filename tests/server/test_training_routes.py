@@ -8,7 +8,7 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from mlx_parallm.core import AdapterRef, TrainingStatus
+from mlx_parallm.core import AdapterRef, EvaluationResult, TrainingStatus
 from mlx_parallm.errors import (
     AdapterFileError,
     ConflictError,
@@ -48,6 +48,7 @@ FULL = TrainingStatus(
     drops={"stale": 8, "zero_variance": 16},
     skips={"not_finite": 1},
     reward_running_mean=0.5,
+    evaluation=EvaluationResult(AdapterRef("policy", 5), 5, 0.5, 0.25, 0.75, 32, 1, 1_800_000_000.25),
     best=AdapterRef("policy", 5),
     checkpoints=("checkpoint-3", "checkpoint-6"),
     trained=("policy",),
@@ -88,6 +89,16 @@ FULL_JSON = {
     },
     "drops": {"stale": 8, "zero_variance": 16},
     "skips": {"not_finite": 1},
+    "evaluation": {
+        "lora_adapter": "policy@5",
+        "step": 5,
+        "mean": 0.5,
+        "low": 0.25,
+        "high": 0.75,
+        "answers": 32,
+        "failed": 1,
+        "at": "2027-01-15T08:00:00.250Z",
+    },
     "best_lora": "policy@5",
     "available_checkpoints": ["checkpoint-3", "checkpoint-6"],
     "trained_adapters": ["policy"],
@@ -126,7 +137,7 @@ async def test_the_current_lora_of_the_status_is_what_the_route_gives(client, tr
 async def test_status_before_the_first_update(client):
     got = (await client.get(STATUS)).json()
     assert (got["training_enabled"], got["state"], got["lora_adapter"]) == (True, "running", "policy")
-    for unknown in ("live_lora", "current_lora", "last_update", "loss", "reward_mean", "kl", "ratio", "best_lora"):
+    for unknown in ("live_lora", "current_lora", "last_update", "loss", "reward_mean", "kl", "ratio", "evaluation"):
         assert got[unknown] is None
     assert (got["metrics"], got["drops"], got["available_checkpoints"]) == ({}, {}, [])
 

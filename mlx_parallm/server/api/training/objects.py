@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from mlx_parallm.core import AdapterRef, TrainingEvent, TrainingStatus, TrajectoryCard, UpdateReport
+from mlx_parallm.core import AdapterRef, EvaluationResult, TrainingEvent, TrainingStatus, TrajectoryCard, UpdateReport
 from mlx_parallm.server.api.fields import WireOutput
 
 
@@ -28,6 +28,27 @@ class UpdateObject(WireOutput):
     """Metrics of the update by name; null if not finite."""
     checkpoint: str | None
     """Name of the checkpoint, if one was saved; never null if `checkpoint_name` was given."""
+
+
+class EvaluationObject(WireOutput):
+    """The mean reward of one version on the held-out tasks."""
+
+    lora_adapter: str
+    """The version that was evaluated."""
+    step: int
+    """Optimizer steps of the version."""
+    mean: float
+    """Mean reward."""
+    low: float
+    """Lower bound of the 95 % confidence interval of the mean."""
+    high: float
+    """Upper bound of that interval."""
+    answers: int
+    """Answers that were scored."""
+    failed: int
+    """Held-out tasks that were left out because they could not be answered or scored."""
+    at: str
+    """Time in ISO-8601, UTC."""
 
 
 class TrainingObject(WireOutput):
@@ -83,8 +104,10 @@ class TrainingObject(WireOutput):
     """Trajectories dropped, by reason."""
     skips: dict[str, int]
     """Updates skipped, by reason."""
+    evaluation: EvaluationObject | None
+    """The last evaluation; null if there was none."""
     best_lora: str | None
-    """The version with the best evaluation."""
+    """The version with the best evaluation; without evaluations, with the best running mean of rewards."""
     available_checkpoints: list[str]
     """Names of its checkpoints, oldest first, each followed by its tags."""
     trained_adapters: list[str]
@@ -199,11 +222,25 @@ def status_object(status: TrainingStatus, current: AdapterRef | None) -> Trainin
         metrics=_metrics(status.metrics),
         drops=dict(status.drops),
         skips=dict(status.skips),
+        evaluation=None if status.evaluation is None else _evaluation(status.evaluation),
         best_lora=_name(status.best),
         available_checkpoints=list(status.checkpoints),
         trained_adapters=list(status.trained),
         ratio=_finite(status.metrics.get("ratio_mean")),
         **{name: _finite(status.metrics.get(name)) for name in FIGURES},
+    )
+
+
+def _evaluation(result: EvaluationResult) -> EvaluationObject:
+    return EvaluationObject(
+        lora_adapter=str(result.adapter),
+        step=result.step,
+        mean=result.mean,
+        low=result.low,
+        high=result.high,
+        answers=result.answers,
+        failed=result.failed,
+        at=_utc(result.at),
     )
 
 

@@ -1,0 +1,247 @@
+"""Trackers: what they get, and that they can neither stop nor delay training."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from mlx_parallm.config import TrackerName
+from mlx_parallm.core import TrainingEvent
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.rl.tracking.trackers import TrackedRun, check_installed, tracker_openers
+from mlx_parallm.rl.tracking.tracking import Record, Tracking
+
+UPDATE = Record(
+    "update", 3, {"loss": 0.5, "grad_norm": math.inf, "eval_mean": 0.25}, {"adapter": "default", "version": 4}, 7.5
+)
+OTHER = Record("evaluation", 2, {"eval_mean": 0.75}, {"adapter": "tone", "version": 1}, 8.5)
+
+
+def run(folder: Path) -> TrackedRun:
+    return TrackedRun(folder, "0a1b2c3d", "film", "default", {"model": {"lora_rank": 16}})
+
+
+class Kept:
+    """A tracker that keeps its records. `error`: raised by each write; `gate`: each write waits for it."""
+
+    def __init__(self, error: Exception | None = None, gate: threading.Event | None = None) -> None:
+        self.records: list[Record] = []
+        self.threads: set[str] = set()
+        self.closed = False
+        self.error = error
+        self.gate = gate
+
+    def write(self, record: Record) -> None:
+        self.threads.add(threading.current_thread().name)
+        if self.gate is not None:
+            self.gate.wait(30)
+        if self.error is not None:
+            raise self.error
+        self.records.append(record)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+# ---- threads -------------------------------------------------------------------------------------
+
+
+def test_every_tracker_gets_every_record_in_order_on_a_thread_of_its_own() -> None:
+    one, two = Kept(), Kept()
+    tracking = Tracking({"one": lambda: one, "two": lambda: two})
+    records = [Record("update", step, {}) for step in range(100)]
+    for record in records:
+        tracking.write(record)
+    tracking.close()
+    assert one.records == two.records == records
+    assert (one.threads, two.threads) == ({"tracker-one"}, {"tracker-two"})
+    assert (one.closed, two.closed) == (True, True)
+    assert tracking.failures == {}
+
+
+def test_a_tracker_that_raises_is_told_once_and_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    good, bad = Kept(), Kept(error=RuntimeError("no network"))
+    tracking = Tracking({"bad": lambda: bad, "good": lambda: good})
+    with caplog.at_level(logging.WARNING):
+        for _ in range(5):
+            tracking.write(UPDATE)
+        tracking.close()
+    assert (len(good.records), bad.closed) == (5, True)
+    assert tracking.failures == {"bad": 5}
+    assert caplog.messages == ["tracker bad fails, and training goes on: RuntimeError: no network"]
+
+
+def test_a_tracker_that_cannot_be_opened_costs_only_itself(caplog: pytest.LogCaptureFixture) -> None:
+    def broken() -> Kept:
+        raise OSError("no space")
+
+    good = Kept()
+    tracking = Tracking({"broken": broken, "good": lambda: good})
+    tracking.write(UPDATE)
+    tracking.close()
+    assert (good.records, [*tracking.failures]) == ([UPDATE], ["broken"])
+    assert caplog.messages == ["tracker broken fails, and training goes on: OSError: no space"]
+
+
+def test_a_tracker_that_hangs_delays_nothing_and_is_left_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    stuck, good = Kept(gate=threading.Event()), Kept()
+    tracking = Tracking({"stuck": lambda: stuck, "good": lambda: good}, max_queued=4)
+    began = time.monotonic()
+    for step in range(10):
+        tracking.write(Record("update", step, {}))
+        while len(good.records) <= step:
+            time.sleep(0.001)
+    tracking.close(timeout_s=0.1)
+    assert time.monotonic() - began < 5
+    assert len(good.records) == 10
+    assert 5 <= tracking.failures["stuck"] <= 6, "four wait, one is being written"
+    assert caplog.messages == [
+        "tracker stuck fails, and training goes on: it is too slow: 4 records wait",
+        "tracker stuck has not ended after 0.1 s; what it had not written is lost",
+    ]
+    stuck.gate.set()
+
+
+def test_nothing_is_opened_before_the_first_record() -> None:
+    opened = []
+    tracking = Tracking({"one": lambda: opened.append(1) or Kept()})
+    tracking.close()
+    assert opened == []
+
+
+def test_updates_and_evaluations_of_the_event_stream_are_records() -> None:
+    kept = Kept()
+    tracking = Tracking({"kept": lambda: kept})
+    update = {"adapter": "a", "version": "a@2", "step": 2, "status": "held", "reason": "why", "metrics": {"loss": 0.5}}
+    tracking.on_event(TrainingEvent("held", 7.0, update))
+    tracking.on_event(TrainingEvent("collected", 7.5, {"trajectories": 4}))
+    tracking.on_event(TrainingEvent("evaluation", 8.0, {"adapter": "a", "step": 2, "metrics": {"eval_mean": 0.5}}))
+    tracking.close()
+    fields = {"adapter": "a", "version": "a@2", "status": "held", "reason": "why"}
+    assert kept.records == [
+        Record("update", 2, {"loss": 0.5}, fields, 7.0),
+        Record("evaluation", 2, {"eval_mean": 0.5}, {"adapter": "a"}, 8.0),
+    ]
+
+
+# ---- what each writes ----------------------------------------------------------------------------
+
+
+def written(folder: Path, *wanted: TrackerName, log: Path | None = None) -> Tracking:
+    tracking = Tracking(tracker_openers(run(folder), wanted, log))
+    tracking.write(UPDATE)
+    tracking.write(OTHER)
+    tracking.close()
+    return tracking
+
+
+def test_the_jsonl_file_has_a_line_for_each_record_and_is_appended_to(tmp_path: Path) -> None:
+    written(tmp_path)
+    written(tmp_path)
+    written(tmp_path, log=tmp_path / "log.jsonl")
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    first = {"at": 7.5, "kind": "update", "step": 3, "loss": 0.5, "grad_norm": None, "eval_mean": 0.25}
+    second = {"at": 8.5, "kind": "evaluation", "step": 2, "eval_mean": 0.75}
+    assert lines == 2 * [{**first, "adapter": "default", "version": 4}, {**second, "adapter": "tone", "version": 1}]
+    assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert written(tmp_path, log=Path("/dev/full")).failures == {"jsonl": 2}
+    (message,) = caplog.messages
+    assert "No space left on device" in message
+
+
+class FakePackage:
+    """Stands in for the package of a tracker: keeps every call, as its name and its arguments."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+        self.calls: list[tuple[object, ...]] = []
+        made = ModuleType(module)
+        made.__spec__ = SimpleNamespace(name=module)
+        for name in ("init", "SummaryWriter"):
+            setattr(made, name, self.opened(name))
+        monkeypatch.setitem(sys.modules, module, made)
+
+    def opened(self, name: str):
+        def call(*args: object, **options: object) -> FakePackage:
+            self.calls.append((name, args, options))
+            return self
+
+        return call
+
+    def __getattr__(self, name: str):
+        return lambda *args, **options: self.calls.append((name, args, options))
+
+
+def test_tensorboard_gets_scalars_below_the_runs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = FakePackage(monkeypatch, "tensorboardX")
+    written(tmp_path, TrackerName.TENSORBOARD)
+    assert package.calls == [
+        ("SummaryWriter", (str(tmp_path / "tensorboard"),), {}),
+        ("add_scalar", ("train/loss", 0.5, 3, 7.5), {}),
+        ("add_scalar", ("eval/mean", 0.25, 3, 7.5), {}),
+        ("flush", (), {}),
+        ("add_scalar", ("tone/eval/mean", 0.75, 2, 8.5), {}),
+        ("flush", (), {}),
+        ("close", (), {}),
+    ]
+
+
+def test_wandb_runs_are_offline_in_the_runs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = FakePackage(monkeypatch, "wandb")
+    written(tmp_path, TrackerName.WANDB)
+    (_, _, opened), *rest = package.calls
+    assert opened == {
+        "project": "mlx-parallm",
+        "id": "0a1b2c3d",
+        "name": "film",
+        "dir": str(tmp_path),
+        "config": {"model": {"lora_rank": 16}},
+        "mode": "offline",
+    }
+    assert rest == [
+        ("define_metric", ("*",), {"step_metric": "step"}),
+        ("log", ({"train/loss": 0.5, "eval/mean": 0.25, "step": 3},), {}),
+        ("log", ({"tone/eval/mean": 0.75, "step": 2},), {}),
+        ("finish", (), {}),
+    ]
+
+
+def test_trackio_continues_a_run_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = FakePackage(monkeypatch, "trackio")
+    written(tmp_path, TrackerName.TRACKIO)
+    config = {"model": {"lora_rank": 16}}
+    assert package.calls == [
+        ("init", (), {"project": "mlx-parallm", "name": "film", "config": config, "resume": "allow"}),
+        ("log", ({"train/loss": 0.5, "eval/mean": 0.25},), {"step": 3}),
+        ("log", ({"tone/eval/mean": 0.75},), {"step": 2}),
+        ("finish", (), {}),
+    ]
+
+
+@pytest.mark.parametrize("name", TrackerName)
+def test_a_missing_package_is_an_error_that_names_its_extra(name: TrackerName, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = {"tensorboard": "tensorboardX"}.get(name.value, name.value)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigError, match=rf"trackers: {name.value}: .*pip install 'mlx-parallm\[{name.value}\]'"):
+        check_installed([name])
+
+
+def test_no_package_is_imported_unless_its_tracker_is_wanted() -> None:
+    program = (
+        "import sys, mlx_parallm.rl.tracking.trackers; "
+        "print([name for name in ('tensorboardX', 'wandb', 'trackio') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
