@@ -86,6 +86,7 @@ from mlx_parallm.core.text import Reasoning, TextTokenizer, Tool, ToolCall, Tool
 from mlx_parallm.core.training import (
     EvaluationResult,
     GivenTrajectory,
+    GroupCard,
     TrainingClient,
     TrainingEvent,
     TrainingStatus,

@@ -15,7 +15,7 @@ class Trajectory:
     """One finished sequence with the token ids as they were drawn. It is never tokenised again.
 
     Attributes:
-        group_size: the number of trajectories that its group will have.
+        group_size: the number of trajectories that its group will have; 0 if that is not known.
         adapter: the version that drew the tokens.
         completion_ids: includes the end-of-sequence token if that ended the sequence; `text` does not.
         sampling_logprobs: one for each of `completion_ids`, fp32 nats, of the distribution that drew the token: the
@@ -48,6 +48,18 @@ class TrajectoryCard:
     reward: float | None
     state: str
     reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCard:
+    """A group that requests have named. `members`: answers or episodes; `rewarded`: those that have a reward.
+    `complete`: an update can take it now."""
+
+    group_id: str
+    adapter: str
+    members: int
+    rewarded: int
+    complete: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +140,9 @@ class TrainingStatus:
         state: disabled, idle, running, updating or paused.
         current: the live version; None before the first one.
         trajectories_waiting: trajectories without a reward.
+        groups_open: groups to which requests may still add.
+        turns: turns of episodes: the first ones, those whose prompts continue the tokens of an earlier turn
+            (continued), and others (apart), each of which becomes a sample of its own.
         last_update: Unix time in seconds.
         metrics: of the last update.
         best: by its evaluation; without evaluations, by the running mean of its rewards.
@@ -143,6 +158,8 @@ class TrainingStatus:
     trajectories_collected: int = 0
     trajectories_waiting: int = 0
     groups_ready: int = 0
+    groups_open: int = 0
+    turns: Mapping[str, int] = field(default_factory=dict)
     updates_total: int = 0
     updates_per_second: float = 0.0
     last_update: float | None = None
@@ -161,9 +178,9 @@ class TrainingStatus:
 class TrainingEvent:
     """One entry of the event stream. `at`: Unix time in seconds.
 
-    `kind` is collected, scored, dropped, update, held, skipped, evaluation, evaluation_failed, rollback, checkpoint,
-    paused, resumed, started, or events_lost. The last one replaces events that a slow listener has missed;
-    `data["events"]` is their number.
+    `kind` is collected, closed (a group that requests have named), scored, dropped, update, held, skipped, evaluation,
+    evaluation_failed, rollback, checkpoint, paused, resumed, started, or events_lost. The last one replaces events that
+    a slow listener has missed; `data["events"]` is their number.
     """
 
     kind: str
@@ -189,8 +206,9 @@ class TrainingClient(Protocol):
 
         Raises:
             OverloadedError: too many other requests are being checked.
-            InvalidRequestError: the scorer is unknown, or `metadata` lacks what it reads.
-            ConflictError: the adapter that would draw the tokens is not trained here.
+            InvalidRequestError: the scorer is unknown, `metadata` lacks what it reads, or the group that the request
+                names has another size or scorer.
+            ConflictError: the adapter that would draw the tokens is not trained here, or the group is closed.
         """
         ...
 
@@ -203,10 +221,39 @@ class TrainingClient(Protocol):
         ...
 
     def feedback(self, trajectory_id: str, score: float) -> None:
-        """Sets a reward. The last one before training counts. One rewarded sample is enough to train on its group.
+        """Sets the reward of an answer. The last one before training counts. One rewarded answer is enough to train on
+        the group of one request. For a turn of an episode, it is the reward of that turn, which adds to the episode's.
 
         Raises:
             UnknownTrajectoryError: the trajectory does not exist, or does not exist any more.
+            ConflictError: it was trained on, or dropped.
+        """
+        ...
+
+    def reward_tokens(self, trajectory_id: str, rewards: Sequence[float]) -> None:
+        """Sets one reward for each token of an answer or turn. Each is credited to its token and those before it.
+
+        Raises:
+            InvalidRequestError: there is not one for each token.
+            Also the errors of `feedback`.
+        """
+        ...
+
+    def reward_episode(self, episode_id: str, group_id: str, score: float) -> None:
+        """Sets the reward of an episode as a whole, which ends it. `group_id`: empty if its requests named no group.
+
+        Raises:
+            UnknownTrajectoryError: no turn of it was collected.
+            ConflictError: it was trained on, or dropped.
+        """
+        ...
+
+    def close_group(self, group_id: str) -> GroupCard:
+        """Lets no more members into a group that requests have named. If it has a scorer, the scorer rewards the
+        members without a reward; otherwise they are dropped, except episodes whose turns or tokens have rewards.
+
+        Raises:
+            UnknownTrajectoryError: there is no such group.
             ConflictError: it was trained on, or dropped.
         """
         ...

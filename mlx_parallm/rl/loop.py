@@ -276,6 +276,7 @@ class TrainingLoop:
             trajectories_collected=buffer.collected[name],
             trajectories_waiting=buffer.unrewarded(name),
             groups_ready=len(buffer.ready(name)),
+            groups_open=buffer.still_open(name),
             updates_total=reports.updates,
             updates_per_second=reports.updates_per_second,
             last_update=reports.last_update,

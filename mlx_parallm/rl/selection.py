@@ -14,6 +14,7 @@ from mlx_parallm.rl.adapter_training import AdapterTraining
 from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
 from mlx_parallm.rl.collect.groups import FEEDBACK, DropReason, GroupMember, TrajectoryGroup, TrajectoryState
 from mlx_parallm.rl.objectives.batches import ScoredGroup, no_signal
+from mlx_parallm.rl.objectives.episodes import Episode
 
 REFILLS = 3
 """An update that wants N trajectories is due at the latest after (1 + REFILLS) N of them, with or without a signal."""
@@ -55,8 +56,7 @@ class GroupSelection:
         if self._imitates:
             return
         for group in self._buffer.ready(self._training.name):
-            known_version = self._training.versions.staleness(group.version) is not None
-            if group.scorer is None or group.observed or not known_version:
+            if group.scorer is None or group.observed or self._staleness(group) is None:
                 continue
             scored = self._observe(group, group.scored)
             group.observed = True
@@ -89,6 +89,11 @@ class GroupSelection:
         for group in self._buffer.ready(self._training.name):
             group.observed = False
 
+    def _staleness(self, group: TrajectoryGroup) -> int | None:
+        """How many versions were published since the oldest of those that drew the group; None: one is unknown."""
+        staleness = [self._training.versions.staleness(version) for version in group.versions]
+        return None if None in staleness else max(filter(None, staleness), default=0)
+
     def _drop_low(self, group: TrajectoryGroup) -> None:
         taken = group.in_state(TrajectoryState.TRAINING)
         low = [member for member in taken if member.reward is not None and member.reward <= self._threshold]
@@ -96,11 +101,11 @@ class GroupSelection:
 
     def _observe(self, group: TrajectoryGroup, members: Sequence[GroupMember]) -> ScoredGroup:
         """Scores these members of a group. Adds their rewards to the reward trend, unless it has those of the group."""
-        staleness = self._training.versions.staleness(group.version)
+        staleness = self._staleness(group)
         assert staleness is not None  # otherwise the buffer was swept
         from_feedback = group.scorer is None or all(member.from_feedback for member in members)
         scored = ScoredGroup(
-            tuple(member.trajectory for member in members),
+            tuple(map(_episode, members)),
             tuple(member.reward for member in members if member.reward is not None),
             group.scorer if group.scorer and not from_feedback else FEEDBACK,
             staleness,
@@ -109,6 +114,11 @@ class GroupSelection:
         if scored.rewards and not group.observed and not self._imitates:
             self._training.rewards.trend.observe(scored.scorer, fmean(scored.rewards), scored.on_policy)
         return scored
+
+
+def _episode(member: GroupMember) -> Episode:
+    rewards = tuple(member.token_rewards.get(turn.trajectory_id, ()) for turn in member.turns)
+    return Episode(tuple(member.turns), rewards if any(rewards) else ())
 
 
 # ---- trajectories of a client --------------------------------------------------------------------
@@ -133,7 +143,7 @@ def given_groups(
         raise InvalidRequestError("trajectories: give a reward with each of them, or with none", "trajectories")
     return tuple(
         ScoredGroup(
-            tuple(group),
+            tuple(Episode((each,)) for each in group),
             tuple(each.reward for each in group if each.reward is not None),
             "given",
             max(staleness(each.adapter) if each.adapter else 0 for each in group),

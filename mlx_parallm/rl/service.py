@@ -25,6 +25,7 @@ from mlx_parallm.core import (
     Event,
     GenerationRequest,
     GivenTrajectory,
+    GroupCard,
     TrainingEvent,
     TrainingStatus,
     Trajectory,
@@ -157,6 +158,7 @@ class TrainingService:
                 "or POST /v1/training/start.",
                 param="collect_trajectory",
             )
+        self._intake.check(collection, loop.name)
         if lacks_answer(collection):
             metadata = collection.metadata
             answer = self._parts.tasks.answer(metadata.get(PROBLEM_ID), prompt)
@@ -180,15 +182,21 @@ class TrainingService:
         adapter = self._trained_by(version)
         loop = self._loops.get(adapter)
         refused = loop.reason_against(version) if loop else DropReason.UNKNOWN_VERSION
-        dropped = self._intake.add(adapter, trajectories, refused)
-        if dropped is None:
-            return trajectories[0].collection.unscored
-        return f"{self._why(dropped, version)}: these trajectories will not be trained on."
+        added = self._intake.add(adapter, trajectories, refused)
+        if added.dropped is not None:
+            return f"{self._why(added.dropped, version)}: these trajectories will not be trained on."
+        collection = trajectories[0].collection
+        if added.apart:
+            why = collection.unmatched or "the prompt does not continue the tokens of an earlier turn"
+            return f"This turn becomes a sample of its own: {why}."
+        return collection.unscored
 
     def _why(self, dropped: DropReason, version: AdapterRef) -> str:
         config = self._config
         if dropped is DropReason.BUFFER_FULL:
             return f"There is no room for them in the buffer of {config.trajectory_buffer_size} trajectories"
+        if dropped is DropReason.CLOSED:
+            return "Their group is closed"
         loop = self._loops.get(self._trained_by(version))
         if dropped is DropReason.STALE and loop is not None:
             versions = loop.training.versions
@@ -206,6 +214,25 @@ class TrainingService:
     def feedback(self, trajectory_id: str, score: float) -> None:
         """See `core.TrainingClient.feedback`."""
         self._intake.feedback(trajectory_id, score)
+
+    def reward_episode(self, episode_id: str, group_id: str, score: float) -> None:
+        """See `core.TrainingClient.reward_episode`."""
+        self._intake.reward_episode(episode_id, group_id, score)
+
+    def reward_tokens(self, trajectory_id: str, rewards: Sequence[float]) -> None:
+        """See `core.TrainingClient.reward_tokens`."""
+        self._intake.reward_tokens(trajectory_id, rewards)
+
+    def close_group(self, group_id: str) -> GroupCard:
+        """See `core.TrainingClient.close_group`."""
+        group = self._intake.close_group(group_id)
+        return GroupCard(
+            group_id=group.group_id,
+            adapter=group.adapter,
+            members=len(group.members),
+            rewarded=len(group.scored) + len(group.in_state(TrajectoryState.TRAINING)),
+            complete=group.complete,
+        )
 
     def trajectories(self, limit: int) -> tuple[TrajectoryCard, ...]:
         """See `core.TrainingClient.trajectories`."""
@@ -256,6 +283,7 @@ class TrainingService:
                 name for card in self._parts.checkpoints.cards(status.adapter) for name in (card.name, *card.tags)
             ),
             trained=tuple(self._loops),
+            turns={kind.value: count for kind, count in self._intake.turns[status.adapter].items()},
             detail={**status.detail, "trajectory_log_failures": log.failures if log else 0},
         )
 

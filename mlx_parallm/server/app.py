@@ -28,6 +28,7 @@ from mlx_parallm.grammar.compiler import LLCompiler
 from mlx_parallm.server.api import completions, control, models, ops
 from mlx_parallm.server.api.adapters import route as adapter_routes
 from mlx_parallm.server.api.chat import route as chat
+from mlx_parallm.server.api.chat.history import EpisodeHistories
 from mlx_parallm.server.api.responses import route as responses
 from mlx_parallm.server.api.responses.conversation import ResponseStore
 from mlx_parallm.server.api.training import route as training_routes
@@ -78,6 +79,7 @@ def create_app(
         SleepSwitch(engine, gate),
         metrics,
         ResponseStore(),
+        EpisodeHistories(),
         Workers(config.body_timeout),
         started_at=int(time.time()),
         model_names=frozenset({*card.names, GENERIC_NAME}),

@@ -18,7 +18,6 @@ from mlx_parallm.core import (
     AdapterRef,
     CollectionSpec,
     Event,
-    GenerationRequest,
     PromptScored,
     RequestFailed,
     RequestFinished,
@@ -147,14 +146,22 @@ class GenerationResponse(Response):
 
     async def _collection(self, scope: Scope, adapter: AdapterRef) -> CollectionSpec:
         body = self._body
-        collection = CollectionSpec(body.scoring_function, body.metadata or {}, client_of(scope))
+        collection = CollectionSpec(
+            body.scoring_function,
+            body.metadata or {},
+            client_of(scope),
+            group_id=body.group_id or "",
+            group_size=body.group_size,
+            episode_id=body.episode_id or "",
+            turn=body.turn,
+        )
         training = self._services.require_training("collect_trajectory")
         return await training.check(collection, adapter, body.task_prompt)
 
     async def _send_whole(self, writer: AnswerWriter, scope: Scope, receive: Receive, send: Send) -> None:
         services, record = self._services, record_of(scope)
         async with while_connected(receive, services.lifecycle.expired):
-            events = [event async for event in generate(services, writer.request, record)]
+            events = [event async for event in generate(services, writer, record)]
         body = await services.workers.run(_answer_bytes(events), partial(_json, writer, events))
         await Response(body, headers=record.adapter_header, media_type="application/json")(scope, receive, send)
 
@@ -166,7 +173,7 @@ class GenerationResponse(Response):
                 async with while_connected(receive, services.lifecycle.expired):
                     for chunk in writer.opening_chunks():
                         await stream.event(chunk)
-                    async with aclosing(generate(services, writer.request, record)) as events:
+                    async with aclosing(generate(services, writer, record)) as events:
                         async for event in events:
                             for chunk in writer.chunks(event):
                                 await stream.event(chunk)
@@ -180,21 +187,22 @@ class GenerationResponse(Response):
             await stream.end(writer.ENDS_WITH_DONE)
 
 
-async def generate(
-    services: Services, request: GenerationRequest, record: RequestRecord
-) -> AsyncGenerator[Event, None]:
-    """Runs a request on the engine and yields its events, which are also counted in the metrics and in `record`. The
-    last one is RequestFinished. Closing the generator aborts the request.
+async def generate(services: Services, writer: AnswerWriter, record: RequestRecord) -> AsyncGenerator[Event, None]:
+    """Runs the request of `writer` on the engine and yields its events, which are also counted in the metrics and in
+    `record`. The last one is RequestFinished. Closing the generator aborts the request.
 
     Raises:
         EngineError: the events ended without RequestFinished or RequestFailed.
         the error of a RequestFailed.
     """
+    request = writer.request
     served = services.metrics.adapters.served(request.adapter)
     with RequestObserver(services.metrics, served, request.sequences) as observer:
         events = services.engine.generate(request)
         if request.collection is not None:
             events = services.require_training().collect(request, events)
+        if writer.watch is not None:
+            events = writer.watch(events)
         # `EngineClient` and `TrainingClient` promise that these iterators have `aclose`.
         async with aclosing(cast(AsyncGenerator[Event, None], events)):
             async for event in events:

@@ -247,6 +247,7 @@ TRAINING_GAUGES: Mapping[str, tuple[str, Callable[[TrainingStatus], float | None
     # A gauge, although it only grows: Prometheus appends _total to a counter's name, and this name is fixed.
     COLLECTED: ("Trajectories collected; only grows.", lambda status: status.trajectories_collected),
     "trajectories_waiting": ("Trajectories that wait for a reward.", lambda status: status.trajectories_waiting),
+    "groups_open": ("Groups that wait for more answers.", lambda status: status.groups_open),
     "groups_ready": ("Complete groups that wait for an update.", lambda status: status.groups_ready),
     "step": ("Optimizer steps of the policy.", lambda status: status.step),
     "updates_per_second": ("Recent rate of updates per second.", lambda status: status.updates_per_second),
@@ -277,6 +278,7 @@ TRAINING_GAUGES: Mapping[str, tuple[str, Callable[[TrainingStatus], float | None
 TRAINING_REASONS: Mapping[str, tuple[str, Callable[[TrainingStatus], Mapping[str, int]]]] = {
     "dropped": ("Trajectories dropped, by reason.", lambda status: status.drops),
     "skipped": ("Updates skipped, by reason.", lambda status: status.skips),
+    "turns": ("Turns of episodes: first, continued or apart.", lambda status: status.turns),
 }
 
 

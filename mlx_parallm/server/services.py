@@ -22,6 +22,7 @@ from mlx_parallm.core import (
     TrainingClient,
 )
 from mlx_parallm.errors import InvalidRequestError, TrainingDisabledError
+from mlx_parallm.server.api.chat.history import EpisodeHistories
 from mlx_parallm.server.api.generation_fields import MAX_SEQUENCES
 from mlx_parallm.server.api.responses.conversation import ResponseStore
 from mlx_parallm.server.errors import AsleepError, DrainingError, InferenceDisabledError
@@ -52,6 +53,7 @@ class Services:
     sleep: SleepSwitch
     metrics: ServerMetrics
     responses: ResponseStore
+    histories: EpisodeHistories
     workers: Workers
     started_at: int
     model_names: frozenset[str]

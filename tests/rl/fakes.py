@@ -30,6 +30,7 @@ from mlx_parallm.rl.events import UpdateOutcome
 from mlx_parallm.rl.learn.learner import Publish
 from mlx_parallm.rl.learn.policy import PolicySnapshot
 from mlx_parallm.rl.objectives.batches import UpdateBatch
+from mlx_parallm.rl.objectives.episodes import Episode
 from mlx_parallm.rl.scoring.pool import ScoringError
 
 
@@ -284,3 +285,8 @@ def trajectories(
         )
         for index in range(n)
     ]
+
+
+def answers(*each: Trajectory) -> tuple[Episode, ...]:
+    """Episodes of one turn."""
+    return tuple(Episode((one,)) for one in each)

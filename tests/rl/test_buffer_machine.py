@@ -118,7 +118,7 @@ class Life(RuleBasedStateMachine):
     def sweep(self, adapter: str, oldest: int) -> None:
         self.buffer.sweep(adapter, lambda drawn_by: DropReason.STALE if drawn_by.version < oldest else None)
         left = [group for group in self.groups if group.adapter == adapter and (group.waiting or group.scored)]
-        assert all(group.version.version >= oldest for group in left)
+        assert all(version.version >= oldest for group in left for version in group.versions)
 
     @rule(n=st.integers(1, 4))
     def lose(self, n: int) -> None:

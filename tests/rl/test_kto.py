@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from configs import changed, loss_config
 from mlx.utils import tree_flatten
-from rl.fakes import trajectories
+from rl.fakes import answers, trajectories
 from rl.loss_reference import Row, denominators_of, token_batch
 from sample_parts import advantage, answer, with_advantage
 from trainers import (
@@ -197,7 +197,7 @@ def test_what_is_desirable_becomes_likelier_and_what_is_not_less_likely() -> Non
 
 def test_answers_are_rated_within_their_group_and_single_ones_by_the_threshold() -> None:
     def group(name: str, scorer: str, *rewards: float) -> ScoredGroup:
-        return ScoredGroup(tuple(trajectories(name, BASE_ADAPTER, len(rewards))), rewards, scorer, 0, True)
+        return ScoredGroup(answers(*trajectories(name, BASE_ADAPTER, len(rewards))), rewards, scorer, 0, True)
 
     groups = [
         group("a", "x", 1.0, 0.0, 0.0),

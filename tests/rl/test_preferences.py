@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from configs import changed, loss_config
-from rl.fakes import trajectories
+from rl.fakes import answers, trajectories
 from rl.loss_reference import Row, denominators_of, token_batch
 from sample_parts import advantage, answer, with_advantage
 from trainers import assert_close, gradients, learn, make_policy, make_trainer, plain_logprobs, samples, unclipped
@@ -119,7 +119,7 @@ def test_a_group_that_is_no_pair_is_refused(signs: tuple[float, ...]) -> None:
 
 def test_the_best_and_the_worst_sample_of_each_group_are_a_pair() -> None:
     def group(name: str, *rewards: float) -> ScoredGroup:
-        return ScoredGroup(tuple(trajectories(name, BASE_ADAPTER, len(rewards))), rewards, "a", 0, True)
+        return ScoredGroup(answers(*trajectories(name, BASE_ADAPTER, len(rewards))), rewards, "a", 0, True)
 
     groups = [group("a", 0.5, 1.0, 0.0, 0.75), group("b", 1.0, 1.0), group("c", 1.0), group("d", 0.0, 0.1)]
     prepared = prepare(groups, DPO, RewardHistory())
@@ -131,7 +131,8 @@ def test_the_best_and_the_worst_sample_of_each_group_are_a_pair() -> None:
 
 def test_a_truncated_answer_is_in_no_pair_if_truncated_ones_are_masked() -> None:
     best, *others = trajectories("g", BASE_ADAPTER, 3)
-    group = ScoredGroup((replace(best, finish_reason=FinishReason.LENGTH), *others), (3.0, 2.0, 1.0), "a", 0, True)
+    cut = replace(best, finish_reason=FinishReason.LENGTH)
+    group = ScoredGroup(answers(cut, *others), (3.0, 2.0, 1.0), "a", 0, True)
     for masked, chosen in ((False, 4), (True, 5)):
         prepared = prepare([group], changed(DPO, mask_truncated=masked), RewardHistory())
         assert [answer(sample)[1] for sample in prepared.batch.samples] == [chosen, 6]

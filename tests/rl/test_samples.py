@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from configs import loss_config
-from rl.fakes import trajectories
+from rl.fakes import answers, trajectories
 from sample_parts import advantage, answer, drawn_logprobs
 
 from mlx_parallm.config import Algorithm
@@ -55,7 +55,8 @@ def test_logprobs_of_another_policy_are_as_many_as_the_tokens(name: str) -> None
 @pytest.mark.parametrize("algorithm", [Algorithm.GRPO, Algorithm.CROSS_ENTROPY])
 def test_truncated_answers_can_be_left_out_of_training_and_still_count_in_their_group(algorithm) -> None:
     one, two, three = trajectories("g", BASE_ADAPTER, 3)
-    group = ScoredGroup((replace(one, finish_reason=FinishReason.LENGTH), two, three), (1.0, 0.5, 3.0), "a", 0, True)
+    cut = replace(one, finish_reason=FinishReason.LENGTH)
+    group = ScoredGroup(answers(cut, two, three), (1.0, 0.5, 3.0), "a", 0, True)
     for masked in (False, True):
         settings = loss_config(algorithm, mask_truncated=masked)
         samples = prepare([group], settings, RewardHistory()).batch.samples

@@ -10,6 +10,7 @@ from mlx_parallm.core import (
     AdapterRef,
     AdapterStats,
     CheckpointCard,
+    GroupCard,
     Residence,
     TrainingStatus,
     UpdateReport,
@@ -203,6 +204,20 @@ class FakeTraining:
         if trajectory_id not in self.known:
             raise UnknownTrajectoryError(f"no trajectory {trajectory_id!r}", param="trajectory_id")
         self.calls.append(("feedback", trajectory_id, score))
+
+    def reward_tokens(self, trajectory_id, rewards):
+        self.calls.append(("reward_tokens", trajectory_id, list(rewards)))
+
+    def reward_episode(self, episode_id, group_id, score):
+        if self.error:
+            raise self.error
+        self.calls.append(("reward_episode", episode_id, group_id, score))
+
+    def close_group(self, group_id):
+        if self.error:
+            raise self.error
+        self.calls.append(("close_group", group_id))
+        return GroupCard(group_id, "policy", 4, 3, True)
 
     async def update(self, adapter=None, given=None, publish=True, checkpoint_name=None):
         await self._work("update", adapter, given, publish, checkpoint_name)

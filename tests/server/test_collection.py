@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -37,7 +38,8 @@ async def test_the_engine_collects_and_the_answer_has_the_trajectory_ids(client,
     metadata = {"answer": 4, "entry": {"steps": [1, 2.5, None, True], "é": "ü"}}
     response = await post(client, path, n=2, collect_trajectory=True, scoring_function="exact", metadata=metadata)
     collection = CollectionSpec("exact", metadata)
-    assert [request.collection for request in engine.requests] == [collection]
+    messages = ({"role": "user", "content": "x"},) if path == CHAT else ()
+    assert [request.collection for request in engine.requests] == [replace(collection, messages=messages)]
     assert [request.collection.client for request in engine.requests] == ["127.0.0.1"]
     assert training.checked == [(collection, BASE_ADAPTER)]
     assert training.collected == engine.requests

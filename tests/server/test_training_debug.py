@@ -35,6 +35,8 @@ async def test_debug_trajectories(client, training):
         "trajectory_id": "traj-1",
         "group_id": "group-0",
         "group_size": 2,
+        "episode_id": None,
+        "turn": None,
         "lora_adapter": "policy@2",
         "state": "waiting",
         "reason": "",

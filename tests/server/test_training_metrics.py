@@ -13,6 +13,7 @@ POLICY = TrainingStatus(
     trajectories_collected=640,
     trajectories_waiting=32,
     groups_ready=4,
+    groups_open=2,
     updates_total=5,
     updates_per_second=0.125,
     last_update=1_800_000_000.0,
@@ -40,6 +41,7 @@ NAMES = {
     "training_loss": ("gauge", -0.5),
     "updates_per_second": ("gauge", 0.125),
     "trajectories_waiting": ("gauge", 32),
+    "groups_open": ("gauge", 2),
     "groups_ready": ("gauge", 4),
     "step": ("gauge", 6),
     "updates_total": ("counter", 5),
@@ -100,7 +102,14 @@ async def test_what_is_not_known_yet_has_no_sample(client, training):
     training.state = {"policy": POLICY, "code": CODE}
     of_code = {name for name in await samples(client) if 'adapter="code"' in name}
     assert {name.partition("{")[0] for name in of_code} == {
-        *("trajectories_collected", "trajectories_waiting", "groups_ready", "step", "updates_per_second"),
+        *(
+            "trajectories_collected",
+            "trajectories_waiting",
+            "groups_ready",
+            "groups_open",
+            "step",
+            "updates_per_second",
+        ),
         *("updates_total", "state"),
     }
 

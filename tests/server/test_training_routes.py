@@ -31,6 +31,8 @@ FULL = TrainingStatus(
     trajectories_collected=640,
     trajectories_waiting=32,
     groups_ready=4,
+    groups_open=2,
+    turns={"first": 3, "continued": 5},
     updates_total=6,
     updates_per_second=0.125,
     last_update=1_800_000_000.25,
@@ -64,6 +66,8 @@ FULL_JSON = {
     "trajectories_collected": 640,
     "trajectories_waiting": 32,
     "groups_ready": 4,
+    "groups_open": 2,
+    "turns": {"first": 3, "continued": 5},
     "updates_total": 6,
     "updates_per_second": 0.125,
     "last_update": "2027-01-15T08:00:00.250Z",
@@ -198,7 +202,7 @@ async def test_unknown_names_say_which_field(client, training, fault, path, body
 
 async def test_feedback(client, training):
     got = await post(client, FEEDBACK, trajectory_id="traj-0", score=-1)
-    assert got == {"status": "success", "trajectory_id": "traj-0", "score": -1.0}
+    assert got == {"status": "success", "trajectory_id": "traj-0", "episode_id": None, "score": -1.0}
     assert training.calls == [("feedback", "traj-0", -1.0)]
 
 

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, islice
 
-from mlx_parallm.core import AdapterRef, TrajectoryCard
-from mlx_parallm.errors import ConflictError, UnknownTrajectoryError
+from mlx_parallm.core import AdapterRef, Trajectory, TrajectoryCard
+from mlx_parallm.errors import ConflictError, InvalidRequestError, UnknownTrajectoryError
 from mlx_parallm.rl.collect.groups import DropReason, GroupMember, TrajectoryGroup, TrajectoryState
 
 
 class TrajectoryBuffer:
     """Holds at most `size` trajectories, in whole groups. A group leaves when all its members are trained or dropped.
 
-    To make room for a new group, the oldest groups without a reward are dropped first, then the oldest ones with a
-    reward. Groups that an update is using stay; if a new group does not fit beside them, it is dropped itself. The last
-    `size` trajectories that left are remembered, so that feedback on them gets an error that says what became of them.
+    To make room, the oldest groups without a reward are dropped first, then the oldest ones with a reward. Groups that
+    an update is using stay; if a group does not fit beside them, it is dropped itself. The last `size` trajectories
+    that left are remembered, so that feedback on them gets an error that says what became of them.
 
-    `collected`, `trained` and `drops` (by reason) count trajectories, by adapter name. `on_end` is called with each
-    group that leaves.
+    `collected`, `trained` and `drops` (by reason) count trajectories, by adapter name; each turn of an episode is one.
+    `on_end` is called with each group that leaves.
 
     Invariant: collected == open + trained + dropped. Open trajectories are neither trained nor dropped. Aborted ones do
     not count here, because they were never collected.
@@ -33,6 +33,7 @@ class TrajectoryBuffer:
         self._on_end = on_end
         self._groups: dict[str, TrajectoryGroup] = {}  # oldest first
         self._past: deque[TrajectoryGroup] = deque()
+        self._past_ids: Counter[str] = Counter()
         self._members: dict[str, tuple[TrajectoryGroup, GroupMember]] = {}
         self._held = self._remembered = self._arrivals = 0
 
@@ -43,21 +44,39 @@ class TrajectoryBuffer:
         assert group.group_id not in self._groups
         self._arrivals += 1
         group.number = self._arrivals
-        size = len(group.members)
-        self.collected[group.adapter] += size
-        if self._held + size > self._size:
-            self._make_room(size)
         self._groups[group.group_id] = group
-        self._held += size
-        self._members.update((member.trajectory.trajectory_id, (group, member)) for member in group.members)
+        self._members.update((t.trajectory_id, (group, member)) for member in group.members for t in member.turns)
+        self._count_in(group, [turn for member in group.members for turn in member.turns])
+
+    def extend(self, group: TrajectoryGroup, trajectories: Sequence[Trajectory]) -> None:
+        """Adds answers, or a turn of an episode, to an open group. It, or older groups, may be dropped for lack of
+        room. A turn that is replaced is dropped."""
+        assert self.holds(group)
+        assert not group.closed
+        for trajectory in trajectories:
+            member, replaced = group.add(trajectory)
+            if replaced is not None:
+                self.drops[group.adapter][DropReason.REPLACED] += 1
+                del self._members[replaced.trajectory_id]
+                self._held -= 1
+            self._members[trajectory.trajectory_id] = (group, member)
+            if not member.is_open:  # the episode was dropped, and so is this turn
+                self._count_out(group, member, 1)
+        self._count_in(group, trajectories)
+
+    def _count_in(self, group: TrajectoryGroup, trajectories: Sequence[Trajectory]) -> None:
+        self.collected[group.adapter] += len(trajectories)
+        if self._held + len(trajectories) > self._size:
+            self._make_room(len(trajectories), beside=group)
+        self._held += len(trajectories)
         if self._held > self._size:
             self.drop(group, DropReason.BUFFER_FULL)
 
-    def _make_room(self, wanted: int) -> None:
+    def _make_room(self, wanted: int, beside: TrajectoryGroup) -> None:
         """Drops groups until `wanted` more trajectories fit, or none if they cannot fit."""
-        droppable = [group for group in self._groups.values() if not group.taken]
+        droppable = [group for group in self._groups.values() if not group.taken and group is not beside]
         droppable.sort(key=lambda group: bool(group.scored))  # stable, so each part is oldest first
-        if self._held - sum(len(group.members) for group in droppable) + wanted > self._size:
+        if self._held - sum(group.trajectories for group in droppable) + wanted > self._size:
             return
         for oldest in droppable:
             if self._held + wanted <= self._size:
@@ -68,10 +87,66 @@ class TrajectoryBuffer:
         """Counts the trajectories of a request that was aborted or failed."""
         self.drops[adapter][DropReason.ABORTED] += trajectories
 
+    def find(self, group_id: str) -> TrajectoryGroup | None:
+        """The group of this id, if it has not left."""
+        return self._groups.get(group_id)
+
+    def has_left(self, group_id: str) -> bool:
+        """Whether a group of this id has left, and is still remembered."""
+        return group_id in self._past_ids
+
     # -- rewards ---------------------------------------------------------------------------------
 
     def feedback(self, trajectory_id: str, score: float) -> TrajectoryGroup:
-        """Sets the reward of a trajectory, in place of an earlier one. Returns its group.
+        """Sets the reward of an answer, or of one turn of an episode, in place of an earlier one. Returns its group.
+
+        Raises:
+            UnknownTrajectoryError, ConflictError: see `_open_member`.
+        """
+        group, member = self._open_member(trajectory_id)
+        turn = member.turn(trajectory_id)
+        if turn.collection.episode_id:
+            member.reward_tokens(turn, (*(0.0,) * (len(turn.completion_ids) - 1), score))
+        else:
+            member.set_reward(score)
+        return group
+
+    def reward_tokens(self, trajectory_id: str, rewards: Sequence[float]) -> TrajectoryGroup:
+        """Sets the rewards of the tokens of one answer, in place of earlier ones. Returns its group.
+
+        Raises:
+            InvalidRequestError: there is not one for each token.
+            UnknownTrajectoryError, ConflictError: see `_open_member`.
+        """
+        group, member = self._open_member(trajectory_id)
+        turn = member.turn(trajectory_id)
+        if len(rewards) != len(turn.completion_ids):
+            raise InvalidRequestError(
+                f"The answer has {len(turn.completion_ids)} tokens, and there are {len(rewards)} rewards; send one for "
+                "each token.",
+                param="token_rewards",
+            )
+        member.reward_tokens(turn, tuple(rewards))
+        return group
+
+    def reward_episode(self, group_id: str, episode_id: str, score: float) -> TrajectoryGroup:
+        """Sets the reward of an episode, in place of an earlier one. Returns its group.
+
+        Raises:
+            UnknownTrajectoryError, ConflictError: see `_open_member`.
+        """
+        group = self._groups.get(group_id)
+        member = None if group is None else group.episode(episode_id)
+        if group is None or member is None:
+            if self.has_left(group_id):
+                raise ConflictError("The group has been trained on or dropped already.", param="episode_id")
+            raise UnknownTrajectoryError("No turn of this episode has been collected.", param="episode_id")
+        _check_open(member, "episode_id")
+        member.set_reward(score)
+        return group
+
+    def _open_member(self, trajectory_id: str) -> tuple[TrajectoryGroup, GroupMember]:
+        """The member with this trajectory, and its group, if feedback still counts.
 
         Raises:
             UnknownTrajectoryError: no such trajectory, or it is forgotten.
@@ -80,27 +155,29 @@ class TrajectoryBuffer:
         if trajectory_id not in self._members:
             raise UnknownTrajectoryError("No trajectory has this id, or it is forgotten by now.", param="trajectory_id")
         group, member = self._members[trajectory_id]
-        if member.state is TrajectoryState.DROPPED:
-            raise ConflictError(
-                f"The trajectory was dropped ({member.reason}): it will not be trained on.", param="trajectory_id"
-            )
-        if member.state not in (TrajectoryState.WAITING, TrajectoryState.SCORED):
-            raise ConflictError(
-                "The trajectory was taken for training already; feedback counts only before that.",
-                param="trajectory_id",
-            )
-        member.reward, member.state, member.from_feedback = score, TrajectoryState.SCORED, True
-        return group
+        _check_open(member, "trajectory_id")
+        return group, member
 
     def score(self, group: TrajectoryGroup, rewards: Sequence[float]) -> None:
         """Sets a scorer's rewards, in order of the members. Members with feedback keep their rewards."""
         for member, reward in zip(group.members, rewards, strict=True):
             if member.state is TrajectoryState.WAITING:
-                member.reward, member.state = reward, TrajectoryState.SCORED
+                member.own_reward, member.state = reward, TrajectoryState.SCORED
+
+    def close(self, group: TrajectoryGroup) -> None:
+        """Lets no more members into a group. Episodes that have rewards of turns or tokens are scored by these. Members
+        without a reward are dropped, unless a scorer will give them one."""
+        group.closed = True
+        for member in group.waiting:
+            if member.token_rewards and group.scorer is None:
+                member.state = TrajectoryState.SCORED
+        if group.scorer is None:
+            self.drop(group, DropReason.UNREWARDED, group.waiting)
 
     def expire(self, group_id: str) -> None:
         """Drops the members without a reward, because the time limit for rewards has passed."""
         if (group := self._groups.get(group_id)) is not None:
+            group.closed = True
             self.drop(group, DropReason.TIMEOUT, group.waiting)
 
     # -- out -------------------------------------------------------------------------------------
@@ -110,19 +187,19 @@ class TrajectoryBuffer:
         return tuple(group for group in self._groups.values() if group.adapter == adapter and group.complete)
 
     def take(self, adapter: str, least: int | None = None) -> tuple[TrajectoryGroup, ...]:
-        """Takes the oldest complete groups, until they have at least `least` trajectories; None: all complete groups.
+        """Takes the oldest complete groups, until they have at least `least` members; None: all complete groups.
 
         Only members with a reward are taken. The caller must call `finish` for each group.
         """
         taken: list[TrajectoryGroup] = []
-        trajectories = 0
+        members = 0
         for group in self.ready(adapter):
-            if least is not None and trajectories >= least:
+            if least is not None and members >= least:
                 break
             taken.append(group)
             for member in group.scored:
                 member.state = TrajectoryState.TRAINING
-                trajectories += 1
+                members += 1
         return tuple(taken)
 
     def finish(self, group: TrajectoryGroup, reason: DropReason | None = None) -> None:
@@ -133,35 +210,51 @@ class TrajectoryBuffer:
             return
         for member in taken:
             member.state = TrajectoryState.TRAINED
-        self.trained[group.adapter] += len(taken)
+            self._count_out(group, member, len(member.turns))
         self._remove_if_ended(group)
 
     def drop(self, group: TrajectoryGroup, reason: DropReason, members: Sequence[GroupMember] | None = None) -> None:
         """Drops these members of the group; None: all that no update has taken."""
         for member in (*group.waiting, *group.scored) if members is None else members:
             member.state, member.reason = TrajectoryState.DROPPED, reason
-            self.drops[group.adapter][reason] += 1
+            self._count_out(group, member, len(member.turns))
         self._remove_if_ended(group)
 
     def sweep(self, adapter: str, reason_against: Callable[[AdapterRef], DropReason | None]) -> None:
-        """Drops the members that no update has taken, if `reason_against` returns a reason for their version."""
+        """Drops the members that no update has taken, if `reason_against` returns a reason for a version that drew
+        them."""
         for group in [*self._of(adapter)]:
-            if (reason := reason_against(group.version)) is not None:
-                self.drop(group, reason)
+            reasons = {version: reason_against(version) for version in group.versions}
+            for member in (*group.waiting, *group.scored):
+                if reason := next(filter(None, (reasons[turn.adapter] for turn in member.turns)), None):
+                    self.drop(group, reason, [member])
+
+    def _count_out(self, group: TrajectoryGroup, member: GroupMember, trajectories: int) -> None:
+        if member.reason is not None:
+            self.drops[group.adapter][member.reason] += trajectories
+        elif member.state is TrajectoryState.TRAINED:
+            self.trained[group.adapter] += trajectories
 
     def _remove_if_ended(self, group: TrajectoryGroup) -> None:
         if not self.holds(group) or group.waiting or group.scored or group.taken:
             return
+        group.closed = True
         del self._groups[group.group_id]
-        self._held -= len(group.members)
+        self._held -= group.trajectories
         self._past.append(group)
-        self._remembered += len(group.members)
+        self._past_ids[group.group_id] += 1
+        self._remembered += group.trajectories
         while self._remembered > self._size:
-            forgotten = self._past.popleft()
-            self._remembered -= len(forgotten.members)
-            for member in forgotten.members:
-                del self._members[member.trajectory.trajectory_id]
+            self._forget(self._past.popleft())
         self._on_end(group)
+
+    def _forget(self, group: TrajectoryGroup) -> None:
+        self._remembered -= group.trajectories
+        self._past_ids[group.group_id] -= 1
+        if not self._past_ids[group.group_id]:
+            del self._past_ids[group.group_id]
+        for turn in chain.from_iterable(member.turns for member in group.members):
+            del self._members[turn.trajectory_id]
 
     # -- figures ---------------------------------------------------------------------------------
 
@@ -171,11 +264,16 @@ class TrajectoryBuffer:
 
     def unrewarded(self, adapter: str) -> int:
         """Trajectories that wait for a reward."""
-        return sum(len(group.waiting) for group in self._of(adapter))
+        return sum(len(member.turns) for group in self._of(adapter) for member in group.waiting)
 
     def waiting(self, adapter: str) -> int:
         """Trajectories that no update has taken yet."""
-        return sum(len(group.waiting) + len(group.scored) for group in self._of(adapter))
+        groups = self._of(adapter)
+        return sum(len(member.turns) for group in groups for member in (*group.waiting, *group.scored))
+
+    def still_open(self, adapter: str) -> int:
+        """Groups that wait for more members."""
+        return sum(not group.closed for group in self._of(adapter))
 
     def _of(self, adapter: str) -> Iterator[TrajectoryGroup]:
         return (group for group in self._groups.values() if group.adapter == adapter)
@@ -184,21 +282,32 @@ class TrajectoryBuffer:
         """The newest trajectories, newest first."""
         newest = sorted(chain(self._past, self._groups.values()), key=lambda group: -group.number)
         members: Iterable[GroupMember] = chain.from_iterable(reversed(group.members) for group in newest)
-        return tuple(member.card() for member, _ in zip(members, range(limit), strict=False))
+        return tuple(islice(chain.from_iterable(reversed(member.cards()) for member in members), limit))
 
     def check_integrity(self) -> None:
         """Raises AssertionError if counts and contents disagree."""
         held, past = list(self._groups.values()), list(self._past)
-        assert sum(len(group.members) for group in held) == self._held <= self._size
-        assert sum(len(group.members) for group in past) == self._remembered <= self._size
-        known = {member.trajectory.trajectory_id: (group, member) for group in held + past for member in group.members}
-        assert known == self._members
+        assert sum(group.trajectories for group in held) == self._held <= self._size
+        assert sum(group.trajectories for group in past) == self._remembered <= self._size
+        assert Counter(group.group_id for group in past) == self._past_ids
+        every = [(group, member, turn) for group in held + past for member in group.members for turn in member.turns]
+        assert {turn.trajectory_id: (group, member) for group, member, turn in every} == self._members
         for group in held:
             assert group.waiting or group.scored or group.taken
         for member in chain.from_iterable(group.members for group in past):
             assert member.state in (TrajectoryState.TRAINED, TrajectoryState.DROPPED)
         for adapter, collected in self.collected.items():
             dropped = self.drops[adapter].total() - self.drops[adapter][DropReason.ABORTED]
-            members = chain.from_iterable(group.members for group in held if group.adapter == adapter)
-            open_members = sum(m.state not in (TrajectoryState.TRAINED, TrajectoryState.DROPPED) for m in members)
-            assert collected == open_members + self.trained[adapter] + dropped
+            members = list(chain.from_iterable(group.members for group in held if group.adapter == adapter))
+            in_progress = sum(len(m.turns) for m in members if m.is_open or m.state is TrajectoryState.TRAINING)
+            assert collected == in_progress + self.trained[adapter] + dropped
+
+
+def _check_open(member: GroupMember, param: str) -> None:
+    """Raises ConflictError if feedback on a member counts no longer."""
+    if member.state is TrajectoryState.DROPPED:
+        raise ConflictError(f"The trajectory was dropped ({member.reason}): it will not be trained on.", param=param)
+    if not member.is_open:
+        raise ConflictError(
+            "The trajectory was taken for training already; feedback counts only before that.", param=param
+        )

@@ -1,12 +1,18 @@
-"""TrajectoryGroup: trajectories whose rewards are compared with each other, and their states."""
+"""TrajectoryGroup: members whose rewards are compared with each other, and their states.
+
+A member is one answer, or an episode of several answers. A group without an id of its own comes with one request and is
+closed at once. A group that requests name with `group_id` or `episode_id` stays open until it has its members.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import chain
+from math import fsum
 
-from mlx_parallm.core import Trajectory, TrajectoryCard
+from mlx_parallm.core import AdapterRef, CollectionSpec, Trajectory, TrajectoryCard
 
 FEEDBACK = "feedback"
 """Used in place of a scorer's name for groups whose rewards came from people."""
@@ -28,7 +34,9 @@ class DropReason(StrEnum):
     STALE: its version is more than `max_staleness` versions old. ZERO_VARIANCE: all rewards of its group are equal.
     SINGLE: there is no other reward to compare its reward with. LOW_REWARD: the loss is cross_entropy, and the reward
     does not exceed the threshold. ABORTED: its request did not finish. UNKNOWN_VERSION: the version that drew it is not
-    in the version history of its adapter. SKIPPED: its update was skipped. HELD: the gate refused its update.
+    in the version history of its adapter. SKIPPED: its update was skipped. HELD: the gate refused its update. REPLACED:
+    the same turn of its episode came again. UNREWARDED: its group was closed before it had a reward. CLOSED: its group
+    had been closed before it came.
     """
 
     BUFFER_FULL = "buffer_full"
@@ -42,49 +50,174 @@ class DropReason(StrEnum):
     UNKNOWN_VERSION = "unknown_version"
     SKIPPED = "skipped"
     HELD = "held"
+    REPLACED = "replaced"
+    UNREWARDED = "unrewarded"
+    CLOSED = "closed"
 
 
 @dataclass(eq=False, slots=True)
 class GroupMember:
-    """One trajectory of a group. `from_feedback`: its reward came from a person. `reason`: set when it is dropped."""
+    """One answer of a group, or one episode of several answers.
 
-    trajectory: Trajectory
-    reward: float | None = None
+    Attributes:
+        turns: its trajectories, in order.
+        own_reward: of the member as a whole; None: there is none yet.
+        token_rewards: by trajectory id, one reward for each token of the completion. The reward of a turn counts for
+            its last token.
+        reason: set when it is dropped.
+        from_feedback: its reward came from a client and not from a scorer.
+    """
+
+    turns: list[Trajectory]
+    own_reward: float | None = None
+    token_rewards: dict[str, tuple[float, ...]] = field(default_factory=dict)
     state: TrajectoryState = TrajectoryState.WAITING
     reason: DropReason | None = None
     from_feedback: bool = False
 
-    def card(self) -> TrajectoryCard:
-        return TrajectoryCard(self.trajectory, self.reward, self.state.value, self.reason or "")
+    @property
+    def trajectory(self) -> Trajectory:
+        """The answer, or the last one of an episode."""
+        return self.turns[-1]
+
+    @property
+    def reward(self) -> float | None:
+        """Its own reward and those of its tokens, summed. None if it has neither."""
+        if self.own_reward is None and not self.token_rewards:
+            return None
+        return fsum([self.own_reward or 0.0, *chain.from_iterable(self.token_rewards.values())])
+
+    @property
+    def is_open(self) -> bool:
+        """Whether no update has taken it, and it was not dropped."""
+        return self.state in (TrajectoryState.WAITING, TrajectoryState.SCORED)
+
+    def continues(self, turn: Trajectory) -> bool:
+        """Whether a turn's prompt begins with all tokens of an earlier turn, so that both can be one sample."""
+        earlier = (other.prompt_ids + other.completion_ids for other in self.turns if other is not turn)
+        return any(turn.prompt_ids[: len(ids)] == ids for ids in earlier)
+
+    def add_turn(self, turn: Trajectory) -> Trajectory | None:
+        """Adds a turn of an episode in its place: by its number, or else at the end.
+
+        Returns:
+            The turn that it replaces, because it has the same number; None if there is none.
+        """
+        number = turn.collection.turn
+        places = {other.collection.turn: place for place, other in enumerate(self.turns)}
+        if number is None:
+            self.turns.append(turn)
+            return None
+        if number in places:
+            replaced, self.turns[places[number]] = self.turns[places[number]], turn
+            self.token_rewards.pop(replaced.trajectory_id, None)
+            return replaced
+        later = (place for other, place in places.items() if other is not None and other > number)
+        self.turns.insert(min(later, default=len(self.turns)), turn)
+        return None
+
+    def turn(self, trajectory_id: str) -> Trajectory:
+        return next(turn for turn in self.turns if turn.trajectory_id == trajectory_id)
+
+    def set_reward(self, reward: float) -> None:
+        """Sets a client's reward of the member as a whole."""
+        self.own_reward, self.state, self.from_feedback = reward, TrajectoryState.SCORED, True
+
+    def reward_tokens(self, turn: Trajectory, rewards: tuple[float, ...]) -> None:
+        """Sets a client's rewards of the tokens of one turn. Those of an answer that is no episode are its reward."""
+        self.token_rewards[turn.trajectory_id], self.from_feedback = rewards, True
+        if not turn.collection.episode_id:
+            self.state = TrajectoryState.SCORED
+
+    def cards(self) -> list[TrajectoryCard]:
+        """One card for each turn. All have the reward and the state of the member."""
+        return [TrajectoryCard(turn, self.reward, self.state.value, self.reason or "") for turn in self.turns]
+
+
+def group_name(collection: CollectionSpec) -> str:
+    """The id of the group that requests share; empty if the request is its own group. An episode without a group is
+    the only member of one."""
+    return collection.group_id or (f"episode-{collection.episode_id}" if collection.episode_id else "")
 
 
 class TrajectoryGroup:
-    """The trajectories of one prompt, all drawn by the same adapter version.
+    """Answers to one prompt, or episodes of one task. All train the same adapter.
 
     Attributes:
         adapter: name of the adapter that the group trains.
-        version: the adapter version that drew the trajectories.
         scorer: the scoring function that the request named; None: rewards come only from feedback.
+        size: the number of members that have ended after which an open group is closed; None: it is closed on request.
+        closed: whether no more members may be added.
         number: order of arrival, assigned by the buffer.
         observed: whether its rewards are in the adapter's reward trend already, before an update takes it.
+
+    Args:
+        trajectories: the answers of one request.
     """
 
     def __init__(self, adapter: str, trajectories: Sequence[Trajectory]) -> None:
         first = trajectories[0]
-        self.adapter, self.version = adapter, first.adapter
-        self.group_id, self.scorer = first.group_id, first.collection.scorer
-        self.members = tuple(map(GroupMember, trajectories))
+        collection = first.collection
+        self.adapter, self.group_id, self.scorer = adapter, first.group_id, collection.scorer
+        self.members: list[GroupMember] = []
+        self.named = bool(group_name(collection))
+        self.size = collection.group_size if collection.group_id else 1
+        self.closed = not self.named
         self.number = 0
         self.observed = False
+        self._episodes: dict[str, GroupMember] = {}
+        for trajectory in trajectories:
+            self.add(trajectory)
+
+    # -- members ---------------------------------------------------------------------------------
+
+    def add(self, trajectory: Trajectory) -> tuple[GroupMember, Trajectory | None]:
+        """Adds an answer, or a turn of an episode. Returns its member, and the turn that it replaces."""
+        episode = trajectory.collection.episode_id
+        if episode and (member := self._episodes.get(episode)) is not None:
+            return member, member.add_turn(trajectory)
+        member = GroupMember([trajectory])
+        self.members.append(member)
+        if episode:
+            self._episodes[episode] = member
+        return member, None
+
+    def episode(self, episode_id: str) -> GroupMember | None:
+        return self._episodes.get(episode_id)
+
+    def has_ended(self, member: GroupMember) -> bool:
+        """Whether nothing more is expected of a member: it has its reward, or it is one answer that a scorer will
+        reward. An episode ends with its reward, because nothing else tells that it has no more turns."""
+        if member.state is TrajectoryState.WAITING:
+            return self.scorer is not None and not member.trajectory.collection.episode_id
+        return member.state is TrajectoryState.SCORED
+
+    @property
+    def is_full(self) -> bool:
+        """Whether as many members have ended as the group is to have."""
+        return self.size is not None and sum(map(self.has_ended, self.members)) >= self.size
+
+    @property
+    def trajectories(self) -> int:
+        """The number of trajectories: each turn of an episode counts."""
+        return sum(len(member.turns) for member in self.members)
+
+    @property
+    def versions(self) -> frozenset[AdapterRef]:
+        """The adapter versions that drew its trajectories."""
+        return frozenset(turn.adapter for member in self.members for turn in member.turns)
+
+    # -- state -----------------------------------------------------------------------------------
 
     @property
     def complete(self) -> bool:
-        """Whether an update can take the group. If it has a scorer, every member needs a reward; without a scorer,
-        feedback on one member is enough."""
+        """Whether an update can take the group. Every member needs a reward; but feedback on one answer is enough if
+        all answers came with one request."""
         states = {member.state for member in self.members}
-        if TrajectoryState.SCORED not in states or TrajectoryState.TRAINING in states:
+        if not self.closed or TrajectoryState.SCORED not in states or TrajectoryState.TRAINING in states:
             return False
-        return self.scorer is None or TrajectoryState.WAITING not in states
+        one_is_enough = self.scorer is None and not self.named
+        return one_is_enough or TrajectoryState.WAITING not in states
 
     @property
     def taken(self) -> bool:

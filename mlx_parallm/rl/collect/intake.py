@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from enum import StrEnum
+from typing import NamedTuple
 
 from mlx_parallm.config import RLTrainingConfig
-from mlx_parallm.core import Trajectory
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.core import CollectionSpec, Trajectory
+from mlx_parallm.errors import ConflictError, InvalidRequestError, UnknownTrajectoryError, shown
 from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
-from mlx_parallm.rl.collect.groups import DropReason, TrajectoryGroup
+from mlx_parallm.rl.collect.groups import DropReason, TrajectoryGroup, group_name
 from mlx_parallm.rl.events import Emit
 from mlx_parallm.rl.scoring.pool import ScoringError
 from mlx_parallm.rl.scoring.service import ScoringService
@@ -19,8 +22,28 @@ from mlx_parallm.rl.scoring.service import ScoringService
 _log = logging.getLogger(__name__)
 
 
+class TurnKind(StrEnum):
+    """What a turn is to its episode. CONTINUED: its prompt continues the tokens of an earlier turn. APART: it does not,
+    so it becomes a sample of its own."""
+
+    FIRST = "first"
+    CONTINUED = "continued"
+    APART = "apart"
+
+
+class Added(NamedTuple):
+    """What became of the answers of one request. `dropped`: why they were dropped at once; None if they were not.
+    `apart`: they do not continue an earlier turn of their episode."""
+
+    dropped: DropReason | None
+    apart: bool
+
+
 class Intake:
     """Adds groups to the buffer and gets their rewards, from scorers and feedback. Event loop's thread only.
+
+    Attributes:
+        turns: turns of episodes by adapter name and kind.
 
     Args:
         on_ready: called with an adapter's name whenever one of its groups may have become complete.
@@ -36,43 +59,135 @@ class Intake:
     ) -> None:
         self._buffer, self._scorers, self._config = buffer, scorers, config
         self._on_ready, self._emit = on_ready, emit
+        self.turns: defaultdict[str, Counter[TurnKind]] = defaultdict(Counter)
         self._scoring: set[asyncio.Task[None]] = set()
 
-    def add(self, adapter: str, trajectories: Sequence[Trajectory], refused: DropReason | None) -> DropReason | None:
-        """Adds the group of one prompt. `refused`: why it cannot be trained on; None if it can.
+    def check(self, collection: CollectionSpec, adapter: str) -> None:
+        """Checks before generation that the group that a request names will take its answers.
 
-        Returns:
-            Why the group was dropped at once; None if it was not.
+        Raises:
+            InvalidRequestError: the group has another size or scorer.
+            ConflictError: the group is closed, or trains another adapter.
         """
-        group = TrajectoryGroup(adapter, trajectories)
+        name = group_name(collection)
+        group = self._buffer.find(name) if name else None
+        if (group is not None and group.closed) or (group is None and name and self._buffer.has_left(name)):
+            raise ConflictError(f"The group {shown(name)} is closed; use another group_id.", param="group_id")
+        if group is None:
+            return
+        if group.adapter != adapter:
+            raise ConflictError(f"The group {shown(name)} trains {group.adapter}, not {adapter}.", param="group_id")
+        if collection.group_id and collection.group_size != group.size:
+            raise InvalidRequestError(
+                f"The group {shown(name)} was begun with group_size {group.size}; send the same.", param="group_size"
+            )
+        if collection.scorer != group.scorer:
+            raise InvalidRequestError(
+                f"The group {shown(name)} was begun with scoring_function {group.scorer}; send the same.",
+                param="scoring_function",
+            )
+
+    def add(self, adapter: str, trajectories: Sequence[Trajectory], refused: DropReason | None) -> Added:
+        """Adds the answers of one request to one prompt. `refused`: why they cannot be trained on; None if they can."""
+        first = trajectories[0]
+        group = self._buffer.find(first.group_id)
+        closed = group.closed or group.adapter != adapter if group else self._buffer.has_left(first.group_id)
+        refused = refused or (DropReason.CLOSED if closed and group_name(first.collection) else None)
+        if refused is not None or group is None:
+            group = self._begin(adapter, trajectories, refused)
+        else:
+            self._buffer.extend(group, trajectories)
+        kind = _kind_of_turn(group, first)
+        self.turns[adapter].update([kind] if kind else [])
         self._emit(
             "collected",
             adapter=adapter,
-            group_id=group.group_id,
-            version=str(group.version),
+            group_id=first.group_id,
+            version=str(first.adapter),
             trajectories=len(trajectories),
         )
-        self._buffer.add(group)
         if refused is not None:
             self._buffer.drop(group, refused)
+        elif group.closed:
+            self._await_rewards(group)
+        else:
+            self._close_if_full(group)
+        dropped = None if self._buffer.holds(group) else group.members[-1].reason
+        return Added(dropped, kind is TurnKind.APART)
+
+    def _begin(self, adapter: str, trajectories: Sequence[Trajectory], refused: DropReason | None) -> TrajectoryGroup:
+        """Adds a new group. Refused answers are a group of their own, because that of their id may go on."""
+        group = TrajectoryGroup(adapter, trajectories)
+        if refused is not None:
+            group.group_id, group.closed = trajectories[0].trajectory_id, True
+        self._buffer.add(group)
+        if not group.closed and (timeout_s := self._config.feedback_timeout_s) is not None:
+            asyncio.get_running_loop().call_later(timeout_s, self._expire, adapter, group.group_id)
+        return group
+
+    def _await_rewards(self, group: TrajectoryGroup) -> None:
+        """Starts the scorer of a group to which no more members come, and the time limit for its rewards."""
         if not self._buffer.holds(group):
-            return group.members[0].reason
+            return
         timeout_s = self._config.feedback_timeout_s if group.scorer is None else self._config.group_timeout_s
         if timeout_s is not None:
-            asyncio.get_running_loop().call_later(timeout_s, self._expire, adapter, group.group_id)
+            asyncio.get_running_loop().call_later(timeout_s, self._expire, group.adapter, group.group_id)
         if group.scorer is not None:
-            task = asyncio.create_task(self._score(group, trajectories))
+            task = asyncio.create_task(self._score(group))
             self._scoring.add(task)
             task.add_done_callback(self._scoring.discard)
-        return None
+
+    # -- groups that requests name ---------------------------------------------------------------
+
+    def close_group(self, group_id: str) -> TrajectoryGroup:
+        """Lets no more members into a group; see `TrajectoryBuffer.close`. A closed one stays as it is.
+
+        Raises:
+            UnknownTrajectoryError: there is no such group.
+            ConflictError: it has been trained on or dropped.
+        """
+        if (group := self._buffer.find(group_id)) is None:
+            if self._buffer.has_left(group_id):
+                raise ConflictError("The group has been trained on or dropped already.", param="group_id")
+            raise UnknownTrajectoryError(f"No group {shown(group_id)} has been collected.", param="group_id")
+        if not group.closed:
+            self._close(group)
+        return group
+
+    def _close_if_full(self, group: TrajectoryGroup) -> None:
+        if not group.closed and group.is_full:
+            self._close(group)
+
+    def _close(self, group: TrajectoryGroup) -> None:
+        self._buffer.close(group)
+        self._emit("closed", adapter=group.adapter, group_id=group.group_id, members=len(group.members))
+        if group.scorer is not None:
+            self._await_rewards(group)
+        self._on_ready(group.adapter)
+
+    # -- rewards ---------------------------------------------------------------------------------
 
     def feedback(self, trajectory_id: str, score: float) -> None:
         """See `core.TrainingClient.feedback`. Raises InvalidRequestError if the score is not a finite number."""
-        if not math.isfinite(score):
-            raise InvalidRequestError("The score must be a finite number.", param="score")
-        group = self._buffer.feedback(trajectory_id, score)
+        _check_finite("score", score)
+        self._rewarded(self._buffer.feedback(trajectory_id, score), trajectory_id=trajectory_id, score=score)
+
+    def reward_episode(self, episode_id: str, group_id: str, score: float) -> None:
+        """See `core.TrainingClient.reward_episode`. Raises InvalidRequestError if the score is not a finite number."""
+        _check_finite("score", score)
+        name = group_name(CollectionSpec(group_id=group_id, episode_id=episode_id))
+        self._rewarded(self._buffer.reward_episode(name, episode_id, score), episode_id=episode_id, score=score)
+
+    def reward_tokens(self, trajectory_id: str, rewards: Sequence[float]) -> None:
+        """See `core.TrainingClient.reward_tokens`. Raises InvalidRequestError if one is not a finite number."""
+        _check_finite("token_rewards", *rewards)
+        group = self._buffer.reward_tokens(trajectory_id, rewards)
+        self._rewarded(group, trajectory_id=trajectory_id, score=math.fsum(rewards))
+
+    def _rewarded(self, group: TrajectoryGroup, **data: object) -> None:
+        self._close_if_full(group)
         of_group = {"adapter": group.adapter, "group_id": group.group_id, "complete": group.complete}
-        self._emit("scored", **of_group, trajectory_id=trajectory_id, score=score)
+        self._emit("scored", **of_group, **data)
         self._on_ready(group.adapter)
 
     async def close(self) -> None:
@@ -81,9 +196,9 @@ class Intake:
             task.cancel()
         await asyncio.gather(*self._scoring, return_exceptions=True)
 
-    async def _score(self, group: TrajectoryGroup, trajectories: Sequence[Trajectory]) -> None:
+    async def _score(self, group: TrajectoryGroup) -> None:
         try:
-            rewards = await self._scorers.score(trajectories)
+            rewards = await self._scorers.score([member.trajectory for member in group.members])
         except Exception as error:  # noqa: BLE001 - a failing scorer must affect only its own group
             _log.warning("scoring by %s failed: %s", group.scorer, error, exc_info=not isinstance(error, ScoringError))
             self._buffer.drop(group, DropReason.SCORING_FAILED, group.waiting)
@@ -98,3 +213,18 @@ class Intake:
         not keep an ended group in memory."""
         self._buffer.expire(group_id)
         self._on_ready(adapter)
+
+
+def _kind_of_turn(group: TrajectoryGroup, turn: Trajectory) -> TurnKind | None:
+    """None: the answer belongs to no episode."""
+    member = group.episode(turn.collection.episode_id)
+    if member is None:
+        return None
+    if len(member.turns) == 1:
+        return TurnKind.FIRST
+    return TurnKind.CONTINUED if member.continues(turn) else TurnKind.APART
+
+
+def _check_finite(param: str, *rewards: float) -> None:
+    if not all(map(math.isfinite, rewards)):
+        raise InvalidRequestError(f"{param}: a reward must be a finite number.", param=param)

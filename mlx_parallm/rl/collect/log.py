@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from mlx_parallm.core import Trajectory
 from mlx_parallm.rl.collect.groups import GroupMember, TrajectoryGroup
 
 _MAX_PENDING = 1000
@@ -42,7 +43,9 @@ class TrajectoryLog:
             self._left_out += 1
             return
         self._submitted += 1
-        self._worker.submit(self._append, [_record(group, member) for member in group.members])
+        self._worker.submit(
+            self._append, [_record(group, member, turn) for member in group.members for turn in member.turns]
+        )
 
     async def close(self) -> None:
         """Returns when everything is written."""
@@ -75,11 +78,12 @@ def _write(path: Path, data: bytes) -> None:
         os.close(descriptor)
 
 
-def _record(group: TrajectoryGroup, member: GroupMember) -> dict[str, Any]:
-    trajectory = member.trajectory
+def _record(group: TrajectoryGroup, member: GroupMember, trajectory: Trajectory) -> dict[str, Any]:
     return {
         "trajectory_id": trajectory.trajectory_id,
         "group_id": trajectory.group_id,
+        "episode_id": trajectory.collection.episode_id or None,
+        "turn": trajectory.collection.turn,
         "adapter": str(trajectory.adapter),
         "trainee": group.adapter,
         "fate": member.state.value,

@@ -10,6 +10,7 @@ from typing import cast
 
 from mlx_parallm.core import Event, FinishReason, GenerationRequest, RequestFinished, SequenceOutput, Trajectory
 from mlx_parallm.errors import EngineError
+from mlx_parallm.rl.collect.groups import group_name
 
 
 @dataclass(slots=True)
@@ -40,6 +41,7 @@ class TrajectoryRecorder:
         """One group for each prompt, in order. Raises EngineError: the engine left out logprobs."""
         request, now = self._request, time.time()
         assert request.collection is not None
+        name = group_name(request.collection)
         groups: list[list[Trajectory]] = [[] for _ in request.prompts]
         for index, record in enumerate(self._records):
             if len(record.logprobs) != len(record.token_ids):
@@ -49,8 +51,8 @@ class TrajectoryRecorder:
             prompt = index // request.n
             trajectory = Trajectory(
                 trajectory_id=f"traj-{request.request_id}-{index}",
-                group_id=f"group-{request.request_id}-{prompt}",
-                group_size=request.n,
+                group_id=name or f"group-{request.request_id}-{prompt}",
+                group_size=(request.collection.group_size or 0) if name else request.n,
                 adapter=request.adapter,
                 prompt_ids=request.prompts[prompt],
                 completion_ids=tuple(record.token_ids),

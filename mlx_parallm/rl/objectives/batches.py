@@ -11,10 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_parallm.config import ResolvedLoss, RewardScale
-from mlx_parallm.core import FinishReason, GivenTrajectory, Trajectory
+from mlx_parallm.core import FinishReason
 from mlx_parallm.rl.collect.groups import FEEDBACK, DropReason
+from mlx_parallm.rl.objectives.episodes import Episode, samples_of, token_advantages
 from mlx_parallm.rl.objectives.rewards import RewardHistory
-from mlx_parallm.rl.objectives.samples import Sample, answered
+from mlx_parallm.rl.objectives.samples import Sample
 
 # ---- what an update learns from ------------------------------------------------------------------
 
@@ -34,14 +35,14 @@ class UpdateBatch:
 
 @dataclass(frozen=True, slots=True)
 class ScoredGroup:
-    """The trajectories of one group, and their rewards in the same order.
+    """The episodes of one group, and their rewards in the same order.
 
-    `rewards` is empty if none were given. `scorer`: a single trajectory is compared with earlier rewards of this
-    scorer. `staleness`: versions published since the trajectories were drawn. `on_policy`: the version in training
-    drew them.
+    `rewards` is empty if none were given. `scorer`: a single episode is compared with earlier rewards of this scorer.
+    `staleness`: versions published since the oldest of its turns was drawn. `on_policy`: the version in training drew
+    all of them.
     """
 
-    trajectories: tuple[Trajectory | GivenTrajectory, ...]
+    episodes: tuple[Episode, ...]
     rewards: tuple[float, ...]
     scorer: str
     staleness: int = 0
@@ -55,7 +56,7 @@ class ScoredGroup:
         A single sample has no other one to be compared with. Equal scores from people say that all samples are good,
         or that all are bad.
         """
-        return len(self.trajectories) > 1 and not (self.scorer == FEEDBACK and no_signal(self.rewards))
+        return len(self.episodes) > 1 and not (self.scorer == FEEDBACK and no_signal(self.rewards))
 
 
 # ---- advantages ----------------------------------------------------------------------------------
@@ -76,13 +77,15 @@ _LEAST_SPREAD = 1e-6
 class GroupAdvantages:
     """The advantages of one group. `values`: one for each reward, in order; all 0 if the group is dropped.
 
-    `dropped`: why the group is dropped; None if it is trained on. `strength`: how strong the group's signal is, 0
-    (dropped) to 1. An update of weak groups makes a smaller step.
+    `divisor`: what centred rewards were divided by; None if they were not centred. `dropped`: why the group is dropped;
+    None if it is trained on. `strength`: how strong the group's signal is, 0 (dropped) to 1. An update of weak groups
+    makes a smaller step.
     """
 
     values: tuple[float, ...]
     dropped: DropReason | None = None
     strength: float = 1.0
+    divisor: float | None = None
 
     @classmethod
     def none(cls, size: int, reason: DropReason) -> GroupAdvantages:
@@ -125,7 +128,7 @@ def _centred(rewards: NDArray[np.float64], scale: RewardScale, batch_divisor: fl
     deviation, least = float(rewards.std()), _LEAST_DEVIATION * float(np.abs(rewards).max())
     divisor = max(deviation, least) + _EPSILON if scale is RewardScale.GROUP else batch_divisor
     values = tuple(((rewards - rewards.mean()) / divisor).tolist())
-    return GroupAdvantages(values, strength=min(1.0, deviation / least))
+    return GroupAdvantages(values, strength=min(1.0, deviation / least), divisor=divisor)
 
 
 # ---- the batch of an update ----------------------------------------------------------------------
@@ -177,9 +180,9 @@ def _batch(
 
 def _prepare_imitation(groups: Sequence[ScoredGroup], loss: ResolvedLoss) -> PreparedBatch:
     kept = [_above(group, loss.imitation_threshold) for group in groups]
-    advantages = [GroupAdvantages((1.0,) * len(group.trajectories)) for group in kept]
+    advantages = [GroupAdvantages((1.0,) * len(group.episodes)) for group in kept]
     samples = _samples(kept, advantages, loss.mask_truncated)
-    reasons = tuple(None if group.trajectories else DropReason.LOW_REWARD for group in kept)
+    reasons = tuple(None if group.episodes else DropReason.LOW_REWARD for group in kept)
     return PreparedBatch(UpdateBatch(samples, _metrics(kept)), reasons)
 
 
@@ -191,7 +194,7 @@ def _prepare_pairs(groups: Sequence[ScoredGroup], loss: ResolvedLoss, wanted: in
         for group, reason in zip(groups, reasons, strict=True)
     ]
     pairs = [_extremes(group) for group, reason in zip(considered, reasons, strict=True) if reason is None]
-    samples = _samples(pairs, [GroupAdvantages((1.0, -1.0))] * len(pairs), mask_truncated=False)
+    samples = _samples(pairs, [GroupAdvantages((1.0, -1.0))] * len(pairs), mask_truncated=False, one_each=True)
     batch = UpdateBatch(samples, _reward_metrics(groups) | _metrics(groups), _step_scale(signals, wanted))
     return PreparedBatch(batch, tuple(reasons))
 
@@ -206,17 +209,17 @@ def _rated(group: ScoredGroup, threshold: float) -> GroupAdvantages:
 
 
 def _untruncated(group: ScoredGroup) -> ScoredGroup:
-    whole = [_finish_reason(trajectory) is not FinishReason.LENGTH for trajectory in group.trajectories]
+    whole = [episode.finish_reason is not FinishReason.LENGTH for episode in group.episodes]
     return _only(group, whole)
 
 
 def _extremes(group: ScoredGroup) -> ScoredGroup:
-    """The best trajectory of a group, and the worst."""
+    """The best episode of a group, and the worst."""
     order = sorted(range(len(group.rewards)), key=lambda at: -group.rewards[at])
     ends = (order[0], order[-1])
     return replace(
         group,
-        trajectories=tuple(group.trajectories[at] for at in ends),
+        episodes=tuple(group.episodes[at] for at in ends),
         rewards=tuple(group.rewards[at] for at in ends),
     )
 
@@ -228,9 +231,7 @@ def _above(group: ScoredGroup, threshold: float) -> ScoredGroup:
 
 
 def _only(group: ScoredGroup, kept: Sequence[bool]) -> ScoredGroup:
-    return replace(
-        group, trajectories=tuple(compress(group.trajectories, kept)), rewards=tuple(compress(group.rewards, kept))
-    )
+    return replace(group, episodes=tuple(compress(group.episodes, kept)), rewards=tuple(compress(group.rewards, kept)))
 
 
 def _single_advantages(group: ScoredGroup, history: RewardHistory, scaled: bool) -> GroupAdvantages:
@@ -252,35 +253,21 @@ def _step_scale(advantages: Sequence[GroupAdvantages], wanted: int | None) -> fl
 
 
 def _samples(
-    groups: Sequence[ScoredGroup], advantages: Sequence[GroupAdvantages], mask_truncated: bool
+    groups: Sequence[ScoredGroup],
+    advantages: Sequence[GroupAdvantages],
+    mask_truncated: bool,
+    one_each: bool = False,
 ) -> tuple[Sample, ...]:
-    """The samples of the groups that are not dropped."""
-    return tuple(
-        _sample(trajectory, value, number, group.on_policy)
-        for number, (group, computed) in enumerate(zip(groups, advantages, strict=True))
-        if computed.dropped is None
-        for trajectory, value in zip(group.trajectories, computed.values, strict=True)
-        if not (mask_truncated and _finish_reason(trajectory) is FinishReason.LENGTH)
-    )
-
-
-def _sample(trajectory: Trajectory | GivenTrajectory, advantage: float, group: int, on_policy: bool) -> Sample:
-    return answered(
-        trajectory.prompt_ids,
-        trajectory.completion_ids,
-        trajectory.sampling_logprobs,
-        trajectory.temperature,
-        advantage,
-        group,
-        # Without logprobs it is unknown what drew the trajectory. The trainer's own logprobs take their place.
-        on_policy=on_policy or not trajectory.sampling_logprobs,
-        adapter=trajectory.adapter,
-        ended=_finish_reason(trajectory),
-    )
-
-
-def _finish_reason(trajectory: Trajectory | GivenTrajectory) -> FinishReason | None:
-    return trajectory.finish_reason if isinstance(trajectory, Trajectory) else None
+    """The samples of the groups that are not dropped. `one_each`: of each episode, the longest one only."""
+    made: list[Sample] = []
+    for number, (group, computed) in enumerate(zip(groups, advantages, strict=True)):
+        if computed.dropped is not None or not group.episodes:
+            continue
+        values = token_advantages(group.episodes, computed.values, computed.divisor)
+        for episode, of_turns in zip(group.episodes, values, strict=True):
+            samples = list(samples_of(episode, of_turns, number, group.on_policy, mask_truncated))
+            made += [max(samples, key=lambda sample: len(sample.token_ids))] if samples and one_each else samples
+    return tuple(made)
 
 
 def _reward_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
@@ -290,13 +277,15 @@ def _reward_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
 
 
 def _metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    tokens = [len(trajectory.completion_ids) for group in groups for trajectory in group.trajectories]
-    staleness = [group.staleness for group in groups for _ in group.trajectories]
+    tokens = [episode.completion_tokens for group in groups for episode in group.episodes]
+    staleness = [group.staleness for group in groups for _ in group.episodes]
+    turns = [len(episode.turns) for group in groups for episode in group.episodes]
     if not tokens:
         return {}
     return {
         "groups": float(len(groups)),
         "trajectories": float(len(tokens)),
+        "turns": float(np.mean(turns)),
         "completion_tokens": float(np.mean(tokens)),
         "staleness": float(np.mean(staleness)),
         "staleness_max": float(max(staleness)),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, ClassVar, Generic, Literal, TypeVar
@@ -78,14 +78,19 @@ class AnswerObject(WireOutput):
     """Why the trajectories will not be used for training, for example because a stale version sampled them."""
 
 
+Watch = Callable[[AsyncIterator[Event]], AsyncIterator[Event]]
+"""Passes the events of a request through, and keeps what it needs of them."""
+
+
 class AnswerWriter(ABC):
     """Writes the answer to one request. Used once: either `opening_chunks` and then `chunks` for each event in order,
-    or `whole` for all events together."""
+    or `whole` for all events together. `watch`: sees the events before they are written; None: nothing does."""
 
     ENDS_WITH_DONE: ClassVar[bool] = True
     """Whether `data: [DONE]` ends the stream."""
 
     request: GenerationRequest
+    watch: Watch | None
 
     @abstractmethod
     def opening_chunks(self) -> Iterator[WireOutput]:
@@ -151,6 +156,7 @@ class ChoiceWriter(AnswerWriter, Generic[Body]):
     request: GenerationRequest
     model: str
     tokenizer: TextTokenizer
+    watch: Watch | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     _begun: set[int] = field(default_factory=set, init=False)
     _ended: int = field(default=0, init=False)

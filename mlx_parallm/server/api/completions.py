@@ -90,6 +90,8 @@ class CompletionBody(GenerationBody):
             raise refused("0 generates nothing: it needs echo or prompt_logprobs", "max_tokens")
         if self.max_tokens == 0 and self.collect_trajectory:
             raise refused("0 generates nothing that could be collected", "max_tokens")
+        if self.episode_id is not None and len(self.prompt) > 1:
+            raise refused("must be one prompt with episode_id: an episode has one answer a turn", "prompt")
         if self.stream and self.prompt_logprobs is not None:
             raise refused("not available with stream; use echo and logprobs", "prompt_logprobs")
         return self

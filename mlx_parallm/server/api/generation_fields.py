@@ -28,6 +28,18 @@ MIN_COLLECTED_TEMPERATURE = 0.01
 """Smallest temperature with `collect_trajectory`. Near 0, the distribution has all its mass on one token, and its
 logprobs carry no information for training."""
 
+MAX_EPISODE_ID, MAX_GROUP = 256, 4096
+"""Largest number of characters of a `group_id` or `episode_id`, and largest `group_size`."""
+COLLECTION_HEADERS: Mapping[str, tuple[str, type]] = {
+    "x-group-id": ("group_id", str),
+    "x-group-size": ("group_size", int),
+    "x-episode-id": ("episode_id", str),
+    "x-turn": ("turn", int),
+}
+"""Headers that stand for fields of the body, with the types of the fields, for clients that can add only headers."""
+COLLECTION_FIELDS = ("scoring_function", *(name for name, _ in COLLECTION_HEADERS.values()))
+"""Fields that need `collect_trajectory`."""
+
 BIASING_OPTIONS: Mapping[str, tuple[object, ...]] = {
     "top_p": (1.0,),
     "top_k": (0, -1),
@@ -143,6 +155,7 @@ class StreamOptions(WireInput):
 class SharedBody(OpenBody):
     """The fields that all generating routes share. Ranges are OpenAI's, or vLLM's for fields that OpenAI lacks."""
 
+    HEADERS: ClassVar[Mapping[str, tuple[str, type]]] = COLLECTION_HEADERS
     IGNORED: ClassVar[frozenset[str]] = frozenset(
         {"user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier"}
     )
@@ -171,6 +184,19 @@ class SharedBody(OpenBody):
     """Whether the answers are kept for training. All answers to a prompt are one group."""
     scoring_function: Annotated[str, Field(min_length=1, max_length=MAX_SCORER)] | None = None
     """The scorer that rewards the collected answers. If it is left out, clients send rewards as feedback."""
+    group_id: Annotated[str, Field(min_length=1, max_length=MAX_EPISODE_ID)] | None = None
+    """With `collect_trajectory`: the answers of all requests with the same `group_id` are one group, whose rewards are
+    compared with each other. The header `X-Group-Id` can be sent instead of this field."""
+    group_size: Annotated[int, Field(ge=1, le=MAX_GROUP)] | None = None
+    """The group is closed, and can be trained on, when this many of its answers or episodes have ended. If it is left
+    out, the group is closed by `POST /v1/training/groups/{group_id}/close`. Also the header `X-Group-Size`."""
+    episode_id: Annotated[str, Field(min_length=1, max_length=MAX_EPISODE_ID)] | None = None
+    """With `collect_trajectory`: the requests with the same `episode_id` are the turns of one episode, which gets one
+    reward. A chat that repeats the messages of an earlier turn and its answer continues the very tokens of that turn.
+    Also the header `X-Episode-Id`."""
+    turn: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
+    """The place of the request in its episode. A turn that comes again replaces the earlier one. If it is left out, the
+    turns are in order of their arrival. Also the header `X-Turn`."""
     traffic_class: Literal["live", "rollout"] | None = None
     """Whether the request is live traffic or a rollout for training. While requests of both kinds wait, each kind gets
     its share of the batch's rows. By default, a request is live; with `collect_trajectory` it is a rollout, unless the
@@ -236,8 +262,8 @@ class GenerationBody(SharedBody, StructuredBody):
             self.check_grammar_options(self._grammar[0])
         if self.collect_trajectory:
             self._check_collected()
-        elif self.scoring_function is not None:
-            raise refused("needs collect_trajectory: true", "scoring_function")
+        elif given := [name for name in COLLECTION_FIELDS if getattr(self, name) is not None]:
+            raise refused("needs collect_trajectory: true", given[0])
         elif self.metadata:
             _check_metadata(self.metadata)
         return self
@@ -255,6 +281,11 @@ class GenerationBody(SharedBody, StructuredBody):
         for name, allowed in BIASING_OPTIONS.items():
             if getattr(self, name) not in allowed:
                 raise refused(f"not supported with collect_trajectory: {COLLECTION_RULE}; leave it out", name)
+        for name, needed in (("group_size", "group_id"), ("turn", "episode_id")):
+            if getattr(self, name) is not None and getattr(self, needed) is None:
+                raise refused(f"needs {needed}", name)
+        if self.episode_id is not None and self.n > 1:
+            raise refused("must be 1 with episode_id: an episode has one answer a turn", "n")
         if self.temperature < MIN_COLLECTED_TEMPERATURE:
             least = f"must be at least {MIN_COLLECTED_TEMPERATURE} with collect_trajectory"
             raise refused(f"{least}: {COLLECTION_RULE}", "temperature")

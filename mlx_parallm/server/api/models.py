@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from mlx_parallm.core import AdapterCard
 from mlx_parallm.errors import ContextLengthError, UnknownModelError
-from mlx_parallm.server.api.chat.messages import Messages, TemplateOptions, render
+from mlx_parallm.server.api.chat.messages import Conversation, Messages, TemplateOptions
 from mlx_parallm.server.api.fields import OpenBody, TokenIds, WireOutput, refused
 from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.openapi import raises
@@ -204,7 +204,8 @@ def _tokenize(body: TokenizeBody, services: Services) -> Response:
         ids = tokenizer.encode(body.prompt or "", body.add_special_tokens, context)
     else:
         options = body.chat_template_kwargs
-        ids = render(body.messages, (), tokenizer, body.add_generation_prompt, options, context)
+        conversation = Conversation.of(body.messages, (), tokenizer, options)
+        ids = conversation.render(tokenizer, body.add_generation_prompt, context)
     return _json(Tokens(tokens=ids, count=len(ids), max_model_len=context))
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -33,6 +34,7 @@ Pace = Callable[[int], Awaitable[None]]
 JSON_TYPES = frozenset({"application/json", "application/x-www-form-urlencoded"})
 BYTES_PER_VALUE = 16
 """The largest number of JSON values in a body is the size limit divided by this: a million at 16 MiB."""
+_MAX_DIGITS = 12
 SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -58,11 +60,12 @@ def json_body(model: type[M], required: bool = True) -> Callable[..., Awaitable[
         length = _check_headers(request, config.max_body_bytes)
         ignores = issubclass(model, OpenBody) and not config.strict_fields
         ignored = record_of(request.scope).ignored if ignores else None
+        given = _fields_of_headers(model, request)
         if length is not None and length <= SMALL_BYTES:
-            return parse_body(model, await _read(request, config), ignored)
+            return parse_body(model, await _read(request, config), ignored, given)
         async with services.workers.large_bodies.hold(client_of(request.scope)):
             raw = await _read(request, config, services.workers.pace)
-            parse = partial(_parse_large, model, raw, config.max_body_bytes, ignored)
+            parse = partial(_parse_large, model, raw, config.max_body_bytes, ignored, given)
             return await services.workers.run(len(raw), parse)
 
     parsed.body = BodyModel(model, required)  # type: ignore[attr-defined]
@@ -115,7 +118,23 @@ async def _read(request: Request, config: ServerConfig, pace: Pace | None = None
     return bytes(body)
 
 
-def _parse_large(model: type[M], raw: bytes, max_body_bytes: int, ignored: IgnoredFields | None) -> M:
+def _fields_of_headers(model: type[BaseModel], request: Request) -> dict[str, object]:
+    """The fields that the request's headers give. They mark it for collection, because they mean nothing otherwise.
+
+    A number that cannot be read is given as text, so that the error about it names the field.
+    """
+    headers: Mapping[str, tuple[str, type]] = getattr(model, "HEADERS", {})
+    given: dict[str, object] = {}
+    for header, (name, kind) in headers.items():
+        if (text := request.headers.get(header)) is not None:
+            number = kind is int and text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS
+            given[name] = int(text) if number else text
+    return {"collect_trajectory": True, **given} if given else {}
+
+
+def _parse_large(
+    model: type[M], raw: bytes, max_body_bytes: int, ignored: IgnoredFields | None, given: Mapping[str, object]
+) -> M:
     """`parse_body` for a large body. Call it in a worker thread. Python's JSON parser holds the interpreter lock until
     it has parsed the whole body, about 100 ns for each value, so a body with too many values would stop all other
     threads. Therefore the values are counted first.
@@ -128,7 +147,7 @@ def _parse_large(model: type[M], raw: bytes, max_body_bytes: int, ignored: Ignor
         raise BodyTooLargeError(
             f"The body has more than {most} JSON values (numbers, texts, lists and objects). Send less in one request."
         )
-    return parse_body(model, raw, ignored)
+    return parse_body(model, raw, ignored, given)
 
 
 def count_values(raw: bytes, enough: int) -> int:
@@ -142,9 +161,16 @@ def count_values(raw: bytes, enough: int) -> int:
     return structure.count(b",") + structure.count(b"[") + structure.count(b"{")
 
 
-def parse_body(model: type[M], raw: bytes, ignored: IgnoredFields | None = None) -> M:
+def parse_body(
+    model: type[M],
+    raw: bytes,
+    ignored: IgnoredFields | None = None,
+    given: Mapping[str, object] = MappingProxyType({}),
+) -> M:
     """Parses `raw` and validates it as `model`. `ignored` collects the unknown fields. They are refused if it is None,
     or if the request has `collect_trajectory`, so that a mistyped field does not pass unnoticed.
+
+    `given`: fields that the request's headers give, for those that the body does not have.
 
     Raises:
         InvalidRequestError: the body is not a JSON object, or a field is wrong; `param` names the field.
@@ -164,6 +190,7 @@ def parse_body(model: type[M], raw: bytes, ignored: IgnoredFields | None = None)
     value = _loads(text, constant)
     if not isinstance(value, dict):
         raise InvalidRequestError("The body must be a JSON object.")
+    value = {**given, **value}
     if SURROGATE_ESCAPE.search(text):
         _refuse_lone_surrogates(value)
     try:

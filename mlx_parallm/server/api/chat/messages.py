@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -153,27 +154,54 @@ class TemplateOptions(WireInput):
     """How much the model reasons: a value that its chat template knows."""
 
 
-def render(
-    messages: Sequence[Message],
-    tools: Sequence[Tool],
-    tokenizer: TextTokenizer,
-    add_generation_prompt: bool,
-    options: TemplateOptions,
-    at_most: int,
-) -> list[int]:
-    """The token ids of the prompt. Call it in a worker thread.
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What a prompt is rendered from: messages as the model's chat template takes them, and the template's variables.
 
-    Raises:
-        ContextLengthError: the prompt has far more than `at_most` token ids.
-        Also the other errors of `TextTokenizer.apply_chat_template`.
+    `tool_format`: how the model writes calls. If its template does not support tools, `turns` has them as text.
     """
-    turns: Sequence[TemplateMessage] = [message.for_template() for message in messages]
-    variables, tool_format = options.model_dump(exclude_none=True), tokenizer.tool_format
-    if not tool_format.in_template:
-        turns = _describe_tools(list(_without_tools(turns, tool_format)), tools, tool_format)
-    elif tools:
-        variables["tools"] = list(tools)
-    return tokenizer.apply_chat_template(turns, add_generation_prompt, at_most, **variables)
+
+    turns: tuple[TemplateMessage, ...]
+    variables: Mapping[str, Any]
+    tool_format: ToolFormat
+
+    @classmethod
+    def of(
+        cls,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        tokenizer: TextTokenizer,
+        options: TemplateOptions,
+    ) -> Conversation:
+        """The conversation of a request."""
+        turns: Sequence[TemplateMessage] = [message.for_template() for message in messages]
+        variables, tool_format = options.model_dump(exclude_none=True), tokenizer.tool_format
+        if not tool_format.in_template:
+            turns = _describe_tools(list(_without_tools(turns, tool_format)), tools, tool_format)
+        elif tools:
+            variables["tools"] = list(tools)
+        return cls(tuple(turns), variables, tool_format)
+
+    def first(self, count: int) -> Conversation:
+        """The conversation up to its first `count` messages."""
+        return replace(self, turns=self.turns[:count])
+
+    def with_answer(self, answer: TemplateMessage) -> Conversation:
+        """The conversation with one more message, of the assistant."""
+        if not self.tool_format.in_template:
+            answer = _calls_as_text(answer, self.tool_format)
+        return replace(self, turns=(*self.turns, answer))
+
+    def render(
+        self, tokenizer: TextTokenizer, add_generation_prompt: bool = True, at_most: int | None = None
+    ) -> list[int]:
+        """The token ids of the prompt. Call it in a worker thread.
+
+        Raises:
+            ContextLengthError: the prompt has far more than `at_most` token ids.
+            Also the other errors of `TextTokenizer.apply_chat_template`.
+        """
+        return tokenizer.apply_chat_template(self.turns, add_generation_prompt, at_most, **self.variables)
 
 
 def _describe_tools(

@@ -18,8 +18,9 @@ from mlx_parallm.core import (
     GenerationRequest,
     PromptScored,
 )
-from mlx_parallm.server.api.answer import ChoicePiece, ChoiceWriter, cut_off, ending
-from mlx_parallm.server.api.chat.messages import render
+from mlx_parallm.server.api.answer import ChoicePiece, ChoiceWriter, Watch, cut_off, ending
+from mlx_parallm.server.api.chat.history import PlannedTurn
+from mlx_parallm.server.api.chat.messages import Conversation
 from mlx_parallm.server.api.chat.schema import (
     Call,
     CallDelta,
@@ -54,22 +55,42 @@ async def create_chat_completion(body: Body, services: ServicesDep) -> Response:
 
 def prepare(body: ChatBody, services: Services, adapter: AdapterRef, collection: CollectionSpec | None) -> ChatWriter:
     """Renders and tokenises the conversation, and builds the engine's request. Runs in a worker thread."""
-    request, syntax = plan_chat(new_request_id("chatcmpl"), body, services, adapter, collection)
+    planned = plan_chat(new_request_id("chatcmpl"), body, services, adapter, collection)
     return ChatWriter(
         body=body,
-        request=request,
+        request=planned.request,
         model=services.card.name,
         tokenizer=services.tokenizer,
-        splitters=[Splitter(syntax) for _ in range(request.sequences)],
+        splitters=[Splitter(planned.syntax) for _ in range(planned.request.sequences)],
+        watch=planned.watch,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedChat:
+    """The engine's request for a conversation, and the parts that its answers may contain. `watch`: see
+    `AnswerWriter`."""
+
+    request: GenerationRequest
+    syntax: AnswerSyntax
+    watch: Watch | None = None
 
 
 def plan_chat(
     request_id: str, body: ChatBody, services: Services, adapter: AdapterRef, collection: CollectionSpec | None
-) -> tuple[GenerationRequest, AnswerSyntax]:
-    """The engine's request for a conversation, and the parts that its answers may contain."""
-    prompt = prompt_of(body, services)
-    syntax = answer_syntax(body, prompt, services.tokenizer)
+) -> PlannedChat:
+    """Renders and tokenises a conversation, and makes the engine's request. A turn of an episode continues the tokens
+    of an earlier one if it can; see `EpisodeHistories`."""
+    tokenizer, histories = services.tokenizer, services.histories
+    conversation = conversation_of(body, services)
+    prompt = rendered = conversation.render(tokenizer, body.add_generation_prompt, services.card.context_length)
+    if collection is not None:
+        collection = replace(collection, messages=tuple(message.for_template() for message in body.messages))
+    key = (collection.group_id, collection.episode_id) if collection and collection.episode_id else None
+    if collection is not None and key is not None:
+        prompt, unmatched = histories.prompt_of(key, conversation, tokenizer, rendered)
+        collection = replace(collection, unmatched=unmatched)
+    syntax = answer_syntax(body, prompt, tokenizer)
     request = plan(
         request_id=request_id,
         body=body,
@@ -84,7 +105,14 @@ def plan_chat(
         prompt_logprobs=body.prompt_logprobs,
         visible_specials=syntax.visible_specials,
     )
-    return request, syntax
+    if key is None:
+        return PlannedChat(request, syntax)
+    turn = PlannedTurn(key, conversation, rendered, syntax)
+    return PlannedChat(request, syntax, partial(histories.recorded, turn, request))
+
+
+def conversation_of(body: ChatBody, services: Services) -> Conversation:
+    return Conversation.of(body.messages, body.callable_tools, services.tokenizer, body.chat_template_kwargs)
 
 
 def prompt_of(body: ChatBody, services: Services) -> list[int]:
@@ -94,9 +122,8 @@ def prompt_of(body: ChatBody, services: Services) -> list[int]:
         InvalidRequestError: the model has no template, or the template refuses the messages.
         ContextLengthError: the conversation is far too long.
     """
-    tokenizer, options = services.tokenizer, body.chat_template_kwargs
-    at_most = services.card.context_length
-    return render(body.messages, body.callable_tools, tokenizer, body.add_generation_prompt, options, at_most)
+    conversation, at_most = conversation_of(body, services), services.card.context_length
+    return conversation.render(services.tokenizer, body.add_generation_prompt, at_most)
 
 
 @dataclass(kw_only=True, eq=False)

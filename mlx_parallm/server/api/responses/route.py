@@ -156,10 +156,17 @@ def prepare(
     """
     with _own_names():
         chat = _fitted(body, chat, services)
-        request, syntax = plan_chat(new_id("resp"), chat, services, adapter, collection)
+        planned = plan_chat(new_id("resp"), chat, services, adapter, collection)
     items = [*earlier, *map(listed_item, body.input)]
     keep = partial(_store, services, items) if body.store else lambda _: None
-    return ResponseWriter(body=body, request=request, model=services.card.name, splitter=Splitter(syntax), keep=keep)
+    return ResponseWriter(
+        body=body,
+        request=planned.request,
+        model=services.card.name,
+        splitter=Splitter(planned.syntax),
+        keep=keep,
+        watch=planned.watch,
+    )
 
 
 def _store(services: Services, items: Sequence[ItemFields], response: ResponseObject) -> None:

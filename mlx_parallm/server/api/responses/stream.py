@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 from mlx_parallm.core import Event, FinishReason, GenerationRequest, RequestFinished, SequenceOutput
 from mlx_parallm.errors import RequestError
-from mlx_parallm.server.api.answer import AnswerWriter, collected_fields, cut_off, served_by
+from mlx_parallm.server.api.answer import AnswerWriter, Watch, collected_fields, cut_off, served_by
 from mlx_parallm.server.api.chat.splitter import AnswerPart, Splitter
 from mlx_parallm.server.api.responses.objects import (
     ErrorCode,
@@ -211,6 +211,7 @@ class ResponseWriter(AnswerWriter):
     model: str
     splitter: Splitter
     keep: Callable[[ResponseObject], None]
+    watch: Watch | None = None
     created_at: int = field(default_factory=lambda: int(time.time()))
     _items: OutputItems = field(default_factory=OutputItems, init=False)
     _numbers: Iterator[int] = field(default_factory=itertools.count, init=False)

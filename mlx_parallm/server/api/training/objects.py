@@ -73,6 +73,11 @@ class TrainingObject(WireOutput):
     """Trajectories that wait for a reward."""
     groups_ready: int
     """Complete groups that wait for an update."""
+    groups_open: int
+    """Groups with a `group_id` or `episode_id` that wait for more answers."""
+    turns: dict[str, int]
+    """Turns of episodes: `first`; `continued`, whose prompts continue the tokens of an earlier turn; and `apart`, which
+    do not, so that each of them becomes a sample of its own."""
     updates_total: int
     """Updates since start."""
     updates_per_second: float
@@ -118,10 +123,27 @@ class FeedbackObject(WireOutput):
     """The reward that was set."""
 
     status: Literal["success"]
-    trajectory_id: str
-    """The trajectory."""
+    trajectory_id: str | None = None
+    """The answer that was rewarded."""
+    episode_id: str | None = None
+    """The episode that was rewarded."""
     score: float
-    """Its reward."""
+    """The reward; of `token_rewards`, their sum."""
+
+
+class GroupObject(WireOutput):
+    """A group that requests have named."""
+
+    group_id: str
+    """Its id."""
+    adapter: str
+    """The adapter that it trains."""
+    members: int
+    """Answers or episodes in it."""
+    rewarded: int
+    """Those that have a reward."""
+    complete: bool
+    """Whether an update can take it now. A group with a `scoring_function` is complete when its members are scored."""
 
 
 class EventObject(WireOutput):
@@ -159,7 +181,11 @@ class DebugTrajectory(WireOutput):
     group_id: str
     """Id of its group: the trajectories of one prompt."""
     group_size: int
-    """Number of trajectories that the group will have."""
+    """Number of trajectories that the group will have; 0 if that is not known."""
+    episode_id: str | None
+    """The episode that it is a turn of; null if there is none."""
+    turn: int | None
+    """Its place in the episode, if the request gave one."""
     lora_adapter: str
     """The adapter version that it was sampled from; `base@0` for the base model."""
     state: str
@@ -215,6 +241,8 @@ def status_object(status: TrainingStatus, current: AdapterRef | None) -> Trainin
         trajectories_collected=status.trajectories_collected,
         trajectories_waiting=status.trajectories_waiting,
         groups_ready=status.groups_ready,
+        groups_open=status.groups_open,
+        turns=dict(status.turns),
         updates_total=status.updates_total,
         updates_per_second=status.updates_per_second,
         last_update=None if status.last_update is None else _utc(status.last_update),
@@ -271,6 +299,8 @@ def trajectory_object(card: TrajectoryCard) -> DebugTrajectory:
         trajectory_id=trajectory.trajectory_id,
         group_id=trajectory.group_id,
         group_size=trajectory.group_size,
+        episode_id=trajectory.collection.episode_id or None,
+        turn=trajectory.collection.turn,
         lora_adapter=str(trajectory.adapter),
         state=card.state,
         reason=card.reason,

@@ -1,4 +1,4 @@
-"""`/v1/training`: updates, feedback, control, status and events; `/debug/training` and `/debug/trajectories`.
+"""`/v1/training`: updates, feedback, groups, control, status and events; `/debug/training` and `/debug/trajectories`.
 
 A change runs to its end even if the client disconnects. If the server does not train, the status and debug routes still
 answer, and all others answer 409.
@@ -7,12 +7,14 @@ answer, and all others answer 409.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
+from dataclasses import asdict
 from functools import partial
 from typing import Annotated, Any, cast
 
-from fastapi import APIRouter, Depends, Query
+from fastapi import APIRouter, Depends, Path, Query
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -29,10 +31,12 @@ from mlx_parallm.errors import (
     UnknownModelError,
     UnknownTrajectoryError,
 )
+from mlx_parallm.server.api.generation_fields import MAX_EPISODE_ID
 from mlx_parallm.server.api.training.objects import (
     DebugTraining,
     DebugTrajectories,
     FeedbackObject,
+    GroupObject,
     TrainingObject,
     UpdateObject,
     debug_object,
@@ -139,11 +143,31 @@ def _version(selector: str | None, services: Services, param: str) -> AdapterRef
 async def feedback(
     body: Annotated[FeedbackBody, Depends(json_body(FeedbackBody))], training: TrainingDep
 ) -> FeedbackObject:
-    """Sets a trajectory's reward. If the request had no `scoring_function`, feedback on one sample is enough to train
-    on its group. The last feedback before training counts. The answer is 409 if the trajectory was trained on or
+    """Sets the reward of an answer, an episode, a turn or the tokens of an answer. The last feedback before training
+    counts. If a request had neither a `scoring_function` nor a `group_id` or `episode_id`, feedback on one of its
+    answers is enough to train on its group. The answer is 409 if the trajectory was trained on or dropped."""
+    score = math.fsum(body.token_rewards or ()) if body.score is None else body.score
+    if body.episode_id is not None:
+        training.reward_episode(body.episode_id, body.group_id or "", score)
+    elif body.token_rewards is not None:
+        training.reward_tokens(body.trajectory_id or "", body.token_rewards)
+    else:
+        training.feedback(body.trajectory_id or "", score)
+    return FeedbackObject(status="success", trajectory_id=body.trajectory_id, episode_id=body.episode_id, score=score)
+
+
+@router.post(
+    "/v1/training/groups/{group_id:path}/close",
+    responses=raises(UnknownTrajectoryError, ConflictError, TrainingDisabledError),
+)
+async def close_group(
+    group_id: Annotated[str, Path(max_length=MAX_EPISODE_ID, description="The `group_id` of its requests.")],
+    training: TrainingDep,
+) -> GroupObject:
+    """Lets no more answers into a group, so that it can be trained on. If its requests named a `scoring_function`, that
+    rewards the members without a reward; otherwise they are dropped. The answer is 409 if the group was trained on or
     dropped."""
-    training.feedback(body.trajectory_id, body.score)
-    return FeedbackObject(status="success", trajectory_id=body.trajectory_id, score=body.score)
+    return GroupObject.model_validate(asdict(training.close_group(group_id)))
 
 
 # -- control ---------------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from mlx_parallm.server.api.adapters.schema import MAX_NAME, Name
-from mlx_parallm.server.api.fields import NonEmptyTokenIds, WireInput, refused
-from mlx_parallm.server.api.generation_fields import MIN_COLLECTED_TEMPERATURE
+from mlx_parallm.server.api.fields import INT32_MAX, NonEmptyTokenIds, WireInput, refused
+from mlx_parallm.server.api.generation_fields import MAX_EPISODE_ID, MIN_COLLECTED_TEMPERATURE
 
 MAX_GIVEN = 4096
 MAX_LOGPROB = 1e-3
@@ -141,9 +141,29 @@ class TrainingRollbackBody(ControlBody):
 
 
 class FeedbackBody(WireInput):
-    """The reward of a trajectory."""
+    """The reward of an answer, of an episode, of one turn of it, or of the tokens of one answer or turn."""
 
-    trajectory_id: Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
-    """The id, from the response of the request that was collected."""
-    score: float
+    trajectory_id: Annotated[str, Field(min_length=1, max_length=MAX_NAME)] | None = None
+    """The id of an answer, from the response of the request that was collected. If the answer is a turn of an episode,
+    its reward adds to that of the episode."""
+    episode_id: Annotated[str, Field(min_length=1, max_length=MAX_EPISODE_ID)] | None = None
+    """An episode, in place of `trajectory_id`. Its reward ends it."""
+    group_id: Annotated[str, Field(min_length=1, max_length=MAX_EPISODE_ID)] | None = None
+    """The group of `episode_id`, if its requests named one."""
+    score: float | None = None
     """The reward: any finite number."""
+    token_rewards: Annotated[list[float], Field(min_length=1, max_length=INT32_MAX)] | None = None
+    """In place of `score`, with `trajectory_id`: one reward for each token of the answer. Each counts for its token and
+    for those before it."""
+
+    @model_validator(mode="after")
+    def _names_one(self) -> FeedbackBody:
+        if (self.trajectory_id is None) == (self.episode_id is None):
+            raise refused("send this or episode_id, and not both", "trajectory_id")
+        if (self.score is None) == (self.token_rewards is None):
+            raise refused("send this or token_rewards, and not both", "score")
+        if self.group_id is not None and self.episode_id is None:
+            raise refused("needs episode_id", "group_id")
+        if self.token_rewards is not None and self.trajectory_id is None:
+            raise refused("needs trajectory_id", "token_rewards")
+        return self

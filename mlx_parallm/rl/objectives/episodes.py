@@ -1,0 +1,142 @@
+"""Episode: one member of a group as an update sees it, and the samples that are made of its turns.
+
+turn 0   prompt A | drawn B
+turn 1   A B | tool result C | drawn D          its prompt continues A B: both turns are one sample
+turn 2   prompt E | drawn F                     its prompt does not: a sample of its own
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from math import fsum
+
+from mlx_parallm.core import FinishReason, GivenTrajectory, Trajectory
+from mlx_parallm.rl.objectives.samples import Sample, Stretch
+
+Turn = Trajectory | GivenTrajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """One answer, or several answers of which later ones may continue earlier ones.
+
+    Attributes:
+        turns: in order; at least one.
+        token_rewards: for each turn, one reward for each of its completion tokens, or none. They are part of the
+            episode's reward. Empty: no token has one.
+    """
+
+    turns: tuple[Turn, ...]
+    token_rewards: tuple[tuple[float, ...], ...] = ()
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the last turn ended; None if it is unknown."""
+        return finish_reason(self.turns[-1])
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(len(turn.completion_ids) for turn in self.turns)
+
+    def rewards_before(self, turn: int) -> float:
+        """The sum of the rewards of the tokens of all turns before this one."""
+        return fsum(reward for tokens in self.token_rewards[:turn] for reward in tokens)
+
+
+def finish_reason(turn: Turn) -> FinishReason | None:
+    return turn.finish_reason if isinstance(turn, Trajectory) else None
+
+
+def token_advantages(
+    episodes: Sequence[Episode], advantages: Sequence[float], divisor: float | None
+) -> list[list[list[float]]]:
+    """The advantage of each drawn token of the episodes of one group: [episode][turn][token].
+
+    Without rewards of tokens, or without a divisor, every token of an episode has the advantage of the episode. That is
+    (R - mean R) / divisor, where R is its whole reward. With them, a token is credited with what comes from it on only:
+    the rewards of earlier tokens are subtracted from R, and those of earlier turns from the mean, each as they are in
+    the mean of the group.
+    """
+    if divisor is None or not any(episode.token_rewards for episode in episodes):
+        return [
+            [[advantage] * len(turn.completion_ids) for turn in episode.turns]
+            for episode, advantage in zip(episodes, advantages, strict=True)
+        ]
+    turns = max(len(episode.turns) for episode in episodes)
+    means = [fsum(episode.rewards_before(turn) for episode in episodes) / len(episodes) for turn in range(turns)]
+    return [
+        [_of_turn(episode, turn, advantage, means[turn], divisor) for turn in range(len(episode.turns))]
+        for episode, advantage in zip(episodes, advantages, strict=True)
+    ]
+
+
+def _of_turn(episode: Episode, turn: int, advantage: float, mean: float, divisor: float) -> list[float]:
+    tokens = len(episode.turns[turn].completion_ids)
+    rewards = episode.token_rewards[turn] if episode.token_rewards else ()
+    earlier = accumulate(rewards or (0.0,) * tokens, initial=episode.rewards_before(turn))
+    return [advantage + (mean - before) / divisor for before, _ in zip(earlier, range(tokens), strict=False)]
+
+
+def samples_of(
+    episode: Episode,
+    advantages: Sequence[Sequence[float]],
+    group: int,
+    on_policy: bool,
+    mask_truncated: bool,
+) -> Iterator[Sample]:
+    """The samples of one episode. A turn joins the longest sample that its prompt continues.
+
+    Args:
+        advantages: for each turn, those of its completion tokens.
+        mask_truncated: learn nothing from turns that the token limit cut off.
+    """
+    drafts: list[_Draft] = []
+    for turn, values in zip(episode.turns, advantages, strict=True):
+        continued = [draft for draft in drafts if draft.is_continued_by(turn.prompt_ids)]
+        if continued:
+            draft = max(continued, key=lambda each: len(each.ids))
+        else:
+            drafts.append(draft := _Draft())
+        draft.add(turn, values, trains=not (mask_truncated and finish_reason(turn) is FinishReason.LENGTH))
+    for draft in drafts:
+        if any(draft.weights):
+            # Without logprobs it is unknown what drew a turn. The trainer's own logprobs take their place.
+            yield draft.sample(group, on_policy or not draft.has_logprobs)
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A sample that later turns may continue."""
+
+    ids: list[int] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+    advantages: list[float] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    stretches: list[Stretch] = field(default_factory=list)
+    has_logprobs: bool = True
+
+    def is_continued_by(self, prompt_ids: Sequence[int]) -> bool:
+        return len(prompt_ids) > len(self.ids) and list(prompt_ids[: len(self.ids)]) == self.ids
+
+    def add(self, turn: Turn, advantages: Sequence[float], trains: bool) -> None:
+        context, drawn = turn.prompt_ids[len(self.ids) :], turn.completion_ids
+        start = len(self.ids) + len(context)
+        self.ids += [*context, *drawn]
+        self.weights += [0.0] * len(context) + [1.0 if trains else 0.0] * len(drawn)
+        self.advantages += [0.0] * len(context) + [*advantages]
+        self.has_logprobs = self.has_logprobs and bool(turn.sampling_logprobs)
+        self.logprobs += [0.0] * len(context) + list(turn.sampling_logprobs or (0.0,) * len(drawn))
+        self.stretches.append(Stretch(start, start + len(drawn), turn.temperature, turn.adapter, finish_reason(turn)))
+
+    def sample(self, group: int, on_policy: bool) -> Sample:
+        return Sample(
+            tuple(self.ids),
+            tuple(self.weights),
+            tuple(self.advantages),
+            tuple(self.logprobs) if self.has_logprobs else (),
+            stretches=tuple(self.stretches),
+            group=group,
+            on_policy=on_policy,
+        )

@@ -1,0 +1,85 @@
+"""Episodes of several turns: how turns become samples, and which tokens are credited with which reward."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from configs import loss_config
+from rl.fakes import trajectories
+
+from mlx_parallm.config import RewardScale
+from mlx_parallm.core import AdapterRef, FinishReason, Trajectory
+from mlx_parallm.rl.objectives.batches import ScoredGroup, prepare
+from mlx_parallm.rl.objectives.episodes import Episode, samples_of, token_advantages
+from mlx_parallm.rl.objectives.rewards import RewardHistory
+from mlx_parallm.rl.objectives.samples import Sample
+
+ONE = trajectories("t", AdapterRef("math", 1), 1)[0]
+
+
+def turn(prompt: tuple[int, ...], drawn: tuple[int, ...], **fields: object) -> Trajectory:
+    logprobs = tuple(-0.1 * token for token in drawn)
+    return replace(ONE, prompt_ids=prompt, completion_ids=drawn, sampling_logprobs=logprobs, **fields)
+
+
+def made(*turns: Trajectory, mask_truncated: bool = False) -> list[Sample]:
+    advantages = [[float(number)] * len(each.completion_ids) for number, each in enumerate(turns, 1)]
+    return list(samples_of(Episode(turns), advantages, 7, True, mask_truncated))
+
+
+def test_a_turn_whose_prompt_continues_the_tokens_so_far_joins_their_sample() -> None:
+    first, second = turn((1, 2), (3, 4)), turn((1, 2, 3, 4, 5), (6,), temperature=0.5, adapter=AdapterRef("math", 2))
+    (sample,) = made(first, second)
+    assert sample.token_ids == (1, 2, 3, 4, 5, 6)
+    assert sample.loss_weights == (0, 0, 1, 1, 0, 1)
+    assert [sample.advantages[at] for at in sample.trained()] == [1, 1, 2]
+    assert [sample.sampling_logprobs[at] for at in sample.trained()] == pytest.approx([-0.3, -0.4, -0.6])
+    assert [(s.start, s.stop, s.temperature, str(s.adapter)) for s in sample.stretches] == [
+        (2, 4, 1.0, "math@1"),
+        (5, 6, 0.5, "math@2"),
+    ]
+
+
+def test_a_turn_that_continues_nothing_is_a_sample_of_its_own() -> None:
+    samples = made(turn((1, 2), (3, 4)), turn((1, 2, 3, 9), (6,)), turn((1, 2, 3, 4, 5), (7,)))
+    assert [sample.token_ids for sample in samples] == [(1, 2, 3, 4, 5, 7), (1, 2, 3, 9, 6)]
+    assert {sample.group for sample in samples} == {7}
+
+
+def test_the_same_prompt_again_does_not_continue_its_answer() -> None:
+    samples = made(turn((1, 2), (3,)), turn((1, 2), (4,)))
+    assert [sample.token_ids for sample in samples] == [(1, 2, 3), (1, 2, 4)]
+
+
+def test_a_turn_that_was_cut_off_is_context_if_truncated_answers_are_masked() -> None:
+    cut, whole = turn((1,), (2, 3), finish_reason=FinishReason.LENGTH), turn((1, 2, 3, 4), (5,))
+    (sample,) = made(cut, whole, mask_truncated=True)
+    assert sample.loss_weights == (0, 0, 0, 0, 1)
+    assert made(cut, mask_truncated=True) == []
+
+
+def test_without_rewards_of_tokens_every_token_has_the_advantage_of_its_episode() -> None:
+    episodes = [Episode((turn((1,), (2, 3)), turn((9,), (4,)))), Episode((turn((1,), (5,)),))]
+    assert token_advantages(episodes, [0.5, -0.5], 2.0) == [[[0.5, 0.5], [0.5]], [[-0.5]]]
+
+
+def test_a_reward_counts_for_its_token_and_those_before_it() -> None:
+    """By hand: rewards 1 after turn 0 of the first episode, 3 and 0 for the episodes as a whole; divisor 1."""
+    first = Episode((turn((1,), (2, 3)), turn((9,), (4,))), ((0.0, 1.0), ()))
+    second = Episode((turn((1,), (2, 3)), turn((9,), (4,))))
+    # Whole rewards 4 and 0, mean 2. From turn 1 on: rewards 3 and 0, mean 1.5.
+    assert token_advantages([first, second], [2.0, -2.0], 1.0) == [[[2.0, 2.0], [1.5]], [[-2.0, -2.0], [-1.5]]]
+    early = Episode((turn((1,), (2, 3)),), ((1.0, 0.0),))
+    assert token_advantages([early, Episode((turn((1,), (5,)),))], [0.5, -0.5], 1.0) == [[[0.5, -0.5]], [[-0.5]]]
+
+
+def test_an_update_of_episodes_compares_their_whole_rewards() -> None:
+    long = Episode((turn((1,), (2, 3)), turn((1, 2, 3, 8), (4,))), ((0.0, 1.0), ()))
+    short = Episode((turn((1,), (5,)),))
+    group = ScoredGroup((long, short), (4.0, 0.0), "a", 0, True)
+    batch = prepare([group], loss_config(scale_rewards=RewardScale.NONE), RewardHistory()).batch
+    first, second = batch.samples
+    assert [first.advantages[at] for at in first.trained()] == pytest.approx([2.0, 2.0, 1.5])
+    assert [second.advantages[at] for at in second.trained()] == pytest.approx([-2.0])
+    assert (batch.metrics["turns"], batch.metrics["completion_tokens"]) == (1.5, 2.0)
