@@ -143,7 +143,7 @@ class IntegratedServer:
         await training.start()
         assert run is not None  # a server that trains keeps checkpoints
         self._tracking = start_tracking(self._config, run)
-        training.service.on_event(self._tracking.on_event)
+        training.service.track(self._tracking)
 
     async def _close_training(self) -> None:
         """Closes training once. A second caller waits until it is closed."""

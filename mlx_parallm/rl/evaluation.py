@@ -61,6 +61,10 @@ def interval(means: Sequence[float]) -> tuple[float, float]:
 # ---- asking a version ----------------------------------------------------------------------------
 
 
+_ANSWERS_AT_ONCE = 32
+"""Answers that the engine is asked for at a time, so that none of them waits in its queue for long."""
+
+
 @dataclass(frozen=True, slots=True)
 class HeldOutTask:
     """The token ids of a held-out prompt, and how its answers are scored."""
@@ -103,8 +107,14 @@ class Evaluator:
             EvaluationError: fewer than two tasks are left.
             EngineDeadError: the device thread has stopped.
         """
-        answers = (self._rewards(version, number, task) for number, task in enumerate(self._tasks))
-        results = await asyncio.gather(*answers, return_exceptions=True)
+        places = asyncio.Semaphore(max(1, _ANSWERS_AT_ONCE // self._settings.samples))
+
+        async def rewards_of(number: int, task: HeldOutTask) -> tuple[float, ...]:
+            async with places:
+                return await self._rewards(version, number, task)
+
+        asked = (rewards_of(number, task) for number, task in enumerate(self._tasks))
+        results = await asyncio.gather(*asked, return_exceptions=True)
         failures = [result for result in results if isinstance(result, BaseException)]
         for failure in failures:
             if isinstance(failure, EngineDeadError) or not isinstance(failure, Exception):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -26,7 +26,6 @@ from mlx_parallm.core import (
     GenerationRequest,
     GivenTrajectory,
     GroupCard,
-    TrainingEvent,
     TrainingStatus,
     Trajectory,
     TrajectoryCard,
@@ -49,6 +48,7 @@ from mlx_parallm.rl.learn.learner import Learner
 from mlx_parallm.rl.loop import TrainingLoop
 from mlx_parallm.rl.scoring.service import ANSWER, ScoringService, lacks_answer, terms_without_answer
 from mlx_parallm.rl.tasks import PROBLEM_ID, FileTasks
+from mlx_parallm.rl.tracking.tracking import Tracking
 
 T = TypeVar("T")
 
@@ -104,6 +104,7 @@ class TrainingService:
             parts.policy_of,
             parts.evaluator,
         )
+        self._tracking: Tracking | None = None
         self._loops: dict[str, TrainingLoop] = {}
         self._starting = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -284,7 +285,11 @@ class TrainingService:
             ),
             trained=tuple(self._loops),
             turns={kind.value: count for kind, count in self._intake.turns[status.adapter].items()},
-            detail={**status.detail, "trajectory_log_failures": log.failures if log else 0},
+            detail={
+                **status.detail,
+                "trajectory_log_failures": log.failures if log else 0,
+                "tracker_failures": dict(self._tracking.failures) if self._tracking else {},
+            },
         )
 
     async def start(self, adapter: str | None = None) -> TrainingStatus:
@@ -324,9 +329,10 @@ class TrainingService:
         """See `core.TrainingClient.events`."""
         return self._hub.listen()
 
-    def on_event(self, sink: Callable[[TrainingEvent], None]) -> None:
-        """See `EventHub.add_sink`."""
-        self._hub.add_sink(sink)
+    def track(self, tracking: Tracking) -> None:
+        """Gives every update and evaluation from now on to trackers."""
+        self._tracking = tracking
+        self._hub.add_sink(tracking.on_event)
 
     def _loop(self, adapter: str | None) -> TrainingLoop:
         name = self._default if adapter is None else adapter

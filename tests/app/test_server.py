@@ -69,6 +69,9 @@ async def test_both_coroutines_serve_and_train_one_model(tmp_path: Path) -> None
         assert status["current_lora"] == "default@1"
         after = (await client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 2})).json()
         assert after["lora_adapter"] == "default@1"
+    (line,) = map(json.loads, (tmp_path / "checkpoints/metrics.jsonl").read_text().splitlines())
+    assert (line["kind"], line["adapter"], line["version"], line["step"]) == ("update", "default", 1, 1)
+    assert line["reward_mean"] == status["reward_mean"]
     card = json.loads((tmp_path / "checkpoints/default/checkpoint-1/manifest.json").read_text())
     assert card["version"] == 1, "cancelled, it saves what it has learnt"
     while server._engine.processor.stats().alive:  # cancelled, it leaves no device thread behind

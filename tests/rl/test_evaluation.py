@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import random
@@ -138,6 +139,28 @@ async def test_every_version_answers_the_same_with_the_same_seeds() -> None:
     assert [request.adapter for request in engine.requests] == [NEW] * 4 + [AdapterRef("math", 8)] * 4
     assert {request.work_class for request in first} == {WorkClass.TRAINING}
     assert len({request.request_id for request in engine.requests}) == 8
+
+
+async def test_the_engine_is_asked_for_a_bounded_number_of_answers_at_a_time() -> None:
+    class Slow(Engine):
+        now = most = 0
+
+        async def generate(self, request: GenerationRequest):
+            self.now += request.n
+            self.most = max(self.most, self.now)
+            try:
+                await asyncio.sleep(0)
+                async for event in super().generate(request):
+                    yield event
+            finally:
+                self.now -= request.n
+
+    for samples in (1, 3, 50):
+        engine = Slow()
+        settings = AnswerSettings(samples, 1.0, 9)
+        result = await Evaluator(engine, rewarding("1"), tasks(100), settings).evaluate(NEW, 1)
+        assert (result.answers, engine.now) == (100 * samples, 0)
+        assert engine.most <= max(32, samples)
 
 
 async def test_a_task_that_fails_is_left_out_and_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -126,7 +126,7 @@ def test_updates_and_evaluations_of_the_event_stream_are_records() -> None:
     tracking.on_event(TrainingEvent("collected", 7.5, {"trajectories": 4}))
     tracking.on_event(TrainingEvent("evaluation", 8.0, {"adapter": "a", "step": 2, "metrics": {"eval_mean": 0.5}}))
     tracking.close()
-    fields = {"adapter": "a", "version": "a@2", "status": "held", "reason": "why"}
+    fields = {"adapter": "a", "version": 2, "status": "held", "reason": "why"}
     assert kept.records == [
         Record("update", 2, {"loss": 0.5}, fields, 7.0),
         Record("evaluation", 2, {"eval_mean": 0.5}, {"adapter": "a"}, 8.0),

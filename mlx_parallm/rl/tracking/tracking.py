@@ -74,6 +74,8 @@ class Tracking:
         """Writes a training event, if it is an update or an evaluation."""
         if event.kind in _EVENTS:
             data = dict(event.data)
+            if version := data.get("version"):
+                data["version"] = int(str(version).rpartition("@")[2])
             kind = "evaluation" if event.kind == "evaluation" else "update"
             self.write(Record(kind, data.pop("step", 0), data.pop("metrics", {}), data, event.at))
 
