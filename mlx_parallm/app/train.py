@@ -140,8 +140,10 @@ def run(config: Config, options: TrainOptions, view: TrainView) -> int:
         steps = _TrainingRun(config, options, source, view, served, served.training, tracking)
         return asyncio.run(_until_signal(steps.run()))
     finally:
-        tracking.close()
-        engine.stop()
+        try:
+            tracking.close()
+        finally:  # an interrupt too
+            engine.stop()
 
 
 async def _until_signal(work: Coroutine[Any, Any, None]) -> int:
@@ -258,7 +260,7 @@ class _TrainingRun:
         speed = {"tokens_per_second": tokens / drawing if drawing else 0.0, "seconds": time.monotonic() - started}
         report = replace(report, metrics={**report.metrics, **speed, "failed_tasks": float(len(failures))})
         if step == self.options.steps and report.step:
-            report = await self._save_tagged(report)
+            report = await self._save_tagged(await self._evaluated(report))
         self.view.updated(report)
         self.tracking.write(Record("update", step, report.metrics, _fields(report, failures)))
 
@@ -268,6 +270,11 @@ class _TrainingRun:
         scored = sorted((card.reward, number, card) for number, card in enumerate(cards) if card.reward is not None)
         if scored:
             self.view.sampled(_text_of(scored[-1][2]), _text_of(scored[0][2]))
+
+    async def _evaluated(self, report: UpdateReport) -> UpdateReport:
+        """Evaluates the version that the run ends with, unless it was evaluated before."""
+        result = await self.service.evaluate_if_due(early=True)
+        return report if result is None else replace(report, metrics={**report.metrics, **result.metrics})
 
     async def _save_tagged(self, report: UpdateReport) -> UpdateReport:
         card = await self.service.save(None, None, [FINAL], report.metrics)

@@ -217,15 +217,19 @@ class AdapterTraining:
 
     # -- evaluation ------------------------------------------------------------------------------
 
-    async def evaluate_if_due(self) -> EvaluationResult | None:
+    async def evaluate_if_due(self, early: bool = False) -> EvaluationResult | None:
         """Evaluates the live version of training if that is due. If it fails, the next attempt is due later.
+
+        `early`: evaluates it even if it is not due yet, unless it was evaluated before.
 
         Returns:
             None if it was not due, or has failed.
         """
-        if self.unpublished or not self.evaluations.due(self.reports.step):
+        version, step = self.versions.latest, self.reports.step
+        due = self.evaluations.due(step) or (early and self.evaluations.lacks(version))
+        if self.unpublished or not due:
             return None
-        result = await self._evaluate(self.versions.latest, self.reports.step)
+        result = await self._evaluate(version, step)
         if result is None:
             self.evaluations.postpone(self.reports.step)
         else:

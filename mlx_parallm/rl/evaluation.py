@@ -188,6 +188,10 @@ class EvaluationHistory:
         since = self._counted_from
         return self.enabled and (since is None or not 0 <= step - since < self._every)
 
+    def lacks(self, version: AdapterRef) -> bool:
+        """Whether the last evaluation was of another version, or there was none."""
+        return self.enabled and (self.last is None or self.last.adapter != version)
+
     async def evaluate(self, version: AdapterRef, step: int) -> EvaluationResult:
         """Evaluates a version; see `Evaluator.evaluate`. A failure is counted, and raised."""
         assert self._evaluator is not None

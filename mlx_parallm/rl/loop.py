@@ -167,10 +167,10 @@ class TrainingLoop:
         async with self._lock:
             return await self.training.save(step, tags, metrics)
 
-    async def evaluate_if_due(self) -> EvaluationResult | None:
+    async def evaluate_if_due(self, early: bool = False) -> EvaluationResult | None:
         """See `AdapterTraining.evaluate_if_due`."""
         async with self._lock:
-            return await self.training.evaluate_if_due()
+            return await self.training.evaluate_if_due(early)
 
     def pause(self, reason: str = "asked") -> None:
         """Stops automatic updates. An update in progress still finishes."""

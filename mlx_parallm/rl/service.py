@@ -265,9 +265,9 @@ class TrainingService:
         tag = None if checkpoint_name is None else check_tag(checkpoint_name)
         return await self._finished(loop.update(given, publish, tag, progress))
 
-    async def evaluate_if_due(self, adapter: str | None = None) -> EvaluationResult | None:
+    async def evaluate_if_due(self, adapter: str | None = None, early: bool = False) -> EvaluationResult | None:
         """See `AdapterTraining.evaluate_if_due`."""
-        return await self._finished(self._loop(adapter).evaluate_if_due())
+        return await self._finished(self._loop(adapter).evaluate_if_due(early))
 
     def progress(self, adapter: str | None = None) -> Mapping[str, float]:
         """See `AdapterTraining.progress`."""

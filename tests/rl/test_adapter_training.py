@@ -142,6 +142,16 @@ async def test_the_best_evaluation_outlives_a_restart_and_is_what_a_rollback_res
     rig.check()
 
 
+async def test_an_early_evaluation_is_made_once() -> None:
+    rig = await evaluated(0.1, 0.2, every=5)
+    await rig.updated(1.0, 0.0)
+    assert await rig.loop.evaluate_if_due() is None
+    assert (await rig.loop.evaluate_if_due(early=True)).mean == 0.2
+    assert await rig.loop.evaluate_if_due(early=True) is None
+    without = await opened()
+    assert await without.loop.evaluate_if_due(early=True) is None
+
+
 async def test_an_update_that_is_not_published_is_not_evaluated() -> None:
     rig = await evaluated(0.1, 0.2, every=1)
     assert (await rig.updated(1.0, 0.0, publish=False)).status == "trained"
