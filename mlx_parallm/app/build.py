@@ -149,7 +149,8 @@ def build(config: Config, processor: ContinuousBatchProcessor, run: Run | None) 
     store, library = build_store(manager, bank, config, run, processor.wake, card.names)
     adapters = AdapterService(processor, store, library, reserved=frozenset(card.names))
     tokenizer = manager.tokenizer
-    trainer = build_trainer(manager, bank, config)
+    schedule = device_schedule(config, on_cpu())
+    trainer = build_trainer(manager, bank, config, runner.cache.device.budget_bytes, schedule.max_decode_stall_s)
     training = build_training(processor, trainer, adapters, store, library, tokenizer, config) if trainer else None
     served = Served(card, tokenizer, device_name(), limits, adapters, processor, training, run)
     parts = EngineParts(
@@ -159,7 +160,7 @@ def build(config: Config, processor: ContinuousBatchProcessor, run: Run | None) 
         SchedulerConfig(
             max_rows=config.server.max_batch_size,
             max_batched_tokens=config.server.max_batched_tokens,
-            schedule=device_schedule(config, on_cpu()),
+            schedule=schedule,
         ),
         calibrate(runner),
         trainer,

@@ -14,12 +14,15 @@ from mlx_parallm.config import Config, Mode
 from mlx_parallm.core import AdapterRef, EngineClient, TextTokenizer
 from mlx_parallm.engine.processor import ContinuousBatchProcessor
 from mlx_parallm.errors import ConfigError, RequestError
+from mlx_parallm.model.device import on_cpu
 from mlx_parallm.model.hooks import install_hook
 from mlx_parallm.model.manager import SharedModelManager
+from mlx_parallm.model.split import query_heads
 from mlx_parallm.rl.checkpoints import PolicyCheckpoints
 from mlx_parallm.rl.collect.log import TrajectoryLog
 from mlx_parallm.rl.evaluation import AnswerSettings, Evaluator, HeldOutTask
 from mlx_parallm.rl.held_out import held_out_tasks
+from mlx_parallm.rl.learn.footprint import Footprint
 from mlx_parallm.rl.learn.learner import Learner
 from mlx_parallm.rl.learn.model import TrainableModel
 from mlx_parallm.rl.learn.policy import PolicySnapshot
@@ -30,17 +33,31 @@ from mlx_parallm.rl.service import TrainingParts, TrainingService
 from mlx_parallm.rl.tasks import FileTasks
 
 
-def build_trainer(manager: SharedModelManager, bank: AdapterBank, config: Config) -> GRPOTrainer | None:
+def build_trainer(
+    manager: SharedModelManager, bank: AdapterBank, config: Config, memory: int, stall_s: float
+) -> GRPOTrainer | None:
     """The trainer, which holds no array of its own; None if training is off. On the device thread.
+
+    Args:
+        memory: bytes that requests and training share.
+        stall_s: the longest that a decode step should wait for training.
 
     Raises:
         UnsupportedModelError: the model cannot be trained.
     """
     if not config.rl_training.enabled:
         return None
-    training = config.rl_training.resolved(float32=manager.kv_layout.dtype == mx.float32)
-    model = TrainableModel(manager.model, bank, install_hook(manager.model), training.gradient_checkpointing)
+    checkpointed = config.rl_training.gradient_checkpointing
+    model = TrainableModel(manager.model, bank, install_hook(manager.model), checkpointed)
+    tokens = footprint_of(manager, bank, checkpointed).micro_batch_tokens(memory, stall_s, on_cpu())
+    training = config.rl_training.resolved(manager.kv_layout.dtype == mx.float32, tokens)
     return GRPOTrainer(model, training, config.model)
+
+
+def footprint_of(manager: SharedModelManager, bank: AdapterBank, checkpointed: bool) -> Footprint:
+    """What decides how large micro-steps of this model can be."""
+    heads, layout = query_heads(manager.model), bank.layout
+    return Footprint.of(layout.layers, layout.linears.values(), heads, manager.card.vocab_size, checkpointed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -299,9 +299,10 @@ class RLTrainingConfig(Section):
     """Share of device time that updates get while there are requests. They also get all idle time. null means 0.12, or
     0.5 in the mode training_priority.
     """
-    micro_batch_tokens: Integer = Field(default=256, ge=1)
+    micro_batch_tokens: Integer | None = Field(default=None, ge=1)
     """Largest number of prompt and completion tokens in one micro-step of training; one sample may have more. A larger
-    number is faster and takes more memory. A micro-step is cut between layers to keep to max_decode_stall_ms.
+    number is faster and takes more memory. A micro-step is cut between layers to keep to max_decode_stall_ms. null
+    means 256 to 8192, as the machine's memory and max_decode_stall_ms allow.
     """
     gradient_checkpointing: bool = True
     """Recompute each layer in the backward pass. It takes less memory and a third more time."""
@@ -351,12 +352,13 @@ class RLTrainingConfig(Section):
             )
         return self
 
-    def resolved(self, float32: bool) -> ResolvedTraining:
-        """These settings with values in place of null and auto in the loss.
+    def resolved(self, float32: bool, micro_batch_tokens: int = 256) -> ResolvedTraining:
+        """These settings with values in place of null and auto.
 
         Args:
             float32: whether the base model computes in float32. In lower precisions decode and training round
                 differently, so `old_logprobs` auto means the trainer's logprobs.
+            micro_batch_tokens: in place of null.
         """
         loss, defaults = self.loss, ALGORITHM_DEFAULTS[self.algorithm]
         automatic = OldLogprobs.SAMPLER if float32 else OldLogprobs.TRAINER
@@ -372,13 +374,16 @@ class RLTrainingConfig(Section):
                 "max_completion_tokens": self.max_completion_tokens,
             }
         )
-        return ResolvedTraining.model_construct(**{**_fields(self), "loss": resolved})
+        tokens = self.micro_batch_tokens or micro_batch_tokens
+        return ResolvedTraining.model_construct(**{**_fields(self), "loss": resolved, "micro_batch_tokens": tokens})
 
 
 class ResolvedTraining(RLTrainingConfig):
-    """The section `rl_training` with a resolved loss: what the trainer and the training loop read."""
+    """The section `rl_training` in which every setting of the trainer has a value: what the trainer and the training
+    loop read."""
 
     loss: ResolvedLoss
+    micro_batch_tokens: int
 
 
 def _fields(section: Section) -> dict[str, Any]:

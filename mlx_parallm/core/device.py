@@ -27,9 +27,9 @@ class DeviceSchedule:
             idle time.
         max_decode_stall_s: seconds by which other work may delay a decode step, > 0. Chunks of prompts in the step and
             units of training before it are cut so that their predicted time fits, and are not interrupted. A stall can
-            still be longer by the smallest of these: 16 tokens of a prompt, and one layer of one micro-step for
-            training (`micro_batch_tokens` tokens, or one sample if that is longer). Every few steps a prompt gets a
-            chunk even if it is predicted not to fit.
+            still be longer by the smallest of these: 16 tokens of a prompt, and for training one layer of one
+            micro-step (`micro_batch_tokens` tokens, or one sample if that is longer) or 256 positions of its head.
+            Every few steps a prompt gets a chunk even if it is predicted not to fit.
         row_shares: share of each work class, summing to 1. While sequences of both classes wait, they share the rows
             of the batch; while rows of both classes are live, they share the rows of a decode step. A class that is
             alone gets all.

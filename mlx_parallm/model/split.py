@@ -13,11 +13,22 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+_HEADS = ("n_heads", "num_heads", "num_attention_heads")
+
 
 def trunk_of(model: nn.Module) -> nn.Module | None:
     """The part of the model from tokens to hidden states [B, T, D]; None if it has no such part."""
     trunk = getattr(_owner(model), "model", None)
     return trunk if isinstance(trunk, nn.Module) and isinstance(getattr(trunk, "layers", None), list) else None
+
+
+def query_heads(model: nn.Module) -> int:
+    """How many query heads each attention has; 1 if its module has another name for that than those of mlx-lm."""
+    trunk = trunk_of(model)
+    modules = [] if trunk is None else [part for layer in trunk.layers for _, part in layer.named_modules()]
+    return max(
+        (heads for part in modules for name in _HEADS if isinstance(heads := getattr(part, name, None), int)), default=1
+    )
 
 
 class Head:

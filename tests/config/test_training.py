@@ -263,6 +263,11 @@ def test_old_logprobs_depend_on_the_models_precision_unless_they_are_set(written
     assert RLTrainingConfig(loss={"old_logprobs": written}).resolved(float32).loss.old_logprobs is resolved
 
 
+def test_micro_steps_are_as_large_as_the_machine_allows_unless_the_operator_says_otherwise():
+    assert RLTrainingConfig().resolved(True, micro_batch_tokens=1024).micro_batch_tokens == 1024
+    assert RLTrainingConfig(micro_batch_tokens=64).resolved(True, micro_batch_tokens=1024).micro_batch_tokens == 64
+
+
 def test_what_the_operator_sets_is_kept():
     loss = {"clip_low": 0.0, "clip_high": 5.0, "dual_clip": None, "scale_rewards": "batch", "kl_coef": 0.1}
     config = RLTrainingConfig(algorithm="dr_grpo", loss=loss, optimizer={"beta1": 0.5}, max_completion_tokens=7)
@@ -270,5 +275,5 @@ def test_what_the_operator_sets_is_kept():
     assert (resolved.loss.clip_low, resolved.loss.clip_high, resolved.loss.dual_clip) == (0.0, 5.0, math.inf)
     assert (resolved.loss.scale_rewards, resolved.loss.kl_coef) == (RewardScale.BATCH, 0.1)
     assert resolved.loss.max_completion_tokens == 7
-    inner = {"loss"}
+    inner = {"loss", "micro_batch_tokens"}
     assert resolved.model_dump(exclude=inner) == config.model_dump(exclude=inner)

@@ -67,6 +67,8 @@ def of_update(costs: Sequence[Cost]) -> Iterator[Figure]:
         yield Figure(f"update: plain over ours, {cost.name}", "x", speed_up, speed_up.median, SPEED_UP, at_least=True)
         yield Figure(f"update: ours, {cost.name}", "s", *reported(cost.ours_s))
         yield Figure(f"update: plain, {cost.name}", "s", *reported(cost.plain_s))
+        yield Figure(f"update: memory of a micro-step and gradients, {cost.name}", "MB", *reported([cost.peak_mb]))
+        yield Figure(f"update: longest unit of device work, {cost.name}", "s", *reported(cost.longest_unit_s))
         apart, plainly = reported([1e6 * cost.difference]), reported([1e6 * cost.plain_difference])
         yield Figure(f"update: gradients apart, {cost.name}", "1e-6", *apart, MILLIONTHS_APART)
         yield Figure(f"update: the plain ones, summed by MLX, {cost.name}", "1e-6", *plainly)

@@ -1,12 +1,13 @@
 """Compares the training part of an update with the plain trainer, with and without checkpointed layers.
 
 Both train the bundled model from the same factors on the same batch, in turns, without serving; the plain trainer has
-its own copy of the model. Our trainer uses micro-steps of the size that it uses while serving.
+its own copy of the model. Our trainer uses micro-steps of the size that it uses while serving. `peak_mb` is the memory
+that one of our micro-steps takes at most, with the gradients.
 """
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
@@ -15,15 +16,19 @@ import mlx.core as mx  # isort: skip
 from lib.training.batch import samples
 from lib.training.plain_trainer import Gradients, PlainTrainer
 
-from mlx_parallm.app.build import device_schedule
+from mlx_parallm.app.build import device_schedule, mlx_limits
+from mlx_parallm.app.training import footprint_of
 from mlx_parallm.config import Config, ModelConfig, OptimizerConfig, RLTrainingConfig
-from mlx_parallm.model.device import on_cpu
+from mlx_parallm.core import default_budget
+from mlx_parallm.model.device import machine_memory, on_cpu
 from mlx_parallm.model.hooks import install_hook
 from mlx_parallm.model.manager import SharedModelManager
+from mlx_parallm.rl.learn.footprint import Footprint
 from mlx_parallm.rl.learn.model import Params, TrainableModel
 from mlx_parallm.rl.learn.policy import Policy, PolicyState
 from mlx_parallm.rl.learn.trainer import GRPOTrainer
 from mlx_parallm.rl.objectives.batches import UpdateBatch
+from mlx_parallm.rl.objectives.samples import Sample
 
 CHECKPOINTED, KEPT = "layers checkpointed", "activations kept"
 KINDS = {CHECKPOINTED: True, KEPT: False}
@@ -43,6 +48,9 @@ class Cost:
     ours_s: list[float] = field(default_factory=list)
     plain_s: list[float] = field(default_factory=list)
     micro_steps: int = 0
+    micro_batch_tokens: int = 0
+    peak_mb: float = math.nan
+    longest_unit_s: list[float] = field(default_factory=list)
     difference: float = math.nan
     plain_difference: float = math.nan
 
@@ -67,7 +75,9 @@ class _Bench:
         bank = manager.install_bank(adapters.max_loras, adapters.max_lora_rank)
         style = install_hook(manager.model)
         self._ours = {
-            name: _Ours(TrainableModel(manager.model, bank, style, checkpointed), checkpointed)
+            name: Ours(
+                TrainableModel(manager.model, bank, style, checkpointed), footprint_of(manager, bank, checkpointed)
+            )
             for name, checkpointed in KINDS.items()
         }
         self._start = _factors(self._ours[KEPT].policy.params)
@@ -82,15 +92,17 @@ class _Bench:
         ours = self._ours[cost.name]
         cost.plain_difference = _difference(self._plain_update(cost.name), exact)
         for _ in range(WARM_UPS):
-            ours.update(self._start)
+            ours.update(self._start, samples(0))
+        cost.micro_batch_tokens = ours.micro_batch_tokens
         cost.difference = _difference(ours.gradients, exact)
 
     def time(self, cost: Cost) -> None:
         """Times both trainers, one after the other."""
         ours = self._ours[cost.name]
         cost.plain_s.append(_seconds(lambda: self._plain_update(cost.name)))
-        cost.ours_s.append(_seconds(lambda: ours.update(self._start)))
-        cost.micro_steps = ours.units
+        cost.ours_s.append(_seconds(lambda: ours.update(self._start, samples(0))))
+        cost.micro_steps, cost.peak_mb = ours.units, ours.peak / 1e6
+        cost.longest_unit_s.append(ours.longest_s)
         print(f"  {cost.name:<20} plain {cost.plain_s[-1]:5.2f} s, ours {cost.ours_s[-1]:5.2f} s", flush=True)
 
     def _plain_update(self, name: str, precise: bool = False) -> Gradients:
@@ -98,27 +110,35 @@ class _Bench:
         return self._plain.update(samples(0), KINDS[name], precise)
 
 
-class _Ours:
-    """A trainer that the calling thread runs. `gradients` and `units` (of device work) are those of the last update."""
+class Ours:
+    """A trainer that the calling thread runs. `gradients`, `units` (of device work), the seconds of the longest of them
+    and the `peak` memory in bytes are those of the last update."""
 
-    def __init__(self, model: TrainableModel, checkpointed: bool) -> None:
-        unclipped = OptimizerConfig(max_grad_norm=1e30)
-        training = RLTrainingConfig(optimizer=unclipped, gradient_checkpointing=checkpointed).resolved(float32=True)
+    def __init__(self, model: TrainableModel, footprint: Footprint) -> None:
+        schedule = device_schedule(Config(), on_cpu())
+        memory = default_budget(mlx_limits(Config()).memory, 0, 0, machine_memory().ram if on_cpu() else None)
+        self.micro_batch_tokens = footprint.micro_batch_tokens(memory, schedule.max_decode_stall_s, on_cpu())
+        training = RLTrainingConfig(
+            optimizer=OptimizerConfig(max_grad_norm=1e30), gradient_checkpointing=footprint.checkpointed
+        )
         self.gradients: Gradients = {}
-        self.units = 0
-        self._trainer = GRPOTrainer(model, training, ModelConfig(), measure_kl=False)
-        self._trainer.pace(device_schedule(Config(), on_cpu()).max_decode_stall_s)
+        self.units, self.longest_s, self.peak = 0, 0.0, 0
+        self.trainer = GRPOTrainer(
+            model, training.resolved(True, self.micro_batch_tokens), ModelConfig(), measure_kl=False
+        )
+        self.trainer.pace(schedule.max_decode_stall_s)
         self.policy = Policy(model.layout, ModelConfig())
         self._keep_gradients()
 
-    def update(self, start: Params) -> None:
+    def update(self, start: Params, batch: Sequence[Sample]) -> None:
         """Makes one update from these factors. Raises its error."""
         self.policy.restore(replace(self.policy.state, params=start))
-        self.units = 0
-        outcome = self._trainer.begin(self.policy, UpdateBatch(samples(0)))
-        while self._trainer.waits():
-            self._trainer.advance()
+        self.units, self.longest_s = 0, 0.0
+        outcome = self.trainer.begin(self.policy, UpdateBatch(tuple(batch)))
+        while self.trainer.waits():
+            self.longest_s = max(self.longest_s, _seconds(self.trainer.advance))
             self.units += 1
+        self.peak = max(self.trainer._job_bytes)
         outcome.result(timeout=0)
 
     def _keep_gradients(self) -> None:

@@ -1,8 +1,8 @@
 """Losses of micro-batches and their gradients, for several policies in one pass.
 
-A pass runs the trunk, which is the model without the logits, and then the head, which computes the logits. A pass and
-its backward pass make a micro-step. The base model's weights are constants of the graph: only the LoRA factors of the
-policies have gradients. Everything is lazy; the caller evaluates it, stage by stage.
+A pass runs the trunk, which is the model without the logits, and then the head, which computes the logits, block by
+block. A pass and its backward pass make a micro-step. The base model's weights are constants of the graph: only the
+LoRA factors of the policies have gradients. Everything is lazy; the caller evaluates it, stage by stage.
 
 Logprobs come from a fused cross-entropy that keeps no logits: its backward pass computes them again and uses the
 closed-form gradient of softmax. So only the logits of one block of positions, [n, V], are in memory at a time.
@@ -11,7 +11,7 @@ closed-form gradient of softmax. So only the logits of one block of positions, [
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from itertools import accumulate, pairwise
 from typing import cast
@@ -34,7 +34,7 @@ Scores = tuple[mx.array, mx.array]
 Head = Callable[[mx.array], mx.array]
 """Hidden states [n, D] → logits [n, V]."""
 
-_BLOCK = 256
+HEAD_BLOCK = 256
 """Positions whose logits are in memory at the same time."""
 
 
@@ -50,10 +50,14 @@ class StageKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Lazy arrays (any tree) that are evaluated together, after the arrays of the stages before it."""
+    """Lazy arrays (any tree) that are evaluated together, after the arrays of the stages before it.
+
+    `positions`: how many positions of the head it computes; None if it computes something for every token.
+    """
 
     kind: StageKind
     arrays: object
+    positions: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,16 +101,33 @@ class MicroStep:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadBlocks:
+    """`scores`: of each block of positions. `gradients`: of its hidden states, fp32 [n, D], in the order in which the
+    backward pass was made; empty before that."""
+
+    scores: list[Scores] = field(default_factory=list)
+    gradients: list[mx.array] = field(default_factory=list)
+
+    def joined(self) -> Scores:
+        logprobs, entropies = zip(*self.scores, strict=True)
+        return mx.concatenate(list(logprobs)), mx.concatenate(list(entropies))
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardPass:
-    """One pass over trunk and head. `scores`: one pair for each micro-batch. `layers`: the output of each layer."""
+    """One pass over trunk and head. `scores`: one pair for each micro-batch. `layers`: the output of each layer.
+    `blocks`: the scores of each block of positions."""
 
     scores: list[Scores]
     layers: tuple[mx.array, ...]
+    blocks: HeadBlocks
 
     def stages(self, result: object) -> Iterator[Stage]:
         """The stages that compute `result`, which depends on the scores."""
         yield from (Stage(StageKind.FORWARD, output) for output in self.layers)
-        yield Stage(StageKind.HEAD, result)
+        *first, last = self.blocks.scores
+        yield from (Stage(StageKind.HEAD, block, block[0].size) for block in first)
+        yield Stage(StageKind.HEAD, [last, result], last[0].size)
 
 
 class TrainingForwards:
@@ -140,17 +161,16 @@ class TrainingForwards:
             for each, (value, stats), logp, new in zip(inputs, losses, logprobs, gradients, strict=True)
         ]
         arrays = [[each.loss, each.stats.arrays(), each.logprobs] for each in results]
-        backward = self._backward([each.gradients for each in results])
+        backward = self._backward(forward.blocks, [each.gradients for each in results])
         return MicroStep(results, [*stages, *forward.stages(arrays), *backward])
 
-    def _backward(self, gradients: Sequence[Params]) -> Iterator[Stage]:
-        """The stages of the backward pass, one for the gradients of each layer, from the last layer to the first. The
-        first stage includes the head."""
-        kind = StageKind.HEAD_BACKWARD
+    def _backward(self, head: HeadBlocks, gradients: Sequence[Params]) -> Iterator[Stage]:
+        """The stages of the backward pass: one for each block of the head, then one for the gradients of each layer,
+        from the last layer to the first."""
+        yield from (Stage(StageKind.HEAD_BACKWARD, block, block.shape[0]) for block in head.gradients)
         for paths in reversed(self._model.layer_paths):
             if leaves := [leaf for each in gradients for path in paths for leaf in each.get(path, {}).values()]:
-                yield Stage(kind, leaves)
-                kind = StageKind.BACKWARD
+                yield Stage(StageKind.BACKWARD, leaves)
 
     def scores(
         self, batches: Sequence[MicroBatch], spans: Sequence[Span] | None, entropy_gradient: bool = False
@@ -161,15 +181,16 @@ class TrainingForwards:
         hidden, layers = self._model.hidden(tokens, branches, spans)
         starts = accumulate((batch.tokens.size for batch in batches), initial=0)
         positions = [batch.positions + start for batch, start in zip(batches, starts, strict=False)]
-        logp, entropy = token_scores(
+        blocks = head_blocks(
             self._model.logits,
             hidden[mx.concatenate(positions)],
             mx.concatenate([batch.targets for batch in batches]),
             mx.concatenate([batch.temperatures for batch in batches]),
             entropy_gradient,
         )
+        logp, entropy = blocks.joined()
         stops = accumulate((batch.targets.size for batch in batches), initial=0)
-        return ForwardPass([(logp[start:stop], entropy[start:stop]) for start, stop in pairwise(stops)], layers)
+        return ForwardPass([(logp[start:stop], entropy[start:stop]) for start, stop in pairwise(stops)], layers, blocks)
 
     def reference(self, batches: Sequence[MicroBatch]) -> tuple[list[mx.array], list[Stage]]:
         """Logprobs under the base model, [B, C] for each micro-batch, and the stages that compute them."""
@@ -220,10 +241,10 @@ def _token_batch(each: MicroStepInput, scores: Scores, reference: mx.array | Non
     )
 
 
-def token_scores(
+def head_blocks(
     head: Head, hidden: mx.array, targets: mx.array, temperatures: mx.array, entropy_gradient: bool
-) -> Scores:
-    """Logprob of each target, and entropy of each distribution softmax(logits / temperature); fp32 [N], in nats.
+) -> HeadBlocks:
+    """Logprob of each target, and entropy of each distribution softmax(logits / temperature), in nats, block by block.
 
     Args:
         head: its weights get no gradient.
@@ -232,20 +253,26 @@ def token_scores(
         temperatures: fp32 [N], above 0.
         entropy_gradient: whether the entropies have a gradient.
     """
-    block = _block_scores(head, entropy_gradient)
-    parts = [
-        block(hidden[start : start + _BLOCK], targets[start : start + _BLOCK], temperatures[start : start + _BLOCK])
-        for start in range(0, hidden.shape[0], _BLOCK)
-    ]
-    logprobs, entropies = zip(*parts, strict=True)
-    return mx.concatenate(list(logprobs)), mx.concatenate(list(entropies))
+    blocks = HeadBlocks()
+    block = _block_scores(head, entropy_gradient, blocks.gradients)
+    blocks.scores.extend(
+        block(
+            hidden[start : start + HEAD_BLOCK],
+            targets[start : start + HEAD_BLOCK],
+            temperatures[start : start + HEAD_BLOCK],
+        )
+        for start in range(0, hidden.shape[0], HEAD_BLOCK)
+    )
+    return blocks
 
 
 def _sum(one: Params, other: Params) -> Params:
     return cast(Params, tree_map(mx.add, one, other))
 
 
-def _block_scores(head: Head, entropy_gradient: bool) -> Callable[..., Scores]:
+def _block_scores(head: Head, entropy_gradient: bool, gradients: list[mx.array]) -> Callable[..., Scores]:
+    """Scores of one block. Its backward pass appends the gradient of the hidden states to `gradients`."""
+
     @mx.custom_function
     def scores(hidden: mx.array, targets: mx.array, temperatures: mx.array) -> Scores:
         scaled, weights, normaliser = _softmax(head(hidden), temperatures)
@@ -270,6 +297,7 @@ def _block_scores(head: Head, entropy_gradient: bool) -> Callable[..., Scores]:
             slope = slope - upstream_entropy[:, None] * probabilities * surprise
         slope = (slope / temperatures[:, None]).astype(logits.dtype)
         _, (into_hidden,) = mx.vjp(head, [hidden], [slope])
+        gradients.append(into_hidden)
         return into_hidden, mx.zeros_like(targets), mx.zeros_like(temperatures)
 
     return cast(Callable[..., Scores], scores)

@@ -50,8 +50,9 @@ class Learner:
         trainer, lora = self.trainer, self.trainer.lora
         policy = await self._device.run(lambda: trainer.open(name, start))
         _log.info(
-            "training %s: %d numbers, rank %d, alpha %g, on %s; nothing else has a gradient",
+            "training %s: %d numbers, rank %d, alpha %g, on %s; nothing else has a gradient; micro-steps of %d tokens",
             *(name, policy.parameters, lora.lora_rank, lora.lora_alpha, ", ".join(lora.lora_target_modules)),
+            trainer.config.micro_batch_tokens,
         )
 
     async def learn(

@@ -1,11 +1,11 @@
 """Pacer: how a micro-step is cut into units of device work that keep to a latency budget.
 
-    forward, layer by layer ─▶ head: losses ─▶ head and top layer backward ─▶ backward, layer by layer
+    forward, layer by layer ─▶ head: losses, block by block ─▶ head backward ─▶ backward, layer by layer
     └────── unit ──────┘└──────── unit ────────┘└────────── unit ──────────┘└──────── unit ────────┘
 
 A micro-step is one lazy graph. Units only decide when its parts are computed, never what is computed, so an update is
-the same to the bit however it was cut. The smallest unit is one layer, or the head, of one micro-step, so groups of any
-size and prompts of any length can be trained beside requests.
+the same to the bit however it was cut. The smallest unit is one layer, or one block of positions of the head, of one
+micro-step, so groups of any size and prompts of any length can be trained beside requests.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _NEWEST = 0.5
 class Pacer:
     """Evaluates stages in order: in each unit as many as its budget is expected to hold, and at least one.
 
-    Expected times are kept for each kind of stage, per token of a micro-batch. `budget`: seconds.
+    Expected times are kept for each kind of stage: per token of a micro-batch, or per position of the head. `budget`:
+    seconds.
     """
 
     def __init__(self, budget: float = 0.5) -> None:
@@ -53,13 +54,14 @@ class Pacer:
         measured = self._seconds_per_token
         for stage in stages:
             layer = measured.get(StageKind.FORWARD, 0.0)
-            expected = tokens * measured.get(stage.kind, stage.kind.value * layer)
+            size = tokens if stage.positions is None else stage.positions
+            expected = size * measured.get(stage.kind, stage.kind.value * layer)
             ends = time.monotonic() - self._began + expected
             if not self._empty and ends > _TARGET * self.budget:
                 yield
             started = time.monotonic()
             mx.eval(stage.arrays)
-            seconds = (time.monotonic() - started) / tokens
+            seconds = (time.monotonic() - started) / max(size, 1)
             before = measured.get(stage.kind, seconds)
             measured[stage.kind] = before + _NEWEST * (seconds - before)
             self._empty = False

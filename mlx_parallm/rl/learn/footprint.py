@@ -1,0 +1,99 @@
+"""Footprint: the memory and the time that a micro-step is expected to take, from the dimensions of the model.
+
+A micro-step holds, for each of its tokens, the output of every layer, and the activations of the layer that the
+backward pass is in (of all layers, if they are not computed again). Beside that there are the logits of one block of
+positions. The longest unit that cannot be cut is the backward pass of one layer.
+
+Both are guesses before anything has run. They decide how samples are split, which must not depend on how fast or how
+full the machine happens to be: a replayed update is split as it was.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from mlx_parallm.adapters.weights import LinearSpec
+from mlx_parallm.rl.learn.forwards import HEAD_BLOCK
+
+SMALLEST, LARGEST = 256, 8192
+"""Bounds of the tokens of a micro-step. Above some thousand tokens a larger one is no faster."""
+
+_MEMORY_SHARE = 0.25
+"""Largest part of the memory for requests and training that a micro-step may be expected to take."""
+
+_STALL_SHARE = 0.5
+"""Part of the longest decode stall that the backward pass of one layer is expected to take at most."""
+
+_CPU_RATE, _GPU_RATE = 1e11, 4e12
+"""FLOP/s that a modest CPU and a modest GPU reach in training."""
+
+_NUMBER = 4
+"""Bytes of an activation: the products of LoRA factors are computed in float32."""
+
+_ACTIVATIONS = 3.0
+"""Copies of a layer's inputs and outputs in its backward pass, as measured: values, gradients, and temporaries."""
+
+_SCORES = 3.0
+"""The same for attention scores."""
+
+_LOGITS = 4.0
+"""The same for the logits of a block of positions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What decides about memory and time of a micro-step.
+
+    layers: number of layers. hidden: width of the hidden states. heads: query heads. vocabulary: width of the logits.
+    features: of one layer's linears, the inputs and outputs together. parameters: of these linears. Experts, which LoRA
+        does not change, are in neither.
+    checkpointed: whether layers are computed again in the backward pass.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    vocabulary: int
+    features: int
+    parameters: int
+    checkpointed: bool
+
+    @classmethod
+    def of(
+        cls, layers: int, linears: Iterable[LinearSpec], heads: int, vocabulary: int, checkpointed: bool
+    ) -> Footprint:
+        """`linears`: those of all layers."""
+        shapes = [(each.in_features, each.out_features) for each in linears]
+        ((hidden, _),) = Counter(inputs for inputs, _ in shapes).most_common(1)
+        features = sum(inputs + outputs for inputs, outputs in shapes) // layers
+        parameters = sum(inputs * outputs for inputs, outputs in shapes) // layers
+        return cls(layers, hidden, heads, vocabulary, features, parameters, checkpointed)
+
+    def micro_step_bytes(self, tokens: int, context: int) -> int:
+        """Expected peak memory of a micro-step, without the gradients. `context`: the longest row."""
+        kept = self.layers * self.hidden * (1 if self.checkpointed else 0)
+        layer = _ACTIVATIONS * self.features + _SCORES * self.heads * context
+        live = layer * (1 if self.checkpointed else self.layers)
+        logits = _LOGITS * min(tokens, HEAD_BLOCK) * self.vocabulary
+        return int(_NUMBER * (tokens * (kept + live) + logits))
+
+    def layer_seconds(self, tokens: int, cpu: bool) -> float:
+        """Expected time of the backward pass of one layer, in which its forward pass is repeated."""
+        return 6 * self.parameters * tokens / (_CPU_RATE if cpu else _GPU_RATE)
+
+    def micro_batch_tokens(self, memory: int, stall_s: float, cpu: bool) -> int:
+        """How large micro-steps should be: the largest power of two for which both keep to their bounds.
+
+        Args:
+            memory: bytes that requests and training share.
+            stall_s: the longest that a decode step should wait.
+        """
+        tokens = LARGEST
+        while tokens > SMALLEST and not (
+            self.micro_step_bytes(tokens, tokens) <= _MEMORY_SHARE * memory
+            and self.layer_seconds(tokens, cpu) <= _STALL_SHARE * stall_s
+        ):
+            tokens //= 2
+        return tokens

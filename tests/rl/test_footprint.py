@@ -1,0 +1,53 @@
+"""How large micro-steps are by default: as memory, and the longest stall of a decode step, allow."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlx_parallm.adapters.weights import LinearSpec
+from mlx_parallm.rl.learn.footprint import LARGEST, SMALLEST, Footprint
+
+GB = 1 << 30
+
+
+def footprint(layers: int, hidden: int, mlp: int, heads: int, vocabulary: int, checkpointed: bool = True) -> Footprint:
+    """A dense model whose query, key and value projections are square."""
+    shapes = {"q": (hidden, hidden), "k": (hidden, hidden), "v": (hidden, hidden), "o": (hidden, hidden)}
+    shapes |= {"gate": (hidden, mlp), "up": (hidden, mlp), "down": (mlp, hidden)}
+    linears = [LinearSpec(f"{at}.{name}", *shape, name) for at in range(layers) for name, shape in shapes.items()]
+    return Footprint.of(layers, linears, heads, vocabulary, checkpointed)
+
+
+SMALL, LARGE = footprint(30, 576, 1536, 9, 49152), footprint(32, 4096, 14336, 32, 128256)
+
+
+def test_dimensions_are_those_of_one_layer() -> None:
+    assert (SMALL.layers, SMALL.hidden) == (30, 576)
+    assert SMALL.features == 4 * 2 * 576 + 3 * (576 + 1536)
+    assert SMALL.parameters == 4 * 576**2 + 3 * 576 * 1536
+
+
+def test_memory_grows_with_tokens_context_and_kept_activations() -> None:
+    base = SMALL.micro_step_bytes(2048, 512)
+    assert SMALL.micro_step_bytes(4096, 512) > 1.5 * base
+    assert SMALL.micro_step_bytes(2048, 1024) > base
+    kept = footprint(30, 576, 1536, 9, 49152, checkpointed=False)
+    assert kept.micro_step_bytes(2048, 512) > 4 * base
+
+
+@pytest.mark.parametrize("cpu", [False, True])
+def test_the_choice_keeps_to_memory_and_time(cpu: bool) -> None:
+    for model in (SMALL, LARGE):
+        for memory in (GB, 4 * GB, 64 * GB):
+            tokens = model.micro_batch_tokens(memory, 0.1, cpu)
+            assert SMALLEST <= tokens <= LARGEST
+            assert tokens & (tokens - 1) == 0
+            if tokens > SMALLEST:
+                assert model.micro_step_bytes(tokens, tokens) <= memory / 4
+                assert model.layer_seconds(tokens, cpu) <= 0.05
+
+
+def test_more_memory_and_longer_stalls_allow_more_and_a_small_machine_gets_the_least() -> None:
+    assert SMALL.micro_batch_tokens(64 * GB, 0.5, cpu=True) > SMALL.micro_batch_tokens(64 * GB, 0.1, cpu=True)
+    assert SMALL.micro_batch_tokens(64 * GB, 0.1, cpu=False) > SMALL.micro_batch_tokens(2 * GB, 0.1, cpu=False)
+    assert LARGE.micro_batch_tokens(1, 0.1, cpu=True) == SMALLEST
