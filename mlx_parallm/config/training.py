@@ -304,6 +304,10 @@ class RLTrainingConfig(Section):
     number is faster and takes more memory. A micro-step is cut between layers to keep to max_decode_stall_ms. null
     means 256 to 8192, as the machine's memory and max_decode_stall_ms allow.
     """
+    minibatches: Integer = Field(default=1, ge=1, le=64)
+    """Number of optimizer steps that an update makes. Each takes whole groups, a part of the update's trajectories; the
+    policy ratios of all of them are to the policy before the first step. An update of fewer groups makes fewer steps.
+    """
     gradient_checkpointing: bool = True
     """Recompute each layer in the backward pass. It takes less memory and a third more time."""
     max_skips: Integer = Field(default=3, ge=1)

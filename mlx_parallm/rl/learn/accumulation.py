@@ -19,8 +19,9 @@ from mlx.utils import tree_map
 
 from mlx_parallm.config import ResolvedLoss
 from mlx_parallm.rl.learn.forwards import MicroStepResult
+from mlx_parallm.rl.learn.logprobs import Logprobs
 from mlx_parallm.rl.learn.model import Params
-from mlx_parallm.rl.learn.packing import SampleBatch, split_samples
+from mlx_parallm.rl.learn.packing import MicroBatch, SampleBatch, pack, split_samples
 from mlx_parallm.rl.learn.policy import Policy
 from mlx_parallm.rl.objectives.losses import LossStats, means
 from mlx_parallm.rl.objectives.reductions import UpdateTotals
@@ -37,6 +38,7 @@ class Accumulation:
     one that fails or is abandoned needs no undoing.
 
     Attributes:
+        needs: work without which it is not done.
         loss: the settings of the loss.
         totals: what the loss is divided by.
         batches: all sample batches. `pending`: those that no micro-step has taken yet.
@@ -52,6 +54,9 @@ class Accumulation:
     Args:
         max_tokens: most tokens of a batch. A single sample may have more.
         totals: those of the samples that the step will have seen in the end, if there are more than these.
+        before: logprobs of these samples under the policy before the first step of the update; None: it is before its
+            first step.
+        needs: other work without which this is not done.
 
     Raises:
         ValueError: the loss compares pairs, and a group is not one; it reads a teacher that a sample does not have; or
@@ -65,8 +70,12 @@ class Accumulation:
         loss: ResolvedLoss,
         max_tokens: int,
         totals: UpdateTotals | None = None,
+        before: Logprobs | None = None,
+        needs: Sequence[object] = (),
     ) -> None:
         self.policy = policy
+        self.needs = needs if before is None else (before, *needs)
+        self._before = before
         self.loss = loss
         self.totals = totals or UpdateTotals.of(samples)
         if loss.prefers:
@@ -108,6 +117,16 @@ class Accumulation:
         self.logprobs[batch] = result.logprobs
         self.losses.append(result.loss)
         self.stats.append(result.stats)
+
+    def packed(self, batch: SampleBatch) -> MicroBatch:
+        """The arrays of one of the batches."""
+        return pack(batch, None if self._before is None else self._before.of(batch.samples))
+
+    def old_logprobs(self, batch: SampleBatch) -> mx.array:
+        """Of a batch's trained tokens, under the policy before the update, fp32 [N]."""
+        if self._before is None:
+            return self.logprobs[batch]
+        return mx.array([value for each in self._before.of(batch.samples) for value in each])
 
     def sampled_batches(self) -> list[SampleBatch]:
         """A quarter of the batches, at least one, drawn so that the mean of their means is an unbiased estimate of the

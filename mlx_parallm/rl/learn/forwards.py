@@ -219,17 +219,17 @@ def _token_batch(each: MicroStepInput, scores: Scores, reference: mx.array | Non
     """The arrays for the loss.
 
     `sampling_logp`: under μ, the policy that drew the tokens. `old_logp`: under μ too or, if `config.OldLogprobs` is
-    TRAINER and the row is on-policy, under the policy before the step. A row without sampling logprobs uses the
+    TRAINER and the row is on-policy, under the policy before the update. A row without sampling logprobs uses the
     trainer's own for both.
     """
     batch = each.batch
     logp, entropy = map(batch.padded, scores)
-    now = mx.stop_gradient(logp)
-    sampler = mx.where(batch.known, batch.sampling_logprobs, now)
+    before = mx.stop_gradient(logp) if batch.old_logprobs is None else batch.old_logprobs
+    sampler = mx.where(batch.known, batch.sampling_logprobs, before)
     trainers = each.loss.old_logprobs is OldLogprobs.TRAINER
     return TokenBatch(
         logp=logp,
-        old_logp=mx.where(batch.on_policy, now, sampler) if trainers else sampler,
+        old_logp=mx.where(batch.on_policy, before, sampler) if trainers else sampler,
         sampling_logp=sampler,
         ref_logp=reference,
         entropy=entropy,

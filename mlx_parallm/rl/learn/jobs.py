@@ -93,7 +93,7 @@ class Jobs:
         micro_step = self._forwards.gradients(
             [
                 MicroStepInput(
-                    pack(batch),
+                    work.packed(batch),
                     work.policy.state,
                     work.loss,
                     work.totals.for_rows(batch.samples),
@@ -135,7 +135,7 @@ class Jobs:
         """Makes a step, and measures its KL if that is bounded."""
         step.run(accumulated)
         if self._measure_step and not step.skipped:
-            for part in accumulated.parts:
+            for part in accumulated.parts if step.measured is None else step.measured:
                 for batch in part.batches:
                     yield
                     kl = yield from self._kl(part, batch, step.after)
@@ -155,14 +155,14 @@ class Jobs:
             work.add(batch, logprobs)
 
     def _kl(self, work: Accumulation, batch: SampleBatch, other: PolicyState | None) -> Generator[None, None, float]:
-        """The KL divergence (k3 estimator) of the policy before the step from another state, or from the base model
+        """The KL divergence (k3 estimator) of the policy before the update from another state, or from the base model
         (None), summed over the tokens of one batch.
 
-        The logprobs before the step are those of the micro-step, so it does not matter which version drew the tokens.
+        The logprobs before the update are the trainer's own, so it does not matter which version drew the tokens.
         """
         packed = pack(batch)
         spans = None if other is None else [Span(packed.tokens.size, other.params, other.scale)]
         forward = self._forwards.scores([packed], spans)
-        kl = k3(work.logprobs[batch], forward.scores[0][0]).sum()
+        kl = k3(work.old_logprobs(batch), forward.scores[0][0]).sum()
         yield from self._pacer.run(forward.stages(kl), batch.size)
         return cast(float, kl.item())

@@ -21,6 +21,7 @@ class Logprobs:
     """A forward pass over samples, without gradients.
 
     Attributes:
+        needs: what it cannot do without: nothing.
         policy: None is the base model.
         batches: the samples, in sample batches.
         device_seconds: the time of the units that worked on it.
@@ -33,6 +34,7 @@ class Logprobs:
 
     def __init__(self, policy: Policy | None, samples: Sequence[Sample], max_tokens: int) -> None:
         self.policy = policy
+        self.needs: Sequence[object] = ()
         self.batches = tuple(split_samples(samples, max_tokens))
         self.device_seconds = 0.0
         self.future: Future[list[tuple[float, ...]]] = Future()
@@ -46,4 +48,8 @@ class Logprobs:
             self._of_sample[id(sample)] = tuple(next(values) for _ in sample.trained())
 
     def result(self) -> list[tuple[float, ...]]:
-        return [self._of_sample[id(sample)] for sample in self._samples]
+        return self.of(self._samples)
+
+    def of(self, samples: Sequence[Sample]) -> list[tuple[float, ...]]:
+        """Those of some of the samples, once they are computed."""
+        return [self._of_sample[id(sample)] for sample in samples]

@@ -52,6 +52,7 @@ class MicroBatch:
     on_policy: bool [B, 1].
     groups: fp32 [G, B], 1 where a row belongs to a group.
     teacher_logprobs, reference_logprobs: fp32 [B, C]; None if a sample has none.
+    old_logprobs: fp32 [B, C], of the policy before the first step of the update; None: it is before its first step.
     """
 
     tokens: mx.array
@@ -68,6 +69,7 @@ class MicroBatch:
     groups: mx.array
     teacher_logprobs: mx.array | None
     reference_logprobs: mx.array | None
+    old_logprobs: mx.array | None
 
     def padded(self, flat: mx.array) -> mx.array:
         """[N] → [B, C]; on padding there is the value of some other token."""
@@ -100,6 +102,13 @@ def split_samples(samples: Sequence[Sample], most: int, whole_groups: bool = Fal
         yield batch_of(batch)
 
 
+def minibatches(samples: Sequence[Sample], count: int) -> list[list[Sample]]:
+    """Splits the samples of an update into at most `count` parts of whole groups, alike whatever their order."""
+    groups = _groups(samples)
+    parts = [groups[at::count] for at in range(min(count, len(groups)))]
+    return [[sample for group in part for sample in group] for part in parts]
+
+
 def _groups(samples: Sequence[Sample]) -> list[list[Sample]]:
     """The samples of each group by length, and the groups in the order of what they begin with."""
     groups: dict[int, list[Sample]] = {}
@@ -119,8 +128,9 @@ def _order(sample: Sample) -> tuple[object, ...]:
     )
 
 
-def pack(batch: SampleBatch) -> MicroBatch:
-    """The arrays of one micro-batch."""
+def pack(batch: SampleBatch, old_logprobs: Sequence[Sequence[float]] | None = None) -> MicroBatch:
+    """The arrays of one micro-batch. `old_logprobs`: of the trained tokens of each sample, under the policy before the
+    first step of the update, if that is not the policy now."""
     samples, branch = batch.samples, batch.layout.branch
     tokens = np.zeros(branch.tokens, np.int32)
     positions: list[NDArray[np.int64]] = [np.zeros(0, np.int64)] * len(samples)
@@ -157,6 +167,7 @@ def pack(batch: SampleBatch) -> MicroBatch:
         on_policy=mx.array([[s.on_policy] for s in samples]),
         teacher_logprobs=if_given([s.teacher_logprobs for s in samples]),
         reference_logprobs=if_given([s.reference_logprobs for s in samples]),
+        old_logprobs=None if old_logprobs is None else _table([np.array(each) for each in old_logprobs], np.float32),
         groups=mx.array([[float(s.group == group) for s in samples] for group in {s.group: None for s in samples}]),
     )
 

@@ -31,9 +31,11 @@ class Step:
 
     Attributes:
         needs: accumulations without which the step is not made.
+        measured: accumulations over whose samples its KL is measured, if it is bounded; None: over those of the step.
+            In an update of several steps, the last one measures that of the update.
         after: the state of the policy after the step. None: it was not made yet, or was skipped.
         skipped: why it was skipped, or "".
-        kls: KL of each sample batch between the policy before and after the step, summed over its tokens.
+        kls: KL of each sample batch between the policy before and after, summed over its tokens.
         device_seconds: the time of the units that worked on it.
         future: completed by the trainer, with the outcome or StepFailedError.
 
@@ -50,9 +52,11 @@ class Step:
         scale: float = 1.0,
         metrics: Mapping[str, float] | None = None,
         needs: Sequence[Accumulation] = (),
+        measured: Sequence[Accumulation] | None = None,
     ) -> None:
         self.policy = policy
         self.needs = needs
+        self.measured = measured
         self.after: PolicyState | None = None
         self.skipped = ""
         self.kls: list[float] = []
@@ -96,7 +100,8 @@ class Step:
         after = self.after or self.policy.state
         metrics = {**self._metrics, **accumulated.metrics(), "grad_norm": self._grad_norm}
         if self.kls:
-            metrics["kl_step"] = sum(self.kls) / accumulated.trained_tokens
+            over = accumulated.parts if self.measured is None else self.measured
+            metrics["kl_step"] = sum(self.kls) / sum(part.trained_tokens for part in over)
         if self.after is not None:
             metrics["learning_rate"] = self.after.learning_rate
         metrics["step_scale"] = self._scale

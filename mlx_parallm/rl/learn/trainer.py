@@ -3,7 +3,7 @@
     accumulate(policy, samples, loss) ─▶ micro-step ─▶ micro-step ─▶ …     forward, backward, gradients added up
     accumulate(policy, samples, loss) ─▶ micro-step ─▶ …
     step(policy, optimizer)           ─▶ clip, AdamW, check ─▶ outcome
-    begin(policy, batch)              ─▶ one of each
+    begin(policy, batch)              ─▶ one of each, or several minibatches
 
 The trainer works on one job after another (see `jobs`), which is cut into parts that fit in one unit each (see
 `pacing`). What is asked of one policy is done in order. Different policies share micro-steps: each takes a batch of
@@ -30,9 +30,10 @@ from mlx_parallm.rl.learn.jobs import Job, Jobs, Work
 from mlx_parallm.rl.learn.logprobs import Logprobs
 from mlx_parallm.rl.learn.model import TrainableModel
 from mlx_parallm.rl.learn.pacing import Pacer
-from mlx_parallm.rl.learn.packing import SampleBatch
+from mlx_parallm.rl.learn.packing import SampleBatch, minibatches
 from mlx_parallm.rl.learn.policy import Policy, PolicySnapshot
 from mlx_parallm.rl.learn.step import Step
+from mlx_parallm.rl.learn.update import Update
 from mlx_parallm.rl.objectives.batches import UpdateBatch
 from mlx_parallm.rl.objectives.reductions import UpdateTotals
 from mlx_parallm.rl.objectives.samples import Sample
@@ -122,8 +123,14 @@ class GRPOTrainer:
         return work.future
 
     def begin(self, policy: Policy, batch: UpdateBatch) -> Future[UpdateOutcome]:
-        """Accumulates a batch and makes a step, with the configured loss and optimizer. See `step` for the future."""
+        """Accumulates a batch and makes a step, with the configured loss and optimizer; or several steps, if so many
+        minibatches are configured. See `step` for the future."""
         config = self.config
+        parts = minibatches(batch.samples, config.minibatches)
+        if len(parts) > 1:
+            update = Update(policy, batch, parts, config)
+            self._queue += update.works
+            return update.future
         gradients = Accumulation(policy, batch.samples, config.loss, config.micro_batch_tokens)
         step = Step(policy, config.optimizer, batch.step_scale, batch.metrics, needs=[gradients])
         self._queue += gradients, step
@@ -230,12 +237,11 @@ class GRPOTrainer:
         self._job = None
 
     def _fail(self, works: Sequence[Work]) -> None:
-        """Fails these, and the steps that need one of them. What was accumulated for a step that fails is forgotten."""
-        failed = [
-            work
-            for work in self._queue
-            if work in works or (isinstance(work, Step) and any(need in works for need in work.needs))
-        ]
+        """Fails these, and what needs one of them. What was accumulated for a step that fails is forgotten."""
+        failed: list[Work] = []
+        for work in self._queue:  # what needs another work is behind it
+            if work in works or any(need in failed for need in work.needs):
+                failed.append(work)
         self._queue = [work for work in self._queue if work not in failed]
         for work in failed:
             if isinstance(work, Step):
