@@ -145,6 +145,12 @@ class AdapterRegistry:
                 version = self._versions[ref] = Version(ref, info)
             return version
 
+    def number_from(self, adapter: str, least: int) -> None:
+        """The next version of this adapter gets at least this number."""
+        with self._lock:
+            next_number = self._next.get(adapter) or self._first_version(adapter)
+            self._next[adapter] = max(next_number, least)
+
     def flip(self, ref: AdapterRef) -> None:
         """Makes a version live. Requests that name the adapter get it from now on.
 

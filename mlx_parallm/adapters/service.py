@@ -156,6 +156,10 @@ class AdapterService:
         staged.add_done_callback(lambda done: self._registry.discard(version.ref) if done.exception() else None)
         return staged
 
+    def number_from(self, name: str, least: int) -> None:
+        """See `AdapterRegistry.number_from`."""
+        self._registry.number_from(name, least)
+
     def discard(self, ref: AdapterRef) -> None:
         """See `AdapterRegistry.discard`."""
         self._registry.discard(ref)

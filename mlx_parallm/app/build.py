@@ -151,7 +151,10 @@ def build(config: Config, processor: ContinuousBatchProcessor, run: Run | None) 
     tokenizer = manager.tokenizer
     schedule = device_schedule(config, on_cpu())
     trainer = build_trainer(manager, bank, config, runner.cache.device.budget_bytes, schedule.max_decode_stall_s)
-    training = build_training(processor, trainer, adapters, store, library, tokenizer, config) if trainer else None
+    training = None
+    if trainer is not None:
+        assert run is not None  # a server that trains has a run
+        training = build_training(processor, trainer, adapters, store, library, tokenizer, config, run)
     served = Served(card, tokenizer, device_name(), limits, adapters, processor, training, run)
     parts = EngineParts(
         runner,

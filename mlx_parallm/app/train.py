@@ -36,6 +36,7 @@ from mlx_parallm.rl.rollouts import (
     environment,
     read_system_prompt,
 )
+from mlx_parallm.rl.runs.listing import RUN_STEPS
 from mlx_parallm.rl.scoring.service import ScorerCatalogue
 from mlx_parallm.rl.selection import REFILLS
 from mlx_parallm.rl.tracking.tracking import Record, Tracking
@@ -43,8 +44,8 @@ from mlx_parallm.rl.tracking.tracking import Record, Tracking
 FINAL = "final"
 """Tag of the checkpoint that a run ends with."""
 
-STEPS, TASKS = "run_steps", "run_tasks"
-"""Keys of a checkpoint's progress: the steps made so far, and the tasks taken from the environment for them."""
+STEPS, TASKS = RUN_STEPS, "run_tasks"
+"""Keys of an update's progress: the steps made so far, and the tasks taken from the environment for them."""
 
 _POLL_S = 0.05
 _UNSCORED = "a task's answers could not be scored"
@@ -197,7 +198,7 @@ class _TrainingRun:
         """Makes the steps that are left. The checkpoint of the last one is tagged."""
         options = self.options
         try:
-            await self.training.start()
+            await self.training.start(restore=False)  # tasks that were answered for no update are answered again
             await self.service.pause()  # each step makes its own update when its trajectories are scored
             done, taken = self._progress()
             rollouts = self._rollouts(await asyncio.to_thread(self._tasks, taken), taken)

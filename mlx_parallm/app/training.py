@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 
 from mlx_parallm.adapters.bank import AdapterBank
+from mlx_parallm.adapters.checkpoints.runs import JOURNAL, Run
 from mlx_parallm.adapters.library import AdapterLibrary
 from mlx_parallm.adapters.service import AdapterService
 from mlx_parallm.adapters.store import AdapterStore
@@ -28,6 +29,8 @@ from mlx_parallm.rl.learn.model import TrainableModel
 from mlx_parallm.rl.learn.policy import PolicySnapshot
 from mlx_parallm.rl.learn.trainer import GRPOTrainer
 from mlx_parallm.rl.rollouts import Task, answers_of, environment, read_system_prompt, with_system_prompt
+from mlx_parallm.rl.runs.journal import Journal
+from mlx_parallm.rl.runs.store import JournalFile
 from mlx_parallm.rl.scoring.service import ScorerCatalogue, ScoringService
 from mlx_parallm.rl.service import TrainingParts, TrainingService
 from mlx_parallm.rl.tasks import FileTasks
@@ -71,13 +74,14 @@ class TrainingRuntime:
     default_adapter: str
     held_out: tuple[Task, ...] = ()
 
-    async def start(self) -> None:
-        """Trains the default adapter.
+    async def start(self, restore: bool = True) -> None:
+        """Trains the default adapter. `restore`: see `TrainingService.start_adapter`.
 
         Raises:
+            ConfigError, StorageError: the journal of the run cannot be used.
             InvalidRequestError, ConflictError: its live version cannot be trained with this configuration.
         """
-        await self.service.start_adapter(self.default_adapter)
+        await self.service.start_adapter(self.default_adapter, restore)
 
     async def close(self) -> None:
         try:
@@ -94,11 +98,12 @@ def build_training(
     library: AdapterLibrary,
     tokenizer: TextTokenizer,
     config: Config,
+    run: Run,
 ) -> TrainingRuntime:
-    """The service that learns from collected trajectories, with its scorers.
+    """The service that learns from collected trajectories, with its scorers and the journal of `run`.
 
     Raises:
-        ConfigError: the held-out tasks or the environment's tasks cannot be used.
+        ConfigError: the journal, the held-out tasks or the environment's tasks cannot be used.
     """
     assert library.checkpoints is not None  # a server that trains has a run
     learner = Learner(processor, trainer)
@@ -122,6 +127,7 @@ def build_training(
         policy_of=policy_of,
         log=TrajectoryLog(training.trajectory_log) if training.trajectory_log else None,
         tasks=_tasks(config),
+        journal=Journal(JournalFile(run.path / JOURNAL)),
     )
     return TrainingRuntime(TrainingService(parts, default), scorers, learner, default, held_out)
 

@@ -249,8 +249,8 @@ class CheckpointingConfig(Section):
     """Adapter versions saved to disk."""
 
     interval: Integer = Field(default=10, ge=1)
-    """Number of updates between two checkpoints of a trained adapter. A checkpoint is also saved when the process ends,
-    unless it is killed (kill -9).
+    """Number of updates between two checkpoints of a trained adapter. A checkpoint is also saved when the process ends.
+    If it is killed (kill -9), the next one makes the updates after the last checkpoint again.
     """
     minutes: Number = Field(default=5.0, gt=0)
     """Longest time in minutes between an update and the next checkpoint."""

@@ -220,17 +220,19 @@ class TrainingClient(Protocol):
         """
         ...
 
-    def feedback(self, trajectory_id: str, score: float) -> None:
-        """Sets the reward of an answer. The last one before training counts. One rewarded answer is enough to train on
-        the group of one request. For a turn of an episode, it is the reward of that turn, which adds to the episode's.
+    async def feedback(self, trajectory_id: str, score: float) -> None:
+        """Sets the reward of an answer, and returns when it is on the disk. The last one before training counts. One
+        rewarded answer is enough to train on the group of one request. For a turn of an episode, it is the reward of
+        that turn, which adds to the episode's.
 
         Raises:
+            StorageError: it could not be written, and does not count.
             UnknownTrajectoryError: the trajectory does not exist, or does not exist any more.
             ConflictError: it was trained on, or dropped.
         """
         ...
 
-    def reward_tokens(self, trajectory_id: str, rewards: Sequence[float]) -> None:
+    async def reward_tokens(self, trajectory_id: str, rewards: Sequence[float]) -> None:
         """Sets one reward for each token of an answer or turn. Each is credited to its token and those before it.
 
         Raises:
@@ -239,22 +241,24 @@ class TrainingClient(Protocol):
         """
         ...
 
-    def reward_episode(self, episode_id: str, group_id: str, score: float) -> None:
+    async def reward_episode(self, episode_id: str, group_id: str, score: float) -> None:
         """Sets the reward of an episode as a whole, which ends it. `group_id`: empty if its requests named no group.
 
         Raises:
             UnknownTrajectoryError: no turn of it was collected.
             ConflictError: it was trained on, or dropped.
+            StorageError: the reward could not be written, and does not count.
         """
         ...
 
-    def close_group(self, group_id: str) -> GroupCard:
+    async def close_group(self, group_id: str) -> GroupCard:
         """Lets no more members into a group that requests have named. If it has a scorer, the scorer rewards the
         members without a reward; otherwise they are dropped, except episodes whose turns or tokens have rewards.
 
         Raises:
             UnknownTrajectoryError: there is no such group.
             ConflictError: it was trained on, or dropped.
+            StorageError: this could not be written, and the group stays open.
         """
         ...
 

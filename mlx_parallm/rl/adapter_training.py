@@ -14,7 +14,7 @@ import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from mlx_parallm.adapters.service import AdapterService
@@ -30,9 +30,11 @@ from mlx_parallm.rl.learn.learner import Learner
 from mlx_parallm.rl.learn.policy import PolicySnapshot, PolicyState
 from mlx_parallm.rl.objectives.batches import UpdateBatch
 from mlx_parallm.rl.objectives.rewards import RewardHistory
+from mlx_parallm.rl.runs.journal import Journal
+from mlx_parallm.rl.runs.replay import StartPoint
 
-PROGRESS = ("run_steps", "run_tasks")
-"""The keys that `AdapterTraining.progress` may have."""
+CHANGE = "journal_change"
+"""Key of a checkpoint's metrics: the number of the last change of the policy that is in it."""
 
 _log = logging.getLogger(__name__)
 
@@ -55,6 +57,7 @@ class AdapterTrainingParts:
     emit: Emit
     policy_of: PolicyOf | None = None
     evaluator: Evaluator | None = None
+    journal: Journal = field(default_factory=Journal)
 
 
 class AdapterTraining:
@@ -62,8 +65,9 @@ class AdapterTraining:
 
     Attributes:
         unpublished: whether the policy has updates that are in no published version.
-        progress: where a run on an environment was at the last update, so that it can resume there. It is saved with
-            the metrics of every checkpoint.
+        progress: where a run on an environment was at the last update, so that it can resume there.
+        change: number of the last change of the policy. `PolicyJournal` counts them.
+        start: where training started; set by `open`.
         checkpoints: those of the adapter, and its best version: the one with the best evaluation or, without
             evaluations, the one that was the latest when the running mean reward was highest.
 
@@ -82,11 +86,14 @@ class AdapterTraining:
         self.unpublished = False
         self.evaluations = EvaluationHistory()
         self.progress: Mapping[str, float] = {}
+        self.change = 0
+        self.start = StartPoint()
         self.checkpoints = AdapterCheckpoints(
             name, parts.learner, parts.adapters, parts.checkpoints, parts.checkpointing, parts.emit, parts.policy_of
         )
         self.reports = UpdateReporter(name, parts.emit)
         self._parts = parts
+        self.journal = parts.journal
         self._learner = parts.learner
         self._adapters = parts.adapters
         self._serves_base = serves_base
@@ -119,10 +126,14 @@ class AdapterTraining:
         self.checkpoints.set_best(None)
         self.versions = VersionHistory(live or BASE_ADAPTER)
         self.reports.step = start.step if start else 0
+        number = card.metrics.get(CHANGE) if card is not None else None
+        self.start = StartPoint(
+            str(live) if live else "", card.name if card else "", None if number is None else int(number)
+        )
+        self.change = self.start.number or 0
         if start is not None and card is not None:
             self.rewards.restore(card.metrics)
             self.evaluations.restore(card.metrics, self.name)
-            self.progress = {name: card.metrics[name] for name in PROGRESS if name in card.metrics}
             best = await self.checkpoints.load_best()
             if best is None:  # its checkpoint is gone
                 self.rewards.trend.forget_best()
@@ -151,7 +162,7 @@ class AdapterTraining:
 
     def _histories(self) -> dict[str, float]:
         """What training needs after a restart, for the metrics of a checkpoint."""
-        return {**self.rewards.to_metrics(), **self.evaluations.to_metrics(), **self.progress}
+        return {**self.rewards.to_metrics(), **self.evaluations.to_metrics(), CHANGE: float(self.change)}
 
     @property
     def rewards_fell(self) -> bool:
@@ -255,10 +266,16 @@ class AdapterTraining:
 
     # -- checkpoints -----------------------------------------------------------------------------
 
+    def number_versions_from(self, least: int) -> None:
+        """The next version gets at least this number."""
+        self._adapters.number_from(self.name, least)
+
     async def save_if_due(self) -> str | None:
         """Saves a checkpoint if one is due, and returns its name. If that fails, the next attempt is due later."""
-        if self.checkpoints.unsaved.due_in != 0:
-            return None
+        return await self.save_now() if self.checkpoints.unsaved.due_in == 0 else None
+
+    async def save_now(self) -> str | None:
+        """Saves a checkpoint, and returns its name. If that fails, the next attempt is due later."""
         try:
             return (await self.save()).name
         except Exception:  # noqa: BLE001 - it is logged already, and the update itself is live
@@ -280,8 +297,10 @@ class AdapterTraining:
 
         Raises:
             ConflictError: there is another checkpoint of `step`.
+            StorageError: the disk failed, for the checkpoint or for the journal.
             Exception: see `PolicyCheckpoints.save`.
         """
+        await self.journal.flush()  # a checkpoint never has an update that the journal lacks
         policy = await self._policy()
         of_update = self.reports.metrics if metrics is None else metrics
         metrics = {**of_update, **self._histories()}

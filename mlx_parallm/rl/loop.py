@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -19,6 +19,7 @@ from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
 from mlx_parallm.rl.collect.groups import DropReason, TrajectoryGroup
 from mlx_parallm.rl.events import Emit
 from mlx_parallm.rl.objectives.batches import PreparedBatch, ScoredGroup, prepare
+from mlx_parallm.rl.recovery import CHANGED, PolicyJournal
 from mlx_parallm.rl.selection import GroupSelection, given_groups
 
 _DROP_REASONS = {"published": None, "trained": None, "held": DropReason.HELD, "skipped": DropReason.SKIPPED}
@@ -33,7 +34,8 @@ class TrainingLoop:
     """Updates one adapter: on request, and whenever enough trajectories are ready. One lock orders all changes.
 
     Every group that is taken from the buffer is ended, whatever becomes of its update. If an update was skipped, held
-    or failed, its trajectories are dropped, since another attempt would end the same way.
+    or failed, its trajectories are dropped, since another attempt would end the same way. If it was cancelled, because
+    the process ends, they wait again.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class TrainingLoop:
         self._config = config
         self._emit = emit
         self._selection = GroupSelection(training, buffer, config)
+        self._changes = PolicyJournal(training, config)
         self._lock = asyncio.Lock()
         self._changed = asyncio.Event()
         self._pause_reason: str | None = None
@@ -80,18 +83,28 @@ class TrainingLoop:
     async def _automatic_update(self) -> None:
         if self._due:  # still true, so no other update has taken the trajectories
             try:
+                await self._changes.flush()
                 groups = self._buffer.take(self.name, self._config.update_frequency)
                 await self._conclude(await self._update(groups))
+            except StorageError as error:
+                self.pause(str(error))
             except Exception:  # noqa: BLE001 - only this update fails; after `max_skips` of them training pauses
                 _log.exception("an update of %s failed", self.name)
 
     # -- on request ------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Starts training, or starts it again from the live version; see `AdapterTraining.open`."""
+        """Starts training, or starts it again from the live version; see `AdapterTraining.open`. The first time, it
+        makes the updates again that a crash has undone.
+
+        Raises:
+            ConfigError: the journal is damaged.
+            StorageError: the journal cannot be written.
+        """
         async with self._lock:
             await self.training.open()
             self._selection.restart()
+            await self._changes.open()
             self._sweep()
 
     async def update(
@@ -109,7 +122,8 @@ class TrainingLoop:
 
         Raises:
             InvalidRequestError: one of `given` cannot be trained on.
-            StorageError: the update was made, but could not be saved.
+            StorageError: the journal cannot be written, so nothing was trained; or the update was made, but could not
+                be saved. The message says which.
             Exception: what learning or publishing raised; policy and versions are as before.
         """
         groups = None if given is None else given_groups(given, self._staleness_of_given)
@@ -118,6 +132,7 @@ class TrainingLoop:
                 "trajectories: give each of them a reward; only the loss cross_entropy needs no rewards", "trajectories"
             )
         async with self._lock:
+            await self._changes.flush()
             if groups is None:
                 report = await self._update(self._buffer.take(self.name), publish, progress)
             else:
@@ -125,7 +140,7 @@ class TrainingLoop:
                 report = await self._learn(groups, prepared, publish, progress)
             report = await self._conclude(report)
             self.wake()  # so that `run` waits for the time of the next checkpoint
-            return report if tag is None else await self._save_tagged(report, tag)
+            return await self._kept(report, tag)
 
     def _staleness_of_given(self, version: AdapterRef) -> int:
         """How many versions behind the latest one a version is.
@@ -141,8 +156,13 @@ class TrainingLoop:
             )
         return self.training.versions.staleness(version) or 0
 
-    async def _save_tagged(self, report: UpdateReport, tag: str) -> UpdateReport:
+    async def _kept(self, report: UpdateReport, tag: str | None) -> UpdateReport:
+        """Returns when the update is on the disk: in the journal and, if there is a `tag`, in a checkpoint."""
         try:
+            await self._changes.flush()
+            if tag is None:
+                return report
+            self._changes.begin()
             card = await self.training.save(tags=[tag])
         except StorageError as error:
             raise StorageError(f"the update ended as {report.status!r}, step {report.step}, but {error}") from error
@@ -154,6 +174,7 @@ class TrainingLoop:
             try:
                 await self.training.roll_back(to)
                 self._selection.restart()
+                await self._changes.rolled_back()
             finally:
                 self._sweep()
 
@@ -165,6 +186,7 @@ class TrainingLoop:
     async def save(self, step: int | None, tags: Sequence[str], metrics: Mapping[str, float]) -> CheckpointCard:
         """See `AdapterTraining.save`."""
         async with self._lock:
+            self._changes.begin()
             return await self.training.save(step, tags, metrics)
 
     async def evaluate_if_due(self, early: bool = False) -> EvaluationResult | None:
@@ -196,10 +218,14 @@ class TrainingLoop:
             without_signal, taken = self._selection.take(groups)
             scored = [*without_signal, *taken]
             prepared = prepare(scored, self._config.loss, self.training.rewards, self._config.update_frequency)
-            report = await self._learn(scored, prepared, publish, progress)
+            report = await self._learn(scored, prepared, publish, progress, self._config.update_frequency)
             of_groups = prepared.drop_reasons[len(without_signal) :]
             reasons = [reason or _DROP_REASONS[report.status] for reason in of_groups]
             return report
+        except asyncio.CancelledError:
+            for group in groups:
+                self._buffer.give_back(group)
+            raise
         finally:
             for group, reason in zip(groups, reasons, strict=True):
                 self._buffer.finish(group, reason)
@@ -210,6 +236,7 @@ class TrainingLoop:
         prepared: PreparedBatch,
         publish: bool,
         progress: Mapping[str, float] | None,
+        wanted: int | None = None,
     ) -> UpdateReport:
         training = self.training
         if not groups:
@@ -218,6 +245,7 @@ class TrainingLoop:
             await training.mark_best()
             if training.rewards_fell:
                 ref = await training.roll_back(None)
+                await self._recorded(self._changes.rolled_back())
                 self._selection.restart()
                 return training.reports.skipped(
                     ref, "rolled_back", f"the running mean reward fell: {ref} is live again"
@@ -226,6 +254,8 @@ class TrainingLoop:
                 return training.reports.skipped(training.live, "no_signal", metrics=prepared.batch.metrics)
             await training.evaluate_if_due()  # the version that training starts from
             report = await training.learn(prepared.batch, publish, progress)
+            if report.status in CHANGED:
+                await self._recorded(self._changes.updated(groups, wanted, publish, progress, report))
         except Exception as error:  # counted and reported, whatever it is, and raised again
             training.reports.skipped(training.live, "failed", str(error) or type(error).__name__)
             self._count_failure("failed")
@@ -244,6 +274,14 @@ class TrainingLoop:
             report = replace(report, metrics={**report.metrics, **result.metrics})
         name = await self.training.save_if_due()
         return report if name is None else replace(report, checkpoint=name)
+
+    async def _recorded(self, writing: Coroutine[None, None, None]) -> None:
+        """Waits until a change is in the journal. If that fails, training pauses: the change is made, and the next one
+        has to wait until the disk takes it."""
+        try:
+            await writing
+        except StorageError as error:
+            self.pause(str(error))
 
     def _count_failure(self, reason: str) -> None:
         self._failures_in_a_row += 1

@@ -33,7 +33,7 @@ from mlx_parallm.core import (
     check_name,
     check_tag,
 )
-from mlx_parallm.errors import ConflictError, UnknownModelError
+from mlx_parallm.errors import ConflictError, StorageError, UnknownModelError
 from mlx_parallm.rl.adapter_training import AdapterTraining, AdapterTrainingParts
 from mlx_parallm.rl.checkpoints import PolicyCheckpoints, PolicyOf
 from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
@@ -46,6 +46,8 @@ from mlx_parallm.rl.events import EventHub, Listener
 from mlx_parallm.rl.gate import Gate
 from mlx_parallm.rl.learn.learner import Learner
 from mlx_parallm.rl.loop import TrainingLoop
+from mlx_parallm.rl.runs.journal import Journal
+from mlx_parallm.rl.runs.records import Arrival, Closed, EpisodeReward, Feedback, GroupEntry, TokenRewards
 from mlx_parallm.rl.scoring.service import ANSWER, ScoringService, lacks_answer, terms_without_answer
 from mlx_parallm.rl.tasks import PROBLEM_ID, FileTasks
 from mlx_parallm.rl.tracking.tracking import Tracking
@@ -61,7 +63,7 @@ class TrainingParts:
 
     `evaluator`: asks versions the held-out tasks. `policy_of`: gives the policy that training starts from
     if the live version has no checkpoint of a trainer. `log`: gets every trajectory in the end. `tasks`: have the
-    answers that requests leave out.
+    answers that requests leave out. `journal`: of the run; it is closed with the service.
     """
 
     learner: Learner
@@ -74,6 +76,7 @@ class TrainingParts:
     policy_of: PolicyOf | None = None
     log: TrajectoryLog | None = None
     tasks: FileTasks = field(default_factory=FileTasks)
+    journal: Journal = field(default_factory=Journal)
 
 
 class TrainingService:
@@ -89,9 +92,15 @@ class TrainingService:
         self._config = config
         self._default = default_adapter
         self._hub = EventHub()
-        self._buffer = TrajectoryBuffer(config.trajectory_buffer_size, self._on_group_end)
+        self._journal = parts.journal
+        self._buffer = TrajectoryBuffer(config.trajectory_buffer_size, self._on_group_end, self._on_drop)
         self._intake = Intake(
-            self._buffer, parts.scorers, config, lambda adapter: self._loops[adapter].wake(), self._hub.emit
+            self._buffer,
+            parts.scorers,
+            config,
+            lambda adapter: self._loops[adapter].wake(),
+            self._hub.emit,
+            parts.journal,
         )
         self._adapter_parts = AdapterTrainingParts(
             parts.learner,
@@ -103,6 +112,7 @@ class TrainingService:
             self._hub.emit,
             parts.policy_of,
             parts.evaluator,
+            parts.journal,
         )
         self._tracking: Tracking | None = None
         self._loops: dict[str, TrainingLoop] = {}
@@ -111,11 +121,14 @@ class TrainingService:
 
     # -- start and end ---------------------------------------------------------------------------
 
-    async def start_adapter(self, name: str) -> None:
+    async def start_adapter(self, name: str, restore: bool = True) -> None:
         """Trains this adapter too; see `AdapterTraining.open`. A paused one is resumed. If its live version now comes
         from elsewhere, training starts again from that version.
 
+        `restore`: the trajectories that waited for it when the process ended, in this run, wait again.
+
         Raises:
+            ConfigError, StorageError: the journal of the run cannot be used.
             InvalidRequestError, ConflictError: it cannot be trained here, or not from its live version.
         """
         async with self._starting:
@@ -125,10 +138,23 @@ class TrainingService:
                 loop = TrainingLoop(training, self._buffer, self._config, self._hub.emit)
                 await loop.open()
                 self._loops[name] = loop
+                if restore:
+                    await self._restore(name, loop)
                 self._spawn(loop.run())
             elif (live := loop.training.live) is not None and loop.training.versions.staleness(live) is None:
                 await loop.open()
             loop.resume()
+
+    async def _restore(self, name: str, loop: TrainingLoop) -> None:
+        """Puts the trajectories of the journal that wait for an adapter back into the buffer, with their rewards."""
+        entries = await self._journal.waiting(name)
+        versions = [entry.trajectories[0].adapter for entry in entries if isinstance(entry, Arrival)]
+        newest = max((version.version for version in versions if version.name == name), default=0)
+        loop.training.number_versions_from(newest + 1)  # no other version gets the number of one that has drawn
+        self._intake.restore(name, entries, loop.reason_against)
+        if versions:
+            _log.info("%d collected requests wait for %s again", len(versions), name)
+            loop.wake()
 
     async def close(self) -> None:
         """Ends training: an update in progress is given up, and what is in no checkpoint yet is saved.
@@ -142,6 +168,7 @@ class TrainingService:
         await self._intake.close()
         errors = await asyncio.gather(*(loop.close() for loop in self._loops.values()), return_exceptions=True)
         self._hub.close()
+        await self._journal.close()
         if self._parts.log is not None:
             await self._parts.log.close()
         for error in errors:
@@ -176,11 +203,21 @@ class TrainingService:
         """See `core.TrainingClient.collect`."""
         if request.stopping.max_tokens == 0:
             return events
-        return collect(request, events, self._add_group, partial(self._count_aborted, request))
+        adapter = self._trained_by(request.adapter)
+        return collect(request, events, self._collect_group, partial(self._count_aborted, adapter, request.sequences))
 
-    def _add_group(self, trajectories: Sequence[Trajectory]) -> str:
+    async def _collect_group(self, trajectories: Sequence[Trajectory]) -> str:
+        return await self._finished(self._add_group(trajectories))
+
+    async def _add_group(self, trajectories: Sequence[Trajectory]) -> str:
+        """Keeps the trajectories, and returns why they will not be trained on, or ""."""
         version = trajectories[0].adapter
         adapter = self._trained_by(version)
+        try:
+            await self._journal.accept(adapter, trajectories)
+        except StorageError as error:
+            self._count_aborted(adapter, len(trajectories), DropReason.NOT_RECORDED)
+            return f"{error}: these trajectories will not be trained on."
         loop = self._loops.get(adapter)
         refused = loop.reason_against(version) if loop else DropReason.UNKNOWN_VERSION
         added = self._intake.add(adapter, trajectories, refused)
@@ -207,26 +244,25 @@ class TrainingService:
             )
         return f"{version} is no version that training continues from"
 
-    def _count_aborted(self, request: GenerationRequest) -> None:
-        adapter = self._trained_by(request.adapter)
-        self._buffer.count_aborted(adapter, request.sequences)
-        self._hub.emit("dropped", adapter=adapter, reasons={DropReason.ABORTED.value: request.sequences})
+    def _count_aborted(self, adapter: str, trajectories: int, reason: DropReason = DropReason.ABORTED) -> None:
+        self._buffer.count_aborted(adapter, trajectories, reason)
+        self._hub.emit("dropped", adapter=adapter, reasons={reason.value: trajectories})
 
-    def feedback(self, trajectory_id: str, score: float) -> None:
+    async def feedback(self, trajectory_id: str, score: float) -> None:
         """See `core.TrainingClient.feedback`."""
-        self._intake.feedback(trajectory_id, score)
+        await self._finished(self._enter(Feedback(trajectory_id, score)))
 
-    def reward_episode(self, episode_id: str, group_id: str, score: float) -> None:
+    async def reward_episode(self, episode_id: str, group_id: str, score: float) -> None:
         """See `core.TrainingClient.reward_episode`."""
-        self._intake.reward_episode(episode_id, group_id, score)
+        await self._finished(self._enter(EpisodeReward(episode_id, group_id, score)))
 
-    def reward_tokens(self, trajectory_id: str, rewards: Sequence[float]) -> None:
+    async def reward_tokens(self, trajectory_id: str, rewards: Sequence[float]) -> None:
         """See `core.TrainingClient.reward_tokens`."""
-        self._intake.reward_tokens(trajectory_id, rewards)
+        await self._finished(self._enter(TokenRewards(trajectory_id, tuple(rewards))))
 
-    def close_group(self, group_id: str) -> GroupCard:
+    async def close_group(self, group_id: str) -> GroupCard:
         """See `core.TrainingClient.close_group`."""
-        group = self._intake.close_group(group_id)
+        group = await self._finished(self._enter(Closed(group_id)))
         return GroupCard(
             group_id=group.group_id,
             adapter=group.adapter,
@@ -235,6 +271,13 @@ class TrainingService:
             complete=group.complete,
         )
 
+    async def _enter(self, entry: GroupEntry) -> TrajectoryGroup:
+        """Writes an entry into the journal, and applies it. Returns its group."""
+        group = self._intake.group_of(entry)
+        await self._journal.entered(group.adapter, group.group_id, entry)
+        self._intake.apply(entry)  # the group may have been trained on meanwhile
+        return group
+
     def trajectories(self, limit: int) -> tuple[TrajectoryCard, ...]:
         """See `core.TrainingClient.trajectories`."""
         return self._buffer.cards(limit)
@@ -242,6 +285,9 @@ class TrainingService:
     def _trained_by(self, version: AdapterRef) -> str:
         """Name of the adapter that trajectories of this version train."""
         return self._default if version == BASE_ADAPTER else version.name
+
+    def _on_drop(self, trajectories: Sequence[Trajectory], reason: str) -> None:
+        self._journal.dropped([trajectory.trajectory_id for trajectory in trajectories], reason)
 
     def _on_group_end(self, group: TrajectoryGroup) -> None:
         if dropped := group.in_state(TrajectoryState.DROPPED):

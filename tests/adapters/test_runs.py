@@ -44,7 +44,7 @@ def test_each_run_has_a_folder_of_its_own_and_nothing_old_goes_on_unasked() -> N
 
 
 def test_the_newest_run_that_has_learnt_is_resumed_and_keeps_its_id() -> None:
-    with pytest.raises(ConfigError, match="no run below checkpoints holds a checkpoint"):
+    with pytest.raises(ConfigError, match="no run below checkpoints holds a checkpoint or a journal"):
         open_run(None, True, wanted=True)
     for name in ("20250101-000000-aaaa", "20250102-000000-aaaa"):
         run = open_run(ROOT / name, False, wanted=True)
@@ -60,7 +60,7 @@ def test_the_newest_run_that_has_learnt_is_resumed_and_keeps_its_id() -> None:
 
 def test_a_folder_that_is_named_goes_on() -> None:
     named = Path("mine")
-    with pytest.raises(ConfigError, match="mine holds no checkpoint"):
+    with pytest.raises(ConfigError, match="mine holds no checkpoint and no journal"):
         open_run(named, True, wanted=True)
     run = open_run(named, False, wanted=True)
     assert (run.path, run.resumed) == (named, False)
@@ -92,7 +92,7 @@ def test_a_second_process_is_refused_until_the_first_has_ended_however_it_did() 
     with subprocess.Popen([sys.executable, "-c", holds], stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "locked\n"
-        with pytest.raises(ConfigError, match="another process uses mine"):
+        with pytest.raises(ConfigError, match=rf"another process \({other.pid}\) uses mine"):
             open_run(Path("mine"), False, wanted=True)
         other.kill()
     open_run(Path("mine"), False, wanted=True).close()

@@ -79,11 +79,11 @@ class Rig:
                 if isinstance(event, RequestFailed):
                     self.failed.append(event.error)
                 if isinstance(event, RequestFinished):
-                    self._reward(event.trajectory_ids)
+                    await self._reward(event.trajectory_ids)
 
-    def _reward(self, ids: Sequence[str]) -> None:
+    async def _reward(self, ids: Sequence[str]) -> None:
         for trajectory_id in ids:
-            self.training.service.feedback(trajectory_id, random.Random(trajectory_id).random())
+            await self.training.service.feedback(trajectory_id, random.Random(trajectory_id).random())
 
     async def on_device(self, call):
         return await self.engine.processor.run(call)

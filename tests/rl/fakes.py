@@ -157,6 +157,9 @@ class FakePublisher:
         self.versions[ref] = float(weights.pairs["w"].a[0, 0])
         return ref
 
+    def number_from(self, name: str, least: int) -> None:
+        self._next[name] = max(self._next[name], least - 1)
+
     async def flip(self, ref: AdapterRef) -> None:
         await asyncio.sleep(0)
         self._flip(ref)
@@ -167,6 +170,13 @@ class FakePublisher:
         assert np.isfinite(self.versions[ref])
         self.names[ref.name] = ref
         self.flips.append(ref)
+
+    def restored(self, ref: AdapterRef, held: PolicySnapshot) -> None:
+        """A checkpoint's version is live when the process starts."""
+        self.versions[ref] = value_of(held)
+        self.names[ref.name] = ref
+        self.flips.append(ref)
+        self._next[ref.name] = ref.version
 
     def discard(self, ref: AdapterRef) -> None:
         """Forgets a version, if it is still known; if it is live, the version before it is live again."""
@@ -198,7 +208,9 @@ class FakePublisher:
         if self.save_error is not None:
             raise self.save_error
         assert self.versions[ref] == value_of(policy), "another version's policy"
-        step = policy.step if step is None else step
+        others = [card.step for card, held in self.saved if value_of(held) != value_of(policy)]
+        if step is None:
+            step = policy.step if policy.step not in others else 1 + max(card.step for card, _ in self.saved)
         card = CheckpointCard(f"checkpoint-{step}", ref, step, "", 0, tuple(tags), dict(metrics))
         if any(other.name == card.name and value_of(held) != value_of(policy) for other, held in self.saved):
             raise ConflictError(card.name)

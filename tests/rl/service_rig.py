@@ -25,6 +25,7 @@ from mlx_parallm.core import (
     Trajectory,
 )
 from mlx_parallm.rl.collect.log import TrajectoryLog
+from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.service import TrainingParts, TrainingService
 
 SETTINGS = changed(TRAINING, update_frequency=4, scale_rewards=RewardScale.NONE, max_staleness=9)
@@ -40,13 +41,25 @@ class World:
     """A service over fakes; `engine` answers every request with two choices, and is collected from."""
 
     def __init__(
-        self, settings: ResolvedTraining, log: TrajectoryLog | None, checkpointing: CheckpointingConfig
+        self,
+        settings: ResolvedTraining,
+        log: TrajectoryLog | None,
+        checkpointing: CheckpointingConfig,
+        journal: Journal | None = None,
+        learner: FakeLearner | None = None,
     ) -> None:
-        self.learner = FakeLearner()
+        self.learner = learner or FakeLearner()
         self.publisher = FakePublisher()
         self.scorers = FakeScorers(first_is_best)
         parts = TrainingParts(
-            self.learner, self.publisher, self.publisher, self.scorers, settings, checkpointing, log=log
+            self.learner,
+            self.publisher,
+            self.publisher,
+            self.scorers,
+            settings,
+            checkpointing,
+            log=log,
+            journal=journal or Journal(),
         )
         self.service = TrainingService(parts, "main")
         choices = [

@@ -34,7 +34,7 @@ class Seen:
         self.aborted = 0
         self.warning = ""
 
-    def on_group(self, group: Sequence[Trajectory]) -> str:
+    async def on_group(self, group: Sequence[Trajectory]) -> str:
         self.groups.append(list(group))
         return self.warning
 

@@ -17,6 +17,7 @@ from mlx_parallm.errors import (
     StorageError,
     UnknownModelError,
 )
+from mlx_parallm.rl.adapter_training import CHANGE
 from mlx_parallm.rl.collect.groups import DropReason, TrajectoryGroup, TrajectoryState
 
 
@@ -55,7 +56,7 @@ async def test_a_checkpoint_on_request_holds_the_policy_and_its_optimizer() -> N
     await rig.updated(1.0, 0.0)
     card = await rig.loop.save(None, ["good"], {"mine": 2.0})
     assert (card.name, card.adapter, card.tags) == ("checkpoint-1", ref(1), ("good",))
-    assert card.metrics == {"mine": 2.0, **rig.training.rewards.to_metrics()}
+    assert card.metrics == {"mine": 2.0, **rig.training.rewards.to_metrics(), CHANGE: 2.0}
     assert rig.publisher.saved[-1][1] == policy(1.0, 1)
     assert (await rig.loop.save(70, [], {})).name == "checkpoint-70"
     await rig.updated(1.0, 0.0)

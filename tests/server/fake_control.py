@@ -198,22 +198,22 @@ class FakeTraining:
         self.collected.append(request)
         return events
 
-    def feedback(self, trajectory_id, score):
+    async def feedback(self, trajectory_id, score):
         if self.error:
             raise self.error
         if trajectory_id not in self.known:
             raise UnknownTrajectoryError(f"no trajectory {trajectory_id!r}", param="trajectory_id")
         self.calls.append(("feedback", trajectory_id, score))
 
-    def reward_tokens(self, trajectory_id, rewards):
+    async def reward_tokens(self, trajectory_id, rewards):
         self.calls.append(("reward_tokens", trajectory_id, list(rewards)))
 
-    def reward_episode(self, episode_id, group_id, score):
+    async def reward_episode(self, episode_id, group_id, score):
         if self.error:
             raise self.error
         self.calls.append(("reward_episode", episode_id, group_id, score))
 
-    def close_group(self, group_id):
+    async def close_group(self, group_id):
         if self.error:
             raise self.error
         self.calls.append(("close_group", group_id))

@@ -1,11 +1,14 @@
-"""The folder in which a run of the server keeps its checkpoints. It is locked as long as the run lasts.
+"""The folder of a run, which holds all that is worth keeping of it. It is locked as long as the run lasts.
 
     checkpoints/                          ROOT; a run without --checkpoint-dir makes its own folder here
         20261122-055816-1f3a/             named by local date, time, and four random digits
-            run.lock                      holds the run's id; locked (flock) by the process that uses the folder
+            run.lock                      the ids of the run and of its process, which locks it (flock)
+            run.json                      see `rl.runs.record`
+            journal.sqlite                see `rl.runs.store`
             default/checkpoint-10/ ...    see `store`
 
-A folder given with --checkpoint-dir is itself the folder of one run. If it holds checkpoints, that run is resumed.
+A folder given with --checkpoint-dir is itself the folder of one run. If there is something to resume in it, that
+run is resumed.
 """
 
 from __future__ import annotations
@@ -25,15 +28,16 @@ from mlx_parallm.errors import ConfigError
 
 ROOT = Path("checkpoints")
 """Relative to the current folder."""
-LOCK = "run.lock"
+LOCK, RECORD, JOURNAL = "run.lock", "run.json", "journal.sqlite"
+_MOMENT_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
     """A run's folder, locked by this process until `close`. If the process dies, the system unlocks it.
 
-    `id`: identifies the run, and stays the same when the run is resumed. `resumed`: the folder held checkpoints when it
-    was opened. `own`: this process made the folder, below ROOT.
+    `id`: identifies the run, and stays the same when the run is resumed. `resumed`: the folder held checkpoints or a
+    journal when it was opened. `own`: this process made the folder, below ROOT.
     """
 
     path: Path
@@ -43,9 +47,10 @@ class Run:
     descriptor: int
 
     def close(self) -> None:
-        """Unlocks the folder. Removes it first if `own` is set and it holds no checkpoint."""
-        if self.own and not _has_checkpoints(self.path):
+        """Unlocks the folder. Removes it first if `own` is set and there is nothing in it to resume."""
+        if self.own and not can_resume(self.path):
             with suppress(OSError):
+                (self.path / RECORD).unlink(missing_ok=True)
                 (self.path / LOCK).unlink()
                 for folder in (*self.path.iterdir(), self.path, self.path.parent):
                     folder.rmdir()  # removes empty folders only
@@ -65,8 +70,10 @@ def open_run(named: Path | None, resume: bool, wanted: bool) -> Run | None:
     """
     if named is not None:
         _refuse_root(named)
-        if resume and not _has_checkpoints(named):
-            raise ConfigError(f"--resume: {named} holds no checkpoint; leave --resume out to begin there")
+        if resume and not can_resume(named):
+            raise ConfigError(
+                f"--resume: {named} holds no checkpoint and no journal; leave --resume out to begin there"
+            )
         return _locked(named, own=False)
     if resume:
         return _locked(_newest(ROOT), own=False)
@@ -81,28 +88,44 @@ def is_run(folder: Path) -> bool:
 
 
 def _newest(root: Path) -> Path:
-    runs = [run for run in _runs(root) if _has_checkpoints(run)]
+    runs = [run for run in runs_in(root) if can_resume(run)]
     if not runs:
-        raise ConfigError(f"--resume: no run below {root} holds a checkpoint; leave it out, or name --checkpoint-dir")
+        raise ConfigError(f"--resume: no run below {root} holds a checkpoint or a journal; leave it out, or name a run")
     return runs[-1]
 
 
 def _refuse_root(folder: Path) -> None:
-    if (runs := list(_runs(folder))) and not is_run(folder) and not _has_checkpoints(folder):
+    if (runs := list(runs_in(folder))) and not is_run(folder) and not can_resume(folder):
         raise ConfigError(
             f"--checkpoint-dir: {folder} holds {len(runs)} runs, each in a folder of its own; name one of them, such "
             f"as {runs[-1]}, or give --resume alone for the newest below {ROOT}"
         )
 
 
-def _runs(root: Path) -> Iterator[Path]:
+def runs_in(root: Path) -> Iterator[Path]:
     """The folders of runs in `root`, oldest first: names sort by date."""
     if root.is_dir():
         yield from sorted(folder for folder in root.iterdir() if is_run(folder))
 
 
-def _has_checkpoints(folder: Path) -> bool:
-    return any(folder.glob(f"*/checkpoint-*/{MANIFEST}"))
+def can_resume(folder: Path) -> bool:
+    """Whether a run has left something in this folder: a checkpoint, or a journal."""
+    return any(folder.glob(f"*/checkpoint-*/{MANIFEST}")) or (folder / JOURNAL).is_file()
+
+
+def process_of(folder: Path) -> int | None:
+    """The id of the process that uses this folder now; None if none does."""
+    try:
+        descriptor = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _stored(descriptor)[1] or 0
+    finally:
+        os.close(descriptor)
+    return None
 
 
 def _locked(path: Path, own: bool) -> Run:
@@ -115,26 +138,43 @@ def _locked(path: Path, own: bool) -> Run:
             "can write"
         ) from error
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return Run(path, _id(descriptor), _has_checkpoints(path), own, descriptor)
+        _lock(descriptor)
+        return Run(path, _signed(descriptor), can_resume(path), own, descriptor)
     except OSError as error:
+        process = _stored(descriptor)[1] if isinstance(error, BlockingIOError) else None
         os.close(descriptor)
         if not isinstance(error, BlockingIOError):
             raise ConfigError(
                 f"{path / LOCK} cannot be used: {error.strerror}; give another --checkpoint-dir"
             ) from error
         raise ConfigError(
-            f"--checkpoint-dir: another process uses {path}; stop it, or give this one a folder of its own"
+            f"--checkpoint-dir: another process{f' ({process})' if process else ''} uses {path}; stop it, or give this "
+            "one a folder of its own"
         ) from error
 
 
-def _id(descriptor: int) -> str:
-    """The id in the lock file. If there is none yet, writes a new one there."""
-    stored = os.pread(descriptor, 64, 0).decode(errors="replace").strip()
-    if len(stored) == 8 and stored.isalnum():
-        return stored
-    made = secrets.token_hex(4)
+def _lock(descriptor: int) -> None:
+    """Raises BlockingIOError: another process has the lock, and not only for the moment that `process_of` takes."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        time.sleep(_MOMENT_S)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _signed(descriptor: int) -> str:
+    """Writes this process's id into the lock file, and returns the run's, which is made if there is none yet."""
+    run = _stored(descriptor)[0] or secrets.token_hex(4)
     os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"{made}\n".encode(), 0)
+    os.pwrite(descriptor, f"{run}\n{os.getpid()}\n".encode(), 0)
     os.fsync(descriptor)
-    return made
+    return run
+
+
+def _stored(descriptor: int) -> tuple[str, int | None]:
+    """The run's id in the lock file, and that of the process which wrote it; "" and None where there is none."""
+    run, _, process = os.pread(descriptor, 64, 0).decode(errors="replace").strip().partition("\n")
+    return (
+        run if len(run) == 8 and run.isalnum() else "",
+        int(process) if process.isascii() and process.isdecimal() else None,
+    )

@@ -8,7 +8,7 @@ from itertools import chain, islice
 
 from mlx_parallm.core import AdapterRef, Trajectory, TrajectoryCard
 from mlx_parallm.errors import ConflictError, InvalidRequestError, UnknownTrajectoryError
-from mlx_parallm.rl.collect.groups import DropReason, GroupMember, TrajectoryGroup, TrajectoryState
+from mlx_parallm.rl.collect.groups import NEVER_COLLECTED, DropReason, GroupMember, TrajectoryGroup, TrajectoryState
 
 
 class TrajectoryBuffer:
@@ -19,18 +19,24 @@ class TrajectoryBuffer:
     that left are remembered, so that feedback on them gets an error that says what became of them.
 
     `collected`, `trained` and `drops` (by reason) count trajectories, by adapter name; each turn of an episode is one.
-    `on_end` is called with each group that leaves.
+    `on_end` is called with each group that leaves, `on_drop` with trajectories that are dropped and why.
 
-    Invariant: collected == open + trained + dropped. Open trajectories are neither trained nor dropped. Aborted ones do
-    not count here, because they were never collected.
+    Invariant: collected == open + trained + dropped. Open trajectories are neither trained nor dropped. Those of
+    the reasons NEVER_COLLECTED do not count here.
     """
 
-    def __init__(self, size: int, on_end: Callable[[TrajectoryGroup], None] = lambda group: None) -> None:
+    def __init__(
+        self,
+        size: int,
+        on_end: Callable[[TrajectoryGroup], None] = lambda group: None,
+        on_drop: Callable[[Sequence[Trajectory], str], None] = lambda trajectories, reason: None,
+    ) -> None:
         self.collected: Counter[str] = Counter()
         self.trained: Counter[str] = Counter()
         self.drops: defaultdict[str, Counter[DropReason]] = defaultdict(Counter)
         self._size = size
         self._on_end = on_end
+        self._on_drop = on_drop
         self._groups: dict[str, TrajectoryGroup] = {}  # oldest first
         self._past: deque[TrajectoryGroup] = deque()
         self._past_ids: Counter[str] = Counter()
@@ -57,11 +63,13 @@ class TrajectoryBuffer:
             member, replaced = group.add(trajectory)
             if replaced is not None:
                 self.drops[group.adapter][DropReason.REPLACED] += 1
+                self._on_drop([replaced], DropReason.REPLACED)
                 del self._members[replaced.trajectory_id]
                 self._held -= 1
             self._members[trajectory.trajectory_id] = (group, member)
             if not member.is_open:  # the episode was dropped, and so is this turn
                 self._count_out(group, member, 1)
+                self._on_drop([trajectory], member.reason or member.state.value)
         self._count_in(group, trajectories)
 
     def _count_in(self, group: TrajectoryGroup, trajectories: Sequence[Trajectory]) -> None:
@@ -83,9 +91,9 @@ class TrajectoryBuffer:
                 return
             self.drop(oldest, DropReason.BUFFER_FULL)
 
-    def count_aborted(self, adapter: str, trajectories: int) -> None:
-        """Counts the trajectories of a request that was aborted or failed."""
-        self.drops[adapter][DropReason.ABORTED] += trajectories
+    def count_aborted(self, adapter: str, trajectories: int, reason: DropReason = DropReason.ABORTED) -> None:
+        """Counts trajectories that are not collected. `reason`: one of NEVER_COLLECTED."""
+        self.drops[adapter][reason] += trajectories
 
     def find(self, group_id: str) -> TrajectoryGroup | None:
         """The group of this id, if it has not left."""
@@ -101,9 +109,9 @@ class TrajectoryBuffer:
         """Sets the reward of an answer, or of one turn of an episode, in place of an earlier one. Returns its group.
 
         Raises:
-            UnknownTrajectoryError, ConflictError: see `_open_member`.
+            UnknownTrajectoryError, ConflictError: see `open_answer`.
         """
-        group, member = self._open_member(trajectory_id)
+        group, member = self.open_answer(trajectory_id)
         turn = member.turn(trajectory_id)
         if turn.collection.episode_id:
             member.reward_tokens(turn, (*(0.0,) * (len(turn.completion_ids) - 1), score))
@@ -116,24 +124,49 @@ class TrajectoryBuffer:
 
         Raises:
             InvalidRequestError: there is not one for each token.
-            UnknownTrajectoryError, ConflictError: see `_open_member`.
+            UnknownTrajectoryError, ConflictError: see `open_answer`.
         """
-        group, member = self._open_member(trajectory_id)
+        group, member = self.open_answer(trajectory_id, tokens=len(rewards))
+        member.reward_tokens(member.turn(trajectory_id), tuple(rewards))
+        return group
+
+    def open_answer(self, trajectory_id: str, tokens: int | None = None) -> tuple[TrajectoryGroup, GroupMember]:
+        """The member with this trajectory, and its group, if feedback still counts. `tokens`: of the answer, if known.
+
+        Raises:
+            UnknownTrajectoryError: no such trajectory, or it is forgotten.
+            ConflictError: it was taken for training, or dropped.
+            InvalidRequestError: it has another number of tokens.
+        """
+        if trajectory_id not in self._members:
+            raise UnknownTrajectoryError("No trajectory has this id, or it is forgotten by now.", param="trajectory_id")
+        group, member = self._members[trajectory_id]
+        _check_open(member, "trajectory_id")
         turn = member.turn(trajectory_id)
-        if len(rewards) != len(turn.completion_ids):
+        if tokens not in (None, len(turn.completion_ids)):
             raise InvalidRequestError(
-                f"The answer has {len(turn.completion_ids)} tokens, and there are {len(rewards)} rewards; send one for "
-                "each token.",
+                f"The answer has {len(turn.completion_ids)} tokens, and there are {tokens} rewards; send one for each "
+                "token.",
                 param="token_rewards",
             )
-        member.reward_tokens(turn, tuple(rewards))
-        return group
+        return group, member
 
     def reward_episode(self, group_id: str, episode_id: str, score: float) -> TrajectoryGroup:
         """Sets the reward of an episode, in place of an earlier one. Returns its group.
 
         Raises:
-            UnknownTrajectoryError, ConflictError: see `_open_member`.
+            UnknownTrajectoryError, ConflictError: see `open_episode`.
+        """
+        group, member = self.open_episode(group_id, episode_id)
+        member.set_reward(score)
+        return group
+
+    def open_episode(self, group_id: str, episode_id: str) -> tuple[TrajectoryGroup, GroupMember]:
+        """An episode, and its group, if feedback still counts.
+
+        Raises:
+            UnknownTrajectoryError: there is no such episode, or it is forgotten.
+            ConflictError: it was taken for training, or dropped.
         """
         group = self._groups.get(group_id)
         member = None if group is None else group.episode(episode_id)
@@ -142,21 +175,15 @@ class TrajectoryBuffer:
                 raise ConflictError("The group has been trained on or dropped already.", param="episode_id")
             raise UnknownTrajectoryError("No turn of this episode has been collected.", param="episode_id")
         _check_open(member, "episode_id")
-        member.set_reward(score)
-        return group
-
-    def _open_member(self, trajectory_id: str) -> tuple[TrajectoryGroup, GroupMember]:
-        """The member with this trajectory, and its group, if feedback still counts.
-
-        Raises:
-            UnknownTrajectoryError: no such trajectory, or it is forgotten.
-            ConflictError: it was taken for training, or dropped.
-        """
-        if trajectory_id not in self._members:
-            raise UnknownTrajectoryError("No trajectory has this id, or it is forgotten by now.", param="trajectory_id")
-        group, member = self._members[trajectory_id]
-        _check_open(member, "trajectory_id")
         return group, member
+
+    def score_member(self, trajectory_id: str, reward: float) -> TrajectoryGroup:
+        """Sets a scorer's reward of one member, unless it has feedback. Returns its group. Raises what `open_answer`
+        does."""
+        group, member = self.open_answer(trajectory_id)
+        if member.state is TrajectoryState.WAITING:
+            member.own_reward, member.state = reward, TrajectoryState.SCORED
+        return group
 
     def score(self, group: TrajectoryGroup, rewards: Sequence[float]) -> None:
         """Sets a scorer's rewards, in order of the members. Members with feedback keep their rewards."""
@@ -189,7 +216,8 @@ class TrajectoryBuffer:
     def take(self, adapter: str, least: int | None = None) -> tuple[TrajectoryGroup, ...]:
         """Takes the oldest complete groups, until they have at least `least` members; None: all complete groups.
 
-        Only members with a reward are taken. The caller must call `finish` for each group.
+        Only members with a reward are taken. The caller must call `finish` or `give_back` for each
+        group.
         """
         taken: list[TrajectoryGroup] = []
         members = 0
@@ -213,11 +241,17 @@ class TrajectoryBuffer:
             self._count_out(group, member, len(member.turns))
         self._remove_if_ended(group)
 
+    def give_back(self, group: TrajectoryGroup) -> None:
+        """Undoes `take`: an update can take the members again."""
+        for member in group.in_state(TrajectoryState.TRAINING):
+            member.state = TrajectoryState.SCORED
+
     def drop(self, group: TrajectoryGroup, reason: DropReason, members: Sequence[GroupMember] | None = None) -> None:
         """Drops these members of the group; None: all that no update has taken."""
         for member in (*group.waiting, *group.scored) if members is None else members:
             member.state, member.reason = TrajectoryState.DROPPED, reason
             self._count_out(group, member, len(member.turns))
+            self._on_drop(member.turns, reason)
         self._remove_if_ended(group)
 
     def sweep(self, adapter: str, reason_against: Callable[[AdapterRef], DropReason | None]) -> None:
@@ -297,7 +331,7 @@ class TrajectoryBuffer:
         for member in chain.from_iterable(group.members for group in past):
             assert member.state in (TrajectoryState.TRAINED, TrajectoryState.DROPPED)
         for adapter, collected in self.collected.items():
-            dropped = self.drops[adapter].total() - self.drops[adapter][DropReason.ABORTED]
+            dropped = self.drops[adapter].total() - sum(self.drops[adapter][reason] for reason in NEVER_COLLECTED)
             members = list(chain.from_iterable(group.members for group in held if group.adapter == adapter))
             in_progress = sum(len(m.turns) for m in members if m.is_open or m.state is TrajectoryState.TRAINING)
             assert collected == in_progress + self.trained[adapter] + dropped

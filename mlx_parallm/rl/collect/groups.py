@@ -36,7 +36,7 @@ class DropReason(StrEnum):
     does not exceed the threshold. ABORTED: its request did not finish. UNKNOWN_VERSION: the version that drew it is not
     in the version history of its adapter. SKIPPED: its update was skipped. HELD: the gate refused its update. REPLACED:
     the same turn of its episode came again. UNREWARDED: its group was closed before it had a reward. CLOSED: its group
-    had been closed before it came.
+    had been closed before it came. NOT_RECORDED: the journal of the run could not be written when it came.
     """
 
     BUFFER_FULL = "buffer_full"
@@ -53,6 +53,11 @@ class DropReason(StrEnum):
     REPLACED = "replaced"
     UNREWARDED = "unrewarded"
     CLOSED = "closed"
+    NOT_RECORDED = "not_recorded"
+
+
+NEVER_COLLECTED = (DropReason.ABORTED, DropReason.NOT_RECORDED)
+"""The reasons of trajectories that never came into the buffer."""
 
 
 @dataclass(eq=False, slots=True)

@@ -7,15 +7,18 @@ import logging
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from enum import StrEnum
 from typing import NamedTuple
 
 from mlx_parallm.config import RLTrainingConfig
-from mlx_parallm.core import CollectionSpec, Trajectory
-from mlx_parallm.errors import ConflictError, InvalidRequestError, UnknownTrajectoryError, shown
+from mlx_parallm.core import AdapterRef, CollectionSpec, Trajectory
+from mlx_parallm.errors import ConflictError, InvalidRequestError, RequestError, UnknownTrajectoryError, shown
 from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
 from mlx_parallm.rl.collect.groups import DropReason, TrajectoryGroup, group_name
 from mlx_parallm.rl.events import Emit
+from mlx_parallm.rl.runs.journal import Journal
+from mlx_parallm.rl.runs.records import Arrival, Closed, EpisodeReward, Feedback, GroupEntry, Score, TokenRewards
 from mlx_parallm.rl.scoring.pool import ScoringError
 from mlx_parallm.rl.scoring.service import ScoringService
 
@@ -47,6 +50,7 @@ class Intake:
 
     Args:
         on_ready: called with an adapter's name whenever one of its groups may have become complete.
+        journal: gets the rewards of scorers. What clients send is in it before the methods here are called.
     """
 
     def __init__(
@@ -56,9 +60,11 @@ class Intake:
         config: RLTrainingConfig,
         on_ready: Callable[[str], None],
         emit: Emit,
+        journal: Journal | None = None,
     ) -> None:
         self._buffer, self._scorers, self._config = buffer, scorers, config
         self._on_ready, self._emit = on_ready, emit
+        self._journal = journal or Journal()
         self.turns: defaultdict[str, Counter[TurnKind]] = defaultdict(Counter)
         self._scoring: set[asyncio.Task[None]] = set()
 
@@ -137,6 +143,25 @@ class Intake:
             self._scoring.add(task)
             task.add_done_callback(self._scoring.discard)
 
+    def restore(
+        self,
+        adapter: str,
+        entries: Sequence[Arrival | GroupEntry],
+        reason_against: Callable[[AdapterRef], DropReason | None],
+    ) -> None:
+        """Does again, in order, what had been done before a restart for trajectories that wait. What does not apply any
+        more, because a part of its group was trained on, is left out."""
+        journal, self._journal = self._journal, Journal()  # it has all this already
+        try:
+            for entry in entries:
+                with suppress(RequestError):
+                    if isinstance(entry, Arrival):
+                        self.add(adapter, entry.trajectories, reason_against(entry.trajectories[0].adapter))
+                    else:
+                        self.apply(entry)
+        finally:
+            self._journal = journal
+
     # -- groups that requests name ---------------------------------------------------------------
 
     def close_group(self, group_id: str) -> TrajectoryGroup:
@@ -146,12 +171,16 @@ class Intake:
             UnknownTrajectoryError: there is no such group.
             ConflictError: it has been trained on or dropped.
         """
+        group = self._group(group_id)
+        if not group.closed:
+            self._close(group)
+        return group
+
+    def _group(self, group_id: str) -> TrajectoryGroup:
         if (group := self._buffer.find(group_id)) is None:
             if self._buffer.has_left(group_id):
                 raise ConflictError("The group has been trained on or dropped already.", param="group_id")
             raise UnknownTrajectoryError(f"No group {shown(group_id)} has been collected.", param="group_id")
-        if not group.closed:
-            self._close(group)
         return group
 
     def _close_if_full(self, group: TrajectoryGroup) -> None:
@@ -159,6 +188,7 @@ class Intake:
             self._close(group)
 
     def _close(self, group: TrajectoryGroup) -> None:
+        self._journal.noted(group.adapter, group.group_id, Closed(group.group_id))
         self._buffer.close(group)
         self._emit("closed", adapter=group.adapter, group_id=group.group_id, members=len(group.members))
         if group.scorer is not None:
@@ -166,6 +196,41 @@ class Intake:
         self._on_ready(group.adapter)
 
     # -- rewards ---------------------------------------------------------------------------------
+
+    def group_of(self, entry: GroupEntry) -> TrajectoryGroup:
+        """The group that an entry is for, if `apply` would take the entry now.
+
+        Raises:
+            InvalidRequestError, UnknownTrajectoryError, ConflictError: those of `apply`.
+        """
+        match entry:
+            case Feedback(trajectory_id, score):
+                _check_finite("score", score)
+                return self._buffer.open_answer(trajectory_id)[0]
+            case TokenRewards(trajectory_id, rewards):
+                _check_finite("token_rewards", *rewards)
+                return self._buffer.open_answer(trajectory_id, len(rewards))[0]
+            case EpisodeReward(episode_id, group_id, score):
+                _check_finite("score", score)
+                return self._buffer.open_episode(_group_of_episode(episode_id, group_id), episode_id)[0]
+            case Closed(group_id):
+                return self._group(group_id)
+            case Score(trajectory_id):
+                return self._buffer.open_answer(trajectory_id)[0]
+
+    def apply(self, entry: GroupEntry) -> None:
+        """Sets a reward, or closes a group; see the methods below."""
+        match entry:
+            case Feedback(trajectory_id, score):
+                self.feedback(trajectory_id, score)
+            case TokenRewards(trajectory_id, rewards):
+                self.reward_tokens(trajectory_id, rewards)
+            case EpisodeReward(episode_id, group_id, score):
+                self.reward_episode(episode_id, group_id, score)
+            case Closed(group_id):
+                self.close_group(group_id)
+            case Score(trajectory_id, reward):
+                self._on_ready(self._buffer.score_member(trajectory_id, reward).adapter)
 
     def feedback(self, trajectory_id: str, score: float) -> None:
         """See `core.TrainingClient.feedback`. Raises InvalidRequestError if the score is not a finite number."""
@@ -175,7 +240,7 @@ class Intake:
     def reward_episode(self, episode_id: str, group_id: str, score: float) -> None:
         """See `core.TrainingClient.reward_episode`. Raises InvalidRequestError if the score is not a finite number."""
         _check_finite("score", score)
-        name = group_name(CollectionSpec(group_id=group_id, episode_id=episode_id))
+        name = _group_of_episode(episode_id, group_id)
         self._rewarded(self._buffer.reward_episode(name, episode_id, score), episode_id=episode_id, score=score)
 
     def reward_tokens(self, trajectory_id: str, rewards: Sequence[float]) -> None:
@@ -197,12 +262,16 @@ class Intake:
         await asyncio.gather(*self._scoring, return_exceptions=True)
 
     async def _score(self, group: TrajectoryGroup) -> None:
+        if not group.waiting:  # after a restart, the journal had the rewards
+            return
         try:
             rewards = await self._scorers.score([member.trajectory for member in group.members])
         except Exception as error:  # noqa: BLE001 - a failing scorer must affect only its own group
             _log.warning("scoring by %s failed: %s", group.scorer, error, exc_info=not isinstance(error, ScoringError))
             self._buffer.drop(group, DropReason.SCORING_FAILED, group.waiting)
         else:
+            for member, reward in zip(group.members, rewards, strict=True):
+                self._journal.noted(group.adapter, group.group_id, Score(member.trajectory.trajectory_id, reward))
             self._buffer.score(group, rewards)
             of_group = {"adapter": group.adapter, "group_id": group.group_id, "complete": group.complete}
             self._emit("scored", **of_group, rewards=list(rewards))
@@ -223,6 +292,10 @@ def _kind_of_turn(group: TrajectoryGroup, turn: Trajectory) -> TurnKind | None:
     if len(member.turns) == 1:
         return TurnKind.FIRST
     return TurnKind.CONTINUED if member.continues(turn) else TurnKind.APART
+
+
+def _group_of_episode(episode_id: str, group_id: str) -> str:
+    return group_name(CollectionSpec(group_id=group_id, episode_id=episode_id))
 
 
 def _check_finite(param: str, *rewards: float) -> None:

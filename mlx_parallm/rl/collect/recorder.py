@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import cast
@@ -70,13 +71,14 @@ class TrajectoryRecorder:
 async def collect(
     request: GenerationRequest,
     events: AsyncIterator[Event],
-    on_group: Callable[[Sequence[Trajectory]], str],
+    on_group: Callable[[Sequence[Trajectory]], Awaitable[str]],
     on_abort: Callable[[], None],
 ) -> AsyncGenerator[Event, None]:
     """Yields the events of a request that is marked for collection, and makes a group of trajectories for each prompt.
 
     Args:
-        on_group: called with each group when the request has finished; returns why it cannot be trained on, or "".
+        on_group: called with each group when the request has finished, all at once. It returns when the group is in the
+            journal: why it cannot be trained on, or "". It runs to its end even if this is closed meanwhile.
         on_abort: called instead if the request does not finish.
 
     Yields:
@@ -90,8 +92,8 @@ async def collect(
                     recorder.add(event)
                 elif isinstance(event, RequestFinished):
                     groups = recorder.groups()
-                    warnings = [on_group(group) for group in groups]
                     finished = True
+                    warnings = await asyncio.gather(*map(on_group, groups))
                     ids = tuple(trajectory.trajectory_id for group in groups for trajectory in group)
                     warning = next(filter(None, warnings), "")
                     event = replace(event, trajectory_ids=ids, trajectory_warning=warning)

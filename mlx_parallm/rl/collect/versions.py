@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from mlx_parallm.core import AdapterRef
 
 
@@ -52,6 +54,12 @@ class VersionHistory:
         self._ever.add(ref)
         self._positions = {**self._positions, ref: len(self._positions)}
         self._announced = self._saved = None
+
+    def continue_from(self, earlier: Sequence[AdapterRef]) -> None:
+        """Call this after a restart: these versions, oldest first, came before the only one in the history."""
+        order = [*(ref for ref in earlier if ref != self.latest), self.latest]
+        self._ever.update(order)
+        self._positions = {ref: position for position, ref in enumerate(order)}
 
     def rewind_to(self, ref: AdapterRef) -> None:
         """Removes the versions after `ref`. If `ref` is not in the history, a new history starts with it."""

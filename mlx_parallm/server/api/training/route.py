@@ -139,26 +139,30 @@ def _version(selector: str | None, services: Services, param: str) -> AdapterRef
 # -- feedback --------------------------------------------------------------------------------------
 
 
-@router.post("/v1/training/feedback", responses=raises(UnknownTrajectoryError, ConflictError, TrainingDisabledError))
+REWARD_ERRORS = (UnknownTrajectoryError, ConflictError, TrainingDisabledError, StorageError)
+
+
+@router.post("/v1/training/feedback", responses=raises(*REWARD_ERRORS))
 async def feedback(
     body: Annotated[FeedbackBody, Depends(json_body(FeedbackBody))], training: TrainingDep
 ) -> FeedbackObject:
     """Sets the reward of an answer, an episode, a turn or the tokens of an answer. The last feedback before training
     counts. If a request had neither a `scoring_function` nor a `group_id` or `episode_id`, feedback on one of its
-    answers is enough to train on its group. The answer is 409 if the trajectory was trained on or dropped."""
+    answers is enough to train on its group. The answer comes when the reward is on the disk, so that a crash does not
+    lose it. It is 409 if the trajectory was trained on or dropped."""
     score = math.fsum(body.token_rewards or ()) if body.score is None else body.score
     if body.episode_id is not None:
-        training.reward_episode(body.episode_id, body.group_id or "", score)
+        await training.reward_episode(body.episode_id, body.group_id or "", score)
     elif body.token_rewards is not None:
-        training.reward_tokens(body.trajectory_id or "", body.token_rewards)
+        await training.reward_tokens(body.trajectory_id or "", body.token_rewards)
     else:
-        training.feedback(body.trajectory_id or "", score)
+        await training.feedback(body.trajectory_id or "", score)
     return FeedbackObject(status="success", trajectory_id=body.trajectory_id, episode_id=body.episode_id, score=score)
 
 
 @router.post(
     "/v1/training/groups/{group_id:path}/close",
-    responses=raises(UnknownTrajectoryError, ConflictError, TrainingDisabledError),
+    responses=raises(*REWARD_ERRORS),
 )
 async def close_group(
     group_id: Annotated[str, Path(max_length=MAX_EPISODE_ID, description="The `group_id` of its requests.")],
@@ -167,7 +171,7 @@ async def close_group(
     """Lets no more answers into a group, so that it can be trained on. If its requests named a `scoring_function`, that
     rewards the members without a reward; otherwise they are dropped. The answer is 409 if the group was trained on or
     dropped."""
-    return GroupObject.model_validate(asdict(training.close_group(group_id)))
+    return GroupObject.model_validate(asdict(await training.close_group(group_id)))
 
 
 # -- control ---------------------------------------------------------------------------------------

@@ -1,0 +1,243 @@
+"""Journal: what of a run must survive a crash, written by one thread, with one commit for all that waits.
+
+accept, feedback, changed ─▶ waiting ─▶ one transaction, fsync ─▶ all their callers go on
+scored, ended ─────────────▶    │
+                                └─ while it runs, the next ones gather
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from mlx_parallm.core import Trajectory
+from mlx_parallm.errors import StorageError
+from mlx_parallm.rl.runs.records import (
+    Arrival,
+    GroupEntry,
+    PolicyChange,
+    Update,
+    body_to_json,
+    trajectory_to_json,
+)
+from mlx_parallm.rl.runs.store import TRAJECTORY, JournalFile, Statements
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+_FORGET = ("DELETE FROM intake WHERE trajectory_id = ?", "DELETE FROM ends WHERE trajectory_id = ?")
+_IN = "INSERT INTO intake (adapter, group_id, trajectory_id, kind, arrival, body) VALUES (?, ?, ?, ?, ?, ?)"
+_END = "INSERT OR IGNORE INTO ends (trajectory_id, state, reason, at) VALUES (?, ?, ?, ?)"
+_CHANGE = "INSERT OR REPLACE INTO changes (adapter, number, at, kind, body) VALUES (?, ?, ?, ?, ?)"
+
+
+@dataclass(eq=False, slots=True)
+class _Entry:
+    """Rows to be written. `done` is completed when they are on the disk.
+
+    `kept`: what they say has happened in memory already, so if they cannot be written now they are written later. All
+    other rows are given up with an error.
+    """
+
+    statements: Callable[[], Statements]
+    kept: bool
+    done: asyncio.Future[None]
+
+
+class Journal:
+    """The journal of one run. Event loop's thread only; nothing blocks it.
+
+    `file` None: nothing is written, and every call returns at once.
+    """
+
+    def __init__(self, file: JournalFile | None = None) -> None:
+        self._file = file
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="journal")
+        self._waiting: list[_Entry] = []
+        self._unwritten: list[_Entry] = []  # kept ones, in order, that the disk has refused
+        self._committing: asyncio.Task[None] | None = None
+        self._failed = False  # the last commit has
+        self._closed = False
+
+    # -- what clients are told after it is on the disk -------------------------------------------
+    # These raise StorageError if it cannot be written.
+
+    async def accept(self, adapter: str, trajectories: Sequence[Trajectory]) -> None:
+        """Trajectories that came in together, which train `adapter`. One that has the id of an earlier one takes its
+        place."""
+        await self._write(partial(_accepted, adapter, tuple(trajectories)))
+
+    async def entered(self, adapter: str, group_id: str, entry: GroupEntry) -> None:
+        """What a client has sent for a group."""
+        await self._write(partial(_entered, adapter, group_id, entry))
+
+    async def changed(self, change: PolicyChange) -> None:
+        """A change of a policy, which has been made. The trajectories of an update have ended with it.
+
+        Raises:
+            StorageError: it is not on the disk yet. It will be written before anything else.
+        """
+        await self._write(partial(_changed, change), kept=True)
+
+    def started(self, change: PolicyChange) -> None:
+        """Where training has started. It is written before a later change is."""
+        self._submit(partial(_changed, change), kept=True)
+
+    async def flush(self) -> None:
+        """Returns when everything is on the disk.
+
+        Raises:
+            StorageError: some changes, rewards or ends cannot be written now.
+        """
+        if self._unwritten or self._waiting or self._committing is not None:
+            await self._write(lambda: [])
+
+    # -- what nobody waits for -------------------------------------------------------------------
+
+    def noted(self, adapter: str, group_id: str, entry: GroupEntry) -> None:
+        """What has happened to a group without a client."""
+        self._submit(partial(_entered, adapter, group_id, entry), kept=True)
+
+    def dropped(self, trajectory_ids: Sequence[str], reason: str) -> None:
+        """Trajectories that will not be trained on."""
+        rows = [(one, "dropped", reason, time.time()) for one in trajectory_ids]
+        self._submit(lambda: [(_END, rows)], kept=True)
+
+    # -- reading, before anything is written -----------------------------------------------------
+    # These raise ConfigError if the file is damaged.
+
+    async def waiting(self, adapter: str) -> Sequence[Arrival | GroupEntry]:
+        """See `JournalFile.waiting`."""
+        return await self._read(lambda file: file.waiting(adapter), ())
+
+    async def changes(self, adapter: str) -> tuple[PolicyChange, ...]:
+        """All changes of an adapter's policy, in order."""
+        return await self._read(lambda file: file.changes(adapter), ())
+
+    async def trajectories(self, ids: Sequence[str]) -> Mapping[str, Trajectory]:
+        """See `JournalFile.trajectories`."""
+        return await self._read(lambda file: file.trajectories(ids), {})
+
+    async def close(self) -> None:
+        """Writes what waits, and closes the file. What cannot be written is logged."""
+        try:
+            await self.flush()
+        except StorageError as error:
+            _log.error("%d entries of the journal are lost: %s", len(self._unwritten), error)
+        self._closed = True
+        if self._file is not None:
+            await asyncio.get_running_loop().run_in_executor(self._worker, self._file.close)
+        self._worker.shutdown()
+
+    # -- commits ---------------------------------------------------------------------------------
+
+    async def _read(self, read: Callable[[JournalFile], T], nothing: T) -> T:
+        if self._file is None:
+            return nothing
+        return await asyncio.get_running_loop().run_in_executor(self._worker, read, self._file)
+
+    async def _write(self, statements: Callable[[], Statements], kept: bool = False) -> None:
+        if (done := self._submit(statements, kept)) is not None:
+            await asyncio.shield(done)
+
+    def _submit(self, statements: Callable[[], Statements], kept: bool) -> asyncio.Future[None] | None:
+        if self._file is None:
+            return None
+        done = asyncio.get_running_loop().create_future()
+        done.add_done_callback(_retrieve)
+        if self._closed:
+            done.set_exception(StorageError("the run has ended, and nothing more is kept"))
+            return done
+        self._waiting.append(_Entry(statements, kept, done))
+        if self._committing is None:
+            self._committing = asyncio.create_task(self._commit_all(self._file))
+        return done
+
+    async def _commit_all(self, file: JournalFile) -> None:
+        """Commits until nothing waits: everything that has come during one commit is in the next one."""
+        loop = asyncio.get_running_loop()
+        try:
+            while self._waiting:
+                entries, self._waiting = self._waiting, []
+                batch = [*self._unwritten, *entries]
+                error, unusable = await loop.run_in_executor(self._worker, _commit, file, batch)
+                self._unwritten = [e for e in batch if e.kept and e not in unusable] if error is not None else []
+                self._tell(error)
+                for entry in entries:
+                    _complete(entry.done, unusable.get(entry, error))
+        finally:
+            self._committing = None
+
+    def _tell(self, error: Exception | None) -> None:
+        """Logs the first failure of several."""
+        if error is not None and not self._failed:
+            _log.error("%s; it is tried again with the next entry", error)
+        self._failed = error is not None
+
+
+def _commit(file: JournalFile, entries: Sequence[_Entry]) -> tuple[StorageError | None, Mapping[_Entry, StorageError]]:
+    """Writes the rows of all entries at once. In the worker thread.
+
+    Returns:
+        Why nothing was written, or None; and the entries that can never be written, such as one whose metadata is no
+        JSON. Those do not stop the others.
+    """
+    statements: list[tuple[str, Sequence[tuple[object, ...]]]] = []
+    unusable: dict[_Entry, StorageError] = {}
+    for entry in entries:
+        try:
+            statements += entry.statements()
+        except Exception as error:  # noqa: BLE001 - it must cost its own entry only
+            _log.exception("an entry of the journal cannot be written")
+            unusable[entry] = StorageError(f"the journal cannot keep this: {error}")
+    try:
+        file.commit(statements)
+    except StorageError as error:
+        return error, unusable
+    return None, unusable
+
+
+def _complete(done: asyncio.Future[None], error: Exception | None) -> None:
+    if done.done():
+        return
+    if error is None:
+        done.set_result(None)
+    else:
+        done.set_exception(error)
+
+
+def _retrieve(done: asyncio.Future[None]) -> None:
+    """Marks an error as seen: nobody may be waiting for it, and it is logged."""
+    if not done.cancelled():
+        done.exception()
+
+
+def _accepted(adapter: str, trajectories: Sequence[Trajectory]) -> Statements:
+    arrival = uuid.uuid4().hex
+    rows = [
+        (adapter, each.group_id, each.trajectory_id, TRAJECTORY, arrival, trajectory_to_json(each))
+        for each in trajectories
+    ]
+    ids = [(each.trajectory_id,) for each in trajectories]
+    return [*((statement, ids) for statement in _FORGET), (_IN, rows)]
+
+
+def _entered(adapter: str, group_id: str, entry: GroupEntry) -> Statements:
+    kind, text = body_to_json(entry)
+    trajectory_id = getattr(entry, "trajectory_id", None)
+    return [(_IN, [(adapter, group_id, trajectory_id, kind, None, text)])]
+
+
+def _changed(change: PolicyChange) -> Statements:
+    kind, text = body_to_json(change.body)
+    row = (change.adapter, change.number, change.at, kind, text)
+    ids = change.body.trajectory_ids if isinstance(change.body, Update) else ()
+    return [(_CHANGE, [row]), (_END, [(one, "trained", "", change.at) for one in ids])]

@@ -1,0 +1,82 @@
+"""The runs below a folder: what `mlx_parallm runs` shows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlx_parallm.adapters.checkpoints.runs import JOURNAL, RECORD, is_run, process_of, runs_in
+from mlx_parallm.errors import ConfigError, StorageError
+from mlx_parallm.rl.runs.record import RunRecord, RunState, read_record
+from mlx_parallm.rl.runs.records import PolicyChange, Update
+from mlx_parallm.rl.runs.store import JournalFile
+
+RUN_STEPS = "run_steps"
+"""Key of an update's progress: the steps of `mlx_parallm_train` so far."""
+
+_NEWEST = 20
+"""Changes that are looked at for the newest update."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """One run, for a table.
+
+    Attributes:
+        process: the id of the process that uses the folder now; None if none does.
+        steps: steps of `mlx_parallm_train`, or else optimizer steps of the adapter that was updated last.
+        reward: mean reward of the last update; None if it has none.
+        at: Unix time of the last update, or else of the last start or end; None if nothing says it.
+        reason: why it ended; or why the folder cannot be read, and then all else is unknown.
+    """
+
+    path: Path
+    state: RunState
+    process: int | None = None
+    steps: int = 0
+    reward: float | None = None
+    at: float | None = None
+    reason: str = ""
+
+
+def list_runs(folder: Path) -> tuple[RunSummary, ...]:
+    """The run in this folder or, if it is none, the runs in its subfolders, oldest first."""
+    folders = [folder] if is_run(folder) else runs_in(folder)
+    return tuple(map(summarize, folders))
+
+
+def summarize(folder: Path) -> RunSummary:
+    """The run in this folder. Nothing is written, and a running process is not disturbed."""
+    process = process_of(folder)
+    try:
+        record, update = read_record(folder), _newest_update(folder / JOURNAL)
+    except (ConfigError, StorageError) as error:
+        return RunSummary(
+            folder, RunState.RUNNING if process is not None else RunState.FAILED, process, reason=str(error)
+        )
+    state, reason = _state(record, process)
+    body = update.body if update else None
+    steps = int(body.progress.get(RUN_STEPS, body.step)) if isinstance(body, Update) else 0
+    reward = body.metrics.get("reward_mean") if isinstance(body, Update) else None
+    at = update.at if update else (record.ended or record.starts[-1].at) if record and record.starts else None
+    return RunSummary(folder, state, process, steps, reward, at, reason)
+
+
+def _state(record: RunRecord | None, process: int | None) -> tuple[RunState, str]:
+    if process is not None:
+        return RunState.RUNNING, f"process {process}"
+    if record is None:
+        return RunState.FINISHED, f"it has no {RECORD}: it kept checkpoints only"
+    if record.state is RunState.RUNNING:
+        return RunState.KILLED, "its process ended without a word: killed, or the machine stopped"
+    return record.state, record.reason
+
+
+def _newest_update(path: Path) -> PolicyChange | None:
+    """The newest update of any adapter. Raises ConfigError, StorageError: the journal cannot be read."""
+    journal = JournalFile(path, read_only=True)
+    try:
+        changes = journal.newest_changes(_NEWEST)
+    finally:
+        journal.close()
+    return next((change for change in changes if isinstance(change.body, Update)), None)

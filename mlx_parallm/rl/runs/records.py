@@ -1,0 +1,193 @@
+"""What the journal of a run keeps, and how it is written as JSON and read back.
+
+Every type here is a plain dataclass. A new field with a default needs nothing else: it is written, and a journal that
+lacks it can be read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from mlx_parallm.core import GivenTrajectory, Trajectory
+
+# -- what comes in -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """Trajectories that came in together, in order."""
+
+    trajectories: tuple[Trajectory, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Feedback:
+    """A client's reward of an answer or a turn."""
+
+    trajectory_id: str
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRewards:
+    """A client's rewards of the tokens of an answer or a turn."""
+
+    trajectory_id: str
+    rewards: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeReward:
+    """A client's reward of an episode. `group_id`: as the client sent it, empty if it named no group."""
+
+    episode_id: str
+    group_id: str
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A scoring function's reward of a member of a group, by the id of its last trajectory."""
+
+    trajectory_id: str
+    reward: float
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """No more members come into a group."""
+
+    group_id: str
+
+
+GroupEntry = Feedback | TokenRewards | EpisodeReward | Score | Closed
+"""What happens to trajectories that have arrived, before they are trained on or dropped."""
+
+
+# -- what changes a policy -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedEpisode:
+    """One member of a group. Its turns are the trajectories of the journal with `trajectory_ids` or, if a client sent
+    it with the update, `given`. `token_rewards`: see `objectives.episodes.Episode`."""
+
+    trajectory_ids: tuple[str, ...] = ()
+    token_rewards: tuple[tuple[float, ...], ...] = ()
+    given: tuple[GivenTrajectory, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedGroup:
+    """One group of an update, as the update saw it; see `objectives.batches.ScoredGroup`."""
+
+    episodes: tuple[TrainedEpisode, ...]
+    rewards: tuple[float, ...]
+    scorer: str
+    staleness: int = 0
+    on_policy: bool = False
+
+    @property
+    def is_given(self) -> bool:
+        """Whether a client sent its trajectories with the update."""
+        return any(episode.given for episode in self.episodes)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Training started from the live version `base`, or from a new policy if it is empty."""
+
+    base: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Rollback:
+    """The policy of `checkpoint` replaced the current one. Empty: that policy is in no checkpoint. `lineage`: the
+    versions that training had continued from then, oldest first."""
+
+    checkpoint: str = ""
+    lineage: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One update that changed the policy: all that is needed to make it again, and what it reported.
+
+    Attributes:
+        wanted: trajectories that made a whole update; None: all that there were.
+        publish: whether a version was to be made of it.
+        version: number of that version; None if there is none.
+        progress: see `AdapterTraining.progress`.
+    """
+
+    groups: tuple[TrainedGroup, ...]
+    wanted: int | None
+    publish: bool
+    version: int | None
+    status: str
+    step: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    progress: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def trajectory_ids(self) -> tuple[str, ...]:
+        return tuple(one for group in self.groups for episode in group.episodes for one in episode.trajectory_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyChange:
+    """One change of an adapter's policy. `number` counts the changes of this adapter, from 1; `at` is Unix time."""
+
+    adapter: str
+    number: int
+    at: float
+    body: Start | Rollback | Update
+
+
+# -- JSON ----------------------------------------------------------------------------------------
+
+_TRAJECTORY = TypeAdapter(Trajectory)
+_KINDS: Mapping[type, str] = {
+    Feedback: "feedback",
+    TokenRewards: "token_rewards",
+    EpisodeReward: "episode_reward",
+    Score: "score",
+    Closed: "closed",
+    Start: "start",
+    Rollback: "rollback",
+    Update: "update",
+}
+_TYPES: Mapping[str, TypeAdapter[Any]] = {name: TypeAdapter(kind) for kind, name in _KINDS.items()}
+
+
+def trajectory_to_json(trajectory: Trajectory) -> str:
+    """Numbers are exact. What JSON does not have, in the metadata, is written as text."""
+    return _to_json(_TRAJECTORY, trajectory)
+
+
+def trajectory_from_json(text: str) -> Trajectory:
+    """Raises ValueError: it is not what `trajectory_to_json` wrote."""
+    return _TRAJECTORY.validate_python(json.loads(text))
+
+
+def body_to_json(body: GroupEntry | Start | Rollback | Update) -> tuple[str, str]:
+    """The kind of an entry, and its content."""
+    kind = _KINDS[type(body)]
+    return kind, _to_json(_TYPES[kind], body)
+
+
+def body_from_json(kind: str, text: str) -> Any:
+    """Raises ValueError: it is not what `body_to_json` wrote."""
+    if kind not in _TYPES:
+        raise ValueError(f"an entry of the unknown kind {kind[:40]!r}")
+    return _TYPES[kind].validate_python(json.loads(text))
+
+
+def _to_json(adapter: TypeAdapter[Any], value: object) -> str:
+    text = json.dumps(adapter.dump_python(value), ensure_ascii=False, default=str)
+    return text.encode(errors="replace").decode()  # half of a surrogate pair, which a client may send, is no text

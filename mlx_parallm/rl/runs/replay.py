@@ -1,0 +1,102 @@
+"""Which changes of a policy have to be made again after a crash. Pure: no file, no array.
+
+    checkpoint ──▶ update 7 ──▶ update 8 ──▶ rollback 9 (to checkpoint-5) ──▶ update 10 ──▶ crash
+    at change 6                              made again: the rollback, then update 10
+
+A checkpoint says which change of its adapter's policy was the last one in it. An update is deterministic, so the policy
+after the crash is the one before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from mlx_parallm.rl.runs.records import PolicyChange, Rollback, Start, Update
+
+
+@dataclass(frozen=True, slots=True)
+class StartPoint:
+    """Where training starts after the process has.
+
+    Attributes:
+        live: the live version as text; empty if there is none.
+        checkpoint: the checkpoint that the policy was loaded from; empty if there is none.
+        number: the last change that is in that checkpoint; None if it does not say, or if there is none.
+    """
+
+    live: str = ""
+    checkpoint: str = ""
+    number: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """What brings the policy from its start point to where it was.
+
+    Attributes:
+        roll_back_to: this checkpoint is restored first; empty: none is.
+        updates: are then made again, in order.
+        lost: updates that cannot be made again, because what they started from is gone.
+        last: number of the adapter's last change.
+        is_new: this start point is not in the journal yet.
+        progress: of the last update; see `AdapterTraining.progress`.
+        lineage: the versions that training had continued from before `updates`, as text, oldest first.
+    """
+
+    last: int
+    roll_back_to: str = ""
+    updates: tuple[PolicyChange, ...] = ()
+    lost: int = 0
+    is_new: bool = False
+    progress: Mapping[str, float] = field(default_factory=dict)
+    lineage: tuple[str, ...] = ()
+
+
+def plan(changes: Sequence[PolicyChange], start: StartPoint) -> Recovery:
+    """What has to be done after training was opened at `start`. `changes`: all of the adapter, in order."""
+    last = max(start.number or 0, changes[-1].number if changes else 0)
+    progress = _last_progress(changes)
+    done = [change for change in changes if change.number <= (start.number or 0)]
+    later = changes[len(done) :]
+    if not later:
+        return Recovery(last, is_new=start.number is None, progress=progress, lineage=_lineage(done))
+    at = max((place for place, change in enumerate(later) if not isinstance(change.body, Update)), default=None)
+    origin = None if at is None else later[at].body
+    updates = tuple(later if at is None else later[at + 1 :])
+    if not _can_begin(origin, start):
+        lost = sum(isinstance(change.body, Update) for change in later)
+        return Recovery(last, lost=lost, is_new=True, progress=progress)
+    to = origin.checkpoint if isinstance(origin, Rollback) and origin.checkpoint != start.checkpoint else ""
+    before = done if at is None or to else changes[: len(done) + at + 1]
+    return Recovery(last, to, updates, progress=progress, lineage=_lineage(before))
+
+
+def _can_begin(origin: Start | Rollback | Update | None, start: StartPoint) -> bool:
+    """Whether what the updates started from is here. `origin` None: they continue from the checkpoint."""
+    match origin:
+        case Start(base):
+            return base == start.live
+        case Rollback(checkpoint):
+            return bool(checkpoint)
+        case _:
+            return start.number is not None
+
+
+def _lineage(changes: Sequence[PolicyChange]) -> tuple[str, ...]:
+    """The versions that training has continued from after these changes."""
+    versions: list[str] = []
+    for change in changes:
+        match change.body:
+            case Start(base):
+                versions = [base]
+            case Rollback(lineage=lineage):
+                versions = [*lineage]
+            case Update(version=int(number)):
+                versions.append(f"{change.adapter}@{number}")
+    return tuple(versions)
+
+
+def _last_progress(changes: Sequence[PolicyChange]) -> Mapping[str, float]:
+    bodies = (change.body for change in reversed(changes))
+    return next((body.progress for body in bodies if isinstance(body, Update) and body.progress), {})

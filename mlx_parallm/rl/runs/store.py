@@ -1,0 +1,233 @@
+"""JournalFile: the journal of a run on the disk, an SQLite database.
+
+    intake    what came in, in order: trajectories, their rewards, groups that were closed
+    ends      the trajectories that were trained on or dropped
+    changes   of policies: updates, rollbacks, and where training started
+
+In WAL mode with synchronous=FULL, a commit returns when its rows are on the disk, and a crash at any moment leaves the
+rows of whole commits.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mlx_parallm import atomic
+from mlx_parallm.core import Trajectory
+from mlx_parallm.errors import ConfigError, StorageError
+from mlx_parallm.rl.runs.records import Arrival, GroupEntry, PolicyChange, body_from_json, trajectory_from_json
+
+SCHEMA = 1
+"""Version of the tables, in the file's user_version."""
+
+TRAJECTORY = "trajectory"
+"""The kind of the rows of `intake` that are trajectories. Other rows have the kind of their entry."""
+
+Statements = Sequence[tuple[str, Sequence[tuple[object, ...]]]]
+"""SQL with placeholders, each with the rows that it is executed for."""
+
+T = TypeVar("T")
+
+_APPLICATION = 0x4D4C5850
+"""application_id of the file: "MLXP"."""
+
+_WAIT_S = 2.0
+"""Longest wait for another program that holds the database's lock, such as a backup."""
+
+_IDS_AT_A_TIME = 500
+_TABLES = (
+    "CREATE TABLE intake (number INTEGER PRIMARY KEY, adapter TEXT NOT NULL, group_id TEXT NOT NULL, "
+    "trajectory_id TEXT, kind TEXT NOT NULL, arrival TEXT, body TEXT NOT NULL)",
+    f"CREATE UNIQUE INDEX one_of_each_trajectory ON intake (trajectory_id) WHERE kind = '{TRAJECTORY}'",
+    "CREATE INDEX by_trajectory ON intake (trajectory_id)",
+    "CREATE INDEX by_group ON intake (group_id)",
+    "CREATE TABLE ends (trajectory_id TEXT PRIMARY KEY, state TEXT NOT NULL, reason TEXT NOT NULL, at REAL NOT NULL) "
+    "WITHOUT ROWID",
+    "CREATE TABLE changes (adapter TEXT NOT NULL, number INTEGER NOT NULL, at REAL NOT NULL, kind TEXT NOT NULL, "
+    "body TEXT NOT NULL, PRIMARY KEY (adapter, number))",
+    f"PRAGMA application_id = {_APPLICATION}",
+    f"PRAGMA user_version = {SCHEMA}",
+)
+_NOT_ENDED = "NOT EXISTS (SELECT 1 FROM ends e WHERE e.trajectory_id = {}.trajectory_id)"
+_WAITING = (
+    "SELECT i.kind, i.arrival, i.body FROM intake i WHERE i.adapter = ?1 "
+    f"AND (i.trajectory_id IS NULL OR {_NOT_ENDED.format('i')}) "
+    f"AND i.group_id IN (SELECT t.group_id FROM intake t WHERE t.kind = '{TRAJECTORY}' AND t.adapter = ?1 "
+    f"AND {_NOT_ENDED.format('t')}) ORDER BY i.number"
+)
+_CHANGES = "SELECT adapter, number, at, kind, body FROM changes"
+
+
+class JournalFile:
+    """One journal. Its file is made by the first commit. Calls must not overlap; they may come from any thread.
+
+    `read_only`: nothing is written, and another process may be writing to it.
+
+    Raises:
+        ConfigError: the file is damaged, is not a journal, or was written by a newer version of this package.
+    """
+
+    def __init__(self, path: Path, read_only: bool = False) -> None:
+        self._path = path
+        self._connection: sqlite3.Connection | None = None
+        try:
+            if path.exists():
+                self._connection = _connect(path, read_only)
+        except (sqlite3.Error, OSError) as error:
+            raise ConfigError(f"{path} cannot be opened: {_reason(error)}") from error
+
+    def commit(self, statements: Statements) -> None:
+        """Executes all statements in one transaction, and returns when their rows are on the disk.
+
+        Raises:
+            StorageError: nothing was written.
+        """
+        try:
+            if self._connection is None:
+                self._connection = _connect(self._path)
+            with _transaction(self._connection) as connection:
+                for statement, rows in statements:
+                    connection.executemany(statement, rows)
+        except (sqlite3.Error, OSError) as error:
+            raise StorageError(f"the journal of the run cannot be written: {_reason(error)}") from error
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    # -- reading ---------------------------------------------------------------------------------
+    # These raise ConfigError if the file is damaged.
+
+    def waiting(self, adapter: str) -> tuple[Arrival | GroupEntry, ...]:
+        """The trajectories for an adapter that were neither trained on nor dropped, and what came for their groups, in
+        order. Trajectories that came in together are one entry."""
+        entries: dict[str, list[Trajectory] | GroupEntry] = {}
+        for kind, arrival, body in self._rows(_WAITING, adapter):
+            if kind != TRAJECTORY:
+                entries[str(len(entries))] = self._read(partial(body_from_json, kind), body)
+            elif isinstance(together := entries.setdefault(arrival, []), list):
+                together.append(self._read(trajectory_from_json, body))
+        return tuple(Arrival(tuple(entry)) if isinstance(entry, list) else entry for entry in entries.values())
+
+    def trajectories(self, ids: Sequence[str]) -> dict[str, Trajectory]:
+        """Trajectories by id, whatever became of them. Ids that the journal does not have are left out."""
+        found: dict[str, Trajectory] = {}
+        for start in range(0, len(ids), _IDS_AT_A_TIME):
+            some = ids[start : start + _IDS_AT_A_TIME]
+            marks = ", ".join("?" * len(some))
+            query = f"SELECT body FROM intake WHERE kind = '{TRAJECTORY}' AND trajectory_id IN ({marks})"
+            for (body,) in self._rows(query, *some):
+                trajectory = self._read(trajectory_from_json, body)
+                found[trajectory.trajectory_id] = trajectory
+        return found
+
+    def changes(self, adapter: str, after: int = 0) -> tuple[PolicyChange, ...]:
+        """The changes of an adapter's policy with a higher number than `after`, in order."""
+        rows = self._rows(f"{_CHANGES} WHERE adapter = ? AND number > ? ORDER BY number", adapter, after)
+        return tuple(map(self._change, rows))
+
+    def newest_changes(self, count: int) -> tuple[PolicyChange, ...]:
+        """The newest changes of all adapters, newest first."""
+        return tuple(map(self._change, self._rows(f"{_CHANGES} ORDER BY at DESC, number DESC LIMIT ?", count)))
+
+    def _change(self, row: tuple[Any, ...]) -> PolicyChange:
+        adapter, number, at, kind, text = row
+        return PolicyChange(adapter, number, at, self._read(partial(body_from_json, kind), text))
+
+    def _rows(self, query: str, *values: object) -> list[tuple[Any, ...]]:
+        if self._connection is None:
+            return []
+        try:
+            return self._connection.execute(query, values).fetchall()
+        except sqlite3.Error as error:
+            raise _damaged(self._path, _reason(error)) from error
+
+    def _read(self, parse: Callable[[str], T], text: str) -> T:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise _damaged(self._path, str(error).partition("\n")[0]) from error
+
+
+# -- opening -------------------------------------------------------------------------------------
+
+
+def _connect(path: Path, read_only: bool = False) -> sqlite3.Connection:
+    if not read_only:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))  # prompts and answers are in it
+        atomic.sync(path.parent)
+    connection = sqlite3.connect(
+        f"{path.absolute().as_uri()}?mode={'ro' if read_only else 'rw'}",
+        timeout=_WAIT_S,
+        isolation_level=None,
+        check_same_thread=False,
+        uri=True,
+    )
+    try:
+        _prepare(connection, path, read_only)
+    except sqlite3.DatabaseError as error:
+        connection.close()
+        if isinstance(error, sqlite3.OperationalError):  # the disk, and not the file's content
+            raise
+        raise _damaged(path, _reason(error)) from error
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _prepare(connection: sqlite3.Connection, path: Path, read_only: bool) -> None:
+    """Checks the file, and makes the tables if it is new."""
+    (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    (application,) = connection.execute("PRAGMA application_id").fetchone()
+    (schema,) = connection.execute("PRAGMA user_version").fetchone()
+    if tables and application != _APPLICATION:
+        raise ConfigError(f"{path} is not the journal of a run: move it away, or name another --checkpoint-dir")
+    if schema > SCHEMA:
+        raise ConfigError(
+            f"{path} was written by a newer version of MLX ParaLLM (its schema is {schema}, and this version reads "
+            f"{SCHEMA}): use that version, or name another --checkpoint-dir"
+        )
+    if read_only:
+        return
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = FULL")
+    if not tables:
+        with _transaction(connection):
+            for statement in _TABLES:
+                connection.execute(statement)
+    (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+    if found != "ok":
+        raise _damaged(path, str(found))
+
+
+@contextmanager
+def _transaction(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        yield connection
+        connection.execute("COMMIT")
+    except BaseException:
+        with suppress(sqlite3.Error):  # a failed commit may have ended the transaction already
+            connection.execute("ROLLBACK")
+        raise
+
+
+def _damaged(path: Path, reason: str) -> ConfigError:
+    return ConfigError(
+        f"{path} is damaged ({' '.join(reason.split())}): restore it from a backup; or move it away together "
+        f"with {path.name}-wal, which loses the trajectories that wait for training and the updates since the last "
+        "checkpoint"
+    )
+
+
+def _reason(error: Exception) -> str:
+    """The error's text without a path."""
+    return (error.strerror if isinstance(error, OSError) else str(error)) or type(error).__name__

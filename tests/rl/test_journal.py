@@ -1,0 +1,349 @@
+"""The journal of a run: what is in it after any crash, and what it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rl.fakes import trajectories
+
+from mlx_parallm.core import AdapterRef, CollectionSpec, GivenTrajectory
+from mlx_parallm.errors import ConfigError, StorageError
+from mlx_parallm.rl.runs.journal import Journal
+from mlx_parallm.rl.runs.records import (
+    Arrival,
+    Closed,
+    EpisodeReward,
+    Feedback,
+    GroupEntry,
+    PolicyChange,
+    Rollback,
+    Score,
+    Start,
+    TokenRewards,
+    TrainedEpisode,
+    TrainedGroup,
+    Update,
+    body_from_json,
+    body_to_json,
+    trajectory_from_json,
+    trajectory_to_json,
+)
+from mlx_parallm.rl.runs.store import JournalFile
+
+REF = AdapterRef("math", 3)
+TRAINED = TrainedGroup((TrainedEpisode(("a-0",)), TrainedEpisode(("a-1",))), (1.0, 0.0), "exact")
+UPDATE = Update((TRAINED,), 2, True, 4, "published", 1, {"loss": 0.5})
+GIVEN = TrainedEpisode((), ((0.5, 0.25),), (GivenTrajectory((1,), (2, 3), 1.0),))
+
+
+def change(number: int, body: Start | Rollback | Update = UPDATE) -> PolicyChange:
+    return PolicyChange("math", number, float(number), body)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "journal.sqlite"
+
+
+async def reopened(path: Path) -> list[list[str] | GroupEntry]:
+    """What waits: for each arrival the ids of its trajectories, and what came between them."""
+    journal = Journal(JournalFile(path))
+    entries = await journal.waiting("math")
+    await journal.close()
+    return [
+        [one.trajectory_id for one in entry.trajectories] if isinstance(entry, Arrival) else entry for entry in entries
+    ]
+
+
+# ---- what is kept -------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.floats(allow_nan=True), max_size=5),
+    st.text(st.characters(exclude_categories=["Cs"])),
+    st.dictionaries(st.text(max_size=3), st.none() | st.integers() | st.lists(st.text(max_size=3), max_size=2)),
+)
+@settings(max_examples=50, deadline=None)
+def test_a_trajectory_is_read_back_as_it_was_to_the_bit(logprobs: list[float], text: str, metadata: dict) -> None:
+    one = replace(
+        trajectories("g", REF)[0],
+        sampling_logprobs=tuple(logprobs),
+        text=text,
+        collection=CollectionSpec("exact", metadata, messages=({"role": "user", "content": text},)),
+    )
+    again = trajectory_from_json(trajectory_to_json(one))
+    assert repr(again) == repr(one), "NaN is not equal to itself"
+
+
+def test_text_that_is_no_unicode_is_kept_as_far_as_it_can_be() -> None:
+    broken = replace(trajectories("g", REF)[0], collection=CollectionSpec("exact", {"answer": "a\ud800b"}))
+    assert trajectory_from_json(trajectory_to_json(broken)).collection.metadata == {"answer": "a?b"}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        Start("math@3"),
+        Rollback("checkpoint-7"),
+        replace(UPDATE, metrics={"kl": math.inf}, progress={"run_steps": 3.0}),
+        replace(UPDATE, groups=(TrainedGroup((GIVEN,), (1.0,), "given"),)),
+        Feedback("a-0", 0.1),
+        TokenRewards("a-0", (0.1, -0.2)),
+        EpisodeReward("e", "", 1.0),
+        Score("a-0", 1 / 3),
+        Closed("g"),
+    ],
+)
+def test_an_entry_is_read_back_as_it_was(body: GroupEntry | Start | Rollback | Update) -> None:
+    assert body_from_json(*body_to_json(body)) == body
+
+
+async def test_what_waits_comes_back_in_order_with_its_rewards_and_what_ended_does_not(path: Path) -> None:
+    journal = Journal(JournalFile(path))
+    for name in "abcd":
+        await journal.accept("math", trajectories(name, REF))
+    await journal.accept("tone", trajectories("e", AdapterRef("tone", 1)))
+    journal.noted("math", "b", Score("b-0", 0.25))
+    await journal.entered("math", "b", Feedback("b-1", 1.0))
+    await journal.entered("math", "a", Feedback("a-1", 1.0))
+    await journal.accept("math", trajectories("f", REF, n=1))
+    await journal.entered("math", "d", Feedback("d-0", 1.0))
+    for closed in "acd":
+        await journal.entered("math", closed, Closed(closed))
+    journal.dropped(["d-0"], "stale")
+    await journal.changed(change(1, Start("")))
+    await journal.changed(change(2))
+    await journal.close()
+    assert await reopened(path) == [
+        *(["b-0", "b-1"], ["c-0", "c-1"], ["d-1"], Score("b-0", 0.25), Feedback("b-1", 1.0), ["f-0"]),
+        *(Closed("c"), Closed("d")),
+    ]
+    journal = Journal(JournalFile(path))
+    assert await journal.changes("math") == (change(1, Start("")), change(2))
+    assert await journal.changes("tone") == ()
+    assert await journal.trajectories(["d-0", "a-1", "none"]) == {
+        one.trajectory_id: one for one in (trajectories("d", REF)[0], trajectories("a", REF)[1])
+    }
+    await journal.close()
+
+
+async def test_an_id_that_is_drawn_again_replaces_the_earlier_one(path: Path) -> None:
+    journal = Journal(JournalFile(path))
+    await journal.accept("math", trajectories("a", REF))
+    await journal.entered("math", "a", Feedback("a-0", 1.0))
+    journal.dropped(["a-0"], "stale")
+    again = [replace(one, text="again") for one in trajectories("a", REF)]
+    await journal.accept("math", again)
+    assert await journal.waiting("math") == (Arrival(tuple(again)),)
+    await journal.close()
+
+
+async def test_many_that_wait_share_a_commit(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = JournalFile(path)
+    commits: list[int] = []
+    commit = file.commit
+    monkeypatch.setattr(file, "commit", lambda statements: (commits.append(len(statements)), commit(statements)))
+    journal = Journal(file)
+    await journal.accept("math", trajectories("a", REF, n=64))
+    await asyncio.gather(*(journal.entered("math", "a", Feedback(f"a-{number}", 1.0)) for number in range(64)))
+    await journal.close()
+    assert len(commits) <= 3
+    assert len(await reopened(path)) == 65
+
+
+async def test_no_file_keeps_nothing() -> None:
+    journal = Journal()
+    await journal.accept("math", trajectories("a", REF))
+    await journal.entered("math", "a", Feedback("a-0", 1.0))
+    assert await journal.waiting("math") == ()
+    await journal.close()
+
+
+# ---- crashes ------------------------------------------------------------------------------------
+
+_WRITES = """
+import asyncio, sys
+from pathlib import Path
+from rl.fakes import trajectories
+from mlx_parallm.core import AdapterRef
+from mlx_parallm.rl.runs.journal import Journal
+from mlx_parallm.rl.runs.records import Feedback
+from mlx_parallm.rl.runs.store import JournalFile
+
+async def main():
+    journal = Journal(JournalFile(Path(sys.argv[1])))
+    async def client(name):
+        for number in range(10_000):
+            group = f"{name}{number}"
+            await journal.accept("math", trajectories(group, AdapterRef("math", 3)))
+            print("accepted", group, flush=True)
+            await journal.entered("math", group, Feedback(f"{group}-0", float(number)))
+            print("scored", group, number, flush=True)
+    await asyncio.gather(*map(client, "abcd"))
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("after", [1, 60, 300])
+async def test_a_process_that_is_killed_loses_nothing_that_it_has_acknowledged(path: Path, after: int) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", _WRITES, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline().split() for _ in range(after)]
+        process.send_signal(signal.SIGKILL)
+        lines += [line.split() for line in process.stdout if line.endswith("\n")]
+    found = await reopened(path)
+    arrived = [entry for entry in found if isinstance(entry, list)]
+    assert all(len(ids) == 2 for ids in arrived), "a group is there with all its members"
+    groups = {ids[0].removesuffix("-0") for ids in arrived}
+    for words in lines:
+        if words[0] == "accepted":
+            assert words[1] in groups
+        else:
+            assert Feedback(f"{words[1]}-0", float(words[2])) in found
+
+
+async def test_a_torn_end_of_the_wal_loses_only_what_was_not_acknowledged(path: Path) -> None:
+    file = JournalFile(path)
+    journal = Journal(file)
+    await journal.accept("math", trajectories("a", REF))
+    wal = path.with_name(path.name + "-wal")
+    kept, content = wal.read_bytes(), path.read_bytes()
+    await journal.accept("math", trajectories("b", REF))
+    torn = wal.read_bytes()
+    await journal.close()
+    assert len(torn) > len(kept)
+    for cut in (len(kept) + 1, len(torn) - 5):  # a crash has left some pages of the second commit
+        path.write_bytes(content)
+        wal.write_bytes(torn[:cut])
+        assert await reopened(path) == [["a-0", "a-1"]]
+
+
+# ---- faults -------------------------------------------------------------------------------------
+
+
+class FullDisk(JournalFile):
+    full = False
+
+    def commit(self, statements) -> None:
+        if self.full:
+            raise StorageError("the journal of the run cannot be written: database or disk is full")
+        super().commit(statements)
+
+
+async def test_a_full_disk_costs_the_clients_that_wait_and_keeps_what_has_happened(path: Path) -> None:
+    file = FullDisk(path)
+    journal = Journal(file)
+    await journal.accept("math", trajectories("a", REF))
+    file.full = True
+    with pytest.raises(StorageError, match="disk is full"):
+        await journal.accept("math", trajectories("b", REF))
+    with pytest.raises(StorageError):
+        await journal.entered("math", "a", Feedback("a-0", 1.0))
+    journal.noted("math", "a", Score("a-0", 0.5))
+    with pytest.raises(StorageError):
+        await journal.changed(change(1, Start("")))
+    with pytest.raises(StorageError):
+        await journal.flush()
+    file.full = False
+    await journal.flush()
+    await journal.close()
+    assert await reopened(path) == [["a-0", "a-1"], Score("a-0", 0.5)], "what was refused is not there"
+    assert JournalFile(path).changes("math") == (change(1, Start("")),)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_an_error_of_the_disk_names_no_path(path: Path) -> None:
+    file = JournalFile(path)
+    file.commit([])
+    file._connection.execute("PRAGMA max_page_count = 10")  # as good as a full disk, for SQLite
+    row = ("a", "b", "math", "x" * 100_000)
+    with pytest.raises(StorageError, match=r"the journal of the run cannot be written: .*full") as caught:
+        file.commit([("INSERT INTO intake (adapter, group_id, kind, body) VALUES (?, ?, ?, ?)", [row])])
+    assert str(path.parent) not in str(caught.value)
+    file.commit([])
+    file.close()
+
+
+async def test_what_cannot_be_written_costs_only_itself(path: Path) -> None:
+    journal = Journal(JournalFile(path))
+    endless: dict[str, object] = {}
+    endless["self"] = endless
+    bad = [replace(one, collection=CollectionSpec("exact", endless)) for one in trajectories("a", REF)]
+    done = await asyncio.gather(
+        journal.accept("math", bad), journal.accept("math", trajectories("b", REF)), return_exceptions=True
+    )
+    assert isinstance(done[0], StorageError)
+    assert done[1] is None
+    await journal.close()
+    assert await reopened(path) == [["b-0", "b-1"]]
+
+
+async def test_after_the_end_nothing_more_is_promised(path: Path) -> None:
+    journal = Journal(JournalFile(path))
+    await journal.close()
+    with pytest.raises(StorageError, match="ended"):
+        await journal.entered("math", "a", Feedback("a-0", 1.0))
+
+
+def test_a_journal_of_a_newer_version_is_refused(path: Path) -> None:
+    JournalFile(path).commit([])
+    with sqlite3.connect(path) as connection:
+        connection.execute("PRAGMA user_version = 9")
+    connection.close()
+    with pytest.raises(ConfigError, match=r"newer version.*schema is 9"):
+        JournalFile(path)
+
+
+def test_a_file_of_something_else_is_refused_and_left_alone(path: Path) -> None:
+    with sqlite3.connect(path) as connection:
+        connection.execute("CREATE TABLE mine (a)")
+    connection.close()
+    content = path.read_bytes()
+    with pytest.raises(ConfigError, match="not the journal of a run"):
+        JournalFile(path)
+    assert path.read_bytes() == content
+    path.write_text("not a database " * 100)
+    with pytest.raises(ConfigError, match="damaged"):
+        JournalFile(path)
+
+
+async def test_a_damaged_journal_is_told_and_not_passed_over(path: Path) -> None:
+    journal = Journal(JournalFile(path))
+    for number in range(40):
+        await journal.accept("math", trajectories(f"g{number}", REF, n=8))
+    await journal.close()
+    content = bytearray(path.read_bytes())
+    for page in range(3, len(content) // 4096):
+        content[page * 4096 : page * 4096 + 64] = b"\xff" * 64
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"damaged .*restore it from a backup"):
+        JournalFile(path)
+
+
+def test_an_empty_file_that_a_crash_has_left_is_a_new_journal(path: Path) -> None:
+    path.touch()
+    JournalFile(path).commit([])
+    assert JournalFile(path).changes("math") == ()
+
+
+def test_nobody_else_may_read_the_prompts(path: Path) -> None:
+    file = JournalFile(path)
+    assert not path.exists(), "a run that has nothing to keep leaves no file"
+    file.commit([])
+    for kept in path.parent.iterdir():
+        assert kept.stat().st_mode & 0o077 == 0, kept
+    file.close()

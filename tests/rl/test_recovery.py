@@ -1,0 +1,344 @@
+"""What a crash leaves of a policy, of its trajectories and of its rewards, with stand-ins for the learner and the disk.
+
+A learner here adds up what it is given, so that equal policies were made by equal updates in the same order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from configs import changed
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rl.fakes import FakeEngine, FakeLearner
+from rl.service_rig import GIVEN, SETTINGS, World, settle, until
+
+from mlx_parallm.config import CheckpointingConfig, ResolvedTraining
+from mlx_parallm.core import (
+    BASE_ADAPTER,
+    AdapterRef,
+    CollectionSpec,
+    FinishReason,
+    GenerationRequest,
+    RequestFinished,
+    SamplingParams,
+    SequenceOutput,
+    StopParams,
+)
+from mlx_parallm.errors import ConflictError, StorageError
+from mlx_parallm.rl.objectives.batches import UpdateBatch
+from mlx_parallm.rl.runs.journal import Journal
+from mlx_parallm.rl.runs.records import PolicyChange, Rollback, Start, Update
+from mlx_parallm.rl.runs.replay import StartPoint, plan
+from mlx_parallm.rl.runs.store import JournalFile
+
+MANUAL = changed(SETTINGS, update_frequency=1000, rollback_drop=None)
+NEVER = CheckpointingConfig(interval=10_000, minutes=10_000.0)
+
+
+# ---- the plan -----------------------------------------------------------------------------------
+
+
+def changes(*bodies: Start | Rollback | Update) -> list[PolicyChange]:
+    return [PolicyChange("main", number, 0.0, body) for number, body in enumerate(bodies, 1)]
+
+
+def update(step: int, **progress: float) -> Update:
+    return Update((), None, True, step, "published", step, {}, progress)
+
+
+def numbers(found: tuple[PolicyChange, ...]) -> list[int]:
+    return [change.number for change in found]
+
+
+def test_updates_after_the_checkpoint_are_made_again() -> None:
+    made = changes(Start(), update(1), update(2, run_steps=2.0), update(3))
+    found = plan(made, StartPoint("main@2", "checkpoint-2", 3))
+    assert (numbers(found.updates), found.last, found.roll_back_to, found.lost, found.is_new) == ([4], 4, "", 0, False)
+    assert found.progress == {"run_steps": 2.0}
+    assert plan(made, StartPoint("main@3", "checkpoint-3", 4)).updates == ()
+
+
+def test_without_a_checkpoint_all_of_them_are() -> None:
+    made = changes(Start(), update(1), update(2))
+    assert numbers(plan(made, StartPoint()).updates) == [2, 3]
+    assert plan([], StartPoint()).is_new
+
+
+def test_a_rollback_is_made_again_unless_the_checkpoint_is_the_one() -> None:
+    made = changes(Start(), update(1), update(2), Rollback("checkpoint-1"), update(2))
+    found = plan(made, StartPoint("main@2", "checkpoint-2", 3))
+    assert (found.roll_back_to, numbers(found.updates)) == ("checkpoint-1", [5])
+    found = plan(made, StartPoint("main@1", "checkpoint-1", 2))
+    assert (found.roll_back_to, numbers(found.updates)) == ("", [5])
+
+
+def test_what_started_from_something_that_is_gone_is_lost_and_counted() -> None:
+    made = changes(Start(), update(1), Start("main@7"), update(2), update(3))
+    found = plan(made, StartPoint("main@1", "checkpoint-1", 2))
+    assert (found.updates, found.lost, found.is_new, found.last) == ((), 2, True, 5)
+    assert numbers(plan(made, StartPoint("main@7")).updates) == [4, 5]
+    assert plan(changes(Start(), update(1), Rollback(), update(2)), StartPoint("main@1", "checkpoint-1", 2)).lost == 1
+
+
+# ---- a service that crashes ----------------------------------------------------------------------
+
+
+class Adding(FakeLearner):
+    """Each update makes of the policy a number that depends on all updates so far, and on their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained: list[str] = []
+
+    async def _learnt(self, name: str, batch: UpdateBatch):
+        value = self.policies[name][0]
+        outcome = await super()._learnt(name, batch)
+        if not outcome.skipped:
+            told = sum(sum(sample.advantages) * sum(sample.token_ids) for sample in batch.samples)
+            self.policies[name] = (value / 2 + 1 + told / 1000, outcome.step)
+        return outcome
+
+
+class Run:
+    """A run on the disk at `path`. Each `process` is a service that ends without a word; checkpoints survive it."""
+
+    def __init__(self, path: Path, training: ResolvedTraining = MANUAL, keeps: CheckpointingConfig = NEVER) -> None:
+        self.path, self.training, self.keeps = path, training, keeps
+        self.saved: list[object] = []
+        self.requests = self.group = 0
+
+    @asynccontextmanager
+    async def process(self, scores: bool = True) -> AsyncIterator[World]:
+        one = World(self.training, None, self.keeps, Journal(JournalFile(self.path)), Adding())
+        one.requests = self.requests
+        one.publisher.saved = [*self.saved]
+        if one.publisher.saved:
+            card, held = next(pair for pair in reversed(one.publisher.saved) if pair[0].adapter.name == "main")
+            one.publisher.restored(card.adapter, held)
+        if not scores:
+            one.scorers.gate = asyncio.Event()
+        await one.service.start_adapter("main")
+        try:
+            yield one
+            await one.service._journal.flush()  # what has been acknowledged is on the disk; nothing else is done
+        finally:
+            self.requests, self.saved = one.requests, one.publisher.saved
+            for task in tuple(one.service._tasks):
+                task.cancel()
+            await one.service._intake.close()
+
+
+async def finished_update(one: World):
+    await settle()
+    return await one.service.update()
+
+
+async def test_what_waited_waits_again_with_its_rewards(tmp_path: Path) -> None:
+    run = Run(tmp_path / "journal.sqlite")
+    async with run.process() as one:
+        scored, silent = await one.request(), await one.request(scorer=None)
+        await settle()
+        one.scorers.gate = asyncio.Event()
+        unscored = await one.request()
+        await one.service.feedback(silent[1], 0.5)
+        before = one.states()
+        assert [before[ids] for ids in (scored[0], silent[0], silent[1], unscored[0])] == [
+            *("scored", "waiting", "scored", "waiting"),
+        ]
+    async with run.process(scores=False) as one:
+        assert one.states() == before
+        rewards = {card.trajectory.trajectory_id: card.reward for card in one.service.trajectories(99)}
+        assert (rewards[scored[0]], rewards[scored[1]], rewards[silent[1]]) == (1.0, 0.0, 0.5)
+        one.scorers.gate.set()
+        await until(lambda: one.states()[unscored[1]] == "scored")
+        report = await one.service.update()
+        assert (report.status, report.metrics["trajectories"]) == ("published", 5.0)
+        with pytest.raises(ConflictError):
+            await one.service.feedback(scored[0], 1.0)
+    async with run.process() as one:
+        assert one.states() == {silent[0]: "waiting"}, "nothing is trained on twice"
+        assert one.service.status().current == AdapterRef("main", 1)
+
+
+async def test_acknowledged_updates_are_made_again_to_the_same_policy(tmp_path: Path) -> None:
+    run = Run(tmp_path / "journal.sqlite")
+    async with run.process() as one:
+        for _ in range(3):
+            live = one.service.status().current or BASE_ADAPTER
+            await one.request(live)
+            await finished_update(one)
+        await one.service.update(given=GIVEN, publish=False)
+        policy = one.learner.policies["main"]
+        await one.request(AdapterRef("main", 3), scorer=None)
+    async with run.process() as one:
+        assert one.learner.policies["main"] == policy
+        assert one.service.status().current == AdapterRef("main", 3)
+        assert one.service.status().step == 4
+        assert set(one.states().values()) == {"waiting"}, "the version that drew them is known again"
+    async with run.process() as one:
+        assert one.learner.batches == [], "the last process has saved what it made again"
+        assert one.learner.policies["main"] == policy
+
+
+async def test_updates_after_a_checkpoint_and_a_rollback_are_made_again(tmp_path: Path) -> None:
+    run = Run(tmp_path / "journal.sqlite")
+    async with run.process() as one:
+        await one.request()
+        await finished_update(one)
+        await one.service.save(None, None, ["good"], {})
+        for _ in range(2):
+            await one.service.update(given=GIVEN)
+        await one.service.save(None, None, [], {})
+        await one.service.rollback(to="good")
+        await one.service.update(given=GIVEN)
+        policy = one.learner.policies["main"]
+    assert [card.step for card, _ in run.saved] == [1, 3], (
+        "the newest checkpoint is not the one that was rolled back to"
+    )
+    async with run.process() as one:
+        assert one.learner.policies["main"] == policy
+        assert len(one.learner.batches) == 1
+
+
+async def test_a_held_update_leaves_a_gap_in_the_numbers_that_stays(tmp_path: Path) -> None:
+    run = Run(tmp_path / "journal.sqlite", changed(MANUAL, kl_bound=0.5))
+    async with run.process() as one:
+        one.learner.metrics = {"loss": 0.5, "kl_step": 0.1}
+        await one.service.update(given=GIVEN)
+        one.publisher.number_from("main", 5)
+        await one.service.update(given=GIVEN)
+        assert one.service.status().current == AdapterRef("main", 5)
+    run.training = MANUAL
+    async with run.process() as one:
+        assert one.service.status().current == AdapterRef("main", 5)
+
+
+async def test_a_full_disk_refuses_feedback_and_updates_and_loses_nothing(tmp_path: Path, monkeypatch) -> None:
+    run, full = Run(tmp_path / "journal.sqlite", changed(MANUAL, update_frequency=4)), [False]
+    commit = JournalFile.commit
+
+    def failing(self, statements) -> None:
+        if full[0]:
+            raise StorageError("the journal of the run cannot be written: disk full")
+        commit(self, statements)
+
+    monkeypatch.setattr(JournalFile, "commit", failing)
+    async with run.process() as one:
+        ids = await one.request(scorer=None)
+        full[0] = True
+        with pytest.raises(StorageError, match="disk full"):
+            await one.service.feedback(ids[0], 1.0)
+        assert one.states()[ids[0]] == "waiting"
+        ended = await one.finished(BASE_ADAPTER, None)
+        assert "disk full: these trajectories will not be trained on" in ended.trajectory_warning
+        assert one.service.status().drops == {"not_recorded": 2}
+        full[0] = False
+        for _ in range(2):
+            await one.request()
+        full[0] = True
+        await until(lambda: one.service.status().state == "paused")
+        assert "disk full" in one.service.status().detail["pause_reason"]
+        made = len(one.learner.batches)
+        assert made <= 1
+        for _ in range(2):
+            with pytest.raises(StorageError, match="disk full"):
+                await one.service.update(given=GIVEN)
+        assert len(one.learner.batches) <= 1, "after one that is not recorded, nothing is learnt"
+        full[0] = False
+        await one.service.feedback(ids[0], 1.0)
+        await one.service.resume()
+        await one.service.update(given=GIVEN)
+        await until(lambda: one.service.status().state != "updating")
+        policy = one.learner.policies["main"]
+    async with run.process() as one:
+        assert one.learner.policies["main"] == policy
+        assert one.states()[ids[1]] == "waiting"
+
+
+# ---- any history ---------------------------------------------------------------------------------
+
+OPEN = ("waiting", "scored")
+ONE_ANSWER = [
+    SequenceOutput(0, (5, 2), "a", finish_reason=FinishReason.STOP, sampling_logprobs=(-0.5, -0.1)),
+    RequestFinished(1, 2, 0, 0, 0, 1),
+]
+STEPS = st.lists(
+    st.sampled_from(
+        [
+            *("request", "people", "feedback", "turn", "turn", "tokens", "episode", "close"),
+            *("update", "given", "save", "rollback", "crash", "crash"),
+        ]
+    ),
+    max_size=16,
+)
+
+
+@given(STEPS)
+@settings(max_examples=50, deadline=None)
+def test_any_history_with_crashes_ends_as_the_same_history_without(tmp_path_factory, steps: list[str]) -> None:
+    """Policies, states and rewards are equal: nothing is lost, and nothing is trained on twice."""
+
+    async def ends(crashes: bool) -> object:
+        run = Run(tmp_path_factory.mktemp("run") / "journal.sqlite")
+        parts: list[list[str]] = [[]]
+        for step in steps:
+            if step == "crash" and crashes:
+                parts.append([])
+            elif step != "crash":
+                parts[-1].append(step)
+        found: object = None
+        for part in parts:
+            async with run.process() as one:
+                await until(lambda: not one.service._intake._scoring)
+                for step in part:
+                    await did(one, step, run)
+                one.service.check_integrity()
+                cards = one.service.trajectories(999)
+                waiting = {c.trajectory.trajectory_id: (c.state, c.reward) for c in cards if c.state in OPEN}
+                found = (one.learner.policies["main"], waiting)
+        return found
+
+    assert asyncio.run(ends(crashes=True)) == asyncio.run(ends(crashes=False))
+
+
+async def did(one: World, step: str, run: Run) -> None:
+    live = one.service.status().current or BASE_ADAPTER
+    cards = [card for card in one.service.trajectories(999) if card.state in OPEN]
+    of_people = [card.trajectory for card in cards if card.trajectory.collection.scorer is None]
+    turns = [turn for turn in of_people if turn.collection.episode_id]
+    match step:
+        case "request" | "people":
+            await one.request(live, "exact" if step == "request" else None)
+            await until(lambda: not one.service._intake._scoring)
+        case "turn":
+            one.requests += 1
+            spec = CollectionSpec(None, group_id=f"g{run.group}", group_size=2, episode_id=f"e{one.requests % 2}")
+            asked = GenerationRequest(
+                f"r{one.requests}", ((1,),), SamplingParams(), StopParams(4), adapter=live, collection=spec
+            )
+            _ = [event async for event in one.service.collect(asked, FakeEngine(ONE_ANSWER).generate(asked))]
+        case "feedback" if of_people:
+            await one.service.feedback(of_people[-1].trajectory_id, float(one.requests % 3) - 1)
+        case "tokens" if of_people:
+            await one.service.reward_tokens(of_people[0].trajectory_id, (0.5, float(one.requests % 2)))
+        case "episode" if turns:
+            of_turn = turns[0].collection
+            await one.service.reward_episode(of_turn.episode_id, of_turn.group_id, float(one.requests % 3))
+        case "close" if any(card.reward is not None and card.trajectory in turns for card in cards):
+            await one.service.close_group(turns[0].group_id)
+        case "update" | "given":
+            run.group += 1
+            await one.service.update(given=GIVEN if step == "given" else None)
+        case "save" if live != BASE_ADAPTER:
+            await one.service.save(None, None, [] if has_first(one) else ["first"], {})
+        case "rollback" if has_first(one):
+            await one.service.rollback(to="first")
+
+
+def has_first(one: World) -> bool:
+    return any("first" in card.tags for card, _ in one.publisher.saved)
