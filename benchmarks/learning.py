@@ -1,13 +1,13 @@
 """Trains the bundled model on several tasks through a real server, and compares rewards before and after.
 
-    python benchmarks/learning.py [--only sentiment ending gym control sums letters] [--seeds 0 1 2] [--resume]
+    python benchmarks/learning.py [--only sentiment ending hint gym control sums letters] [--seeds 0 1 2] [--resume]
                                   [--out FILE]
 
 Each run starts a server with --enable-rl-training, samples groups over HTTP, and gets rewards from the server's scorers
 or by feedback. It compares the rewards of 64 held-out prompts at temperature 1, with fixed seeds, before and after. The
-control task gives random rewards. The tasks sums and letters have no limit and are only reported. A run takes up to 8
-minutes on two cores. After each run, JSON and a PNG of the curves are written; --resume keeps the runs that the file
-has and makes the others.
+task hint has episodes of two turns. The control task gives random rewards. The tasks sums and letters have no limit and
+are only reported. A run takes up to 8 minutes on two cores. After each run, JSON and a PNG of the curves are written;
+--resume keeps the runs that the file has and makes the others.
 """
 
 import argparse
@@ -28,8 +28,16 @@ from lib.training.learning_run import Run
 from lib.training.learning_tasks import TASKS
 
 HERE = Path(__file__).parent
-SEEDS = {"sentiment": (0, 1, 2), "ending": (0, 1), "gym": (0, 1), "control": (0,), "sums": (0,), "letters": (0,)}
-GAINS = {"sentiment": 0.5, "ending": 0.3, "gym": 0.2}
+SEEDS = {
+    "sentiment": (0, 1, 2),
+    "ending": (0, 1),
+    "hint": (0, 1),
+    "gym": (0, 1),
+    "control": (0,),
+    "sums": (0,),
+    "letters": (0,),
+}
+GAINS = {"sentiment": 0.5, "ending": 0.3, "hint": 0.3, "gym": 0.2}
 TRIED = ("sums", "letters")
 """Tasks of reasoning-gym whose gain has no limit."""
 CONTROL_GAIN = 0.1

@@ -136,6 +136,7 @@ class _Client:
         self._http = http
         self._dice = random.Random(seed)
         self._task = task
+        self._groups = 0
         self.evaluation_s = 0.0
         self.served_by = ""
 
@@ -143,16 +144,19 @@ class _Client:
         """Answers the held-out prompts, which are not collected."""
         started = time.monotonic()
         prompts = self._task.held_out()
-        choices = await asyncio.gather(*(self._complete(prompt, n=1, seed=at) for at, prompt in enumerate(prompts)))
-        texts = [answer["choices"][0] for answer in choices]
-        rewards = [
-            self._task.rewarded(prompt, choice["text"], choice["finish_reason"] == "stop")
-            for prompt, choice in zip(prompts, texts, strict=True)
-        ]
-        shown = [(p.text, choice["text"]) for p, choice in zip(prompts[:SHOWN], texts[:SHOWN], strict=True)]
+        answers = await asyncio.gather(*(self._answer(prompt, at) for at, prompt in enumerate(prompts)))
+        rewards = [self._task.rewarded(prompt, *answer) for prompt, answer in zip(prompts, answers, strict=True)]
+        shown = [(f"{p.opening} {p.text}", text) for p, (text, _) in zip(prompts[:SHOWN], answers, strict=False)]
         self.evaluation_s = time.monotonic() - started
-        self.served_by = choices[0].get("lora_adapter", "base")
         return Evaluation(rewards, shown)
+
+    async def _answer(self, prompt: Prompt, seed: int) -> tuple[str, bool]:
+        """The last answer to a prompt that is not collected, and whether it ended by itself."""
+        if prompt.opening:
+            return await self._episode(prompt, seed, {})
+        answer = await self._complete(prompt, n=1, seed=seed)
+        (choice,) = answer["choices"]
+        return choice["text"], choice["finish_reason"] == "stop"
 
     async def update(self, prompts: Iterator[Prompt]) -> dict[str, Any]:
         """Samples groups of the next prompts until the server has made an update, which needs a whole batch of groups
@@ -165,6 +169,11 @@ class _Client:
         return {"outcome": outcome, "metrics": {} if skipped else status["metrics"]}
 
     async def _rollout(self, prompt: Prompt) -> None:
+        if prompt.opening:
+            self._groups += 1
+            group = f"group-{self._groups}"
+            await asyncio.gather(*(self._collected_episode(prompt, group, str(number)) for number in range(GROUP)))
+            return
         marks: dict[str, Any] = {"collect_trajectory": True, "metadata": prompt.metadata}
         if prompt.scorer:
             marks["scoring_function"] = prompt.scorer
@@ -174,6 +183,25 @@ class _Client:
         for choice, trajectory in zip(answer["choices"], answer["trajectory_ids"], strict=True):
             score = self._score(prompt, choice)
             await self._post("/v1/training/feedback", trajectory_id=trajectory, score=score)
+
+    async def _collected_episode(self, prompt: Prompt, group: str, episode: str) -> None:
+        """One episode of a group, with its reward. It is named by headers, as an OpenAI client can send them."""
+        headers = {"X-Group-Id": group, "X-Group-Size": str(GROUP), "X-Episode-Id": episode}
+        text, ended = await self._episode(prompt, self._dice.getrandbits(32), headers)
+        score = self._task.rewarded(prompt, text, ended)
+        await self._post("/v1/training/feedback", episode_id=episode, group_id=group, score=score)
+
+    async def _episode(self, prompt: Prompt, seed: int, headers: dict[str, str]) -> tuple[str, bool]:
+        """Both turns of an episode. Returns the second answer, and whether it ended by itself."""
+        messages: list[dict[str, Any]] = []
+        for number, text in enumerate((prompt.opening, prompt.text)):
+            messages.append({"role": "user", "content": text})
+            body = {"messages": messages, "max_tokens": self._task.max_tokens, "seed": seed + number}
+            answer = checked(await self._http.post("/v1/chat/completions", json=body, headers=headers))
+            self.served_by = answer.get("lora_adapter", "base")
+            (choice,) = answer["choices"]
+            messages.append(choice["message"])
+        return messages[-1]["content"], choice["finish_reason"] == "stop"
 
     def _score(self, prompt: Prompt, choice: dict[str, Any]) -> float:
         if isinstance(self._task, RandomRewards):
@@ -186,7 +214,9 @@ class _Client:
     async def _complete(self, prompt: Prompt, n: int, **fields: Any) -> dict[str, Any]:
         fields = {"seed": self._dice.getrandbits(32), **fields}
         body = {"prompt": prompt.text, "max_tokens": self._task.max_tokens, "temperature": 1.0, "n": n, **fields}
-        return dict(checked(await self._http.post("/v1/completions", json=body)))
+        answer = dict(checked(await self._http.post("/v1/completions", json=body)))
+        self.served_by = answer.get("lora_adapter", "base")
+        return answer
 
     async def _post(self, path: str, **body: Any) -> None:
         checked(await self._http.post(path, json=body))

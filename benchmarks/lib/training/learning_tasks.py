@@ -35,11 +35,13 @@ THINGS = ("movie", "meal", "hotel", "book", "concert", "game", "trip", "show")
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """A prompt. With an empty `scorer`, the client gives the reward; otherwise the server's scorer does, from
-    `metadata`."""
+    `metadata`. With an `opening`, it is an episode of two turns: the model answers the user's message `opening` first,
+    then the message `text`; its second answer is rewarded."""
 
     text: str
     metadata: dict[str, Any] = field(default_factory=dict)
     scorer: str = ""
+    opening: str = ""
 
 
 class Task(Protocol):
@@ -112,6 +114,21 @@ class Verdict(Sentiment):
     def _scored(self, prompt: Prompt) -> Prompt:
         text = prompt.text.replace("negative?", "negative? Answer with one word.")
         return Prompt(text, {"pattern": rf"(?i)\A\W*{prompt.metadata['right']}\W*\Z"}, "regex")
+
+
+class Hint(Sentiment):
+    """Two turns: the first message has the adjective, and the second asks for its class. Only a policy that reads the
+    first turn can answer. Held-out adjectives are not trained on. The client gives one reward to each episode."""
+
+    name, max_tokens, updates = "hint", 12, 60
+
+    def _prompts(self, part: slice) -> list[Prompt]:
+        return [self._in_two_turns(prompt) for prompt in super()._prompts(part)]
+
+    def _in_two_turns(self, prompt: Prompt) -> Prompt:
+        told = prompt.text.partition("user\n")[2].partition(" Positive or")[0]
+        opening = f"A hint for later: {told} Say only OK."
+        return Prompt("Was it positive or negative?", prompt.metadata, opening=opening)
 
 
 class Ending:
@@ -188,6 +205,7 @@ def _shuffled(prompts: list[Prompt], seed: int) -> Iterator[Prompt]:
 TASKS = {
     "sentiment": Sentiment,
     "ending": Ending,
+    "hint": Hint,
     "gym": partial(ReasoningGym, "syllogism"),
     "control": RandomRewards,
     "sums": partial(ReasoningGym, "chain_sum", updates=15, min_terms=2, max_terms=2, min_digits=1, max_digits=1),

@@ -62,8 +62,9 @@ class TrajectoryBuffer:
         for trajectory in trajectories:
             member, replaced = group.add(trajectory)
             if replaced is not None:
-                self.drops[group.adapter][DropReason.REPLACED] += 1
-                self._on_drop([replaced], DropReason.REPLACED)
+                if member.is_open:  # otherwise it was dropped with its episode
+                    self.drops[group.adapter][DropReason.REPLACED] += 1
+                    self._on_drop([replaced], DropReason.REPLACED)
                 del self._members[replaced.trajectory_id]
                 self._held -= 1
             self._members[trajectory.trajectory_id] = (group, member)
