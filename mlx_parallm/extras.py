@@ -32,6 +32,7 @@ class Extra:
 
 
 MATH = Extra("math_verify", "math-verify", "math")
+PARQUET = Extra("pyarrow", "pyarrow", "parquet")
 PLOTS = Extra("matplotlib", "matplotlib", "plots")
 REASONING_GYM = Extra("reasoning_gym", "reasoning-gym", "reasoning-gym")
 TENSORBOARD = Extra("tensorboardX", "tensorboardX", "tensorboard")

@@ -20,7 +20,7 @@ from mlx_parallm.adapters.library import AdapterLibrary, info_of_checkpoint, inf
 from mlx_parallm.adapters.registry import AdapterRegistry
 from mlx_parallm.adapters.service import AdapterService
 from mlx_parallm.adapters.store import AdapterStore
-from mlx_parallm.app.training import TrainingRuntime, build_trainer, build_training
+from mlx_parallm.app.training import TrainingRuntime, build_trainer, build_training, check_reward
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
 from mlx_parallm.batch.kv.disk import PrefixStore
@@ -106,6 +106,7 @@ class Engine:
         Raises:
             ModelError, ConfigError: they cannot be loaded, or the package of a tracker is not installed.
         """
+        check_reward(self._config)
         checkpointing, training = self._config.checkpointing, self._config.rl_training.enabled
         check_installed(self._config.rl_training.trackers)
         self._run = open_run(checkpointing.checkpoint_dir, checkpointing.resume, wanted=training)

@@ -38,6 +38,15 @@ async def _run(config: Config) -> int:
     return exit_code
 
 
+def _started(served: Served, config: Config, port: int) -> None:
+    """Shows the banner, and has judges that are this server itself ask it on `port`."""
+    if served.training is not None:
+        key = config.server.api_key
+        url = f"{banner.base_url(config.server.host, port)}/v1"
+        served.training.scorers.judge_by(url, key.get_secret_value() if key else "")
+    banner.show(served, config, port)
+
+
 class IntegratedServer:
     """A model that is served and, if `config` says so, trained.
 
@@ -82,7 +91,7 @@ class IntegratedServer:
             )
             if self._trains:  # requests can only be collected once the adapter is trained
                 await self._training_started.wait()
-            return await serve(app, partial(banner.show, served, config))
+            return await serve(app, partial(_started, served, config))
         finally:
             self._inference_ended.set()
             await self._stop()

@@ -21,7 +21,7 @@ from typing import Any, NoReturn, Protocol
 from mlx_parallm.app.banner import checkpoints_text
 from mlx_parallm.app.build import Engine, Served
 from mlx_parallm.app.tracking import metrics_file, start_tracking
-from mlx_parallm.app.training import TrainingRuntime
+from mlx_parallm.app.training import TrainingRuntime, reward_of
 from mlx_parallm.config import Config
 from mlx_parallm.core import BASE_ADAPTER, EvaluationResult, TrajectoryCard, UpdateReport
 from mlx_parallm.errors import ConfigError, EngineDeadError, InvalidRequestError, TrainingFailedError
@@ -37,7 +37,7 @@ from mlx_parallm.rl.rollouts import (
     read_system_prompt,
 )
 from mlx_parallm.rl.runs.listing import RUN_STEPS
-from mlx_parallm.rl.scoring.service import ScorerCatalogue
+from mlx_parallm.rl.scoring.catalogue import ScorerCatalogue
 from mlx_parallm.rl.selection import REFILLS
 from mlx_parallm.rl.tracking.tracking import Record, Tracking
 
@@ -130,7 +130,8 @@ def run(config: Config, options: TrainOptions, view: TrainView) -> int:
         EngineError: the device thread ended, or could not draw.
     """
     logging.basicConfig(level=config.server.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
-    source = environment(options.environment)  # what cannot be used is refused before the model is loaded
+    rewarded = config.rl_training.reward is not None
+    source = environment(options.environment, rewarded)  # what cannot be used is refused before the model is loaded
     read_system_prompt(config.rl_training.system_prompt)
     engine = Engine(config)
     served = engine.start()
@@ -223,7 +224,7 @@ class _TrainingRun:
         tasks = without(self.source.tasks(self.config.rl_training.seed), self.training.held_out)
         first = next(tasks)
         try:
-            ScorerCatalogue().check(first.collection)
+            ScorerCatalogue(reward_of(self.config)).check(first.collection)
         except InvalidRequestError as error:
             raise ConfigError(f"environment: {error}") from error
         return itertools.islice(itertools.chain([first], tasks), taken, None)
@@ -252,7 +253,7 @@ class _TrainingRun:
                 drawn, unscored = await self._draw(rollouts, missing), self._unscored()
                 drawing += time.monotonic() - began
                 await self._wait_for_rewards()
-                failed = [*drawn.failures, *[_UNSCORED] * (self._unscored() - unscored)]
+                failed = [*drawn.failures, *[self._why_unscored] * (self._unscored() - unscored)]
                 self._count(missing, failed)
                 failures += failed
                 tokens += drawn.tokens
@@ -299,6 +300,10 @@ class _TrainingRun:
     def _unscored(self) -> int:
         """Tasks whose answers could not be scored so far."""
         return self.service.status().drops.get(DropReason.SCORING_FAILED.value, 0) // self.options.group_size
+
+    @property
+    def _why_unscored(self) -> str:
+        return f"{_UNSCORED}: {self.training.scorers.last_fault or 'it took too long'}"
 
     @property
     def _refills(self) -> int:
@@ -353,6 +358,7 @@ def _facts(config: Config, options: TrainOptions, served: Served) -> Mapping[str
     return {
         "model": f"{served.card.name}, {served.card.parameters / 1e6:,.0f}M parameters",
         "environment": options.environment,
+        **({"reward": training.reward} if training.reward else {}),
         "adapter": f"{config.adapters.default_adapter}, rank {model.lora_rank}, alpha {model.lora_alpha:g}, "
         f"{', '.join(model.lora_target_modules)}",
         "update": f"{training.algorithm}, {options.prompts_per_step} prompts x {options.group_size} samples, "

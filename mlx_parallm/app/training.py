@@ -12,7 +12,7 @@ from mlx_parallm.adapters.library import AdapterLibrary
 from mlx_parallm.adapters.service import AdapterService
 from mlx_parallm.adapters.store import AdapterStore
 from mlx_parallm.config import Config, Mode
-from mlx_parallm.core import AdapterRef, EngineClient, TextTokenizer
+from mlx_parallm.core import BASE_ADAPTER, AdapterRef, EngineClient, TextTokenizer
 from mlx_parallm.engine.processor import ContinuousBatchProcessor
 from mlx_parallm.errors import ConfigError, RequestError
 from mlx_parallm.model.device import on_cpu
@@ -31,7 +31,10 @@ from mlx_parallm.rl.learn.trainer import GRPOTrainer
 from mlx_parallm.rl.rollouts import Task, answers_of, environment, read_system_prompt, with_system_prompt
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.runs.store import JournalFile
-from mlx_parallm.rl.scoring.service import ScorerCatalogue, ScoringService
+from mlx_parallm.rl.scoring.catalogue import ScorerCatalogue
+from mlx_parallm.rl.scoring.judges import Judge
+from mlx_parallm.rl.scoring.reward import RewardSpec, read_reward
+from mlx_parallm.rl.scoring.service import ScoringService
 from mlx_parallm.rl.service import TrainingParts, TrainingService
 from mlx_parallm.rl.tasks import FileTasks
 
@@ -103,12 +106,15 @@ def build_training(
     """The service that learns from collected trajectories, with its scorers and the journal of `run`.
 
     Raises:
-        ConfigError: the journal, the held-out tasks or the environment's tasks cannot be used.
+        ConfigError: the journal, the held-out tasks, the environment's tasks or the reward cannot be used.
     """
     assert library.checkpoints is not None  # a server that trains has a run
     learner = Learner(processor, trainer)
     training, default = trainer.config, config.adapters.default_adapter
-    scorers = ScoringService(training.scoring_processes, training.scoring_batch_size, training.scoring_timeout_s)
+    reward = reward_of(config)
+    scorers = ScoringService(
+        training.scoring_processes, training.scoring_batch_size, training.scoring_timeout_s, reward
+    )
 
     held_out = _held_out(config)
 
@@ -132,18 +138,55 @@ def build_training(
     return TrainingRuntime(TrainingService(parts, default), scorers, learner, default, held_out)
 
 
+def reward_of(config: Config) -> RewardSpec | None:
+    """The configured reward, with its judge; None if there is none.
+
+    Raises:
+        ConfigError: it cannot be read, or it has a judge and there is no server to ask.
+    """
+    training = config.rl_training
+    if training.reward is None:
+        return None
+    key = training.judge.api_key
+    reward = RewardSpec(
+        read_reward(training.reward),
+        Judge(
+            training.judge.url or "",
+            training.judge.model or BASE_ADAPTER.name,
+            training.judge.instruction or "",
+            key.get_secret_value() if key else "",
+        ),
+    )
+    if reward.asks_judge and not reward.judge.url and config.server.mode is Mode.TRAINING_ONLY:
+        raise ConfigError(
+            "rl_training.judge.url: a judge needs a server, and this process answers no requests; name one with "
+            "--judge-url and --judge-model"
+        )
+    return reward
+
+
+def check_reward(config: Config) -> None:
+    """Loads the functions of the configured reward once, in a child process. It may take seconds.
+
+    Raises:
+        ConfigError: the reward cannot be read, a function cannot be loaded, or a judge has no server to ask.
+    """
+    if config.rl_training.enabled:
+        ScorerCatalogue(reward_of(config)).check_reward()
+
+
 def _tasks(config: Config) -> FileTasks:
-    """The tasks of the environment, for requests whose metadata has no answer."""
-    name = config.rl_training.environment
+    """The tasks of the environment, for requests whose metadata lacks what they have."""
+    name, rewarded = config.rl_training.environment, config.rl_training.reward is not None
     takes_requests = config.server.mode is not Mode.TRAINING_ONLY
-    return answers_of(name) if name is not None and takes_requests else FileTasks()
+    return answers_of(name, rewarded) if name is not None and takes_requests else FileTasks()
 
 
 def _held_out(config: Config) -> tuple[Task, ...]:
     """The held-out tasks; none if versions are not evaluated."""
     settings, of_training = config.rl_training.evaluation, config.rl_training.environment
-    name = settings.tasks or of_training
-    return () if settings.every is None or name is None else held_out_tasks(environment(name), settings.size)
+    name, rewarded = settings.tasks or of_training, config.rl_training.reward is not None
+    return () if settings.every is None or name is None else held_out_tasks(environment(name, rewarded), settings.size)
 
 
 def _evaluator(
@@ -155,7 +198,7 @@ def _evaluator(
 ) -> Evaluator | None:
     if not tasks:
         return None
-    training, catalogue = config.rl_training, ScorerCatalogue()
+    training, catalogue = config.rl_training, ScorerCatalogue(reward_of(config))
     system_prompt, held_out = read_system_prompt(training.system_prompt), []
     for number, task in enumerate(tasks, 1):
         try:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from mlx_parallm.config.judge import JudgeConfig
 from mlx_parallm.config.types import File, Integer, Number, Section, Text, lower, optional_names
 
 
@@ -315,9 +316,14 @@ class RLTrainingConfig(Section):
     seed: Integer = Field(default=0, ge=0, lt=2**32)
     """Seed of the initial weights of new adapters. In mlx_parallm_train also the seed of tasks and samples."""
     environment: Text | None = None
-    """A JSONL file of tasks with their answers, or the id of a hub data set with such a file. mlx_parallm_train trains
-    on them, or on reasoning_gym:<task>, or on an environment of another package. A server looks up the answers that
-    requests leave out.
+    """A JSONL or parquet file of tasks, or the id of a hub data set with such a file. mlx_parallm_train trains on them,
+    or on reasoning_gym:<task>, or on an environment of another package. A server looks up the answers that requests
+    leave out.
+    """
+    reward: Text | None = None
+    """Reward of the tasks: FILE.py:NAME is a function of a file, judge and rank ask a language model, and any scoring
+    function will do; or a weighted sum such as 0.8*rewards.py:correct + 0.2*judge. mlx_parallm_train scores every task
+    with it. In a server it is what requests mean by the scoring_function `reward`.
     """
     trackers: Annotated[tuple[TrackerName, ...], BeforeValidator(optional_names)] = ()
     """Trackers that get the figures of every update and evaluation: tensorboard, trackio and wandb (offline). Each
@@ -329,6 +335,7 @@ class RLTrainingConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     gate: GateConfig = GateConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    judge: JudgeConfig = JudgeConfig()
 
     @model_validator(mode="after")
     def _loss_reads_what_is_collected(self) -> Self:

@@ -90,6 +90,7 @@ class CollectionSpec:
         unscored: why the scorer that the request named does not reward it, so that it waits for feedback; else empty.
         messages: the conversation that the prompt was rendered from, as chat templates take it. Empty if the prompt is
             not a conversation.
+        prompt_text: the prompt, if the request or the task gave it as a text; else empty.
         group_id: the answers of all requests with the same one are one group. Empty: the request is its own group.
         group_size: how many members the group of `group_id` has; None: it ends when it is closed.
         episode_id: the requests with the same one are the turns of one episode, which is one member of its group.
@@ -104,6 +105,7 @@ class CollectionSpec:
     client: str = field(default="", compare=False)
     unscored: str = ""
     messages: tuple[Mapping[str, Any], ...] = ()
+    prompt_text: str = field(default="", compare=False)
     group_id: str = ""
     group_size: int | None = None
     episode_id: str = ""

@@ -29,8 +29,8 @@ from mlx_parallm.core import (
 from mlx_parallm.errors import ConfigError, EngineDeadError, EngineError, TrainingFailedError, shown
 from mlx_parallm.extras import REASONING_GYM
 from mlx_parallm.rl.scoring import gym
-from mlx_parallm.rl.scoring.service import ANSWER
-from mlx_parallm.rl.tasks import PROBLEM_ID, FileTask, FileTasks, find_tasks
+from mlx_parallm.rl.scoring.reward import REWARD
+from mlx_parallm.rl.tasks import FileTask, FileTasks, find_tasks
 
 # ---- environments --------------------------------------------------------------------------------
 
@@ -45,7 +45,7 @@ _CHUNK = 50
 class Task:
     """A conversation to be continued (dicts with `role` and `content`), and how the answers are scored."""
 
-    messages: tuple[Mapping[str, str], ...]
+    messages: tuple[Mapping[str, Any], ...]
     collection: CollectionSpec
 
 
@@ -86,27 +86,47 @@ class TasksOfFile:
 
 
 def _from_line(task: FileTask) -> Task:
-    named = {} if task.id is None else {PROBLEM_ID: task.id}
-    return Task(
-        ({"role": "user", "content": task.prompt},), CollectionSpec(task.scorer, {ANSWER: task.answer, **named})
-    )
+    text = task.prompt if isinstance(task.prompt, str) else ""
+    return Task(task.messages, CollectionSpec(task.scorer, task.metadata, prompt_text=text))
 
 
-def environment(name: str) -> Environment:
-    """The environment of this name: `reasoning_gym:<task>`, a JSONL file, a data set of the Hugging Face hub, or an
+class Rewarded:
+    """The tasks of another environment, scored by the configured reward."""
+
+    def __init__(self, source: Environment) -> None:
+        self._source = source
+
+    def tasks(self, seed: int) -> Iterator[Task]:
+        return map(_rewarded, self._source.tasks(seed))
+
+
+def _rewarded(task: Task) -> Task:
+    return replace(task, collection=replace(task.collection, scorer=REWARD))
+
+
+def environment(name: str, rewarded: bool = False) -> Environment:
+    """The environment of this name: `reasoning_gym:<task>`, a file of tasks, a data set of the Hugging Face hub, or an
     entry point. Importing reasoning-gym may take seconds.
+
+    Args:
+        rewarded: the configured reward scores the tasks, whatever scorers they name.
 
     Raises:
         ConfigError: it is unknown, not installed, or cannot be loaded.
     """
+    found = _environment(name, rewarded)
+    return Rewarded(found) if rewarded else found
+
+
+def _environment(name: str, rewarded: bool) -> Environment:
     if name.startswith(gym.PREFIX):
         return _reasoning_gym(name)
-    file = find_tasks(name)
+    file = find_tasks(name, rewarded)
     return _loaded(_entry_point(name)) if file is None else TasksOfFile(file)
 
 
-def answers_of(name: str) -> FileTasks:
-    """The tasks whose answers a server looks up: those of a JSONL file or of a data set of the Hugging Face hub.
+def answers_of(name: str, rewarded: bool = False) -> FileTasks:
+    """The tasks whose answers a server looks up: those of a file or of a data set of the Hugging Face hub.
 
     Any other environment has none, and is not loaded.
 
@@ -115,7 +135,7 @@ def answers_of(name: str) -> FileTasks:
     """
     if name.startswith(gym.PREFIX):
         return FileTasks()
-    file = find_tasks(name)
+    file = find_tasks(name, rewarded)
     if file is None:
         _entry_point(name)
     return file or FileTasks()

@@ -48,7 +48,9 @@ from mlx_parallm.rl.learn.learner import Learner
 from mlx_parallm.rl.loop import TrainingLoop
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.runs.records import Arrival, Closed, EpisodeReward, Feedback, GroupEntry, TokenRewards
-from mlx_parallm.rl.scoring.service import ANSWER, ScoringService, lacks_answer, terms_without_answer
+from mlx_parallm.rl.scoring.catalogue import ANSWER, lacks_answer, terms_without_answer
+from mlx_parallm.rl.scoring.reward import names_reward
+from mlx_parallm.rl.scoring.service import ScoringService
 from mlx_parallm.rl.tasks import PROBLEM_ID, FileTasks
 from mlx_parallm.rl.tracking.tracking import Tracking
 
@@ -187,15 +189,16 @@ class TrainingService:
                 param="collect_trajectory",
             )
         self._intake.check(collection, loop.name)
+        task = self._parts.tasks.find(collection.metadata.get(PROBLEM_ID), prompt)
+        if task is not None and names_reward(collection):
+            collection = replace(collection, metadata={**task.metadata, **collection.metadata})
         if lacks_answer(collection):
-            metadata = collection.metadata
-            answer = self._parts.tasks.answer(metadata.get(PROBLEM_ID), prompt)
-            if answer is None:
+            if task is None or task.answer is None:
                 for scorer in terms_without_answer(collection):  # a fault in these is reported all the same
                     await self._parts.scorers.check(replace(collection, scorer=scorer))
                 lacking = f"Neither metadata nor a task of the server has an answer for {collection.scorer}"
                 return replace(collection, scorer=None, unscored=f"{lacking}, so the trajectories wait for feedback.")
-            collection = replace(collection, metadata={**metadata, ANSWER: answer})
+            collection = replace(collection, metadata={**collection.metadata, ANSWER: task.answer})
         await self._parts.scorers.check(collection)
         return collection
 

@@ -1,43 +1,79 @@
-"""Tasks of a JSONL file: prompts with their answers, for rollouts and for requests whose metadata has no answer.
+"""Tasks of a file: prompts with their answers and other columns, for rollouts and for requests that leave them out.
 
 {"id": "sum-1", "prompt": "2 + 2 =", "answer": "4", "scoring_function": "exact"}
 {"question": "How many legs have 3 dogs?", "answer": "3 dogs have 3 * 4 = 12 legs.\\n#### 12"}
+{"messages": [{"role": "user", "content": "2 + 2 ="}], "ground_truth": 4, "level": "easy"}
 
-The second line has gsm8k's own form. `id` and `scoring_function` are optional.
+The second row has gsm8k's own form. Only a prompt is always needed; without a configured reward, an answer is too.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mlx_parallm.errors import ConfigError, InvalidRequestError
 from mlx_parallm.rl.scoring import sample
+from mlx_parallm.rl.scoring.catalogue import ANSWER
 from mlx_parallm.rl.scoring.registry import terms
+from mlx_parallm.rl.scoring.reward import REWARD
+from mlx_parallm.rl.task_files import Row, find_file, rows_of
 
-MAX_FILE_BYTES = 64 * 1024 * 1024
 PROBLEM_ID = "problem_id"
 """The key of a request's `metadata` for the id of a task."""
 
-_HUB_ID = re.compile(r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+")
-_LOGGED_LINES = 20
+Message = Mapping[str, Any]
+Prompt = str | tuple[Message, ...]
+
+_PROMPTS = ("prompt", "question", "messages")
+_ANSWERS = (ANSWER, "ground_truth", "solution")
+_OWN = frozenset({"prompt", "messages", "id", "scoring_function"})
+_MAX_COLUMNS = 64 * 1024
+"""Bytes of a row's columns as JSON, as of the metadata of a request."""
+
+_LOGGED_ROWS = 20
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class FileTask:
-    """One line of a file. `scorer`: the one that the line names, else gsm8k for a number and math for other text."""
+    """One row of a file.
 
-    prompt: str
-    answer: str
+    Attributes:
+        prompt: a text, or the messages of a conversation.
+        answer: None if the row has none.
+        scorer: the one that the row names, else gsm8k for a number and math for other text; the configured reward, if
+            there is one.
+        columns: all other columns of the row.
+    """
+
+    prompt: Prompt
+    answer: Any
     scorer: str
     id: str | None = None
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def text(self) -> str | None:
+        """The prompt, or the last message of the user."""
+        if isinstance(self.prompt, str):
+            return self.prompt
+        return next((turn["content"] for turn in reversed(self.prompt) if turn["role"] == "user"), None)
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The conversation. A prompt that is a text is one message of the user."""
+        return ({"role": "user", "content": self.prompt},) if isinstance(self.prompt, str) else self.prompt
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """What a scorer reads: the columns, the answer and the id, as far as there are any."""
+        answer = {} if self.answer is None else {ANSWER: self.answer}
+        return {**self.columns, **answer, **({} if self.id is None else {PROBLEM_ID: self.id})}
 
 
 class FileTasks:
@@ -46,17 +82,23 @@ class FileTasks:
     def __init__(self, tasks: Sequence[FileTask] = ()) -> None:
         self.tasks = tuple(tasks)
         self._by_id = {task.id: task for task in tasks if task.id is not None}
-        self._by_prompt = {task.prompt: task for task in tasks}
+        self._by_text: dict[str | None, FileTask | None] = {}
+        for task in tasks:
+            known = self._by_text.setdefault(task.text, task)
+            if known is not None and known.answer != task.answer:  # conversations that only end alike
+                self._by_text[task.text] = None
 
-    def answer(self, problem_id: object, prompt: str | None) -> str | None:
-        """The answer of the task with this id, else of the task with exactly this prompt. None: there is neither."""
+    def find(self, problem_id: object, prompt: str | None) -> FileTask | None:
+        """The task with this id, else the task with exactly this prompt, or with it as the user's last message."""
         by_id = self._by_id.get(str(problem_id)) if isinstance(problem_id, str | int) else None
-        task = by_id or self._by_prompt.get(prompt or "")
-        return task.answer if task else None
+        return by_id or (self._by_text.get(prompt) if prompt else None)
 
 
-def find_tasks(name: str) -> FileTasks | None:
-    """The tasks of a JSONL file, or of a data set of the hub, which is downloaded unless it is in the cache.
+def find_tasks(name: str, rewarded: bool = False) -> FileTasks | None:
+    """The tasks of a file, or of a data set of the hub, which is downloaded unless it is in the cache.
+
+    Args:
+        rewarded: the configured reward scores the tasks, so that they need no answer.
 
     Returns:
         None if `name` is neither the path of a file nor the id of a data set.
@@ -64,103 +106,93 @@ def find_tasks(name: str) -> FileTasks | None:
     Raises:
         ConfigError: the file or the data set cannot be used.
     """
-    path = Path(os.path.expanduser(name))
-    if name.endswith(".jsonl") or path.is_file():
-        return read_tasks(path)
-    return read_tasks(_download(name)) if _HUB_ID.fullmatch(name) else None
+    file = find_file(name)
+    return None if file is None else read_tasks(file, rewarded)
 
 
-def read_tasks(file: Path) -> FileTasks:
-    """Reads a JSONL file. A line that cannot be used is left out, and a line of the log gives its number.
+def read_tasks(file: Path, rewarded: bool = False) -> FileTasks:
+    """Reads a file. A row that cannot be used is left out, and a line of the log says which.
 
     Raises:
         ConfigError: the file cannot be read, is too large, has no task, or has two tasks with one id.
     """
     tasks, unusable = [], []
-    line_of_id: dict[str, int] = {}
-    answers: dict[str, str] = {}
-    for number, line in enumerate(_read(file).split(b"\n"), 1):
-        if not line.strip():
-            continue
+    place_of_id: dict[str, str] = {}
+    answers: dict[str, Any] = {}
+    for row in rows_of(file):
         try:
-            task = _task(json.loads(line.decode("utf-8-sig")))
-            if answers.setdefault(task.prompt, task.answer) != task.answer:
-                raise ValueError("an earlier line has the same prompt and another answer")
+            task = _task(row, rewarded)
+            if answers.setdefault(json.dumps(task.prompt), task.answer) != task.answer:
+                raise ValueError("an earlier one has the same prompt and another answer")
         except (ValueError, RecursionError, InvalidRequestError) as error:
-            unusable.append(f"line {number} of {file} is left out: {error}")
+            unusable.append(f"{row.place} of {file} is left out: {error}")
             continue
-        if task.id is not None and (first := line_of_id.setdefault(task.id, number)) != number:
-            raise ConfigError(f"environment: lines {first} and {number} of {file} have the same id; change one")
+        if task.id is not None and (first := place_of_id.setdefault(task.id, row.place)) != row.place:
+            raise ConfigError(f"environment: {first} and {row.place} of {file} have the same id; change one")
         tasks.append(task)
-    for message in unusable[:_LOGGED_LINES]:
+    for message in unusable[:_LOGGED_ROWS]:
         _log.warning("%s", message)
-    if others := unusable[_LOGGED_LINES:]:
-        _log.warning("%d more lines of %s are left out", len(others), file)
+    if others := unusable[_LOGGED_ROWS:]:
+        _log.warning("%d more rows of %s are left out", len(others), file)
     if not tasks:
-        raise ConfigError(f"environment: {file} has no task; each line needs a prompt (or question) and an answer")
+        needs = "a prompt (or question, or messages)" + ("" if rewarded else " and an answer")
+        raise ConfigError(f"environment: {file} has no task; each row needs {needs}")
     return FileTasks(tasks)
 
 
-def _read(file: Path) -> bytes:
-    try:
-        with file.open("rb") as opened:
-            content = opened.read(MAX_FILE_BYTES + 1)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"environment: {file} cannot be read: {error}") from error
-    if len(content) > MAX_FILE_BYTES:
-        raise ConfigError(f"environment: {file} has more than {MAX_FILE_BYTES // 2**20} MiB; give a part of it")
-    return content
-
-
-def _task(line: object) -> FileTask:
-    """Raises ValueError or InvalidRequestError: the line lacks something, or it has the wrong type."""
-    if not isinstance(line, dict):
+def _task(row: Row, rewarded: bool) -> FileTask:
+    """Raises ValueError, RecursionError or InvalidRequestError: the row lacks something, or it has the wrong type."""
+    if row.fault is not None:
+        raise row.fault
+    value = row.value
+    if not isinstance(value, dict):
         raise ValueError("it is not a JSON object")
-    prompt = line.get("prompt", line.get("question"))
-    if not isinstance(prompt, str) or not prompt.strip():
-        raise ValueError("prompt (or question) must be text")
-    answer = _answer(line)
-    scorer = line.get("scoring_function") or ("gsm8k" if _is_number(answer) else "math")
+    prompt, columns = _prompt(value), {key: column for key, column in value.items() if key not in _OWN}
+    answer = _answer(value, rewarded)
+    scorer = REWARD if rewarded else value.get("scoring_function") or ("gsm8k" if _is_number(answer) else "math")
     if not isinstance(scorer, str):
         raise ValueError("scoring_function must be text")
     terms(scorer)
-    number = line.get("id")
+    if (size := len(json.dumps(columns))) > _MAX_COLUMNS:
+        raise ValueError(f"its columns have {size} bytes as JSON; at most {_MAX_COLUMNS} are kept")
+    number = value.get("id")
     if number is not None and (not isinstance(number, str | int) or isinstance(number, bool)):
         raise ValueError("id must be text or a whole number")
-    return FileTask(prompt, answer, scorer, None if number is None else str(number))
+    return FileTask(prompt, answer, scorer, None if number is None else str(number), columns if rewarded else {})
 
 
-def _answer(line: Mapping[str, Any]) -> str:
-    """The answer; of a solution that ends with `#### 42`, only 42."""
+def _prompt(row: Mapping[str, Any]) -> Prompt:
+    value = next((row[key] for key in _PROMPTS if row.get(key) is not None), None)
+    if isinstance(value, str) and value.strip():
+        return value
+    if not isinstance(value, list) or not value:
+        raise ValueError("prompt (or question, or messages) must be text or a list of messages")
+    for turn in value:
+        if not isinstance(turn, dict) or not all(isinstance(turn.get(key), str) for key in ("role", "content")):
+            raise ValueError("each message needs role and content, both text")
+    if value[-1]["role"] == "assistant":
+        raise ValueError("the last message is the assistant's; the model answers the user")
+    return tuple({key: part for key, part in turn.items() if part is not None} for turn in value)
+
+
+def _answer(row: Mapping[str, Any], rewarded: bool) -> Any:
+    """The answer; of a text that ends with `#### 42`, only 42. A configured reward may have none, and gets any other
+    JSON value as it is."""
+    given = next((row[key] for key in _ANSWERS if row.get(key) is not None), None)
+    if rewarded and not isinstance(given, str):
+        return given
     try:
-        answer = sample.answer(line).rpartition("####")[2].strip()
+        answer = sample.answer({ANSWER: given}).rpartition("####")[2].strip()
     except InvalidRequestError:
         answer = ""
-    if not answer:
+    if not answer and not rewarded:
         raise ValueError("answer must be text or a number")
     return answer
 
 
-def _is_number(answer: str) -> bool:
+def _is_number(answer: object) -> bool:
     try:
-        sample.number({"answer": answer})
+        sample.number({ANSWER: answer})
     except InvalidRequestError:
         return False
     return True
-
-
-def _download(name: str) -> Path:
-    """The JSONL file of a data set: `train.jsonl`, or its only one."""
-    from huggingface_hub import snapshot_download  # takes long to import
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    advice = "download the JSONL file and give its path"
-    try:
-        folder = Path(snapshot_download(name, repo_type="dataset", allow_patterns="*.jsonl"))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ConfigError(f"environment: no file, and no data set {name!r} of the hub ({error}); {advice}") from error
-    files = list(folder.rglob("*.jsonl"))
-    chosen = [file for file in files if file.name == "train.jsonl"] or files
-    if len(chosen) != 1:
-        raise ConfigError(f"environment: the data set {name!r} has {len(chosen)} JSONL files to choose from; {advice}")
-    return chosen[0]

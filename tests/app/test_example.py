@@ -1,4 +1,4 @@
-"""examples/serve_and_train.py, on a tiny model."""
+"""The examples: serve_and_train.py on a tiny model, and the two files of one_word."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from pathlib import Path
 import pytest
 from tiny import save_tiny
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "serve_and_train.py"
+from mlx_parallm.rl.scoring.functions import load_function
+from mlx_parallm.rl.scoring.sample import ScorerInput
+from mlx_parallm.rl.tasks import read_tasks
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLE = EXAMPLES / "serve_and_train.py"
 
 
 @pytest.mark.timeout(300)
@@ -24,3 +29,14 @@ def test_it_serves_and_trains_without_http(tmp_path: Path) -> None:
         ("base@0", "published"),
         *((f"default@{version}", "published") for version in range(1, 5)),
     ]
+
+
+def test_the_rewards_of_one_word_fit_its_tasks(caplog: pytest.LogCaptureFixture) -> None:
+    tasks = read_tasks(EXAMPLES / "one_word" / "tasks.jsonl", rewarded=True).tasks
+    assert (len(tasks), caplog.records) == (32, [])
+    share, ended = (load_function(f"{EXAMPLES}/one_word/rewards.py:{name}") for name in ("share", "ended"))
+    for task in tasks:
+        texts = (task.answer, f"It was {task.answer}.", "Positive or negative.")
+        samples = [ScorerInput(text, 9, 3, "length", task.metadata, task.prompt) for text in texts]
+        assert list(share(samples)) == [1, pytest.approx(1 / 3), 0]
+        assert list(ended(samples)) == [0, 0, 0]

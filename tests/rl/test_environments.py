@@ -11,7 +11,7 @@ from rl.user_package import install
 
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl.rollouts import GROUP, environment
-from mlx_parallm.rl.scoring.registry import load
+from mlx_parallm.rl.scoring.reward import load
 from mlx_parallm.rl.scoring.sample import ScorerInput
 
 NAME = "reasoning_gym:chain_sum"
@@ -28,8 +28,8 @@ def test_a_task_of_reasoning_gym_poses_questions_and_says_how_they_are_scored():
         assert message == {"role": "user", "content": entry["question"]}
         assert task.collection.scorer == NAME
         scorer = load(NAME)
-        assert scorer(ScorerInput(entry["answer"], 9, 3, "stop", task.collection.metadata)) == 1
-        assert scorer(ScorerInput("no idea", 9, 3, "stop", task.collection.metadata)) < 0.5
+        assert scorer([ScorerInput(entry["answer"], 9, 3, "stop", task.collection.metadata)]) == [1]
+        assert scorer([ScorerInput("no idea", 9, 3, "stop", task.collection.metadata)])[0] < 0.5
         assert json.loads(json.dumps(entry)) == entry
 
 

@@ -9,14 +9,14 @@ import pytest
 
 from mlx_parallm.core import CollectionSpec
 from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.rl.scoring.catalogue import ScorerCatalogue
 from mlx_parallm.rl.scoring.gym import TextAsCodeError, dataset, no_code_from_text
-from mlx_parallm.rl.scoring.registry import load
+from mlx_parallm.rl.scoring.reward import load
 from mlx_parallm.rl.scoring.sample import ScorerInput
-from mlx_parallm.rl.scoring.service import ScorerCatalogue
 
 
 def score(scorer, text, tokens=3, finish_reason="stop", **metadata):
-    return load(scorer)(ScorerInput(text, 5, tokens, finish_reason, metadata))
+    return load(scorer)([ScorerInput(text, 5, tokens, finish_reason, metadata)])[0]
 
 
 def refused(scorer, **metadata):

@@ -9,14 +9,15 @@ import pytest
 
 from mlx_parallm.core import CollectionSpec
 from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.rl.scoring.catalogue import ScorerCatalogue
 from mlx_parallm.rl.scoring.gym import dataset
-from mlx_parallm.rl.scoring.registry import BUILTINS, Term, load, terms
+from mlx_parallm.rl.scoring.registry import BUILTINS, Term, terms
+from mlx_parallm.rl.scoring.reward import load
 from mlx_parallm.rl.scoring.sample import ScorerInput
-from mlx_parallm.rl.scoring.service import ScorerCatalogue
 
 
 def score(scorer, text, tokens=3, finish_reason="stop", **metadata):
-    return load(scorer)(ScorerInput(text, 5, tokens, finish_reason, metadata))
+    return load(scorer)([ScorerInput(text, 5, tokens, finish_reason, metadata)])[0]
 
 
 def refused(scorer, **metadata):
@@ -174,7 +175,7 @@ def test_nothing_is_asked_twice(monkeypatch):
     """A name that is not built in costs a child process once, whether or not it can be used."""
     catalogue, started = ScorerCatalogue(), []
     monkeypatch.setattr(
-        "mlx_parallm.rl.scoring.service._worker_description",
+        "mlx_parallm.rl.scoring.catalogue._worker_description",
         lambda name: started.append(name) or {"requires": [], "tasks": ["a", "b"], "problem": "broken"},
     )
     for _ in range(3):

@@ -1,9 +1,11 @@
-"""Tasks of a JSONL file: which lines are read, and how a task is found."""
+"""Tasks of a file: which rows are read, what their rewards get, and how a task is found."""
 
 from __future__ import annotations
 
 import json
 import re
+import sys
+from datetime import datetime
 from itertools import islice
 from pathlib import Path
 
@@ -11,9 +13,9 @@ import huggingface_hub
 import pytest
 
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.rl import tasks
+from mlx_parallm.rl import task_files
 from mlx_parallm.rl.rollouts import answers_of, environment
-from mlx_parallm.rl.scoring.registry import load
+from mlx_parallm.rl.scoring.reward import load
 from mlx_parallm.rl.scoring.sample import ScorerInput
 from mlx_parallm.rl.tasks import FileTask, find_tasks, read_tasks
 
@@ -57,8 +59,8 @@ BAD = [
     ("[]", "not a JSON object"),
     ("[" * 100_000, "line 2 of"),
     (b'{"prompt": "\xff", "answer": "1"}', "line 2 of"),
-    ({"answer": "4"}, r"prompt \(or question\)"),
-    ({"prompt": 4, "answer": "4"}, r"prompt \(or question\)"),
+    ({"answer": "4"}, r"prompt \(or question, or messages\)"),
+    ({"prompt": 4, "answer": "4"}, r"prompt \(or question, or messages\)"),
     ({"prompt": "x"}, "answer must be"),
     ({"prompt": "x", "answer": None}, "answer must be"),
     ({"prompt": "x", "answer": ["4"]}, "answer must be"),
@@ -83,11 +85,11 @@ def test_a_bad_line_costs_itself_and_the_log_gives_its_number(write, caplog, lin
 def test_many_bad_lines_are_counted(write, caplog) -> None:
     read_tasks(write(SUM, *["{"] * 500))
     assert len(caplog.records) < 30
-    assert "480 more lines" in caplog.records[-1].getMessage()
+    assert "480 more rows" in caplog.records[-1].getMessage()
 
 
 def test_one_id_twice_is_an_error_that_names_both_lines(write) -> None:
-    with pytest.raises(ConfigError, match=r"lines 1 and 3 of .* same id"):
+    with pytest.raises(ConfigError, match=r"line 1 and line 3 of .* same id"):
         read_tasks(write({**SUM, "id": 1}, "{", {"id": "1", "prompt": "3 + 3 =", "answer": "6"}))
 
 
@@ -98,7 +100,7 @@ def test_the_same_task_twice_is_no_error(write) -> None:
 
 def test_a_file_that_gives_no_task_is_refused(write, tmp_path: Path, monkeypatch) -> None:
     for file, message in (
-        (write("{}", ""), "has no task; each line needs"),
+        (write("{}", ""), "has no task; each row needs a prompt .* and an answer"),
         (tmp_path / "gone.jsonl", "cannot be read"),
         (tmp_path, "cannot be read"),
         (tmp_path / "nul\0.jsonl", "cannot be read"),
@@ -106,7 +108,7 @@ def test_a_file_that_gives_no_task_is_refused(write, tmp_path: Path, monkeypatch
         with pytest.raises(ConfigError, match=message) as caught:
             read_tasks(file)
         assert str(caught.value).startswith("environment: ")
-    monkeypatch.setattr(tasks, "MAX_FILE_BYTES", 1024 * 1024)
+    monkeypatch.setattr(task_files, "MAX_FILE_BYTES", 1024 * 1024)
     assert read_tasks(write(SUM, " " * (1024 * 1024 - len(json.dumps(SUM)) - 1))).tasks
     with pytest.raises(ConfigError, match="more than 1 MiB"):
         read_tasks(write(SUM, " " * (1024 * 1024 - len(json.dumps(SUM)))))
@@ -126,7 +128,8 @@ def test_a_task_is_found_by_its_id_and_else_by_its_prompt(write) -> None:
         (None, "", None),
         (True, None, None),
     ):
-        assert found.answer(problem_id, prompt) == answer, (problem_id, prompt)
+        task = found.find(problem_id, prompt)
+        assert (task and task.answer) == answer, (problem_id, prompt)
 
 
 # ---- environments --------------------------------------------------------------------------------
@@ -147,11 +150,12 @@ def test_a_task_of_a_file_is_scored_by_its_answer(write) -> None:
     (task,) = islice(environment(str(write({"question": "How many clips?", "answer": SOLUTION}))).tasks(0), 1)
     assert task.messages == ({"role": "user", "content": "How many clips?"},)
     score = load(task.collection.scorer)
-    assert [score(ScorerInput(text, 9, 3, "stop", task.collection.metadata)) for text in ("It is 72.", "73")] == [1, 0]
+    answers = [ScorerInput(text, 9, 3, "stop", task.collection.metadata) for text in ("It is 72.", "73")]
+    assert score(answers) == [1, 0]
 
 
 def test_a_server_reads_files_and_loads_no_other_environment(write, monkeypatch) -> None:
-    assert answers_of(str(write(SUM))).answer("sum", None) == "4"
+    assert answers_of(str(write(SUM))).find("sum", None).answer == "4"
     monkeypatch.setattr("mlx_parallm.rl.scoring.gym.task_names", lambda: pytest.fail("reasoning-gym was loaded"))
     assert answers_of("reasoning_gym:leg_counting").tasks == ()
 
@@ -160,6 +164,118 @@ def test_a_server_reads_files_and_loads_no_other_environment(write, monkeypatch)
 def test_gsm8k_without_a_file_says_what_to_give(find) -> None:
     with pytest.raises(ConfigError, match=r"environment: 'gsm8k' is unknown: .*FILE\.jsonl \(such as gsm8k's train"):
         find("gsm8k")
+
+
+# ---- with a reward -------------------------------------------------------------------------------
+
+
+def test_with_a_reward_every_column_is_passed_on_and_an_answer_is_optional(write) -> None:
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2 ="}]
+    lines = [
+        {"id": 1, "prompt": "a", "level": 3, "scoring_function": "exact"},
+        {"question": "b", "answer": SOLUTION, "tags": ["x"]},
+        {"messages": turns, "ground_truth": [4, 5]},
+        {"prompt": turns[1:], "solution": "4", "info": {"deep": None}},
+    ]
+    found = read_tasks(write(*lines), rewarded=True).tasks
+    assert {task.scorer for task in found} == {"reward"}
+    assert [task.metadata for task in found] == [
+        {"problem_id": "1", "level": 3},
+        {"question": "b", "answer": "72", "tags": ["x"]},
+        {"answer": [4, 5], "ground_truth": [4, 5]},
+        {"answer": "4", "solution": "4", "info": {"deep": None}},
+    ]
+    assert [task.prompt for task in found] == ["a", "b", tuple(turns), (turns[1],)]
+    assert [len(task.messages) for task in found] == [1, 1, 2, 1]
+
+
+def test_without_a_reward_only_the_answer_is_kept(write) -> None:
+    (task,) = read_tasks(write({"prompt": "2 + 2 =", "ground_truth": 4, "level": 3})).tasks
+    assert (task.metadata, task.scorer) == ({"answer": "4"}, "gsm8k")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"messages": []}, "must be text or a list of messages"),
+        ({"messages": [{"role": "user"}]}, "each message needs role and content, both text"),
+        ({"prompt": ["hello"]}, "each message needs role and content"),
+        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "both text"),
+        (
+            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+            "the last message is",
+        ),
+        ({"prompt": "a", "long": "x" * 70_000}, "its columns have 700.. bytes as JSON; at most 65536"),
+    ],
+)
+def test_a_row_that_cannot_be_a_task_says_why(write, caplog, line, message) -> None:
+    assert len(read_tasks(write(line, {"prompt": "b"}), rewarded=True).tasks) == 1
+    assert re.search(message, caplog.records[0].getMessage())
+
+
+def test_conversations_that_only_end_alike_are_not_mistaken_for_each_other(write) -> None:
+    def turns(system: str) -> list[dict[str, str]]:
+        return [{"role": "system", "content": system}, {"role": "user", "content": "2 + 2 ="}]
+
+    found = read_tasks(write({"messages": turns("a"), "answer": 4}, {"messages": turns("b"), "answer": 5}))
+    assert len(found.tasks) == 2
+    assert found.find(None, "2 + 2 =") is None
+
+
+@pytest.mark.parametrize("name", ["reasoning_gym:chain_sum", "FILE"])
+def test_the_reward_scores_the_tasks_of_any_environment(write, name) -> None:
+    file = str(write({"prompt": "a", "answer": "1", "scoring_function": "exact"}))
+    (task,) = islice(environment(file if name == "FILE" else name, rewarded=True).tasks(0), 1)
+    assert task.collection.scorer == "reward"
+    assert task.collection.prompt_text == ("a" if name == "FILE" else "")
+    assert ("entry" in task.collection.metadata) == (name != "FILE")
+
+
+# ---- parquet -------------------------------------------------------------------------------------
+
+
+def test_rows_of_parquet_are_tasks_with_their_columns(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": "a", "name": None}],
+            "solution": "4",
+            "at": datetime(2026, 1, 2),
+            "n": 1,
+        },
+        {"prompt": [{"role": "user", "content": "b", "name": "me"}], "solution": None, "at": None, "n": 2},
+        {"prompt": [], "solution": "x", "at": None, "n": 3},
+    ]
+    file = tmp_path / "tasks.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    first, second = find_tasks(str(file), rewarded=True).tasks
+    assert (first.prompt, first.answer) == (({"role": "user", "content": "a"},), "4")
+    assert first.columns == {"solution": "4", "at": "2026-01-02 00:00:00", "n": 1}
+    assert (second.answer, second.messages[0]["name"]) == (None, "me")
+    file.write_bytes(b"PAR1 and nothing else")
+    with pytest.raises(ConfigError, match=r"tasks\.parquet cannot be read"):
+        find_tasks(str(file))
+
+
+def test_parquet_has_the_bound_of_other_files(tmp_path: Path, monkeypatch) -> None:
+    """Its rows count, because a small file may hold much."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    file = tmp_path / "tasks.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist([{"prompt": "a" * 1000}] * 2000), file)
+    monkeypatch.setattr(task_files, "MAX_FILE_BYTES", 1024 * 1024)
+    assert file.stat().st_size < 1024 * 1024
+    with pytest.raises(ConfigError, match="more than 1 MiB"):
+        find_tasks(str(file), rewarded=True)
+
+
+def test_parquet_without_pyarrow_names_the_extra(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ConfigError, match=r"tasks\.parquet cannot be read: pyarrow is not installed; .*\[parquet\]"):
+        find_tasks(str(tmp_path / "tasks.parquet"))
 
 
 # ---- the hub -------------------------------------------------------------------------------------
@@ -176,7 +292,8 @@ def hub(tmp_path: Path, monkeypatch):
             file.write_text(json.dumps({**SUM, "id": name}))
 
         def download(name: str, repo_type: str, allow_patterns: str) -> str:
-            assert (name, repo_type, allow_patterns) == ("someone/sums", "dataset", "*.jsonl")
+            assert (name, repo_type) == ("someone/sums", "dataset")
+            assert allow_patterns in ("*.jsonl", "*train*.parquet")
             return str(tmp_path / "snapshot")
 
         monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
@@ -195,12 +312,12 @@ def test_a_data_set_of_the_hub_gives_its_file(hub, files) -> None:
 def test_a_data_set_with_no_file_or_several_says_what_to_do(hub, files) -> None:
     hub(*files)
     with pytest.raises(
-        ConfigError, match=r"has . JSONL files to choose from; download the JSONL file and give its path"
+        ConfigError, match=r"has . JSONL (or parquet )?files to choose from.*; download the file and give its path"
     ):
         find_tasks("someone/sums")
 
 
 def test_a_data_set_that_cannot_be_had_says_what_to_do(monkeypatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ConfigError, match=r"no file, and no data set 'someone/sums' .*download the JSONL file"):
+    with pytest.raises(ConfigError, match=r"no file, and no data set 'someone/sums' .*download the file"):
         find_tasks("someone/sums")

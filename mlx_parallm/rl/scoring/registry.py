@@ -12,11 +12,10 @@ import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from types import FrameType
-from typing import Any, SupportsFloat
+from typing import Any
 
 from mlx_parallm.errors import InvalidRequestError, shown
 from mlx_parallm.extras import MATH, Extra
@@ -28,9 +27,8 @@ GROUP = "mlx_parallm.scorers"
 
 PARAM = "scoring_function"
 
-_NAME = r"[A-Za-z_][A-Za-z0-9_.-]{0,63}(?::[A-Za-z0-9_.-]{1,64})?"
-_SINGLE_NAME = re.compile(_NAME)
-_TERM = re.compile(rf"\s*([+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*\*\s*({_NAME})\s*")
+NAME = r"[A-Za-z_][A-Za-z0-9_.-]{0,63}(?::[A-Za-z0-9_.-]{1,64})?"
+_WEIGHT = r"\s*([+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*\*\s*"
 _MAX_CHARACTERS = 512
 _MAX_TERMS = 16
 
@@ -57,19 +55,28 @@ def terms(text: str) -> tuple[Term, ...]:
     Raises:
         InvalidRequestError: the text is neither a name nor a sum.
     """
-    if _SINGLE_NAME.fullmatch(text):
-        return (Term(1.0, text),)
-    if len(text) > _MAX_CHARACTERS:
+    found = split_terms(text, NAME, _MAX_CHARACTERS)
+    if found is None:
         raise _malformed(text)
-    found, at = [], 0
-    while match := _TERM.match(text, at):
+    return found
+
+
+def split_terms(text: str, name: str, most: int) -> tuple[Term, ...] | None:
+    """The terms of a text whose names match the regular expression `name`. None: it is no sum, or has more than `most`
+    characters."""
+    if len(text) > most:
+        return None
+    if re.fullmatch(name, text):
+        return (Term(1.0, text),)
+    term, found, at = re.compile(rf"{_WEIGHT}({name})\s*"), [], 0
+    while match := term.match(text, at):
         found.append(Term(float(match[1]), match[2]))
         at = match.end()
         if at == len(text) or text[at] != "+":
             break
         at += 1
     if not match or at != len(text) or len(found) > _MAX_TERMS or not all(math.isfinite(t.weight) for t in found):
-        raise _malformed(text)
+        return None
     return tuple(found)
 
 
@@ -210,18 +217,12 @@ BUILTINS: Mapping[str, Builtin] = {
 # ---- loading -------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=64)
-def load(name: str) -> Scorer:
-    """The scorer of a name, or of a weighted sum of names.
+def load_one(name: str) -> Scorer:
+    """The scorer of a name that a request may give: a built-in one, a task of reasoning-gym, or a package's own.
 
     Raises:
         Exception: a package's scorer may raise anything when it is imported.
     """
-    parts = [(term.weight, load_one(term.scorer)) for term in terms(name)]
-    return lambda completion: math.fsum(weight * as_number(scorer(completion)) for weight, scorer in parts)
-
-
-def load_one(name: str) -> Scorer:
     if name in BUILTINS:
         return _limited(BUILTINS[name])
     if name.startswith(gym.PREFIX):
@@ -230,12 +231,6 @@ def load_one(name: str) -> Scorer:
         scorer: Scorer = point.load()
         return scorer
     raise InvalidRequestError(f"{PARAM}: {name} is unknown", PARAM)
-
-
-def as_number(value: object) -> float:
-    if not isinstance(value, SupportsFloat):
-        raise TypeError(f"gave {type(value).__name__}, not a number")
-    return float(value)
 
 
 def _limited(entry: Builtin) -> Scorer:

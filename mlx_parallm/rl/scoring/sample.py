@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, SupportsFloat
 
 from mlx_parallm.core import Trajectory
 from mlx_parallm.errors import InvalidRequestError, shown
@@ -32,6 +32,7 @@ class ScorerInput:
     """One completion. It is sent to the scoring process as JSON, so tuples in `metadata` become lists.
 
     `text`: without the end-of-sequence token, which `completion_tokens` counts. `finish_reason`: "stop" or "length".
+    `prompt`: the text, or the messages if there was none. It and the token ids are there for the server's reward only.
     """
 
     text: str
@@ -39,27 +40,63 @@ class ScorerInput:
     completion_tokens: int
     finish_reason: str
     metadata: Metadata
+    prompt: str | Sequence[Metadata] = ""
+    prompt_ids: Sequence[int] = ()
+    completion_ids: Sequence[int] = ()
 
     @property
     def ended(self) -> bool:
         """Whether the sequence ended by itself. A text that was cut off is not an answer."""
         return self.finish_reason == "stop"
 
+    @property
+    def completion(self) -> str | list[Metadata]:
+        """The text; for a prompt of messages, one message of the assistant."""
+        return self.text if isinstance(self.prompt, str) else [self._answer]
+
+    @property
+    def messages(self) -> list[Metadata]:
+        """The conversation, which ends with the answer. A prompt that is a text is one message of the user."""
+        turns = [{"role": "user", "content": self.prompt}] if isinstance(self.prompt, str) else self.prompt
+        return [*turns, self._answer]
+
+    @property
+    def _answer(self) -> Metadata:
+        return {"role": "assistant", "content": self.text}
+
     @staticmethod
-    def to_json(trajectory: Trajectory) -> dict[str, Any]:
-        """The fields for this trajectory."""
+    def to_json(trajectory: Trajectory, whole: bool = False) -> dict[str, Any]:
+        """The fields for this trajectory. `whole`: also the prompt and the token ids, which only some scorers read."""
+        collection = trajectory.collection
+        prompt = collection.prompt_text or list(collection.messages) or ""
+        ids = {"prompt_ids": trajectory.prompt_ids, "completion_ids": trajectory.completion_ids}
         return {
             "text": trajectory.text,
             "prompt_tokens": len(trajectory.prompt_ids),
             "completion_tokens": len(trajectory.completion_ids),
             "finish_reason": trajectory.finish_reason.value,
-            "metadata": dict(trajectory.collection.metadata),
+            "metadata": dict(collection.metadata),
+            **({"prompt": prompt, **ids} if whole else {}),
         }
 
 
 Scorer = Callable[[ScorerInput], float]
 """Returns a finite reward. A package's scorer may list the keys of `metadata` that it reads in an attribute
 `requires: tuple[str, ...]`."""
+
+GroupScorer = Callable[[Sequence[ScorerInput]], Sequence[float | None]]
+"""Returns one finite reward for each sample of a group, or None for a sample that it does not apply to."""
+
+
+class ScorerError(Exception):
+    """A scorer failed. The message says what happened and where; it needs no name of an exception before it."""
+
+
+def as_number(value: object) -> float:
+    """The value as a float. Raises TypeError: it is no number."""
+    if not isinstance(value, SupportsFloat):
+        raise TypeError(f"gave {type(value).__name__}, not a number")
+    return float(value)
 
 
 def present(metadata: Metadata, key: str) -> Any:

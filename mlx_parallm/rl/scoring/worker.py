@@ -1,6 +1,6 @@
 """The scoring process: `python -m mlx_parallm.rl.scoring.worker`. It imports neither MLX nor a BLAS.
 
-stdin:  {"id": 7, "scorer": "exact", "samples": [...]}      one group per line
+stdin:  {"id": 7, "scorer": "exact", "samples": [...]}      one group per line; `reward`, if the scorer names it
 stdout: {"id": 7, "begun": true}                            the scorer is loaded: the group's time limit starts
         {"id": 7, "rewards": [1.0, 0.0]}  or  {"id": 7, "error": "..."}
 
@@ -8,8 +8,9 @@ stdin:  {"id": 8, "check": "regex", "metadata": {...}}      can the scorer use t
 stdout: {"id": 8, "begun": true}
         {"id": 8, "refused": ""}  or  {"id": 8, "refused": "metadata.pattern ..."}
 
-With the argument NAME it describes one scorer as JSON instead: `requires` (the keys of `metadata` that it reads),
-`tasks` (all tasks of reasoning-gym, if the scorer is one of them) and `problem` (why it cannot be used, or "").
+With the argument NAME it describes one scorer, or one function of the configured reward, as JSON instead: `requires`
+(the keys of `metadata` that it reads), `tasks` (all tasks of reasoning-gym, if the scorer is one of them) and `problem`
+(why it cannot be used, or "").
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from typing import Any, BinaryIO
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.processes import end_with_parent, private_pipes
 from mlx_parallm.rl.scoring import gym
-from mlx_parallm.rl.scoring.registry import BUILTINS, TooSlowError, cpu_limit, load, load_one
-from mlx_parallm.rl.scoring.sample import ScorerInput
+from mlx_parallm.rl.scoring.functions import load_function
+from mlx_parallm.rl.scoring.registry import BUILTINS, TooSlowError, cpu_limit, load_one
+from mlx_parallm.rl.scoring.reward import RewardSpec, is_function, load
+from mlx_parallm.rl.scoring.sample import ScorerError, ScorerInput
 
 CHECK_S = 1.0
 """Processor time for one check."""
@@ -54,10 +57,10 @@ def describe(name: str) -> dict[str, Any]:
     try:
         if name.startswith(gym.PREFIX):
             tasks = gym.task_names()
-        scorer = load_one(name)
+        scorer = load_function(name) if is_function(name) else load_one(name)
         requires = [str(key) for key in getattr(scorer, "requires", ())]
         problem = "" if callable(scorer) else "it cannot be called"
-    except gym.UnusableTaskError as error:
+    except (gym.UnusableTaskError, ScorerError) as error:
         problem = str(error)
     except BaseException as error:  # noqa: BLE001 - importing a user's package may raise anything
         problem = f"{type(error).__name__}: {error}"
@@ -82,16 +85,22 @@ def _check(message: dict[str, Any], replies: BinaryIO) -> None:
 
 def _score(group: dict[str, Any], replies: BinaryIO) -> None:
     try:
-        scorer = load(group["scorer"])
+        reward = RewardSpec.from_json(group["reward"]) if "reward" in group else None
+        scorer = load(group["scorer"], reward)
         _reply(replies, {"id": group["id"], "begun": True})
-        rewards = [_finite(scorer(ScorerInput(**sample))) for sample in group["samples"]]
+        given = scorer([ScorerInput(**sample) for sample in group["samples"]])
+        rewards = [_finite(number, value) for number, value in enumerate(given, 1)]
+    except ScorerError as error:
+        _reply(replies, {"id": group["id"], "error": str(error)[:_MAX_ERROR]})
     except BaseException as error:  # noqa: BLE001 - a scorer may raise anything, even SystemExit: its group fails
         _reply(replies, {"id": group["id"], "error": f"{type(error).__name__}: {error}"[:_MAX_ERROR]})
     else:
         _reply(replies, {"id": group["id"], "rewards": rewards})
 
 
-def _finite(reward: float) -> float:
+def _finite(number: int, reward: float | None) -> float:
+    if reward is None:
+        raise ScorerError(f"no reward applies to sample {number}: every function returned None")
     if not math.isfinite(reward):
         raise ValueError(f"gave {reward}; a reward must be a finite number")
     return reward

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -159,7 +159,7 @@ def prepare(
         card=services.card,
         config=services.config,
         adapter=adapter,
-        collection=collection,
+        collection=collection and replace(collection, prompt_text=body.task_prompt or ""),
         grammar=compile_grammar(*body.grammar, services.grammars) if body.grammar else None,
         max_tokens=None if unlimited else body.max_tokens,
         default_max_tokens=None if unlimited else DEFAULT_MAX_TOKENS,

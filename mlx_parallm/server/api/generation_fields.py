@@ -183,7 +183,8 @@ class SharedBody(OpenBody):
     collect_trajectory: bool = False
     """Whether the answers are kept for training. All answers to a prompt are one group."""
     scoring_function: Annotated[str, Field(min_length=1, max_length=MAX_SCORER)] | None = None
-    """The scorer that rewards the collected answers. If it is left out, clients send rewards as feedback."""
+    """The scorer that rewards the collected answers; `reward` is the one that the operator configured. If it is left
+    out, clients send rewards as feedback."""
     group_id: Annotated[str, Field(min_length=1, max_length=MAX_EPISODE_ID)] | None = None
     """With `collect_trajectory`: the answers of all requests with the same `group_id` are one group, whose rewards are
     compared with each other. The header `X-Group-Id` can be sent instead of this field."""
