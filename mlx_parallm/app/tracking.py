@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mlx_parallm.adapters.checkpoints.runs import Run
+from mlx_parallm.adapters.checkpoints.runs import METRICS, Run
 from mlx_parallm.config import Config
-from mlx_parallm.rl.tracking.trackers import METRICS_FILE, TrackedRun, tracker_openers
+from mlx_parallm.rl.tracking.trackers import TrackedRun, tracker_openers
 from mlx_parallm.rl.tracking.tracking import Tracking
 
 
@@ -19,4 +19,4 @@ def start_tracking(config: Config, run: Run, log: Path | None = None) -> Trackin
 
 def metrics_file(run: Run, log: Path | None = None) -> Path:
     """The JSONL file of a run."""
-    return log or run.path / METRICS_FILE
+    return log or run.path / METRICS

@@ -171,16 +171,24 @@ class AdapterTraining:
         return drop is not None and self.checkpoints.best is not None and self.rewards.trend.fell_by(drop)
 
     async def learn(
-        self, batch: UpdateBatch, publish: bool = True, progress: Mapping[str, float] | None = None
+        self,
+        batch: UpdateBatch,
+        publish: bool = True,
+        progress: Mapping[str, float] | None = None,
+        again: bool = False,
     ) -> UpdateReport:
         """Makes one update. Unless the status of the report is published or trained, policy, versions and `progress`
-        stay as they were. If `publish` is False, no version is made of the update.
+        stay as they were.
+
+        Args:
+            publish: if it is False, no version is made of the update.
+            again: the update went live before a crash, so its evaluation does not decide that any more.
 
         Raises:
             Exception: raised by the learner or while publishing; policy and versions are as before.
         """
         gate, evaluation = self._parts.gate, None
-        evaluates_first = gate.reads_evaluations and self.evaluations.due(self.reports.step + 1)
+        evaluates_first = gate.reads_evaluations and not again and self.evaluations.due(self.reports.step + 1)
         async with self._undone_on_failure():
             make_version = partial(self._publish, not evaluates_first) if publish else None
             outcome, ref = await self._learner.learn(self.name, batch, make_version)
@@ -249,6 +257,7 @@ class AdapterTraining:
 
     async def _evaluate(self, version: AdapterRef, step: int) -> EvaluationResult | None:
         """Evaluates a version, live or staged. None: it failed, which is logged and counted."""
+        _log.info("evaluating %s on the held-out tasks", version)
         try:
             with self._adapters.lease(TrainedVersion(version).selector):
                 result = await self.evaluations.evaluate(version, step)

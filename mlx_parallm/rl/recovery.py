@@ -148,7 +148,7 @@ class PolicyJournal:
             await training.mark_best()
             if update.version is not None:
                 training.number_versions_from(update.version)
-            report = await training.learn(prepared.batch, update.publish, update.progress or None)
+            report = await training.learn(prepared.batch, update.publish, update.progress or None, again=True)
             if report.status == "published":
                 await training.evaluate_if_due()
         except (ParaLLMError, LookupError) as error:

@@ -39,6 +39,7 @@ def test_each_run_has_a_folder_of_its_own_and_nothing_old_goes_on_unasked() -> N
     assert open_run(None, False, wanted=False) is None
     third = open_run(None, False, wanted=True)
     assert not third.resumed
+    (third.path / "metrics.jsonl").write_text("{}")
     third.close()
     assert [folder.name for folder in ROOT.iterdir()] == [first.path.name], "a run without checkpoints leaves nothing"
 

@@ -5,6 +5,7 @@
             run.lock                      the ids of the run and of its process, which locks it (flock)
             run.json                      see `rl.runs.record`
             journal.sqlite                see `rl.runs.store`
+            metrics.jsonl                 see `rl.tracking.trackers`
             default/checkpoint-10/ ...    see `store`
 
 A folder given with --checkpoint-dir is itself the folder of one run. If there is something to resume in it, that
@@ -28,7 +29,7 @@ from mlx_parallm.errors import ConfigError
 
 ROOT = Path("checkpoints")
 """Relative to the current folder."""
-LOCK, RECORD, JOURNAL = "run.lock", "run.json", "journal.sqlite"
+LOCK, RECORD, JOURNAL, METRICS = "run.lock", "run.json", "journal.sqlite", "metrics.jsonl"
 _MOMENT_S = 0.05
 
 
@@ -50,7 +51,8 @@ class Run:
         """Unlocks the folder. Removes it first if `own` is set and there is nothing in it to resume."""
         if self.own and not can_resume(self.path):
             with suppress(OSError):
-                (self.path / RECORD).unlink(missing_ok=True)
+                for file in (RECORD, METRICS):
+                    (self.path / file).unlink(missing_ok=True)
                 (self.path / LOCK).unlink()
                 for folder in (*self.path.iterdir(), self.path, self.path.parent):
                     folder.rmdir()  # removes empty folders only

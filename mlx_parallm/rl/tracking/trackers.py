@@ -14,12 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mlx_parallm.adapters.checkpoints.runs import METRICS
 from mlx_parallm.config import TrackerName
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.extras import TENSORBOARD, TRACKIO, WANDB, Extra
 from mlx_parallm.rl.tracking.tracking import Record, Tracker
 
-METRICS_FILE = "metrics.jsonl"
 PROJECT = "mlx-parallm"
 """The project of all runs, in trackers that have projects."""
 
@@ -56,7 +56,7 @@ def tracker_openers(
     Args:
         log: the JSONL file; None: `metrics.jsonl` in the run's folder.
     """
-    openers: dict[str, Callable[[], Tracker]] = {"jsonl": partial(JsonlTracker, log or run.folder / METRICS_FILE)}
+    openers: dict[str, Callable[[], Tracker]] = {"jsonl": partial(JsonlTracker, log or run.folder / METRICS)}
     return openers | {name.value: partial(_PACKAGES[name][1], run) for name in wanted}
 
 
