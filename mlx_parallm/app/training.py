@@ -198,7 +198,8 @@ def _evaluator(
 ) -> Evaluator | None:
     if not tasks:
         return None
-    training, catalogue = config.rl_training, ScorerCatalogue(reward_of(config))
+    reward, training = reward_of(config), config.rl_training
+    catalogue = ScorerCatalogue(reward)
     system_prompt, held_out = read_system_prompt(training.system_prompt), []
     for number, task in enumerate(tasks, 1):
         try:
@@ -212,4 +213,4 @@ def _evaluator(
     answers = AnswerSettings(
         settings.samples, settings.temperature, settings.max_tokens or training.max_completion_tokens
     )
-    return Evaluator(engine, scorers, held_out, answers)
+    return Evaluator(engine, scorers, held_out, answers, reward.definition if reward else "")

@@ -86,14 +86,22 @@ class Evaluator:
     """Asks adapter versions the same tasks with the same seeds. It shares the rows of rollouts, and nothing of it is
     trained on.
 
+    Args:
+        reward: what rewards depend on besides the tasks, as text.
+
     Attributes:
-        key: equal for equal tasks and settings, whose results can be compared. A whole number.
+        key: equal for equal tasks, settings and rewards, whose results can be compared. A whole number.
     """
 
     def __init__(
-        self, engine: EngineClient, scorers: ScoringService, tasks: Sequence[HeldOutTask], settings: AnswerSettings
+        self,
+        engine: EngineClient,
+        scorers: ScoringService,
+        tasks: Sequence[HeldOutTask],
+        settings: AnswerSettings,
+        reward: str = "",
     ) -> None:
-        self.key = float(int(hashlib.sha256(repr((tuple(tasks), settings)).encode()).hexdigest()[:12], 16))
+        self.key = float(int(hashlib.sha256(repr((tuple(tasks), settings, reward)).encode()).hexdigest()[:12], 16))
         self._engine = engine
         self._scorers = scorers
         self._tasks = tasks
@@ -231,8 +239,8 @@ class EvaluationHistory:
         return {**last.metrics, **place} | ({} if self._best is None else {_BEST: self._best})
 
     def restore(self, metrics: Mapping[str, float], adapter: str) -> None:
-        """Continues from what `to_metrics` returned for this adapter, unless the tasks or the settings of evaluations
-        have changed since then."""
+        """Continues from what `to_metrics` returned for this adapter, unless the tasks, the settings or the
+        reward of evaluations have changed since then."""
         if self._evaluator is None or metrics.get(_KEY) != self._evaluator.key:
             return
         names = ("eval_mean", "eval_low", "eval_high", "eval_answers", "eval_failed", _STEP, _VERSION, _AT)

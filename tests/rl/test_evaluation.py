@@ -188,8 +188,8 @@ def result(step: int, mean: float, version: int = 1) -> EvaluationResult:
     return EvaluationResult(AdapterRef("math", version), step, mean, mean - 0.1, mean + 0.1, 4, 0, 5.0)
 
 
-def history(every: int = 3, answers: AnswerSettings = GREEDY) -> EvaluationHistory:
-    return EvaluationHistory(Evaluator(Engine(), rewarding("0"), tasks(), answers), every)
+def history(every: int = 3, answers: AnswerSettings = GREEDY, reward: str = "") -> EvaluationHistory:
+    return EvaluationHistory(Evaluator(Engine(), rewarding("0"), tasks(), answers, reward), every)
 
 
 def test_evaluations_are_due_at_the_start_and_every_k_updates() -> None:
@@ -223,10 +223,10 @@ def test_a_restart_continues_unless_the_tasks_or_settings_have_changed() -> None
     assert again.last == result(5, 0.4, version=4)
     assert (again.due(7), again.due(8)) == (False, True)
     assert not again.add(result(8, 0.5)), "the best one was 0.6"
-    changed = history(answers=AnswerSettings(1, 0.0, 10))
-    changed.restore(saved, "math")
-    assert (changed.last, changed.due(6)) == (None, True)
-    assert changed.add(result(6, 0.1))
+    for changed in (history(answers=AnswerSettings(1, 0.0, 10)), history(reward="another function")):
+        changed.restore(saved, "math")
+        assert (changed.last, changed.due(6)) == (None, True)
+        assert changed.add(result(6, 0.1))
     assert history().to_metrics() == {}
 
 

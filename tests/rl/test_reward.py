@@ -11,6 +11,7 @@ from rl.scoring_rig import LONG_S, SHORT_S, group
 from mlx_parallm.core import CollectionSpec
 from mlx_parallm.errors import ConfigError, InvalidRequestError
 from mlx_parallm.rl.scoring.catalogue import ScorerCatalogue
+from mlx_parallm.rl.scoring.judges import Judge
 from mlx_parallm.rl.scoring.pool import ScoringError
 from mlx_parallm.rl.scoring.registry import Term
 from mlx_parallm.rl.scoring.reward import RewardSpec, read_reward
@@ -197,3 +198,17 @@ async def test_a_request_must_bring_what_named_scorers_of_the_reward_read(scorin
     for metadata, message in (({}, "metadata.pattern is missing"), ({"pattern": "("}, "is not a regular expression")):
         with pytest.raises(InvalidRequestError, match=message):
             await service.check(CollectionSpec("reward", metadata))
+
+
+def test_the_definition_changes_with_the_files_the_weights_and_the_judge_and_holds_no_key(tmp_path: Path) -> None:
+    file = tmp_path / "rewards.py"
+    file.write_text(SOURCE)
+
+    def definition(text: str = f"0.9*{file}:correct + 0.1*judge", **judge: str) -> str:
+        return RewardSpec(read_reward(text), Judge(**judge)).definition
+
+    first = definition()
+    assert definition() == definition(api_key="s3cret") == first
+    assert len({first, definition(f"0.8*{file}:correct + 0.2*judge"), definition(instruction="Be kind.")}) == 3
+    file.write_text(SOURCE + "\n")
+    assert definition() != first

@@ -51,6 +51,17 @@ class RewardSpec:
         """The terms that requests could name too."""
         return tuple(t.scorer for t in self.terms if t.scorer not in JUDGES and not is_function(t.scorer))
 
+    @property
+    def definition(self) -> str:
+        """All that rewards depend on: terms, judge, and the text of functions' files, but not what these import.
+
+        Raises:
+            OSError: a file cannot be read.
+        """
+        files = [Path(name.rpartition(":")[0]) for name in self.functions]
+        sources = [file.read_text("utf-8", "replace") for file in files if file.suffix == ".py"]
+        return repr((self.terms, self.judge, sources))  # without the judge's key, which is not in its repr
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
