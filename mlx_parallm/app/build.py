@@ -6,10 +6,12 @@ configuration → memory limits → base model → adapter bank → KV pool and 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import mlx.core as mx
 
@@ -42,7 +44,7 @@ from mlx_parallm.engine.live import Vocabulary
 from mlx_parallm.engine.loop import EngineParts
 from mlx_parallm.engine.processor import ContinuousBatchProcessor
 from mlx_parallm.engine.startup import calibrate, check_unproved, choose_attention
-from mlx_parallm.errors import ConfigError, InvalidRequestError, UnknownModelError
+from mlx_parallm.errors import ConfigError, InvalidRequestError, StorageError, UnknownModelError
 from mlx_parallm.model.device import (
     MemoryLimits,
     device_name,
@@ -54,6 +56,7 @@ from mlx_parallm.model.device import (
 from mlx_parallm.model.hooks import install_hook
 from mlx_parallm.model.manager import SharedModelManager
 from mlx_parallm.model.tokenizer import Tokenizer, detokenizer_for
+from mlx_parallm.rl.runs.record import RunFile, RunState
 from mlx_parallm.rl.tracking.trackers import check_installed
 from mlx_parallm.scheduler.scheduler import SchedulerConfig
 
@@ -94,10 +97,14 @@ class Served:
 class Engine:
     """A model on its own device thread, ready to generate between `start` and `stop`."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, command: Mapping[str, Any] | None = None) -> None:
+        """`command`: what the run is for, in its record; see `rl.runs.record.RunRecord`."""
         self._config = config
+        self._command = command or {}
         self._served: Served | None = None
         self._run: Run | None = None
+        self._record: RunFile | None = None
+        self._ending = (RunState.FINISHED, "")
         self.processor = ContinuousBatchProcessor(self._build, debug=config.debug.check_when_idle)
 
     def start(self) -> Served:
@@ -112,11 +119,35 @@ class Engine:
         self._run = open_run(checkpointing.checkpoint_dir, checkpointing.resume, wanted=training)
         try:
             self.processor.start()
+            assert self._served is not None
+            if self._run is not None and training:
+                self._record = self._begin_record(self._run, self._served)
         except BaseException:  # an interrupt too: the folder must not stay locked
+            self.processor.stop()
             self._close_run()
             raise
-        assert self._served is not None
         return self._served
+
+    def _begin_record(self, run: Run, served: Served) -> RunFile:
+        cards = {card.ref.name: card for card in served.adapters.cards() if card.live}
+        lineage = {name: f"{card.ref} of {card.root}" if card.root else str(card.ref) for name, card in cards.items()}
+        return RunFile(run.path, run.id, self._config.model_dump(mode="json"), self._command, lineage)
+
+    def ends(self, state: RunState, reason: str = "") -> None:
+        """Says how the run has ended, for its record. Without a call, it has finished."""
+        self._ending = (state, reason)
+
+    @contextmanager
+    def failures_recorded(self) -> Iterator[None]:
+        """An error that leaves the block is in the run's record, and an interrupt too."""
+        try:
+            yield
+        except Exception as error:
+            self.ends(RunState.FAILED, str(error) or type(error).__name__)
+            raise
+        except BaseException:
+            self.ends(RunState.INTERRUPTED, "it was interrupted")
+            raise
 
     def stop(self) -> None:
         """Ends the device thread and releases the run's folder to other processes."""
@@ -124,6 +155,12 @@ class Engine:
         self._close_run()
 
     def _close_run(self) -> None:
+        if self._record is not None:
+            try:
+                self._record.end(*self._ending)
+            except StorageError as error:
+                _log.error("%s", error)
+            self._record = None
         if self._run is not None:
             self._run.close()
             self._run = None

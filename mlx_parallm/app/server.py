@@ -91,7 +91,8 @@ class IntegratedServer:
             )
             if self._trains:  # requests can only be collected once the adapter is trained
                 await self._training_started.wait()
-            return await serve(app, partial(_started, served, config))
+            with self._engine.failures_recorded():
+                return await serve(app, partial(_started, served, config))
         finally:
             self._inference_ended.set()
             await self._stop()
@@ -111,7 +112,8 @@ class IntegratedServer:
             served = await self._load()
             if served.training is None:
                 return
-            await self._start_training(served.training, served.run)
+            with self._engine.failures_recorded():
+                await self._start_training(served.training, served.run)
             self._training_started.set()
             await self._inference_ended.wait()
         finally:
@@ -129,9 +131,10 @@ class IntegratedServer:
         """
         try:
             served = await self._load()
-            if served.training is not None:
-                await self._start_training(served.training, served.run)
-            yield served
+            with self._engine.failures_recorded():
+                if served.training is not None:
+                    await self._start_training(served.training, served.run)
+                yield served
         finally:
             await self._stop()
 
@@ -144,7 +147,8 @@ class IntegratedServer:
     async def _stop(self) -> None:
         """Ends training first, because saving the last updates needs the device thread."""
         try:
-            await self._close_training()
+            with self._engine.failures_recorded():
+                await self._close_training()
         finally:
             await asyncio.to_thread(self._engine.stop)
 

@@ -14,7 +14,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Coroutine, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -37,6 +37,7 @@ from mlx_parallm.rl.rollouts import (
     read_system_prompt,
 )
 from mlx_parallm.rl.runs.listing import RUN_STEPS
+from mlx_parallm.rl.runs.record import RunState
 from mlx_parallm.rl.scoring.catalogue import ScorerCatalogue
 from mlx_parallm.rl.selection import REFILLS
 from mlx_parallm.rl.tracking.tracking import Record, Tracking
@@ -133,14 +134,18 @@ def run(config: Config, options: TrainOptions, view: TrainView) -> int:
     rewarded = config.rl_training.reward is not None
     source = environment(options.environment, rewarded)  # what cannot be used is refused before the model is loaded
     read_system_prompt(config.rl_training.system_prompt)
-    engine = Engine(config)
+    engine = Engine(config, {name: value for name, value in asdict(options).items() if name != "log"})
     served = engine.start()
     assert served.training is not None  # the command's configuration trains
     assert served.run is not None
     tracking = start_tracking(config, served.run, options.log)
     try:
         steps = _TrainingRun(config, options, source, view, served, served.training, tracking)
-        return asyncio.run(_until_signal(steps.run()))
+        with engine.failures_recorded():
+            exit_code = asyncio.run(_until_signal(steps.run()))
+        if exit_code:
+            engine.ends(RunState.INTERRUPTED, f"it was stopped by {signal.Signals(exit_code - 128).name}")
+        return exit_code
     finally:
         try:
             tracking.close()

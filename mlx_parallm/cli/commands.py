@@ -11,7 +11,7 @@ import os
 import platform
 import shlex
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.client import HTTPException
 from importlib import metadata
@@ -22,6 +22,7 @@ from urllib.request import Request, urlopen
 
 from mlx_parallm import __version__
 from mlx_parallm.app.banner import listed
+from mlx_parallm.cli.table import table
 from mlx_parallm.config import API_KEY_VARIABLE, human_bytes
 from mlx_parallm.errors import ConfigError, ModelNotFoundError, ParaLLMError
 
@@ -152,7 +153,7 @@ def unload_adapter(args: Namespace) -> int:
 def _adapters_text(answer: Mapping[str, Any]) -> str:
     slots, bank = answer["slots"], human_bytes(answer["bank_bytes"])
     route = ", ".join(f"{selector} {100 * share:.3g} %" for selector, share in answer["route"].items())
-    adapters = _table([_ADAPTER_COLUMNS, *map(_adapter_row, answer["data"])]) if answer["data"] else "no adapters"
+    adapters = table([_ADAPTER_COLUMNS, *map(_adapter_row, answer["data"])]) if answer["data"] else "no adapters"
     used = f"{slots['used']} of {slots['total']} used, {slots['pinned']} pinned, bank {bank}"
     return f"{adapters}\n\nroute  {route}\nslots  {used}"
 
@@ -160,13 +161,6 @@ def _adapters_text(answer: Mapping[str, Any]) -> str:
 def _adapter_row(card: Mapping[str, Any]) -> tuple[str, ...]:
     live, targets, size = "yes" if card["live"] else "no", ",".join(card["targets"]), human_bytes(card["bytes"])
     return (card["id"], live, card["residence"], str(card["rank"]), targets, size, card["root"] or "-")
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    """One line for each row, with columns as wide as their longest cell. All rows have the same number of cells."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
 
 
 # -- adapter files -------------------------------------------------------------------------------

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from mlx_parallm.adapters.checkpoints.runs import named_run
 from mlx_parallm.config import KEYS, Config, Key, Setting
+from mlx_parallm.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
 class Flag:
     """`metavar` is the name of the value in the help. A flag without one takes no value and has a --no- form.
 
-    `several`: the flag takes several values, and may be given several times, as in vLLM.
+    `several`: the flag takes several values, and may be given several times, as in vLLM. `alias`: another name for it.
     """
 
     name: str
     path: str
     metavar: str = ""
     several: bool = False
+    alias: str = ""
 
     @property
     def key(self) -> Key:
@@ -34,6 +37,7 @@ class Flag:
         return text.replace("%", "%%")
 
 
+_RESUME, _FOLDER = "checkpointing.resume", "checkpointing.checkpoint_dir"
 TRAIN_ONLY = frozenset(
     ("rl_training.max_completion_tokens", "rl_training.rollout_temperature", "rl_training.system_prompt")
 )
@@ -75,7 +79,7 @@ FLAGS = (
     Flag("--max-lora-rank", "adapters.max_lora_rank", "RANK"),
     Flag("--default-adapter", "adapters.default_adapter", "NAME"),
     Flag("--serve-adapter", "adapters.serve", "NAME_OR_CHECKPOINT"),
-    Flag("--checkpoint-dir", "checkpointing.checkpoint_dir", "DIR"),
+    Flag("--checkpoint-dir", "checkpointing.checkpoint_dir", "DIR", alias="--run"),
     Flag("--checkpoint-interval", "checkpointing.interval", "UPDATES"),
     Flag("--checkpoint-minutes", "checkpointing.minutes", "MINUTES"),
     Flag("--resume", "checkpointing.resume"),
@@ -130,7 +134,8 @@ def add_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) ->
         group = parser.add_argument_group(section, Config.model_fields[section].annotation.__doc__)
         for flag in flags:
             if flag.path not in without:
-                group.add_argument(flag.name, dest=flag.path, default=None, help=flag.help, **_value_options(flag))
+                names = (flag.name, flag.alias) if flag.alias else (flag.name,)
+                group.add_argument(*names, dest=flag.path, default=None, help=flag.help, **_value_options(flag))
 
 
 class _RefuseSeveralNodes(argparse.Action):
@@ -143,12 +148,37 @@ class _RefuseSeveralNodes(argparse.Action):
         )
 
 
+class _Resume(argparse.Action):
+    """`--resume`, `--resume RUN` or `--no-resume`."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
+        super().__init__([*option_strings, "--no-resume"], dest, nargs="?", metavar="RUN", **options)
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        if option == "--no-resume" and values is not None:
+            parser.error(f"--no-resume takes no value, got {values!r}")
+        setattr(namespace, self.dest, option != "--no-resume" if values is None else values)
+
+
 def settings(args: argparse.Namespace) -> dict[str, Setting]:
-    """The settings of the flags that were given, by key path. Values stay text until the configuration checks them."""
+    """The settings of the flags that were given, by key path. Values stay text until the configuration checks them.
+
+    Raises:
+        ConfigError: two flags name the folder of the run.
+    """
     given = vars(args)
-    return {
+    found = {
         flag.path: Setting(_text(value), flag.name) for flag in FLAGS if (value := given.get(flag.path)) is not None
     }
+    run = found.get(_RESUME)
+    if run is not None and isinstance(run.value, str):
+        if _FOLDER in found:
+            raise ConfigError(f"--resume: {run.value} is a run, and {found[_FOLDER].source} names one too; keep one")
+        found[_FOLDER] = Setting(str(named_run(run.value)), run.source)
+        found[_RESUME] = Setting(True, run.source)
+    return found
 
 
 def _text(value: object) -> object:
@@ -157,6 +187,8 @@ def _text(value: object) -> object:
 
 
 def _value_options(flag: Flag) -> dict[str, Any]:
+    if flag.path == _RESUME:
+        return {"action": _Resume}
     if not flag.metavar:
         return {"action": argparse.BooleanOptionalAction}
     return {"metavar": flag.metavar, **({"nargs": "+", "action": "extend"} if flag.several else {})}

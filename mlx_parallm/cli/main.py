@@ -16,7 +16,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mlx_parallm.cli import commands
+from mlx_parallm.cli import commands, runs
 from mlx_parallm.cli import train as training
 from mlx_parallm.cli.flags import TRAIN_ONLY, add_flags, settings
 from mlx_parallm.config import API_KEY_VARIABLE, render, resolve
@@ -48,6 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     training.add_arguments(add("train", _TRAIN_HELP))
     add("doctor", "Check the device, the BLAS and its speed.").set_defaults(run=commands.doctor)
     add("list", "List the models on this machine.").set_defaults(run=commands.list_models)
+    listing = add("runs", "List the training runs below a folder: state, steps, last reward, and why each ended.")
+    listing.add_argument("folder", nargs="?", type=Path, metavar="DIR", help="Default: ./checkpoints.")
+    listing.set_defaults(run=runs.list_runs)
     ps = add("ps", "Show what a running server is doing.")
     _add_server_arguments(ps)
     ps.set_defaults(run=commands.ps)

@@ -259,12 +259,14 @@ class CheckpointingConfig(Section):
     are served.
     """
     checkpoint_dir: Folder | None = None
-    """Folder of one run. Checkpoints are saved there, and those found there are served and trained from. Only one
-    process at a time may use it. null means a new folder under ./checkpoints for each run that trains; without
-    training, no checkpoints are saved.
+    """Folder of one run: its checkpoints, its journal and run.json. What is found there is served and trained from.
+    Only one process at a time may use it. null means a new folder under ./checkpoints for each run that trains;
+    without training, no checkpoints are saved.
     """
     resume: bool = False
-    """Resume the newest run under ./checkpoints, or the one in checkpoint_dir. It is an error if there is none."""
+    """Resume the newest run under ./checkpoints, or the one in checkpoint_dir. It is an error if there is none. The
+    flag --resume may name the run: its folder, or its name under ./checkpoints.
+    """
 
 
 class DebugConfig(Section):

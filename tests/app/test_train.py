@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,8 @@ from mlx_parallm.app.train import FINAL, SampleText, TrainOptions, run
 from mlx_parallm.config import Config, LoRAConfig, RLConfig, configure
 from mlx_parallm.core import BASE_ADAPTER, EvaluationResult, UpdateReport
 from mlx_parallm.errors import ConfigError, StorageError, TrainingFailedError
+from mlx_parallm.rl.runs.listing import summarize
+from mlx_parallm.rl.runs.record import RunState
 
 STEPS, PROMPTS, GROUP = 3, 2, 4
 SCORED = """
@@ -177,6 +180,50 @@ def test_a_run_that_is_stopped_goes_on_as_if_it_had_not_been(tmp_path: Path, use
     view = View()
     assert run(config(tmp_path, "grpo", **keys), replace(OPTIONS, steps=5), view) == 0
     assert (view.made, view.reports) == (5, []), "there is nothing left to do"
+
+
+_CHILD = """
+import os, signal, sys
+from pathlib import Path
+from app.test_train import OPTIONS, View, config
+from dataclasses import replace
+from mlx_parallm.app.train import run
+
+kill_at = int(sys.argv[2])
+def then(view):
+    if view.reports[-1].step == kill_at:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+path = Path(sys.argv[1])
+keys = {"checkpointing__checkpoint_dir": path / "two", "checkpointing__interval": 4}
+sys.exit(run(config(path, "grpo", **keys), replace(OPTIONS, steps=7), View(then=then)))
+"""
+
+
+@pytest.mark.timeout(240)
+def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(tmp_path: Path, user) -> None:
+    """The journal makes the updates since the last checkpoint again, and the tasks go on."""
+    user("regex", "^[ -Z]")
+    one, two = tmp_path / "one", tmp_path / "two"
+    whole = View()
+    keys = {"checkpointing__checkpoint_dir": one, "checkpointing__interval": 4}
+    assert run(config(tmp_path, "grpo", **keys), replace(OPTIONS, steps=7), whole) == 0
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    for kill_at, saved in ((2, False), (5, True)):  # the first is killed before any checkpoint
+        child = [sys.executable, "-c", _CHILD, str(tmp_path), str(kill_at)]
+        assert subprocess.run(child, env=environment, timeout=100, check=False).returncode == -signal.SIGKILL
+        assert summarize(two).state == RunState.KILLED
+        assert summarize(two).steps == kill_at
+        assert (two / "default" / "latest").exists() is saved
+    view = View()
+    keys = {"checkpointing__checkpoint_dir": two, "checkpointing__interval": 4, "checkpointing__resume": True}
+    assert run(config(tmp_path, "grpo", **keys), replace(OPTIONS, steps=7), view) == 0
+    assert (view.made, [report.step for report in view.reports]) == (5, [6, 7])
+    rewards = [report.metrics["reward_mean"] for report in whole.reports[5:]]
+    assert [report.metrics["reward_mean"] for report in view.reports] == rewards
+    for name, leaf in weights_in(one).items():  # batches of other rows are rounded otherwise
+        np.testing.assert_allclose(weights_in(two)[name], leaf, atol=1e-5)
+    assert summarize(two).state == RunState.FINISHED
 
 
 @pytest.mark.timeout(120)

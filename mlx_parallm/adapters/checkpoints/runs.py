@@ -48,14 +48,17 @@ class Run:
     descriptor: int
 
     def close(self) -> None:
-        """Unlocks the folder. Removes it first if `own` is set and there is nothing in it to resume."""
+        """Unlocks the folder. Removes it first if `own` is set and there is nothing in it to keep."""
         if self.own and not can_resume(self.path):
             with suppress(OSError):
+                kept = (LOCK, RECORD, METRICS)
+                for folder in [entry for entry in self.path.iterdir() if entry.name not in kept]:
+                    folder.rmdir()  # fails for other files, and for folders that are not empty
                 for file in (RECORD, METRICS):
                     (self.path / file).unlink(missing_ok=True)
                 (self.path / LOCK).unlink()
-                for folder in (*self.path.iterdir(), self.path, self.path.parent):
-                    folder.rmdir()  # removes empty folders only
+                for folder in (self.path, self.path.parent):
+                    folder.rmdir()
         os.close(self.descriptor)
 
 
@@ -113,6 +116,12 @@ def runs_in(root: Path) -> Iterator[Path]:
 def can_resume(folder: Path) -> bool:
     """Whether a run has left something in this folder: a checkpoint, or a journal."""
     return any(folder.glob(f"*/checkpoint-*/{MANIFEST}")) or (folder / JOURNAL).is_file()
+
+
+def named_run(text: str) -> Path:
+    """The folder of a run that a person has named: by a path, or by its name below ROOT."""
+    path = Path(text).expanduser()
+    return path if path.exists() or not (ROOT / text).exists() else ROOT / text
 
 
 def process_of(folder: Path) -> int | None:

@@ -1,0 +1,135 @@
+"""The record of a run, and the list of runs: what each of them is doing, or how it has ended."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mlx_parallm.adapters.checkpoints.runs import JOURNAL, RECORD, named_run, open_run, process_of
+from mlx_parallm.cli.main import main
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.rl.runs.journal import Journal
+from mlx_parallm.rl.runs.listing import RunSummary, list_runs, summarize
+from mlx_parallm.rl.runs.record import RunFile, RunState, read_record
+from mlx_parallm.rl.runs.records import PolicyChange, Update
+from mlx_parallm.rl.runs.store import JournalFile
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def begun(folder: Path, **command: object) -> RunFile:
+    run = open_run(folder, False, wanted=True)
+    run.close()
+    return RunFile(folder, run.id, {"server": {"port": 8000}}, command, {"default": "default@3 of here"})
+
+
+async def updated(folder: Path, *updates: Update) -> None:
+    journal = Journal(JournalFile(folder / JOURNAL))
+    for number, update in enumerate(updates, 1):
+        await journal.changed(PolicyChange("default", number, 1000.0 + number, update))
+    await journal.close()
+
+
+def update(step: int, reward: float, **progress: float) -> Update:
+    return Update((), None, True, step, "published", step, {"reward_mean": reward}, progress)
+
+
+async def test_each_run_says_how_far_it_is_and_how_it_ended() -> None:
+    finished, interrupted, killed, failed = (Path("runs") / name for name in "abcd")
+    begun(finished).end(RunState.FINISHED)
+    await updated(finished, update(1, 0.25, run_steps=4.0), update(2, 0.5, run_steps=7.0))
+    begun(interrupted).end(RunState.INTERRUPTED, "it was stopped by SIGINT")
+    await updated(interrupted, update(1, 0.25))
+    begun(killed)
+    begun(failed).end(RunState.FAILED, "most tasks failed")
+    assert [(run.state, run.steps, run.reward) for run in list_runs(Path("runs"))] == [
+        (RunState.FINISHED, 7, 0.5),
+        (RunState.INTERRUPTED, 1, 0.25),
+        (RunState.KILLED, 0, None),
+        (RunState.FAILED, 0, None),
+    ]
+    assert summarize(finished).at == 1002.0
+    assert summarize(interrupted).reason == "it was stopped by SIGINT"
+    assert list_runs(finished) == (summarize(finished),)
+
+
+def test_a_run_whose_process_lives_is_told_by_its_lock() -> None:
+    holds = (
+        "import time; from pathlib import Path; from mlx_parallm.adapters.checkpoints.runs import open_run; "
+        "run = open_run(Path('mine'), False, True); print('locked', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", holds], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "locked\n"
+        assert process_of(Path("mine")) == other.pid
+        found = summarize(Path("mine"))
+        assert (found.state, found.process, found.reason) == (RunState.RUNNING, other.pid, f"process {other.pid}")
+        other.kill()
+    assert process_of(Path("mine")) is None
+    open_run(Path("mine"), False, wanted=True).close()
+
+
+async def test_a_live_run_can_be_listed_while_it_writes() -> None:
+    begun(Path("mine"))
+    journal = Journal(JournalFile(Path("mine") / JOURNAL))
+    await journal.changed(PolicyChange("default", 1, 1.0, update(1, 0.125)))
+    assert summarize(Path("mine")).reward == 0.125
+    await journal.changed(PolicyChange("default", 2, 2.0, update(2, 0.5)))
+    assert summarize(Path("mine")).reward == 0.5
+    await journal.close()
+
+
+def test_a_record_that_cannot_be_read_is_one_line_of_the_list() -> None:
+    begun(Path("mine"))
+    (Path("mine") / RECORD).write_text('{"id": 5}')
+    assert "run.json cannot be read" in summarize(Path("mine")).reason
+    (Path("mine") / RECORD).write_text('{"format": 9}')
+    with pytest.raises(ConfigError, match="newer version"):
+        read_record(Path("mine"))
+
+
+def test_the_record_has_the_configuration_and_every_start() -> None:
+    begun(Path("mine"), steps=5).end(RunState.FINISHED)
+    begun(Path("mine"), steps=9)
+    record = read_record(Path("mine"))
+    assert record is not None
+    assert (record.state, record.ended, record.command) == (RunState.RUNNING, None, {"steps": 9})
+    assert record.configuration == {"server": {"port": 8000}}
+    assert [start.lineage for start in record.starts] == [{"default": "default@3 of here"}] * 2
+    assert {"mlx", "mlx_parallm"} <= record.starts[0].versions.keys()
+    assert json.loads((Path("mine") / RECORD).read_text())["id"] == record.id
+
+
+async def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["runs"]) == 0
+    assert "no runs below checkpoints" in capsys.readouterr().out
+    begun(Path("checkpoints/one")).end(RunState.FAILED, "the disk\nwas full")
+    await updated(Path("checkpoints/one"), update(3, 0.75))
+    assert main(["runs"]) == 0
+    head, line = capsys.readouterr().out.splitlines()
+    assert head.split()[:4] == ["run", "state", "steps", "reward"]
+    assert line.split()[:4] == ["checkpoints/one", "failed", "3", "0.750"]
+    assert line.endswith("the disk was full")
+    assert main(["runs", "nowhere"]) == 2
+    assert "nowhere is no folder" in capsys.readouterr().err
+
+
+def test_a_run_is_named_by_its_folder_or_by_its_name() -> None:
+    Path("checkpoints/one").mkdir(parents=True)
+    assert named_run("one") == Path("checkpoints/one")
+    assert named_run("checkpoints/one") == Path("checkpoints/one")
+    assert named_run("two") == Path("two")
+
+
+def test_a_run_without_a_record_is_listed_too() -> None:
+    open_run(Path("mine"), False, wanted=True).close()
+    found = summarize(Path("mine"))
+    assert found == RunSummary(Path("mine"), RunState.FINISHED, reason=found.reason)
