@@ -1,0 +1,250 @@
+"""What the bundled model learns from preferences alone, and from a teacher: itself with a long system prompt.
+
+Both run on the engine without HTTP. The engine draws answers, and the trainer learns from them on the same weights.
+"""
+
+import asyncio
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import count, islice
+from statistics import mean
+from typing import Any
+
+from lib.training.batch import LORA
+from lib.training.learning_tasks import HELD_OUT, WORDS, Prompt, Sentiment, chat
+
+import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
+from mlx_parallm.adapters.weights import VersionInfo
+from mlx_parallm.app.build import Engine, Served
+from mlx_parallm.app.training import TrainingRuntime
+from mlx_parallm.config import Algorithm, RLTrainingConfig, configure
+from mlx_parallm.core import (
+    BASE_ADAPTER,
+    CollectionSpec,
+    FinishReason,
+    GenerationRequest,
+    GivenTrajectory,
+    RequestFailed,
+    SamplingParams,
+    SequenceOutput,
+    StopParams,
+)
+from mlx_parallm.rl.objectives.samples import Sample, answered
+
+# ---- answers -------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Answer:
+    """One drawn answer. `logprobs`: of the distribution that drew it."""
+
+    prompt_ids: tuple[int, ...]
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    text: str = ""
+    ended: bool = False
+
+
+class Pupil:
+    """The engine and its trainer."""
+
+    def __init__(self, served: Served, training: TrainingRuntime) -> None:
+        self.served = served
+        self.training = training
+        self.adapter = training.default_adapter
+        self._requests = count()
+
+    async def draw(
+        self, prompts: Sequence[str], n: int, max_tokens: int, seed: int, base: bool = False
+    ) -> list[Answer]:
+        """`n` answers to each prompt, at temperature 1, of the live version or of the base model."""
+        asked = [self._answers(prompt, n, max_tokens, seed + at * n, base) for at, prompt in enumerate(prompts)]
+        return [answer for answers in await asyncio.gather(*asked) for answer in answers]
+
+    async def _answers(self, prompt: str, n: int, max_tokens: int, seed: int, base: bool) -> list[Answer]:
+        ids = tuple(self.served.tokenizer.encode(prompt, False))
+        answers = [Answer(ids) for _ in range(n)]
+        with self.served.adapters.lease(BASE_ADAPTER.name if base else None) as adapter:
+            request = GenerationRequest(
+                request_id=f"r{next(self._requests)}",
+                prompts=(ids,),
+                sampling=SamplingParams(seed=seed),
+                stopping=StopParams(max_tokens),
+                n=n,
+                adapter=adapter,
+                collection=CollectionSpec(),  # for the logprobs; the engine alone collects nothing
+            )
+            async for event in self.served.engine.generate(request):
+                if isinstance(event, RequestFailed):
+                    raise event.error
+                if isinstance(event, SequenceOutput):
+                    _add(answers[event.index], event)
+        return answers
+
+    async def publish(self) -> None:
+        """Makes the policy in training live."""
+        weights = self.training.learner.weights(self.adapter)
+        await self.served.adapters.publish(self.adapter, weights, VersionInfo.of(weights))
+
+
+def _add(answer: Answer, output: SequenceOutput) -> None:
+    answer.token_ids += output.token_ids
+    answer.logprobs += output.sampling_logprobs
+    answer.text += output.text
+    answer.ended = output.finish_reason is FinishReason.STOP
+
+
+@asynccontextmanager
+async def pupil(seed: int, **settings: Any) -> Any:
+    """The bundled model with a new adapter in training. `settings`: keys of the section `rl_training`, with two
+    underscores for dots."""
+    training = {"seed": seed, "gradient_checkpointing": False, **settings}
+    engine = Engine(configure(None, LORA, **{f"rl_training__{key}": value for key, value in training.items()}))
+    served = await asyncio.to_thread(engine.start)
+    assert served.training is not None
+    try:
+        await served.training.start()
+        yield Pupil(served, served.training)
+    finally:
+        await served.training.close()
+        await asyncio.to_thread(engine.stop)
+
+
+# ---- preferences ---------------------------------------------------------------------------------
+
+PAIRS, PAIRS_AT_ONCE, EPOCHS = 200, 16, 2
+SENTENCE_TOKENS = 48
+_ASKED = ("Write one sentence about a {}.", "What is a {}?", "Tell me something about a {}.")
+
+
+@dataclass(frozen=True, slots=True)
+class Preferred:
+    """How often the policy's answer to a held-out prompt is preferred to the base model's, before and after. Ties count
+    half. `tokens`: mean length of its answers."""
+
+    seed: int
+    pairs: int
+    updates: int
+    before: float
+    after: float
+    tokens_before: float
+    tokens_after: float
+
+
+async def preferences(seed: int) -> Preferred:
+    """Learns from pairs of the base model's answers, of which the shorter is preferred. No reward says so."""
+    settings = {"algorithm": "dpo", "optimizer__learning_rate": 2e-4, "update_frequency": 2 * PAIRS_AT_ONCE}
+    prompts = [chat(form.format(word)) for word in WORDS for form in _ASKED]
+    dice = random.Random(seed)
+    held_out = random.Random(0).sample(prompts, HELD_OUT)
+    training = dice.sample(sorted(set(prompts) - set(held_out)), len(prompts) - HELD_OUT)
+    async with pupil(seed, **settings) as one:
+        pairs = list(
+            islice(_pairs(await one.draw(training, 2, SENTENCE_TOKENS, seed=1000 * (seed + 1), base=True)), PAIRS)
+        )
+        base = await one.draw(held_out, 1, SENTENCE_TOKENS, seed=1, base=True)
+        before = await one.draw(held_out, 1, SENTENCE_TOKENS, seed=2)
+        updates = 0
+        for _ in range(EPOCHS):
+            for start in range(0, len(pairs), PAIRS_AT_ONCE):
+                given = [each for pair in pairs[start : start + PAIRS_AT_ONCE] for each in pair]
+                report = await one.training.service.update(given=given)
+                updates += report.status == "published"
+                print(
+                    f"  preferences, seed {seed}: {report.status}, loss {report.metrics.get('loss', 0):.3f}", flush=True
+                )
+        after = await one.draw(held_out, 1, SENTENCE_TOKENS, seed=2)
+    lengths = [mean(len(answer.token_ids) for answer in answers) for answers in (before, after)]
+    return Preferred(seed, len(pairs), updates, _wins(before, base), _wins(after, base), *lengths)
+
+
+def _pairs(answers: Sequence[Answer]) -> Iterator[tuple[GivenTrajectory, GivenTrajectory]]:
+    """The longer answer to each prompt, and the shorter, which is preferred. Answers of one length are left out."""
+    for number, (one, other) in enumerate(zip(answers[::2], answers[1::2], strict=True)):
+        if len(one.token_ids) == len(other.token_ids):
+            continue
+        short, long = sorted((one, other), key=lambda answer: len(answer.token_ids))
+        yield tuple(
+            GivenTrajectory(answer.prompt_ids, tuple(answer.token_ids), reward, f"pair-{number}")
+            for answer, reward in ((long, 0.0), (short, 1.0))
+        )  # type: ignore[misc]
+
+
+def _wins(answers: Sequence[Answer], base: Sequence[Answer]) -> float:
+    pairs = [(len(mine.token_ids), len(theirs.token_ids)) for mine, theirs in zip(answers, base, strict=True)]
+    return mean(1.0 if mine < theirs else 0.5 if mine == theirs else 0.0 for mine, theirs in pairs)
+
+
+# ---- distillation --------------------------------------------------------------------------------
+
+ROUNDS, AT_ONCE, ANSWERS = 50, 8, 4
+_SYSTEM = """\
+You label reviews. You are shown what somebody said about a thing, and you say whether it is praise or a complaint.
+Answer with exactly one word in lower case, positive or negative. Write no other word, no full stop and no explanation.
+Do not repeat the question. Do not name the thing. Do not greet. If you are not sure, decide for the likelier label.
+Examples:
+The pen was wonderful. Positive or negative? -> positive
+The soup was terrible. Positive or negative? -> negative
+The park was beautiful. Positive or negative? -> positive
+The bus was filthy. Positive or negative? -> negative
+The song was sweet. Positive or negative? -> positive
+The knife was useless. Positive or negative? -> negative
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Distilled:
+    """Mean held-out rewards: of the base model without and with the system prompt, and of the adapter without it."""
+
+    seed: int
+    rounds: int
+    base: float
+    teacher: float
+    pupil: float
+
+
+async def distillation(seed: int) -> Distilled:
+    """Distils a system prompt of some 200 tokens into an adapter: the adapter draws answers without the prompt, and
+    imitates the base model's logprobs of them with the prompt."""
+    task = Sentiment()
+    held_out, prompts = task.held_out(), task.training(seed)
+    settings = RLTrainingConfig().resolved(float32=True)
+    loss = settings.loss.model_copy(update={"algorithm": Algorithm.DISTILLATION})
+    optimizer = settings.optimizer.model_copy(update={"learning_rate": 5e-4})
+    async with pupil(seed) as one:
+        learner = one.training.learner
+
+        async def reward(with_system: bool, base: bool) -> float:
+            asked = [_instructed(prompt.text) if with_system else prompt.text for prompt in held_out]
+            answers = await one.draw(asked, 1, task.max_tokens, seed=1, base=base)
+            return mean(task.rewarded(p, a.text, a.ended) for p, a in zip(held_out, answers, strict=True))
+
+        base, teacher = await reward(False, True), await reward(True, True)
+        for number in range(ROUNDS):
+            batch = list(islice(prompts, AT_ONCE))
+            answers = await one.draw(
+                [p.text for p in batch], ANSWERS, task.max_tokens, seed=10_000 + 100 * number + seed
+            )
+            taught = [_taught(one, batch[at // ANSWERS], answer) for at, answer in enumerate(answers)]
+            wanted = await learner.logprobs(None, taught)
+            samples = [_sample(answer).with_teacher(lp) for answer, lp in zip(answers, wanted, strict=True)]
+            metrics = await learner.accumulate(one.adapter, samples, loss)
+            await learner.step(one.adapter, optimizer)
+            await one.publish()
+            print(f"  distillation, seed {seed}: round {number + 1}, loss {metrics['loss']:.3f}", flush=True)
+        return Distilled(seed, ROUNDS, base, teacher, await reward(False, False))
+
+
+def _instructed(text: str) -> str:
+    return f"<|im_start|>system\n{_SYSTEM}<|im_end|>\n{text}"
+
+
+def _taught(one: Pupil, prompt: Prompt, answer: Answer) -> Sample:
+    """The answer after the prompt that the teacher sees."""
+    return answered(one.served.tokenizer.encode(_instructed(prompt.text), False), answer.token_ids)
+
+
+def _sample(answer: Answer) -> Sample:
+    return answered(answer.prompt_ids, answer.token_ids, answer.logprobs, on_policy=True)
