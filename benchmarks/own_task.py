@@ -1,0 +1,145 @@
+"""Trains the bundled model on a task of the user's own, given by two files in an empty folder.
+
+    python benchmarks/own_task.py [--seeds 0 1] [--steps 15] [--out FILE]
+
+`mlx_parallm_train` runs as a user runs it: with a file of tasks, a file with a reward function, and a file of held-out
+tasks, all written to an empty folder. The control has random rewards, and its evaluation the same reward function. The
+reward of 64 held-out tasks is compared before and after. About 5 minutes for each run on two cores.
+"""
+
+import argparse
+import json
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lib import machine, report
+from lib.figures import Figure, reported
+from lib.training.learning_tasks import HELD_OUT, NEGATIVE, POSITIVE, THINGS
+
+HERE = Path(__file__).parent
+GAIN, CONTROL_GAIN = 0.5, 0.1
+SPLIT = 16
+"""Adjectives of each kind that are trained on; the others are held out."""
+
+REWARDS = '''\
+import random
+import re
+
+
+def score(completion, answer):
+    """The right word's share of the answer: 1 if it is the only word, 0 beside the opposite."""
+    words = re.findall("[a-z]+", completion.lower())
+    wrong = {"positive": "negative", "negative": "positive"}[answer]
+    return 0.0 if wrong in words else words.count(answer) / max(len(words), 1)
+
+
+def chance(completion, answer, held_out=False):
+    """Random rewards for training; held-out tasks have the real one."""
+    return score(completion, answer) if held_out else random.random()
+'''
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run. `rewards`: mean reward of each update. `before`, `after`: mean held-out rewards."""
+
+    seed: int
+    control: bool
+    before: float
+    after: float
+    seconds: float
+    rewards: list[float]
+
+    @property
+    def gain(self) -> float:
+        return self.after - self.before
+
+
+def main() -> int:
+    """Returns the exit code: 0 if every figure keeps to its limit, 1 if one does not."""
+    arguments = _arguments()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = machine.describe()
+    runs = [_run(seed, arguments.steps, control=False) for seed in arguments.seeds]
+    runs.append(_run(arguments.seeds[0], arguments.steps, control=True))
+    figures = list(_figures(runs))
+    report.show(figures)
+    record = {"machine": before, "setting": report.setting(arguments), "runs": [asdict(run) for run in runs]}
+    report.write(arguments.out, record, figures)
+    print(f"written to {arguments.out}")
+    return int(any(figure.met is False for figure in figures))
+
+
+def _figures(runs: Sequence[Run]) -> Any:
+    mine, (control,) = [run for run in runs if not run.control], [run for run in runs if run.control]
+    yield Figure("held-out reward before", "", *reported([run.before for run in mine]))
+    yield Figure("held-out reward after", "", *reported([run.after for run in mine]))
+    yield Figure("gain", "", *reported([run.gain for run in mine]), GAIN, at_least=True)
+    yield Figure("gain with random rewards", "", *reported([control.gain]), CONTROL_GAIN)
+    yield Figure("minutes from the empty folder", "", *reported([run.seconds / 60 for run in mine]))
+
+
+def _run(seed: int, steps: int, control: bool) -> Run:
+    with tempfile.TemporaryDirectory(prefix="own_task_benchmark_") as name:
+        folder = Path(name)
+        (folder / "rewards.py").write_text(REWARDS)
+        _write_tasks(folder / "tasks.jsonl", slice(0, SPLIT), {})
+        _write_tasks(folder / "held_out.jsonl", slice(SPLIT, None), {"held_out": True}, HELD_OUT)
+        flags = {
+            "environment": "tasks.jsonl",
+            "reward": f"rewards.py:{'chance' if control else 'score'}",
+            "eval-tasks": "held_out.jsonl",
+            "eval-every": steps,
+            "eval-size": HELD_OUT,
+            "steps": steps,
+            "max-tokens": 12,
+            "learning-rate": 1e-3,
+            "seed": seed,
+            "checkpoint-dir": "run",
+            "log": "metrics.jsonl",
+        }
+        command = [sys.executable, "-m", "mlx_parallm", "train"]
+        command += [part for flag, value in flags.items() for part in (f"--{flag}", str(value))]
+        began = time.monotonic()
+        subprocess.run(command, cwd=folder, check=True)
+        seconds = time.monotonic() - began
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return _of(lines, seed, control, seconds)
+
+
+def _of(lines: Sequence[dict[str, Any]], seed: int, control: bool, seconds: float) -> Run:
+    evaluations = [line["eval_mean"] for line in lines if line["kind"] == "evaluation"]
+    rewards = [line["reward_mean"] for line in lines if line["kind"] == "update" and "reward_mean" in line]
+    return Run(seed, control, evaluations[0], evaluations[-1], seconds, rewards)
+
+
+def _write_tasks(file: Path, part: slice, columns: dict[str, Any], most: int | None = None) -> None:
+    sides = (("positive", POSITIVE[part]), ("negative", NEGATIVE[part]))
+    tasks = [
+        {"prompt": f"The {thing} was {adjective}. Positive or negative?", "answer": answer, **columns}
+        for answer, adjectives in sides
+        for adjective in adjectives
+        for thing in THINGS
+    ]
+    chosen = tasks if most is None else random.Random(0).sample(tasks, most)
+    file.write_text("".join(json.dumps(task) + "\n" for task in chosen))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=(0, 1))
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "own_task.json")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
