@@ -430,6 +430,15 @@ def test_tasks_and_a_reward_function_in_two_files_are_trained_on(tmp_path: Path,
 
 
 @pytest.mark.timeout(120)
+def test_held_out_tasks_are_scored_by_the_same_reward(two_files) -> None:
+    held_out = {"rl_training__evaluation__every": 1, "rl_training__evaluation__size": 2}
+    held_out |= {"rl_training__environment": "tasks.jsonl"}
+    settings, view = two_files("M", "P", "~", "~", reward="rewards.py:one", **held_out), View()
+    assert run(settings, TrainOptions("tasks.jsonl", 1, GROUP, PROMPTS), view) == 0
+    assert (view.first.answers, view.first.mean) == (2, 1.0)
+
+
+@pytest.mark.timeout(120)
 def test_a_reward_that_raises_costs_its_group_and_says_where(tmp_path: Path, two_files) -> None:
     view = View()
     assert run(two_files("M", "?"), TrainOptions("tasks.jsonl", 2, GROUP, PROMPTS), view) == 0

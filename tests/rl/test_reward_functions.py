@@ -215,6 +215,10 @@ def test_a_module_of_a_package_can_be_named(tmp_path: Path, monkeypatch: pytest.
     assert scored("user_rewards.film:score", "abc") == [3]
 
 
+def test_a_function_without_a_file_fails_without_a_place() -> None:
+    assert fault("math:sqrt") == "TypeError: must be real number, not ScorerInput"
+
+
 def test_two_files_of_one_name_are_two_modules(tmp_path: Path, write) -> None:
     references = []
     for reward, folder in enumerate(("one", "two")):

@@ -58,7 +58,8 @@ def load_function(reference: str) -> GroupScorer:
         raise ScorerError(f"{shown} has no function {name}; {_others(module, name)}")
     if not callable(function) or isinstance(function, type):
         raise ScorerError(f"{shown}: {name} is not a function")
-    return RewardFunction(function, f"{shown}:{name}", Path(module.__file__).parent if module.__file__ else None)
+    file = getattr(module, "__file__", None)
+    return RewardFunction(function, f"{shown}:{name}", Path(file).parent if file else None)
 
 
 @cache
