@@ -179,7 +179,8 @@ class SharedBody(OpenBody):
     metadata: dict[str, Any] | None = None
     """At most 16 short strings, returned with the answer. With `collect_trajectory`, any JSON of at most 64 KiB and 32
     levels, for the scorer. If the scorer needs an answer and the metadata has none, the server uses the answer of its
-    task with the id `problem_id`, or else of its task with the prompt's text."""
+    task with the id `problem_id`, or else of its task with the prompt's text. The scorer `reward` gets all columns of
+    that task; those of the metadata take precedence."""
     collect_trajectory: bool = False
     """Whether the answers are kept for training. All answers to a prompt are one group."""
     scoring_function: Annotated[str, Field(min_length=1, max_length=MAX_SCORER)] | None = None
