@@ -55,6 +55,7 @@ class ScoringService:
     def __init__(self, processes: int, batch_size: int, timeout_s: float, reward: RewardSpec | None = None) -> None:
         self.last_fault = ""
         self._reward = reward
+        self._timeout_s = timeout_s
         self._pool = ScoringPool(processes, batch_size, timeout_s)
         self._checks = ScoringPool(1, 1, _CHECK_S)
         self._catalogue = ScorerCatalogue(reward)
@@ -77,7 +78,9 @@ class ScoringService:
             reply = await self._pool.run(ScoringJob(rule, len(group), self._message(group)))
             return _checked_rewards(reply, len(group))
         except (ScoringError, InvalidRequestError) as error:
-            self.last_fault = f"{scorer}: {error}"
+            slow = str(error) == f"took more than {self._timeout_s:g} s"
+            advice = "; rl_training.scoring_timeout_s is the limit" if slow else ""
+            self.last_fault = f"{scorer}: {error}{advice}"
             raise ScoringError(self.last_fault) from error
 
     def _message(self, group: Sequence[Trajectory]) -> Mapping[str, Any]:
