@@ -44,7 +44,13 @@ def make_trainer(
     """A trainer over the tiny model, whose linears read a bank of no adapters; `config` as in `tiny_model`."""
     if family == "qwen3_moe":  # LoRA on experts is refused
         lora = changed(lora, lora_target_modules=("q_proj", "v_proj", "o_proj"))
-    model = tiny_model(family, **config)
+    return trainer_of(tiny_model(family, **config), settings, lora, measure_kl)
+
+
+def trainer_of(
+    model: nn.Module, settings: ResolvedTraining = SETTINGS, lora: ModelConfig = LORA, measure_kl: bool = True
+) -> tuple[GRPOTrainer, nn.Module]:
+    """The same over another model, which is changed."""
     linears = [(path, part.base) for path, part in model.named_modules() if isinstance(part, AdaptedLinear)]
     model.update_modules(tree_unflatten(linears))
     bank = AdapterBank(adapter_layout(model), 4, 8, mx.float32)

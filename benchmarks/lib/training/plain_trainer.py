@@ -64,6 +64,14 @@ class PlainTrainer:
         named = [(f"{path}.lora_{name}", array) for path, pair in params.items() for name, array in pair.items()]
         self._factors = tree_unflatten(named)
 
+    def logprobs(self, sample: Sample) -> mx.array:
+        """Of the trained tokens, from a plain forward over all tokens of the sample."""
+        self._model.update(self._factors)
+        logits = self._model(mx.array([sample.token_ids]))[0].astype(mx.float32)
+        logprobs = logits - _normaliser(logits)
+        trained = mx.array(sample.trained())
+        return logprobs[trained - 1, mx.array(sample.token_ids)[trained]]
+
     def update(self, samples: Sequence[Sample], checkpointed: bool, precise: bool = False) -> Gradients:
         """Makes one optimizer step. Returns its gradients, evaluated.
 

@@ -25,6 +25,7 @@ from mlx_parallm.model.hooks import install_hook
 from mlx_parallm.model.manager import SharedModelManager
 from mlx_parallm.rl.learn.footprint import Footprint
 from mlx_parallm.rl.learn.model import Params, TrainableModel
+from mlx_parallm.rl.learn.packing import split_samples
 from mlx_parallm.rl.learn.policy import Policy, PolicyState
 from mlx_parallm.rl.learn.trainer import GRPOTrainer
 from mlx_parallm.rl.objectives.batches import UpdateBatch
@@ -80,7 +81,7 @@ class _Bench:
             )
             for name, checkpointed in KINDS.items()
         }
-        self._start = _factors(self._ours[KEPT].policy.params)
+        self._start = random_factors(self._ours[KEPT].policy.params)
         self._plain = PlainTrainer(SharedModelManager(progress=False).model)
 
     def exact(self) -> Gradients:
@@ -90,11 +91,11 @@ class _Bench:
     def warm_up(self, cost: Cost, exact: Gradients) -> None:
         """Runs the first updates, and records the differences between the gradients."""
         ours = self._ours[cost.name]
-        cost.plain_difference = _difference(self._plain_update(cost.name), exact)
+        cost.plain_difference = difference(self._plain_update(cost.name), exact)
         for _ in range(WARM_UPS):
             ours.update(self._start, samples(0))
         cost.micro_batch_tokens = ours.micro_batch_tokens
-        cost.difference = _difference(ours.gradients, exact)
+        cost.difference = difference(ours.gradients, exact)
 
     def time(self, cost: Cost) -> None:
         """Times both trainers, one after the other."""
@@ -111,8 +112,8 @@ class _Bench:
 
 
 class Ours:
-    """A trainer that the calling thread runs. `gradients`, `units` (of device work), the seconds of the longest of them
-    and the `peak` memory in bytes are those of the last update."""
+    """A trainer that the calling thread runs. `gradients`, `units` (of device work), the seconds of the longest of
+    them, the `peak` memory in bytes and the `computed_tokens` are those of the last update."""
 
     def __init__(self, model: TrainableModel, footprint: Footprint) -> None:
         schedule = device_schedule(Config(), on_cpu())
@@ -122,7 +123,7 @@ class Ours:
             optimizer=OptimizerConfig(max_grad_norm=1e30), gradient_checkpointing=footprint.checkpointed
         )
         self.gradients: Gradients = {}
-        self.units, self.longest_s, self.peak = 0, 0.0, 0
+        self.units, self.longest_s, self.peak, self.computed_tokens = 0, 0.0, 0, 0
         self.trainer = GRPOTrainer(
             model, training.resolved(True, self.micro_batch_tokens), ModelConfig(), measure_kl=False
         )
@@ -139,6 +140,7 @@ class Ours:
             self.longest_s = max(self.longest_s, _seconds(self.trainer.advance))
             self.units += 1
         self.peak = max(self.trainer._job_bytes)
+        self.computed_tokens = sum(part.size for part in split_samples(batch, self.micro_batch_tokens))
         outcome.result(timeout=0)
 
     def _keep_gradients(self) -> None:
@@ -151,7 +153,7 @@ class Ours:
         self.policy.stepped = watched  # type: ignore[method-assign]
 
 
-def _factors(fresh: Params) -> Params:
+def random_factors(fresh: Params) -> Params:
     """The factors with random b."""
     keys = iter(mx.random.split(mx.random.key(0), len(fresh)))
     made = {
@@ -161,7 +163,7 @@ def _factors(fresh: Params) -> Params:
     return made
 
 
-def _difference(gradients: Gradients, exact: Gradients) -> float:
+def difference(gradients: Gradients, exact: Gradients) -> float:
     """Norm of the difference divided by the norm, over all arrays together."""
     assert gradients.keys() == exact.keys()
     apart = {name: gradients[name] - exact[name] for name in exact}
