@@ -18,6 +18,7 @@ from trainers import (
     assert_close,
     everywhere,
     gradients,
+    learn,
     logprobs,
     make_policy,
     make_trainer,
@@ -133,6 +134,45 @@ def test_buckets_change_no_gradient(checkpointed: bool) -> None:
     policy = make_policy(together, moved=0.05)
     alone, _ = make_trainer(changed(settings, micro_batch_tokens=1, gradient_checkpointing=False))
     assert_close(gradients(together, policy, drawn), gradients(alone, policy, drawn), 1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("scores", [1, 200, 1500])
+def test_long_rows_attend_in_blocks_and_nothing_else_changes(
+    family: str, checkpointed: bool, scores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of one query, of some queries of a row, and of several rows; over a sliding window of 8 too."""
+    settings = unclipped(gradient_checkpointing=checkpointed, micro_batch_tokens=10_000)
+    drawn = [*group((30, 2, 2, 17, 31), tuple(range(22))), *group((1, 12), (9, 9, 9), 1)]
+    trainer, model = make_trainer(settings, family)
+    policy = make_policy(trainer, moved=0.05)
+    want = gradients(trainer, policy, drawn)
+    monkeypatch.setattr("mlx_parallm.rl.learn.attention.SCORES_AT_ONCE", scores)
+    assert_close(gradients(trainer, policy, drawn), want, 3e-5)
+    batch = packed(drawn)
+    got = batch.padded(logprobs(trainer, batch, policy.params, policy.scale))
+    for row, sample in enumerate(drawn):
+        expected = plain_logprobs(trainer, model, policy.params, sample)
+        assert got[row, : len(expected)].tolist() == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_memory_of_a_long_row_does_not_grow_with_the_square_of_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four times as many tokens take about four times the memory, where all scores at once take far more."""
+    monkeypatch.setattr("mlx_parallm.rl.learn.attention.SCORES_AT_ONCE", 1 << 16)
+
+    def peak(tokens: int) -> int:
+        settings = changed(SETTINGS, micro_batch_tokens=10_000, gradient_checkpointing=True)
+        trainer, _ = make_trainer(settings, measure_kl=False, num_attention_heads=16, num_key_value_heads=16)
+        trainer.pace(1e9)
+        policy = make_policy(trainer)
+        learn(trainer, policy, group((2,), tuple(at % 250 for at in range(tokens))))
+        return max(trainer._job_bytes)
+
+    short, long = peak(500), peak(2000)
+    assert long < 5 * short
+    monkeypatch.setattr("mlx_parallm.rl.learn.attention.SCORES_AT_ONCE", 1 << 30)
+    assert peak(2000) > 5 * long
 
 
 # ---- several turns -------------------------------------------------------------------------------

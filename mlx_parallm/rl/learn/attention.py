@@ -1,18 +1,25 @@
 """Attention over packed tokens (see `layout`), in one forward pass.
 
-A branch is one attention call, and so is a bucket: each of its rows attends to the branches above it and to itself.
+A branch is one attention call, and so is a bucket: each of its rows attends to the branches above it and to itself. A
+call with many scores is made in blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
+from typing import cast
 
 import mlx.core as mx
 
 from mlx_parallm.batch.attention import additive, attention
 from mlx_parallm.rl.learn.layout import Branch
+
+SCORES_AT_ONCE = 1 << 19
+"""Attention scores of one head that may be in memory at a time. A call with more is made in blocks, so that the memory
+of a long row grows with its length and not with the square of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +96,87 @@ class _Call:
         them."""
         queries, *own = (_rows(each[at : at + rows * width], rows) for each in (self.queries, self.keys, self.values))
         keys, values = own if above is None else map(_join, above, own)
-        mask = _mask(offset, width, self.window, queries.dtype)
-        return _tokens(attention(queries, keys, values, self.scale, mask, self.sinks)), (keys, values)
+        large = rows * width * keys.shape[2] > SCORES_AT_ONCE
+        attended = in_blocks(self._attend, offset) if large else partial(self._attend, offset)
+        return _tokens(attended(queries, keys, values)), (keys, values)
+
+    def _attend(self, offset: int, queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
+        """The outputs of queries at the positions from `offset` on, [rows, heads, T, head_dim]."""
+        mask = _mask(offset, queries.shape[2], self.window, queries.dtype)
+        return attention(queries, keys, values, self.scale, mask, self.sinks)
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Some queries of some rows, and the keys that they see."""
+
+    rows: slice
+    queries: slice
+    keys: slice
+
+    def of_queries(self, queries: mx.array) -> mx.array:
+        return queries[self.rows, :, self.queries]
+
+    def of_keys(self, keys: mx.array) -> mx.array:
+        return keys[self.rows, :, self.keys]
+
+
+def _blocks(rows: int, tokens: int, offset: int) -> Iterator[_Block]:
+    """Blocks of as many rows as have SCORES_AT_ONCE scores, or of so many queries of one row."""
+    together = max(1, SCORES_AT_ONCE // (tokens * (offset + tokens)))
+    size = tokens if together > 1 else max(1, SCORES_AT_ONCE // (offset + tokens))
+    for row in range(0, rows, together):
+        for start in range(0, tokens, size):
+            stop = min(start + size, tokens)
+            yield _Block(slice(row, row + together), slice(start, stop), slice(0, offset + stop))
+
+
+def in_blocks(attend: Callable[..., mx.array], offset: int) -> Callable[..., mx.array]:
+    """Attention of the queries at the positions from `offset` on, block after block.
+
+    The scores of a block are computed again in the backward pass, and no block begins, forward or backward, before the
+    one before it has ended. So the scores of one block are in memory at a time.
+
+    Args:
+        attend: the same for a block: (position of the first query, queries, keys, values) → outputs.
+
+    Returns:
+        (queries [rows, heads, T, head_dim], keys, values [rows, kv_heads, offset + T, head_dim]) → outputs.
+    """
+
+    @mx.custom_function
+    def attended(queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
+        outputs = mx.zeros((*queries.shape[:3], values.shape[3]), queries.dtype)
+        last: list[mx.array] = []
+        for block in _blocks(queries.shape[0], queries.shape[2], offset):
+            (mine,) = _after([block.of_queries(queries)], last)
+            last = [attend(offset + block.queries.start, mine, block.of_keys(keys), block.of_keys(values))]
+            outputs[block.rows, :, block.queries] = last[0]
+        return outputs
+
+    @attended.vjp
+    def gradient(
+        primals: tuple[mx.array, ...], cotangent: mx.array, _: mx.array
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        queries, keys, values = primals
+        into_queries, into_keys, into_values = mx.zeros_like(queries), mx.zeros_like(keys), mx.zeros_like(values)
+        for block in _blocks(queries.shape[0], queries.shape[2], offset):
+            done = [into_queries, into_keys, into_values]
+            mine, upstream = _after([block.of_queries(queries), block.of_queries(cotangent)], done)
+            attend_block = partial(attend, offset + block.queries.start)
+            arguments = [mine, block.of_keys(keys), block.of_keys(values)]
+            of_queries, of_keys, of_values = mx.vjp(attend_block, arguments, [upstream])[1]
+            into_queries[block.rows, :, block.queries] = of_queries
+            into_keys = into_keys.at[block.rows, :, block.keys].add(of_keys)
+            into_values = into_values.at[block.rows, :, block.keys].add(of_values)
+        return into_queries, into_keys, into_values
+
+    return cast(Callable[..., mx.array], attended)
+
+
+def _after(arrays: list[mx.array], done: list[mx.array]) -> list[mx.array]:
+    """The same arrays, which are not computed before others are."""
+    return cast(list[mx.array], mx.depends(arrays, done)) if done else arrays
 
 
 def _rows(tokens: mx.array, rows: int) -> mx.array:

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mlx_parallm.adapters.weights import LinearSpec
+from mlx_parallm.rl.learn.attention import SCORES_AT_ONCE
 from mlx_parallm.rl.learn.forwards import HEAD_BLOCK
 
 SMALLEST, LARGEST = 256, 8192
@@ -33,9 +34,9 @@ _NUMBER = 4
 """Bytes of an activation: the products of LoRA factors are computed in float32."""
 
 # Copies of an array that are in memory at the same time, fitted to the peaks of micro-steps of 256 to 2,048 tokens of
-# the bundled model. The attention that they were measured with keeps the scores of all heads.
+# the bundled model on a CPU.
 _FEATURES_KEPT, _SCORES_KEPT = 1.7, 1.8
-_FEATURES, _SCORES = 2.5, 8.0
+_FEATURES, _SCORES = 2.5, 6.5
 _LOGITS = 3.5
 
 
@@ -70,11 +71,12 @@ class Footprint:
 
     def micro_step_bytes(self, tokens: int, context: int) -> int:
         """Expected peak memory of a micro-step, without the gradients. `context`: tokens of the longest row."""
-        scores = self.heads * context
-        kept = self.hidden if self.checkpointed else _FEATURES_KEPT * self.features + _SCORES_KEPT * scores
-        layer = tokens * (_FEATURES * self.features + _SCORES * scores)
+        scores = self.heads * min(tokens * context, SCORES_AT_ONCE)
+        all_kept = _FEATURES_KEPT * tokens * self.features + _SCORES_KEPT * scores
+        kept = tokens * self.hidden if self.checkpointed else all_kept
+        layer = _FEATURES * tokens * self.features + _SCORES * scores
         logits = _LOGITS * min(tokens, HEAD_BLOCK) * self.vocabulary
-        return int(_NUMBER * (tokens * self.layers * kept + max(layer, logits)))
+        return int(_NUMBER * (self.layers * kept + max(layer, logits)))
 
     def layer_seconds(self, tokens: int, cpu: bool) -> float:
         """Expected time of the backward pass of one layer, in which its forward pass is repeated."""
