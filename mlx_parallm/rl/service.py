@@ -1,23 +1,19 @@
 """TrainingService trains several adapters, with one trajectory buffer and one stream of events.
 
-request to be collected ─▶ collect ─▶ Intake ─▶ TrajectoryBuffer ─▶ TrainingLoop of the adapter that drew it
-                                        └─ rewards: ScoringService, feedback
+Collector ── trajectories with rewards ─▶ TrainingLoop of each adapter ─▶ versions, checkpoints
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, TypeVar
 
 from mlx_parallm.adapters.service import AdapterService
 from mlx_parallm.config import CheckpointingConfig, ResolvedTraining
 from mlx_parallm.core import (
-    BASE_ADAPTER,
     AdapterRef,
     CheckpointCard,
     CollectionSpec,
@@ -27,31 +23,24 @@ from mlx_parallm.core import (
     GivenTrajectory,
     GroupCard,
     TrainingStatus,
-    Trajectory,
     TrajectoryCard,
     UpdateReport,
     check_name,
     check_tag,
 )
-from mlx_parallm.errors import ConflictError, StorageError, UnknownModelError
+from mlx_parallm.errors import UnknownModelError
 from mlx_parallm.rl.adapter_training import AdapterTraining, AdapterTrainingParts
 from mlx_parallm.rl.checkpoints import PolicyCheckpoints, PolicyOf
-from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
-from mlx_parallm.rl.collect.groups import DropReason, TrajectoryGroup, TrajectoryState
-from mlx_parallm.rl.collect.intake import Intake
 from mlx_parallm.rl.collect.log import TrajectoryLog
-from mlx_parallm.rl.collect.recorder import collect
+from mlx_parallm.rl.collector import Collector
 from mlx_parallm.rl.evaluation import Evaluator
 from mlx_parallm.rl.events import EventHub, Listener
 from mlx_parallm.rl.gate import Gate
 from mlx_parallm.rl.learn.learner import Learner
 from mlx_parallm.rl.loop import TrainingLoop
 from mlx_parallm.rl.runs.journal import Journal
-from mlx_parallm.rl.runs.records import Arrival, Closed, EpisodeReward, Feedback, GroupEntry, TokenRewards
-from mlx_parallm.rl.scoring.catalogue import ANSWER, lacks_answer, terms_without_answer
-from mlx_parallm.rl.scoring.reward import names_reward
 from mlx_parallm.rl.scoring.service import ScoringService
-from mlx_parallm.rl.tasks import PROBLEM_ID, FileTasks
+from mlx_parallm.rl.tasks import FileTasks
 from mlx_parallm.rl.tracking.tracking import Tracking
 
 T = TypeVar("T")
@@ -82,11 +71,7 @@ class TrainingParts:
 
 
 class TrainingService:
-    """Implements `core.TrainingClient`. Event loop's thread only.
-
-    A trajectory trains the adapter that drew it. Trajectories of the base model train the default adapter, as long as
-    the base model is in its version history.
-    """
+    """Implements `core.TrainingClient`. Event loop's thread only."""
 
     def __init__(self, parts: TrainingParts, default_adapter: str) -> None:
         config = parts.config
@@ -95,14 +80,17 @@ class TrainingService:
         self._default = default_adapter
         self._hub = EventHub()
         self._journal = parts.journal
-        self._buffer = TrajectoryBuffer(config.trajectory_buffer_size, self._on_group_end, self._on_drop)
-        self._intake = Intake(
-            self._buffer,
-            parts.scorers,
+        self._loops: dict[str, TrainingLoop] = {}
+        self._collector = Collector(
             config,
-            lambda adapter: self._loops[adapter].wake(),
-            self._hub.emit,
+            parts.scorers,
+            parts.tasks,
             parts.journal,
+            parts.log,
+            self._loops,
+            default_adapter,
+            self._hub.emit,
+            self._finished,
         )
         self._adapter_parts = AdapterTrainingParts(
             parts.learner,
@@ -117,7 +105,6 @@ class TrainingService:
             parts.journal,
         )
         self._tracking: Tracking | None = None
-        self._loops: dict[str, TrainingLoop] = {}
         self._starting = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -137,26 +124,15 @@ class TrainingService:
             loop = self._loops.get(name)
             if loop is None:
                 training = AdapterTraining(check_name(name, "lora_adapter"), self._adapter_parts, name == self._default)
-                loop = TrainingLoop(training, self._buffer, self._config, self._hub.emit)
+                loop = TrainingLoop(training, self._collector.buffer, self._config, self._hub.emit)
                 await loop.open()
                 self._loops[name] = loop
                 if restore:
-                    await self._restore(name, loop)
+                    await self._collector.restore(name, loop)
                 self._spawn(loop.run())
             elif (live := loop.training.live) is not None and loop.training.versions.staleness(live) is None:
                 await loop.open()
             loop.resume()
-
-    async def _restore(self, name: str, loop: TrainingLoop) -> None:
-        """Puts the trajectories of the journal that wait for an adapter back into the buffer, with their rewards."""
-        entries = await self._journal.waiting(name)
-        versions = [entry.trajectories[0].adapter for entry in entries if isinstance(entry, Arrival)]
-        newest = max((version.version for version in versions if version.name == name), default=0)
-        loop.training.number_versions_from(newest + 1)  # no other version gets the number of one that has drawn
-        self._intake.restore(name, entries, loop.reason_against)
-        if versions:
-            _log.info("%d collected requests wait for %s again", len(versions), name)
-            loop.wake()
 
     async def close(self) -> None:
         """Ends training: an update in progress is given up, and what is in no checkpoint yet is saved.
@@ -167,7 +143,7 @@ class TrainingService:
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._intake.close()
+        await self._collector.close()
         errors = await asyncio.gather(*(loop.close() for loop in self._loops.values()), return_exceptions=True)
         self._hub.close()
         await self._journal.close()
@@ -177,127 +153,35 @@ class TrainingService:
             if error is not None:
                 raise error
 
-    # -- trajectories ----------------------------------------------------------------------------
+    # -- trajectories: see `Collector` -------------------------------------------------------------
 
     async def check(self, collection: CollectionSpec, adapter: AdapterRef, prompt: str | None = None) -> CollectionSpec:
         """See `core.TrainingClient.check`."""
-        loop = self._loops.get(self._trained_by(adapter))
-        if loop is None or not loop.training.versions.includes_ever(adapter):
-            raise ConflictError(
-                f"{adapter} is not trained here, so nothing that it draws can be collected; name an adapter that is, "
-                "or POST /v1/training/start.",
-                param="collect_trajectory",
-            )
-        self._intake.check(collection, loop.name)
-        task = self._parts.tasks.find(collection.metadata.get(PROBLEM_ID), prompt)
-        if task is not None and names_reward(collection):
-            collection = replace(collection, metadata={**task.metadata, **collection.metadata})
-        if lacks_answer(collection):
-            if task is None or task.answer is None:
-                for scorer in terms_without_answer(collection):  # a fault in these is reported all the same
-                    await self._parts.scorers.check(replace(collection, scorer=scorer))
-                lacking = f"Neither metadata nor a task of the server has an answer for {collection.scorer}"
-                return replace(collection, scorer=None, unscored=f"{lacking}, so the trajectories wait for feedback.")
-            collection = replace(collection, metadata={**collection.metadata, ANSWER: task.answer})
-        await self._parts.scorers.check(collection)
-        return collection
+        return await self._collector.check(collection, adapter, prompt)
 
     def collect(self, request: GenerationRequest, events: AsyncIterator[Event]) -> AsyncIterator[Event]:
         """See `core.TrainingClient.collect`."""
-        if request.stopping.max_tokens == 0:
-            return events
-        adapter = self._trained_by(request.adapter)
-        return collect(request, events, self._collect_group, partial(self._count_aborted, adapter, request.sequences))
-
-    async def _collect_group(self, trajectories: Sequence[Trajectory]) -> str:
-        return await self._finished(self._add_group(trajectories))
-
-    async def _add_group(self, trajectories: Sequence[Trajectory]) -> str:
-        """Keeps the trajectories, and returns why they will not be trained on, or ""."""
-        version = trajectories[0].adapter
-        adapter = self._trained_by(version)
-        try:
-            await self._journal.accept(adapter, trajectories)
-        except StorageError as error:
-            self._count_aborted(adapter, len(trajectories), DropReason.NOT_RECORDED)
-            return f"{error}: these trajectories will not be trained on."
-        loop = self._loops.get(adapter)
-        refused = loop.reason_against(version) if loop else DropReason.UNKNOWN_VERSION
-        added = self._intake.add(adapter, trajectories, refused)
-        if added.dropped is not None:
-            return f"{self._why(added.dropped, version)}: these trajectories will not be trained on."
-        collection = trajectories[0].collection
-        if added.apart:
-            why = collection.unmatched or "the prompt does not continue the tokens of an earlier turn"
-            return f"This turn becomes a sample of its own: {why}."
-        return collection.unscored
-
-    def _why(self, dropped: DropReason, version: AdapterRef) -> str:
-        config = self._config
-        if dropped is DropReason.BUFFER_FULL:
-            return f"There is no room for them in the buffer of {config.trajectory_buffer_size} trajectories"
-        if dropped is DropReason.CLOSED:
-            return "Their group is closed"
-        loop = self._loops.get(self._trained_by(version))
-        if dropped is DropReason.STALE and loop is not None:
-            versions = loop.training.versions
-            return (
-                f"{version} is {versions.staleness(version)} versions behind {versions.latest}, and max_staleness is "
-                f"{config.max_staleness}"
-            )
-        return f"{version} is no version that training continues from"
-
-    def _count_aborted(self, adapter: str, trajectories: int, reason: DropReason = DropReason.ABORTED) -> None:
-        self._buffer.count_aborted(adapter, trajectories, reason)
-        self._hub.emit("dropped", adapter=adapter, reasons={reason.value: trajectories})
+        return self._collector.collect(request, events)
 
     async def feedback(self, trajectory_id: str, score: float) -> None:
         """See `core.TrainingClient.feedback`."""
-        await self._finished(self._enter(Feedback(trajectory_id, score)))
+        await self._collector.feedback(trajectory_id, score)
 
     async def reward_episode(self, episode_id: str, group_id: str, score: float) -> None:
         """See `core.TrainingClient.reward_episode`."""
-        await self._finished(self._enter(EpisodeReward(episode_id, group_id, score)))
+        await self._collector.reward_episode(episode_id, group_id, score)
 
     async def reward_tokens(self, trajectory_id: str, rewards: Sequence[float]) -> None:
         """See `core.TrainingClient.reward_tokens`."""
-        await self._finished(self._enter(TokenRewards(trajectory_id, tuple(rewards))))
+        await self._collector.reward_tokens(trajectory_id, rewards)
 
     async def close_group(self, group_id: str) -> GroupCard:
         """See `core.TrainingClient.close_group`."""
-        group = await self._finished(self._enter(Closed(group_id)))
-        return GroupCard(
-            group_id=group.group_id,
-            adapter=group.adapter,
-            members=len(group.members),
-            rewarded=len(group.scored) + len(group.in_state(TrajectoryState.TRAINING)),
-            complete=group.complete,
-        )
-
-    async def _enter(self, entry: GroupEntry) -> TrajectoryGroup:
-        """Writes an entry into the journal, and applies it. Returns its group."""
-        group = self._intake.group_of(entry)
-        await self._journal.entered(group.adapter, group.group_id, entry)
-        self._intake.apply(entry)  # the group may have been trained on meanwhile
-        return group
+        return await self._collector.close_group(group_id)
 
     def trajectories(self, limit: int) -> tuple[TrajectoryCard, ...]:
         """See `core.TrainingClient.trajectories`."""
-        return self._buffer.cards(limit)
-
-    def _trained_by(self, version: AdapterRef) -> str:
-        """Name of the adapter that trajectories of this version train."""
-        return self._default if version == BASE_ADAPTER else version.name
-
-    def _on_drop(self, trajectories: Sequence[Trajectory], reason: str) -> None:
-        self._journal.dropped([trajectory.trajectory_id for trajectory in trajectories], reason)
-
-    def _on_group_end(self, group: TrajectoryGroup) -> None:
-        if dropped := group.in_state(TrajectoryState.DROPPED):
-            reasons = Counter(str(member.reason) for member in dropped)
-            self._hub.emit("dropped", adapter=group.adapter, group_id=group.group_id, reasons=dict(reasons))
-        if self._parts.log is not None:
-            self._parts.log.append(group)
+        return self._collector.trajectories(limit)
 
     # -- updates ---------------------------------------------------------------------------------
 
@@ -333,7 +217,7 @@ class TrainingService:
                 name for card in self._parts.checkpoints.cards(status.adapter) for name in (card.name, *card.tags)
             ),
             trained=tuple(self._loops),
-            turns={kind.value: count for kind, count in self._intake.turns[status.adapter].items()},
+            turns=self._collector.turns(status.adapter),
             detail={
                 **status.detail,
                 "trajectory_log_failures": log.failures if log else 0,
@@ -410,4 +294,4 @@ class TrainingService:
 
     def check_integrity(self) -> None:
         """Raises AssertionError if the buffer's counts and contents disagree."""
-        self._buffer.check_integrity()
+        self._collector.buffer.check_integrity()

@@ -108,19 +108,19 @@ async def rig(path: Path, **keys: object) -> AsyncIterator[Rig]:
 
 def _watch(made: Rig) -> None:
     """Keeps each version's weights as they were when it was staged, and every trajectory."""
-    store, service = made.served.adapters._store, made.training.service
-    stage, add_group = store.stage, service._add_group
+    store, collector = made.served.adapters._store, made.training.service._collector
+    stage, add_group = store.stage, collector._add_group
 
     def staged(version: Version, weights: AdapterWeights | None = None, **how: bool) -> Future[AdapterRef]:
         if weights is not None:
             made.weights[version.ref] = _copied(weights)
         return stage(version, weights, **how)
 
-    def kept(group: Sequence[Trajectory]) -> str:
+    async def kept(group: Sequence[Trajectory]) -> str:
         made.drawn.extend(group)
-        return add_group(group)
+        return await add_group(group)
 
-    store.stage, service._add_group = staged, kept
+    store.stage, collector._add_group = staged, kept
 
 
 @pytest.mark.slow

@@ -130,7 +130,7 @@ class Run:
             self.requests, self.saved = one.requests, one.publisher.saved
             for task in tuple(one.service._tasks):
                 task.cancel()
-            await one.service._intake.close()
+            await one.service._collector._intake.close()
 
 
 async def finished_update(one: World):
@@ -294,7 +294,7 @@ def test_any_history_with_crashes_ends_as_the_same_history_without(tmp_path_fact
         found: object = None
         for part in parts:
             async with run.process() as one:
-                await until(lambda: not one.service._intake._scoring)
+                await until(lambda: not one.service._collector._intake._scoring)
                 for step in part:
                     await did(one, step, run)
                 one.service.check_integrity()
@@ -314,7 +314,7 @@ async def did(one: World, step: str, run: Run) -> None:
     match step:
         case "request" | "people":
             await one.request(live, "exact" if step == "request" else None)
-            await until(lambda: not one.service._intake._scoring)
+            await until(lambda: not one.service._collector._intake._scoring)
         case "turn":
             one.requests += 1
             spec = CollectionSpec(None, group_id=f"g{run.group}", group_size=2, episode_id=f"e{one.requests % 2}")

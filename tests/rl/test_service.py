@@ -85,7 +85,7 @@ async def test_a_group_that_waits_too_long_makes_do_with_what_it_has() -> None:
         alone = await one.request(scorer=None)
         await one.service.feedback(alone[0], 1.0)
         three = trajectories("g", BASE_ADAPTER, 3, None)
-        await one.service._add_group(three)
+        await one.service._collector._add_group(three)
         for index in (0, 2):
             await one.service.feedback(f"g-{index}", float(index))
         await until(lambda: one.service.status().drops == {"timeout": 2})
