@@ -32,7 +32,7 @@ from lib import machine
 
 PACKAGE = """
 from mlx_parallm.core import CollectionSpec
-from mlx_parallm.rl.rollouts import Task
+from mlx_parallm.rl.environments import Task
 
 class Letters:
     def tasks(self, seed):

@@ -26,16 +26,9 @@ from mlx_parallm.config import Config
 from mlx_parallm.core import BASE_ADAPTER, EvaluationResult, TrajectoryCard, UpdateReport
 from mlx_parallm.errors import ConfigError, EngineDeadError, InvalidRequestError, TrainingFailedError
 from mlx_parallm.rl.collect.groups import DropReason
+from mlx_parallm.rl.environments import Environment, Task, environment, read_system_prompt
 from mlx_parallm.rl.held_out import without
-from mlx_parallm.rl.rollouts import (
-    DrawResult,
-    Environment,
-    Rollouts,
-    RolloutSettings,
-    Task,
-    environment,
-    read_system_prompt,
-)
+from mlx_parallm.rl.rollouts import DrawResult, Rollouts, RolloutSettings
 from mlx_parallm.rl.runs.listing import RUN_STEPS
 from mlx_parallm.rl.runs.record import RunState
 from mlx_parallm.rl.scoring.catalogue import ScorerCatalogue

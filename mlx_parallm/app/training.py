@@ -21,6 +21,7 @@ from mlx_parallm.model.manager import SharedModelManager
 from mlx_parallm.model.split import query_heads
 from mlx_parallm.rl.checkpoints import PolicyCheckpoints
 from mlx_parallm.rl.collect.log import TrajectoryLog
+from mlx_parallm.rl.environments import Task, answers_of, environment, read_system_prompt, with_system_prompt
 from mlx_parallm.rl.evaluation import AnswerSettings, Evaluator, HeldOutTask
 from mlx_parallm.rl.held_out import held_out_tasks
 from mlx_parallm.rl.learn.footprint import Footprint
@@ -28,7 +29,6 @@ from mlx_parallm.rl.learn.learner import Learner
 from mlx_parallm.rl.learn.model import TrainableModel
 from mlx_parallm.rl.learn.policy import PolicySnapshot
 from mlx_parallm.rl.learn.trainer import GRPOTrainer
-from mlx_parallm.rl.rollouts import Task, answers_of, environment, read_system_prompt, with_system_prompt
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.runs.store import JournalFile
 from mlx_parallm.rl.scoring.catalogue import ScorerCatalogue

@@ -7,7 +7,7 @@ import json
 from collections.abc import Collection, Iterator
 
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.rl.rollouts import Environment, Task
+from mlx_parallm.rl.environments import Environment, Task
 
 _SEED = 2**31 - 1
 """Of the held-out tasks of an environment that makes tasks from a seed: the same tasks in every run."""

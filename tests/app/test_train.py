@@ -27,7 +27,7 @@ from mlx_parallm.rl.runs.record import RunState
 STEPS, PROMPTS, GROUP = 3, 2, 4
 SCORED = """
 from mlx_parallm.core import CollectionSpec
-from mlx_parallm.rl.rollouts import Task
+from mlx_parallm.rl.environments import Task
 
 class letters:
     def tasks(self, seed):

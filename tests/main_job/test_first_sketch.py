@@ -14,7 +14,7 @@ import pytest
 from tiny import save_tiny
 
 from mlx_parallm.config import resolve
-from mlx_parallm.rl.rollouts import answers_of
+from mlx_parallm.rl.environments import answers_of
 
 FOLDER = Path(__file__).parents[2] / "examples" / "first_sketch"
 METRICS = (

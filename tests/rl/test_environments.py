@@ -10,7 +10,7 @@ import pytest
 from rl.user_package import install
 
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.rl.rollouts import GROUP, environment
+from mlx_parallm.rl.environments import GROUP, environment
 from mlx_parallm.rl.scoring.reward import load
 from mlx_parallm.rl.scoring.sample import ScorerInput
 
@@ -72,7 +72,7 @@ def test_a_generator_that_makes_nothing_is_a_fault(monkeypatch):
 
 SOURCE = """
 from mlx_parallm.core import CollectionSpec
-from mlx_parallm.rl.rollouts import Task
+from mlx_parallm.rl.environments import Task
 
 class Capitals:
     def tasks(self, seed):

@@ -23,6 +23,7 @@ from mlx_parallm.core import (
     WorkClass,
 )
 from mlx_parallm.errors import ConfigError, ContextLengthError, EngineDeadError, StepFailedError
+from mlx_parallm.rl.environments import Task
 from mlx_parallm.rl.evaluation import (
     AnswerSettings,
     EvaluationError,
@@ -32,7 +33,6 @@ from mlx_parallm.rl.evaluation import (
     interval,
 )
 from mlx_parallm.rl.held_out import held_out_tasks, without
-from mlx_parallm.rl.rollouts import Task
 
 NEW = AdapterRef("math", 7)
 GREEDY = AnswerSettings(samples=1, temperature=0.0, max_tokens=9)

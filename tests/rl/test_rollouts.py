@@ -20,7 +20,8 @@ from mlx_parallm.core import (
     WorkClass,
 )
 from mlx_parallm.errors import ContextLengthError, EngineDeadError, EngineError, StepFailedError, TrainingFailedError
-from mlx_parallm.rl.rollouts import DrawResult, Rollouts, RolloutSettings, Task, events_of
+from mlx_parallm.rl.environments import Task
+from mlx_parallm.rl.rollouts import DrawResult, Rollouts, RolloutSettings, events_of
 
 LIVE = AdapterRef("math", 3)
 

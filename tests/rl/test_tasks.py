@@ -14,7 +14,7 @@ import pytest
 
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl import task_files
-from mlx_parallm.rl.rollouts import answers_of, environment
+from mlx_parallm.rl.environments import answers_of, environment
 from mlx_parallm.rl.scoring.reward import load
 from mlx_parallm.rl.scoring.sample import ScorerInput
 from mlx_parallm.rl.tasks import FileTask, find_tasks, read_tasks
