@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from mlx_parallm.adapters.weights import LinearSpec
 from mlx_parallm.rl.learn.attention import SCORES_AT_ONCE
-from mlx_parallm.rl.learn.forwards import HEAD_BLOCK
+from mlx_parallm.rl.learn.head import HEAD_BLOCK
 
 SMALLEST, LARGEST = 256, 8192
 """Bounds of the tokens of a micro-step. Above some thousand tokens a larger one is no faster."""
