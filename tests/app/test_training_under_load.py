@@ -36,6 +36,7 @@ from mlx_parallm.core import (
 )
 from mlx_parallm.rl.learn.model import Params
 from mlx_parallm.rl.learn.packing import pack, split_samples
+from mlx_parallm.rl.learn.policy import PolicyState
 from mlx_parallm.rl.learn.trainer import GRPOTrainer
 from mlx_parallm.rl.objectives.samples import answered
 
@@ -191,7 +192,8 @@ def _params(weights: AdapterWeights) -> Params:
 
 
 async def test_between_updates_training_holds_an_adapter_and_its_optimizer_state(tmp_path: Path) -> None:
-    """Three times the adapter's float32 factors: themselves and AdamW's two moments. Gradients come and go."""
+    """Three times the adapter's float32 factors: themselves and AdamW's two moments. Gradients come and go. The best
+    version is kept too if it is not the latest."""
     async with rig(tmp_path) as made:
         policy = made.training.learner.trainer.policies["default"]
 
@@ -205,7 +207,9 @@ async def test_between_updates_training_holds_an_adapter_and_its_optimizer_state
         assert 3.0 <= await made.on_device(held) / (4 * policy.parameters) <= 3.01
         while made.training.service.status().state == "updating" or made.trainer.waits():
             await asyncio.sleep(0.01)
-        assert made.trainer.bytes_held == policy.nbytes, "neither gradients nor activations"
+        best = made.training.service._loop(None).training.checkpoints.best
+        states = {id(policy.state), *([id(best.policy)] if best and isinstance(best.policy, PolicyState) else [])}
+        assert made.trainer.bytes_held == len(states) * policy.nbytes, "neither gradients nor activations"
 
 
 async def test_an_adapter_beside_the_default_one_is_trained_with_a_state_of_its_own(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ class OpenGroups(RuleBasedStateMachine):
         version=st.integers(1, 2),
     )
     def add(self, group: str, episode: str, turn: int | None, size: int | None, version: int) -> None:
-        spec = CollectionSpec(None, {}, "", "", (), group, size, episode, turn)
+        spec = CollectionSpec(group_id=group, group_size=size, episode_id=episode, turn=turn)
         name = f"r{len(self.made)}"
         (one,) = trajectories(name, AdapterRef("math", version), 1)
         one = replace(one, collection=spec, group_id=group_name(spec) or name)

@@ -102,7 +102,8 @@ class Rig:
                     self.failed.append(f"{type(event.error).__name__}: {event.error}")
                 if isinstance(event, RequestFinished):
                     for trajectory_id in event.trajectory_ids:
-                        self.training.service.feedback(trajectory_id, random.Random(trajectory_id).random())
+                        score = random.Random(trajectory_id).random()
+                        await self.training.service.feedback(trajectory_id, score)
 
     # -- what must hold --------------------------------------------------------------------------
 
