@@ -1,11 +1,16 @@
-"""Stops training runs by SIGINT and SIGTERM at random moments. No update that was reported as finished may be lost.
+"""Stops training runs at random moments, by SIGINT, SIGTERM and SIGKILL. Nothing that was reported may be lost.
 
-    python benchmarks/durability.py [--stops 20] [--longest 15] [--out benchmarks/results/durability.json]
+    python benchmarks/durability.py [--stops 20] [--kills 50] [--longest 15] [--quick]
 
 Half of the stops hit `mlx_parallm_train`, the other half a server whose client posts one update after another. Each
 process resumes the run of the one before. The moment is drawn uniformly from the time since the process started, so it
 may fall into loading, sampling, training or saving. After each stop, the newest checkpoint must contain every update
-that had been reported, as a line of training.jsonl or as an answer over HTTP. The adapters have rank 4.
+that had been reported, as a line of training.jsonl or as an answer over HTTP.
+
+After a kill, the run's journal must have every trajectory, reward and update that was acknowledged, no trajectory may
+be in two updates, and the adapter of a run that was killed must be the one that its journal alone gives, to the bit
+(see `lib/durability/kills.py`). The moments of kills are counted from when the model is loaded. The adapters have rank
+4.
 """
 
 from __future__ import annotations
@@ -15,35 +20,23 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from lib import machine
+from lib.durability.kills import kill_runs
+from lib.durability.processes import end, free_port, install, post, start
 
-PACKAGE = """
-from mlx_parallm.core import CollectionSpec
-from mlx_parallm.rl.environments import Task
+MAX_FEEDBACK_MS = 20.0
+"""95th percentile of the time until feedback is acknowledged."""
 
-class Letters:
-    def tasks(self, seed):
-        number = 0
-        while True:
-            number += 1
-            message = {"role": "user", "content": f"Say a word. {number}"}
-            yield Task((message,), CollectionSpec("regex", {"pattern": "[aeiou]{2}"}))
-"""
-STOPPED_S = 60
-COMMON = ("--lora-rank", "4", "--lora-alpha", "8", "--learning-rate", "1e-3", "--log-level", "error")
 GIVEN = [
     {"prompt_token_ids": [5, 6], "completion_token_ids": [token, 2], "reward": reward, "group_id": "a"}
     for token, reward in ((8, 1), (9, 0))
@@ -70,25 +63,37 @@ class Stop:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stops", type=int, default=20)
+    parser.add_argument("--stops", type=int, default=20, help="By SIGINT and SIGTERM.")
+    parser.add_argument("--kills", type=int, default=50, help="By SIGKILL.")
+    parser.add_argument("--quick", action="store_true", help="2 stops, 6 kills, each within 6 s.")
     parser.add_argument("--longest", type=float, default=15.0, help="Latest moment, in seconds after the start.")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model-path", help="Default: the bundled model.")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/durability.json"))
     args = parser.parse_args()
+    if args.quick:
+        args.stops, args.kills, args.longest = 2, 6, 6.0
     dice = random.Random(args.seed)
     print(f"{'what':<7} {'signal':<8} {'after':>7} {'took':>6} {'exit':>5} {'reported':>9} {'kept':>5} {'lost':>5}")
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        _install(folder)
+        install(folder)
         if args.model_path:
             os.environ["MLX_PARALLM_MODEL__BASE_MODEL_PATH"] = args.model_path
         stops = [_stop(number, dice, folder, args.longest) for number in range(args.stops)]
-    lost = sum(stop.lost for stop in stops)
+        killed = kill_runs(args.kills, dice, folder, args.longest)
+    lost, latency = sum(stop.lost for stop in stops), killed["feedback_ms"]
+    remade, whole = killed["remade_adapter_difference"], killed["whole_run_adapter_difference"]
     print(f"{lost} finished updates lost in {len(stops)} stops; {sum(stop.reported > 0 for stop in stops)} had some")
-    report = {"machine": machine.describe(), "lost": lost, "stops": [asdict(stop) for stop in stops]}
+    print(
+        f"{killed['kills']} kills: {killed['lost']} acknowledged entries lost, {killed['trained_twice']} trajectories "
+        f"trained on twice; the adapter differs by {remade:.1e} from that of its journal, by {whole:.1e} from that of "
+        f"another run; feedback takes {latency['p50']:.1f} ms, p95 {latency['p95']:.1f} ms, of {latency['count']}"
+    )
+    report = {"machine": machine.describe(), "lost": lost, "stops": [asdict(stop) for stop in stops], "killed": killed}
     args.out.write_text(json.dumps(report, indent=1) + "\n")
-    return 1 if lost else 0
+    held = remade == 0.0 and latency["p95"] <= MAX_FEEDBACK_MS
+    return 0 if held and not (lost or killed["lost"] or killed["trained_twice"]) else 1
 
 
 def _stop(number: int, dice: random.Random, folder: Path, longest: float) -> Stop:
@@ -110,56 +115,31 @@ def _stop(number: int, dice: random.Random, folder: Path, longest: float) -> Sto
 def _train(run: Path, site: Path, chosen: signal.Signals, after: float) -> tuple[int, int, float]:
     flags = ("--environment", "letters", "--steps", "100000", "--group-size", "8", "--prompts-per-step", "1")
     log = ("--max-tokens", "6", "--log", str(run / "training.jsonl"), "--plot", str(run / "training.png"))
-    process = _start("train", run, site, *flags, *log)
-    exit_code, took = _end(process, chosen, after)
+    process = start("train", run, site, *flags, *log)
+    exit_code, took = end(process, chosen, after)
     lines = (run / "training.jsonl").read_text().splitlines() if (run / "training.jsonl").exists() else []
     return max((json.loads(line)["optimizer_step"] for line in lines), default=0), exit_code, took
 
 
 def _serve(run: Path, site: Path, chosen: signal.Signals, after: float) -> tuple[int, int, float]:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    process = _start("serve", run, site, "--enable-rl-training", "--port", str(port), "--shutdown-timeout", "5")
+    port = free_port()
+    process = start("serve", run, site, "--enable-rl-training", "--port", str(port), "--shutdown-timeout", "5")
     steps = [_kept(run / "kept")]
     asking = threading.Thread(target=_ask, args=(port, steps.append, process), daemon=True)
     asking.start()
-    exit_code, took = _end(process, chosen, after)
+    exit_code, took = end(process, chosen, after)
     asking.join()
     return max(steps), exit_code, took
 
 
 def _ask(port: int, answered: Callable[[int], None], process: subprocess.Popen[bytes]) -> None:
     """Posts one update after another until the process has ended."""
-    body = json.dumps({"trajectories": GIVEN}).encode()
+    body = {"trajectories": GIVEN}
     while process.poll() is None:
         try:
-            answered(_post(f"http://127.0.0.1:{port}/v1/training/update", body)["step"])
+            answered(post(f"http://127.0.0.1:{port}/v1/training/update", body)["step"])
         except (urllib.error.URLError, OSError, ValueError):  # not up yet, draining, or gone
             time.sleep(0.05)
-
-
-def _post(url: str, body: bytes) -> Any:
-    request = urllib.request.Request(url, body, {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=STOPPED_S) as answer:
-        return json.loads(answer.read())
-
-
-def _start(command: str, run: Path, site: Path, *flags: str) -> subprocess.Popen[bytes]:
-    code = f"import sys; from mlx_parallm.cli.main import {command}; sys.exit({command}())"
-    argv = [sys.executable, "-c", code, *COMMON, "--checkpoint-dir", str(run / "kept"), *flags]
-    with (run / "output.txt").open("ab") as output:
-        return subprocess.Popen(argv, stdout=output, stderr=output, env={**os.environ, "PYTHONPATH": str(site)})
-
-
-def _end(process: subprocess.Popen[bytes], chosen: signal.Signals, after: float) -> tuple[int, float]:
-    """Sends the signal. Returns the process's exit code and the seconds that it took to end."""
-    time.sleep(after)
-    began = time.monotonic()
-    process.send_signal(chosen)
-    try:
-        return process.wait(STOPPED_S), time.monotonic() - began
-    finally:
-        process.kill()
 
 
 def _kept(folder: Path) -> int:
@@ -168,14 +148,6 @@ def _kept(folder: Path) -> int:
     if not latest.exists():
         return 0
     return int(json.loads((latest.parent / latest.read_text().strip() / "trainer.json").read_text())["step"])
-
-
-def _install(site: Path) -> None:
-    (site / "durability_letters.py").write_text(PACKAGE)
-    info = site / "durability_letters-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: durability_letters\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[mlx_parallm.environments]\nletters = durability_letters:Letters\n")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_parallm.adapters.bank import AdapterBank
-from mlx_parallm.adapters.checkpoints.runs import Run, open_run
+from mlx_parallm.adapters.checkpoints.runs import JOURNAL, Run, open_run
 from mlx_parallm.adapters.checkpoints.store import CheckpointStore, LoadedCheckpoint
 from mlx_parallm.adapters.library import AdapterLibrary, info_of_checkpoint, info_of_file
 from mlx_parallm.adapters.registry import AdapterRegistry
@@ -56,7 +56,9 @@ from mlx_parallm.model.device import (
 from mlx_parallm.model.hooks import install_hook
 from mlx_parallm.model.manager import SharedModelManager
 from mlx_parallm.model.tokenizer import Tokenizer, detokenizer_for
+from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.runs.record import RunFile, RunState
+from mlx_parallm.rl.runs.store import JournalFile
 from mlx_parallm.rl.tracking.trackers import check_installed
 from mlx_parallm.scheduler.scheduler import SchedulerConfig
 
@@ -192,7 +194,8 @@ def build(config: Config, processor: ContinuousBatchProcessor, run: Run | None) 
     training = None
     if trainer is not None:
         assert run is not None  # a server that trains has a run
-        training = build_training(processor, trainer, adapters, store, library, tokenizer, config, run)
+        journal = Journal(JournalFile(run.path / JOURNAL, manager.fingerprint))
+        training = build_training(processor, trainer, adapters, store, library, tokenizer, config, journal)
     served = Served(card, tokenizer, device_name(), limits, adapters, processor, training, run)
     parts = EngineParts(
         runner,

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 
 from mlx_parallm.adapters.bank import AdapterBank
-from mlx_parallm.adapters.checkpoints.runs import JOURNAL, Run
 from mlx_parallm.adapters.library import AdapterLibrary
 from mlx_parallm.adapters.service import AdapterService
 from mlx_parallm.adapters.store import AdapterStore
@@ -30,7 +29,6 @@ from mlx_parallm.rl.learn.model import TrainableModel
 from mlx_parallm.rl.learn.policy import PolicySnapshot
 from mlx_parallm.rl.learn.trainer import GRPOTrainer
 from mlx_parallm.rl.runs.journal import Journal
-from mlx_parallm.rl.runs.store import JournalFile
 from mlx_parallm.rl.scoring.catalogue import ScorerCatalogue
 from mlx_parallm.rl.scoring.judges import Judge
 from mlx_parallm.rl.scoring.reward import RewardSpec, read_reward
@@ -101,12 +99,12 @@ def build_training(
     library: AdapterLibrary,
     tokenizer: TextTokenizer,
     config: Config,
-    run: Run,
+    journal: Journal,
 ) -> TrainingRuntime:
-    """The service that learns from collected trajectories, with its scorers and the journal of `run`.
+    """The service that learns from collected trajectories, with its scorers. It closes the journal.
 
     Raises:
-        ConfigError: the journal, the held-out tasks, the environment's tasks or the reward cannot be used.
+        ConfigError: the held-out tasks, the environment's tasks or the reward cannot be used.
     """
     assert library.checkpoints is not None  # a server that trains has a run
     learner = Learner(processor, trainer)
@@ -133,7 +131,7 @@ def build_training(
         policy_of=policy_of,
         log=TrajectoryLog(training.trajectory_log) if training.trajectory_log else None,
         tasks=_tasks(config),
-        journal=Journal(JournalFile(run.path / JOURNAL)),
+        journal=journal,
     )
     return TrainingRuntime(TrainingService(parts, default), scorers, learner, default, held_out)
 

@@ -308,6 +308,15 @@ def test_a_journal_of_a_newer_version_is_refused(path: Path) -> None:
         JournalFile(path)
 
 
+def test_a_journal_of_another_model_is_refused(path: Path) -> None:
+    """Its token ids would mean other text."""
+    JournalFile(path, "llama-1").commit([])
+    JournalFile(path, "llama-1").close()
+    with pytest.raises(ConfigError, match=r"another base model \(llama-1, and qwen-2 is served\)"):
+        JournalFile(path, "qwen-2")
+    JournalFile(path, read_only=True).close()
+
+
 def test_a_file_of_something_else_is_refused_and_left_alone(path: Path) -> None:
     with sqlite3.connect(path) as connection:
         connection.execute("CREATE TABLE mine (a)")

@@ -3,6 +3,7 @@
     intake    what came in, in order: trajectories, their rewards, groups that were closed
     ends      the trajectories that were trained on or dropped
     changes   of policies: updates, rollbacks, and where training started
+    about     the base model that all of it was drawn from
 
 In WAL mode with synchronous=FULL, a commit returns when its rows are on the disk, and a crash at any moment leaves the
 rows of whole commits.
@@ -47,6 +48,7 @@ _TABLES = (
     f"CREATE UNIQUE INDEX one_of_each_trajectory ON intake (trajectory_id) WHERE kind = '{TRAJECTORY}'",
     "CREATE INDEX by_trajectory ON intake (trajectory_id)",
     "CREATE INDEX by_group ON intake (group_id)",
+    "CREATE TABLE about (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
     "CREATE TABLE ends (trajectory_id TEXT PRIMARY KEY, state TEXT NOT NULL, reason TEXT NOT NULL, at REAL NOT NULL) "
     "WITHOUT ROWID",
     "CREATE TABLE changes (adapter TEXT NOT NULL, number INTEGER NOT NULL, at REAL NOT NULL, kind TEXT NOT NULL, "
@@ -67,18 +69,22 @@ _CHANGES = "SELECT adapter, number, at, kind, body FROM changes"
 class JournalFile:
     """One journal. Its file is made by the first commit. Calls must not overlap; they may come from any thread.
 
-    `read_only`: nothing is written, and another process may be writing to it.
+    Args:
+        model: the fingerprint of the base model that is served; empty: of any model.
+        read_only: nothing is written, and another process may be writing to it.
 
     Raises:
-        ConfigError: the file is damaged, is not a journal, or was written by a newer version of this package.
+        ConfigError: the file is damaged, is not a journal, is that of another base model, or was written by a newer
+            version of this package.
     """
 
-    def __init__(self, path: Path, read_only: bool = False) -> None:
+    def __init__(self, path: Path, model: str = "", read_only: bool = False) -> None:
         self._path = path
+        self._model = model
         self._connection: sqlite3.Connection | None = None
         try:
             if path.exists():
-                self._connection = _connect(path, read_only)
+                self._connection = _connect(path, model, read_only)
         except (sqlite3.Error, OSError) as error:
             raise ConfigError(f"{path} cannot be opened: {_reason(error)}") from error
 
@@ -90,7 +96,7 @@ class JournalFile:
         """
         try:
             if self._connection is None:
-                self._connection = _connect(self._path)
+                self._connection = _connect(self._path, self._model)
             with _transaction(self._connection) as connection:
                 for statement, rows in statements:
                     connection.executemany(statement, rows)
@@ -159,7 +165,7 @@ class JournalFile:
 # -- opening -------------------------------------------------------------------------------------
 
 
-def _connect(path: Path, read_only: bool = False) -> sqlite3.Connection:
+def _connect(path: Path, model: str, read_only: bool = False) -> sqlite3.Connection:
     if not read_only:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))  # prompts and answers are in it
         atomic.sync(path.parent)
@@ -171,7 +177,7 @@ def _connect(path: Path, read_only: bool = False) -> sqlite3.Connection:
         uri=True,
     )
     try:
-        _prepare(connection, path, read_only)
+        _prepare(connection, path, model, read_only)
     except sqlite3.DatabaseError as error:
         connection.close()
         if isinstance(error, sqlite3.OperationalError):  # the disk, and not the file's content
@@ -183,7 +189,7 @@ def _connect(path: Path, read_only: bool = False) -> sqlite3.Connection:
     return connection
 
 
-def _prepare(connection: sqlite3.Connection, path: Path, read_only: bool) -> None:
+def _prepare(connection: sqlite3.Connection, path: Path, model: str, read_only: bool) -> None:
     """Checks the file, and makes the tables if it is new."""
     (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
     (application,) = connection.execute("PRAGMA application_id").fetchone()
@@ -203,9 +209,16 @@ def _prepare(connection: sqlite3.Connection, path: Path, read_only: bool) -> Non
         with _transaction(connection):
             for statement in _TABLES:
                 connection.execute(statement)
+            connection.execute("INSERT INTO about (name, value) VALUES ('model', ?)", (model,))
     (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
     if found != "ok":
         raise _damaged(path, str(found))
+    (of_model,) = connection.execute("SELECT value FROM about WHERE name = 'model'").fetchone()
+    if model not in ("", of_model):
+        raise ConfigError(
+            f"{path} is the journal of a run on another base model ({of_model}, and {model} is served): serve that "
+            "model, or name another --checkpoint-dir"
+        )
 
 
 @contextmanager
