@@ -295,6 +295,7 @@ async def test_what_cannot_be_written_costs_only_itself(path: Path) -> None:
 async def test_after_the_end_nothing_more_is_promised(path: Path) -> None:
     journal = Journal(JournalFile(path))
     await journal.close()
+    await journal.close()
     with pytest.raises(StorageError, match="ended"):
         await journal.entered("math", "a", Feedback("a-0", 1.0))
 

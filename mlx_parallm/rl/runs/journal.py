@@ -127,7 +127,9 @@ class Journal:
         return await self._read(lambda file: file.trajectories(ids), {})
 
     async def close(self) -> None:
-        """Writes what waits, and closes the file. What cannot be written is logged."""
+        """Writes what waits, and closes the file. What cannot be written is logged. A second call does nothing."""
+        if self._closed:
+            return
         try:
             await self.flush()
         except StorageError as error:
