@@ -1,6 +1,6 @@
 """Trains the bundled model on a task of the user's own, given by two files in an empty folder.
 
-    python benchmarks/own_task.py [--seeds 0 1] [--steps 15] [--out FILE]
+    python benchmarks/own_task.py [--seeds 0 1] [--steps 24] [--out FILE]
 
 `mlx_parallm_train` runs as a user runs it: with a file of tasks, a file with a reward function, and a file of held-out
 tasks, all written to an empty folder. The control has random rewards, and its evaluation the same reward function. The
@@ -29,21 +29,32 @@ GAIN, CONTROL_GAIN = 0.5, 0.1
 SPLIT = 16
 """Adjectives of each kind that are trained on; the others are held out."""
 
+CONFIG = """\
+rl_training:
+  algorithm: dapo
+  gradient_checkpointing: false
+  loss:
+    entropy_coef: 0.02
+"""
+"""As in `learning.py`: without the entropy bonus a small model soon gives one answer to everything."""
+
 REWARDS = '''\
 import random
 import re
 
 
-def score(completion, answer):
-    """The right word's share of the answer: 1 if it is the only word, 0 beside the opposite."""
-    words = re.findall("[a-z]+", completion.lower())
+def score(sample):
+    """The right word's share of the answer: 1 if it is the only word; half of it if the answer was cut off."""
+    words, answer = re.findall("[a-z]+", sample.text.lower()), sample.metadata["answer"]
     wrong = {"positive": "negative", "negative": "positive"}[answer]
-    return 0.0 if wrong in words else words.count(answer) / max(len(words), 1)
+    if answer not in words or wrong in words:
+        return 0.0
+    return (1.0 if sample.finish_reason == "stop" else 0.5) / len(words)
 
 
-def chance(completion, answer, held_out=False):
+def chance(sample):
     """Random rewards for training; held-out tasks have the real one."""
-    return score(completion, answer) if held_out else random.random()
+    return score(sample) if "held_out" in sample.metadata else random.random()
 '''
 
 
@@ -91,9 +102,11 @@ def _run(seed: int, steps: int, control: bool) -> Run:
     with tempfile.TemporaryDirectory(prefix="own_task_benchmark_") as name:
         folder = Path(name)
         (folder / "rewards.py").write_text(REWARDS)
+        (folder / "config.yaml").write_text(CONFIG)
         _write_tasks(folder / "tasks.jsonl", slice(0, SPLIT), {})
         _write_tasks(folder / "held_out.jsonl", slice(SPLIT, None), {"held_out": True}, HELD_OUT)
         flags = {
+            "config": "config.yaml",
             "environment": "tasks.jsonl",
             "reward": f"rewards.py:{'chance' if control else 'score'}",
             "eval-tasks": "held_out.jsonl",
@@ -101,7 +114,7 @@ def _run(seed: int, steps: int, control: bool) -> Run:
             "eval-size": HELD_OUT,
             "steps": steps,
             "max-tokens": 12,
-            "learning-rate": 1e-3,
+            "learning-rate": 5e-4,
             "seed": seed,
             "checkpoint-dir": "run",
             "log": "metrics.jsonl",
@@ -136,7 +149,7 @@ def _write_tasks(file: Path, part: slice, columns: dict[str, Any], most: int | N
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=(0, 1))
-    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--out", type=Path, default=HERE / "results" / "own_task.json")
     return parser.parse_args()
 
