@@ -129,7 +129,7 @@ def _run(seed: int, steps: int, control: bool) -> Run:
 
 
 def _of(lines: Sequence[dict[str, Any]], seed: int, control: bool, seconds: float) -> Run:
-    evaluations = [line["eval_mean"] for line in lines if line["kind"] == "evaluation"]
+    evaluations = [line["eval_mean"] for line in lines if "eval_mean" in line]
     rewards = [line["reward_mean"] for line in lines if line["kind"] == "update" and "reward_mean" in line]
     return Run(seed, control, evaluations[0], evaluations[-1], seconds, rewards)
 

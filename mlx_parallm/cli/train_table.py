@@ -83,7 +83,8 @@ def summary(reports: Sequence[UpdateReport], first: EvaluationResult | None = No
     if rewards := [mean for report in reports if (mean := report.metrics.get("reward_mean")) is not None]:
         parts.append(f"mean reward {rewards[0]:.3f} in the first, {rewards[-1]:.3f} in the last")
     evaluations = [_with_interval(first.mean, first.low, first.high)] if first else []
-    evaluations += [text for report in reports if _is_live(report) and (text := evaluation_text(report))]
+    # that of a held update is of a version that is not live; the last one may come with an update that was skipped
+    evaluations += [text for report in reports if report.status != "held" and (text := evaluation_text(report))]
     if evaluations:
         parts.append(" then ".join([f"evaluation {evaluations[0]}", *evaluations[1:][-1:]]))
     if versions := [report.adapter for report in reports if _is_live(report)]:

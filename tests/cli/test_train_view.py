@@ -3,6 +3,7 @@
 import io
 import math
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -89,6 +90,9 @@ def test_summary_counts_and_names_the_last_live_version():
     evaluated = "; evaluation 0.250 [0.12, 0.50] then 0.550 [0.47, 0.63]; "
     assert evaluated in summary([DONE, EVALUATED, DONE], FIRST)
     assert "; evaluation 0.550 [0.47, 0.63]; " in summary([EVALUATED])
+    last = replace(SKIPPED, metrics={**SKIPPED.metrics, **EVALUATED.metrics})
+    assert evaluated in summary([DONE, last], FIRST), "the run ends with a skipped update, and then an evaluation"
+    assert "then" not in summary([DONE, replace(HELD, metrics=EVALUATED.metrics)], FIRST)
     assert summary([SKIPPED]) == "1 skipped"
     assert summary([]) == "no update was made"
 
