@@ -144,10 +144,10 @@ class Engine:
         """An error that leaves the block is in the run's record, and an interrupt too."""
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # whatever it is, it is recorded and raised again
             self.ends(RunState.FAILED, str(error) or type(error).__name__)
             raise
-        except BaseException:
+        except BaseException:  # Ctrl-C, or the end of the event loop: recorded and raised again
             self.ends(RunState.INTERRUPTED, "it was interrupted")
             raise
 

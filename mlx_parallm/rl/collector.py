@@ -1,4 +1,4 @@
-"""Collector: takes the answers of requests in, and their rewards. Both are on the disk before a client is told of them.
+"""Collector: takes answers and rewards in. Each is on the disk before the server acknowledges it to the client.
 
 request to be collected ─▶ collect ─▶ Journal ─▶ Intake ─▶ TrajectoryBuffer ─▶ TrainingLoop of the adapter that drew it
                                                    └─ rewards: ScoringService, feedback

@@ -205,7 +205,7 @@ class EvaluationHistory:
         assert self._evaluator is not None
         try:
             return await self._evaluator.evaluate(version, step)
-        except Exception:
+        except Exception:  # whatever failed, it is counted and raised again
             self.failures += 1
             raise
 

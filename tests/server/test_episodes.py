@@ -152,7 +152,7 @@ async def test_a_group_is_closed(client, training, fault):
     response = await client.post("/v1/training/groups/math%20%2F7/close")
     assert response.json() == {
         "group_id": "math /7",
-        "adapter": "policy",
+        "lora_adapter": "policy",
         "members": 4,
         "rewarded": 3,
         "complete": True,

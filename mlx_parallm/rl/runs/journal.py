@@ -67,7 +67,7 @@ class Journal:
         self._failed = False  # the last commit has
         self._closed = False
 
-    # -- what clients are told after it is on the disk -------------------------------------------
+    # -- what is acknowledged after it is on the disk --------------------------------------------
     # These raise StorageError if it cannot be written.
 
     async def accept(self, adapter: str, trajectories: Sequence[Trajectory]) -> None:

@@ -183,7 +183,7 @@ def _connect(path: Path, model: str, read_only: bool = False) -> sqlite3.Connect
         if isinstance(error, sqlite3.OperationalError):  # the disk, and not the file's content
             raise
         raise _damaged(path, _reason(error)) from error
-    except BaseException:
+    except BaseException:  # an interrupt too: the file must not stay open
         connection.close()
         raise
     return connection
@@ -227,7 +227,7 @@ def _transaction(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]
     try:
         yield connection
         connection.execute("COMMIT")
-    except BaseException:
+    except BaseException:  # an interrupt too: the transaction must not stay open
         with suppress(sqlite3.Error):  # a failed commit may have ended the transaction already
             connection.execute("ROLLBACK")
         raise

@@ -77,7 +77,7 @@ def _module_of_file(file: Path) -> ModuleType:
     sys.modules[name] = module  # dataclasses look their module up there
     try:
         spec.loader.exec_module(module)
-    except BaseException as error:
+    except BaseException as error:  # the user's file may raise anything, even SystemExit
         sys.modules.pop(name, None)
         raise ScorerError(explained(error, file.parent)) from error
     return module
@@ -86,7 +86,7 @@ def _module_of_file(file: Path) -> ModuleType:
 def _module(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
-    except BaseException as error:
+    except BaseException as error:  # the user's module may raise anything, even SystemExit
         advice = "" if not isinstance(error, ModuleNotFoundError) else "; for a file, write FILE.py:NAME"
         raise ScorerError(f"{name} cannot be imported: {type(error).__name__}: {error}{advice}") from error
 
@@ -143,7 +143,7 @@ class RewardFunction:
             return self._score(group)
         except ScorerError:
             raise
-        except BaseException as error:
+        except BaseException as error:  # the user's function may raise anything, even SystemExit
             raise ScorerError(explained(error, self._folder)) from error
 
     def _chosen(self) -> Callable[[Sequence[ScorerInput]], list[float | None]]:

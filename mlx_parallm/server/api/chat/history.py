@@ -6,7 +6,7 @@
 
 Encoding the answer's text again could give other tokens than those that were drawn, and then the two turns could not be
 one sample. A history that was changed, or that the chat template writes differently now, is not continued: its tokens
-are those of the template, and the request is told why.
+are those of the template, and the answer says why.
 """
 
 from __future__ import annotations

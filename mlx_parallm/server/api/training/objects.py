@@ -136,7 +136,7 @@ class GroupObject(WireOutput):
 
     group_id: str
     """Its id."""
-    adapter: str
+    lora_adapter: str
     """The adapter that it trains."""
     members: int
     """Answers or episodes in it."""

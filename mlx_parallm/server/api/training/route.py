@@ -10,7 +10,6 @@ import logging
 import math
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
-from dataclasses import asdict
 from functools import partial
 from typing import Annotated, Any, cast
 
@@ -171,7 +170,14 @@ async def close_group(
     """Lets no more answers into a group, so that it can be trained on. If its requests named a `scoring_function`, that
     rewards the members without a reward; otherwise they are dropped. The answer is 409 if the group was trained on or
     dropped."""
-    return GroupObject.model_validate(asdict(await training.close_group(group_id)))
+    card = await training.close_group(group_id)
+    return GroupObject(
+        group_id=card.group_id,
+        lora_adapter=card.adapter,
+        members=card.members,
+        rewarded=card.rewarded,
+        complete=card.complete,
+    )
 
 
 # -- control ---------------------------------------------------------------------------------------
