@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from mlx_parallm.config.loss import Algorithm, OldLogprobs, ResolvedLoss, RewardScale
 from mlx_parallm.config.resolve import Resolved, render, resolve
 from mlx_parallm.config.sections import (
     AdaptersConfig,
@@ -22,13 +23,9 @@ from mlx_parallm.config.sections import (
 )
 from mlx_parallm.config.sources import API_KEY_VARIABLE, KEYS, Key, Setting, suggest
 from mlx_parallm.config.training import (
-    Algorithm,
     LearningRateSchedule,
-    OldLogprobs,
     OptimizerConfig,
-    ResolvedLoss,
     ResolvedTraining,
-    RewardScale,
     RLTrainingConfig,
     TrackerName,
 )

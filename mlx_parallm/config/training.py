@@ -5,54 +5,14 @@ The trainer and the training loop read `RLTrainingConfig.resolved(...)`, in whic
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Any, Self
+from typing import Annotated, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from mlx_parallm.config.judge import JudgeConfig
-from mlx_parallm.config.types import File, Integer, Number, Section, Text, lower, optional_names
-
-
-class Algorithm(StrEnum):
-    """Loss functions of an update; `rl.objectives.losses` defines them."""
-
-    GRPO = "grpo"
-    BNPO = "bnpo"
-    DAPO = "dapo"
-    DR_GRPO = "dr_grpo"
-    GSPO = "gspo"
-    CISPO = "cispo"
-    PPO = "ppo"
-    IMPORTANCE_SAMPLING = "importance_sampling"
-    DPO = "dpo"
-    KTO = "kto"
-    DISTILLATION = "distillation"
-    CROSS_ENTROPY = "cross_entropy"
-
-
-class RewardScale(StrEnum):
-    """Divisor of centred rewards: the standard deviation of their group, that of the batch, or none."""
-
-    GROUP = "group"
-    BATCH = "batch"
-    NONE = "none"
-
-
-class OldLogprobs(StrEnum):
-    """Logprobs in the denominator of the policy ratio.
-
-    SAMPLER: the logprobs that came with the trajectory, of the sampler's policy μ. TRAINER: for samples of the current
-    version, the logprobs that the trainer computes before the update, of its policy π_old. Each token is then weighted
-    by min(π_old / μ, `mismatch_cap`), because the sampler drew it. AUTO is resolved before training starts.
-    """
-
-    AUTO = "auto"
-    SAMPLER = "sampler"
-    TRAINER = "trainer"
+from mlx_parallm.config.loss import Algorithm, LossConfig, ResolvedLoss
+from mlx_parallm.config.types import File, Integer, Number, Section, Text, fields_of, lower, optional_names
 
 
 class LearningRateSchedule(StrEnum):
@@ -69,115 +29,6 @@ class TrackerName(StrEnum):
     TENSORBOARD = "tensorboard"
     TRACKIO = "trackio"
     WANDB = "wandb"
-
-
-@dataclass(frozen=True, slots=True)
-class AlgorithmDefaults:
-    """The clip bounds and the reward scale that the paper of an algorithm uses."""
-
-    clip_low: float
-    clip_high: float
-    scale_rewards: RewardScale
-
-
-ALGORITHM_DEFAULTS: Mapping[Algorithm, AlgorithmDefaults] = {
-    Algorithm.GRPO: AlgorithmDefaults(0.2, 0.2, RewardScale.GROUP),
-    Algorithm.BNPO: AlgorithmDefaults(0.2, 0.2, RewardScale.GROUP),
-    Algorithm.DAPO: AlgorithmDefaults(0.2, 0.28, RewardScale.GROUP),
-    Algorithm.DR_GRPO: AlgorithmDefaults(0.2, 0.2, RewardScale.NONE),
-    Algorithm.GSPO: AlgorithmDefaults(3e-4, 4e-4, RewardScale.GROUP),
-    # CISPO has no lower bound. Its paper gives no upper bound; 1 + 4 is ScaleRL's (arXiv 2510.13786).
-    Algorithm.CISPO: AlgorithmDefaults(1.0, 4.0, RewardScale.GROUP),
-    Algorithm.PPO: AlgorithmDefaults(0.2, 0.2, RewardScale.GROUP),
-    Algorithm.IMPORTANCE_SAMPLING: AlgorithmDefaults(0.2, 0.2, RewardScale.GROUP),
-    Algorithm.DISTILLATION: AlgorithmDefaults(0.2, 0.2, RewardScale.NONE),
-    Algorithm.DPO: AlgorithmDefaults(0.2, 0.2, RewardScale.NONE),
-    Algorithm.KTO: AlgorithmDefaults(0.2, 0.2, RewardScale.NONE),
-    Algorithm.CROSS_ENTROPY: AlgorithmDefaults(0.2, 0.2, RewardScale.NONE),
-}
-
-
-class LossConfig(Section):
-    """Settings of the loss that `rl_training.algorithm` names."""
-
-    clip_low: Number | None = Field(default=None, ge=0, le=1)
-    """The policy ratio of a token is clipped below 1 - clip_low. null means the algorithm's own value."""
-    clip_high: Number | None = Field(default=None, ge=0)
-    """The policy ratio of a token is clipped above 1 + clip_high. null means the algorithm's own value."""
-    dual_clip: Number | None = Field(default=3.0, gt=1)
-    """Largest loss of a token with a negative advantage A, as a multiple of |A|. null means no bound. cispo, ppo,
-    importance_sampling, dpo, kto and cross_entropy do not use it.
-    """
-    scale_rewards: Annotated[RewardScale, BeforeValidator(lower)] | None = None
-    """Divide centred rewards by the standard deviation of their group (group), of the batch (batch), or not at all
-    (none). null means the algorithm's own choice.
-    """
-    kl_coef: Number = Field(default=0.0, ge=0)
-    """Weight of the KL divergence from the base model (k3 estimate, nats per token)."""
-    entropy_coef: Number = Field(default=0.0, ge=0)
-    """Weight of the entropy bonus (nats per token)."""
-    old_logprobs: Annotated[OldLogprobs, BeforeValidator(lower)] = OldLogprobs.AUTO
-    """Logprobs in the denominator of the policy ratio: those of the sampler (sampler), or those that the trainer
-    computes before the update (trainer). auto means sampler if the model computes in float32, and trainer otherwise.
-    """
-    mismatch_cap: Number = Field(default=2.0, ge=1)
-    """Largest weight of a token when old_logprobs is trainer. The weight is the token's probability by the trainer's
-    logprobs divided by its probability by the sampler's.
-    """
-    preference_beta: Number = Field(default=0.1, gt=0)
-    """dpo and kto: how strongly a preference counts against the distance from the base model. The smaller it is, the
-    further the policy may move.
-    """
-    kto_desirable_weight: Number = Field(default=1.0, ge=0)
-    """kto: weight of the loss of a desirable answer. If there are fewer desirable answers, raise it accordingly."""
-    kto_undesirable_weight: Number = Field(default=1.0, ge=0)
-    """kto: weight of the loss of an undesirable answer."""
-    mask_truncated: bool = False
-    """Learn nothing from answers that the token limit cut off. Their rewards still count in their groups."""
-    imitation_threshold: Number = 0.0
-    """cross_entropy imitates trajectories whose reward is above this value, and those that come without a reward. For
-    kto, a trajectory that is compared with no other one is desirable if its reward is above this value.
-    """
-
-
-class ResolvedLoss(LossConfig):
-    """A loss in which every setting has a value: none is null or auto.
-
-    `dual_clip` is infinite if there is no bound. `max_completion_tokens` is the key of that name of `rl_training`.
-    """
-
-    algorithm: Algorithm
-    clip_low: float
-    clip_high: float
-    dual_clip: float
-    scale_rewards: RewardScale
-    max_completion_tokens: int
-
-    @property
-    def imitates(self) -> bool:
-        """Whether samples are imitated (cross_entropy) and not compared with each other."""
-        return self.algorithm is Algorithm.CROSS_ENTROPY
-
-    @property
-    def prefers(self) -> bool:
-        """Whether the loss compares a chosen sample with a rejected one (dpo). The two share a micro-batch."""
-        return self.algorithm is Algorithm.DPO
-
-    @property
-    def rates(self) -> bool:
-        """Whether each sample by itself is desirable or undesirable (kto). The loss then needs an estimate of the
-        policy's KL divergence from the base model before the first gradient."""
-        return self.algorithm is Algorithm.KTO
-
-    @property
-    def reads_teacher(self) -> bool:
-        """Whether the loss reads the logprobs of a teacher."""
-        return self.algorithm is Algorithm.DISTILLATION
-
-    @property
-    def reads_reference(self) -> bool:
-        """Whether the loss reads the logprobs of the base model."""
-        return self.kl_coef != 0 or self.prefers or self.rates
 
 
 class OptimizerConfig(Section):
@@ -371,22 +222,9 @@ class RLTrainingConfig(Section):
                 differently, so `old_logprobs` auto means the trainer's logprobs.
             micro_batch_tokens: in place of null.
         """
-        loss, defaults = self.loss, ALGORITHM_DEFAULTS[self.algorithm]
-        automatic = OldLogprobs.SAMPLER if float32 else OldLogprobs.TRAINER
-        resolved = ResolvedLoss.model_construct(
-            **{
-                **_fields(loss),
-                "algorithm": self.algorithm,
-                "clip_low": defaults.clip_low if loss.clip_low is None else loss.clip_low,
-                "clip_high": defaults.clip_high if loss.clip_high is None else loss.clip_high,
-                "dual_clip": math.inf if loss.dual_clip is None else loss.dual_clip,
-                "scale_rewards": loss.scale_rewards or defaults.scale_rewards,
-                "old_logprobs": automatic if loss.old_logprobs is OldLogprobs.AUTO else loss.old_logprobs,
-                "max_completion_tokens": self.max_completion_tokens,
-            }
-        )
+        loss = self.loss.resolved(self.algorithm, float32, self.max_completion_tokens)
         tokens = self.micro_batch_tokens or micro_batch_tokens
-        return ResolvedTraining.model_construct(**{**_fields(self), "loss": resolved, "micro_batch_tokens": tokens})
+        return ResolvedTraining.model_construct(**{**fields_of(self), "loss": loss, "micro_batch_tokens": tokens})
 
 
 class ResolvedTraining(RLTrainingConfig):
@@ -395,7 +233,3 @@ class ResolvedTraining(RLTrainingConfig):
 
     loss: ResolvedLoss
     micro_batch_tokens: int
-
-
-def _fields(section: Section) -> dict[str, Any]:
-    return {name: getattr(section, name) for name in type(section).model_fields}

@@ -9,7 +9,7 @@ import ipaddress
 import re
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, SecretStr
@@ -28,6 +28,11 @@ class Section(BaseModel):
     """Base class of the configuration's sections: frozen, and unknown keys are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+def fields_of(section: Section) -> dict[str, Any]:
+    """The values of a section by key; those of inner sections are sections."""
+    return {name: getattr(section, name) for name in type(section).model_fields}
 
 
 # -- byte sizes ----------------------------------------------------------------------------------

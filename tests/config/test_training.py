@@ -17,7 +17,7 @@ from mlx_parallm.config import (
     render,
     resolve,
 )
-from mlx_parallm.config.training import ALGORITHM_DEFAULTS
+from mlx_parallm.config.loss import ALGORITHM_DEFAULTS
 from mlx_parallm.errors import ConfigError
 
 

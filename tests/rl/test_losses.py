@@ -21,7 +21,7 @@ from rl.loss_reference import (
 )
 
 from mlx_parallm.config import Algorithm, RewardScale
-from mlx_parallm.config.training import ALGORITHM_DEFAULTS
+from mlx_parallm.config.loss import ALGORITHM_DEFAULTS
 from mlx_parallm.rl.objectives.batches import group_advantages
 from mlx_parallm.rl.objectives.losses import ALGORITHMS, loss, means
 

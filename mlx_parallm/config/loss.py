@@ -1,0 +1,177 @@
+"""The section `rl_training.loss`: the losses, and their settings. The string below a field is its description."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field
+
+from mlx_parallm.config.types import Number, Section, fields_of, lower
+
+
+class Algorithm(StrEnum):
+    """Loss functions of an update; `rl.objectives.losses` defines them."""
+
+    GRPO = "grpo"
+    BNPO = "bnpo"
+    DAPO = "dapo"
+    DR_GRPO = "dr_grpo"
+    GSPO = "gspo"
+    CISPO = "cispo"
+    PPO = "ppo"
+    IMPORTANCE_SAMPLING = "importance_sampling"
+    DPO = "dpo"
+    KTO = "kto"
+    DISTILLATION = "distillation"
+    CROSS_ENTROPY = "cross_entropy"
+
+
+class RewardScale(StrEnum):
+    """Divisor of centred rewards: the standard deviation of their group, that of the batch, or none."""
+
+    GROUP = "group"
+    BATCH = "batch"
+    NONE = "none"
+
+
+class OldLogprobs(StrEnum):
+    """Logprobs in the denominator of the policy ratio.
+
+    SAMPLER: the logprobs that came with the trajectory, of the sampler's policy μ. TRAINER: for samples of the current
+    version, the logprobs that the trainer computes before the update, of its policy π_old. Each token is then weighted
+    by min(π_old / μ, `mismatch_cap`), because the sampler drew it. AUTO is resolved before training starts.
+    """
+
+    AUTO = "auto"
+    SAMPLER = "sampler"
+    TRAINER = "trainer"
+
+
+@dataclass(frozen=True, slots=True)
+class AlgorithmDefaults:
+    """The clip bounds and the reward scale that the paper of an algorithm uses."""
+
+    clip_low: float
+    clip_high: float
+    scale_rewards: RewardScale
+
+
+ALGORITHM_DEFAULTS: Mapping[Algorithm, AlgorithmDefaults] = {
+    Algorithm.GRPO: AlgorithmDefaults(0.2, 0.2, RewardScale.GROUP),
+    Algorithm.BNPO: AlgorithmDefaults(0.2, 0.2, RewardScale.GROUP),
+    Algorithm.DAPO: AlgorithmDefaults(0.2, 0.28, RewardScale.GROUP),
+    Algorithm.DR_GRPO: AlgorithmDefaults(0.2, 0.2, RewardScale.NONE),
+    Algorithm.GSPO: AlgorithmDefaults(3e-4, 4e-4, RewardScale.GROUP),
+    # CISPO has no lower bound. Its paper gives no upper bound; 1 + 4 is ScaleRL's (arXiv 2510.13786).
+    Algorithm.CISPO: AlgorithmDefaults(1.0, 4.0, RewardScale.GROUP),
+    Algorithm.PPO: AlgorithmDefaults(0.2, 0.2, RewardScale.GROUP),
+    Algorithm.IMPORTANCE_SAMPLING: AlgorithmDefaults(0.2, 0.2, RewardScale.GROUP),
+    Algorithm.DISTILLATION: AlgorithmDefaults(0.2, 0.2, RewardScale.NONE),
+    Algorithm.DPO: AlgorithmDefaults(0.2, 0.2, RewardScale.NONE),
+    Algorithm.KTO: AlgorithmDefaults(0.2, 0.2, RewardScale.NONE),
+    Algorithm.CROSS_ENTROPY: AlgorithmDefaults(0.2, 0.2, RewardScale.NONE),
+}
+
+
+class LossConfig(Section):
+    """Settings of the loss that `rl_training.algorithm` names."""
+
+    clip_low: Number | None = Field(default=None, ge=0, le=1)
+    """The policy ratio of a token is clipped below 1 - clip_low. null means the algorithm's own value."""
+    clip_high: Number | None = Field(default=None, ge=0)
+    """The policy ratio of a token is clipped above 1 + clip_high. null means the algorithm's own value."""
+    dual_clip: Number | None = Field(default=3.0, gt=1)
+    """Largest loss of a token with a negative advantage A, as a multiple of |A|. null means no bound. cispo, ppo,
+    importance_sampling, dpo, kto and cross_entropy do not use it.
+    """
+    scale_rewards: Annotated[RewardScale, BeforeValidator(lower)] | None = None
+    """Divide centred rewards by the standard deviation of their group (group), of the batch (batch), or not at all
+    (none). null means the algorithm's own choice.
+    """
+    kl_coef: Number = Field(default=0.0, ge=0)
+    """Weight of the KL divergence from the base model (k3 estimate, nats per token)."""
+    entropy_coef: Number = Field(default=0.0, ge=0)
+    """Weight of the entropy bonus (nats per token)."""
+    old_logprobs: Annotated[OldLogprobs, BeforeValidator(lower)] = OldLogprobs.AUTO
+    """Logprobs in the denominator of the policy ratio: those of the sampler (sampler), or those that the trainer
+    computes before the update (trainer). auto means sampler if the model computes in float32, and trainer otherwise.
+    """
+    mismatch_cap: Number = Field(default=2.0, ge=1)
+    """Largest weight of a token when old_logprobs is trainer. The weight is the token's probability by the trainer's
+    logprobs divided by its probability by the sampler's.
+    """
+    preference_beta: Number = Field(default=0.1, gt=0)
+    """dpo and kto: how strongly a preference counts against the distance from the base model. The smaller it is, the
+    further the policy may move.
+    """
+    kto_desirable_weight: Number = Field(default=1.0, ge=0)
+    """kto: weight of the loss of a desirable answer. If there are fewer desirable answers, raise it accordingly."""
+    kto_undesirable_weight: Number = Field(default=1.0, ge=0)
+    """kto: weight of the loss of an undesirable answer."""
+    mask_truncated: bool = False
+    """Learn nothing from answers that the token limit cut off. Their rewards still count in their groups."""
+    imitation_threshold: Number = 0.0
+    """cross_entropy imitates trajectories whose reward is above this value, and those that come without a reward. For
+    kto, a trajectory that is compared with no other one is desirable if its reward is above this value.
+    """
+
+    def resolved(self, algorithm: Algorithm, float32: bool, max_completion_tokens: int) -> ResolvedLoss:
+        """These settings with values in place of null and auto; see `RLTrainingConfig.resolved`."""
+        defaults = ALGORITHM_DEFAULTS[algorithm]
+        automatic = OldLogprobs.SAMPLER if float32 else OldLogprobs.TRAINER
+        return ResolvedLoss.model_construct(
+            **{
+                **fields_of(self),
+                "algorithm": algorithm,
+                "clip_low": defaults.clip_low if self.clip_low is None else self.clip_low,
+                "clip_high": defaults.clip_high if self.clip_high is None else self.clip_high,
+                "dual_clip": math.inf if self.dual_clip is None else self.dual_clip,
+                "scale_rewards": self.scale_rewards or defaults.scale_rewards,
+                "old_logprobs": automatic if self.old_logprobs is OldLogprobs.AUTO else self.old_logprobs,
+                "max_completion_tokens": max_completion_tokens,
+            }
+        )
+
+
+class ResolvedLoss(LossConfig):
+    """A loss in which every setting has a value: none is null or auto.
+
+    `dual_clip` is infinite if there is no bound. `max_completion_tokens` is the key of that name of `rl_training`.
+    """
+
+    algorithm: Algorithm
+    clip_low: float
+    clip_high: float
+    dual_clip: float
+    scale_rewards: RewardScale
+    max_completion_tokens: int
+
+    @property
+    def imitates(self) -> bool:
+        """Whether samples are imitated (cross_entropy) and not compared with each other."""
+        return self.algorithm is Algorithm.CROSS_ENTROPY
+
+    @property
+    def prefers(self) -> bool:
+        """Whether the loss compares a chosen sample with a rejected one (dpo). The two share a micro-batch."""
+        return self.algorithm is Algorithm.DPO
+
+    @property
+    def rates(self) -> bool:
+        """Whether each sample by itself is desirable or undesirable (kto). The loss then needs an estimate of the
+        policy's KL divergence from the base model before the first gradient."""
+        return self.algorithm is Algorithm.KTO
+
+    @property
+    def reads_teacher(self) -> bool:
+        """Whether the loss reads the logprobs of a teacher."""
+        return self.algorithm is Algorithm.DISTILLATION
+
+    @property
+    def reads_reference(self) -> bool:
+        """Whether the loss reads the logprobs of the base model."""
+        return self.kl_coef != 0 or self.prefers or self.rates
