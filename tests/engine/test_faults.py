@@ -162,12 +162,21 @@ def test_abort_in_every_phase_frees_everything(steps: int) -> None:
 # ---- the thread ---------------------------------------------------------------------------------
 
 
+class BrokenCost(CostModel):
+    """Cannot say how much of a prompt to compute, so no unit can be chosen as long as a prompt waits."""
+
+    def chunk_seconds(self, chunk: object) -> float:
+        raise AttributeError("injected")
+
+    tokens_within = chunk_seconds  # type: ignore[assignment]
+
+
 def build(broken: bool = False) -> EngineParts:
-    """Parts made on the device thread. `broken`: the cost model has no methods, so the first unit ends the thread."""
+    """Parts made on the device thread. `broken`: the first prompt ends the thread."""
     harness = make_harness()
     vocabulary = Vocabulary(263, frozenset(), lambda prompt, visible_specials: Text())
-    cost = object() if broken else CostModel(0.01, 1e-4, 1e-8)
-    return EngineParts(harness.runner, harness.adapters, vocabulary, SchedulerConfig(), cost)  # type: ignore[arg-type]
+    cost = (BrokenCost if broken else CostModel)(0.01, 1e-4, 1e-8)
+    return EngineParts(harness.runner, harness.adapters, vocabulary, SchedulerConfig(), cost)
 
 
 class Text:
