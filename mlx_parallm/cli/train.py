@@ -81,8 +81,9 @@ def run(args: argparse.Namespace) -> int:
     if not PLOTS.installed:
         print(f"WARNING: no curves will be drawn: {PLOTS.missing}", file=sys.stderr)
     from mlx_parallm.app import train as training
+    from mlx_parallm.app.train_progress import TrainOptions
 
-    options = training.TrainOptions(environment, args.steps, args.group_size, args.prompts_per_step, args.log)
+    options = TrainOptions(environment, args.steps, args.group_size, args.prompts_per_step, args.log)
     view = _RecordingView(options.steps, evaluates=resolved.config.rl_training.evaluation.every is not None)
     try:
         with view:

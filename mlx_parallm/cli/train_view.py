@@ -23,7 +23,7 @@ from mlx_parallm.core import EvaluationResult, UpdateReport
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from mlx_parallm.app.train import SampleText
+    from mlx_parallm.app.train_progress import SampleText
 
 _STEPS_TIMED = 10
 """The time that is left is estimated from so many steps."""
@@ -35,8 +35,8 @@ _LABEL_WIDTH, _PROMPT_WIDTH, _TEXT_WIDTH = 10, 48, 72
 
 
 class RichTrainView:
-    """Implements `app.train.TrainView`: writes to `stream` (default: stdout), with styles and progress bars on a
-    terminal and plain lines elsewhere.
+    """Implements `app.train_progress.TrainView`: writes to `stream` (default: stdout), with styles and progress bars on
+    a terminal and plain lines elsewhere.
 
     A context manager: on a terminal, everything that is printed inside it appears above the bars.
 

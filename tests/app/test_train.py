@@ -7,24 +7,25 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from rl.user_package import install
 from safetensors.numpy import load_file
-from tiny import save_tiny
+from training_runs import GROUP, PROMPTS, STEPS, View, config
 
-from mlx_parallm.app.train import FINAL, SampleText, TrainOptions, run
-from mlx_parallm.config import Config, LoRAConfig, RLConfig, configure
-from mlx_parallm.core import BASE_ADAPTER, EvaluationResult, UpdateReport
+from mlx_parallm.app.train import run
+from mlx_parallm.app.train_progress import TrainOptions
+from mlx_parallm.app.training_run import FINAL
+from mlx_parallm.config import configure
+from mlx_parallm.core import BASE_ADAPTER
 from mlx_parallm.errors import ConfigError, StorageError, TrainingFailedError
 from mlx_parallm.rl.runs.listing import summarize
 from mlx_parallm.rl.runs.record import RunState
 
-STEPS, PROMPTS, GROUP = 3, 2, 4
 SCORED = """
 from mlx_parallm.core import CollectionSpec
 from mlx_parallm.rl.environments import Task
@@ -38,38 +39,6 @@ class letters:
             message = {"role": "user", "content": "word " * 9000 if long else f"{seed} {number}"}
             yield Task((message,), CollectionSpec(SCORER, {"pattern": PATTERN}))
 """
-
-
-@dataclass
-class View:
-    facts: dict[str, str] = field(default_factory=dict)
-    rollouts: list[tuple[int, int]] = field(default_factory=list)
-    reports: list[UpdateReport] = field(default_factory=list)
-
-    first: EvaluationResult | None = None
-    samples: list[tuple[SampleText, SampleText]] = field(default_factory=list)
-    made: int = 0
-    failures: list[str] = field(default_factory=list)
-    then: Callable[[View], None] = lambda view: None
-
-    def started(self, facts: Mapping[str, str], made: int) -> None:
-        self.facts, self.made = dict(facts), made
-
-    def evaluated(self, result: EvaluationResult) -> None:
-        self.first = result
-
-    def sampled(self, best: SampleText, worst: SampleText) -> None:
-        self.samples.append((best, worst))
-
-    def task_failed(self, reason: str) -> None:
-        self.failures.append(reason)
-
-    def rollout(self, done: int, wanted: int) -> None:
-        self.rollouts.append((done, wanted))
-
-    def updated(self, report: UpdateReport) -> None:
-        self.reports.append(report)
-        self.then(self)
 
 
 @pytest.fixture
@@ -86,21 +55,6 @@ def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.delitem(sys.modules, "user_letters", raising=False)
 
     return make
-
-
-def config(tmp_path: Path, algorithm: str = "dapo", **keys: object) -> Config:
-    if not (tmp_path / "model").exists():
-        save_tiny("llama", tmp_path / "model")
-    rl = RLConfig(algorithm=algorithm, learning_rate=1e-3, batch_size=PROMPTS * GROUP)
-    return configure(
-        tmp_path / "model",
-        LoRAConfig(rank=4, alpha=8.0),
-        rl,
-        server__kv_cache_memory="16MB",
-        server__mode="training_only",
-        rl_training__max_completion_tokens=6,
-        **keys,
-    )
 
 
 OPTIONS = TrainOptions("letters", STEPS, GROUP, PROMPTS)
@@ -185,7 +139,8 @@ def test_a_run_that_is_stopped_goes_on_as_if_it_had_not_been(tmp_path: Path, use
 _CHILD = """
 import os, signal, sys
 from pathlib import Path
-from app.test_train import OPTIONS, View, config
+from app.test_train import OPTIONS
+from training_runs import View, config
 from dataclasses import replace
 from mlx_parallm.app.train import run
 
@@ -381,88 +336,6 @@ def test_a_system_prompt_that_cannot_be_read_is_told_before_the_model_is_loaded(
     absent = configure(tmp_path / "no model", rl_training__system_prompt=f"@{tmp_path / 'none.txt'}")
     with pytest.raises(ConfigError, match=r"system_prompt: .*none\.txt cannot be read"):
         run(absent, TrainOptions(str(file), 1, 2, 1), View())
-
-
-# ---- two files -----------------------------------------------------------------------------------
-
-REWARDS = """
-def score(prompts, completions, wanted, **kwargs):
-    assert isinstance(prompts[0], str) == isinstance(completions[0], str)
-    texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
-    if wanted[0] == "?":
-        raise ValueError("nothing is wanted")
-    return [sum(letter < wanted[0] for letter in text) / 100 for text in texts]
-
-async def one(sample):
-    return float(len(sample.prompt_ids) > 0 and len(sample.completion_ids) > 0)
-"""
-
-
-@pytest.fixture
-def two_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Config]:
-    """Writes rewards.py and tasks.jsonl to the working folder, and makes the configuration that names them."""
-    monkeypatch.chdir(tmp_path)
-
-    def make(*wanted: str, reward: str = "rewards.py:score", **keys: object) -> Config:
-        (tmp_path / "rewards.py").write_text(REWARDS)
-        rows: list[dict[str, object]] = [{"prompt": f"Task {n}", "wanted": letter} for n, letter in enumerate(wanted)]
-        rows[0] = {"messages": [{"role": "user", "content": "Task 0"}], "wanted": wanted[0]}
-        (tmp_path / "tasks.jsonl").write_text("\n".join(map(json.dumps, rows)))
-        log = {"rl_training__trajectory_log": tmp_path / "log.jsonl"}
-        return config(tmp_path, "grpo", rl_training__reward=reward, **log, **keys)
-
-    return make
-
-
-@pytest.mark.timeout(120)
-def test_tasks_and_a_reward_function_in_two_files_are_trained_on(tmp_path: Path, two_files) -> None:
-    settings, view = two_files("M", "P", reward="2*rewards.py:score + 1*rewards.py:one"), View()
-    assert run(settings, TrainOptions("tasks.jsonl", 2, GROUP, PROMPTS), view) == 0
-    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert len(lines) == 2 * GROUP * PROMPTS
-    for line in lines:
-        assert line["scoring_function"] == "reward"
-        below = sum(letter < line["metadata"]["wanted"] for letter in line["text"])
-        assert line["reward"] == pytest.approx(1 + 2 * below / 100)
-    assert {line["metadata"]["wanted"] for line in lines} == {"M", "P"}
-    assert len({line["reward"] for line in lines}) > 2
-    assert view.facts["reward"] == "2*rewards.py:score + 1*rewards.py:one"
-
-
-@pytest.mark.timeout(120)
-def test_held_out_tasks_are_scored_by_the_same_reward(two_files) -> None:
-    held_out = {"rl_training__evaluation__every": 1, "rl_training__evaluation__size": 2}
-    held_out |= {"rl_training__environment": "tasks.jsonl"}
-    settings, view = two_files("M", "P", "~", "~", reward="rewards.py:one", **held_out), View()
-    assert run(settings, TrainOptions("tasks.jsonl", 1, GROUP, PROMPTS), view) == 0
-    assert (view.first.answers, view.first.mean) == (2, 1.0)
-
-
-@pytest.mark.timeout(120)
-def test_a_reward_that_raises_costs_its_group_and_says_where(tmp_path: Path, two_files) -> None:
-    view = View()
-    assert run(two_files("M", "?"), TrainOptions("tasks.jsonl", 2, GROUP, PROMPTS), view) == 0
-    why = "a task's answers could not be scored: reward: rewards.py:6: ValueError: nothing is wanted"
-    assert view.failures == [why, why]
-    assert [report.metrics["failed_tasks"] for report in view.reports] == [1, 1]
-    assert {report.status for report in view.reports} == {"published"}
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize(
-    ("reward", "message"),
-    [
-        ("rewards.py:scor", r"reward: .* rewards\.py has no function scor; did you mean score\?"),
-        ("reward.py:score", r"reward: .* there is no file .*/reward\.py"),
-        ("rewards.py", r"reward: 'rewards\.py' cannot be read: give FILE\.py:NAME"),
-        ("0.5*judge + 0.5*exact", r"rl_training\.judge\.url: a judge needs a server, .*--judge-url and --judge-model"),
-    ],
-)
-def test_a_reward_that_cannot_be_used_is_told_before_the_model_is_loaded(two_files, reward: str, message: str) -> None:
-    settings = two_files("M", reward=reward)
-    absent = settings.model_copy(update={"model": settings.model.model_copy(update={"base_model_path": "/no model"})})
-    with pytest.raises(ConfigError, match=message):
-        run(absent, TrainOptions("tasks.jsonl", 1, GROUP, PROMPTS), View())
 
 
 def test_an_unknown_environment_is_told_before_the_model_is_loaded(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from mlx_parallm.app.train import SampleText
+from mlx_parallm.app.train_progress import SampleText
 from mlx_parallm.cli.curves import draw_curves, figure
 from mlx_parallm.cli.train_table import duration, heading, line, one_line, spark, summary
 from mlx_parallm.cli.train_view import RichTrainView

@@ -28,7 +28,8 @@ from lib.figures import percentile
 from lib.prompts import short_prompts
 
 from mlx_parallm.adapters.weights import VersionInfo
-from mlx_parallm.app.build import build_runner, build_store
+from mlx_parallm.app.adapters import build_store
+from mlx_parallm.app.build import build_runner
 from mlx_parallm.config import AdaptersConfig, Config
 from mlx_parallm.core import AdapterRef, Residence, then
 from mlx_parallm.engine.live import Vocabulary

@@ -35,6 +35,9 @@ def of_served(served: Served) -> Iterator[Figure]:
     yield Figure("priority: median inter-token latency", "x", gaps, gaps.median, PRIORITY_GAP)
     updates = ratios(*([each.updates_per_minute for each in windows] for windows in (priority, learning)))
     yield Figure("priority: updates against RL's", "x", updates, updates.median, PRIORITY_UPDATES, at_least=True)
+    for mode, kind in (("RL", LEARNING), ("priority", PRIORITY)):
+        yield Figure(f"{mode}: updates a minute", "", *reported([each.updates_per_minute for each in served.of(kind)]))
+    yield Figure("no requests: updates a minute", "", *reported(served.updates_alone))
     yield Figure("device time of an update", "s", *reported(served.update_device_s))
     yield errors("requests that failed while served", len(served.errors))
 

@@ -23,6 +23,9 @@ FLAGS = (
     *("--max-decode-stall-ms", "3000"),
     *("--learning-rate", "5e-4", "--update-frequency", str(GROUP * PROMPTS), "--max-staleness", "1"),
 )
+OPENING_TOKENS = 4
+"""Length of an episode's first answer, which says no more than OK."""
+
 POLL_S = 0.05
 SHOWN = 4
 """Number of held-out prompts whose answers are kept."""
@@ -194,9 +197,10 @@ class _Client:
     async def _episode(self, prompt: Prompt, seed: int, headers: dict[str, str]) -> tuple[str, bool]:
         """Both turns of an episode. Returns the second answer, and whether it ended by itself."""
         messages: list[dict[str, Any]] = []
-        for number, text in enumerate((prompt.opening, prompt.text)):
+        turns = ((prompt.opening, OPENING_TOKENS), (prompt.text, self._task.max_tokens))
+        for number, (text, max_tokens) in enumerate(turns):
             messages.append({"role": "user", "content": text})
-            body = {"messages": messages, "max_tokens": self._task.max_tokens, "seed": seed + number}
+            body = {"messages": messages, "max_tokens": max_tokens, "seed": seed + number}
             answer = checked(await self._http.post("/v1/chat/completions", json=body, headers=headers))
             self.served_by = answer.get("lora_adapter", "base")
             (choice,) = answer["choices"]

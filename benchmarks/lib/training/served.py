@@ -5,7 +5,8 @@
                             └ updates, one always waiting ─────────────────────┘
 
 All three serve the adapter that is trained, so they differ only in training. A window with training goes from the end
-of one update to the end of another, so that it has whole updates.
+of one update to the end of another, so that it has whole updates. When the clients have ended, updates are counted
+once more, with the device to themselves.
 """
 
 import asyncio
@@ -98,12 +99,14 @@ class Window:
 
 @dataclass(slots=True)
 class Served:
-    """All windows. `budget_s`: the server's limit of a stall. `update_device_s`: device time of each update."""
+    """All windows. `budget_s`: the server's limit of a stall. `update_device_s`: device time of each update.
+    `updates_alone`: updates a minute in windows without requests."""
 
     budget_s: float = 0.0
     windows: list[Window] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     update_device_s: list[float] = field(default_factory=list)
+    updates_alone: list[float] = field(default_factory=list)
 
     def of(self, kind: str) -> list[Window]:
         """The windows of one mode, one per repeat."""
@@ -136,6 +139,8 @@ class _Bench:
             for _ in range(repeats):
                 await self._repeat()
             streaming.cancel()
+        async with self._updates.queued():
+            self._served.updates_alone = [await self._updates_alone() for _ in range(repeats)]
         self._served.errors = self._clients.errors
         self._served.update_device_s = [metrics["device_seconds"] for metrics in self._updates.metrics]
         return self._served
@@ -162,6 +167,16 @@ class _Bench:
             f"{100 * window.share:4.1f} % of the time",
             flush=True,
         )
+
+    async def _updates_alone(self) -> float:
+        """Updates a minute, in a window without requests."""
+        await self._updates.next_end()
+        began, before = time.perf_counter(), len(self._updates.ended)
+        await asyncio.sleep(self._window_s)
+        await self._updates.next_end()
+        rate = 60 * (len(self._updates.ended) - before) / (time.perf_counter() - began)
+        print(f"  no requests       {rate:5.2f} updates a minute", flush=True)
+        return rate
 
     def _between(self, kind: str, begin: Mark, end: Mark) -> Window:
         gaps = list(self._clients.gaps(begin.at, end.at))

@@ -1,0 +1,83 @@
+"""Builds the adapter store, with the versions of a run's checkpoints and of an adapter folder."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+from mlx_parallm.adapters.bank import AdapterBank
+from mlx_parallm.adapters.checkpoints.runs import Run
+from mlx_parallm.adapters.checkpoints.store import CheckpointStore, LoadedCheckpoint
+from mlx_parallm.adapters.library import AdapterLibrary, info_of_checkpoint, info_of_file
+from mlx_parallm.adapters.registry import AdapterRegistry
+from mlx_parallm.adapters.store import AdapterStore
+from mlx_parallm.config import Config
+from mlx_parallm.errors import ConfigError, InvalidRequestError, UnknownModelError
+from mlx_parallm.model.manager import SharedModelManager
+
+_log = logging.getLogger(__name__)
+
+
+def build_store(
+    manager: SharedModelManager,
+    bank: AdapterBank,
+    config: Config,
+    run: Run | None,
+    wake: Callable[[], None],
+    model_names: Sequence[str] = (),
+) -> tuple[AdapterStore, AdapterLibrary]:
+    """The adapter store and library, with the checkpoints of `run` and the adapters of `adapter_dir` registered.
+    `model_names`: see `AdapterRegistry`.
+
+    Raises:
+        ConfigError: a folder cannot be used, or `adapters.serve` names no adapter or checkpoint.
+    """
+    adapters = config.adapters
+    keep = config.checkpointing.keep_n_checkpoints
+    checkpoints = CheckpointStore(run.path, bank.layout, manager.fingerprint, bank.max_rank, keep) if run else None
+    roots = (*adapters.allowed_adapter_roots, *((adapters.adapter_dir,) if adapters.adapter_dir else ()))
+    library = AdapterLibrary(bank.layout, bank.max_rank, adapters.adapter_dir, roots, checkpoints)
+    registry = AdapterRegistry(
+        adapters.default_adapter,
+        library.find_checkpoint,
+        library.first_version,
+        model_names,
+        default_takes_over=config.rl_training.enabled and adapters.serve is None,
+    )
+    if checkpoints:
+        checkpoints.in_use = registry.needs_files
+        _restore(checkpoints, registry)
+    for name, file in library.discover():
+        if registry.live(name) is None:
+            registry.flip(registry.add(name, info_of_file(file)).ref)
+    if adapters.serve is not None:
+        _route(registry, adapters.serve)
+    reader = ThreadPoolExecutor(1, thread_name_prefix="adapter-reader")
+    return AdapterStore(bank, registry, library.read_again, reader, adapters.max_cpu_loras, wake), library
+
+
+def _restore(checkpoints: CheckpointStore, registry: AdapterRegistry) -> None:
+    """Makes each adapter's latest checkpoint live. One that cannot be used is left out with a warning."""
+    for name in sorted({card.adapter.name for card in checkpoints.cards()}):
+        try:
+            checkpoints.hot_swap(name, "latest", publish=partial(_publish, registry))
+        except InvalidRequestError as error:
+            _log.warning("the latest checkpoint of %s is not restored: %s", name, error)
+
+
+def _publish(registry: AdapterRegistry, checkpoint: LoadedCheckpoint) -> None:
+    version = registry.restore(checkpoint.card.adapter, info_of_checkpoint(checkpoint.card, checkpoint.digest))
+    registry.flip(version.ref)
+
+
+def _route(registry: AdapterRegistry, selector: str) -> None:
+    """Sends requests that name no adapter to `selector`."""
+    try:
+        registry.set_route({selector: 1.0})
+    except UnknownModelError as error:
+        raise ConfigError(
+            f"adapters.serve: no adapter or checkpoint is called {selector!r}; give --serve-adapter a name of "
+            "--adapter-dir or --checkpoint-dir, or leave it out"
+        ) from error
