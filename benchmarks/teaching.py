@@ -4,7 +4,8 @@
 
 `preferences`: DPO on 200 pairs of the base model's answers, of which the shorter is preferred; how often the policy's
 answers to 64 held-out prompts are preferred to the base model's. `distillation`: an adapter imitates the base model
-with a system prompt of some 200 tokens; rewards of 64 held-out prompts without it. About 20 minutes on two cores.
+with a prompt of some 200 tokens before each question, a system message and eight examples; rewards of 64 held-out
+questions without it. About 20 minutes on two cores.
 """
 
 import argparse
@@ -26,7 +27,7 @@ HERE = Path(__file__).parent
 PARTS = ("preferences", "distillation")
 WIN_RATE = 0.8
 APART = 0.1
-"""Largest difference between the reward of the adapter and that of the base model with the system prompt."""
+"""Largest difference between the reward of the adapter and that of the base model with the long prompt."""
 
 
 def main() -> int:
@@ -55,7 +56,7 @@ def _of_distillation(runs: list[Distilled]) -> Iterator[Figure]:
     if runs:
         short = [run.teacher - run.pupil for run in runs]
         yield Figure("distillation: base model", "", *reported([run.base for run in runs]))
-        yield Figure("distillation: base model with the system prompt", "", *reported([run.teacher for run in runs]))
+        yield Figure("distillation: base model with the long prompt", "", *reported([run.teacher for run in runs]))
         yield Figure("distillation: adapter without it", "", *reported([run.pupil for run in runs]))
         yield Figure("distillation: how much less than the base model with it", "", *reported(short), APART)
 

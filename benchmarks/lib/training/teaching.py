@@ -1,10 +1,11 @@
-"""What the bundled model learns from preferences alone, and from a teacher: itself with a long system prompt.
+"""What the bundled model learns from preferences alone, and from a teacher: itself with a long prompt.
 
 Both run on the engine without HTTP. The engine draws answers, and the trainer learns from them on the same weights.
 """
 
 import asyncio
 import random
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -116,7 +117,9 @@ async def pupil(seed: int, **settings: Any) -> Any:
 
 PAIRS, PAIRS_AT_ONCE, EPOCHS = 200, 16, 2
 SENTENCE_TOKENS = 48
-_ASKED = ("Write one sentence about a {}.", "What is a {}?", "Tell me something about a {}.")
+DRAWN, PROMPTS_AT_ONCE = 4, 32
+"""Answers to each prompt, of which the longest and the shortest make a pair; prompts that are asked at once."""
+_ASKED = ("Write one short sentence about a {}.", "What is a {}? Answer briefly.", "Tell me something about a {}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +144,12 @@ async def preferences(seed: int) -> Preferred:
     held_out = random.Random(0).sample(prompts, HELD_OUT)
     training = dice.sample(sorted(set(prompts) - set(held_out)), len(prompts) - HELD_OUT)
     async with pupil(seed, **settings) as one:
-        pairs = list(
-            islice(_pairs(await one.draw(training, 2, SENTENCE_TOKENS, seed=1000 * (seed + 1), base=True)), PAIRS)
-        )
+        pairs: list[tuple[GivenTrajectory, GivenTrajectory]] = []
+        for start in range(0, len(training), PROMPTS_AT_ONCE):
+            if len(pairs) < PAIRS:
+                asked, first_seed = training[start : start + PROMPTS_AT_ONCE], 10_000 * (seed + 1) + DRAWN * start
+                pairs += _pairs(await one.draw(asked, DRAWN, SENTENCE_TOKENS, first_seed, base=True), start)
+        pairs = pairs[:PAIRS]
         base = await one.draw(held_out, 1, SENTENCE_TOKENS, seed=1, base=True)
         before = await one.draw(held_out, 1, SENTENCE_TOKENS, seed=2)
         updates = 0
@@ -160,16 +166,18 @@ async def preferences(seed: int) -> Preferred:
     return Preferred(seed, len(pairs), updates, _wins(before, base), _wins(after, base), *lengths)
 
 
-def _pairs(answers: Sequence[Answer]) -> Iterator[tuple[GivenTrajectory, GivenTrajectory]]:
-    """The longer answer to each prompt, and the shorter, which is preferred. Answers of one length are left out."""
-    for number, (one, other) in enumerate(zip(answers[::2], answers[1::2], strict=True)):
-        if len(one.token_ids) == len(other.token_ids):
-            continue
-        short, long = sorted((one, other), key=lambda answer: len(answer.token_ids))
-        yield tuple(
-            GivenTrajectory(answer.prompt_ids, tuple(answer.token_ids), reward, f"pair-{number}")
-            for answer, reward in ((long, 0.0), (short, 1.0))
-        )  # type: ignore[misc]
+def _pairs(answers: Sequence[Answer], first: int) -> Iterator[tuple[GivenTrajectory, GivenTrajectory]]:
+    """The longest answer to each prompt, and the shortest, which is preferred. Prompts whose answers have one length
+    are left out. `first`: the number of the first prompt."""
+    for at in range(0, len(answers), DRAWN):
+        short, *_, long = sorted(answers[at : at + DRAWN], key=lambda answer: len(answer.token_ids))
+        if len(short.token_ids) < len(long.token_ids):
+            pair = f"pair-{first + at // DRAWN}"
+            yield _given(long, 0.0, pair), _given(short, 1.0, pair)
+
+
+def _given(answer: Answer, reward: float, pair: str) -> GivenTrajectory:
+    return GivenTrajectory(answer.prompt_ids, tuple(answer.token_ids), reward, pair)
 
 
 def _wins(answers: Sequence[Answer], base: Sequence[Answer]) -> float:
@@ -180,23 +188,17 @@ def _wins(answers: Sequence[Answer], base: Sequence[Answer]) -> float:
 # ---- distillation --------------------------------------------------------------------------------
 
 ROUNDS, AT_ONCE, ANSWERS = 50, 8, 4
-_SYSTEM = """\
-You label reviews. You are shown what somebody said about a thing, and you say whether it is praise or a complaint.
-Answer with exactly one word in lower case, positive or negative. Write no other word, no full stop and no explanation.
-Do not repeat the question. Do not name the thing. Do not greet. If you are not sure, decide for the likelier label.
-Examples:
-The pen was wonderful. Positive or negative? -> positive
-The soup was terrible. Positive or negative? -> negative
-The park was beautiful. Positive or negative? -> positive
-The bus was filthy. Positive or negative? -> negative
-The song was sweet. Positive or negative? -> positive
-The knife was useless. Positive or negative? -> negative
+_SYSTEM = "You label reviews. Answer with exactly one word in lower case, positive or negative. Write no other word."
+_EXAMPLES = """
+The pen was wonderful: positive. The soup was terrible: negative. The park was beautiful: positive.
+The bus was filthy: negative. The song was sweet: positive. The knife was useless: negative.
+The cake was tasty: positive. The road was dangerous: negative.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Distilled:
-    """Mean held-out rewards: of the base model without and with the system prompt, and of the adapter without it."""
+    """Mean held-out rewards: of the base model without and with the long prompt, and of the adapter without it."""
 
     seed: int
     rounds: int
@@ -206,8 +208,8 @@ class Distilled:
 
 
 async def distillation(seed: int) -> Distilled:
-    """Distils a system prompt of some 200 tokens into an adapter: the adapter draws answers without the prompt, and
-    imitates the base model's logprobs of them with the prompt."""
+    """Distils a long prompt into an adapter: the adapter draws answers without the prompt, and imitates the base
+    model's logprobs of them with the prompt."""
     task = Sentiment()
     held_out, prompts = task.held_out(), task.training(seed)
     settings = RLTrainingConfig().resolved(float32=True)
@@ -216,8 +218,8 @@ async def distillation(seed: int) -> Distilled:
     async with pupil(seed) as one:
         learner = one.training.learner
 
-        async def reward(with_system: bool, base: bool) -> float:
-            asked = [_instructed(prompt.text) if with_system else prompt.text for prompt in held_out]
+        async def reward(instructed: bool, base: bool) -> float:
+            asked = [_instructed(prompt.text) if instructed else prompt.text for prompt in held_out]
             answers = await one.draw(asked, 1, task.max_tokens, seed=1, base=base)
             return mean(task.rewarded(p, a.text, a.ended) for p, a in zip(held_out, answers, strict=True))
 
@@ -238,7 +240,10 @@ async def distillation(seed: int) -> Distilled:
 
 
 def _instructed(text: str) -> str:
-    return f"<|im_start|>system\n{_SYSTEM}<|im_end|>\n{text}"
+    """The prompt after a system message and eight examples as earlier turns, some 200 tokens."""
+    examples = re.findall(r"(The \w+ was \w+): (\w+)\.", _EXAMPLES)
+    turns = (f"{chat(f'{said}. Positive or negative?')}{label}<|im_end|>\n" for said, label in examples)
+    return f"<|im_start|>system\n{_SYSTEM}<|im_end|>\n{''.join(turns)}{text}"
 
 
 def _taught(one: Pupil, prompt: Prompt, answer: Answer) -> Sample:
