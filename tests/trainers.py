@@ -55,7 +55,7 @@ def trainer_of(
     model.update_modules(tree_unflatten(linears))
     bank = AdapterBank(adapter_layout(model), 4, 8, mx.float32)
     install_adapters(model, bank)
-    trainable = TrainableModel(model, bank, install_hook(model), settings.gradient_checkpointing)
+    trainable = TrainableModel(model, bank, install_hook(model), lambda *_: bool(settings.gradient_checkpointing))
     return GRPOTrainer(trainable, settings, lora, measure_kl), model
 
 

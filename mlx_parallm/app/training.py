@@ -10,7 +10,7 @@ from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.library import AdapterLibrary
 from mlx_parallm.adapters.service import AdapterService
 from mlx_parallm.adapters.store import AdapterStore
-from mlx_parallm.config import Config, Mode
+from mlx_parallm.config import Config, Mode, ResolvedTraining, RLTrainingConfig
 from mlx_parallm.core import BASE_ADAPTER, AdapterRef, EngineClient, TextTokenizer
 from mlx_parallm.engine.processor import ContinuousBatchProcessor
 from mlx_parallm.errors import ConfigError, RequestError
@@ -51,17 +51,35 @@ def build_trainer(
     """
     if not config.rl_training.enabled:
         return None
-    checkpointed = config.rl_training.gradient_checkpointing
-    model = TrainableModel(manager.model, bank, install_hook(manager.model), checkpointed)
-    tokens = footprint_of(manager, bank, checkpointed).micro_batch_tokens(memory, stall_s, on_cpu())
-    training = config.rl_training.resolved(manager.kv_layout.dtype == mx.float32, tokens)
-    return GRPOTrainer(model, training, config.model)
+    training = micro_steps_sized(config.rl_training, manager, bank, memory, stall_s)
+    return GRPOTrainer(trainable(training, manager, bank, memory), training, config.model)
 
 
-def footprint_of(manager: SharedModelManager, bank: AdapterBank, checkpointed: bool) -> Footprint:
-    """What decides how large micro-steps of this model can be."""
+def micro_steps_sized(
+    training: RLTrainingConfig, manager: SharedModelManager, bank: AdapterBank, memory: int, stall_s: float
+) -> ResolvedTraining:
+    """The settings with micro-steps as large as memory and time allow, unless their size is configured."""
+    checkpointed = training.gradient_checkpointing is not False
+    tokens = footprint_of(manager, bank).micro_batch_tokens(memory, stall_s, on_cpu(), checkpointed)
+    return training.resolved(manager.kv_layout.dtype == mx.float32, tokens)
+
+
+def trainable(
+    training: ResolvedTraining, manager: SharedModelManager, bank: AdapterBank, memory: int
+) -> TrainableModel:
+    """The model with gradients, which keeps all activations of a micro-step as `gradient_checkpointing` says."""
+    checkpointing, footprint = training.gradient_checkpointing, footprint_of(manager, bank)
+
+    def recomputes(tokens: int, context: int) -> bool:
+        return not footprint.fits(tokens, context, False, memory) if checkpointing is None else checkpointing
+
+    return TrainableModel(manager.model, bank, install_hook(manager.model), recomputes)
+
+
+def footprint_of(manager: SharedModelManager, bank: AdapterBank) -> Footprint:
+    """What decides how large micro-steps of this model can be, and whether they keep their activations."""
     heads, layout = query_heads(manager.model), bank.layout
-    return Footprint.of(layout.layers, layout.linears.values(), heads, manager.card.vocab_size, checkpointed)
+    return Footprint.of(layout.layers, layout.linears.values(), heads, manager.card.vocab_size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,8 +160,10 @@ class RLTrainingConfig(Section):
     """Number of optimizer steps that an update makes. Each takes whole groups, a part of the update's trajectories; the
     policy ratios of all of them are to the policy before the first step. An update of fewer groups makes fewer steps.
     """
-    gradient_checkpointing: bool = True
-    """Recompute each layer in the backward pass. It takes less memory and a third more time."""
+    gradient_checkpointing: bool | None = None
+    """Recompute each layer in the backward pass. It takes less memory and a fifth more time. null recomputes the layers
+    of those micro-steps whose activations would take more than a quarter of the memory for requests and training.
+    """
     max_skips: Integer = Field(default=3, ge=1)
     """Training pauses after this many updates in a row were skipped, because a loss or gradient was not finite."""
     seed: Integer = Field(default=0, ge=0, lt=2**32)

@@ -10,12 +10,12 @@ from mlx_parallm.rl.learn.footprint import LARGEST, SMALLEST, Footprint
 GB = 1 << 30
 
 
-def footprint(layers: int, hidden: int, mlp: int, heads: int, vocabulary: int, checkpointed: bool = True) -> Footprint:
+def footprint(layers: int, hidden: int, mlp: int, heads: int, vocabulary: int) -> Footprint:
     """A dense model whose query, key and value projections are square."""
     shapes = {"q": (hidden, hidden), "k": (hidden, hidden), "v": (hidden, hidden), "o": (hidden, hidden)}
     shapes |= {"gate": (hidden, mlp), "up": (hidden, mlp), "down": (mlp, hidden)}
     linears = [LinearSpec(f"{at}.{name}", *shape, name) for at in range(layers) for name, shape in shapes.items()]
-    return Footprint.of(layers, linears, heads, vocabulary, checkpointed)
+    return Footprint.of(layers, linears, heads, vocabulary)
 
 
 SMALL, LARGE = footprint(30, 576, 1536, 9, 49152), footprint(32, 4096, 14336, 32, 128256)
@@ -28,27 +28,34 @@ def test_dimensions_are_those_of_one_layer() -> None:
 
 
 def test_memory_grows_with_tokens_context_and_kept_activations() -> None:
-    base = SMALL.micro_step_bytes(2048, 512)
-    assert SMALL.micro_step_bytes(4096, 512) > 1.5 * base
-    assert SMALL.micro_step_bytes(8192, 8192) < 5 * SMALL.micro_step_bytes(2048, 2048), "scores are made in blocks"
-    kept = footprint(30, 576, 1536, 9, 49152, checkpointed=False)
-    assert kept.micro_step_bytes(2048, 512) > 4 * base
-    assert kept.micro_step_bytes(512, 1024) > kept.micro_step_bytes(512, 256)
+    def size(tokens: int, context: int, checkpointed: bool = True) -> int:
+        return SMALL.micro_step_bytes(tokens, context, checkpointed)
+
+    base = size(2048, 512)
+    assert size(4096, 512) > 1.5 * base
+    assert size(8192, 8192) < 5 * size(2048, 2048), "scores are made in blocks"
+    assert size(2048, 512, False) > 4 * base
+    assert size(512, 1024, False) > size(512, 256, False)
 
 
+@pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("cpu", [False, True])
-def test_the_choice_keeps_to_memory_and_time(cpu: bool) -> None:
+def test_the_choice_keeps_to_memory_and_time(cpu: bool, checkpointed: bool) -> None:
     for model in (SMALL, LARGE):
         for memory in (GB, 4 * GB, 64 * GB):
-            tokens = model.micro_batch_tokens(memory, 0.1, cpu)
+            tokens = model.micro_batch_tokens(memory, 0.1, cpu, checkpointed)
             assert SMALLEST <= tokens <= LARGEST
             assert tokens & (tokens - 1) == 0
             if tokens > SMALLEST:
-                assert model.micro_step_bytes(tokens, tokens) <= memory / 4
+                assert model.micro_step_bytes(tokens, tokens, checkpointed) <= memory / 4
+                assert model.fits(tokens, tokens, checkpointed, memory)
                 assert model.layer_seconds(tokens, cpu) <= 0.05
 
 
 def test_more_memory_and_longer_stalls_allow_more_and_a_small_machine_gets_the_least() -> None:
-    assert SMALL.micro_batch_tokens(64 * GB, 0.5, cpu=True) > SMALL.micro_batch_tokens(64 * GB, 0.1, cpu=True)
-    assert SMALL.micro_batch_tokens(64 * GB, 0.1, cpu=False) > SMALL.micro_batch_tokens(2 * GB, 0.1, cpu=False)
-    assert LARGE.micro_batch_tokens(1, 0.1, cpu=True) == SMALLEST
+    def tokens(model: Footprint, memory: int, stall_s: float, cpu: bool) -> int:
+        return model.micro_batch_tokens(memory, stall_s, cpu, checkpointed=True)
+
+    assert tokens(SMALL, 64 * GB, 0.5, True) > tokens(SMALL, 64 * GB, 0.1, True)
+    assert tokens(SMALL, 64 * GB, 0.1, False) > tokens(SMALL, 2 * GB, 0.1, False)
+    assert tokens(LARGE, 1, 0.1, True) == SMALLEST

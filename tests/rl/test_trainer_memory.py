@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+from collections.abc import Callable
 from concurrent.futures import Future
 
 import mlx.core as mx
@@ -125,6 +126,22 @@ def test_activations_grow_with_the_micro_step() -> None:
         return max(trainer._job_bytes)
 
     assert working(1000) > 3 * working(1)
+
+
+def test_only_micro_steps_that_are_too_large_are_recomputed_and_gradients_are_the_same() -> None:
+    def params(recomputes: Callable[[int, int], bool]) -> list[mx.array]:
+        trainer = large(changed(LARGE, micro_batch_tokens=30), LORA)
+        trainer.model.recomputes = recomputes
+        policy = make_policy(trainer, moved=0.05)
+        learn(trainer, policy, samples(12))
+        return [leaf for _, leaf in tree_flatten(policy.params)]
+
+    asked: list[tuple[int, int]] = []
+    some = params(lambda tokens, longest: asked.append((tokens, longest)) or tokens > 25)
+    assert {tokens > 25 for tokens, _ in asked} == {True, False}
+    assert all(longest <= tokens for tokens, longest in asked)
+    for mine, always in zip(some, params(lambda *_: True), strict=True):
+        assert mx.array_equal(mine, always)
 
 
 def test_an_update_that_failed_counts_no_more(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,12 +123,12 @@ def account(base: Base, machine_gb: int, context: int) -> Account:
     budget = default_budget(limits.memory, limits.cache, base.weight_bytes, None)
     factors = RANK * sum(each.in_features + each.out_features for each in base.linears)
     bank, policy = SLOTS * factors * base.dtype.size, (3 * STATES + 1) * 4 * factors
-    footprint = Footprint.of(base.layers, base.linears, base.heads, base.vocabulary, checkpointed=True)
-    tokens = footprint.micro_batch_tokens(budget, MAC_STALL_S, cpu=False)
+    footprint = Footprint.of(base.layers, base.linears, base.heads, base.vocabulary)
+    tokens = footprint.micro_batch_tokens(budget, MAC_STALL_S, cpu=False, checkpointed=True)
     row, free = context * base.kv_bytes_per_token, budget - bank - policy
 
     def micro_step(sample: int) -> int:
-        return footprint.micro_step_bytes(max(tokens, sample), sample)
+        return footprint.micro_step_bytes(max(tokens, sample), sample, checkpointed=True)
 
     rows = max(0, min(ROWS, (free - micro_step(SAMPLE)) // row))
     longest = SAMPLE if rows else 0
@@ -143,14 +143,14 @@ def measured() -> list[Mapping[str, float]]:
     In this process."""
     manager = SharedModelManager(progress=False)
     bank, style = manager.install_bank(SLOTS, RANK), install_hook(manager.model)
+    footprint = footprint_of(manager, bank)
     made: list[Mapping[str, float]] = []
     for checkpointed in (True, False):
-        model = TrainableModel(manager.model, bank, style, checkpointed)
-        footprint = footprint_of(manager, bank, checkpointed)
+        model = TrainableModel(manager.model, bank, style, lambda *_, always=checkpointed: always)
         for shape in SHAPES if checkpointed else SHAPES[:2]:
             tokens, context = shape[1] + shape[0] * shape[2], shape[1] + shape[2]
             peak = _peak(model, _samples(*shape))
-            expected = footprint.micro_step_bytes(tokens, context)
+            expected = footprint.micro_step_bytes(tokens, context, checkpointed)
             made.append(
                 {"checkpointed": checkpointed, "tokens": tokens, "context": context, "peak": peak, "expected": expected}
             )

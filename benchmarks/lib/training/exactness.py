@@ -14,10 +14,7 @@ import mlx.core as mx  # isort: skip
 from lib.training.plain_trainer import PlainTrainer
 from lib.training.update import Ours, difference, random_factors
 
-from mlx_parallm.app.training import footprint_of
-from mlx_parallm.model.hooks import install_hook
 from mlx_parallm.model.manager import SharedModelManager
-from mlx_parallm.rl.learn.model import TrainableModel
 from mlx_parallm.rl.objectives.samples import Sample
 
 GROUPS, GROUP = 2, 4
@@ -40,9 +37,7 @@ class Exactness:
 def measure() -> Exactness:
     """Runs the comparison in this process."""
     manager = SharedModelManager(progress=False)
-    bank, style = manager.install_bank(1, 16), install_hook(manager.model)
-    model = TrainableModel(manager.model, bank, style, checkpoint_layers=True)
-    ours = Ours(model, footprint_of(manager, bank, checkpointed=True))
+    ours = Ours(manager, manager.install_bank(1, 16), checkpointing=True)
     plain = PlainTrainer(SharedModelManager(progress=False).model)
     factors, drawn = random_factors(ours.policy.params), list(episodes())
 

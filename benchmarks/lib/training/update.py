@@ -16,15 +16,14 @@ import mlx.core as mx  # isort: skip
 from lib.training.batch import samples
 from lib.training.plain_trainer import Gradients, PlainTrainer
 
+from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.app.build import device_schedule, mlx_limits
-from mlx_parallm.app.training import footprint_of
+from mlx_parallm.app.training import micro_steps_sized, trainable
 from mlx_parallm.config import Config, ModelConfig, OptimizerConfig, RLTrainingConfig
 from mlx_parallm.core import default_budget
 from mlx_parallm.model.device import machine_memory, on_cpu
-from mlx_parallm.model.hooks import install_hook
 from mlx_parallm.model.manager import SharedModelManager
-from mlx_parallm.rl.learn.footprint import Footprint
-from mlx_parallm.rl.learn.model import Params, TrainableModel
+from mlx_parallm.rl.learn.model import Params
 from mlx_parallm.rl.learn.packing import split_samples
 from mlx_parallm.rl.learn.policy import Policy, PolicyState
 from mlx_parallm.rl.learn.trainer import GRPOTrainer
@@ -32,7 +31,8 @@ from mlx_parallm.rl.objectives.batches import UpdateBatch
 from mlx_parallm.rl.objectives.samples import Sample
 
 CHECKPOINTED, KEPT = "layers checkpointed", "activations kept"
-KINDS = {CHECKPOINTED: True, KEPT: False}
+KINDS = {CHECKPOINTED: True, KEPT: None}
+"""Values of `gradient_checkpointing`. The default keeps activations if there is memory for them."""
 WARM_UPS = 2
 """Updates before the first one that counts, because micro-steps are sized by the duration of earlier ones."""
 SIZE = 0.02
@@ -74,13 +74,7 @@ class _Bench:
         manager = SharedModelManager(progress=False)
         adapters = Config().adapters
         bank = manager.install_bank(adapters.max_loras, adapters.max_lora_rank)
-        style = install_hook(manager.model)
-        self._ours = {
-            name: Ours(
-                TrainableModel(manager.model, bank, style, checkpointed), footprint_of(manager, bank, checkpointed)
-            )
-            for name, checkpointed in KINDS.items()
-        }
+        self._ours = {name: Ours(manager, bank, checkpointing) for name, checkpointing in KINDS.items()}
         self._start = random_factors(self._ours[KEPT].policy.params)
         self._plain = PlainTrainer(SharedModelManager(progress=False).model)
 
@@ -108,26 +102,24 @@ class _Bench:
 
     def _plain_update(self, name: str, precise: bool = False) -> Gradients:
         self._plain.put(self._start)
-        return self._plain.update(samples(0), KINDS[name], precise)
+        return self._plain.update(samples(0), KINDS[name] is True, precise)
 
 
 class Ours:
     """A trainer that the calling thread runs. `gradients`, `units` (of device work), the seconds of the longest of
     them, the `peak` memory in bytes and the `computed_tokens` are those of the last update."""
 
-    def __init__(self, model: TrainableModel, footprint: Footprint) -> None:
-        schedule = device_schedule(Config(), on_cpu())
+    def __init__(self, manager: SharedModelManager, bank: AdapterBank, checkpointing: bool | None) -> None:
+        stall_s = device_schedule(Config(), on_cpu()).max_decode_stall_s
         memory = default_budget(mlx_limits(Config()).memory, 0, 0, machine_memory().ram if on_cpu() else None)
-        self.micro_batch_tokens = footprint.micro_batch_tokens(memory, schedule.max_decode_stall_s, on_cpu())
-        training = RLTrainingConfig(
-            optimizer=OptimizerConfig(max_grad_norm=1e30), gradient_checkpointing=footprint.checkpointed
-        )
+        wanted = RLTrainingConfig(optimizer=OptimizerConfig(max_grad_norm=1e30), gradient_checkpointing=checkpointing)
+        training = micro_steps_sized(wanted, manager, bank, memory, stall_s)
+        self.micro_batch_tokens = training.micro_batch_tokens
+        model = trainable(training, manager, bank, memory)
         self.gradients: Gradients = {}
         self.units, self.longest_s, self.peak, self.computed_tokens = 0, 0.0, 0, 0
-        self.trainer = GRPOTrainer(
-            model, training.resolved(True, self.micro_batch_tokens), ModelConfig(), measure_kl=False
-        )
-        self.trainer.pace(schedule.max_decode_stall_s)
+        self.trainer = GRPOTrainer(model, training, ModelConfig(), measure_kl=False)
+        self.trainer.pace(stall_s)
         self.policy = Policy(model.layout, ModelConfig())
         self._keep_gradients()
 

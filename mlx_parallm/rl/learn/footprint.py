@@ -47,7 +47,6 @@ class Footprint:
     layers: number of layers. hidden: width of the hidden states. heads: query heads. vocabulary: width of the logits.
     features: of one layer's linears, the inputs and outputs together. parameters: of these linears. Experts, which LoRA
         does not change, are in neither.
-    checkpointed: whether layers are computed again in the backward pass.
     """
 
     layers: int
@@ -56,24 +55,22 @@ class Footprint:
     vocabulary: int
     features: int
     parameters: int
-    checkpointed: bool
 
     @classmethod
-    def of(
-        cls, layers: int, linears: Iterable[LinearSpec], heads: int, vocabulary: int, checkpointed: bool
-    ) -> Footprint:
+    def of(cls, layers: int, linears: Iterable[LinearSpec], heads: int, vocabulary: int) -> Footprint:
         """`linears`: those of all layers."""
         shapes = [(each.in_features, each.out_features) for each in linears]
         ((hidden, _),) = Counter(inputs for inputs, _ in shapes).most_common(1)
         features = sum(inputs + outputs for inputs, outputs in shapes) // layers
         parameters = sum(inputs * outputs for inputs, outputs in shapes) // layers
-        return cls(layers, hidden, heads, vocabulary, features, parameters, checkpointed)
+        return cls(layers, hidden, heads, vocabulary, features, parameters)
 
-    def micro_step_bytes(self, tokens: int, context: int) -> int:
-        """Expected peak memory of a micro-step, without the gradients. `context`: tokens of the longest row."""
+    def micro_step_bytes(self, tokens: int, context: int, checkpointed: bool) -> int:
+        """Expected peak memory of a micro-step, without the gradients. `context`: tokens of the longest row.
+        `checkpointed`: whether layers are computed again in the backward pass."""
         scores = self.heads * min(tokens * context, SCORES_AT_ONCE)
         all_kept = _FEATURES_KEPT * tokens * self.features + _SCORES_KEPT * scores
-        kept = tokens * self.hidden if self.checkpointed else all_kept
+        kept = tokens * self.hidden if checkpointed else all_kept
         layer = _FEATURES * tokens * self.features + _SCORES * scores
         logits = _LOGITS * min(tokens, HEAD_BLOCK) * self.vocabulary
         return int(_NUMBER * (self.layers * kept + max(layer, logits)))
@@ -82,7 +79,11 @@ class Footprint:
         """Expected time of the backward pass of one layer, in which its forward pass is repeated."""
         return 6 * self.parameters * tokens / (_CPU_RATE if cpu else _GPU_RATE)
 
-    def micro_batch_tokens(self, memory: int, stall_s: float, cpu: bool) -> int:
+    def fits(self, tokens: int, context: int, checkpointed: bool, memory: int) -> bool:
+        """Whether a micro-step is expected to keep to its share of `memory`, in bytes."""
+        return self.micro_step_bytes(tokens, context, checkpointed) <= _MEMORY_SHARE * memory
+
+    def micro_batch_tokens(self, memory: int, stall_s: float, cpu: bool, checkpointed: bool) -> int:
         """How large micro-steps should be: the largest power of two for which both keep to their bounds.
 
         Args:
@@ -91,7 +92,7 @@ class Footprint:
         """
         tokens = LARGEST
         while tokens > SMALLEST and not (
-            self.micro_step_bytes(tokens, tokens) <= _MEMORY_SHARE * memory
+            self.fits(tokens, tokens, checkpointed, memory)
             and self.layer_seconds(tokens, cpu) <= _STALL_SHARE * stall_s
         ):
             tokens //= 2

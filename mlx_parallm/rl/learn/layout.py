@@ -93,6 +93,12 @@ class Branch:
         """All tokens, padding included."""
         return self.length + sum(bucket.tokens for bucket in self.buckets) + sum(each.tokens for each in self.branches)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row, padding included."""
+        buckets = max((bucket.width for bucket in self.buckets), default=0)
+        return max(self.stop + buckets, *(branch.longest for branch in self.branches), 0)
+
     def positions(self) -> Iterator[int]:
         """The position of each token in its own row."""
         yield from range(self.start, self.stop)

@@ -51,23 +51,26 @@ class TrainableModel:
     Args:
         model: its linear layers are the adapted ones of `bank`.
         style: how the model computes attention, from `install_hook`.
-        checkpoint_layers: recompute each layer in the backward pass instead of keeping its activations.
+        recomputes: whether a pass of so many tokens, the longest row of which has so many, should compute each layer
+            again in the backward pass, instead of keeping its activations.
 
     Raises:
         UnsupportedModelError: the model computes attention in its own code, or has no trunk with a list of layers.
     """
 
-    def __init__(self, model: nn.Module, bank: AdapterBank, style: AttentionStyle, checkpoint_layers: bool) -> None:
+    def __init__(
+        self, model: nn.Module, bank: AdapterBank, style: AttentionStyle, recomputes: Callable[[int, int], bool]
+    ) -> None:
         trunk = trunk_of(model)
         if style is not AttentionStyle.HOOKED or trunk is None:
             raise UnsupportedModelError(
                 f"{type(model).__module__} can be served and not trained: its attention or layers cannot be accessed"
             )
         self.bank = bank
-        self.checkpoint_layers = checkpoint_layers
+        self.recomputes = recomputes
         self._outputs: list[mx.array] = []
         self._trunk = copy.copy(trunk)
-        self._trunk.layers = [_Layer(layer, bank, checkpoint_layers, self._outputs) for layer in trunk.layers]
+        self._trunk.layers = [_Layer(layer, bank, self._outputs) for layer in trunk.layers]
         self.logits = Head(model)
         """Logits of hidden states: [n, D] → [n, V], in the model's dtype."""
         self.layer_paths = [tuple(_paths(layer)) for layer in trunk.layers]
@@ -87,9 +90,10 @@ class TrainableModel:
             branches: how the tokens lie, one after the other.
             spans: the LoRA factors of all tokens, in order; None: the base model.
         """
-        stream = PackedStream.of(branches)
+        stream, longest = PackedStream.of(branches), max(branch.longest for branch in branches)
+        context = None if spans is None else TrainingContext(tuple(spans), self.recomputes(tokens.size, longest))
         self._outputs.clear()
-        with self.bank.using(None if spans is None else TrainingContext(tuple(spans))):
+        with self.bank.using(context):
             hidden: mx.array = self._trunk(tokens[:, None], cache=[stream] * len(self._trunk.layers))
         outputs = tuple(self._outputs)
         self._outputs.clear()
@@ -99,9 +103,10 @@ class TrainableModel:
 @dataclass(frozen=True, slots=True)
 class TrainingContext:
     """The LoRA factors of a pass with gradients: every token uses those of its span. Takes the place of serving's
-    `ForwardContext`."""
+    `ForwardContext`. `recomputed`: whether the backward pass computes each layer again."""
 
     spans: tuple[Span, ...]
+    recomputed: bool = False
 
     def adapt(self, _group: LinearGroup, path: str, x: mx.array, y: mx.array) -> mx.array:
         """y + scale · (x a) b for the linear at `path`; x [N, 1, in], y [N, 1, out], or [B, T, ...] with one span."""
@@ -119,7 +124,8 @@ class TrainingContext:
 
     def with_params(self, params: Sequence[Params]) -> TrainingContext:
         return TrainingContext(
-            tuple(Span(span.tokens, each, span.scale) for span, each in zip(self.spans, params, strict=True))
+            tuple(Span(span.tokens, each, span.scale) for span, each in zip(self.spans, params, strict=True)),
+            self.recomputed,
         )
 
 
@@ -138,11 +144,10 @@ class _Layer:
     runs again in the backward pass, when the context of the forward pass is gone, so it sets up its own.
     """
 
-    def __init__(self, layer: nn.Module, bank: AdapterBank, checkpointed: bool, outputs: list[mx.array]) -> None:
+    def __init__(self, layer: nn.Module, bank: AdapterBank, outputs: list[mx.array]) -> None:
         self._layer = layer
         self._outputs = outputs
         self._bank = bank
-        self._checkpointed = checkpointed
         self._paths = tuple(_paths(layer))
 
     def __getattr__(self, name: str) -> Any:
@@ -156,7 +161,7 @@ class _Layer:
 
     def _output(self, hidden: mx.array, args: tuple[Any, ...], kwargs: dict[str, Any]) -> mx.array:
         context = self._bank.context
-        if not self._checkpointed or not isinstance(context, TrainingContext):
+        if not isinstance(context, TrainingContext) or not context.recomputed:
             return self._run(hidden, args, kwargs)
 
         def run(params: list[Params], x: mx.array) -> mx.array:
