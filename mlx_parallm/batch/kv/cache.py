@@ -21,6 +21,7 @@ from mlx_parallm.batch.kv.groups import KVRow, LayerGroup
 from mlx_parallm.batch.kv.host_blocks import restore, to_host, unsaved
 from mlx_parallm.batch.kv.memory import BlockMemory
 from mlx_parallm.batch.kv.prefix import Node, first_visible
+from mlx_parallm.batch.kv.row_blocks import ancestor, copy_start, fork, holds, make_private, reserve
 from mlx_parallm.batch.kv.row_prefixes import attach, freeze, freeze_tail, take_over
 from mlx_parallm.batch.kv.tidy import tidy
 from mlx_parallm.core import Account, DeviceMemory
@@ -88,8 +89,8 @@ class LoRABatchedKVCache:
         opened = False
         try:
             if looks_up and (partial := attach(self._memory, row, root, ids)) is not None:
-                self._copy_start(row, *partial, tokens, alone)
-            opened = self._reserve(row, tokens, alone)
+                copy_start(self._memory, row, *partial, tokens, alone)
+            opened = reserve(self._memory, row, tokens, alone)
         finally:
             if not opened:
                 self._memory.close(row)
@@ -104,9 +105,9 @@ class LoRABatchedKVCache:
         Returns False, and raises, in the same cases as `open` returns None and raises.
         """
         self._check_length(tokens)
-        if row.computed % BLOCK_TOKENS and tokens > row.computed and not self._make_private(row):
+        if row.computed % BLOCK_TOKENS and tokens > row.computed and not make_private(self._memory, row):
             return False
-        return self._reserve(row, tokens, alone=len(self._memory.rows) == 1)
+        return reserve(self._memory, row, tokens, alone=len(self._memory.rows) == 1)
 
     def truncate(self, row: KVRow, length: int) -> None:
         """Forgets all tokens from `length` on, and gives back the blocks that are not needed for the others.
@@ -120,7 +121,7 @@ class LoRABatchedKVCache:
                 if (place := table.pop()) != FREED:
                     group.places.release(place)
         row.computed = length
-        row.node = _ancestor(row.node, length // BLOCK_TOKENS)
+        row.node = ancestor(row.node, length // BLOCK_TOKENS)
 
     def fork(self, source: KVRow, length: int, tokens: int, *, into: KVRow | None = None) -> KVRow | None:
         """Opens a row as `open` does, which starts with the first `length` tokens of `source`.
@@ -133,26 +134,12 @@ class LoRABatchedKVCache:
         """
         self._check_length(max(tokens, length))
         self._check_held(source, length)
-        whole, rest = divmod(length, BLOCK_TOKENS)
         row = KVRow() if into is None else into
-        self._memory.add(row)
-        self._memory.share(row, [table[:whole] for table in source.tables])
-        forked = False
-        try:
-            forked = self._reserve(row, max(tokens, length), alone=False)
-            forked = forked and (not rest or self._copy_block(source, whole, row, whole))
-        finally:
-            if not forked:
-                self._memory.close(row)
-        if not forked:
-            return None
-        row.computed, row.node, row.adapter_slot = length, _ancestor(source.node, whole), source.adapter_slot
-        return row
+        return row if fork(self._memory, source, length, tokens, row) else None
 
     def holds(self, row: KVRow, length: int) -> bool:
         """Whether `row` still has every block that its token at position `length` would attend to."""
-        visible = ((first_visible(length, group.window), table) for group, table in self._memory.tables(row))
-        return all(first >= blocks_for(length) or table[first] != FREED for first, table in visible)
+        return holds(self._memory, row, length)
 
     def release_windows(self, row: KVRow) -> None:
         """Gives back the blocks that no later token can attend to, in groups with a sliding window.
@@ -305,56 +292,6 @@ class LoRABatchedKVCache:
                 if frozen and row.node is not None:
                     assert table[frozen - 1] in (FREED, row.node.places[number])
 
-    # -- blocks of rows --------------------------------------------------------------------------
-
-    def _reserve(self, row: KVRow, tokens: int, alone: bool) -> bool:
-        """Appends free blocks to a row until it has room for `tokens`. Returns False, and raises, as `extend` does."""
-        blocks = blocks_for(tokens) - len(row.tables[0])
-        if blocks <= 0:
-            return True
-        if not self._memory.make_room([blocks] * len(self.groups), alone):
-            return False
-        for group, table in self._memory.tables(row):
-            table += group.places.take(blocks, after=table[-1] if table else FREED)
-        return True
-
-    def _copy_start(self, row: KVRow, donor: KVRow, common: int, tokens: int, alone: bool) -> None:
-        """Copies the first `common` tokens of a cached block to the end of a new row, if there is memory for both.
-
-        `donor` is a row that holds only this block; it is closed.
-        """
-        try:
-            reserved = self._reserve(row, max(tokens, row.computed + common), alone)
-            if reserved and self._copy_block(donor, 0, row, row.computed // BLOCK_TOKENS):
-                row.computed += common
-        finally:
-            self._memory.close(donor)
-
-    def _copy_block(self, source: KVRow, block: int, row: KVRow, target: int) -> bool:
-        """Copies one block of `source` in all groups. Returns False if the device is out of memory."""
-        pairs = zip(self._memory.tables(source), row.tables, strict=True)
-        return all(self._memory.copy(group, [table[block]], [own[target]]) for (group, table), own in pairs)
-
-    def _make_private(self, row: KVRow) -> bool:
-        """Makes the partly filled last block of a row its own, if the row was truncated within a frozen block.
-
-        The block is taken out of the prefix index if no other row reads it; otherwise the row gets a copy. Returns
-        False as `extend` does.
-        """
-        block = row.computed // BLOCK_TOKENS
-        if all(group.places.is_private(table[block]) for group, table in self._memory.tables(row)):
-            return True
-        if all(group.places.references[table[block]] == 1 for group, table in self._memory.tables(row)):
-            for number, table in enumerate(row.tables):
-                self._memory.index.remove(table[block], number)
-            return True
-        copy = self.fork(row, row.computed, row.computed)
-        if copy is None:
-            return False
-        row.tables, copy.tables = copy.tables, row.tables
-        self._memory.close(copy)
-        return True
-
     # -- checks of arguments ---------------------------------------------------------------------
 
     def _check_length(self, tokens: int) -> None:
@@ -364,10 +301,3 @@ class LoRABatchedKVCache:
     def _check_held(self, row: KVRow, length: int) -> None:
         if not self.holds(row, length):
             raise ValueError(f"a window has given back blocks that a row of {length} tokens attends to")
-
-
-def _ancestor(node: Node | None, depth: int) -> Node | None:
-    """The node of a chain at `depth`, or the last one if it is not so deep. None for the root."""
-    while node is not None and node.depth > depth:
-        node = node.parent
-    return node if node is not None and node.depth else None

@@ -1,0 +1,238 @@
+"""The KV pool stays within its budget, and copes with a device that has no memory."""
+
+from __future__ import annotations
+
+import pytest
+from pools import MODELS, TEXT, cached, computed, found, pool, reserve
+
+# ---- the budget ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("blocks", "longest"), [(0, 0), (1, 64), (4, 256), (78, 4992), (79, 5000), (200, 5000)])
+def test_longest_row_is_what_fits_alone(blocks, longest, tags) -> None:
+    cache = pool(blocks, max_length=5000)
+    assert cache.longest_row == longest
+    if longest < 5000:
+        assert cache.open(longest + 1) is None
+    if longest:
+        assert cache.open(longest) is not None
+    with pytest.raises(ValueError, match="5000"):
+        cache.open(5001)
+
+
+def test_the_budget_is_never_passed_and_comes_back(tags) -> None:
+    cache = pool(4)
+    rows = [cache.open(60) for _ in range(4)]
+    assert all(rows)
+    assert cache.open(1) is None
+    assert not cache.extend(rows[0], 65)
+    for row in rows:
+        cache.close(row)
+    cache.tidy(1 << 30)
+    assert cache.bytes_held <= cache.device.budget_bytes
+    assert cache.open(256) is not None
+
+
+def test_rows_hold_little_more_than_they_use(tags) -> None:
+    cache = pool(10_000)
+    rows = [cache.open(length) for length in [4000, *range(20, 620, 5)]]
+    for row, length in zip(rows, [4000, *range(20, 620, 5)], strict=True):
+        row.computed = length
+    assert cache.bytes_held * 64 <= 1.3 * cache.tokens_used  # half a block a row, and the growth of a sixteenth
+
+
+def test_after_a_straggler_the_arena_shrinks(tags) -> None:
+    cache = pool(10_000)
+    rows = [computed(cache, TEXT[:640], root=None) for _ in range(50)]
+    for row in rows[:-1]:
+        cache.close(row)
+    before = [cache.groups[0].arena.tags[place] for place in rows[-1].tables[0]]
+    calls = 1
+    while cache.tidy(4, quiet=True):
+        calls += 1
+        cache.check_integrity()
+    assert calls >= 3, "a call moves few blocks"
+    assert cache.bytes_held == 10
+    assert [cache.groups[0].arena.tags[place] for place in rows[-1].tables[0]] == before
+    assert rows[-1].tables[0] == list(range(10))
+
+
+def test_cached_prefixes_do_not_count_as_held_and_a_tidy_keeps_them(tags) -> None:
+    cache = pool(10_000)
+    cached(cache, TEXT[:640])
+    straggler = computed(cache, TEXT[:640], root=None)
+    for row in [computed(cache, TEXT[:640], root=None) for _ in range(20)]:
+        cache.close(row)
+    while cache.tidy(100, quiet=True):
+        pass
+    assert (cache.bytes_held, cache.bytes_cached) == (10, 10)
+    cache.close(straggler)
+    while cache.tidy(100, quiet=True):
+        pass
+    assert (cache.bytes_held, cache.bytes_cached) == (10, 10), "an idle arena is ready for the next row"
+    assert found(cache, TEXT) == 640
+
+
+def test_an_arena_grows_before_a_row_needs_it_and_nothing_grows_for_nobody(tags) -> None:
+    cache = pool(10_000)
+    assert not cache.tidy(100)
+    assert cache.bytes_held == 0
+    rows = [cache.open(6400) for _ in range(10)]
+    while cache.tidy(4):
+        cache.check_integrity()
+    total = cache.groups[0].places.total
+    assert total > 1000
+    while cache.groups[0].places.total == total:
+        rows.append(cache.open(640))
+        while cache.tidy(4):
+            cache.check_integrity()
+        assert cache.groups[0].places.free >= cache.groups[0].places.total // 140
+    for row in rows:
+        cache.close(row)
+    while cache.tidy(100, quiet=True):
+        pass
+    assert cache.bytes_held == 0
+
+
+def test_an_arena_grows_before_a_prefix_is_evicted_and_the_oldest_goes_first(tags) -> None:
+    cache = pool(40)
+    for start in (0, 500, 1000):
+        cached(cache, TEXT[start : start + 640])
+    assert (cache.bytes_cached, cache.evictions) == (30, 0)
+    row = cache.open(15 * 64)
+    assert row is not None
+    assert cache.evictions == 5
+    cache.close(row)
+    assert found(cache, TEXT[500:1141]) == 640
+    assert found(cache, TEXT[:641]) == 320, "the end of the oldest chain is gone"
+
+
+def test_a_row_that_does_not_fit_evicts_nothing(tags) -> None:
+    cache = pool(40)
+    computed(cache, TEXT[1000:1960], root=None)
+    cached(cache, TEXT[:640])
+    assert cache.open(26 * 64) is None
+    assert cache.bytes_cached == 10
+    assert cache.open(25 * 64) is not None
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize("layers", MODELS.values(), ids=MODELS)
+def test_a_row_that_is_alone_gets_the_whole_budget_whatever_came_before(layers, tags) -> None:
+    cache = pool(40, layers)
+    row = computed(cache, TEXT[:1900])
+    cache.release_windows(row)
+    cache.close(row, "v1", TEXT[:1900])
+    reserve(cache, 10**9)
+    row = cache.open(100)
+    assert row is not None
+    assert cache.extend(row, 40 * 64)
+    assert cache.open(1) is None
+    cache.check_integrity()
+
+
+def test_a_row_of_the_whole_budget_does_not_wait_for_a_block_that_it_would_copy(tags) -> None:
+    cache = pool(10)
+    cached(cache, TEXT[:540])
+    row = cache.open(640, "v1", TEXT[:640])
+    assert row is not None
+    assert row.computed == 512
+    cache.check_integrity()
+
+
+def test_what_is_reserved_is_not_there_for_rows_beside_others(tags) -> None:
+    cache = pool(64)
+    first = cache.open(64)
+    assert first is not None
+    reserve(cache, 64 - 16)
+    assert cache.open(15 * 64) is not None, "places that are held already are free to take"
+    assert cache.open(1) is None
+    assert not cache.extend(first, 65)
+    reserve(cache, 0)
+    assert cache.extend(first, 65)
+    cache.check_integrity()
+
+
+def test_cached_prefixes_give_way_first_when_more_is_reserved(tags) -> None:
+    cache = pool(64)
+    row = computed(cache, TEXT[:640], root=None)
+    for start in (0, 500, 1000):
+        cached(cache, TEXT[start : start + 640])
+    reserve(cache, 40)
+    while cache.tidy(100):
+        pass
+    assert cache.rows() == [row]
+    assert cache.bytes_held + cache.bytes_cached <= 24
+    assert cache.bytes_cached >= 8
+    cache.check_integrity()
+
+
+def test_clear_drops_rows_arrays_and_prefixes(tags) -> None:
+    cache = pool(64)
+    cached(cache, TEXT[:640])
+    computed(cache, TEXT[:100])
+    cache.clear()
+    assert (cache.rows(), cache.bytes_held, cache.bytes_cached) == ([], 0, 0)
+    assert found(cache, TEXT) == 0
+
+
+# ---- a device without memory -----------------------------------------------------------------------
+
+
+def test_rows_wait_for_memory_that_others_hold_and_ask_again_once_they_hold_less(tags, monkeypatch) -> None:
+    cache = pool(100)
+    first, second = cache.open(64), cache.open(15 * 64)
+    assert first is not None
+    assert second is not None
+    tags.refuse = 1.0
+    asked = []
+    monkeypatch.setattr(tags, "_allocate", lambda self: asked.append(self) or (_ for _ in ()).throw(MemoryError()))
+    assert cache.open(640) is None
+    tried = len(asked)
+    assert tried
+    assert cache.open(640) is None
+    assert not cache.extend(first, 65)
+    assert len(asked) == tried, "the device is not tried at every step"
+    monkeypatch.undo()
+    cache.close(second)
+    assert cache.extend(first, 65)
+    assert cache.open(20 * 64) is not None
+    cache.check_integrity()
+
+
+def test_a_row_that_is_alone_gets_the_memory_error(tags) -> None:
+    cache = pool(100)
+    tags.refuse = 1.0
+    with pytest.raises(RuntimeError, match="malloc"):
+        cache.open(10)
+    assert (cache.rows(), cache.bytes_held) == ([], 0)
+    tags.refuse = 0.0
+    row = cache.open(64)
+    assert row is not None
+    tags.refuse = 1.0
+    with pytest.raises(RuntimeError, match="malloc"):
+        cache.extend(row, 17 * 64)
+    assert (cache.rows(), row.tables) == ([row], [[0]])
+    cache.check_integrity()
+
+
+def test_a_failed_copy_fails_the_fork_and_only_shortens_what_a_prompt_finds(tags) -> None:
+    cache = pool(100)
+    source = computed(cache, TEXT[:100])
+    cache.close(computed(cache, TEXT[:120]), "v1", TEXT[:120])
+    tags.refuse = 1.0
+    assert cache.fork(source, 90, 90) is None
+    assert cache.rows() == [source]
+    assert found(cache, TEXT[:150]) == 64
+    tags.refuse = 0.0
+    assert found(cache, TEXT[:150]) == 120
+    assert cache.fork(source, 90, 90) is not None
+
+
+def test_cached_prefixes_give_way_when_the_device_refuses_to_grow(tags) -> None:
+    cache = pool(100)
+    cached(cache, TEXT[:960])
+    tags.refuse = 1.0
+    assert cache.open(640) is not None
+    assert cache.bytes_cached == 6
+    cache.check_integrity()
