@@ -1,19 +1,21 @@
 """Measures what the bundled model learns from preferences alone, and from a teacher.
 
-    python benchmarks/teaching.py [--only preferences distillation] [--seeds 0 1] [--out FILE]
+    python benchmarks/teaching.py [--only preferences distillation] [--seeds 0 1] [--resume] [--out FILE]
 
 `preferences`: DPO on 200 pairs of the base model's answers, of which the shorter is preferred; how often the policy's
 answers to 64 held-out prompts are preferred to the base model's. `distillation`: an adapter imitates the base model
 with a prompt of some 200 tokens before each question, a system message and eight examples; rewards of 64 held-out
-questions without it. About 20 minutes on two cores.
+questions without it. About 40 minutes on two cores. After each run, JSON is written; --resume keeps the runs that the
+file has and makes the others.
 """
 
 import argparse
 import asyncio
+import json
 import signal
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +37,35 @@ def main() -> int:
     arguments = _arguments()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     before = machine.describe()
-    results = {part: [alone(_run, part, seed) for seed in arguments.seeds] for part in arguments.only}
-    figures = [*_of_preferences(results.get("preferences", [])), *_of_distillation(results.get("distillation", []))]
+    results = _earlier(arguments.out) if arguments.resume else _Results()
+    for part in arguments.only:
+        runs: list[Any] = getattr(results, part)
+        for seed in set(arguments.seeds) - {run.seed for run in runs}:
+            runs.append(alone(_run, part, seed))
+            record = {"machine": before, "setting": report.setting(arguments), **asdict(results)}
+            report.write(arguments.out, record, results.figures())
+    figures = results.figures()
     report.show(figures)
-    runs = {part: [asdict(run) for run in runs] for part, runs in results.items()}
-    report.write(arguments.out, {"machine": before, "setting": report.setting(arguments), **runs}, figures)
     print(f"written to {arguments.out}")
     return int(any(figure.met is False for figure in figures))
+
+
+@dataclass(frozen=True, slots=True)
+class _Results:
+    """The runs that were made, of each part."""
+
+    preferences: list[Preferred] = field(default_factory=list)
+    distillation: list[Distilled] = field(default_factory=list)
+
+    def figures(self) -> list[Figure]:
+        return [*_of_preferences(self.preferences), *_of_distillation(self.distillation)]
+
+
+def _earlier(file: Path) -> _Results:
+    """The runs in the file."""
+    record = json.loads(file.read_text()) if file.exists() else {}
+    preferences = [Preferred(**run) for run in record.get("preferences", [])]
+    return _Results(preferences, [Distilled(**run) for run in record.get("distillation", [])])
 
 
 def _of_preferences(runs: list[Preferred]) -> Iterator[Figure]:
@@ -69,6 +93,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--seeds", type=int, nargs="+", default=(0, 1))
+    parser.add_argument("--resume", action="store_true")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "teaching.json")
     return parser.parse_args()
 

@@ -199,16 +199,20 @@ def test_kl_to_the_base_is_that_of_the_policy_before_the_step(known: bool) -> No
     assert learn(trainer, policy, drawn).metrics["kl"] == pytest.approx(expected, rel=1e-3)
 
 
-def test_kl_to_the_base_is_an_unbiased_estimate_however_the_update_is_split() -> None:
+@pytest.mark.parametrize("micro_batch_tokens", [1, 1000])
+def test_kl_to_the_base_is_an_unbiased_estimate_however_the_update_is_split(
+    micro_batch_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Over all seeds (the step's number) the mean is that of all tokens, though each update looks at a part of them."""
-    trainer, model = make_trainer(changed(SETTINGS, micro_batch_tokens=1))
+    monkeypatch.setattr("mlx_parallm.rl.learn.accumulation._KL_TOKENS", 1)
+    trainer, model = make_trainer(changed(SETTINGS, micro_batch_tokens=micro_batch_tokens))
     policy = make_policy(trainer, moved=0.3)
     drawn = with_logprobs(trainer, model, policy, samples(24, groups=6))
     pairs = [(drawn_logprobs(s), plain_logprobs(trainer, model, None, s)) for s in drawn]
     of_sample = {id(s): kl([pair]) for s, pair in zip(drawn, pairs, strict=True)}
 
     def estimate(step: int) -> float:
-        update = Accumulation(policy, drawn, SETTINGS.loss, 1)
+        update = Accumulation(policy, drawn, SETTINGS.loss, micro_batch_tokens)
         policy.restore(replace(policy.state, step=step))
         picked = update.sampled_batches()
         assert len(picked) == 6

@@ -11,6 +11,7 @@ from bisect import bisect
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 from typing import cast
 
@@ -27,8 +28,8 @@ from mlx_parallm.rl.objectives.losses import LossStats, means
 from mlx_parallm.rl.objectives.reductions import UpdateTotals
 from mlx_parallm.rl.objectives.samples import Sample, check_pairs, mismatched
 
-_KL_SAMPLING = 4
-"""One in this many sample batches is compared with the base model."""
+_KL_SAMPLING, _KL_TOKENS = 4, 256
+"""One in this many batches, of at most so many tokens, is compared with the base model."""
 
 
 class Accumulation:
@@ -76,6 +77,7 @@ class Accumulation:
         self.policy = policy
         self.needs = needs if before is None else (before, *needs)
         self._before = before
+        self._max_tokens = max_tokens
         self.loss = loss
         self.totals = totals or UpdateTotals.of(samples)
         if loss.prefers:
@@ -124,22 +126,37 @@ class Accumulation:
 
     def old_logprobs(self, batch: SampleBatch) -> mx.array:
         """Of a batch's trained tokens, under the policy before the update, fp32 [N]."""
-        if self._before is None:
+        if self._before is not None:
+            return mx.array([value for each in self._before.of(batch.samples) for value in each])
+        if batch in self.logprobs:
             return self.logprobs[batch]
-        return mx.array([value for each in self._before.of(batch.samples) for value in each])
+        return mx.concatenate([self._logprobs_of_sample[id(sample)] for sample in batch.samples])
+
+    @cached_property
+    def _logprobs_of_sample(self) -> dict[int, mx.array]:
+        """Those of each sample's trained tokens, once all micro-steps are done."""
+        of_sample: dict[int, mx.array] = {}
+        for batch, logprobs in self.logprobs.items():
+            start = 0
+            for sample in batch.samples:
+                stop = start + len(sample.trained())
+                of_sample[id(sample)], start = logprobs[start:stop], stop
+        return of_sample
 
     def sampled_batches(self) -> list[SampleBatch]:
-        """A quarter of the batches, at least one, drawn so that the mean of their means is an unbiased estimate of the
-        mean over all tokens.
+        """About a quarter of the samples in batches of their own, at least one batch, drawn so that the mean of their
+        means is an unbiased estimate of the mean over all tokens. They may be smaller than those of micro-steps.
 
         Systematic sampling with probability proportional to size (Madow 1949): from a random first token on, evenly
         spaced tokens are picked. The batch of each picked token is taken, so a batch may come twice. The number of the
         policy's step is the seed, so that a replayed update picks the same batches.
         """
-        ends = list(accumulate(batch.trained_tokens for batch in self.batches))
+        samples = [sample for batch in self.batches for sample in batch.samples]
+        batches = list(split_samples(samples, min(self._max_tokens, _KL_TOKENS)))
+        ends = list(accumulate(batch.trained_tokens for batch in batches))
         picks = math.ceil(len(ends) / _KL_SAMPLING)
         start = random.Random(self.policy.state.step).random()
-        return [self.batches[bisect(ends, (start + at) / picks * ends[-1])] for at in range(picks)]
+        return [batches[bisect(ends, (start + at) / picks * ends[-1])] for at in range(picks)]
 
 
 @dataclass(slots=True)
