@@ -84,6 +84,12 @@ class AdapterRegistry:
         """The version with this name and number, None if there is none. A forgotten one exists while it is leased."""
         return self._base if ref == BASE_ADAPTER else self._versions.get(ref)
 
+    def known(self, ref: AdapterRef) -> Version | None:
+        """The version with this name and number; None if there is none, or it was forgotten."""
+        with self._lock:
+            version = self._versions.get(ref)
+            return version if version and not version.forgotten else None
+
     @contextmanager
     def lease(self, selector: str | None) -> Iterator[Version]:
         """The version that `selector` means. If `selector` is None, one is drawn from the route, whose shares are the
@@ -115,8 +121,7 @@ class AdapterRegistry:
         name, at, number = selector.partition("@")
         if at:
             is_number = number.isascii() and number.isdecimal() and len(number) < 10
-            version = self._versions.get(AdapterRef(name, int(number))) if is_number else None
-            return version if version and not version.forgotten else None
+            return self.known(AdapterRef(name, int(number))) if is_number else None
         if live := self._live.get(name):
             return live[-1]
         found = self._find_checkpoint(self.default_adapter, selector)
@@ -124,15 +129,29 @@ class AdapterRegistry:
 
     # -- versions --------------------------------------------------------------------------------
 
-    def add(self, adapter: str, info: VersionInfo) -> Version:
-        """Adds a version, which is not live yet. Those from the same directory with other content become superseded."""
+    def add(self, adapter: str, info: VersionInfo, number: int | None = None) -> Version:
+        """Adds a version, which is not live yet. Those from the same directory with other content become superseded.
+
+        `number`: that the version gets, and keeps until it is unloaded; None: the next one.
+
+        Raises:
+            ConflictError: the name has had a version of this number, or of a higher one.
+        """
         with self._lock:
+            next_number = self._next.get(adapter) or self._first_version(adapter)
+            least = 0 if adapter not in self._next and next_number == 1 else next_number
+            if number is not None and number < least:
+                raise ConflictError(
+                    f"lora_name: {adapter!r} has had version {next_number - 1}, and the number of a version is used "
+                    f"once: load {adapter}@{next_number} or a later one, or choose another name.",
+                    param="lora_name",
+                )
             for older in self._versions.values():
                 same_place = bool(info.root) and older.info.root == info.root
                 older.superseded |= same_place and older.info.digest != info.digest
-            number = self._next.get(adapter) or self._first_version(adapter)
-            self._next[adapter] = number + 1
-            version = self._versions[AdapterRef(adapter, number)] = Version(AdapterRef(adapter, number), info)
+            ref = AdapterRef(adapter, next_number if number is None else number)
+            self._next[adapter] = ref.version + 1
+            version = self._versions[ref] = Version(ref, info, numbered=number is not None)
             return version
 
     def restore(self, ref: AdapterRef, info: VersionInfo) -> Version:
@@ -294,7 +313,7 @@ class AdapterRegistry:
     def _trim(self, adapter: str) -> None:
         """Forgets versions of the adapter that are neither needed nor among the newest few."""
         for version in [version for version in self.versions() if version.ref.name == adapter][:-KEPT_VERSIONS]:
-            if not self.needed(version):
+            if not version.numbered and not self.needed(version):
                 self._forget(version)
 
     def _forget(self, version: Version) -> None:

@@ -27,7 +27,7 @@ from mlx_parallm.core import (
     CheckpointCard,
     DeviceThread,
     Residence,
-    check_name,
+    name_and_step,
 )
 from mlx_parallm.errors import ConflictError, InvalidRequestError, UnknownModelError
 
@@ -84,18 +84,23 @@ class AdapterService:
 
     async def load(self, name: str, path: str, replace: bool) -> AdapterCard:
         """See `core.AdapterClient.load`."""
-        if check_name(name) in self._reserved:
-            raise InvalidRequestError(f"lora_name: {name!r} is the model's own name: choose another", "lora_name")
+        adapter, number = name_and_step(name)
+        if adapter in self._reserved:
+            raise InvalidRequestError(f"lora_name: {adapter!r} is the model's own name: choose another", "lora_name")
         file = await asyncio.to_thread(self._library.read, path)
         async with self._publishing:
-            live = self._registry.live(name)
-            if live is not None and not replace:
+            live = self._registry.live(adapter)
+            loaded = live if number is None else self._registry.known(AdapterRef(adapter, number))
+            if loaded is not None and not replace:
                 raise InvalidRequestError(
                     f"{name!r} is loaded already; send load_inplace true to replace it.", param="lora_name"
                 )
-            if live is None or live.info.digest != file.digest:
-                live = await self.publish(name, file.weights, info_of_file(file))
-        return self._card(live)
+            same = loaded is not None and loaded.info.digest == file.digest
+            if loaded is None or not same:
+                loaded = await self.publish(adapter, file.weights, info_of_file(file), number=number)
+            elif loaded is not live:
+                await self.flip(loaded.ref)
+        return self._card(loaded)
 
     async def load_folder(self, path: str) -> str:
         """See `core.AdapterClient.load_folder`."""
@@ -110,13 +115,22 @@ class AdapterService:
         """The name of the adapter whose live version came from this folder."""
         return next((card.ref.name for card in self.cards() if card.live and card.root == str(folder)), None)
 
-    async def publish(self, name: str, weights: AdapterWeights, info: VersionInfo, goes_live: bool = True) -> Version:
+    async def publish(
+        self,
+        name: str,
+        weights: AdapterWeights,
+        info: VersionInfo,
+        goes_live: bool = True,
+        number: int | None = None,
+    ) -> Version:
         """Adds a version of `name`, stages it between decode steps and makes it live. If that fails or is cancelled,
         the version is forgotten.
 
-        `goes_live`: if it is false, only `name@version` selects the version.
+        Args:
+            goes_live: if it is false, only `name@version` selects the version.
+            number: see `AdapterRegistry.add`.
         """
-        version = self._registry.add(name, info)
+        version = self._registry.add(name, info, number)
         try:
             await self._device.run(lambda: self._store.stage(version, weights, goes_live=goes_live))
         except BaseException:  # a cancelled caller too: nobody would ever name or unload the version
@@ -257,6 +271,7 @@ class AdapterService:
         running, waiting = store.names()
         return AdapterStats(
             slots=store.bank.slots,
+            max_rank=store.bank.max_rank,
             slots_used=len(store.slots),
             slots_pinned=store.slots.pinned,
             bank_bytes=store.bytes_held,

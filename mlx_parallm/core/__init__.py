@@ -38,6 +38,7 @@ from mlx_parallm.core.adapters import (
     Residence,
     check_name,
     check_tag,
+    name_and_step,
 )
 from mlx_parallm.core.device import (
     DECODE_GAPS,

@@ -28,6 +28,7 @@ BASE_ADAPTER = AdapterRef("base", 0)
 
 
 _PLAIN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
+_MOST_DIGITS = 9
 _CHECKPOINT = re.compile(r"checkpoint-[0-9]+")
 _RULE = "use 1 to 64 letters, digits, '.', '_' and '-', not starting with '.'"
 
@@ -56,6 +57,23 @@ def _checked(name: str, param: str, reserved: frozenset[str]) -> str:
     if name in reserved or _CHECKPOINT.fullmatch(name):
         raise InvalidRequestError(f"{param}: {shown(name)} is reserved: choose another name", param)
     return name
+
+
+def name_and_step(name: str) -> tuple[str, int | None]:
+    """The adapter's name and the version's number in a name to load, which is `name` (the number is None) or
+    `name@number`.
+
+    Raises:
+        InvalidRequestError: it is neither, or the name is not plain or reserved.
+    """
+    plain, at, number = name.partition("@")
+    if at and not (number.isascii() and number.isdecimal() and len(number) <= _MOST_DIGITS):
+        raise InvalidRequestError(
+            f"lora_name: after '@' comes the number of a version, of at most {_MOST_DIGITS} digits, and not "
+            f"{shown(number)}",
+            "lora_name",
+        )
+    return check_name(plain), int(number) if at else None
 
 
 class Residence(StrEnum):
@@ -126,6 +144,7 @@ class AdapterStats:
     """A snapshot of counters and gauges. Names ending in `_total` only grow. Sizes in bytes, times in seconds.
 
     Attributes:
+        max_rank: the largest rank of an adapter.
         running, waiting: names of the adapters of live and of queued sequences.
         swaps_total: how often the live version of a name, or the route, changed.
         flip_s_last, flip_s_max: how long a change of a live version blocked the device thread.
@@ -133,6 +152,7 @@ class AdapterStats:
     """
 
     slots: int = 0
+    max_rank: int = 0
     slots_used: int = 0
     slots_pinned: int = 0
     bank_bytes: int = 0
@@ -171,11 +191,14 @@ class AdapterClient(Protocol):
     async def load(self, name: str, path: str, replace: bool) -> AdapterCard:
         """Loads an adapter from disk and makes it the live version of `name`.
 
-        If the live version has the same content already, no new version is made.
+        If the live version has the same content already, no new version is made. `name@number` gives the version this
+        number, which must be higher than that of any version that the name has had. It is then kept until it is
+        unloaded.
 
         Raises:
             InvalidRequestError: the name is not plain, or it exists and `replace` is false; the path is outside the
                 allowed roots; the files are not an adapter that fits this model.
+            ConflictError: a version of that number has other content, or the number is too low.
         """
         ...
 

@@ -67,11 +67,16 @@ class GivenTrajectory:
     """One trajectory that a client sends as training data, as ids of the model's tokenizer.
 
     Attributes:
-        reward: may be None for the loss `cross_entropy`, which imitates the completion; other losses need it.
+        reward: may be None for the loss `cross_entropy`, which imitates the completion, and with `advantages`; all else
+            needs it.
         group_id: shared by the trajectories of one prompt, whose rewards are compared.
-        sampling_logprobs: empty if unknown. The trainer's own logprobs are used then, as if the current version had
-            drawn the completion.
+        sampling_logprobs: one for each token of the completion; empty if unknown. The trainer's own logprobs are used
+            then, as if the current version had drawn the completion.
         adapter: the version that drew the completion; None if unknown.
+        mask: for each token of the completion, whether it is trained. The others, such as the results of tools, are
+            context, and their logprobs and advantages are not read. Empty: all are trained.
+        advantages: one for each token of the completion, in place of those computed from rewards; empty: none given.
+        episode_id: trajectories of one group with the same id are one episode; empty: it is an episode by itself.
     """
 
     prompt_ids: tuple[int, ...]
@@ -81,6 +86,14 @@ class GivenTrajectory:
     sampling_logprobs: tuple[float, ...] = ()
     temperature: float = 1.0
     adapter: AdapterRef | None = None
+    mask: tuple[bool, ...] = ()
+    advantages: tuple[float, ...] = ()
+    episode_id: str = ""
+
+    @property
+    def trained_tokens(self) -> int:
+        """The number of tokens that are trained."""
+        return sum(self.mask) if self.mask else len(self.completion_ids)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,10 @@ from mlx_parallm.rl.adapter_training import AdapterTraining
 from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
 from mlx_parallm.rl.collect.groups import DropReason, TrajectoryGroup
 from mlx_parallm.rl.events import Emit
+from mlx_parallm.rl.given import check_loss, given_groups
 from mlx_parallm.rl.objectives.batches import PreparedBatch, ScoredGroup, prepare
 from mlx_parallm.rl.recovery import CHANGED, PolicyJournal
-from mlx_parallm.rl.selection import GroupSelection, given_groups
+from mlx_parallm.rl.selection import GroupSelection
 
 _DROP_REASONS = {"published": None, "trained": None, "held": DropReason.HELD, "skipped": DropReason.SKIPPED}
 """Why the trajectories of an update are dropped, by the status of its report. None: they were trained on."""
@@ -127,10 +128,8 @@ class TrainingLoop:
             Exception: what learning or publishing raised; policy and versions are as before.
         """
         groups = None if given is None else given_groups(given, self._staleness_of_given)
-        if groups is not None and not self._config.loss.imitates and not all(group.rewards for group in groups):
-            raise InvalidRequestError(
-                "trajectories: give each of them a reward; only the loss cross_entropy needs no rewards", "trajectories"
-            )
+        if groups is not None:
+            check_loss(groups, self._config.loss)
         async with self._lock:
             await self._changes.flush()
             if groups is None:

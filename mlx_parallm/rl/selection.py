@@ -1,15 +1,12 @@
-"""What an update trains on: collected groups, when there are enough of them, or trajectories that a client gives."""
+"""What an update trains on: the collected groups, when there are enough of them."""
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from statistics import fmean
 
 from mlx_parallm.config import ResolvedTraining
-from mlx_parallm.core import AdapterRef, GivenTrajectory
-from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.rl.adapter_training import AdapterTraining
 from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
 from mlx_parallm.rl.collect.groups import FEEDBACK, DropReason, GroupMember, TrajectoryGroup, TrajectoryState
@@ -119,50 +116,3 @@ class GroupSelection:
 def _episode(member: GroupMember) -> Episode:
     rewards = tuple(member.token_rewards.get(turn.trajectory_id, ()) for turn in member.turns)
     return Episode(tuple(member.turns), rewards if any(rewards) else ())
-
-
-# ---- trajectories of a client --------------------------------------------------------------------
-
-
-def given_groups(
-    trajectories: Iterable[GivenTrajectory], staleness: Callable[[AdapterRef], int] = lambda version: 0
-) -> tuple[ScoredGroup, ...]:
-    """Groups a client's trajectories by `group_id`, or by prompt if they have none; in order of appearance.
-
-    `staleness`: gives that of the version that drew a trajectory, and raises if the version cannot be trained on.
-
-    Raises:
-        InvalidRequestError: a trajectory cannot be trained on, or only some of them have a reward.
-    """
-    trajectories = tuple(trajectories)
-    groups: dict[object, list[GivenTrajectory]] = {}
-    for number, trajectory in enumerate(trajectories):
-        _check(trajectory, f"trajectories[{number}]")
-        groups.setdefault(trajectory.group_id or trajectory.prompt_ids, []).append(trajectory)
-    if len({trajectory.reward is None for trajectory in trajectories}) > 1:
-        raise InvalidRequestError("trajectories: give a reward with each of them, or with none", "trajectories")
-    return tuple(
-        ScoredGroup(
-            tuple(Episode((each,)) for each in group),
-            tuple(each.reward for each in group if each.reward is not None),
-            "given",
-            max(staleness(each.adapter) if each.adapter else 0 for each in group),
-        )
-        for group in groups.values()
-    )
-
-
-def _check(trajectory: GivenTrajectory, param: str) -> None:
-    logprobs = trajectory.sampling_logprobs
-    if not trajectory.prompt_ids or not trajectory.completion_ids:
-        raise InvalidRequestError(f"{param}: give at least one prompt token and one completion token", param)
-    if logprobs and len(logprobs) != len(trajectory.completion_ids):
-        raise InvalidRequestError(
-            f"{param}: {len(logprobs)} sampling_logprobs for {len(trajectory.completion_ids)} completion tokens; give "
-            "one for each, or none",
-            param,
-        )
-    if not all(map(math.isfinite, (trajectory.reward or 0.0, *logprobs))):
-        raise InvalidRequestError(f"{param}: reward and sampling_logprobs must be finite numbers", param)
-    if not (trajectory.temperature > 0 and math.isfinite(trajectory.temperature)):
-        raise InvalidRequestError(f"{param}: temperature must be above 0", param)

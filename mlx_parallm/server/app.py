@@ -40,9 +40,10 @@ from mlx_parallm.server.http.workers import Workers
 from mlx_parallm.server.lifecycle import Lifecycle, SequenceGate, SleepSwitch
 from mlx_parallm.server.metrics import ServerMetrics
 from mlx_parallm.server.openapi import describe
+from mlx_parallm.server.protocols import trainers
 from mlx_parallm.server.services import Services
 
-ROUTES = (completions, chat, responses, models, adapter_routes, training_routes, schedule, control, ops)
+ROUTES = (completions, chat, responses, models, adapter_routes, training_routes, schedule, control, ops, trainers)
 
 MAX_HEADER_BYTES = 64 * 1024
 CLOSING_S = 3

@@ -233,6 +233,8 @@ def _error(kinds: Iterable[Kind]) -> dict[str, Any]:
 # with a trajectory id or a folder need one of that name.
 
 _MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
+_LOAD: Examples = {"from a folder": {"lora_name": "tone", "lora_path": "tone"}}
+_UNLOAD: Examples = {"all versions": {"lora_name": "math"}}
 _CONTROL: Examples = {"default adapter": {}}
 _SWITCH: Examples = {"one version": {"version": "math@1"}, "the model itself": {"version": "base"}}
 _CHECKPOINT: Examples = {"tagged": {"lora_name": "math", "checkpoint_name": "mine", "metrics": {"accuracy": 0.75}}}
@@ -267,10 +269,12 @@ EXAMPLES: Mapping[str, Examples] = {
     },
     "/v1/responses/input_tokens": {"a question": {"input": "What is the capital of France?"}},
     "/v1/load_lora_adapter": {
-        "from a folder": {"lora_name": "tone", "lora_path": "tone"},
+        **_LOAD,
         "in place": {"lora_name": "math", "lora_path": "math", "load_inplace": True},
     },
-    "/v1/unload_lora_adapter": {"all versions": {"lora_name": "math"}},
+    "/v1/unload_lora_adapter": _UNLOAD,
+    "/load_lora_adapter": _LOAD,
+    "/unload_lora_adapter": _UNLOAD,
     "/v1/adapters/route": {"a tenth": {"weights": {"base": 0.9, "math": 0.1}}},
     "/v1/adapters/rollback": {"an adapter": {"lora_name": "math"}},
     "/model/switch-lora": _SWITCH,
@@ -283,6 +287,12 @@ EXAMPLES: Mapping[str, Examples] = {
             "trajectories": [
                 {"prompt_token_ids": [1, 2], "completion_token_ids": [3, 4], "reward": 1, "group_id": "a"},
                 {"prompt_token_ids": [1, 2], "completion_token_ids": [5, 4], "reward": 0, "group_id": "a"},
+            ]
+        },
+        "rows of tokens": {
+            "trajectories": [
+                {"token_ids": [1, 2, 3, 4, 1, 5], "mask": [0, 0, 1, 1, 0, 1], "advantages": 0.5},
+                {"token_ids": [1, 2, 5, 4], "mask": [0, 0, 1, 1], "advantages": -0.5},
             ]
         },
     },

@@ -96,6 +96,36 @@ def test_old_versions_are_forgotten_unless_somebody_needs_them() -> None:
     registry.check_integrity()
 
 
+def test_a_client_may_choose_the_number_of_a_version_as_long_as_numbers_ascend() -> None:
+    registry = AdapterRegistry()
+    for number in (0, 3):
+        registry.flip(registry.add("math", info(), number).ref)
+    assert meaning(registry, "math") == "math@3"
+    assert meaning(registry, "math@0") == "math@0"
+    assert str(publish(registry, "math").ref) == "math@4", "the next number of our own is a new one"
+    for number in (0, 1, 4):
+        with pytest.raises(ConflictError, match="load math@5 or a later one"):
+            registry.add("math", info(), number)
+    registry.unload("math")
+    with pytest.raises(ConflictError):
+        registry.add("math", info(), 3)
+    registry.check_integrity()
+
+
+def test_a_version_of_a_chosen_number_is_kept_until_it_is_unloaded() -> None:
+    registry = AdapterRegistry()
+    first = registry.add("math", info(), 1)
+    registry.flip(first.ref)
+    for _ in range(2 * KEPT_VERSIONS):
+        publish(registry, "math")
+    assert registry.find("math@1") is first
+    with pytest.raises(UnknownModelError):
+        registry.find("math@2")
+    registry.unload("math@1")
+    with pytest.raises(UnknownModelError):
+        registry.find("math@1")
+
+
 def test_a_lease_outlives_an_unload() -> None:
     registry = AdapterRegistry()
     publish(registry, "math")

@@ -21,6 +21,9 @@ from mlx_parallm.core import CollectionSpec, GenerationRequest, GivenTrajectory,
 from mlx_parallm.core import StopParams, WorkClass
 
 def given(number):
+    if number % 2:
+        return [GivenTrajectory((5, 6), (8 + number + sample, 9, 2), None, "a", mask=(True, False, True),
+                                advantages=(sample - 1.5, 0.0, 1 / 3)) for sample in range(4)]
     return [GivenTrajectory((5, 6), (8 + number + sample, 2), float(sample), "a") for sample in range(4)]
 
 async def digest(training):

@@ -121,6 +121,33 @@ async def test_the_same_name_again_needs_leave_and_other_content(world: World) -
     assert await world.generate("math") == (card.ref, expected(weights))
 
 
+async def test_a_step_that_is_named_is_the_number_of_the_version(world: World) -> None:
+    first, second = world.write("m", 1), world.write("n", 2)
+    assert str((await world.service.load("math@0", "m", replace=True)).ref) == "math@0"
+    assert str((await world.service.load("math@7", "n", replace=True)).ref) == "math@7"
+    assert await world.generate("math@0") == (AdapterRef("math", 0), expected(first))
+    assert await world.generate("math") == (AdapterRef("math", 7), expected(second))
+    again = await world.service.load("math@0", "m", replace=True)
+    assert (str(again.ref), again.live) == ("math@0", True)
+    assert await world.generate("math") == (AdapterRef("math", 0), expected(first))
+    with pytest.raises(InvalidRequestError, match="'math@7' is loaded already; send load_inplace"):
+        await world.service.load("math@7", "n", replace=False)
+    for taken in ("math@0", "math@3", "math@7"):
+        with pytest.raises(ConflictError, match="load math@8 or a later one"):
+            await world.service.load(taken, "n" if taken == "math@0" else "m", replace=True)
+    assert [str(card.ref) for card in world.service.cards()] == ["math@0", "math@7"]
+
+
+@pytest.mark.parametrize(
+    "name", ["math@", "math@x", "math@-1", "math@1@2", "math@" + "9" * 10, "@1", "base@1", "tiny@1"]
+)
+async def test_a_step_that_is_no_number_of_a_plain_name_is_refused(world: World, name: str) -> None:
+    world.write("m", 1)
+    with pytest.raises(InvalidRequestError, match="lora_name"):
+        await world.service.load(name, "m", replace=True)
+    assert world.service.cards() == ()
+
+
 async def test_a_folder_is_loaded_by_the_first_request_that_names_it(world: World) -> None:
     weights = world.write("m", 1)
     names = await asyncio.gather(*(world.service.load_folder(path) for path in ("m", "./m", str(world.root / "m"))))
@@ -151,7 +178,7 @@ async def test_a_folder_outside_the_roots_or_without_an_adapter_is_refused(world
     assert world.service.cards() == ()
 
 
-@pytest.mark.parametrize("name", ["tiny", "base", "a/b", "a@1", "latest", "../m", "", "route"])
+@pytest.mark.parametrize("name", ["tiny", "base", "a/b", "a@b", "latest", "../m", "", "route"])
 async def test_names_that_mean_something_else_are_refused(world: World, name: str) -> None:
     world.write("m", 1)
     with pytest.raises(InvalidRequestError):

@@ -45,6 +45,8 @@ REF = AdapterRef("math", 3)
 TRAINED = TrainedGroup((TrainedEpisode(("a-0",)), TrainedEpisode(("a-1",))), (1.0, 0.0), "exact")
 UPDATE = Update((TRAINED,), 2, True, 4, "published", 1, {"loss": 0.5})
 GIVEN = TrainedEpisode((), ((0.5, 0.25),), (GivenTrajectory((1,), (2, 3), 1.0),))
+ONE_ROW = GivenTrajectory((1,), (2, 3), mask=(True, False), advantages=(1 / 3, 0.0), episode_id="e")
+ROW = TrainedEpisode(given=(ONE_ROW,))
 
 
 def change(number: int, body: Start | Rollback | Update = UPDATE) -> PolicyChange:
@@ -97,7 +99,7 @@ def test_text_that_is_no_unicode_is_kept_as_far_as_it_can_be() -> None:
         Start("math@3"),
         Rollback("checkpoint-7"),
         replace(UPDATE, metrics={"kl": math.inf}, progress={"run_steps": 3.0}),
-        replace(UPDATE, groups=(TrainedGroup((GIVEN,), (1.0,), "given"),)),
+        replace(UPDATE, groups=(TrainedGroup((GIVEN,), (1.0,), "given"), TrainedGroup((ROW,), (), "given"))),
         Feedback("a-0", 0.1),
         TokenRewards("a-0", (0.1, -0.2)),
         EpisodeReward("e", "", 1.0),

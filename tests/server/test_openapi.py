@@ -67,7 +67,7 @@ async def test_every_error_status_names_its_codes(document):
             assert re.match(r"`\w+`: .", answer["description"]), (path, status)
         statuses = set(said["responses"])
         assert statuses >= {"200", "403", "500"}, (method, path)
-        assert ("401" in statuses) == (path not in ("/health", "/ready"))
+        assert ("401" in statuses) == (path not in ("/health", "/liveness", "/ready"))
         assert ({"400", "413", "415"} <= statuses) == ("requestBody" in said)
 
 

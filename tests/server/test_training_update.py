@@ -91,6 +91,74 @@ async def test_texts_that_do_not_fit_together(client, fault, fields, param, says
     assert says in error["message"]
 
 
+async def test_a_row_of_tokens_begins_with_its_prompt(client, training):
+    row = {"token_ids": [1, 2, 3, 9, 9, 4], "mask": [0, 0, 1, 0, False, True], "group_id": "a", "temperature": 0.5}
+    logprobs = [None, 1.0, -0.5, None, 0, -0.25]
+    await post(client, UPDATE, trajectories=[{**row, "logprobs": logprobs, "reward": 1}, {**row, "reward": 0}])
+    await post(client, UPDATE, trajectories=[{**row, "advantages": [9, 9, 1, 0, 0, -2.5]}, {**row, "advantages": -1}])
+    mask = (True, False, False, True)
+    rows = [
+        GivenTrajectory((1, 2), (3, 9, 9, 4), 1.0, "a", (-0.5, 0.0, 0.0, -0.25), 0.5, mask=mask),
+        GivenTrajectory((1, 2), (3, 9, 9, 4), 0.0, "a", (), 0.5, mask=mask),
+    ]
+    assert training.calls[0][2] == rows
+    assert [(given.reward, given.advantages) for given in training.calls[1][2]] == [
+        (None, (1.0, 0.0, 0.0, -2.5)),
+        (None, (-1.0,) * 4),
+    ]
+
+
+async def test_a_row_that_ends_with_one_answer_is_that_answer(client, training):
+    await post(client, UPDATE, trajectories=[{"token_ids": [1, 2, 3, 4], "mask": [0, 0, 1, 1]}])
+    await post(client, UPDATE, trajectories=[{**GIVEN, "advantages": 0.5, "episode_id": "e"}])
+    assert training.calls[0][2] == [GivenTrajectory((1, 2), (3, 4))]
+    assert training.calls[1][2] == [GivenTrajectory((1, 2), (3, 257), advantages=(0.5, 0.5), episode_id="e")]
+
+
+async def test_the_rows_of_an_episode_may_have_its_reward_once(client, training):
+    rows = [{**GIVEN, "episode_id": "e"}, {**GIVEN, "episode_id": "e", "reward": 1}, {**GIVEN, "reward": 0}]
+    await post(client, UPDATE, trajectories=rows)
+    assert [given.reward for given in training.calls[0][2]] == [None, 1.0, 0.0]
+
+
+ROW = {"token_ids": [1, 2, 3], "mask": [0, 1, 1]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"mask": None}, "mask", "which of token_ids"),
+        ({"mask": [0, 1]}, "mask", "each of the 3"),
+        ({"mask": [1, 1, 1]}, "mask", "begin with 0"),
+        ({"mask": [0, 0, 0]}, "mask", "have a 1"),
+        ({"mask": [0, 1, 0.5]}, "mask", "0 and 1"),
+        ({"mask": [0, 1, -100]}, "mask", "0 and 1"),
+        ({"token_ids": [1, 2, 258]}, "token_ids", "vocabulary"),
+        ({"prompt": "a"}, "prompt", "part of token_ids"),
+        ({"logprobs": [-1]}, "logprobs", "each of the 3"),
+        ({"logprobs": [0, -1, None]}, "logprobs", "where mask is 1"),
+        ({"logprobs": [0, -1, 0.5]}, "logprobs", "where mask is 1"),
+        ({"advantages": [1]}, "advantages", "each of the 3"),
+        ({"advantages": "1"}, "advantages", ""),
+        ({"token_ids": None}, "prompt_token_ids", "send one of"),
+        ({"token_ids": None, "prompt": "a", "output": "b"}, "mask", "needs token_ids"),
+        ({"token_ids": None, "mask": None, "prompt": "a", "output": "bc", "advantages": [1]}, "advantages", "2 tokens"),
+    ],
+    ids=str,
+)
+async def test_rows_that_do_not_fit_together_are_refused(client, training, fault, fields, param, says):
+    error = await refused(client, fault, UPDATE, trajectories=[{**ROW, **fields}])
+    assert error["param"].startswith(f"trajectories[0].{param}")
+    assert says in error["message"]
+    assert not training.calls
+
+
+async def test_advantages_come_with_all_trajectories_or_with_none(client, training, fault):
+    error = await refused(client, fault, UPDATE, trajectories=[ROW, {**ROW, "advantages": 1}])
+    assert error["param"] == "trajectories"
+    assert not training.calls
+
+
 async def test_supervised_data_needs_no_reward(client, training):
     await post(client, UPDATE, trajectories=[GIVEN, GIVEN])
     assert training.calls[0][2] == [GivenTrajectory((1, 2), (3, 257))] * 2

@@ -58,6 +58,11 @@ class ScoredGroup:
         """
         return len(self.episodes) > 1 and not (self.scorer == FEEDBACK and no_signal(self.rewards))
 
+    @property
+    def has_advantages(self) -> bool:
+        """Whether a client gave the advantages of its tokens."""
+        return any(episode.given_advantages for episode in self.episodes)
+
 
 # ---- advantages ----------------------------------------------------------------------------------
 # Each reward minus the mean of its group, scaled. Standard deviations divide by n, not by n - 1, so the rewards
@@ -150,7 +155,8 @@ def prepare(
     The loss cross_entropy imitates the samples whose reward exceeds `imitation_threshold`, and those without a reward.
     The loss dpo takes the best and the worst sample of each group. For kto, a sample is desirable if its reward exceeds
     the mean of its group, or `imitation_threshold` if it is compared with no other one. Every other loss compares
-    rewards within their group, and samples without a group with their scorer's earlier rewards.
+    rewards within their group, and samples without a group with their scorer's earlier rewards. Advantages that a
+    client has given are taken as they are, and the step is a whole one.
 
     Args:
         wanted: how many trajectories with a signal make a whole update; None, or more than there are: all that there
@@ -162,6 +168,8 @@ def prepare(
         return _prepare_pairs(groups, loss, wanted)
     if loss.rates:
         return _batch(groups, [_rated(group, loss.imitation_threshold) for group in groups], loss, wanted)
+    if any(group.has_advantages for group in groups):
+        return _batch(groups, _as_given(groups), loss, wanted)
     scaled = loss.scale_rewards is not RewardScale.NONE
     compared = iter(group_advantages([group.rewards for group in groups if group.is_compared], loss.scale_rewards))
     advantages = [
@@ -206,6 +214,14 @@ def _rated(group: ScoredGroup, threshold: float) -> GroupAdvantages:
     if group.is_compared:
         return GroupAdvantages(tuple(np.sign(np.subtract(group.rewards, fmean(group.rewards))).tolist()))
     return GroupAdvantages(tuple(1.0 if reward > threshold else -1.0 for reward in group.rewards))
+
+
+def _as_given(groups: Sequence[ScoredGroup]) -> list[GroupAdvantages]:
+    """Keeps all groups, whose tokens have the advantages that a client gave (see `token_advantages`); or none of them,
+    if these are all 0."""
+    turns = chain.from_iterable(episode.given_advantages for group in groups for episode in group.episodes)
+    reason = None if any(any(turn) for turn in turns) else DropReason.ZERO_VARIANCE
+    return [GroupAdvantages((0.0,) * len(group.episodes), reason) for group in groups]
 
 
 def _untruncated(group: ScoredGroup) -> ScoredGroup:

@@ -3,13 +3,15 @@
 turn 0   prompt A | drawn B
 turn 1   A B | tool result C | drawn D          its prompt continues A B: both turns are one sample
 turn 2   prompt E | drawn F                     its prompt does not: a sample of its own
+
+A turn that a client gives may have context between the tokens that were drawn; its mask says where.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, groupby
 from math import fsum
 
 from mlx_parallm.core import FinishReason, GivenTrajectory, Trajectory
@@ -38,7 +40,17 @@ class Episode:
 
     @property
     def completion_tokens(self) -> int:
-        return sum(len(turn.completion_ids) for turn in self.turns)
+        """The number of tokens that were drawn."""
+        return sum(
+            turn.trained_tokens if isinstance(turn, GivenTrajectory) else len(turn.completion_ids)
+            for turn in self.turns
+        )
+
+    @property
+    def given_advantages(self) -> list[list[float]]:
+        """The advantages that a client gave with the tokens of each turn; empty if it gave none."""
+        given = [[*turn.advantages] for turn in self.turns if isinstance(turn, GivenTrajectory)]
+        return given if any(given) else []
 
     def rewards_before(self, turn: int) -> float:
         """The sum of the rewards of the tokens of all turns before this one."""
@@ -49,16 +61,31 @@ def finish_reason(turn: Turn) -> FinishReason | None:
     return turn.finish_reason if isinstance(turn, Trajectory) else None
 
 
+def drawn_stretches(turn: Turn) -> Iterator[tuple[int, int]]:
+    """Where tokens of the completion were drawn, as [start, stop)."""
+    if isinstance(turn, Trajectory) or not turn.mask:
+        yield 0, len(turn.completion_ids)
+        return
+    for drawn, places in groupby(range(len(turn.mask)), key=turn.mask.__getitem__):
+        if drawn:
+            stretch = [*places]
+            yield stretch[0], stretch[-1] + 1
+
+
 def token_advantages(
     episodes: Sequence[Episode], advantages: Sequence[float], divisor: float | None
 ) -> list[list[list[float]]]:
-    """The advantage of each drawn token of the episodes of one group: [episode][turn][token].
+    """The advantage of each token of the completions of the episodes of one group: [episode][turn][token].
+
+    Those that a client has given are taken as they are. Otherwise:
 
     Without rewards of tokens, or without a divisor, every token of an episode has the advantage of the episode. That is
     (R - mean R) / divisor, where R is its whole reward. With them, a token is credited with what comes from it on only:
     the rewards of earlier tokens are subtracted from R, and those of earlier turns from the mean, each as they are in
     the mean of the group.
     """
+    if any(episode.given_advantages for episode in episodes):
+        return [episode.given_advantages for episode in episodes]
     if divisor is None or not any(episode.token_rewards for episode in episodes):
         return [
             [[advantage] * len(turn.completion_ids) for turn in episode.turns]
@@ -89,7 +116,7 @@ def samples_of(
     """The samples of one episode. A turn joins the longest sample that its prompt continues.
 
     Args:
-        advantages: for each turn, those of its completion tokens.
+        advantages: for each turn, those of the tokens of its completion.
         mask_truncated: learn nothing from turns that the token limit cut off.
     """
     drafts: list[_Draft] = []
@@ -121,14 +148,16 @@ class _Draft:
         return len(prompt_ids) > len(self.ids) and list(prompt_ids[: len(self.ids)]) == self.ids
 
     def add(self, turn: Turn, advantages: Sequence[float], trains: bool) -> None:
-        context, drawn = turn.prompt_ids[len(self.ids) :], turn.completion_ids
-        start = len(self.ids) + len(context)
-        self.ids += [*context, *drawn]
-        self.weights += [0.0] * len(context) + [1.0 if trains else 0.0] * len(drawn)
+        context, completion = turn.prompt_ids[len(self.ids) :], turn.completion_ids
+        at = len(self.ids) + len(context)
+        self.ids += [*context, *completion]
+        self.weights += [0.0] * (len(context) + len(completion))
         self.advantages += [0.0] * len(context) + [*advantages]
         self.has_logprobs = self.has_logprobs and bool(turn.sampling_logprobs)
-        self.logprobs += [0.0] * len(context) + list(turn.sampling_logprobs or (0.0,) * len(drawn))
-        self.stretches.append(Stretch(start, start + len(drawn), turn.temperature, turn.adapter, finish_reason(turn)))
+        self.logprobs += [0.0] * len(context) + list(turn.sampling_logprobs or (0.0,) * len(completion))
+        for start, stop in drawn_stretches(turn):
+            self.weights[at + start : at + stop] = [1.0 if trains else 0.0] * (stop - start)
+            self.stretches.append(Stretch(at + start, at + stop, turn.temperature, turn.adapter, finish_reason(turn)))
 
     def sample(self, group: int, on_policy: bool) -> Sample:
         return Sample(

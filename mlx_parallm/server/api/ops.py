@@ -21,6 +21,7 @@ from mlx_parallm.server.api.generation_fields import MAX_SEQUENCES
 from mlx_parallm.server.api.training.schedule import ModeName, mode_of, schedule_object
 from mlx_parallm.server.errors import AsleepError, DrainingError, InferenceDisabledError, NotReadyError
 from mlx_parallm.server.openapi import raises
+from mlx_parallm.server.protocols.vllm_config import VLLMConfig, vllm_config
 from mlx_parallm.server.services import Services, ServicesDep
 
 ServerMode = Literal["inference_only", "training_only"] | ModeName
@@ -140,6 +141,8 @@ class ServerInfo(WireOutput):
     """The base model that is served."""
     limits: ServerLimits
     """The limits in force."""
+    vllm_config: VLLMConfig
+    """Some of these facts where clients of vLLM look for them."""
     mode: ServerMode
     """How inference and training share device time now. `custom`: training has a share that no mode has."""
     paused: bool
@@ -157,7 +160,7 @@ class ServerInfo(WireOutput):
 @router.get("/server_info")
 async def server_info(services: ServicesDep, _: Annotated[ServerInfoQuery, Query()]) -> ServerInfo:
     """Model, versions, limits and state."""
-    config, stats = services.config, services.engine.stats()
+    config, stats, adapters = services.config, services.engine.stats(), services.adapters.stats()
     return ServerInfo(
         version=__version__,
         versions={"python": platform.python_version(), **{package: version_of(package) for package in PACKAGES}},
@@ -169,8 +172,9 @@ async def server_info(services: ServicesDep, _: Annotated[ServerInfoQuery, Query
             max_sequences_per_request=MAX_SEQUENCES,
             max_body_bytes=config.max_body_bytes,
             kv_cache_bytes=stats.kv_bytes_budget,
-            adapter_slots=services.adapters.stats().slots,
+            adapter_slots=adapters.slots,
         ),
+        vllm_config=vllm_config(services.card, adapters),
         mode=_mode(services),
         paused=stats.paused,
         asleep=services.sleep.asleep,

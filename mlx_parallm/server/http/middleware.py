@@ -22,7 +22,7 @@ from mlx_parallm.server.http import request_log
 from mlx_parallm.server.http.request_log import IGNORED_FIELDS, LORA_ADAPTER, REQUEST_ID, RequestRecord
 from mlx_parallm.server.metrics import ServerMetrics
 
-OPEN_PATHS = frozenset({"/health", "/ready"})
+OPEN_PATHS = frozenset({"/health", "/liveness", "/ready"})
 """Served without a key, because probes send none. Their answers reveal nothing but the status."""
 
 

@@ -28,7 +28,7 @@ ACCEPTED_ID = re.compile(r"[ -~]{1,128}")
 
 CLIENT_LEFT = 499
 """The status in the log if the client disconnected before the response began; nginx uses the same number."""
-PROBES = frozenset({"/health", "/ready", "/metrics"})
+PROBES = frozenset({"/health", "/liveness", "/ready", "/metrics"})
 """Routes that monitoring calls every few seconds. They are logged at level debug unless they fail."""
 MAX_TEXT = 200
 

@@ -44,6 +44,7 @@ from mlx_parallm.server.openapi import raises
 from mlx_parallm.server.planning import adapter_named_by
 from mlx_parallm.server.services import Services, ServicesDep
 
+LOAD_ERRORS = raises(AdapterFileError, ConflictError, DrainingError, EngineDeadError)
 UNLOAD_ERRORS = raises(UnknownModelError, ConflictError, DrainingError)
 ROUTE_ERRORS = raises(UnknownModelError, AdapterUnavailableError, DrainingError, EngineDeadError)
 SAVE_ERRORS = raises(UnknownModelError, ConflictError, StorageError, DrainingError, EngineDeadError)
@@ -54,13 +55,19 @@ router = APIRouter()
 # -- load and unload -------------------------------------------------------------------------------
 
 
-@router.post("/v1/load_lora_adapter", responses=raises(AdapterFileError, DrainingError, EngineDeadError))
+@router.post("/v1/load_lora_adapter", responses=LOAD_ERRORS)
 async def load_lora_adapter(
     body: Annotated[LoadLoraBody, Depends(json_body(LoadLoraBody))], services: ServicesDep
 ) -> LoadedLora:
-    """Loads an adapter, and answers when the new version is live."""
-    loading = services.adapters.load(body.lora_name, body.lora_path, body.load_inplace)
-    card = await services.lifecycle.run_to_end(loading)
+    """Loads an adapter, and answers when the new version is live. The name `name@number` gives the version this number:
+    it must be higher than those of all versions that the name has had (409 otherwise), and the version is kept until it
+    is unloaded."""
+    return await load(services, body.lora_name, body.lora_path, body.load_inplace)
+
+
+async def load(services: Services, name: str, path: str, replace: bool) -> LoadedLora:
+    """See `core.AdapterClient.load`."""
+    card = await services.lifecycle.run_to_end(services.adapters.load(name, path, replace))
     adapter = adapter_object(card).model_dump()
     return LoadedLora(**adapter, status="success", lora_name=card.ref.name, lora_adapter=str(card.ref))
 
@@ -70,10 +77,11 @@ async def unload_lora_adapter(
     body: Annotated[UnloadLoraBody, Depends(json_body(UnloadLoraBody))], services: ServicesDep
 ) -> UnloadedLora:
     """Removes an adapter, or one version of it. Requests under way with it run to their end."""
-    return await _unload(services, body.lora_name, "lora_name")
+    return await unload(services, body.lora_name, "lora_name")
 
 
-async def _unload(services: Services, selector: str, param: str) -> UnloadedLora:
+async def unload(services: Services, selector: str, param: str) -> UnloadedLora:
+    """See `core.AdapterClient.unload`. `param`: the request field that has the selector."""
     with adapter_named_by(param, selector):
         removed = await services.lifecycle.run_to_end(services.adapters.unload(selector))
     return UnloadedLora(status="success", unloaded=[str(ref) for ref in removed])
@@ -154,7 +162,7 @@ async def get_adapter(selector: Selector, services: ServicesDep) -> Adapter:
 @router.delete("/v1/adapters/{selector:path}", responses=UNLOAD_ERRORS)
 async def delete_adapter(selector: Selector, services: ServicesDep) -> UnloadedLora:
     """Removes an adapter, or one version of it, as `/v1/unload_lora_adapter` does."""
-    return await _unload(services, selector, "selector")
+    return await unload(services, selector, "selector")
 
 
 def adapter_object(card: AdapterCard) -> Adapter:

@@ -18,6 +18,7 @@ from mlx_parallm.core import (
     GenerationRequest,
     PromptScored,
 )
+from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.server.api.answer import ChoicePiece, ChoiceWriter, Watch, cut_off, ending
 from mlx_parallm.server.api.chat.history import PlannedTurn
 from mlx_parallm.server.api.chat.messages import Conversation
@@ -112,6 +113,14 @@ def plan_chat(
 
 
 def conversation_of(body: ChatBody, services: Services) -> Conversation:
+    """Raises InvalidRequestError if the body has another template than the model's own."""
+    if body.chat_template not in (None, services.tokenizer.chat_template):
+        raise InvalidRequestError(
+            "chat_template: this is not the model's own template, which GET /tokenizer_info has. A template is a "
+            "program, so that of a client is not run: leave it out, start the server on a model folder that has it, or "
+            "render it yourself and send the token ids to /v1/completions.",
+            param="chat_template",
+        )
     return Conversation.of(body.messages, body.callable_tools, services.tokenizer, body.chat_template_kwargs)
 
 

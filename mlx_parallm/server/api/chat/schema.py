@@ -20,7 +20,6 @@ class ChatBody(ToolCallingBody):
     NEUTRAL: ClassVar[Neutral] = {
         **UNSUPPORTED_OPTIONS,
         "audio": (),
-        "chat_template": (),
         "continue_final_message": (False,),
         "documents": (),
         "echo": (False,),
@@ -46,6 +45,8 @@ class ChatBody(ToolCallingBody):
     """Number of most likely tokens to return at each position as well; needs `logprobs`."""
     add_generation_prompt: bool = True
     """Whether the prompt ends with the beginning of the assistant's message."""
+    chat_template: Annotated[str, Field(min_length=1)] | None = None
+    """Only the model's own, which `/tokenizer_info` has: a template is a program, and a client's is not run."""
     chat_template_kwargs: TemplateOptions = TemplateOptions()
     """Switches of the chat template."""
 

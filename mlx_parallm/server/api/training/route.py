@@ -18,19 +18,19 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from mlx_parallm.core import BASE_ADAPTER, AdapterRef, GivenTrajectory, TrainingClient, TrainingEvent, TrainingStatus
+from mlx_parallm.core import TrainingClient, TrainingEvent, TrainingStatus
 from mlx_parallm.errors import (
     ConflictError,
     ContextLengthError,
     EngineDeadError,
     EngineError,
-    InvalidRequestError,
     StorageError,
     TrainingDisabledError,
     UnknownModelError,
     UnknownTrajectoryError,
 )
 from mlx_parallm.server.api.generation_fields import MAX_EPISODE_ID
+from mlx_parallm.server.api.training.given import given_trajectories
 from mlx_parallm.server.api.training.objects import (
     DebugTraining,
     DebugTrajectories,
@@ -47,7 +47,6 @@ from mlx_parallm.server.api.training.objects import (
 from mlx_parallm.server.api.training.schema import (
     ControlBody,
     FeedbackBody,
-    GivenTrajectoryBody,
     TrainingRollbackBody,
     UpdateBody,
 )
@@ -57,7 +56,7 @@ from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.lifecycle import Lifecycle, while_connected
 from mlx_parallm.server.metrics_collectors import training_statuses
 from mlx_parallm.server.openapi import EVENTS, raises
-from mlx_parallm.server.planning import adapter_named_by, check_ids
+from mlx_parallm.server.planning import adapter_named_by
 from mlx_parallm.server.services import Services, ServicesDep, TrainingDep
 
 MAX_LISTED = 1000
@@ -82,57 +81,11 @@ async def update(
     has ended, and a version that it published is live."""
     given = None
     if body.given is not None:
-        encode = partial(_given, body.given, services)
+        encode = partial(given_trajectories, body.given, services)
         given = await services.workers.run(request.state.body_bytes, encode)
     with adapter_named_by("lora_adapter", body.lora_adapter):
         updating = training.update(body.lora_adapter, given, body.update_inference, body.checkpoint_name)
         return update_object(await services.lifecycle.run_to_end(updating))
-
-
-def _given(bodies: list[GivenTrajectoryBody], services: Services) -> list[GivenTrajectory]:
-    """Encodes the texts of given trajectories. Call it in a worker thread.
-
-    Raises:
-        InvalidRequestError: a token id is not in the vocabulary, or the number of logprobs is wrong.
-        ContextLengthError: a trajectory is longer than the context.
-        UnknownModelError: a `lora_version` is unknown.
-    """
-    return [_trajectory(body, services, f"trajectories[{number}]") for number, body in enumerate(bodies)]
-
-
-def _trajectory(body: GivenTrajectoryBody, services: Services, param: str) -> GivenTrajectory:
-    card, encode = services.card, services.tokenizer.encode
-    prompt = body.prompt_token_ids or encode(body.prompt or "", True, card.context_length)
-    completion = body.completion_token_ids or body.tokens or encode(body.output or "", False, card.context_length)
-    check_ids(prompt, card.vocab_size, f"{param}.prompt_token_ids")
-    check_ids(completion, card.vocab_size, f"{param}.completion_token_ids")
-    tokens = len(prompt) + len(completion)
-    if tokens > card.context_length:
-        raise ContextLengthError(
-            f"This model's context is {card.context_length} tokens, and {param} has {tokens}. Leave it out.",
-            param=param,
-        )
-    if body.given_logprobs and len(body.given_logprobs) != len(completion):
-        raise InvalidRequestError(
-            f"{param}.logprobs: there must be one for each of the {len(completion)} tokens of the completion; send "
-            "`tokens` in place of `output`, or no logprobs.",
-            param=f"{param}.logprobs",
-        )
-    return GivenTrajectory(
-        prompt_ids=tuple(prompt),
-        completion_ids=tuple(completion),
-        reward=body.reward,
-        group_id=body.group_id,
-        sampling_logprobs=tuple(body.given_logprobs),
-        temperature=body.temperature,
-        adapter=_version(body.lora_version, services, f"{param}.lora_version"),
-    )
-
-
-def _version(selector: str | None, services: Services, param: str) -> AdapterRef | None:
-    if selector is None:
-        return None
-    return BASE_ADAPTER if services.is_base(selector) else services.find(selector, param).ref
 
 
 # -- feedback --------------------------------------------------------------------------------------

@@ -8,69 +8,12 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from mlx_parallm.server.api.adapters.schema import MAX_NAME, Name
-from mlx_parallm.server.api.fields import INT32_MAX, NonEmptyTokenIds, WireInput, refused
-from mlx_parallm.server.api.generation_fields import MAX_EPISODE_ID, MIN_COLLECTED_TEMPERATURE
+from mlx_parallm.server.api.fields import INT32_MAX, WireInput, refused
+from mlx_parallm.server.api.generation_fields import MAX_EPISODE_ID
+from mlx_parallm.server.api.training.trajectory_schema import GivenTrajectoryBody
 
 MAX_GIVEN = 4096
-MAX_LOGPROB = 1e-3
-"""Log-probabilities are at most 0, but float32 sums can be slightly above."""
-
-Logprob = Annotated[float, Field(le=MAX_LOGPROB)]
 GivenTexts = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_GIVEN)]
-
-
-class GivenTrajectoryBody(WireInput):
-    """A trajectory that the client sends. The prompt and the completion are each given once, as token ids or as
-    text."""
-
-    prompt_token_ids: NonEmptyTokenIds | None = None
-    """Token ids of the prompt, at least one."""
-    prompt: Annotated[str, Field(min_length=1)] | None = None
-    """The prompt as text. It is encoded like a prompt of `/v1/completions`."""
-    completion_token_ids: NonEmptyTokenIds | None = None
-    """Token ids of the completion, at least one."""
-    tokens: NonEmptyTokenIds | None = None
-    """Another name for `completion_token_ids`."""
-    output: Annotated[str, Field(min_length=1)] | None = None
-    """The completion as text. It is encoded without special tokens, so an answer that the model ended lacks the
-    end-of-sequence token. The tokens may differ from those that were sampled; `tokens` are exact."""
-    reward: float | None = None
-    """The reward. It may be left out for the loss cross_entropy, which does not use rewards."""
-    group_id: Annotated[str, Field(max_length=MAX_NAME)] = ""
-    """The group: trajectories of one prompt, whose rewards are compared. Trajectories without a `group_id` are grouped
-    by their prompts."""
-    sampling_logprobs: list[Logprob] | None = None
-    """Log-probabilities in nats, one for each completion token, of the distribution that it was sampled from. If
-    they are left out, the trainer computes those of the current policy, as if it had drawn the completion."""
-    logprobs: list[Logprob] | None = None
-    """Another name for `sampling_logprobs`."""
-    lora_version: str | None = None
-    """The adapter version that sampled the completion, such as `math@3` or `base`. It is refused unless training
-    continued from it and it is at most `max_staleness` versions old. The default: the trajectory counts as new."""
-    temperature: Annotated[float, Field(ge=MIN_COLLECTED_TEMPERATURE, le=2)] = 1.0
-    """The temperature of sampling."""
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> GivenTrajectoryBody:
-        self._one_of("prompt_token_ids", "prompt")
-        self._one_of("completion_token_ids", "tokens", "output")
-        if self.sampling_logprobs is not None and self.logprobs is not None:
-            raise refused("is the same as sampling_logprobs; send one of them", "logprobs")
-        ids = self.completion_token_ids or self.tokens
-        for name in ("sampling_logprobs", "logprobs"):
-            logprobs = getattr(self, name)
-            if ids is not None and logprobs is not None and len(logprobs) != len(ids):
-                raise refused("must have one entry for each completion token", name)
-        return self
-
-    def _one_of(self, *fields: str) -> None:
-        if sum(getattr(self, field) is not None for field in fields) != 1:
-            raise refused(f"send one of {', '.join(fields)}", fields[0])
-
-    @property
-    def given_logprobs(self) -> list[float]:
-        """`sampling_logprobs` under either name; empty if they were left out."""
-        return self.sampling_logprobs or self.logprobs or []
 
 
 class UpdateBody(WireInput):
@@ -78,7 +21,7 @@ class UpdateBody(WireInput):
 
     trajectories: Annotated[list[GivenTrajectoryBody], Field(min_length=1, max_length=MAX_GIVEN)] | None = None
     """The training data. If it is left out, the complete groups that were collected are used. Either all trajectories
-    have a reward or none has."""
+    (or episodes) have a reward or none has."""
     prompts: GivenTexts | None = None
     """The training data as three lists of the same length, in place of `trajectories`: prompts as text, one completion
     for each in `outputs`, and its reward in `rewards`. Equal prompts are one group."""
@@ -120,9 +63,12 @@ class UpdateBody(WireInput):
         return self
 
     @model_validator(mode="after")
-    def _rewarded_alike(self) -> UpdateBody:
-        if len({given.reward is None for given in self.trajectories or ()}) > 1:
+    def _given_alike(self) -> UpdateBody:
+        alone = [given for given in self.trajectories or () if not given.episode_id]
+        if len({given.reward is None for given in alone}) > 1:
             raise refused("give a reward with each of them, or with none", "trajectories")
+        if len({given.advantages is None for given in self.trajectories or ()}) > 1:
+            raise refused("give advantages with each of them, or with none", "trajectories")
         return self
 
 

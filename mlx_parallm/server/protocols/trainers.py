@@ -1,0 +1,121 @@
+"""What trainers of other projects ask of the inference server that they sample from, as they ask it of vLLM.
+
+prime-rl loads each new policy from a folder with `/load_lora_adapter` under the same name, and TRL and ART with
+`/v1/load_lora_adapter` under a new name or as `name@step`; see `api.adapters`. `/pause`, `/resume` and
+`/reset_prefix_cache` are in `api.control`. The weights of whole models are sent over NCCL, which needs CUDA, so those
+routes answer what to use instead.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, NoReturn
+
+from fastapi import APIRouter, Depends
+from pydantic import Field
+
+from mlx_parallm.server.api.adapters.route import LOAD_ERRORS, UNLOAD_ERRORS, load, unload
+from mlx_parallm.server.api.adapters.schema import MAX_PATH, LoadedLora, Name, UnloadedLora, UnloadLoraBody
+from mlx_parallm.server.api.fields import Neutral, WireInput, WireOutput
+from mlx_parallm.server.errors import WeightTransferError
+from mlx_parallm.server.http.body import json_body
+from mlx_parallm.server.services import ServicesDep
+
+WORLD_SIZE = 1
+"""Processes that hold the model."""
+
+_WEIGHT_TRANSFERS = (
+    # vLLM, as TRL and prime-rl call it
+    "/init_weight_transfer_engine",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+    "/init_broadcaster",
+    # `trl vllm-serve` of earlier versions
+    "/init_communicator",
+    "/update_named_param",
+    "/batch_update_named_params",
+    "/close_communicator",
+    # SGLang
+    "/init_weights_update_group",
+    "/update_weights_from_disk",
+    "/update_weights_from_distributed",
+    "/update_weights_from_tensor",
+)
+
+router = APIRouter()
+
+
+# -- adapters --------------------------------------------------------------------------------------
+
+
+class ReplaceLoraBody(WireInput):
+    """An adapter to load in place of the one with its name; prime-rl's body."""
+
+    NEUTRAL: ClassVar[Neutral] = {"is_3d_lora_weight": (False,), "load_inplace": (True,), "pinned": (False,)}
+
+    lora_name: Name
+    """The adapter's name, which may be in use already."""
+    lora_path: Annotated[str, Field(min_length=1, max_length=MAX_PATH)]
+    """A folder under the operator's adapter roots."""
+
+
+@router.post("/load_lora_adapter", responses=LOAD_ERRORS)
+async def load_lora_adapter(
+    body: Annotated[ReplaceLoraBody, Depends(json_body(ReplaceLoraBody))], services: ServicesDep
+) -> LoadedLora:
+    """Loads an adapter, and answers when the new version is live. Requests under way with this name keep the version
+    that they began with, and later ones get the new one. `/v1/load_lora_adapter` does the same with `load_inplace`."""
+    return await load(services, body.lora_name, body.lora_path, replace=True)
+
+
+@router.post("/unload_lora_adapter", responses=UNLOAD_ERRORS)
+async def unload_lora_adapter(
+    body: Annotated[UnloadLoraBody, Depends(json_body(UnloadLoraBody))], services: ServicesDep
+) -> UnloadedLora:
+    """Does the same as `/v1/unload_lora_adapter`."""
+    return await unload(services, body.lora_name, "lora_name")
+
+
+# -- state -----------------------------------------------------------------------------------------
+
+
+class Liveness(WireOutput):
+    """The HTTP server answers."""
+
+    status: str
+    """Always `ok`."""
+
+
+class WorldSize(WireOutput):
+    """The processes that hold the model."""
+
+    world_size: int
+    """Always 1."""
+
+
+@router.get("/liveness")
+async def liveness() -> Liveness:
+    """Whether the HTTP server answers. `/health` says whether the engine works too."""
+    return Liveness(status="ok")
+
+
+@router.get("/get_world_size")
+async def get_world_size() -> WorldSize:
+    """The number of processes that hold the model."""
+    return WorldSize(world_size=WORLD_SIZE)
+
+
+# -- weights of whole models -----------------------------------------------------------------------
+
+
+async def refuse_weights() -> NoReturn:
+    """Stands for every route by which weights of a whole model are sent."""
+    raise WeightTransferError(
+        "This server takes no weights of a whole model: its base model is shared by all requests and never changes. "
+        "Train a LoRA adapter and send each new one with POST /v1/load_lora_adapter (load_inplace true, or the name "
+        "name@step) or POST /load_lora_adapter; or let this server train, with POST /v1/training/update."
+    )
+
+
+for _path in _WEIGHT_TRANSFERS:
+    router.add_api_route(_path, refuse_weights, methods=["POST"], include_in_schema=False, response_model=None)

@@ -1,0 +1,151 @@
+"""Rows of tokens and whole episodes that a client gives with an update: masks, advantages, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from configs import changed, loss_config
+from rl.rig import SETTINGS, Rig, opened
+from rl.test_recovery import Run
+from sample_parts import advantage, answer
+
+from mlx_parallm.config import Algorithm
+from mlx_parallm.core import GivenTrajectory
+from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.rl.objectives.episodes import Episode, samples_of
+from mlx_parallm.rl.objectives.samples import Sample
+
+ROW = GivenTrajectory(
+    (1, 2), (3, 4, 8, 9, 5, 8), 1.0, "a", (-0.3, -0.4, 0.0, 0.0, -0.5, 0.0), 0.5,
+    mask=(True, True, False, False, True, False),
+)  # fmt: skip
+"""Two turns, with the result of a tool between them and after them."""
+
+
+async def samples_from(*given: GivenTrajectory, rig: Rig | None = None) -> tuple[Sample, ...]:
+    rig = rig or await opened()
+    report = await rig.loop.update(given)
+    assert report.status == "published", report
+    return rig.learner.batches[-1].samples
+
+
+async def test_only_what_the_mask_says_is_trained() -> None:
+    row, other = await samples_from(ROW, replace(ROW, reward=0.0))
+    assert row.token_ids == (1, 2, 3, 4, 8, 9, 5, 8)
+    assert (row.loss_weights, answer(row)) == ((0, 0, 1, 1, 0, 0, 1, 0), (3, 4, 5))
+    assert [row.sampling_logprobs[at] for at in row.trained()] == [-0.3, -0.4, -0.5]
+    assert [(one.start, one.stop, one.temperature) for one in row.stretches] == [(2, 4, 0.5), (6, 7, 0.5)]
+    assert (advantage(row), advantage(other)) == (0.5, -0.5)
+
+
+def of_trained(sample: Sample) -> Sample:
+    """With advantages of 0 where nothing is trained."""
+    pairs = zip(sample.advantages, sample.loss_weights, strict=True)
+    return replace(sample, advantages=tuple(advantage * weight for advantage, weight in pairs))
+
+
+def test_a_row_is_the_sample_that_its_turns_make() -> None:
+    row = replace(ROW, completion_ids=(3, 4, 8, 9, 5), mask=ROW.mask[:5], sampling_logprobs=(-0.3, -0.4, 0, 0, -0.5))
+    first = GivenTrajectory((1, 2), (3, 4), 1.0, "a", (-0.3, -0.4), 0.5)
+    second = GivenTrajectory((1, 2, 3, 4, 8, 9), (5,), 1.0, "a", (-0.5,), 0.5)
+    (of_row,) = samples_of(Episode((row,)), [[0.25] * 5], 3, False, False)
+    (of_turns,) = samples_of(Episode((first, second)), [[0.25] * 2, [0.25]], 3, False, False)
+    assert answer(of_row) == answer(of_turns) == (3, 4, 5)
+    assert of_trained(of_row) == of_trained(of_turns)
+
+
+async def test_advantages_are_taken_as_they_are_and_the_step_is_whole() -> None:
+    rig = await opened()
+    each = (0.5, -2.0, 0.0, 0.0, 7.0, 0.0)
+    zero = replace(ROW, group_id="b", advantages=(0.0,) * 6)
+    row, other = await samples_from(replace(ROW, reward=None, advantages=each), replace(zero, reward=None), rig=rig)
+    assert [row.advantages[at] for at in row.trained()] == [0.5, -2.0, 7.0]
+    assert advantage(other) == 0.0
+    batch = rig.learner.batches[0]
+    assert batch.step_scale == 1.0
+    assert "reward_mean" not in batch.metrics
+    assert batch.metrics["completion_tokens"] == 3
+
+
+async def test_rewards_beside_advantages_are_only_reported() -> None:
+    rig = await opened()
+    given = [replace(ROW, reward=reward, advantages=(1.0,) * 6) for reward in (3.0, 5.0)]
+    assert [advantage(sample) for sample in await samples_from(*given, rig=rig)] == [1.0, 1.0]
+    assert rig.learner.batches[0].metrics["reward_mean"] == 4.0
+
+
+async def test_advantages_of_nothing_but_zeros_teach_nothing() -> None:
+    rig = await opened()
+    report = await rig.loop.update([replace(ROW, reward=None, advantages=(0.0,) * 6)])
+    assert (report.status, report.reason) == ("skipped", "no_signal")
+
+
+async def test_the_rows_of_an_episode_count_once_and_are_joined_where_they_continue() -> None:
+    first = GivenTrajectory((1, 2), (3, 4), None, "a", episode_id="e")
+    second = GivenTrajectory((1, 2, 3, 4, 8), (5,), 1.0, "a", episode_id="e")
+    apart = GivenTrajectory((6,), (7,), None, "a", episode_id="e")
+    one, two, other = await samples_from(first, second, apart, GivenTrajectory((1, 2), (9,), 0.0, "a"))
+    assert [(sample.token_ids, advantage(sample)) for sample in (one, two, other)] == [
+        ((1, 2, 3, 4, 8, 5), 0.5),
+        ((6, 7), 0.5),
+        ((1, 2, 9), -0.5),
+    ]
+    assert {sample.group for sample in (one, two, other)} == {0}
+
+
+async def test_an_episode_without_a_group_is_in_that_of_its_first_prompt() -> None:
+    episodes = [
+        [GivenTrajectory((1,), (2,), reward, episode_id=name), GivenTrajectory((7,), (8,), episode_id=name)]
+        for name, reward in (("e", 1.0), ("f", 0.0))
+    ]
+    samples = await samples_from(*episodes[0], *episodes[1])
+    assert [(answer(sample), sample.group, advantage(sample)) for sample in samples] == [
+        ((2,), 0, 0.5), ((8,), 0, 0.5), ((2,), 0, -0.5), ((8,), 0, -0.5)]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        (replace(ROW, mask=(True,)), r"trajectories\[1\]: 1 mask for 6"),
+        (replace(ROW, mask=(False,) * 6), r"trajectories\[1\]: give at least"),
+        (replace(ROW, advantages=(1.0,)), r"trajectories\[1\]: 1 advantages for 6"),
+        (replace(ROW, advantages=(float("nan"),) * 6), r"trajectories\[1\]: .* finite"),
+        (replace(ROW, advantages=(1.0,) * 6), "advantages with each of them, or with none"),
+        (replace(ROW, reward=None), "a reward with each of them, or with none"),
+    ],
+)
+async def test_what_does_not_fit_together_is_refused(bad: GivenTrajectory, says: str) -> None:
+    rig = await opened()
+    with pytest.raises(InvalidRequestError, match=says):
+        await rig.loop.update([ROW, bad])
+    assert rig.learner.batches == []
+
+
+async def test_an_episode_has_one_reward() -> None:
+    rig = await opened()
+    given = [GivenTrajectory((1,), (2,), reward, "a", episode_id="e") for reward in (1.0, 0.5)]
+    with pytest.raises(InvalidRequestError, match=r"'e' has the rewards \[0.5, 1.0\]"):
+        await rig.loop.update(given)
+
+
+@pytest.mark.parametrize("algorithm", [Algorithm.CROSS_ENTROPY, Algorithm.DPO, Algorithm.KTO])
+async def test_losses_that_read_no_advantages_refuse_them(algorithm: Algorithm) -> None:
+    rig = await opened(settings=changed(SETTINGS, loss=loss_config(algorithm)))
+    with pytest.raises(InvalidRequestError, match=f"{algorithm.value} reads no advantages"):
+        await rig.loop.update([replace(ROW, reward=None, advantages=(1.0,) * 6)])
+
+
+async def test_rows_are_trained_on_again_to_the_same_policy_after_a_crash(tmp_path: Path) -> None:
+    run = Run(tmp_path / "journal.sqlite")
+    rows = [replace(ROW, reward=None, advantages=(0.5, -2.0, 0.0, 0.0, number, 0.0)) for number in (7.0, 1 / 3)]
+    episodes = [replace(ROW, reward=reward, episode_id=name) for name, reward in (("e", 1.0), ("f", 0.0))]
+    async with run.process() as one:
+        await one.service.update(given=rows)
+        await one.service.update(given=episodes)
+        before = one.learner.policies["main"]
+        batches = [batch.samples for batch in one.learner.batches]
+    async with run.process() as again:
+        assert again.learner.policies["main"] == before
+        assert [batch.samples for batch in again.learner.batches] == batches

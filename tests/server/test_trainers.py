@@ -1,0 +1,81 @@
+"""What other projects' trainers ask of the inference server: adapters at the root, facts, pauses, and refusals."""
+
+import pytest
+from server.fakes import CARD, ByteTokenizer
+
+from mlx_parallm.core import AdapterStats
+
+LOAD, UNLOAD = "/load_lora_adapter", "/unload_lora_adapter"
+BODY = {"lora_name": "policy", "lora_path": "/runs/step"}
+
+
+async def test_the_root_route_replaces_the_name_at_every_step(client, fault):
+    for version in (1, 2):
+        response = await client.post(LOAD, json=BODY)
+        assert (response.status_code, response.json()["lora_adapter"]) == (200, f"policy@{version}")
+    response = await client.post(LOAD, json={**BODY, "load_inplace": True, "is_3d_lora_weight": False})
+    assert response.json()["lora_adapter"] == "policy@3"
+    response = await client.post(LOAD, json={**BODY, "load_inplace": False})
+    assert (response.status_code, fault(response)["param"]) == (400, "load_inplace")
+    response = await client.post(UNLOAD, json={"lora_name": "policy"})
+    assert response.json() == {"status": "success", "unloaded": ["policy@1", "policy@2", "policy@3"]}
+    assert (await client.post(UNLOAD, json={"lora_name": "policy"})).status_code == 404
+
+
+async def test_server_info_has_what_trl_looks_for(client, adapters):
+    adapters.state = AdapterStats(slots=6, max_rank=32)
+    config = (await client.get("/server_info?config_format=json")).json()["vllm_config"]
+    assert config["lora_config"] == {"max_lora_rank": 32, "max_loras": 6}
+    assert config["parallel_config"]["data_parallel_size"] == 1
+    assert config["model_config"]["dtype"] == f"torch.{CARD.dtype}"
+    assert config["model_config"]["max_model_len"] == CARD.context_length
+    assert config["weight_transfer_config"] is None
+
+
+async def test_one_process_holds_the_model(client):
+    assert (await client.get("/get_world_size")).json() == {"world_size": 1}
+
+
+async def test_liveness_needs_no_key_and_does_not_ask_the_engine(make_client, engine):
+    client = make_client(api_key="secret")
+    engine.state["alive"] = False
+    response = await client.get("/liveness")
+    assert (response.status_code, response.json()) == (200, {"status": "ok"})
+    assert (await client.get("/get_world_size")).status_code == 401
+
+
+async def test_a_pause_around_a_new_policy_keeps_what_is_under_way(client, engine):
+    assert (await client.post("/pause?mode=keep&clear_cache=false")).json() == {"status": "paused"}
+    assert (await client.get("/is_paused")).json() == {"is_paused": True}
+    assert (await client.post(LOAD, json=BODY)).status_code == 200
+    assert (await client.post("/resume")).json() == {"status": "resumed"}
+    assert engine.cached == 100
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/init_weight_transfer_engine",
+        "/start_weight_update",
+        "/update_weights",
+        "/finish_weight_update",
+        "/init_communicator",
+        "/update_weights_from_disk",
+    ],
+)
+async def test_weights_of_a_whole_model_are_refused_with_what_to_use_instead(client, fault, path):
+    for content in (b"", b'{"update_info": {"names": ["w"], "dtype_names": ["float32"], "shapes": [[1]]}}'):
+        response = await client.post(path, content=content)
+        assert (response.status_code, fault(response)["code"]) == (501, "weight_transfer_unsupported")
+        assert "/v1/load_lora_adapter" in fault(response)["message"]
+        assert response.headers["x-should-retry"] == "false"
+
+
+async def test_a_chat_may_name_the_template_that_it_gets_anyway(client, fault):
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+    same = await client.post("/v1/chat/completions", json={**body, "chat_template": ByteTokenizer.chat_template})
+    assert same.status_code == 200
+    loop = "{% for x in range(9) %}{% endfor %}"
+    other = await client.post("/v1/chat/completions", json={**body, "chat_template": loop})
+    assert (other.status_code, fault(other)["param"]) == (400, "chat_template")
+    assert "A template is a program" in fault(other)["message"]
