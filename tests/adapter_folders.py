@@ -16,7 +16,9 @@ from mlx_parallm.adapters.files.read import AdapterFile, read_adapter
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LinearSpec, LoRAPair
 from mlx_parallm.errors import AdapterFileError
 
-HIDDEN, KV, MLP, LAYERS = 16, 8, 24, 2
+HIDDEN, KV, MLP, LAYERS, VOCABULARY = 16, 8, 24, 2, 40
+HEADS = {"model.": "lm_head", "language_model.model.": "language_model.lm_head", "model.language_model.": "lm_head"}
+"""The path of the head, by that of the layers."""
 _SHAPES = {
     "self_attn.q_proj": (HIDDEN, HIDDEN),
     "self_attn.v_proj": (HIDDEN, KV),
@@ -25,15 +27,15 @@ _SHAPES = {
 
 
 def make_layout(prefix: str = "model.") -> AdapterLayout:
-    """Two layers of three linears; one layer has experts beside them."""
+    """Two layers of three linears, and a head; one layer has experts beside them."""
     paths = {f"{prefix}layers.{i}.{name}": shape for i in range(LAYERS) for name, shape in _SHAPES.items()}
     linears = {path: LinearSpec(path, *shape, group=path) for path, shape in paths.items()}
     refused = {
         f"{prefix}layers.0.mlp.switch_mlp.gate_proj": "expert LoRA",
         f"{prefix}embed_tokens": "embedding LoRA",
-        f"{prefix.removesuffix('model.')}lm_head": "head LoRA",
     }
-    return AdapterLayout(linears, refused, LAYERS)
+    head = HEADS[prefix]
+    return AdapterLayout(linears, refused, LAYERS, LinearSpec(head, HIDDEN, VOCABULARY, group=head))
 
 
 LAYOUT = make_layout()
@@ -47,7 +49,7 @@ def random_weights(
     rng = np.random.default_rng(seed)
     pairs = {}
     for path, rank in ranks.items():
-        spec = layout.linears[path]
+        spec = layout.find(path)
         a = rng.normal(size=(spec.in_features, rank)).astype(np.float32)
         b = rng.normal(size=(rank, spec.out_features)).astype(np.float32)
         pairs[path] = LoRAPair(a, b, scales if isinstance(scales, float) else scales[path])

@@ -7,6 +7,7 @@ from collections.abc import Collection
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_unflatten
 
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LoRAPair
 from mlx_parallm.model.hooks import adapter_layout
@@ -27,15 +28,21 @@ def random_adapter(
     size: float = 0.5,
     scale: float = 2.0,
 ) -> AdapterWeights:
-    """Random factors on the linears with these last names, all by default; `size`: of a change to what W x is."""
+    """Random factors on the linears with these last names, by default on those of all layers; `size`: of a change to
+    what W x is."""
     rng = np.random.default_rng(seed)
     pairs = {}
-    for path, spec in layout.linears.items():
-        if not targets or spec.target in targets:
+    for spec in layout:
+        if spec.target in targets if targets else spec is not layout.head:
             a = rng.normal(size=(spec.in_features, rank)) / np.sqrt(spec.in_features)
             b = rng.normal(size=(rank, spec.out_features)) * size / np.sqrt(rank) / scale
-            pairs[path] = LoRAPair(a.astype(np.float32), b.astype(np.float32), scale)
+            pairs[spec.path] = LoRAPair(a.astype(np.float32), b.astype(np.float32), scale)
     return AdapterWeights(pairs)
+
+
+def every_target(layout: AdapterLayout) -> set[str]:
+    """The names of all linears that an adapter may change, the head among them."""
+    return {spec.target for spec in layout}
 
 
 def merged(model: nn.Module, weights: AdapterWeights) -> nn.Module:
@@ -43,5 +50,24 @@ def merged(model: nn.Module, weights: AdapterWeights) -> nn.Module:
     modules = dict(model.named_modules())
     for path, pair in weights.pairs.items():
         change = mx.array(pair.scale * (pair.a @ pair.b).T)
-        modules[path].weight = modules[path].weight + change
+        if path in modules:
+            modules[path].weight = modules[path].weight + change
+        else:
+            embedding = path.replace("lm_head", "model.embed_tokens")
+            untied = UntiedEmbedding(modules[embedding], modules[embedding].weight + change)
+            model.update_modules(tree_unflatten([(embedding, untied)]))
     return model
+
+
+class UntiedEmbedding(nn.Module):
+    """The embedding of a tied model, with another weight as the head."""
+
+    def __init__(self, base: nn.Embedding, head: mx.array) -> None:
+        super().__init__()
+        self.base, self.head = base, head
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        return self.base(tokens)
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        return x @ self.head.T

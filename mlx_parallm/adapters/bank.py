@@ -4,9 +4,10 @@
                                 max_rank columns for each linear that some adapter changes, in order of first use
     b  [slots, max_rank, out]   one for each of these linears
 
-Slot 0 is all zeros and stands for the base model. Smaller ranks are padded with zeros to max_rank, and an adapter's
-scale is multiplied into its b. Arrays are made when the first adapter needs them and grow by doubling, so a server
-without adapters allocates none.
+The head, whose out is the vocabulary, is a group of its own. Slot 0 is all zeros and stands for the base model. Smaller
+ranks are padded with zeros to max_rank, and an adapter's scale is multiplied into its b. Arrays are made when the first
+adapter needs them and grow by doubling, so a server without adapters allocates none, and one whose adapters do not
+change the head allocates none for the head.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from typing import Protocol
 
@@ -138,15 +140,20 @@ class ForwardContext:
     """
 
     def __init__(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
-        self._runs = _runs(slots, lengths)
+        self._rows = slots, lengths
+        self._slots = frozenset(slots)
         self._last: tuple[LinearGroup, mx.array, list[mx.array]] | None = None
 
     def adapt(self, group: LinearGroup, path: str, x: mx.array, y: mx.array) -> mx.array:
         """y + (x A[slot]) B[slot] for the linear at `path`, with x [B, T, in], y [B, T, out]. B includes the scale."""
         place = group.places.get(path)
-        if place is None:  # no adapter in the bank changes this linear
+        if place is None or group.written.isdisjoint(self._slots):  # no adapter of these rows changes this linear
             return y
         return y + self._product(self._down(group, x)[place], group.b[path])
+
+    @cached_property
+    def _runs(self) -> list[_Run]:
+        return _runs(*self._rows)
 
     def _down(self, group: LinearGroup, x: mx.array) -> list[mx.array]:
         """x A[slot] of each linear of the group, [B, T, rank]; computed once for linears with the same input."""
@@ -225,7 +232,7 @@ class AdapterBank:
         self.max_rank = max_rank
         self.context: AdapterContext | None = None
         by_group: dict[str, list[LinearSpec]] = {}
-        for spec in layout.linears.values():
+        for spec in layout:
             by_group.setdefault(spec.group, []).append(spec)
         self.groups = {name: LinearGroup(specs, max_rank, dtype) for name, specs in by_group.items()}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -38,14 +38,28 @@ class LinearSpec:
 class AdapterLayout:
     """Which linears of a model an adapter may change.
 
-    `linears`: by path, in the model's order. `refused`: modules that adapter files may name but that cannot be
-    adapted, as path → name of the unsupported feature, such as `lm_head` → "head LoRA". `layers`: number of transformer
-    blocks, for file formats that store it.
+    `linears`: those of the transformer blocks, by path, in the model's order. `refused`: modules that adapter files may
+    name but that cannot be adapted, as path → name of the unsupported feature, such as `model.embed_tokens` →
+    "embedding LoRA". `layers`: number of transformer blocks. `head`: the linear from hidden states to logits, None if
+    it cannot be adapted. Its target is `lm_head`, also in a tied model, whose embedding does its work.
     """
 
     linears: Mapping[str, LinearSpec]
     refused: Mapping[str, str]
     layers: int
+    head: LinearSpec | None = None
+
+    def __iter__(self) -> Iterator[LinearSpec]:
+        """All linears that an adapter may change, the head last."""
+        yield from self.linears.values()
+        if self.head is not None:
+            yield self.head
+
+    def find(self, path: str) -> LinearSpec | None:
+        """The linear at a path."""
+        if self.head is not None and path == self.head.path:
+            return self.head
+        return self.linears.get(path)
 
 
 def lora_scale(alpha: float, rank: int, rslora: bool = False) -> float:

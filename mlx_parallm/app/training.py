@@ -51,24 +51,33 @@ def build_trainer(
     """
     if not config.rl_training.enabled:
         return None
-    training = micro_steps_sized(config.rl_training, manager, bank, memory, stall_s)
-    return GRPOTrainer(trainable(training, manager, bank, memory), training, config.model)
+    head = bank.layout.head
+    head_rank = config.model.lora_rank if head is not None and head.target in config.model.lora_target_modules else 0
+    training = micro_steps_sized(config.rl_training, manager, bank, memory, stall_s, head_rank)
+    return GRPOTrainer(trainable(training, manager, bank, memory, head_rank), training, config.model)
 
 
 def micro_steps_sized(
-    training: RLTrainingConfig, manager: SharedModelManager, bank: AdapterBank, memory: int, stall_s: float
+    training: RLTrainingConfig,
+    manager: SharedModelManager,
+    bank: AdapterBank,
+    memory: int,
+    stall_s: float,
+    head_rank: int = 0,
 ) -> ResolvedTraining:
-    """The settings with micro-steps as large as memory and time allow, unless their size is configured."""
+    """The settings with micro-steps as large as memory and time allow, unless their size is configured. `head_rank`:
+    see `Footprint`."""
     checkpointed = training.gradient_checkpointing is not False
-    tokens = footprint_of(manager, bank).micro_batch_tokens(memory, stall_s, on_cpu(), checkpointed)
+    tokens = footprint_of(manager, bank, head_rank).micro_batch_tokens(memory, stall_s, on_cpu(), checkpointed)
     return training.resolved(manager.kv_layout.dtype == mx.float32, tokens)
 
 
 def trainable(
-    training: ResolvedTraining, manager: SharedModelManager, bank: AdapterBank, memory: int
+    training: ResolvedTraining, manager: SharedModelManager, bank: AdapterBank, memory: int, head_rank: int = 0
 ) -> TrainableModel:
-    """The model with gradients, which keeps all activations of a micro-step as `gradient_checkpointing` says."""
-    checkpointing, footprint = training.gradient_checkpointing, footprint_of(manager, bank)
+    """The model with gradients, which keeps all activations of a micro-step as `gradient_checkpointing` says.
+    `head_rank`: see `Footprint`."""
+    checkpointing, footprint = training.gradient_checkpointing, footprint_of(manager, bank, head_rank)
 
     def recomputes(tokens: int, context: int) -> bool:
         return not footprint.fits(tokens, context, False, memory) if checkpointing is None else checkpointing
@@ -76,10 +85,11 @@ def trainable(
     return TrainableModel(manager.model, bank, install_hook(manager.model), recomputes)
 
 
-def footprint_of(manager: SharedModelManager, bank: AdapterBank) -> Footprint:
-    """What decides how large micro-steps of this model can be, and whether they keep their activations."""
+def footprint_of(manager: SharedModelManager, bank: AdapterBank, head_rank: int = 0) -> Footprint:
+    """What decides how large micro-steps of this model can be, and whether they keep their activations. `head_rank`:
+    see `Footprint`."""
     heads, layout = query_heads(manager.model), bank.layout
-    return Footprint.of(layout.layers, layout.linears.values(), heads, manager.card.vocab_size)
+    return Footprint.of(layout.layers, layout.linears.values(), heads, manager.card.vocab_size, head_rank)
 
 
 @dataclass(frozen=True, slots=True)

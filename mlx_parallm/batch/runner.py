@@ -197,7 +197,11 @@ class BatchRunner:
         if not wanted:
             return None
         chosen = outputs if len(wanted) == len(outputs) else outputs[mx.array(wanted)]
-        return chosen if self._head is None else self._head(chosen)
+        if self._head is None:
+            return chosen
+        rows = [(span.row.adapter_slot, len(offsets)) for span, offsets in zip(spans, asked, strict=True) if offsets]
+        with self._bank.forward([slot for slot, _ in rows], [length for _, length in rows]):
+            return self._head(chosen)
 
     def _run(self, inputs: mx.array, spans: Sequence[Span[KVRow]]) -> mx.array:
         """The trunk's outputs [N, hidden] for tokens [N], or the logits [N, vocab] of a model without a trunk."""

@@ -215,7 +215,9 @@ class ModelConfig(Section):
     lora_target_modules: Names = Field(
         default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), min_length=1
     )
-    """Names of the linear layers that adapters made by training change."""
+    """Names of the linear layers that adapters made by training change. lm_head is the output head, also in a model
+    whose embedding is its head.
+    """
 
 
 class AdaptersConfig(Section):

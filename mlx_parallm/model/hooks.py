@@ -5,7 +5,8 @@ their own module. `install_hook` rebinds that name, once, to a function that cal
 method, and mlx-lm's own function otherwise. Nothing else of mlx-lm is patched.
 
 Linears: `install_adapters` replaces each linear that adapters may change by an `AdaptedLinear`, which reads the slots
-of the current forward from the adapter bank's `ForwardContext`.
+of the current forward from the adapter bank's `ForwardContext`. In a tied model the embedding is the head too; an
+`AdaptedEmbedding` adds adapters to the logits only.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from enum import Enum
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -23,6 +24,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.weights import AdapterLayout, LinearSpec
 from mlx_parallm.model.families import Support, classify
+from mlx_parallm.model.split import head_module_of
 
 _ATTENTION = "scaled_dot_product_attention"
 _BLOCKS = frozenset({"self_attn", "mlp"})
@@ -97,34 +99,59 @@ class AdaptedLinear(nn.Module):  # type: ignore[misc]
 
     def __call__(self, x: mx.array) -> mx.array:
         """[B, T, in] → [B, T, out]."""
-        y: mx.array = self.base(x)
+        return self._adapted(x, self.base(x))
+
+    def _adapted(self, x: mx.array, y: mx.array) -> mx.array:
         context = self._bank.context
         return y if context is None else context.adapt(self._group, self.path, x, y)
 
 
+class AdaptedEmbedding(AdaptedLinear):
+    """The embedding of a tied model. As the head it adds the product of each row's adapter; looking up tokens does
+    not."""
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        """Token ids [B, T] → [B, T, hidden]."""
+        return cast(mx.array, self.base(tokens))
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """[B, T, hidden] → [B, T, vocab]."""
+        return self._adapted(x, self.base.as_linear(x))
+
+
 def adapter_layout(model: nn.Module) -> AdapterLayout:
-    """The linears that adapters may change: those of attention and MLP in tested families, without experts and router.
+    """The linears that adapters may change: in tested families, those of attention and MLP without experts and router,
+    and the head.
 
     `AdapterLayout.refused` names the other modules that an adapter file might ask for, with the reason.
     """
-    family = classify(model)
+    family, head = classify(model), head_module_of(model)
     tested = family.support is Support.TESTED
     linears: dict[str, LinearSpec] = {}
     refused: dict[str, str] = {}
     for path, module in model.named_modules():
+        if tested and head is not None and path == head.path:
+            continue
         kind = _refusal(path, module) if tested else f"LoRA on a {family.name} model"
         if kind:
             refused[path] = kind
         elif isinstance(module, nn.Linear | nn.QuantizedLinear):
             linears[path] = _spec(path, module)
     ordered = dict(sorted(linears.items(), key=lambda item: _natural(item[0])))
-    return AdapterLayout(ordered, refused, layers=len(model.layers))
+    head_spec = None if head is None or not tested else _spec(head.path, head.module)
+    if head is not None and not tested:
+        refused[head.path] = f"LoRA on a {family.name} model"
+    return AdapterLayout(ordered, refused, len(model.layers), head_spec)
 
 
 def install_adapters(model: nn.Module, bank: AdapterBank) -> None:
     """Replaces every linear of the bank's layout by an AdaptedLinear. Weights are shared, not copied."""
-    modules = dict(model.named_modules())
-    adapted = [(path, AdaptedLinear(modules[path], bank, spec)) for path, spec in bank.layout.linears.items()]
+    modules, layout = dict(model.named_modules()), bank.layout
+    adapted = [(path, AdaptedLinear(modules[path], bank, spec)) for path, spec in layout.linears.items()]
+    head = head_module_of(model)
+    if layout.head is not None and head is not None:
+        kind = AdaptedEmbedding if head.tied else AdaptedLinear
+        adapted.append((head.module_path, kind(head.module, bank, layout.head)))
     model.update_modules(tree_unflatten(adapted))
 
 
@@ -138,13 +165,13 @@ def _refusal(path: str, module: nn.Module) -> str:
         return ""
     *_, block, name = path.split(".")[-2:] if "." in path else ("", path)
     if block not in _BLOCKS:
-        return "head LoRA" if name == "lm_head" else f"LoRA on {name}"
+        return f"LoRA on {name}"
     return "router LoRA" if name == "gate" else ""
 
 
 def _spec(path: str, linear: nn.Module) -> LinearSpec:
     outputs, inputs = linear.weight.shape
-    if isinstance(linear, nn.QuantizedLinear):
+    if isinstance(linear, nn.QuantizedLinear | nn.QuantizedEmbedding):
         inputs = inputs * 32 // linear.bits
     parent, _, name = path.rpartition(".")
     return LinearSpec(path, inputs, outputs, f"{parent}.{_SHARED_INPUT.get(name, name)}")

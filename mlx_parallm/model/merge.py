@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -20,15 +22,20 @@ from mlx_parallm.errors import ConfigError, UnsupportedModelError
 from mlx_parallm.model.device import prepare_device
 from mlx_parallm.model.hooks import adapter_layout
 from mlx_parallm.model.loading import LoadedModel, load
+from mlx_parallm.model.split import HeadModule, head_module_of, owner_of
 
 _GENERATION_CONFIG = "generation_config.json"
+_TIED = "tie_word_embeddings"
+_PACKINGS = ("quantization", "quantization_config")
+"""Keys of a config that say how weights are packed, by path if they differ."""
 
 
 def merge(model_path: str | None, adapter: Path, output: Path, *, dequantize: bool = False) -> None:
     """Writes a new model directory: the base model with the adapter added to its weights. The write is atomic.
 
     Sums are computed in float32 and stored in the base's type. A quantized linear that the adapter changes is quantized
-    again in the same way, which rounds the adapter's change too.
+    again in the same way, which rounds the adapter's change too. If the adapter changes the head of a tied model, that
+    gets a head of its own, so that its embedding stays as it is.
 
     Args:
         model_path: None means the bundled model.
@@ -36,16 +43,19 @@ def merge(model_path: str | None, adapter: Path, output: Path, *, dequantize: bo
 
     Raises:
         ConfigError: `output` exists.
-        ModelNotFoundError, UnsupportedModelError: the base cannot be loaded.
+        ModelNotFoundError, UnsupportedModelError: the base cannot be loaded, or cannot have a head of its own.
         AdapterFileError: the adapter cannot be read, or is not for this model.
     """
     base = _load_for(output, model_path)
     weights = read_adapter(adapter, adapter_layout(base.model), max_rank=sys.maxsize).weights
-    fuse(base.model, weights, dequantize)
     model, config = base.model, base.config
+    head = head_module_of(model)
+    if head is not None and head.tied and head.path in weights.pairs:
+        config = untie(model, head, config)
+    fuse(model, weights, dequantize)
     if dequantize:
         model = dequantize_model(model)
-        config = {key: value for key, value in config.items() if key not in ("quantization", "quantization_config")}
+        config = {key: value for key, value in config.items() if key not in _PACKINGS}
     with new_folder(output) as folder:
         save_model(folder, model)
         save_config(config, folder / "config.json")
@@ -82,6 +92,32 @@ def _load_for(output: Path, model_path: str | None) -> LoadedModel:
         raise ConfigError(f"{output} exists: name a directory that does not")
     prepare_device()
     return load(model_path, dequantize=False)
+
+
+def untie(model: nn.Module, head: HeadModule, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Gives a tied model a linear lm_head with the weight of its embedding, and returns the config of such a model.
+
+    Raises:
+        UnsupportedModelError: mlx-lm's file of this model has no lm_head.
+    """
+    owner, embedding = owner_of(model), head.module
+    places = [place for place in (owner, owner.args) if getattr(place, _TIED, False)]
+    if not places:
+        raise UnsupportedModelError(
+            f"{config.get('model_type')} has no head apart from its embedding, so that an adapter of lm_head cannot be "
+            "merged: serve the adapter, or train it without lm_head"
+        )
+    for place in places:
+        setattr(place, _TIED, False)
+    untied = {**config, _TIED: False}
+    if not isinstance(embedding, nn.QuantizedEmbedding):
+        owner.lm_head = nn.Linear(1, 1, bias=False)
+        owner.lm_head.weight = embedding.weight
+        return untied
+    packing = {"group_size": embedding.group_size, "bits": embedding.bits, "mode": embedding.mode}
+    owner.lm_head = nn.QuantizedLinear(embedding.dims, embedding.num_embeddings, bias=False, **packing)
+    owner.lm_head.update(embedding.parameters())
+    return {**untied, **{key: {**untied[key], head.path: packing} for key in _PACKINGS if key in untied}}
 
 
 def fuse(model: nn.Module, weights: AdapterWeights, dequantize: bool) -> None:

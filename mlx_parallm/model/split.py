@@ -8,17 +8,20 @@ attribute, so the model itself is not changed.
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+_EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
+_LANGUAGE_PART = "language_model"
 _HEADS = ("n_heads", "num_heads", "num_attention_heads")
 
 
 def trunk_of(model: nn.Module) -> nn.Module | None:
     """The part of the model from tokens to hidden states [B, T, D]; None if it has no such part."""
-    trunk = getattr(_owner(model), "model", None)
+    trunk = getattr(owner_of(model), "model", None)
     return trunk if isinstance(trunk, nn.Module) and isinstance(getattr(trunk, "layers", None), list) else None
 
 
@@ -31,6 +34,34 @@ def query_heads(model: nn.Module) -> int:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class HeadModule:
+    """The module whose weight [vocab, hidden] makes logits of hidden states.
+
+    path: of the linear lm_head, as adapters name it, whether or not the model has one.
+    module_path: of the module: the linear itself or, in a tied model, the embedding.
+    """
+
+    path: str
+    module_path: str
+    module: nn.Module
+
+    @property
+    def tied(self) -> bool:
+        return isinstance(self.module, _EMBEDDINGS)
+
+
+def head_module_of(model: nn.Module) -> HeadModule | None:
+    """The head's linear, or the embedding of a tied model; None if it has neither where mlx-lm's models have it."""
+    owner = owner_of(model)
+    prefix = "" if owner is model else f"{_LANGUAGE_PART}."
+    path, linear = f"{prefix}lm_head", getattr(owner, "lm_head", None)
+    if isinstance(linear, nn.Linear | nn.QuantizedLinear):
+        return HeadModule(path, path, linear)
+    embedding = getattr(trunk_of(model), "embed_tokens", None)
+    return HeadModule(path, f"{prefix}model.embed_tokens", embedding) if isinstance(embedding, _EMBEDDINGS) else None
+
+
 class Head:
     """The part of a model from hidden states to logits, in the model's dtype.
 
@@ -39,7 +70,7 @@ class Head:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        owner = _owner(model)
+        owner = owner_of(model)
         self._owner = copy.copy(owner)
         self._owner.model = _TrunkOutput(owner.model)
 
@@ -62,6 +93,6 @@ class _TrunkOutput:
         return hidden
 
 
-def _owner(model: nn.Module) -> nn.Module:
+def owner_of(model: nn.Module) -> nn.Module:
     """The module that owns trunk and head: the model, or its language part if it also reads images."""
-    return getattr(model, "language_model", model)
+    return getattr(model, _LANGUAGE_PART, model)

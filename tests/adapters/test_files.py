@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 from adapter_folders import (
     DOWN0,
+    HEADS,
     HIDDEN,
     KV,
     MLP,
     Q0,
     Q1,
     V0,
+    VOCABULARY,
     make_layout,
     mlx_lm_folder,
     mlx_lm_tensors,
@@ -191,8 +193,31 @@ def test_the_text_part_of_a_model_is_found_however_it_is_spelled(ours, theirs, t
     tail = "layers.1.self_attn.q_proj"
     folder = peft_folder(tmp_path, peft_tensors(path=theirs + tail))
     assert list(read(folder, layout).weights.pairs) == [ours + tail]
+    folder = peft_folder(tmp_path, peft_tensors(path=HEADS[theirs], shape=(HIDDEN, VOCABULARY)))
+    assert list(read(folder, layout).weights.pairs) == [HEADS[ours]]
     folder = peft_folder(tmp_path, peft_tensors(path=theirs + "embed_tokens"))
     assert "embedding LoRA is not supported" in refusal(folder, layout=layout)
+
+
+def test_the_copy_of_the_head_that_peft_saves_beside_its_factors_is_not_read(tmp_path):
+    """Its values do not matter, and it is not counted; its shape must be that of the model's head."""
+    tensors = peft_tensors(path="lm_head", shape=(HIDDEN, VOCABULARY))
+    copy = {"base_model.model.lm_head.base_layer.weight": np.full((VOCABULARY, HIDDEN), np.nan, np.float16)}
+    file = read(peft_folder(tmp_path, tensors | copy))
+    assert list(file.weights.pairs) == ["lm_head"]
+    assert file.nbytes == sum(tensor.nbytes for tensor in tensors.values())
+    resized = {name: np.zeros((VOCABULARY + 2, HIDDEN), np.float16) for name in copy}
+    assert "or of a resized one" in refusal(peft_folder(tmp_path, tensors | resized))
+    assert "holds no tensors of an adapter" in refusal(peft_folder(tmp_path, copy))
+    other = {"base_model.model.model.embed_tokens.base_layer.weight": copy.popitem()[1]}
+    assert "is no factor of a LoRA pair" in refusal(peft_folder(tmp_path, tensors | other))
+
+
+def test_a_head_of_another_vocabulary_is_refused(tmp_path):
+    shape = (HIDDEN, VOCABULARY + 2)
+    assert f"lm_head maps {HIDDEN} to {VOCABULARY} features" in refusal(
+        mlx_lm_folder(tmp_path, mlx_lm_tensors(path="lm_head", shape=shape))
+    )
 
 
 @pytest.mark.parametrize(
@@ -202,7 +227,6 @@ def test_the_text_part_of_a_model_is_found_however_it_is_spelled(ours, theirs, t
         ("model.layers.1.mlp.experts.3.gate_proj", "expert LoRA is not supported: model.layers.1.mlp.experts.3"),
         ("model.layers.1.mlp.experts.base_layer", "expert LoRA is not supported"),
         ("model.embed_tokens", "embedding LoRA is not supported"),
-        ("lm_head", "head LoRA is not supported"),
         ("model.layers.7.self_attn.q_proj", "no such linear: model.layers.7.self_attn.q_proj"),
         ("vision_tower.layers.0.self_attn.q_proj", "no such linear"),
     ],

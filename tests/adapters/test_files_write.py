@@ -7,7 +7,20 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
-from adapter_folders import DOWN0, LAYERS, LAYOUT, Q0, Q1, V0, V1, make_layout, random_weights, read
+from adapter_folders import (
+    DOWN0,
+    HIDDEN,
+    LAYERS,
+    LAYOUT,
+    Q0,
+    Q1,
+    V0,
+    V1,
+    VOCABULARY,
+    make_layout,
+    random_weights,
+    read,
+)
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 from safetensors import safe_open
@@ -55,6 +68,21 @@ def test_peft_round_trip_is_bit_exact_with_any_ranks_and_scales(prefix, tmp_path
     weights = random_weights(ranks, scales, layout=layout)
     write_peft(tmp_path, weights, layout, "org/model")
     assert_equal(read(tmp_path, layout).weights.pairs, weights.pairs)
+
+
+@pytest.mark.parametrize("prefix", ["model.", "language_model.model."])
+def test_a_head_is_written_as_each_program_spells_it(prefix, tmp_path):
+    layout = make_layout(prefix)
+    weights = random_weights({next(iter(layout.linears)): 4, layout.head.path: 2}, layout=layout)
+    write_peft(tmp_path / "peft", weights, layout, None)
+    write_mlx_lm(tmp_path / "mlx-lm", weights, layout)
+    assert_equal(read(tmp_path / "peft", layout).weights.pairs, weights.pairs)
+    assert list(read(tmp_path / "mlx-lm", layout).weights.pairs) == list(weights.pairs)
+    assert "lm_head" in config_of(tmp_path / "peft")["target_modules"]
+    with safe_open(tmp_path / "peft" / "adapter_model.safetensors", "np") as file:
+        assert file.get_tensor("base_model.model.lm_head.lora_A.weight").shape == (2, HIDDEN)
+        assert file.get_tensor("base_model.model.lm_head.lora_B.weight").shape == (VOCABULARY, 2)
+    assert layout.head.path in config_of(tmp_path / "mlx-lm")["lora_parameters"]["keys"]
 
 
 @pytest.mark.parametrize("write", [write_mlx_lm, lambda *arguments: write_peft(*arguments, None)])
@@ -135,7 +163,7 @@ def test_metadata_says_whose_format_it_is(tmp_path):
 def some_weights(layout, targets, seed=0):
     """Of every second linear of these names, with ranks and scales of their own; b small enough to keep logits sane."""
     rng = np.random.default_rng(seed)
-    chosen = [spec for spec in layout.linears.values() if spec.target in targets][::2]
+    chosen = [spec for spec in layout if spec.target in targets][::2]
     pairs = {}
     for i, spec in enumerate(chosen):
         a = rng.normal(size=(spec.in_features, 2 + i % 3)) / math.sqrt(spec.in_features)
@@ -152,10 +180,14 @@ def merge_by_hand(model, weights):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "phi3", "qwen3_moe"])
-def test_mlx_lm_loads_what_we_write_and_computes_the_same(family, tmp_path):
+@pytest.mark.parametrize(
+    "targets", [{"q_proj", "v_proj", "qkv_proj", "gate_up_proj", "down_proj", "o_proj"}, {"o_proj", "lm_head"}]
+)
+def test_mlx_lm_loads_what_we_write_and_computes_the_same(family, targets, tmp_path):
     model = tiny_model(family)
     layout = adapter_layout(model)
-    weights = some_weights(layout, {"q_proj", "v_proj", "qkv_proj", "gate_up_proj", "down_proj", "o_proj"})
+    weights = some_weights(layout, targets)
+    assert ("lm_head" in targets) == (layout.head.path in weights.pairs)
     write_mlx_lm(tmp_path, weights, layout)
     want = merge_by_hand(tiny_model(family), weights)(TOKENS)
     got = load_adapters(model, str(tmp_path))

@@ -154,7 +154,7 @@ async def test_a_hundred_updates_beside_eight_clients(tmp_path: Path) -> None:
 
 def _base(made: Rig) -> dict[str, tuple[int, np.ndarray]]:
     """The base's arrays: who they are and what they hold."""
-    parameters = tree_flatten(made.trainer.model.logits._owner.parameters()) + tree_flatten(
+    parameters = tree_flatten(made.trainer.model._head._owner.parameters()) + tree_flatten(
         made.trainer.model._trunk.embed_tokens.parameters()
     )
     layers = [layer._layer for layer in made.trainer.model._trunk.layers]

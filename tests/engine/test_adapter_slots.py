@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 from harness import Harness, assert_same_tokens, make_harness, solo
-from lora import QV, layout_of, merged, random_adapter
+from lora import QV, every_target, layout_of, merged, random_adapter
 from tiny import tiny_model
 
 from mlx_parallm.adapters.store import READ_AHEAD
@@ -244,7 +244,7 @@ def test_a_version_that_is_urgent_finds_room_that_was_made_before_it_came() -> N
     groups, units = harness.adapters.bank.groups.values(), []
 
     def publish(seed: int) -> None:
-        weights = random_adapter(layout, seed)
+        weights = random_adapter(layout, seed, targets=every_target(layout))
         info = VersionInfo(weights.rank, weights.alpha, weights.targets, weights.nbytes, root=f"/{seed}")
         version = harness.adapters.registry.add("a", info)
         harness.files[info.root] = weights

@@ -95,7 +95,7 @@ def _bad_tensors(root: Path) -> list[Path]:
         "flat": {**_pair(), A: np.ones(HIDDEN, np.float32)},
         "wrong-shape": mlx_lm_tensors(path=V0, shape=SQUARE),
         "embedding": mlx_lm_tensors(path=EMBEDDING, shape=(49152, HIDDEN)),
-        "head": mlx_lm_tensors(path="lm_head", shape=(HIDDEN, 49152)),
+        "head": mlx_lm_tensors(path="lm_head", shape=(HIDDEN, 49151)),
         "norm": mlx_lm_tensors(path="model.norm", shape=SQUARE),
         "no-such-layer": mlx_lm_tensors(path=Q0.replace("0", "30"), shape=SQUARE),
     }

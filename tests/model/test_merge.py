@@ -18,6 +18,7 @@ from mlx_parallm.model.bundled import load_bundled
 from mlx_parallm.model.families import relative_error
 from mlx_parallm.model.hooks import adapter_layout
 from mlx_parallm.model.merge import fuse, merge
+from mlx_parallm.model.split import head_module_of
 
 TOKENS = mx.array([[1, 5, 9, 33, 77, 2, 250, 100, 30, 4, 66, 7]])
 SCALE = 1.5
@@ -28,7 +29,7 @@ def make_adapter(model, folder, write=write_mlx_lm, targets=("q_proj", "down_pro
     layout = adapter_layout(model)
     rng = np.random.default_rng(0)
     pairs = {}
-    for spec in layout.linears.values():
+    for spec in layout:
         if spec.target in targets:
             a = rng.normal(size=(spec.in_features, 4)) / np.sqrt(spec.in_features)
             b = size * rng.normal(size=(4, spec.out_features))
@@ -164,6 +165,81 @@ def test_biases_and_the_generation_config_are_kept(tmp_path):
     merged, _ = mlx_lm.utils.load(str(tmp_path / "merged"))
     assert mx.array_equal(merged.layers[0].self_attn.q_proj.bias, model.layers[0].self_attn.q_proj.bias)
     assert json.loads((tmp_path / "merged" / "generation_config.json").read_text()) == {"temperature": 0.7}
+
+
+# ---- heads ---------------------------------------------------------------------------------------
+
+
+def with_head(model, weights):
+    """The model with the head's change added to its logits before anything else is done to them."""
+    pair, head = weights.pairs["lm_head"], head_module_of(model)
+    inner = head.module.as_linear if head.tied else head.module
+
+    def outer(x):
+        return inner(x) + x @ delta(pair).T
+
+    if head.tied:
+        head.module.as_linear = outer
+    else:
+        model.lm_head = outer
+    return by_hand(model, AdapterWeights({path: p for path, p in weights.pairs.items() if path != "lm_head"}))
+
+
+@pytest.mark.parametrize(("family", "tied"), [("llama", False), ("llama", True), ("qwen2", True), ("phi3", True)])
+def test_a_head_is_merged_and_a_tied_one_becomes_a_head_of_its_own(family, tied, tmp_path):
+    model = save_tiny(family, tmp_path / "base", tie_word_embeddings=tied)
+    weights = make_adapter(model, tmp_path / "adapter", targets=("down_proj", "lm_head"))
+    merge(str(tmp_path / "base"), tmp_path / "adapter", tmp_path / "merged")
+    merged, _ = mlx_lm.utils.load(str(tmp_path / "merged"))
+    assert json.loads((tmp_path / "merged" / "config.json").read_text())["tie_word_embeddings"] is False
+    assert mx.array_equal(merged.model.embed_tokens.weight, model.model.embed_tokens.weight)
+    assert relative_error(merged(TOKENS), model(TOKENS)) > 1e-2
+    assert relative_error(merged(TOKENS), with_head(model, weights)(TOKENS)) < 1e-5
+
+
+def test_a_tied_gemma3_gets_a_head_of_its_own(tmp_path):
+    model = tiny_model("gemma3_text")
+    del model.lm_head
+    model.tie_word_embeddings = True
+    save_directory(model, tiny_config("gemma3_text"), tmp_path / "base")
+    weights = make_adapter(model, tmp_path / "adapter", targets=("o_proj", "lm_head"))
+    merge(str(tmp_path / "base"), tmp_path / "adapter", tmp_path / "merged")
+    merged, _ = mlx_lm.utils.load(str(tmp_path / "merged"))
+    assert not merged.tie_word_embeddings
+    assert relative_error(merged(TOKENS), with_head(model, weights)(TOKENS)) < 1e-5
+
+
+def test_a_tied_model_without_a_change_of_the_head_stays_tied(tmp_path):
+    make_adapter(save_tiny("qwen2", tmp_path / "base"), tmp_path / "adapter")
+    merge(str(tmp_path / "base"), tmp_path / "adapter", tmp_path / "merged")
+    merged, _ = mlx_lm.utils.load(str(tmp_path / "merged"))
+    assert merged.args.tie_word_embeddings
+    assert "lm_head" not in merged
+
+
+def test_a_model_that_cannot_be_untied_is_refused_and_nothing_is_written(tmp_path):
+    make_adapter(save_tiny("gemma2", tmp_path / "base"), tmp_path / "adapter", targets=("lm_head",))
+    with pytest.raises(UnsupportedModelError, match="gemma2 has no head apart from its embedding"):
+        merge(str(tmp_path / "base"), tmp_path / "adapter", tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.parametrize("dequantize", [False, True])
+def test_the_head_of_the_bundled_model_is_packed_as_its_embedding_is(dequantize, tmp_path):
+    model, _, _ = load_bundled(dequantize=False)
+    weights = make_adapter(model, tmp_path / "adapter", targets=("lm_head",))
+    merge(None, tmp_path / "adapter", tmp_path / "merged", dequantize=dequantize)
+    merged, _ = mlx_lm.utils.load(str(tmp_path / "merged"))
+    assert relative_error(merged(TOKENS), with_head(model, weights)(TOKENS)) < (1e-4 if dequantize else 0.05)
+    if dequantize:
+        return
+    assert (merged.lm_head.bits, merged.lm_head.group_size) == (8, 32)
+    assert mx.array_equal(merged.model.embed_tokens.weight, model.model.embed_tokens.weight)
+    packing = json.loads((tmp_path / "merged" / "config.json").read_text())["quantization"]["lm_head"]
+    assert (packing["bits"], packing["group_size"]) == (8, 32)
+
+
+# ---- what is refused -----------------------------------------------------------------------------
 
 
 def test_an_existing_output_is_left_alone(tmp_path):

@@ -59,3 +59,11 @@ def test_more_memory_and_longer_stalls_allow_more_and_a_small_machine_gets_the_l
     assert tokens(SMALL, 64 * GB, 0.5, True) > tokens(SMALL, 64 * GB, 0.1, True)
     assert tokens(SMALL, 64 * GB, 0.1, False) > tokens(SMALL, 2 * GB, 0.1, False)
     assert tokens(LARGE, 1, 0.1, True) == SMALLEST
+
+
+def test_a_trained_head_needs_more_memory_the_more_blocks_of_positions_it_has() -> None:
+    shapes = [LinearSpec(f"{at}.q", 576, 576, "q") for at in range(2)]
+    plain, head = (Footprint.of(2, shapes, 9, 49152, head_rank=rank) for rank in (0, 16))
+    more = [head.micro_step_bytes(tokens, 64, True) - plain.micro_step_bytes(tokens, 64, True) for tokens in (256, 512)]
+    assert more[1] - more[0] == 4 * 16 * (576 + 49152)
+    assert more[0] > 4 * 256 * 49152, "the logits' change, in float32"

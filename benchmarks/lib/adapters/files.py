@@ -19,7 +19,7 @@ _SIZE, _SCALE = 1.0, 2.0
 
 
 def random_adapter(layout: AdapterLayout, seed: int, rank: int = RANK, targets: Collection[str] = ()) -> AdapterWeights:
-    """An adapter with float32 factors on the linears whose last name is in `targets`; on all linears by default."""
+    """An adapter with float32 factors on the layers' linears whose last name is in `targets`; on all by default."""
     rng = np.random.default_rng(seed)
     pairs = {}
     for path, spec in layout.linears.items():

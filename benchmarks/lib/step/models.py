@@ -111,11 +111,14 @@ def runner_of(shaped: ShapedModel) -> BatchRunner:
 
 
 def _filled_bank(model: nn.Module, dtype: mx.Dtype) -> AdapterBank:
-    """A bank whose slots all hold adapters of all linears."""
+    """A bank whose slots all hold adapters of all linears of the layers."""
     bank = AdapterBank(adapter_layout(model), SLOTS, RANK, dtype)
     install_adapters(model, bank)
     for group in bank.groups.values():
-        specs = list(group.specs.values())
+        specs = [spec for spec in group.specs.values() if spec.path in bank.layout.linears]
+        if not specs:  # the head's
+            continue
+        group.written = set(range(1, SLOTS + 1))
         group.places = {spec.path: place for place, spec in enumerate(specs)}
         group.a = _factors(specs[0].in_features, len(specs) * RANK, dtype)
         group.b = {spec.path: _factors(RANK, spec.out_features, dtype) for spec in specs}

@@ -13,7 +13,7 @@ import os
 import stat
 import struct
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -279,8 +279,8 @@ def _info(name: str, entry: Any) -> TensorInfo:
     return TensorInfo(dtype, tuple(shape))
 
 
-def read_tensors(file: BinaryIO, header: Header, what: str) -> tuple[bytes, dict[str, Float32]]:
-    """Reads the rest of a file, after `read_header`. Returns all bytes of the file, and its tensors as float32.
+def read_tensors(file: BinaryIO, header: Header, names: Collection[str], what: str) -> tuple[bytes, dict[str, Float32]]:
+    """Reads the rest of a file, after `read_header`. Returns all bytes of the file, and these tensors as float32.
 
     Raises:
         AdapterFileError: data and header do not agree, or a value is not finite.
@@ -294,7 +294,8 @@ def read_tensors(file: BinaryIO, header: Header, what: str) -> tuple[bytes, dict
         stored = deserialize(data)  # type: ignore[no-untyped-call]
     except SafetensorError as error:
         raise problem(f"{what} {_DAMAGED} ({error})") from error
-    return data, {name: _widened(name, header.tensors[name], entry["data"]) for name, entry in stored}
+    wanted = set(names)
+    return data, {name: _widened(name, header.tensors[name], entry["data"]) for name, entry in stored if name in wanted}
 
 
 def _widened(name: str, info: TensorInfo, data: bytearray) -> Float32:

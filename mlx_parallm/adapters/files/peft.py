@@ -28,7 +28,8 @@ _WITHOUT_EFFECT = frozenset(
         *("megatron_config", "megatron_core", "merge_weights", "runtime_config"),
         # These say which modules have factors, as the names of the tensors do.
         *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
-        # These matter only together with features that are refused.
+        # These matter only together with features that are refused. An adapter for a tied head and embedding together
+        # has factors of the embedding, which are refused.
         *("ensure_weight_tying", "qalora_group_size"),
     }
 )
@@ -51,6 +52,8 @@ _REFUSED = {
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 
 _FACTOR = re.compile(re.escape(PREFIX) + r"(.+)\.lora_([AB])(?:\.default)?\.weight", re.DOTALL)
+# PEFT saves the base model's head beside the factors of a head adapter (save_embedding_layers).
+_HEAD_COPY = re.compile(re.escape(PREFIX) + r"((?:[^.]+\.){0,2}lm_head)\.base_layer\.weight")
 _TENSOR_KINDS = {
     "lora_magnitude_vector": "DoRA",
     "lora_embedding_A": "embedding LoRA",
@@ -84,6 +87,10 @@ class PeftFormat:
         self.rslora = flag_of(config.get("use_rslora") or False, "use_rslora")
         self._ranks = Patterns("rank_pattern", config.get("rank_pattern"), rank_of)
         self._alphas = Patterns("alpha_pattern", config.get("alpha_pattern"), number_of)
+
+    def base_copy(self, tensor: str) -> str | None:
+        match = _HEAD_COPY.fullmatch(tensor)
+        return match[1] if match else None
 
     def factor(self, tensor: str) -> tuple[str, Literal["a", "b"]]:
         match = _FACTOR.fullmatch(tensor)

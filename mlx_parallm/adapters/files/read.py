@@ -40,9 +40,9 @@ from mlx_parallm.errors import shown
 MLX_LM_WEIGHTS = "adapters.safetensors"
 _MLX_LM_KINDS = {"dora": "DoRA", "full": "full fine-tuning"}
 
-_TEXT = "language_model"
+_TEXT, _HEAD = "language_model", "lm_head"
 _EXPERTS = re.compile(r"(^|\.)(experts|switch_mlp)(\.|$)")
-_REFUSED_KINDS = {"embed_tokens": "embedding LoRA", "lm_head": "head LoRA"}
+_REFUSED_KINDS = {"embed_tokens": "embedding LoRA"}
 
 FormatName = Literal["mlx-lm", "peft"]
 Factor = Literal["a", "b"]
@@ -53,7 +53,7 @@ class AdapterFile:
     """An adapter that was read from files and fits the model.
 
     `weights`: C-contiguous float32 NumPy arrays. `digest`: SHA-256 (hex) of the weights file and the scales; the other
-    keys of the config do not change it. `nbytes`: bytes of the tensors as stored.
+    keys of the config do not change it. `nbytes`: bytes of the factors as stored.
     """
 
     weights: AdapterWeights
@@ -83,17 +83,20 @@ def read_adapter(folder: Path, layout: AdapterLayout, max_rank: int, roots: Adap
     with open_weights(folder, form.weights_file, roots) as file:
         header = read_header(file, form.weights_file)
         plans = _planned(form, header, layout, max_rank)
-        data, tensors = read_tensors(file, header, form.weights_file)
-    pairs = {path: _pair(plans[path], tensors, form.transposed) for path in layout.linears if path in plans}
-    return AdapterFile(AdapterWeights(pairs, form.rslora), _digest(data, plans), form.name, folder, header.nbytes)
+        factors = [name for plan in plans.values() for name in (plan.a, plan.b)]
+        data, tensors = read_tensors(file, header, factors, form.weights_file)
+    pairs = {spec.path: _pair(plans[spec.path], tensors, form.transposed) for spec in layout if spec.path in plans}
+    nbytes = sum(header.tensors[name].nbytes for name in factors)
+    return AdapterFile(AdapterWeights(pairs, form.rslora), _digest(data, plans), form.name, folder, nbytes)
 
 
 def _planned(form: Format, header: Header, layout: AdapterLayout, max_rank: int) -> dict[str, _Plan]:
     """The plan of each pair, by path in the model. Its checks limit how many bytes are read afterwards."""
-    if not header.tensors:
-        raise problem(f"{form.weights_file} holds no tensors: an empty adapter changes nothing")
+    modules = _by_module(form, header, layout)
+    if not modules:
+        raise problem(f"{form.weights_file} holds no tensors of an adapter: an empty adapter changes nothing")
     plans: dict[str, _Plan] = {}
-    for path, names in _by_module(form, header).items():
+    for path, names in modules.items():
         spec = locate(path, layout)
         if spec.path in plans:
             raise problem(f"{spec.path} has two adapters in {form.weights_file}: keep one")
@@ -101,14 +104,27 @@ def _planned(form: Format, header: Header, layout: AdapterLayout, max_rank: int)
     return plans
 
 
-def _by_module(form: Format, header: Header) -> dict[str, dict[Factor, str]]:
+def _by_module(form: Format, header: Header, layout: AdapterLayout) -> dict[str, dict[Factor, str]]:
+    """The names of each module's factors."""
     modules: dict[str, dict[Factor, str]] = {}
-    for name in header.tensors:
+    for name, info in header.tensors.items():
+        if (copied := form.base_copy(name)) is not None:
+            _check_copy(name, info, locate(copied, layout))
+            continue
         path, factor = form.factor(name)
         first = modules.setdefault(path, {}).setdefault(factor, name)
         if first != name:
             raise problem(f"{shown(first)} and {shown(name)} are the same factor: keep one")
     return modules
+
+
+def _check_copy(name: str, info: TensorInfo, spec: LinearSpec) -> None:
+    """A copy of the base model's weight beside the factors is not used. Its shape shows whether it is of this model."""
+    if info.shape != (spec.out_features, spec.in_features):
+        raise problem(
+            f"{shown(name)} is {list(info.shape)}, but {spec.path} of this model is "
+            f"{[spec.out_features, spec.in_features]}: the adapter is of another base model, or of a resized one"
+        )
 
 
 def _checked(
@@ -173,6 +189,10 @@ class Format(Protocol):
         """Whether the adapter is rank-stabilised."""
         ...
 
+    def base_copy(self, tensor: str) -> str | None:
+        """The module path in the name of a tensor that repeats the base model's weight; None for any other tensor."""
+        ...
+
     def factor(self, tensor: str) -> tuple[str, Factor]:
         """The module path in a tensor's name, and which factor it is.
 
@@ -227,6 +247,9 @@ class MlxLmFormat:
         self._scale = number_of(parameters.get("scale"), "lora_parameters.scale")
         self.rslora = flag_of(parameters.get("use_rslora") or False, "lora_parameters.use_rslora")
 
+    def base_copy(self, tensor: str) -> None:
+        return None
+
     def factor(self, tensor: str) -> tuple[str, Literal["a", "b"]]:
         path, _, part = tensor.rpartition(".")
         if part == "lora_a":
@@ -251,8 +274,8 @@ def locate(path: str, layout: AdapterLayout) -> LinearSpec:
         AdapterFileError: the model has no such linear, or adapters may not change that module.
     """
     for spelling in _spellings(path):
-        if spelling in layout.linears:
-            return layout.linears[spelling]
+        if (spec := layout.find(spelling)) is not None:
+            return spec
     kind = _refusal(path, layout)
     if kind:
         raise problem(f"{kind} is not supported: {shown(path)[1:-1]}; train the adapter without it")
@@ -260,7 +283,10 @@ def locate(path: str, layout: AdapterLayout) -> LinearSpec:
 
 
 def hugging_face_path(path: str) -> str:
-    """Transformers' spelling of a path in the model: the text part of a multimodal model is inside `model`."""
+    """Transformers' spelling of a path in the model: the text part of a multimodal model is inside `model`, and its
+    head beside that."""
+    if path == f"{_TEXT}.{_HEAD}":
+        return _HEAD
     inner = path.removeprefix(f"{_TEXT}.model.")
     return path if inner == path else f"model.{_TEXT}.{inner}"
 

@@ -10,6 +10,7 @@ full the machine happens to be: a replayed update is split as it was.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ _NUMBER = 4
 _FEATURES_KEPT, _SCORES_KEPT = 1.7, 1.8
 _FEATURES, _SCORES = 2.5, 6.5
 _LOGITS = 3.5
+_LOGITS_OF_HEAD_ADAPTER = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,7 @@ class Footprint:
     layers: number of layers. hidden: width of the hidden states. heads: query heads. vocabulary: width of the logits.
     features: of one layer's linears, the inputs and outputs together. parameters: of these linears. Experts, which LoRA
         does not change, are in neither.
+    head_rank: rank of the head's trained adapter; 0 if the head is not trained.
     """
 
     layers: int
@@ -55,25 +58,33 @@ class Footprint:
     vocabulary: int
     features: int
     parameters: int
+    head_rank: int = 0
 
     @classmethod
-    def of(cls, layers: int, linears: Iterable[LinearSpec], heads: int, vocabulary: int) -> Footprint:
+    def of(
+        cls, layers: int, linears: Iterable[LinearSpec], heads: int, vocabulary: int, head_rank: int = 0
+    ) -> Footprint:
         """`linears`: those of all layers."""
         shapes = [(each.in_features, each.out_features) for each in linears]
         ((hidden, _),) = Counter(inputs for inputs, _ in shapes).most_common(1)
         features = sum(inputs + outputs for inputs, outputs in shapes) // layers
         parameters = sum(inputs * outputs for inputs, outputs in shapes) // layers
-        return cls(layers, hidden, heads, vocabulary, features, parameters)
+        return cls(layers, hidden, heads, vocabulary, features, parameters, head_rank)
 
     def micro_step_bytes(self, tokens: int, context: int, checkpointed: bool) -> int:
         """Expected peak memory of a micro-step, without the gradients. `context`: tokens of the longest row.
-        `checkpointed`: whether layers are computed again in the backward pass."""
+        `checkpointed`: whether layers are computed again in the backward pass.
+
+        A trained head has a gradient for each block of positions; they are added up at the end.
+        """
         scores = self.heads * min(tokens * context, SCORES_AT_ONCE)
         all_kept = _FEATURES_KEPT * tokens * self.features + _SCORES_KEPT * scores
         kept = tokens * self.hidden if checkpointed else all_kept
         layer = _FEATURES * tokens * self.features + _SCORES * scores
-        logits = _LOGITS * min(tokens, HEAD_BLOCK) * self.vocabulary
-        return int(_NUMBER * (self.layers * kept + max(layer, logits)))
+        copies = _LOGITS + (_LOGITS_OF_HEAD_ADAPTER if self.head_rank else 0.0)
+        logits = copies * min(tokens, HEAD_BLOCK) * self.vocabulary
+        head = math.ceil(tokens / HEAD_BLOCK) * self.head_rank * (self.hidden + self.vocabulary)
+        return int(_NUMBER * (self.layers * kept + max(layer, logits) + head))
 
     def layer_seconds(self, tokens: int, cpu: bool) -> float:
         """Expected time of the backward pass of one layer, in which its forward pass is repeated."""

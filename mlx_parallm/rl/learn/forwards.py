@@ -142,9 +142,12 @@ class TrainingForwards:
     def _backward(self, head: HeadBlocks, gradients: Sequence[Params]) -> Iterator[Stage]:
         """The stages of the backward pass: one for each block of the head, then one for the gradients of each layer,
         from the last layer to the first."""
-        yield from (Stage(StageKind.HEAD_BACKWARD, block, block.shape[0]) for block in head.gradients)
+        *first, last = head.gradients
+        yield from (Stage(StageKind.HEAD_BACKWARD, block, block[0].shape[0]) for block in first)
+        of_head = list(_leaves(gradients, [self._model.head_path]))
+        yield Stage(StageKind.HEAD_BACKWARD, [last, of_head], last[0].shape[0])
         for paths in reversed(self._model.layer_paths):
-            if leaves := [leaf for each in gradients for path in paths for leaf in each.get(path, {}).values()]:
+            if leaves := list(_leaves(gradients, paths)):
                 yield Stage(StageKind.BACKWARD, leaves)
 
     def scores(
@@ -161,11 +164,22 @@ class TrainingForwards:
             hidden[mx.concatenate(positions)],
             mx.concatenate([batch.targets for batch in batches]),
             mx.concatenate([batch.temperatures for batch in batches]),
+            self._head_spans(batches, spans or ()),
             entropy_gradient,
         )
         logp, entropy = blocks.joined()
         stops = accumulate((batch.targets.size for batch in batches), initial=0)
         return ForwardPass([(logp[start:stop], entropy[start:stop]) for start, stop in pairwise(stops)], layers, blocks)
+
+    def _head_spans(self, batches: Sequence[MicroBatch], spans: Sequence[Span]) -> Sequence[Span]:
+        """The head's LoRA factors of the trained positions; none if no policy has any."""
+        path = self._model.head_path
+        if not any(path in span.params for span in spans):
+            return ()
+        return [
+            Span(batch.targets.size, {path: span.params[path]} if path in span.params else {}, span.scale)
+            for batch, span in zip(batches, spans, strict=True)
+        ]
 
     def reference(self, batches: Sequence[MicroBatch]) -> tuple[list[mx.array], list[Stage]]:
         """Logprobs under the base model, [B, C] for each micro-batch, and the stages that compute them."""
@@ -214,6 +228,11 @@ def _token_batch(each: MicroStepInput, scores: Scores, reference: mx.array | Non
         teacher_logp=batch.teacher_logprobs,
         kl_estimate=each.kl_estimate,
     )
+
+
+def _leaves(gradients: Sequence[Params], paths: Sequence[str]) -> Iterator[mx.array]:
+    """The gradients of these linears' factors, of all policies."""
+    return (leaf for each in gradients for path in paths for leaf in each.get(path, {}).values())
 
 
 def _sum(one: Params, other: Params) -> Params:

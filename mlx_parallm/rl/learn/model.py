@@ -5,7 +5,7 @@
 
 The trunk is a shallow copy of the model's own: it shares every submodule and array with it, and differs in its list of
 layers, so serving is not affected. The layers can be checkpointed (computed again in the backward pass). The head (see
-`model.split`) takes hidden states that were computed before.
+`model.split`) takes hidden states that were computed before, and has LoRA factors of its own if they are trained.
 
 To the model the tokens are a batch of single tokens, each at its own offset, as in a forward pass that serves; only
 attention knows which tokens belong together. So what samples share is computed once, whatever else the model's file
@@ -38,7 +38,7 @@ Params = Mapping[str, Mapping[str, mx.array]]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """`tokens` consecutive tokens that use the same LoRA factors."""
+    """`tokens` consecutive tokens, or positions of the head, that use the same LoRA factors."""
 
     tokens: int
     params: Params
@@ -71,8 +71,7 @@ class TrainableModel:
         self._outputs: list[mx.array] = []
         self._trunk = copy.copy(trunk)
         self._trunk.layers = [_Layer(layer, bank, self._outputs) for layer in trunk.layers]
-        self.logits = Head(model)
-        """Logits of hidden states: [n, D] → [n, V], in the model's dtype."""
+        self._head = Head(model)
         self.layer_paths = [tuple(_paths(layer)) for layer in trunk.layers]
         """The paths of each layer's adapted linears, in the order of the forward pass."""
 
@@ -80,6 +79,18 @@ class TrainableModel:
     def layout(self) -> AdapterLayout:
         """The linears that can be trained."""
         return self.bank.layout
+
+    @property
+    def head_path(self) -> str:
+        """The path of the adapted linear that makes logits; "" if it cannot be trained."""
+        head = self.layout.head
+        return "" if head is None else head.path
+
+    def logits(self, hidden: mx.array, spans: Sequence[Span]) -> mx.array:
+        """Logits [n, V] of hidden states [n, D], in the model's dtype. `spans`: the LoRA factors of all positions, in
+        order; none: the base model."""
+        with self.bank.using(TrainingContext(tuple(spans)) if spans else None):
+            return self._head(hidden)
 
     def hidden(
         self, tokens: mx.array, branches: Sequence[Branch], spans: Sequence[Span] | None
@@ -109,14 +120,17 @@ class TrainingContext:
     recomputed: bool = False
 
     def adapt(self, _group: LinearGroup, path: str, x: mx.array, y: mx.array) -> mx.array:
-        """y + scale · (x a) b for the linear at `path`; x [N, 1, in], y [N, 1, out], or [B, T, ...] with one span."""
+        """y + scale · (x a) b for the linear at `path`; x [B, T, in] and y [B, T, out] with B · T tokens."""
         if len(self.spans) == 1:
             return _adapted(self.spans[0], path, x, y)
         if not any(path in span.params for span in self.spans):
             return y
         stops = list(accumulate(span.tokens for span in self.spans))
         parts = zip(self.spans, [0, *stops], stops, strict=False)
-        return mx.concatenate([_adapted(span, path, x[start:stop], y[start:stop]) for span, start, stop in parts])
+        rows, outputs = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
+        return mx.concatenate(
+            [_adapted(span, path, rows[start:stop], outputs[start:stop]) for span, start, stop in parts]
+        ).reshape(y.shape)
 
     def of_paths(self, paths: Sequence[str]) -> list[Params]:
         """For each span, its factors of these linears."""

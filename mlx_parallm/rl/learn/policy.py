@@ -215,9 +215,9 @@ class Policy:
 def _new_factors(layout: AdapterLayout, lora: ModelConfig, seed: int) -> dict[str, dict[str, mx.array]]:
     """LoRA factors of a new policy. a: uniform in ±1/√in_features, as in mlx-lm; b: zero."""
     targets = set(lora.lora_target_modules)
-    chosen = [spec for spec in layout.linears.values() if spec.target in targets]
+    chosen = [spec for spec in layout if spec.target in targets]
     if missing := targets - {spec.target for spec in chosen}:
-        known = sorted({spec.target for spec in layout.linears.values()})
+        known = sorted({spec.target for spec in layout})
         raise ConfigError(
             f"lora_target_modules: this model has no {', '.join(sorted(missing))} that can be trained; it has "
             f"{', '.join(known) or 'none'}"
