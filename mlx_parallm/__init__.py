@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mlx_parallm import blas
 
 if TYPE_CHECKING:
+    from mlx_parallm.app.retrain import RetrainEngine
     from mlx_parallm.app.server import RLIntegratedServer
     from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
     from mlx_parallm.config import LoRAConfig, RLConfig
@@ -27,6 +28,7 @@ __all__ = [
     "RLAwareScheduler",
     "RLConfig",
     "RLIntegratedServer",
+    "RetrainEngine",
     "SharedModelManager",
     "__version__",
 ]
@@ -48,6 +50,7 @@ _LAZY = {
     "RLAwareScheduler": "mlx_parallm.scheduler.scheduler",
     "RLConfig": "mlx_parallm.config",
     "RLIntegratedServer": "mlx_parallm.app.server",
+    "RetrainEngine": "mlx_parallm.app.retrain",
     "SharedModelManager": "mlx_parallm.model.manager",
 }
 

@@ -9,14 +9,23 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from mlx_parallm.adapters.checkpoints.store import CheckpointStore
-from mlx_parallm.adapters.files.disk import AdapterRoots
-from mlx_parallm.adapters.files.read import AdapterFile, read_adapter
-from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, Version, VersionInfo
+from mlx_parallm.adapters.files.disk import CONFIG_FILE, AdapterRoots
+from mlx_parallm.adapters.files.peft import PEFT_WEIGHTS
+from mlx_parallm.adapters.files.read import MLX_LM_WEIGHTS, AdapterFile, FormatName, read_adapter
+from mlx_parallm.adapters.files.write import write_mlx_lm, write_peft
+from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LoRAPair, Version, VersionInfo
+from mlx_parallm.atomic import new_folder
 from mlx_parallm.core import AdapterRef, CheckpointCard, check_name
 from mlx_parallm.errors import AdapterFileError, InvalidRequestError
 
 _log = logging.getLogger(__name__)
+
+FolderStamp = tuple[tuple[int, int, int] | None, ...]
+"""Inode, size and time of change of each file that an adapter's directory may have; None for one that it has not."""
 
 
 class AdapterLibrary:
@@ -52,9 +61,26 @@ class AdapterLibrary:
         """
         return read_adapter(self.resolve(path), self.layout, self.max_rank, self._roots)
 
+    def read_anywhere(self, folder: Path) -> AdapterFile:
+        """Reads the adapter in a folder that this program itself names. Raises AdapterFileError as `read` does."""
+        return read_adapter(folder, self.layout, self.max_rank)
+
+    def resolve_stamped(self, path: str) -> tuple[Path, FolderStamp]:
+        """The adapter's directory (see `AdapterRoots.resolve`), and what changes whenever its files are written."""
+        folder = self._roots.resolve(path)
+        return folder, stamp_of(folder)
+
     def resolve(self, path: str) -> Path:
         """See `AdapterRoots.resolve`."""
         return self._roots.resolve(path)
+
+    def write(self, weights: AdapterWeights, folder: Path, form: FormatName) -> None:
+        """Writes an adapter in one of the two formats. `folder` must not exist."""
+        with new_folder(folder) as aside:
+            if form == "peft":
+                write_peft(aside, weights, self.layout, base_model=None)
+            else:
+                write_mlx_lm(aside, weights, self.layout)
 
     def read_again(self, version: Version) -> AdapterWeights:
         """Reads a version's weights again, as they were when it was added.
@@ -68,6 +94,14 @@ class AdapterLibrary:
         if file.digest != version.info.digest:
             raise AdapterFileError(f"the files of {version.ref} have changed: load them again as a new version")
         return file.weights
+
+    def neutral(self, rank: int, targets: Sequence[str]) -> AdapterWeights:
+        """Weights of zeros, for the linears whose last names are among the targets."""
+        specs = [spec for spec in self.layout.linears.values() if spec.target in targets]
+        pairs = {
+            spec.path: LoRAPair(_zeros(spec.in_features, rank), _zeros(rank, spec.out_features), 1.0) for spec in specs
+        }
+        return AdapterWeights(pairs)
 
     def discover(self) -> Iterator[tuple[str, AdapterFile]]:
         """Yields the name and the content of each adapter in the folder. Skips unusable ones with a warning."""
@@ -87,6 +121,23 @@ class AdapterLibrary:
     def first_version(self, adapter: str) -> int:
         """The first version number that no checkpoint of this adapter has used."""
         return 1 + (self.checkpoints.newest_version(adapter) if self.checkpoints else 0)
+
+
+def _zeros(rows: int, columns: int) -> NDArray[np.float32]:
+    return np.zeros((rows, columns), np.float32)
+
+
+def stamp_of(folder: Path) -> FolderStamp:
+    """What changes whenever the files of an adapter's directory are written."""
+    return tuple(map(_stamp, (folder / CONFIG_FILE, folder / PEFT_WEIGHTS, folder / MLX_LM_WEIGHTS)))
+
+
+def _stamp(file: Path) -> tuple[int, int, int] | None:
+    try:
+        facts = file.stat()
+    except OSError:
+        return None
+    return facts.st_ino, facts.st_size, facts.st_mtime_ns
 
 
 def name_of_folder(folder: Path) -> str:

@@ -8,6 +8,7 @@ load ─▶ read and check (worker) ─▶ add the version (registry) ─▶ sta
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -15,7 +16,8 @@ from functools import partial
 from pathlib import Path
 
 from mlx_parallm.adapters.checkpoints.store import CheckpointStore
-from mlx_parallm.adapters.library import AdapterLibrary, info_of_file, name_of_folder
+from mlx_parallm.adapters.files.read import AdapterFile, FormatName
+from mlx_parallm.adapters.library import AdapterLibrary, FolderStamp, info_of_file, name_of_folder
 from mlx_parallm.adapters.registry import AdapterRegistry
 from mlx_parallm.adapters.store import AdapterStore
 from mlx_parallm.adapters.weights import AdapterWeights, Version, VersionInfo
@@ -54,6 +56,8 @@ class AdapterService:
         self._reserved = reserved
         self._publishing = asyncio.Lock()
         self._loading_folder = asyncio.Lock()
+        # Of the folders that `load_folder` has read: their stamps at that time, and the names of their adapters.
+        self._folders: dict[Path, tuple[FolderStamp, str]] = {}
 
     # -- selectors -------------------------------------------------------------------------------
 
@@ -84,10 +88,13 @@ class AdapterService:
 
     async def load(self, name: str, path: str, replace: bool) -> AdapterCard:
         """See `core.AdapterClient.load`."""
-        adapter, number = name_and_step(name)
+        adapter, _ = name_and_step(name)
         if adapter in self._reserved:
             raise InvalidRequestError(f"lora_name: {adapter!r} is the model's own name: choose another", "lora_name")
-        file = await asyncio.to_thread(self._library.read, path)
+        return await self._load_file(name, await asyncio.to_thread(self._library.read, path), replace)
+
+    async def _load_file(self, name: str, file: AdapterFile, replace: bool) -> AdapterCard:
+        adapter, number = name_and_step(name)
         async with self._publishing:
             live = self._registry.live(adapter)
             loaded = live if number is None else self._registry.known(AdapterRef(adapter, number))
@@ -104,16 +111,44 @@ class AdapterService:
 
     async def load_folder(self, path: str) -> str:
         """See `core.AdapterClient.load_folder`."""
-        folder = await asyncio.to_thread(self._library.resolve, path)
-        if name := self._live_from(folder):
+        folder, stamp = await asyncio.to_thread(self._library.resolve_stamped, path)
+        if name := self._unchanged(folder, stamp):
             return name
         async with self._loading_folder:  # requests that name the folder meanwhile wait, and read no file
-            loaded = self._live_from(folder)
-            return loaded or (await self.load(name_of_folder(folder), str(folder), replace=True)).ref.name
+            if name := self._unchanged(folder, stamp):
+                return name
+            file = await asyncio.to_thread(self._library.read, str(folder))
+            name = self._live_with(file)
+            if name is None:
+                name = (await self._load_file(name_of_folder(folder), file, replace=True)).ref.name
+            self._folders[folder] = (stamp, name)
+            return name
 
-    def _live_from(self, folder: Path) -> str | None:
-        """The name of the adapter whose live version came from this folder."""
-        return next((card.ref.name for card in self.cards() if card.live and card.root == str(folder)), None)
+    def _unchanged(self, folder: Path, stamp: FolderStamp) -> str | None:
+        """The name that `load_folder` has given the folder, if the folder has this stamp still and the name is live."""
+        known, name = self._folders.get(folder, (None, ""))
+        live = self._registry.live(name)
+        return name if known == stamp and live is not None and live.info.root == str(folder) else None
+
+    def _live_with(self, file: AdapterFile) -> str | None:
+        """The name of the adapter whose live version came from this folder, with this content."""
+        live = (self._registry.live(name) for name in {version.ref.name for version in self._registry.versions()})
+        found = (v for v in live if v and (v.info.root, v.info.digest) == (str(file.path), file.digest))
+        return next((version.ref.name for version in found), None)
+
+    async def publish_folder(self, name: str, folder: Path) -> AdapterRef:
+        """Publishes the adapter in a folder that this program itself names, so it may lie anywhere. The version does
+        not depend on the folder afterwards. If the live version has the same content, no new version is made.
+
+        Raises:
+            AdapterFileError: its files cannot be used.
+        """
+        file = await asyncio.to_thread(self._library.read_anywhere, folder)
+        async with self._publishing:
+            live = self._registry.live(name)
+            if live is None or live.info.digest != file.digest:
+                live = await self.publish(name, file.weights, dataclasses.replace(info_of_file(file), root=""))
+            return live.ref
 
     async def publish(
         self,
@@ -246,6 +281,21 @@ class AdapterService:
         if weights is None:
             raise ConflictError(f"the weights of {version.ref} are in no file and not in memory any more")
         return weights
+
+    async def write(self, ref: AdapterRef, folder: Path, form: FormatName) -> None:
+        """Writes the files of a version into `folder`, which appears whole or not at all.
+
+        Raises:
+            UnknownModelError: the version was unloaded.
+            Also the errors of `weights`.
+        """
+        with self._registry.lease(str(ref)) as version:
+            weights = await self.weights(version)
+            await asyncio.to_thread(self._library.write, weights, folder, form)
+
+    async def write_neutral(self, folder: Path, form: FormatName, rank: int, targets: Sequence[str]) -> None:
+        """Writes the files of an adapter that changes nothing, of this rank, for the linears with these names."""
+        await asyncio.to_thread(lambda: self._library.write(self._library.neutral(rank, targets), folder, form))
 
     # -- figures ---------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from typing import Any, NoReturn
 
 from mlx_parallm.app.build import Engine
+from mlx_parallm.app.inference import check_inference
 from mlx_parallm.app.tracking import start_tracking
 from mlx_parallm.app.train_progress import TrainOptions, TrainView
 from mlx_parallm.app.training_run import TrainingRun
@@ -40,6 +41,7 @@ def run(config: Config, options: TrainOptions, view: TrainView) -> int:
     rewarded = config.rl_training.reward is not None
     source = environment(options.environment, rewarded)  # what cannot be used is refused before the model is loaded
     read_system_prompt(config.rl_training.system_prompt)
+    check_inference(config)
     engine = Engine(config, {name: value for name, value in asdict(options).items() if name != "log"})
     served = engine.start()
     assert served.training is not None  # the command's configuration trains

@@ -93,10 +93,16 @@ def run_facts(config: Config, options: TrainOptions, served: Served) -> Mapping[
         f"{', '.join(model.lora_target_modules)}",
         "update": f"{training.algorithm}, {options.prompts_per_step} prompts x {options.group_size} samples, "
         f"learning rate {training.optimizer.learning_rate:g}",
+        **_inference_facts(config),
         **_evaluation_facts(config, len(served.training.held_out) if served.training else 0),
         "checkpoints": checkpoints_text(served.run),
         **({"log": str(metrics_file(served.run, options.log))} if served.run else {}),
     }
+
+
+def _inference_facts(config: Config) -> Mapping[str, str]:
+    settings = config.inference
+    return {"samples": f"from {settings.engine} at {settings.url}"} if settings.engine.outside else {}
 
 
 def _evaluation_facts(config: Config, tasks: int) -> Mapping[str, str]:

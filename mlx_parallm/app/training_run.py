@@ -9,19 +9,21 @@ import asyncio
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from mlx_parallm.app.build import Served
+from mlx_parallm.app.inference import build_inference
 from mlx_parallm.app.train_progress import SampleText, TrainOptions, TrainView, run_facts
 from mlx_parallm.app.training import TrainingRuntime, reward_of
 from mlx_parallm.config import Config
-from mlx_parallm.core import BASE_ADAPTER, UpdateReport
+from mlx_parallm.core import BASE_ADAPTER, Event, GenerationRequest, UpdateReport
 from mlx_parallm.errors import ConfigError, EngineDeadError, InvalidRequestError, TrainingFailedError
 from mlx_parallm.rl.collect.groups import DropReason
 from mlx_parallm.rl.environments import Environment, Task, read_system_prompt
 from mlx_parallm.rl.held_out import without
+from mlx_parallm.rl.inference.engine import InferenceEngine
 from mlx_parallm.rl.rollouts import DrawResult, Rollouts, RolloutSettings
 from mlx_parallm.rl.runs.listing import RUN_STEPS
 from mlx_parallm.rl.scoring.catalogue import ScorerCatalogue
@@ -42,7 +44,10 @@ _MIN_WINDOW = 4
 
 @dataclass
 class TrainingRun:
-    """The steps of one run. `drawn` of `wanted` trajectories of the current step were reported to the view."""
+    """The steps of one run. `drawn` of `wanted` trajectories of the current step were reported to the view.
+
+    `inference`: draws the samples; None until the first step.
+    """
 
     config: Config
     options: TrainOptions
@@ -53,6 +58,7 @@ class TrainingRun:
     tracking: Tracking
     drawn: int = 0
     wanted: int = 0
+    inference: InferenceEngine | None = None
 
     def __post_init__(self) -> None:
         self.service = self.training.service
@@ -68,6 +74,8 @@ class TrainingRun:
             done, taken = self._progress()
             rollouts = self._rollouts(await asyncio.to_thread(self._tasks, taken), taken)
             self.view.started(run_facts(self.config, options, self.served), done)
+            if done < options.steps:
+                await self._open_inference()
             if done < options.steps and (result := await self.service.evaluate_if_due()) is not None:
                 self.view.evaluated(result)
                 fields = {"adapter": result.adapter.name, "version": result.adapter.version}
@@ -76,7 +84,21 @@ class TrainingRun:
                 await self._step(rollouts, step)
                 self._check_failures()
         finally:
-            await self.training.close()
+            try:
+                if self.inference is not None:
+                    await self.inference.close()
+            finally:
+                await self.training.close()
+
+    async def _open_inference(self) -> None:
+        """Raises ConfigError: the configured engine cannot draw what training needs."""
+        self.inference = build_inference(self.config, self.served)
+        await self.inference.open(self.service.status().current or BASE_ADAPTER)
+
+    def _generate(self, request: GenerationRequest) -> AsyncIterator[Event]:
+        """Draws from the inference engine, and collects what it draws."""
+        assert self.inference is not None
+        return self.served.collect(request, self.inference.generate(request))
 
     def _progress(self) -> tuple[int, int]:
         """The steps made and the tasks taken before the run was resumed."""
@@ -105,7 +127,7 @@ class TrainingRun:
             run=served.run.id,
             taken=taken,
         )
-        return Rollouts(served.generate, served.adapters, served.tokenizer, tasks, settings, self._report_rollout)
+        return Rollouts(self._generate, served.adapters, served.tokenizer, tasks, settings, self._report_rollout)
 
     async def _step(self, rollouts: Rollouts, step: int) -> None:
         """Makes one update, and reports it with the speed of the whole step."""

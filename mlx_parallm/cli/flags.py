@@ -39,7 +39,10 @@ class Flag:
 
 _RESUME, _FOLDER = "checkpointing.resume", "checkpointing.checkpoint_dir"
 TRAIN_ONLY = frozenset(
-    ("rl_training.max_completion_tokens", "rl_training.rollout_temperature", "rl_training.system_prompt")
+    (
+        *("rl_training.max_completion_tokens", "rl_training.rollout_temperature", "rl_training.system_prompt"),
+        *("inference.engine", "inference.url", "inference.model", "inference.adapter_dir"),
+    )
 )
 """Keys whose flags only `mlx_parallm_train` has."""
 
@@ -107,6 +110,10 @@ FLAGS = (
     Flag("--eval-size", "rl_training.evaluation.size", "TASKS"),
     Flag("--atropos-url", "rl_training.atropos_url", "URL"),
     Flag("--seed", "rl_training.seed", "SEED"),
+    Flag("--inference-engine", "inference.engine", "NAME"),
+    Flag("--inference-url", "inference.url", "URL"),
+    Flag("--inference-model", "inference.model", "NAME"),
+    Flag("--inference-adapter-dir", "inference.adapter_dir", "DIR"),
     Flag("--debug", "debug.check_when_idle"),
     Flag("--debug-trace", "debug.trace", "FILE"),
 )

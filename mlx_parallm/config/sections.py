@@ -12,6 +12,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from mlx_parallm.config.inference import InferenceConfig
 from mlx_parallm.config.training import RLTrainingConfig
 from mlx_parallm.config.types import (
     AdapterName,
@@ -297,5 +298,6 @@ class Config(Section):
     model: ModelConfig = ModelConfig()
     adapters: AdaptersConfig = AdaptersConfig()
     rl_training: RLTrainingConfig = RLTrainingConfig()
+    inference: InferenceConfig = InferenceConfig()
     checkpointing: CheckpointingConfig = CheckpointingConfig()
     debug: DebugConfig = DebugConfig()

@@ -203,7 +203,8 @@ class AdapterClient(Protocol):
         ...
 
     async def load_folder(self, path: str) -> str:
-        """The name of the adapter in a directory. It is loaded first if no live version was read from there.
+        """The name of the adapter in a directory. It is loaded first if no live version was read from there, and again
+        if its files have been written since.
 
         Raises:
             InvalidRequestError: the path is outside the allowed roots; the files are not an adapter that fits this

@@ -15,11 +15,12 @@ LANGUAGES = {"sh", "python", "yaml", "toml", "json", "text"}
 _ROOTS = "mlx_parallm|tests|benchmarks|examples|docs|scripts"
 _PATH = re.compile(rf"(?:{_ROOTS})/[\w./-]*|\.ci/\w+|server_config\.yaml|pyproject\.toml|mkdocs\.yml|\w+\.(?:lock|md)")
 _FLAG = re.compile(r"--[a-z][a-z-]+")
-_SETTING = re.compile(r"(?:server|model|adapters|rl_training|checkpointing|debug)\.(?!py$)[a-z_.]+")
+_SETTING = re.compile(r"(?:server|model|adapters|rl_training|inference|checkpointing|debug)\.(?!py$)[a-z_.]+")
 _NAME = re.compile(r"(?:[A-Z][a-z]+){2,}|[A-Z]+(?:_[A-Z]+)*|[A-Z]{2,}[A-Z]?[a-z]\w+")
 _OTHER_FLAGS = {
     *("--group", "--extra", "--help", "--url", "--format"),
     *("--quick", "--repeats", "--only", "--minutes", "--record-counts"),
+    *("--enable-lora", "--no-enable-overlap-scheduler"),
 }
 """Of other programs, and of the benchmarks."""
 

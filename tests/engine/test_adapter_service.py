@@ -154,9 +154,23 @@ async def test_a_folder_is_loaded_by_the_first_request_that_names_it(world: Worl
     (name,) = set(names)
     assert [str(card.ref) for card in world.service.cards()] == [f"{name}@1"]
     assert await world.generate(name) == (AdapterRef(name, 1), expected(weights))
+    assert await world.service.load_folder("m") == name
+    assert world.service.stats().staged_total == 1, "files that nobody has changed are not read again"
+
+
+async def test_a_folder_whose_files_were_written_again_is_loaded_again(world: World) -> None:
+    """As a trainer does that saves each step into the same folder."""
+    world.write("m", 1)
+    name = await world.service.load_folder("m")
+    weights = world.write("m", 2)
+    assert await world.service.load_folder("m") == name
+    assert await world.generate(name) == (AdapterRef(name, 2), expected(weights))
     world.write("m", 2)
     assert await world.service.load_folder("m") == name
-    assert world.service.stats().staged_total == 1, "changed files are not read again"
+    assert world.service.live(name) == AdapterRef(name, 2), "the same content is no new version"
+    (world.root / "m" / "adapter_config.json").write_text("{")
+    with pytest.raises(InvalidRequestError):
+        await world.service.load_folder("m")
 
 
 async def test_a_folder_that_was_loaded_under_a_name_keeps_it(world: World) -> None:

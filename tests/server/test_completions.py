@@ -103,6 +103,7 @@ async def test_lm_eval_scores_token_prompts(client, engine):
         "token_logprobs": [None, -0.5, -0.5],
         "top_logprobs": [None, {"i": -0.5}, {"H": -0.5}],
         "text_offset": [0, 1, 2],
+        "token_ids": [104, 105, ord("H")],
     }
     assert second["logprobs"]["tokens"] == ["j", "H"]
 

@@ -121,11 +121,11 @@ async def test_echo_with_logprobs_streams_the_scores_of_the_prompt(client):
     got = await transcript(client, "/v1/completions", prompt="ab", echo=True, logprobs=1, max_tokens=1)
     prompt = (
         '{"index":0,"text":"ab","logprobs":{"tokens":["a","b"],"token_logprobs":[null,-0.5],'
-        '"top_logprobs":[null,{"b":-0.5}],"text_offset":[0,1]},"finish_reason":null}'
+        '"top_logprobs":[null,{"b":-0.5}],"text_offset":[0,1],"token_ids":[97,98]},"finish_reason":null}'
     )
     drawn = (
         '{"index":0,"text":"H","logprobs":{"tokens":["H"],"token_logprobs":[-0.5],'
-        '"top_logprobs":[{"H":-0.5}],"text_offset":[2]},"finish_reason":"length"}'
+        '"top_logprobs":[{"H":-0.5}],"text_offset":[2],"token_ids":[72]},"finish_reason":"length"}'
     )
     assert got == text_chunk(prompt) + text_chunk(drawn) + DONE
 

@@ -16,7 +16,7 @@ LOWEST = -9999.0
 
 
 class CompletionLogprobs(WireOutput):
-    """Four lists of equal length, with one entry for each token."""
+    """Five lists of equal length, with one entry for each token."""
 
     LONG: ClassVar[bool] = True
 
@@ -28,6 +28,8 @@ class CompletionLogprobs(WireOutput):
     """For each token, the logprobs in nats of the most likely tokens and of the token itself, by their texts."""
     text_offset: list[int]
     """Number of characters before the token."""
+    token_ids: list[int]
+    """The ids of the tokens, which a client cannot always tell from their texts."""
 
 
 class ChatTopLogprob(WireOutput):
@@ -114,6 +116,7 @@ class CompletionLogprobsWriter:
             token_logprobs=[finite(token.logprob.logprob) if token.logprob else None for token in scored],
             top_logprobs=[self._top_logprobs(token.logprob) if token.logprob else None for token in scored],
             text_offset=[self._advance(token.token_id) for token in scored],
+            token_ids=[token.token_id for token in scored],
         )
 
     def _top_logprobs(self, logprob: TokenLogprob) -> dict[str, float]:
