@@ -32,7 +32,7 @@ def read_draws(sampled: Sampled, rows: Sequence[RowSampling]) -> list[Draw]:
 
 
 def _logprobs(sampled: Sampled, rows: Sequence[RowSampling], tokens: Sequence[int]) -> Sequence[TokenLogprob | None]:
-    """Raw-model logprobs of each row's token; None in rows that did not request them."""
+    """Logprobs of each row's token; None in rows that did not request them."""
     if sampled.logprobs is None:
         return [None] * len(tokens)
     tops: list[tuple[tuple[int, float], ...]] = [()] * len(tokens)
@@ -69,7 +69,7 @@ class PromptScores:
         ids = mx.array(list(targets), mx.uint32)
         self._targets, self._top = targets, top
         self._scores, self._ranks = token_logprobs(logits, ids, normaliser), token_ranks(logits, ids)
-        self._best = top_logprobs(logits, normaliser) if top else ()
+        self._best = top_logprobs(logits, normaliser, top) if top else ()
 
     def arrays(self) -> list[mx.array]:
         return [self._scores, self._ranks, *self._best]

@@ -67,10 +67,11 @@ def row_sum(x: mx.array) -> mx.array:
     return in_blocks(x, 0.0).sum(-1).sum(-1, keepdims=True)
 
 
-# ---- logprobs of the raw model: before penalties, bias, temperature and filters ----------------
+# ---- logprobs ----------------------------------------------------------------------------------
 
 TOP_LOGPROBS = 20
-"""Alternatives computed for each row that requests any. The number is fixed, so ties do not depend on other rows."""
+"""Alternatives computed for each row that requests this many or fewer. The number is fixed, so ties do not depend on
+other rows."""
 
 
 def log_normaliser(logits: mx.array) -> mx.array:
@@ -90,18 +91,19 @@ def token_ranks(logits: mx.array, tokens: mx.array) -> mx.array:
     return (logits > own).sum(-1) + 1
 
 
-def top_logprobs(logits: mx.array, normaliser: mx.array) -> tuple[mx.array, mx.array]:
+def top_logprobs(logits: mx.array, normaliser: mx.array, wanted: int = TOP_LOGPROBS) -> tuple[mx.array, mx.array]:
     """The best tokens of each row, best first. Ties are sorted by token id.
 
     Args:
         logits: fp32 [N, V].
         normaliser: fp32 [N, 1], the result of `log_normaliser`.
+        wanted: how many tokens of each row are needed.
 
     Returns:
-        ids int32 and logprobs fp32, both [N, K], K = min(TOP_LOGPROBS, V). Of tokens that tie for the last place, any
-        may be returned, but always the same ones for the same row.
+        ids int32 and logprobs fp32, both [N, K], K = min(max(wanted, TOP_LOGPROBS), V). Of tokens that tie for the last
+        place, any may be returned, but always the same ones for the same row.
     """
-    ids = mx.sort(_top_ids(logits, min(TOP_LOGPROBS, logits.shape[-1])), -1)
+    ids = mx.sort(_top_ids(logits, min(max(wanted, TOP_LOGPROBS), logits.shape[-1])), -1)
     values = mx.take_along_axis(logits, ids, -1)
     order = mx.argsort(-values, -1)  # stable: equal values stay in order of id
     best = mx.take_along_axis(values, order, -1)

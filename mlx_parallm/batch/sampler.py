@@ -2,7 +2,7 @@
 
     raw logits ─ penalties ─ logit_bias, min_tokens ─ grammar ─┬─ argmax ──────────────────────────────┬─ tokens
                                                                └─ temperature ─ filters ─ inverse CDF ─┘
-    raw logits ─ logprobs, top logprobs
+    raw logits, or the processed ones that a row draws from ─ logprobs, top logprobs
 
 `plan_sampling` reads the options once per batch composition, and leaves out the stages that no row uses. `sample` only
 builds a lazy graph: it evaluates nothing and reads nothing back, so the next forward pass can be launched before the
@@ -12,7 +12,7 @@ tokens of this one are known. The exception is a row with a grammar, whose mask 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import numpy as np
@@ -77,6 +77,18 @@ class DrawnRows:
 
 
 @dataclass(frozen=True, slots=True)
+class ProcessedRows:
+    """The P rows of a batch whose logprobs are of the distribution that draws their tokens.
+
+    `temperature`: fp32 [P, 1], 1 in greedy rows. `filters`: None if none of them filters.
+    """
+
+    rows: RowSubset
+    temperature: mx.array
+    filters: Filters | None
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingPlan:
     """The stages of one batch composition; None for a stage that no row uses. Valid until a row joins or leaves.
 
@@ -90,6 +102,7 @@ class SamplingPlan:
     drawn: DrawnRows | None
     sampling_logprobs: bool
     logprobs: RowSubset | None
+    processed: ProcessedRows | None
     any_top: bool
 
 
@@ -99,11 +112,12 @@ class Sampled:
 
     Attributes:
         tokens: uint32 [R].
-        logprobs: fp32 [R], of the drawn token under the raw model. NaN in rows without logprobs.
+        logprobs: fp32 [R], of the drawn token under the raw model, or in processed rows under the distribution that
+            drew it. NaN in rows without logprobs.
         sampling_logprobs: fp32 [R], of the drawn token under the distribution that drew it (after penalties, bias,
             temperature and filters). 0 in greedy rows, which draw their token with certainty.
-        top_ids, top_logprobs: int32 and fp32 [R, K], the raw model's best tokens, best first. A row uses the first
-            `params.top_logprobs` of them. 0 and NaN in rows without logprobs.
+        top_ids, top_logprobs: int32 and fp32 [R, K], the best tokens of the same distribution, best first. A row uses
+            the first `params.top_logprobs` of them. 0 and NaN in rows without logprobs.
     """
 
     tokens: mx.array
@@ -129,6 +143,7 @@ def plan_sampling(rows: Sequence[RowSampling], vocab_size: int) -> SamplingPlan:
         drawn=_plan_drawn(rows, vocab_size),
         sampling_logprobs=any(row.sampling_logprobs for row in rows),
         logprobs=RowSubset.of(with_logprobs, len(rows)) if with_logprobs else None,
+        processed=_plan_processed(rows, vocab_size),
         any_top=any(row.params.top_logprobs for row in rows),
     )
 
@@ -148,10 +163,11 @@ def sample(logits: mx.array, plan: SamplingPlan, positions: Sequence[int]) -> Sa
         raise ValueError(f"a plan of {plan.rows} rows got {len(positions)} positions and logits {logits.shape}")
     at = np.asarray(positions, np.int64)
     raw = logits.astype(mx.float32)
-    tokens, sampling_logprobs = _choose(_edited(raw, plan, at), plan, at)
+    edited = _edited(raw, plan, at)
+    tokens, sampling_logprobs = _choose(edited, plan, at)
     if plan.penalties is not None:
         plan.penalties.count(tokens)
-    logprobs, top_ids, best = _raw_logprobs(raw, tokens, plan)
+    logprobs, top_ids, best = _logprobs(_reported(raw, edited, plan), tokens, plan)
     return Sampled(tokens, logprobs, sampling_logprobs, top_ids, best)
 
 
@@ -194,6 +210,23 @@ def _plan_drawn(rows: Sequence[RowSampling], vocab_size: int) -> DrawnRows | Non
     )
 
 
+def _plan_processed(rows: Sequence[RowSampling], vocab_size: int) -> ProcessedRows | None:
+    chosen = [i for i, row in enumerate(rows) if row.params.processed_logprobs and row.params.top_logprobs is not None]
+    if not chosen:
+        return None
+    params = [_processing(rows[i].params) for i in chosen]
+    return ProcessedRows(
+        rows=RowSubset.of(chosen, len(rows)),
+        temperature=mx.array([[each.temperature] for each in params], mx.float32),
+        filters=Filters.of(params, vocab_size),
+    )
+
+
+def _processing(params: SamplingParams) -> SamplingParams:
+    """The temperature and filters that logprobs are computed with. As in vLLM, temperature 0 counts as 1 here."""
+    return params if params.temperature >= COLDEST else replace(params, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+
+
 def _edited(logits: mx.array, plan: SamplingPlan, positions: NDArray[np.int64]) -> mx.array:
     if plan.penalties is not None:
         logits = plan.penalties.apply(logits)
@@ -232,11 +265,24 @@ def _draw(
     return tokens, mx.take_along_axis(scaled, tokens[:, None], -1).squeeze(-1) - mx.log(total)
 
 
-def _raw_logprobs(raw: mx.array, tokens: mx.array, plan: SamplingPlan) -> tuple[mx.array | None, ...]:
-    """Raw-model logprobs of the drawn tokens [R], and the best ids and their logprobs [R, K]; None if not needed."""
+def _reported(raw: mx.array, edited: mx.array, plan: SamplingPlan) -> mx.array:
+    """The logits [R, V] that logprobs are computed from: the raw ones, and in processed rows those that tokens are
+    drawn from, -inf for tokens that the filters drop."""
+    if plan.processed is None:
+        return raw
+    logits = plan.processed.rows.take(edited)
+    scaled = (logits - logits.max(-1, keepdims=True)) / plan.processed.temperature
+    if plan.processed.filters is not None:
+        kept = plan.processed.filters.apply(exp(scaled)) > 0
+        scaled = mx.where(kept, scaled, -mx.inf)
+    return plan.processed.rows.put(scaled, raw)
+
+
+def _logprobs(reported: mx.array, tokens: mx.array, plan: SamplingPlan) -> tuple[mx.array | None, ...]:
+    """Logprobs of the drawn tokens [R], and the best ids and their logprobs [R, K]; None if not needed."""
     if plan.logprobs is None:
         return None, None, None
-    logits, rows = plan.logprobs.take(raw), plan.logprobs
+    logits, rows = plan.logprobs.take(reported), plan.logprobs
     normaliser = log_normaliser(logits)
     found = rows.put(
         token_logprobs(logits, rows.take(tokens), normaliser), mx.full((plan.rows,), float("nan"), mx.float32)

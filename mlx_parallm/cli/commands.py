@@ -163,6 +163,18 @@ def _adapter_row(card: Mapping[str, Any]) -> tuple[str, ...]:
     return (card["id"], live, card["residence"], str(card["rank"]), targets, size, card["root"] or "-")
 
 
+# -- the tokenizer -------------------------------------------------------------------------------
+
+
+def save_tokenizer(args: Namespace) -> int:
+    """Writes the tokenizer of a model into a folder of its own."""
+    from mlx_parallm.model.tokenizer_folder import save_tokenizer as save
+
+    save(args.model_path, args.output, trust_remote_code=args.trust_remote_code)
+    print(f"wrote {args.output}; read it with transformers.AutoTokenizer.from_pretrained({str(args.output)!r})")
+    return 0
+
+
 # -- adapter files -------------------------------------------------------------------------------
 
 

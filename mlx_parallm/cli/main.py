@@ -55,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_server_arguments(ps)
     ps.set_defaults(run=commands.ps)
     _add_adapter_commands(add("adapters", "Manage the LoRA adapters of a running server; merge or convert adapters."))
+    _add_tokenizer_command(add("tokenizer", "Write the tokenizer of a model for clients that tokenise by themselves."))
     add("version", "Print the versions to give in a bug report.").set_defaults(run=commands.version)
     return _run(parser, argv)
 
@@ -89,6 +90,14 @@ def _add_adapter_commands(parser: argparse.ArgumentParser) -> None:
     _add_folder_arguments(converting)
     converting.add_argument("--format", choices=("mlx-lm", "peft"), default="peft", help="Default: %(default)s.")
     converting.set_defaults(run=commands.convert_adapter)
+
+
+def _add_tokenizer_command(parser: argparse.ArgumentParser) -> None:
+    saving = _subcommands(parser)("save", "Write a folder that Transformers reads without a network. Needs no server.")
+    saving.add_argument("output", type=Path, metavar="DIR", help="The folder to write. It must not exist.")
+    saving.add_argument("--model-path", metavar="DIR_OR_HUB_ID", help="The model. Default: the bundled one.")
+    saving.add_argument("--trust-remote-code", action="store_true", help="Run Python code that comes with the model.")
+    saving.set_defaults(run=commands.save_tokenizer)
 
 
 def _add_server_arguments(parser: argparse.ArgumentParser) -> None:

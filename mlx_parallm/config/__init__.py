@@ -17,6 +17,7 @@ from mlx_parallm.config.sections import (
     CheckpointingConfig,
     Config,
     DebugConfig,
+    LogprobsMode,
     Mode,
     ModelConfig,
     ServerConfig,

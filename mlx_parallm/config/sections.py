@@ -38,6 +38,8 @@ from mlx_parallm.config.types import (
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 OTHER_CONNECTIONS = 256
 """Connections in addition to those of running and queued requests, for probes and idle clients."""
+LARGEST_PROMPT_LOGPROBS = 1000
+"""The largest number of candidates at each token of a prompt that can be configured."""
 LARGEST_RANK = 512
 """The largest rank of an adapter for which the bank can be configured."""
 
@@ -63,6 +65,13 @@ class TrafficClass(StrEnum):
 
     LIVE = "live"
     ROLLOUT = "rollout"
+
+
+class LogprobsMode(StrEnum):
+    """What the logprobs of generated tokens are of. The values are vLLM's."""
+
+    RAW = "raw_logprobs"
+    PROCESSED = "processed_logprobs"
 
 
 class PriorityRatios(Section):
@@ -153,6 +162,15 @@ class ServerConfig(Section):
     x-ignored-fields. The routes for adapters, training and control always refuse them, and so does every request with
     collect_trajectory.
     """
+    logprobs_mode: Annotated[LogprobsMode, BeforeValidator(lower)] = LogprobsMode.RAW
+    """What the logprobs of generated tokens are of. raw_logprobs: the model itself. processed_logprobs: the
+    distribution that drew the token, after penalties, bias, temperature and filters, as programs for reinforcement
+    learning need it. The logprobs of collected trajectories are always of that distribution.
+    """
+    max_prompt_logprobs: Integer = Field(default=20, ge=20, le=LARGEST_PROMPT_LOGPROBS)
+    """Largest number of candidates that a request may ask for at each token of its prompt, with prompt_logprobs."""
+    return_tokens_as_token_ids: bool = False
+    """Write the tokens in logprobs as token_id:<id> in answers to requests that do not say how."""
     priority_ratios: PriorityRatios = PriorityRatios()
     collected_traffic_class: Annotated[TrafficClass, BeforeValidator(lower)] = TrafficClass.ROLLOUT
     """Whether requests with collect_trajectory count as rollout or as live in priority_ratios. A request's own

@@ -46,12 +46,16 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     top_logprobs: int | None = None
-    """None: no logprobs. k >= 0: logprobs of the drawn token and of the k best tokens, from the raw model."""
+    """None: no logprobs. k >= 0: logprobs of the drawn token and of the k best tokens."""
+    processed_logprobs: bool = False
+    """Whether these are logprobs of the distribution that draws the tokens, and not of the raw model. Greedy rows have
+    those of the model after penalties and bias, at temperature 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class StopParams:
-    """When one row ends. `max_tokens` counts generated tokens; 0 only scores the prompt.
+    """When one row ends. `max_tokens` counts generated tokens; 0 only scores the prompt. A token of `stop_token_ids`
+    ends the text and adds nothing to it, also with `ignore_eos`.
 
     `fallbacks` are the failure tables of the search for stop strings (Knuth, Morris and Pratt, 1977), computed here to
     save time on the device thread. When character `k` of `stop[i]` does not match, the search continues at character
@@ -62,6 +66,7 @@ class StopParams:
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
     fallbacks: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -149,7 +154,8 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """The raw model's logprob (fp32, nats) of one token, and the best alternatives, best first.
+    """The logprob (fp32, nats) of one token, and the best alternatives, best first: of the raw model, or for generated
+    tokens as `SamplingParams.processed_logprobs` says.
 
     `rank` is 1 for the most likely token. It is computed for prompt tokens only.
     """
@@ -179,7 +185,7 @@ class SequenceOutput:
         text: empty while a UTF-8 character or a possible stop string is incomplete. The final text is all texts joined.
         logprobs: one for each of `token_ids` if requested, else empty.
         finish_reason: set on the sequence's last output only.
-        stop_reason: the stop string that matched, if one did.
+        stop_reason: the stop string that matched, or the token of `stop_token_ids` that was drawn, if one was.
         sampling_logprobs: if the request is collected, the logprob (fp32, nats) of each of `token_ids` under the
             distribution that drew it; else empty.
     """
@@ -189,7 +195,7 @@ class SequenceOutput:
     text: str
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
-    stop_reason: str | None = None
+    stop_reason: str | int | None = None
     sampling_logprobs: tuple[float, ...] = ()
 
 

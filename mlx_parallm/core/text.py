@@ -136,6 +136,10 @@ class TextTokenizer(Protocol):
         """The bytes of one token, which may be a part of a UTF-8 character."""
         ...
 
+    def token_string(self, token_id: int) -> str:
+        """The token as the vocabulary writes it, such as `Ġthe`. Empty for the ids that pad a vocabulary."""
+        ...
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],

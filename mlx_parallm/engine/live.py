@@ -127,7 +127,7 @@ def live_sequence(
         sampling=RowSampling(
             params=params,
             min_tokens=stopping.min_tokens,
-            end_ids=tuple(sorted(vocabulary.eos_ids)),
+            end_ids=tuple(sorted(vocabulary.eos_ids.union(stopping.stop_token_ids))),
             sampling_logprobs=request.collection is not None,
             counts=TokenCounts(prompt, (), vocabulary.size) if has_penalties(params) else None,
             grammar=grammar,

@@ -22,7 +22,7 @@ class TextDelta:
 
     text: str
     finish_reason: FinishReason | None = None
-    stop_reason: str | None = None
+    stop_reason: str | int | None = None
 
 
 class StopMatcher:
@@ -103,7 +103,7 @@ class TextStream:
     generated: int = 0
 
     def accept(self, token: int) -> TextDelta:
-        """Takes one drawn token. The end-of-sequence token ends the text and is not part of it.
+        """Takes one drawn token. The end-of-sequence token and `stop_token_ids` end the text and are not part of it.
 
         Raises:
             GrammarError: the grammar does not allow the token here.
@@ -113,6 +113,8 @@ class TextStream:
             self.grammar.accept(token)
         if token in self.end_ids:
             return TextDelta(self._rest(), FinishReason.STOP)
+        if token in self.stopping.stop_token_ids:
+            return TextDelta(self._rest(), FinishReason.STOP, token)
         text = self.detokenizer.add(token)
         if self.generated < self.stopping.min_tokens:
             return TextDelta(text)

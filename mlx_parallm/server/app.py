@@ -41,9 +41,24 @@ from mlx_parallm.server.lifecycle import Lifecycle, SequenceGate, SleepSwitch
 from mlx_parallm.server.metrics import ServerMetrics
 from mlx_parallm.server.openapi import describe
 from mlx_parallm.server.protocols import trainers
+from mlx_parallm.server.protocols.generate import route as generate
+from mlx_parallm.server.protocols.tokens import route as tokens
 from mlx_parallm.server.services import Services
 
-ROUTES = (completions, chat, responses, models, adapter_routes, training_routes, schedule, control, ops, trainers)
+ROUTES = (
+    completions,
+    chat,
+    responses,
+    models,
+    adapter_routes,
+    training_routes,
+    schedule,
+    control,
+    ops,
+    tokens,
+    generate,
+    trainers,
+)
 
 MAX_HEADER_BYTES = 64 * 1024
 CLOSING_S = 3

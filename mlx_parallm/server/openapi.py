@@ -133,9 +133,14 @@ def raises(*kinds: Kind) -> dict[int | str, dict[str, Any]]:
 def streamable(whole: type[BaseModel], *kinds: Kind) -> dict[int | str, dict[str, Any]]:
     """The `responses` of a generating route: one JSON body, or events if `stream` is true, or an error; `kinds` are
     errors in addition to those that all generating routes may raise."""
-    headers = {LORA_ADAPTER: LORA_ADAPTER_HEADER}
-    about = "One body, or server-sent events."
-    answer = {"model": whole, "content": deepcopy(EVENTS), "description": about, "headers": headers}
+    described = generating(whole, *kinds)
+    described[200] |= {"content": deepcopy(EVENTS), "description": "One body, or server-sent events."}
+    return described
+
+
+def generating(whole: Any, *kinds: Kind) -> dict[int | str, dict[str, Any]]:
+    """The `responses` of a generating route that does not stream. `whole`: the answer's model, or a union of models."""
+    answer = {"model": whole, "description": "The answers.", "headers": {LORA_ADAPTER: LORA_ADAPTER_HEADER}}
     return {200: answer, **raises(*GENERATING, *kinds)}
 
 
@@ -261,6 +266,22 @@ EXAMPLES: Mapping[str, Examples] = {
             "stream_options": {"include_usage": True},
         },
         "for training": {"messages": _MESSAGES, "n": 2, "max_tokens": 4, "collect_trajectory": True},
+    },
+    "/v1/chat/completions/tokens": {
+        "a question and its tokens": {"messages": _MESSAGES, "tokens": [1, 2, 3], "max_tokens": 4}
+    },
+    "/v1/chat/completions/render": {"a question": {"messages": _MESSAGES, "max_tokens": 4, "logprobs": True}},
+    "/inference/v1/generate": {
+        "token ids": {
+            "token_ids": [1, 2, 3],
+            "sampling_params": {"max_tokens": 4, "logprobs": 1, "stop_token_ids": [2]},
+        },
+        "score tokens": {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 1, "prompt_logprobs": 1}},
+    },
+    "/generate": {
+        "vLLM": {"prompt": {"prompt_token_ids": [1, 2, 3]}, "max_tokens": 4, "logprobs": 0, "n": 2},
+        "SGLang": {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 4, "n": 2}, "return_logprob": True},
+        "TRL": {"prompts": ["Once"], "max_tokens": 4, "n": 2},
     },
     "/v1/responses": {
         "a question": {"input": "What is the capital of France?", "max_output_tokens": 8},

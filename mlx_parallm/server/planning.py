@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from mlx_parallm.config import ServerConfig, TrafficClass
+from mlx_parallm.config import LogprobsMode, ServerConfig, TrafficClass
 from mlx_parallm.core import (
     AdapterRef,
     CollectionSpec,
@@ -19,14 +19,18 @@ from mlx_parallm.core import (
     ModelCard,
     SamplingParams,
     StopParams,
+    TextTokenizer,
     WorkClass,
 )
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError, UnknownModelError
 from mlx_parallm.server.api.generation_fields import GenerationBody
+from mlx_parallm.server.api.sampling_fields import MAX_LOGPROBS
 
 MAX_ADAPTER_NAME = 160
 """Longest name of an adapter with its version, in characters. A longer name counts as unknown."""
 SEED_SPACE = 2**64
+MAX_PROMPT_CANDIDATES = 2**20
+"""Largest number of prompt logprobs of one request, where it asks for more than `MAX_LOGPROBS` at each token."""
 _WORK_CLASSES = {TrafficClass.LIVE: WorkClass.INFERENCE, TrafficClass.ROLLOUT: WorkClass.TRAINING}
 
 
@@ -117,7 +121,8 @@ def plan(
 
     Raises:
         ContextLengthError: the longest prompt and the tokens to generate do not fit the context.
-        InvalidRequestError: a prompt is empty, a token id is not in the vocabulary, or min_tokens is over the limit.
+        InvalidRequestError: a prompt is empty, a token id is not in the vocabulary, min_tokens is over the limit, or
+            there are too many prompt logprobs.
     """
     max_tokens = _token_limit(max_tokens, default_max_tokens, max(map(len, prompts)), card.context_length)
     for ids in prompts:
@@ -126,12 +131,13 @@ def plan(
         raise InvalidRequestError(
             f"min_tokens ({body.min_tokens}) is over max_tokens ({max_tokens}).", param="min_tokens"
         )
+    _check_prompt_logprobs(prompt_logprobs, prompts, config.max_prompt_logprobs)
     default_class = config.collected_traffic_class if body.collect_trajectory else TrafficClass.LIVE
     return GenerationRequest(
         request_id=request_id,
         prompts=tuple(tuple(ids) for ids in prompts),
-        sampling=_sampling(body, card.vocab_size, top_logprobs),
-        stopping=StopParams(max_tokens, body.min_tokens, tuple(body.stop), body.ignore_eos),
+        sampling=_sampling(body, card.vocab_size, top_logprobs, config.logprobs_mode),
+        stopping=_stopping(body, max_tokens, card.vocab_size),
         n=body.n,
         prompt_logprobs=prompt_logprobs,
         adapter=adapter,
@@ -167,7 +173,44 @@ def check_ids(ids: Sequence[int], vocab_size: int, param: str = "prompt") -> Non
         raise InvalidRequestError(f"Token id {max(ids)} is not below the vocabulary's size, {vocab_size}.", param=param)
 
 
-def _sampling(body: GenerationBody, vocab_size: int, top_logprobs: int | None) -> SamplingParams:
+def _check_prompt_logprobs(top: int | None, prompts: Sequence[Sequence[int]], limit: int) -> None:
+    """Raises InvalidRequestError if `top` is over the operator's limit, or far too large for so many tokens."""
+    if top is None or top <= MAX_LOGPROBS:
+        return
+    if top > limit:
+        raise InvalidRequestError(
+            f"at most {limit} on this server; its operator can raise it with --max-prompt-logprobs.",
+            param="prompt_logprobs",
+        )
+    if (tokens := sum(map(len, prompts))) * top > MAX_PROMPT_CANDIDATES:
+        raise InvalidRequestError(
+            f"{top} for each of {tokens} tokens are more than {MAX_PROMPT_CANDIDATES}; ask for fewer, or send fewer "
+            "tokens at a time.",
+            param="prompt_logprobs",
+        )
+
+
+def _stopping(body: GenerationBody, max_tokens: int, vocab_size: int) -> StopParams:
+    if any(token_id >= vocab_size for token_id in body.stop_token_ids):
+        raise InvalidRequestError(
+            f"Token ids must be below the vocabulary's size, {vocab_size}.", param="stop_token_ids"
+        )
+    ends = tuple(body.stop_token_ids)
+    return StopParams(max_tokens, body.min_tokens, tuple(body.stop), body.ignore_eos, ends)
+
+
+def tokens_as_ids(body: GenerationBody, config: ServerConfig) -> bool:
+    """Whether tokens in `logprobs` are written as `token_id:<id>`."""
+    asked = body.return_tokens_as_token_ids
+    return config.return_tokens_as_token_ids if asked is None else asked
+
+
+def shown_specials(body: GenerationBody, tokenizer: TextTokenizer) -> frozenset[int]:
+    """The special tokens that are text because the request says so."""
+    return frozenset() if body.skip_special_tokens else tokenizer.special_ids
+
+
+def _sampling(body: GenerationBody, vocab_size: int, top_logprobs: int | None, mode: LogprobsMode) -> SamplingParams:
     if any(token_id >= vocab_size for token_id in body.logit_bias):
         raise InvalidRequestError(f"Token ids must be below the vocabulary's size, {vocab_size}.", param="logit_bias")
     greedy = body.top_p == 0
@@ -182,4 +225,5 @@ def _sampling(body: GenerationBody, vocab_size: int, top_logprobs: int | None) -
         repetition_penalty=body.repetition_penalty,
         logit_bias=tuple(sorted(body.logit_bias.items())),
         top_logprobs=top_logprobs,
+        processed_logprobs=mode is LogprobsMode.PROCESSED,
     )

@@ -23,8 +23,8 @@ from mlx_parallm.core import (
 )
 from mlx_parallm.errors import InvalidRequestError, TrainingDisabledError
 from mlx_parallm.server.api.chat.history import EpisodeHistories
-from mlx_parallm.server.api.generation_fields import MAX_SEQUENCES
 from mlx_parallm.server.api.responses.conversation import ResponseStore
+from mlx_parallm.server.api.sampling_fields import MAX_SEQUENCES
 from mlx_parallm.server.errors import AsleepError, DrainingError, InferenceDisabledError
 from mlx_parallm.server.http.workers import Workers
 from mlx_parallm.server.lifecycle import Lifecycle, SequenceGate, SleepSwitch

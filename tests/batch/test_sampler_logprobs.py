@@ -1,5 +1,7 @@
 """The raw model's logprobs, and the distribution that drew the token: never mixed up."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -91,3 +93,31 @@ def test_logprobs_do_not_depend_on_neighbours():
         assert alone.logprobs[0].item() == together.logprobs[i].item()
         assert mx.array_equal(alone.top_ids[0], together.top_ids[i])
         assert mx.array_equal(alone.top_logprobs[0], together.top_logprobs[i])
+
+
+def test_processed_logprobs_are_of_the_distribution_that_draws():
+    """After penalties, bias, temperature and filters. A greedy row, which has no such distribution, has temperature 1;
+    a row beside them keeps the raw model's."""
+    logits = np.array([[2.0, 1.0, 0.5, -1.0]] * 3, np.float32)
+    odd = SamplingParams(temperature=0.5, top_k=2, seed=3, logit_bias=((1, 2.0),), top_logprobs=3)
+    rows = [
+        RowSampling(replace(odd, processed_logprobs=True), sampling_logprobs=True),
+        RowSampling(SamplingParams(temperature=0, top_p=0.1, top_logprobs=4, processed_logprobs=True)),
+        RowSampling(odd),
+    ]
+    got = sample(mx.array(logits), plan_sampling(rows, 4), [0, 0, 0])
+    raw, drawn_from = log_softmax(logits[0]), log_softmax(np.array([2.0, 3.0]) / 0.5)
+    assert got.top_ids[0, :2].tolist() == [1, 0]
+    np.testing.assert_allclose(got.top_logprobs[0, :2].tolist(), drawn_from[[1, 0]], atol=1e-6)
+    assert got.top_logprobs[0, 2].item() == -np.inf, "the filter drops it"
+    assert got.logprobs[0].item() == pytest.approx(got.sampling_logprobs[0].item(), abs=1e-6)
+    np.testing.assert_allclose(got.top_logprobs[1].tolist(), raw, atol=1e-6)
+    np.testing.assert_allclose(got.top_logprobs[2, :3].tolist(), raw[:3], atol=1e-6)
+
+
+def test_more_alternatives_than_usual_can_be_had():
+    logits = np.random.default_rng(1).normal(0, 3, (2, 5000)).astype(np.float32)
+    x = mx.array(logits)
+    ids, best = top_logprobs(x, log_normaliser(x), 300)
+    assert ids.tolist() == np.argsort(-logits, axis=1, kind="stable")[:, :300].tolist()
+    np.testing.assert_allclose(np.array(best), -np.sort(-log_softmax(logits), axis=1)[:, :300], atol=1e-5)

@@ -9,7 +9,7 @@ from harness import make_harness
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_parallm.core import FinishReason, StopParams
+from mlx_parallm.core import FinishReason, SequenceOutput, StopParams
 from mlx_parallm.engine.text import StopMatcher, TextStream
 
 SMALL = st.text(alphabet="abc", min_size=0, max_size=30)
@@ -107,6 +107,37 @@ def test_eos_ends_the_text_and_is_not_part_of_it() -> None:
     assert text.accept(0).finish_reason is None
     assert text.accept(1).text == ""
     assert text.generated == 2
+
+
+def test_a_stop_token_ends_the_text_and_says_which() -> None:
+    """Also with `ignore_eos`. The end-of-sequence token keeps its own reason."""
+    first = make_harness()
+    first.submit("r", [1, 2, 3], max_tokens=3)
+    first.run()
+    tokens = first.tokens("r")
+    harness = make_harness(eos_ids=[tokens[2]])
+    stops = (tokens[1], tokens[2])
+    harness.submit("stopped", [1, 2, 3], stopping=StopParams(9, ignore_eos=True, stop_token_ids=stops))
+    harness.submit("ended", [1, 2, 3], stopping=StopParams(9, stop_token_ids=(tokens[2],)))
+    harness.run()
+    ends = [[e for e in harness.of(name) if isinstance(e, SequenceOutput)][-1] for name in ("stopped", "ended")]
+    end = next(place for place, token in enumerate(tokens) if token in stops)
+    assert harness.tokens("stopped") == tokens[: end + 1]
+    assert [(e.text, e.finish_reason, e.stop_reason) for e in ends] == [
+        ("", FinishReason.STOP, tokens[end]),
+        ("", FinishReason.STOP, None),
+    ]
+
+
+def test_stop_tokens_are_not_drawn_before_min_tokens() -> None:
+    first = make_harness()
+    first.submit("r", [1, 2, 3], max_tokens=1)
+    first.run()
+    [token] = first.tokens("r")
+    harness = make_harness()
+    harness.submit("r", [1, 2, 3], stopping=StopParams(4, min_tokens=2, stop_token_ids=(token,)))
+    harness.run()
+    assert token not in harness.tokens("r")[:2]
 
 
 def test_ignore_eos_goes_on() -> None:

@@ -50,6 +50,9 @@ class ByteTokenizer:
     def token_bytes(self, token_id):
         return bytes([token_id]) if token_id < 256 else {256: b"<bos>", EOS: b"<eos>"}.get(token_id, b"")
 
+    def token_string(self, token_id):
+        return f"0x{token_id:02x}" if token_id < 256 else self.token_bytes(token_id).decode()
+
     def apply_chat_template(self, messages, add_generation_prompt=True, at_most=None, **kwargs):
         if messages[-1]["content"] == "refuse":
             raise InvalidRequestError("the template refuses these messages", param="messages")

@@ -133,7 +133,7 @@ async def test_every_name_of_the_served_model_may_come_with_an_adapter(engine, a
         assert (answer["model"], answer["lora_adapter"]) == ("math", "math@1")
         assert engine.requests[-1].adapter == AdapterRef("math", 1)
         ids = [model["id"] for model in (await client.get("/v1/models")).json()["data"]]
-        assert ids == ["tiny/byte-model", "second", "third", "math"]
+        assert ids == ["tiny/byte-model", "second", "third", "base-model", "base", "math"]
         assert (await client.get(f"/v1/models/{name}")).status_code == 200
 
 
@@ -253,9 +253,10 @@ async def test_weights_that_are_gone_are_a_503_without_a_path(client, engine, ad
 
 async def test_models_are_the_base_and_every_live_adapter(client, adapters, math):
     adapters.publish("code")
-    base, code, listed = (await client.get("/v1/models")).json()["data"]
-    assert (base["id"], base["parent"], code["id"]) == (BASE, None, "code")
-    assert "version" not in base
+    *base, code, listed = (await client.get("/v1/models")).json()["data"]
+    assert [model["id"] for model in base] == [BASE, "base-model", "base"]
+    assert code["id"] == "code"
+    assert all((model["parent"], model["max_model_len"], "version" in model) == (None, 64, False) for model in base)
     assert listed == {
         "id": "math",
         "object": "model",

@@ -22,11 +22,12 @@ from mlx_parallm.server.api.training import schema as training_wire
 
 async def test_models(client):
     listed = (await client.get("/v1/models")).json()
-    (model,) = listed["data"]
     assert listed["object"] == "list"
-    assert (model["id"], model["object"], model["max_model_len"]) == ("tiny/byte-model", "model", 64)
-    for name in ("tiny/byte-model", "tiny%2Fbyte-model", "base"):
-        assert (await client.get(f"/v1/models/{name}")).json() == model
+    assert [model["id"] for model in listed["data"]] == ["tiny/byte-model", "base-model", "base"]
+    for model in listed["data"]:
+        assert (model["object"], model["root"], model["max_model_len"]) == ("model", "tiny/byte-model", 64)
+        for name in (model["id"], model["id"].replace("/", "%2F")):
+            assert (await client.get(f"/v1/models/{name}")).json() == model
 
 
 async def test_tokenize_and_back(client):

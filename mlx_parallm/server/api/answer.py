@@ -122,7 +122,7 @@ class ChoicePiece:
     token_ids: tuple[int, ...] = ()
     scored: tuple[ScoredToken, ...] = ()
     finish_reason: FinishReason | None = None
-    stop_reason: str | None = None
+    stop_reason: str | int | None = None
     parts: tuple[AnswerPart, ...] = ()
 
 
@@ -148,14 +148,15 @@ def _joined(index: int, pieces: Sequence[ChoicePiece]) -> ChoicePiece:
 class ChoiceWriter(AnswerWriter, Generic[Body]):
     """Decides when chunks are sent, and writes the fields around the choices. Subclasses write the choices.
 
-    `model` is the base model's name, which the answer has if no adapter served the request. `created` is Unix time in
-    seconds.
+    `model` is the base model's name, which the answer has if no adapter served the request. `tokens_as_ids`: tokens
+    in logprobs are written as `token_id:<id>`. `created` is Unix time in seconds.
     """
 
     body: Body
     request: GenerationRequest
     model: str
     tokenizer: TextTokenizer
+    tokens_as_ids: bool = False
     watch: Watch | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     _begun: set[int] = field(default_factory=set, init=False)
@@ -257,14 +258,14 @@ def collected_fields(request: GenerationRequest, finished: RequestFinished) -> d
 
 
 def ending(piece: ChoicePiece) -> dict[str, Any]:
-    """The field `finish_reason`, and `stop_reason` if a stop string matched."""
+    """The field `finish_reason`, and `stop_reason` if a stop string or a token of `stop_token_ids` ended the text."""
     reason = {"finish_reason": piece.finish_reason.value if piece.finish_reason else None}
     return reason if piece.stop_reason is None else {**reason, "stop_reason": piece.stop_reason}
 
 
 def cut_off(last: ChoicePiece | SequenceOutput) -> bool:
     """Whether a stop string or the token limit ended the text, and not the model."""
-    return last.finish_reason is FinishReason.LENGTH or last.stop_reason is not None
+    return last.finish_reason is FinishReason.LENGTH or isinstance(last.stop_reason, str)
 
 
 def _usage(prompt_tokens: int, completion_tokens: int, **more: Any) -> Usage:

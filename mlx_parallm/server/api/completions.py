@@ -11,15 +11,10 @@ from fastapi import APIRouter, Depends
 from pydantic import Field, PlainValidator, model_validator
 from starlette.responses import Response
 
-from mlx_parallm.core import AdapterRef, CollectionSpec, Event, PromptScored
+from mlx_parallm.core import AdapterRef, CollectionSpec, Event, GenerationRequest, PromptScored
 from mlx_parallm.server.api.answer import AnswerObject, ChoicePiece, ChoiceWriter, FinishReasonText, ending
-from mlx_parallm.server.api.fields import INT32_MAX, Neutral, TokenId, WireOutput, is_token_ids, refused
-from mlx_parallm.server.api.generation_fields import (
-    NO_LIMIT,
-    UNSUPPORTED_OPTIONS,
-    GenerationBody,
-    TopLogprobs,
-)
+from mlx_parallm.server.api.fields import Neutral, TokenId, WireOutput, is_token_ids, refused
+from mlx_parallm.server.api.generation_fields import UNSUPPORTED_OPTIONS, GenerationBody
 from mlx_parallm.server.api.logprobs import (
     CompletionLogprobs,
     CompletionLogprobsWriter,
@@ -27,11 +22,12 @@ from mlx_parallm.server.api.logprobs import (
     prompt_logprobs,
     scored_prompt,
 )
+from mlx_parallm.server.api.sampling_fields import NO_LIMIT, TokenLimit, TopLogprobs
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.http.request_log import new_request_id
 from mlx_parallm.server.openapi import streamable
-from mlx_parallm.server.planning import compile_grammar, plan
+from mlx_parallm.server.planning import compile_grammar, plan, shown_specials, tokens_as_ids
 from mlx_parallm.server.services import Services, ServicesDep
 
 DEFAULT_MAX_TOKENS = 16
@@ -68,7 +64,7 @@ class CompletionBody(GenerationBody):
 
     prompt: Prompts
     """A text, a list of token ids, or a list of either. Each prompt gets `n` answers."""
-    max_tokens: Annotated[int, Field(ge=NO_LIMIT, le=INT32_MAX)] | None = None
+    max_tokens: TokenLimit | None = None
     """Maximum number of tokens to generate: by default 16, or fewer if fewer fit. With null or -1, only the context
     limits the answer. With 0, nothing is generated, so `echo` or `prompt_logprobs` is required."""
     logprobs: TopLogprobs | None = None
@@ -110,8 +106,8 @@ class CompletionChoice(WireOutput):
     """Logprobs of the tokens in `text`, if the request asked for them."""
     finish_reason: FinishReasonText | None
     """Why the answer ended; null in a chunk before the last."""
-    stop_reason: str | None = None
-    """The stop string that ended the answer."""
+    stop_reason: str | int | None = None
+    """The stop string that ended the answer, or the token of `stop_token_ids`."""
     token_ids: list[int] | None = None
     """The generated tokens."""
     prompt_token_ids: list[int] | None = None
@@ -146,11 +142,33 @@ def prepare(
     body: CompletionBody, services: Services, adapter: AdapterRef, collection: CollectionSpec | None
 ) -> CompletionWriter:
     """Tokenises the prompts, and builds the engine's request. Runs in a worker thread."""
+    tokenizer = services.tokenizer
+    request = plan_completion(new_request_id("cmpl"), body, services, adapter, collection)
+    echoed = body.prompt if body.echo else []
+    return CompletionWriter(
+        body=body,
+        request=request,
+        model=services.card.name,
+        tokenizer=tokenizer,
+        tokens_as_ids=tokens_as_ids(body, services.config),
+        echoes=[prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in echoed],
+    )
+
+
+def plan_completion(
+    request_id: str,
+    body: CompletionBody,
+    services: Services,
+    adapter: AdapterRef,
+    collection: CollectionSpec | None,
+    default_max_tokens: int = DEFAULT_MAX_TOKENS,
+) -> GenerationRequest:
+    """Tokenises the prompts, and makes the engine's request. `default_max_tokens`: as for `plan`."""
     tokenizer, context = services.tokenizer, services.card.context_length
     unlimited = body.max_tokens == NO_LIMIT
     scored = [body.prompt_logprobs, body.logprobs if body.echo else None]
-    request = plan(
-        request_id=new_request_id("cmpl"),
+    return plan(
+        request_id=request_id,
         body=body,
         prompts=[
             tokenizer.encode(prompt, body.add_special_tokens, context) if isinstance(prompt, str) else prompt
@@ -162,13 +180,11 @@ def prepare(
         collection=collection and replace(collection, prompt_text=body.task_prompt or ""),
         grammar=compile_grammar(*body.grammar, services.grammars) if body.grammar else None,
         max_tokens=None if unlimited else body.max_tokens,
-        default_max_tokens=None if unlimited else DEFAULT_MAX_TOKENS,
+        default_max_tokens=None if unlimited else default_max_tokens,
         top_logprobs=body.logprobs,
         prompt_logprobs=max((top for top in scored if top is not None), default=None),
+        visible_specials=shown_specials(body, tokenizer),
     )
-    echoed = body.prompt if body.echo else []
-    echoes = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in echoed]
-    return CompletionWriter(body=body, request=request, model=services.card.name, tokenizer=tokenizer, echoes=echoes)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -230,8 +246,8 @@ class CompletionWriter(ChoiceWriter[CompletionBody]):
     def _logprobs_of(self, index: int) -> CompletionLogprobsWriter:
         """The choice's own writer, because offsets continue from chunk to chunk."""
         if index not in self._logprobs:
-            top, as_ids = self.body.logprobs or 0, self.body.return_tokens_as_token_ids
-            self._logprobs[index] = CompletionLogprobsWriter(self.tokenizer, top, as_ids)
+            top = self.body.logprobs or 0
+            self._logprobs[index] = CompletionLogprobsWriter(self.tokenizer, top, self.tokens_as_ids)
         return self._logprobs[index]
 
     def _prompt_logprobs(self, piece: ChoicePiece, scored: dict[int, PromptScored]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ The docstring under a field is the field's description in the OpenAPI document.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -260,6 +260,21 @@ class WireOutput(BaseModel):
             yield from _object_pieces((name, getattr(self, name)) for name in is_set)
         else:
             yield self.json_text()
+
+
+class WireList(WireOutput):
+    """A JSON list that the server sends."""
+
+    LONG: ClassVar[bool] = True
+
+    items: Sequence[WireOutput]
+    """The objects of the list."""
+
+    def json_text(self) -> str:
+        return "".join(self.json_pieces())
+
+    def json_pieces(self) -> Iterator[str]:
+        yield from _pieces(list(self.items))
 
 
 def _pieces(value: object) -> Iterator[str]:

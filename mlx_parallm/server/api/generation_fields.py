@@ -6,20 +6,14 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, PlainValidator, model_validator
+from pydantic import Field, model_validator
 
 from mlx_parallm.server.api.fields import INT32_MAX, Neutral, OpenBody, WireInput, refused
 from mlx_parallm.server.api.grammar_fields import StructuredBody, is_shallow
+from mlx_parallm.server.api.sampling_fields import MAX_SEQUENCES, BasicSampling, SamplingFields
 
-MAX_LOGPROBS = 20
-MAX_SEQUENCES = 128
-"""Largest number of sequences of one request, which is `n` times its prompts."""
-MAX_STOPS, MAX_STOP_CHARACTERS = 16, 1024
-MAX_BIASES, MAX_BIAS = 1024, 100.0
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
 MAX_COLLECTED_METADATA_BYTES, MAX_COLLECTED_METADATA_DEPTH = 64 * 1024, 32
-NO_LIMIT = -1
-"""The number of tokens to generate that means: as many as fit the context."""
 MAX_SCORER = 512
 """Largest number of characters of a scorer's name, or of an expression that combines several scorers."""
 MAX_CACHE_SALT = 512
@@ -65,55 +59,12 @@ UNSUPPORTED_OPTIONS: Neutral = {
     "length_penalty": (1.0,),
     "logits_processors": (),
     "response_format": ({},),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "stop_token_ids": (),
     "structured_outputs": ({},),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }
 """The part of `NEUTRAL` that all generating routes share."""
-
-
-# ---- field types: checked by hand, so that errors name the field and hostile values cost little ----------------------
-
-
-def _stops(value: object) -> list[str]:
-    stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list) or len(stops) > MAX_STOPS:
-        raise refused(f"must be a string or a list of at most {MAX_STOPS} strings")
-    if not all(isinstance(stop, str) and 0 < len(stop) <= MAX_STOP_CHARACTERS for stop in stops):
-        raise refused(f"each must be a string of 1 to {MAX_STOP_CHARACTERS} characters")
-    return stops
-
-
-def _biases(value: object) -> dict[int, float]:
-    if not isinstance(value, dict) or len(value) > MAX_BIASES:
-        raise refused(f"must map at most {MAX_BIASES} token ids to numbers")
-    for key, bias in value.items():
-        if not (key.isascii() and key.isdecimal() and len(key) <= 10 and str(int(key)) == key):
-            raise refused("each key must be a token id in decimal digits")
-        if type(bias) not in (int, float) or not -MAX_BIAS <= bias <= MAX_BIAS:
-            raise refused(f"each value must be a number from {-MAX_BIAS:g} to {MAX_BIAS:g}")
-    return {int(key): float(bias) for key, bias in value.items()}
-
-
-_Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
-Stops = Annotated[
-    list[str],
-    PlainValidator(_stops, json_schema_input_type=_Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS)]),
-]
-_BiasId = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,9})$")]
-_Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
-_Biases = Annotated[
-    dict[_BiasId, _Bias], Field(max_length=MAX_BIASES, json_schema_extra={"additionalProperties": False})
-]
-LogitBias = Annotated[dict[int, float], PlainValidator(_biases, json_schema_input_type=_Biases)]
-TopLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
-Temperature = Annotated[float, Field(ge=0, le=2)]
-TopP = Annotated[float, Field(ge=0, le=1)]
-Penalty = Annotated[float, Field(ge=-2, le=2)]
-Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 
 
 def _check_metadata(metadata: Mapping[str, Any]) -> None:
@@ -140,6 +91,8 @@ def _check_collected_metadata(metadata: Mapping[str, Any]) -> None:
 
 # ---- the body --------------------------------------------------------------------------------------
 
+Priority = Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)]
+
 
 class StreamOptions(WireInput):
     """What a stream reports about usage."""
@@ -152,13 +105,10 @@ class StreamOptions(WireInput):
     """Whether every chunk has the usage so far; needs `include_usage`."""
 
 
-class SharedBody(OpenBody):
-    """The fields that all generating routes share. Ranges are OpenAI's, or vLLM's for fields that OpenAI lacks."""
+class CollectableBody(OpenBody):
+    """The fields that name the adapter, and those about the collection of answers for training."""
 
     HEADERS: ClassVar[Mapping[str, tuple[str, type]]] = COLLECTION_HEADERS
-    IGNORED: ClassVar[frozenset[str]] = frozenset(
-        {"user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier"}
-    )
 
     model: str | None = None
     """The served model, `base`, or an adapter: its name (for the live version), `name@version`, or a checkpoint of the
@@ -166,16 +116,6 @@ class SharedBody(OpenBody):
     lora_adapter: str | None = None
     """An adapter, named as in `model`. `model` may name the served model at the same time. If both name an adapter,
     they must agree."""
-    stream: bool = False
-    """Whether the answer is sent as server-sent events instead of one body."""
-    temperature: Temperature = 1.0
-    """Divides the logits; 0 means greedy decoding."""
-    top_p: TopP = 1.0
-    """Sample from the fewest most likely tokens whose probabilities sum to at least this; 1 is off, 0 is greedy."""
-    seed: Seed | None = None
-    """Equal seeds sample equal tokens, whatever else is in the batch. Sample j of a prompt uses `seed` + j."""
-    ignore_eos: bool = False
-    """Whether to continue after the end-of-sequence token."""
     metadata: dict[str, Any] | None = None
     """At most 16 short strings, returned with the answer. With `collect_trajectory`, any JSON of at most 64 KiB and 32
     levels, for the scorer. If the scorer needs an answer and the metadata has none, the server uses the answer of its
@@ -209,7 +149,18 @@ class SharedBody(OpenBody):
     """
 
 
-class GenerationBody(SharedBody, StructuredBody):
+class SharedBody(CollectableBody, BasicSampling):
+    """The fields that all generating routes of OpenAI share."""
+
+    IGNORED: ClassVar[frozenset[str]] = frozenset(
+        {"user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier"}
+    )
+
+    stream: bool = False
+    """Whether the answer is sent as server-sent events instead of one body."""
+
+
+class GenerationBody(SharedBody, SamplingFields, StructuredBody):
     """The fields that completions and chat share."""
 
     IGNORED: ClassVar[frozenset[str]] = (
@@ -222,34 +173,15 @@ class GenerationBody(SharedBody, StructuredBody):
     loaded by the first request that names it. A path contains a `/`."""
     best_of: Annotated[int, Field(ge=1, le=MAX_SEQUENCES)] | None = None
     """Must be 1 or equal to `n`: all answers that are generated are returned."""
-    n: Annotated[int, Field(ge=1, le=MAX_SEQUENCES)] = 1
-    """Number of answers to each prompt. `n` times the number of prompts is limited; see `/server_info`."""
     stream_options: StreamOptions = StreamOptions()
     """What a stream reports about usage. It has no effect without `stream`."""
-    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] = 0
-    """Sample from this many most likely tokens; 0 and -1 are off."""
-    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Sample from tokens with at least this share of the most likely token's probability; 0 is off."""
-    stop: Stops = Field(default_factory=list)
-    """One text or a list of texts. The answer ends before the first one that the model writes."""
-    presence_penalty: Penalty = 0.0
-    """Subtracted from the logit of each token that is already in the answer."""
-    frequency_penalty: Penalty = 0.0
-    """Subtracted from the logit of a token for each time it is already in the answer."""
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0
-    """Divides the positive logits of tokens in prompt and answer, and multiplies the negative ones; 1 is off."""
-    logit_bias: LogitBias = Field(default_factory=dict)
-    """Values added to logits: maps token ids, in decimal digits, to numbers."""
-    min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] = 0
-    """Number of tokens before the answer may end by itself."""
-    priority: Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)] = 0
+    priority: Priority = 0
     """Requests with lower values run earlier."""
     return_token_ids: bool = False
     """Whether the answer has the token ids of the prompt and of each choice."""
-    return_tokens_as_token_ids: bool = False
-    """Whether tokens in `logprobs` are written as `token_id:<id>`, which is unique, unlike their texts."""
-    prompt_logprobs: TopLogprobs | None = None
-    """Return the logprobs of the prompt's tokens and, at each position, of this many most likely tokens."""
+    return_tokens_as_token_ids: bool | None = None
+    """Whether tokens in `logprobs` are written as `token_id:<id>`, which is unique, unlike their texts. If it is left
+    out, `--return-tokens-as-token-ids` decides."""
 
     @property
     def task_prompt(self) -> str | None:
@@ -274,7 +206,7 @@ class GenerationBody(SharedBody, StructuredBody):
         """Raises the error of `refused` if an option cannot be combined with a grammar, for which `param` asks."""
         if self.collect_trajectory:
             raise refused(f"not supported with collect_trajectory: {COLLECTION_RULE}; leave it out", param)
-        for name in ("min_tokens", "ignore_eos"):
+        for name in ("min_tokens", "ignore_eos", "stop_token_ids"):
             if getattr(self, name):
                 raise refused(f"cannot be combined with {param}, which decides where the text ends", name)
 

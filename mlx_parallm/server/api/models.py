@@ -10,7 +10,7 @@ from pydantic import model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlx_parallm.core import AdapterCard
+from mlx_parallm.core import BASE_ADAPTER, AdapterCard
 from mlx_parallm.errors import ContextLengthError, UnknownModelError
 from mlx_parallm.server.api.chat.messages import Conversation, Messages, TemplateOptions
 from mlx_parallm.server.api.fields import OpenBody, TokenIds, WireOutput, refused
@@ -59,7 +59,8 @@ Name = Annotated[str, Path(description="The served model, `base`, an adapter, or
 @router.get("/v1/models", response_model_exclude_unset=True)
 async def list_models(services: ServicesDep) -> ModelList:
     """The names that `model` accepts: first those of the base model, then one for the live version of each adapter."""
-    base = [_base(name, services) for name in services.card.names]
+    names = dict.fromkeys((*services.card.names, *sorted(services.model_names), BASE_ADAPTER.name))
+    base = [_base(name, services) for name in names]
     live = [_adapter(card, services) for card in services.adapters.cards() if card.live]
     return ModelList(object="list", data=[*base, *live])
 
@@ -69,7 +70,7 @@ async def get_model(name: Name, services: ServicesDep) -> Model:
     """One model or adapter version. The name may have a slash, as hub ids do."""
     if not services.is_base(name):
         return _adapter(services.find(name, "model"), services)
-    return _base(name if name in services.card.names else services.card.name, services)
+    return _base(name, services)
 
 
 def _base(name: str, services: Services) -> Model:
@@ -115,6 +116,8 @@ class TokenizeBody(OpenBody):
     """Whether a conversation ends with the start of the assistant's turn."""
     chat_template_kwargs: TemplateOptions = TemplateOptions()
     """Switches of the chat template."""
+    return_token_strs: bool = False
+    """Whether the answer has each token as the vocabulary writes it too."""
 
     @model_validator(mode="after")
     def _one_input(self) -> TokenizeBody:
@@ -132,6 +135,8 @@ class Tokens(WireOutput):
     """Number of ids."""
     max_model_len: int
     """Maximum number of tokens of prompt and answer together."""
+    token_strs: list[str] | None = None
+    """Each token as the vocabulary writes it, such as `Ġthe` for " the"; with `return_token_strs`."""
 
 
 class DetokenizeBody(OpenBody):
@@ -206,7 +211,8 @@ def _tokenize(body: TokenizeBody, services: Services) -> Response:
         options = body.chat_template_kwargs
         conversation = Conversation.of(body.messages, (), tokenizer, options)
         ids = conversation.render(tokenizer, body.add_generation_prompt, context)
-    return _json(Tokens(tokens=ids, count=len(ids), max_model_len=context))
+    strings = {"token_strs": [tokenizer.token_string(token) for token in ids]} if body.return_token_strs else {}
+    return _json(Tokens(tokens=ids, count=len(ids), max_model_len=context, **strings))
 
 
 def _detokenize(body: DetokenizeBody, services: Services) -> Response:

@@ -17,7 +17,7 @@ from mlx_parallm.config import Mode
 from mlx_parallm.core import EngineStats
 from mlx_parallm.errors import EngineDeadError
 from mlx_parallm.server.api.fields import WireOutput, WireQuery
-from mlx_parallm.server.api.generation_fields import MAX_SEQUENCES
+from mlx_parallm.server.api.sampling_fields import MAX_SEQUENCES
 from mlx_parallm.server.api.training.schedule import ModeName, mode_of, schedule_object
 from mlx_parallm.server.errors import AsleepError, DrainingError, InferenceDisabledError, NotReadyError
 from mlx_parallm.server.openapi import raises

@@ -24,12 +24,12 @@ from typing import Any, cast
 
 from mlx_parallm.core import (
     Event,
-    FinishReason,
     GenerationRequest,
     RequestFinished,
     SequenceOutput,
     TextTokenizer,
 )
+from mlx_parallm.server.api.answer import cut_off
 from mlx_parallm.server.api.chat.messages import Conversation, GivenCall, GivenFunction, Message
 from mlx_parallm.server.api.chat.splitter import AnswerSyntax, Splitter, join_parts
 
@@ -85,7 +85,7 @@ class PlannedTurn:
     def add(self, output: SequenceOutput) -> None:
         self.token_ids += output.token_ids
         self.texts.append(output.text)
-        self.cut = output.finish_reason is FinishReason.LENGTH or output.stop_reason is not None
+        self.cut = cut_off(output)
 
     def finished(self, prompt_ids: Sequence[int]) -> DrawnTurn:
         answer = self.conversation.with_answer(_message("".join(self.texts), self.syntax, self.cut))

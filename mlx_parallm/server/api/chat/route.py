@@ -1,4 +1,5 @@
-"""`POST /v1/chat/completions`: the engine's request for a conversation, and the answer."""
+"""`POST /v1/chat/completions`: the engine's request for a conversation, and the answer. With `/tokens`, the client
+gives the tokens of the prompt."""
 
 from __future__ import annotations
 
@@ -33,6 +34,7 @@ from mlx_parallm.server.api.chat.schema import (
     ChatCompletionChunk,
     ChatDelta,
     ChatMessage,
+    ChatTokensBody,
 )
 from mlx_parallm.server.api.chat.splitter import AnswerSyntax, CallPart, JoinedParts, Splitter, join_parts
 from mlx_parallm.server.api.chat.tools import NamedTool, answer_grammar, answer_syntax
@@ -41,16 +43,24 @@ from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.http.request_log import new_request_id
 from mlx_parallm.server.openapi import streamable
-from mlx_parallm.server.planning import plan
+from mlx_parallm.server.planning import plan, shown_specials, tokens_as_ids
 from mlx_parallm.server.services import Services, ServicesDep
 
 router = APIRouter()
 Body = Annotated[ChatBody, Depends(json_body(ChatBody))]
+TokensBody = Annotated[ChatTokensBody, Depends(json_body(ChatTokensBody))]
 
 
 @router.post("/v1/chat/completions", responses=streamable(ChatCompletion))
 async def create_chat_completion(body: Body, services: ServicesDep) -> Response:
     """Continues a conversation, rendered with the model's own chat template."""
+    return GenerationResponse(services, body, 1, partial(prepare, body, services))
+
+
+@router.post("/v1/chat/completions/tokens", responses=streamable(ChatCompletion))
+async def create_chat_completion_of_tokens(body: TokensBody, services: ServicesDep) -> Response:
+    """Continues a conversation whose prompt the client gives as `tokens`, so that a turn can extend the tokens of the
+    turn before it. The answer is that of `/v1/chat/completions`."""
     return GenerationResponse(services, body, 1, partial(prepare, body, services))
 
 
@@ -62,6 +72,7 @@ def prepare(body: ChatBody, services: Services, adapter: AdapterRef, collection:
         request=planned.request,
         model=services.card.name,
         tokenizer=services.tokenizer,
+        tokens_as_ids=tokens_as_ids(body, services.config),
         splitters=[Splitter(planned.syntax) for _ in range(planned.request.sequences)],
         watch=planned.watch,
     )
@@ -81,13 +92,17 @@ def plan_chat(
     request_id: str, body: ChatBody, services: Services, adapter: AdapterRef, collection: CollectionSpec | None
 ) -> PlannedChat:
     """Renders and tokenises a conversation, and makes the engine's request. A turn of an episode continues the tokens
-    of an earlier one if it can; see `EpisodeHistories`."""
+    of an earlier one if it can; see `EpisodeHistories`. A prompt that the client gives as token ids is used as it is.
+    """
     tokenizer, histories = services.tokenizer, services.histories
     conversation = conversation_of(body, services)
-    prompt = rendered = conversation.render(tokenizer, body.add_generation_prompt, services.card.context_length)
+    prompt = rendered = body.given_prompt or conversation.render(
+        tokenizer, body.add_generation_prompt, services.card.context_length
+    )
     if collection is not None:
         collection = replace(collection, messages=tuple(message.for_template() for message in body.messages))
-    key = (collection.group_id, collection.episode_id) if collection and collection.episode_id else None
+    continues = collection is not None and collection.episode_id and body.given_prompt is None
+    key = (collection.group_id, collection.episode_id) if collection and continues else None
     if collection is not None and key is not None:
         prompt, unmatched = histories.prompt_of(key, conversation, tokenizer, rendered)
         collection = replace(collection, unmatched=unmatched)
@@ -102,9 +117,9 @@ def plan_chat(
         collection=collection,
         grammar=answer_grammar(body, syntax, services.grammars),
         max_tokens=body.max_completion_tokens or body.max_tokens,
-        top_logprobs=body.top_logprobs if body.logprobs else None,
+        top_logprobs=body.top,
         prompt_logprobs=body.prompt_logprobs,
-        visible_specials=syntax.visible_specials,
+        visible_specials=syntax.visible_specials | shown_specials(body, tokenizer),
     )
     if key is None:
         return PlannedChat(request, syntax)
@@ -187,8 +202,8 @@ class ChatWriter(ChoiceWriter[ChatBody]):
 
     def _details(self, piece: ChoicePiece) -> dict[str, Any]:
         """The fields of a choice other than its message or delta."""
-        top, as_ids = self.body.top_logprobs, self.body.return_tokens_as_token_ids
-        logprobs = chat_logprobs(self.tokenizer, piece.scored, top, as_ids) if piece.scored else None
+        top = self.body.top or 0
+        logprobs = chat_logprobs(self.tokenizer, piece.scored, top, self.tokens_as_ids) if piece.scored else None
         ids = {"token_ids": list(piece.token_ids)} if self.body.return_token_ids else {}
         return {"logprobs": logprobs, **ending(piece), **self._called(piece), **ids}
 

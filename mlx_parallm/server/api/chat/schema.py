@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, PlainValidator, model_validator
 
 from mlx_parallm.server.api.answer import AnswerObject, FinishReasonText, Usage
 from mlx_parallm.server.api.chat.messages import Messages, TemplateOptions
 from mlx_parallm.server.api.chat.tools import ToolCallingBody
-from mlx_parallm.server.api.fields import INT32_MAX, Neutral, WireOutput, refused
-from mlx_parallm.server.api.generation_fields import NO_LIMIT, UNSUPPORTED_OPTIONS, TopLogprobs
+from mlx_parallm.server.api.fields import INT32_MAX, Neutral, NonEmptyTokenIds, WireOutput, refused
+from mlx_parallm.server.api.generation_fields import UNSUPPORTED_OPTIONS
 from mlx_parallm.server.api.logprobs import ChatLogprobs, PromptLogprobs
+from mlx_parallm.server.api.sampling_fields import MAX_LOGPROBS, NO_LIMIT, TopLogprobs
+
+
+def _logprobs(value: object) -> bool | int:
+    if isinstance(value, bool) or (isinstance(value, int) and 0 <= value <= MAX_LOGPROBS):
+        return value
+    raise refused(f"must be true, false or a number from 0 to {MAX_LOGPROBS}")
+
+
+SwitchOrTop = Annotated[bool | int, PlainValidator(_logprobs, json_schema_input_type=bool | TopLogprobs)]
 
 
 class ChatBody(ToolCallingBody):
@@ -35,12 +45,15 @@ class ChatBody(ToolCallingBody):
 
     messages: Messages
     """The conversation so far."""
+    prompt_token_ids: NonEmptyTokenIds | None = None
+    """The token ids of the whole prompt, which are used as they are instead of rendering `messages`."""
     max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     """Maximum number of tokens to generate. If it is left out or -1, only the context limits the answer."""
     max_completion_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     """The newer name of `max_tokens`."""
-    logprobs: bool = False
-    """Whether to return the logprobs of the generated tokens."""
+    logprobs: SwitchOrTop = False
+    """Whether to return the logprobs of the generated tokens. A number means what it means in completions: return them,
+    and those of this many most likely tokens at each position."""
     top_logprobs: TopLogprobs = 0
     """Number of most likely tokens to return at each position as well; needs `logprobs`."""
     add_generation_prompt: bool = True
@@ -55,15 +68,44 @@ class ChatBody(ToolCallingBody):
         """The last message of the user."""
         return next((message.content for message in reversed(self.messages) if message.role == "user"), None)
 
+    @property
+    def given_prompt(self) -> list[int] | None:
+        """The token ids of the prompt, if the client gives them."""
+        return self.prompt_token_ids
+
+    @property
+    def top(self) -> int | None:
+        """Number of most likely tokens to report at each position; None: no logprobs."""
+        if isinstance(self.logprobs, bool):
+            return self.top_logprobs if self.logprobs else None
+        return max(self.logprobs, self.top_logprobs)
+
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
-        if self.top_logprobs and not self.logprobs:
+        if self.top_logprobs and self.logprobs is False:
             raise refused("needs logprobs: true", "top_logprobs")
         if self.stream and self.prompt_logprobs is not None:
             raise refused("not available with stream", "prompt_logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise refused("differs from max_completion_tokens, its newer name; send one", "max_tokens")
         return self
+
+
+class ChatTokensBody(ChatBody):
+    """A conversation with the tokens of its prompt, which the client has rendered or continued by itself."""
+
+    tokens: NonEmptyTokenIds
+    """The token ids of the whole prompt, used as they are. `messages` and `tools` only say what the answer may call."""
+
+    @model_validator(mode="after")
+    def _one_prompt(self) -> Self:
+        if self.prompt_token_ids not in (None, self.tokens):
+            raise refused("differs from tokens; send one of them", "prompt_token_ids")
+        return self
+
+    @property
+    def given_prompt(self) -> list[int] | None:
+        return self.tokens
 
 
 class CalledFunction(WireOutput):
@@ -145,8 +187,8 @@ class ChatChoice(WireOutput):
     """Logprobs of the generated tokens, if the request asked for them."""
     finish_reason: ChatFinishReason | None
     """Why the answer ended."""
-    stop_reason: str | None = None
-    """The stop string that ended the answer."""
+    stop_reason: str | int | None = None
+    """The stop string that ended the answer, or the token of `stop_token_ids`."""
     token_ids: list[int] | None = None
     """The generated tokens."""
 
@@ -162,8 +204,8 @@ class ChatChunkChoice(WireOutput):
     """Logprobs of this chunk's tokens, if the request asked for them."""
     finish_reason: ChatFinishReason | None
     """Why the answer ended; null in a chunk before the last."""
-    stop_reason: str | None = None
-    """The stop string that ended the answer."""
+    stop_reason: str | int | None = None
+    """The stop string that ended the answer, or the token of `stop_token_ids`."""
     token_ids: list[int] | None = None
     """The generated tokens."""
 

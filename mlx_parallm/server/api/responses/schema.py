@@ -13,8 +13,9 @@ from pydantic import BeforeValidator, Field, PlainValidator, ValidationInfo
 from mlx_parallm.server.api.chat.messages import MAX_MESSAGES, TemplateOptions
 from mlx_parallm.server.api.chat.tools import MAX_TOOLS
 from mlx_parallm.server.api.fields import INT32_MAX, Neutral, WireInput, read_nested, refused
-from mlx_parallm.server.api.generation_fields import NO_LIMIT, UNSUPPORTED_OPTIONS, SharedBody
+from mlx_parallm.server.api.generation_fields import UNSUPPORTED_OPTIONS, SharedBody
 from mlx_parallm.server.api.responses.conversation import ChatMessageFields, Item, messages_of
+from mlx_parallm.server.api.sampling_fields import NO_LIMIT
 
 MAX_RESPONSE_ID = 128
 
@@ -160,7 +161,9 @@ class ResponsesBody(SharedBody):
         "prompt_cache_options": (),
         "prompt_logprobs": (),
         "repetition_penalty": (1.0,),
+        "skip_special_tokens": (True,),
         "stop": (),
+        "stop_token_ids": (),
         "top_k": (0, -1),
         "top_logprobs": (0,),
     }

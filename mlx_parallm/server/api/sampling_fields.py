@@ -1,0 +1,133 @@
+"""The request fields that say how tokens are drawn, where an answer ends, and which logprobs it has. Completions and
+chat have them in the body itself, token-in, token-out routes in an object of their own."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field, PlainValidator
+
+from mlx_parallm.server.api.fields import INT32_MAX, TokenId, WireInput, is_token_ids, refused
+
+MAX_LOGPROBS = 20
+MAX_SEQUENCES = 128
+"""Largest number of sequences of one request, which is `n` times its prompts."""
+MAX_STOPS, MAX_STOP_CHARACTERS = 16, 1024
+MAX_STOP_TOKEN_IDS = 128
+MAX_BIASES, MAX_BIAS = 1024, 100.0
+NO_LIMIT = -1
+"""The number of tokens to generate that means: as many as fit the context."""
+
+
+# ---- field types: checked by hand, so that errors name the field and hostile values cost little ----------------------
+
+
+def _stops(value: object) -> list[str]:
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or len(stops) > MAX_STOPS:
+        raise refused(f"must be a string or a list of at most {MAX_STOPS} strings")
+    if not all(isinstance(stop, str) and 0 < len(stop) <= MAX_STOP_CHARACTERS for stop in stops):
+        raise refused(f"each must be a string of 1 to {MAX_STOP_CHARACTERS} characters")
+    return stops
+
+
+def _stop_token_ids(value: object) -> list[int]:
+    if value == []:
+        return []
+    if not is_token_ids(value) or len(value) > MAX_STOP_TOKEN_IDS:
+        raise refused(f"must be a list of at most {MAX_STOP_TOKEN_IDS} token ids")
+    return value
+
+
+def _biases(value: object) -> dict[int, float]:
+    if not isinstance(value, dict) or len(value) > MAX_BIASES:
+        raise refused(f"must map at most {MAX_BIASES} token ids to numbers")
+    for key, bias in value.items():
+        if not (key.isascii() and key.isdecimal() and len(key) <= 10 and str(int(key)) == key):
+            raise refused("each key must be a token id in decimal digits")
+        if type(bias) not in (int, float) or not -MAX_BIAS <= bias <= MAX_BIAS:
+            raise refused(f"each value must be a number from {-MAX_BIAS:g} to {MAX_BIAS:g}")
+    return {int(key): float(bias) for key, bias in value.items()}
+
+
+_Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+Stops = Annotated[
+    list[str],
+    PlainValidator(_stops, json_schema_input_type=_Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS)]),
+]
+StopTokenIds = Annotated[
+    list[int],
+    PlainValidator(
+        _stop_token_ids, json_schema_input_type=Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)]
+    ),
+]
+_BiasId = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,9})$")]
+_Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
+_Biases = Annotated[
+    dict[_BiasId, _Bias], Field(max_length=MAX_BIASES, json_schema_extra={"additionalProperties": False})
+]
+LogitBias = Annotated[dict[int, float], PlainValidator(_biases, json_schema_input_type=_Biases)]
+TopLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+PromptCandidates = Annotated[int, Field(ge=0, le=INT32_MAX)]
+TokenLimit = Annotated[int, Field(ge=NO_LIMIT, le=INT32_MAX)]
+Temperature = Annotated[float, Field(ge=0, le=2)]
+TopP = Annotated[float, Field(ge=0, le=1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+
+
+# ---- the fields ----------------------------------------------------------------------------------------
+
+
+class BasicSampling(WireInput):
+    """The sampling fields that all generating routes share. Ranges are OpenAI's, or vLLM's for fields that OpenAI
+    lacks."""
+
+    temperature: Temperature = 1.0
+    """Divides the logits; 0 means greedy decoding."""
+    top_p: TopP = 1.0
+    """Sample from the fewest most likely tokens whose probabilities sum to at least this; 1 is off, 0 is greedy."""
+    seed: Seed | None = None
+    """Equal seeds sample equal tokens, whatever else is in the batch. Sample j of a prompt uses `seed` + j."""
+    ignore_eos: bool = False
+    """Whether to continue after the end-of-sequence token."""
+
+
+class SamplingFields(BasicSampling):
+    """All sampling fields, except the number of tokens and their logprobs, which differ from route to route."""
+
+    n: Annotated[int, Field(ge=1, le=MAX_SEQUENCES)] = 1
+    """Number of answers to each prompt. `n` times the number of prompts is limited; see `/server_info`."""
+    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] = 0
+    """Sample from this many most likely tokens; 0 and -1 are off."""
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Sample from tokens with at least this share of the most likely token's probability; 0 is off."""
+    stop: Stops = Field(default_factory=list)
+    """One text or a list of texts. The answer ends before the first one that the model writes."""
+    stop_token_ids: StopTokenIds = Field(default_factory=list)
+    """Token ids that end the answer when they are drawn, as the end-of-sequence token does. The drawn one is among the
+    answer's token ids, and not in its text."""
+    presence_penalty: Penalty = 0.0
+    """Subtracted from the logit of each token that is already in the answer."""
+    frequency_penalty: Penalty = 0.0
+    """Subtracted from the logit of a token for each time it is already in the answer."""
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0
+    """Divides the positive logits of tokens in prompt and answer, and multiplies the negative ones; 1 is off."""
+    logit_bias: LogitBias = Field(default_factory=dict)
+    """Values added to logits: maps token ids, in decimal digits, to numbers."""
+    min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] = 0
+    """Number of tokens before the answer may end by itself."""
+    skip_special_tokens: bool = True
+    """Whether special tokens add no text. With false, they are part of the text, except the token that ends the
+    answer."""
+    prompt_logprobs: PromptCandidates | None = None
+    """Return the logprobs of the prompt's tokens and, at each position, of this many most likely tokens: at most 20,
+    unless the operator allows more with `--max-prompt-logprobs`."""
+
+
+def sent_sampling(fields: SamplingFields) -> dict[str, Any]:
+    """The sampling fields that a client sent, as another body can have them."""
+    sent = {name: getattr(fields, name) for name in SamplingFields.model_fields if name in fields.model_fields_set}
+    if "logit_bias" in sent:
+        sent["logit_bias"] = {str(token): bias for token, bias in fields.logit_bias.items()}
+    return sent

@@ -1,0 +1,132 @@
+"""`POST /inference/v1/generate`: token ids in, token ids and their logprobs out, as in vLLM. And `POST
+/v1/chat/completions/render`, which makes such a request of a conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mlx_parallm.core import AdapterRef, CollectionSpec, PromptScored
+from mlx_parallm.errors import InvalidRequestError, UnknownModelError
+from mlx_parallm.server.api.answer import ChoicePiece, ChoiceWriter, ending
+from mlx_parallm.server.api.chat.route import prompt_of
+from mlx_parallm.server.api.chat.schema import ChatBody
+from mlx_parallm.server.api.completions import CompletionBody, plan_completion
+from mlx_parallm.server.api.logprobs import chat_logprobs, prompt_logprobs, scored_prompt
+from mlx_parallm.server.api.sampling_fields import sent_sampling
+from mlx_parallm.server.generation import GenerationResponse
+from mlx_parallm.server.http.body import json_body
+from mlx_parallm.server.http.request_log import new_request_id
+from mlx_parallm.server.openapi import raises, streamable
+from mlx_parallm.server.planning import adapter_named_by, select_adapter
+from mlx_parallm.server.protocols.completion import client_names, completion_body
+from mlx_parallm.server.protocols.tokens.schema import RenderedChat, TokenCompletion, TokensBody, TokensChoice
+from mlx_parallm.server.services import Services, ServicesDep
+
+router = APIRouter()
+Body = Annotated[TokensBody, Depends(json_body(TokensBody))]
+Chat = Annotated[ChatBody, Depends(json_body(ChatBody))]
+
+# ---- tokens in, tokens out -------------------------------------------------------------------------
+
+
+@router.post("/inference/v1/generate", responses=streamable(TokenCompletion))
+async def generate_tokens(body: Body, services: ServicesDep) -> Response:
+    """Continues the tokens of a prompt. No text is tokenised, so the turns of a conversation can extend each other
+    exactly. The header `X-Session-ID`, which clients send for each rollout, has no effect."""
+    completion = completion_body(body.for_completion(), body.COMPLETION_NAMES)
+    return GenerationResponse(services, completion, 1, partial(prepare, body, completion, services))
+
+
+def prepare(
+    body: TokensBody,
+    completion: CompletionBody,
+    services: Services,
+    adapter: AdapterRef,
+    collection: CollectionSpec | None,
+) -> TokensWriter:
+    """Makes the engine's request. Runs in a worker thread."""
+    with client_names(body.COMPLETION_NAMES):
+        request = plan_completion(new_request_id("tokens"), completion, services, adapter, collection)
+    return TokensWriter(
+        body=completion, request=request, model=services.card.name, tokenizer=services.tokenizer, sent=body
+    )
+
+
+@dataclass(kw_only=True, eq=False)
+class TokensWriter(ChoiceWriter[CompletionBody]):
+    """Writes choices as token ids. `sent`: the body as the client sent it."""
+
+    sent: TokensBody
+    _opened: bool = field(default=False, init=False)
+
+    def _fields(self) -> dict[str, Any]:
+        return {**super()._fields(), "request_id": self.sent.request_id or self.request.request_id}
+
+    def _chunk(self, pieces: Sequence[ChoicePiece], fields: dict[str, Any]) -> TokenCompletion:
+        ids, self._opened = {} if self._opened else self._prompt_ids(), True
+        return self._answer(pieces, {**ids, **fields})
+
+    def _whole(
+        self, choices: Sequence[ChoicePiece], scored: dict[int, PromptScored], fields: dict[str, Any]
+    ) -> TokenCompletion:
+        fields["prompt_logprobs"] = None
+        if (top := self.body.prompt_logprobs) is not None:
+            tokens = scored_prompt(self.request.prompts[0], scored[0].logprobs)
+            fields["prompt_logprobs"] = prompt_logprobs(self.tokenizer, tokens, top)
+        return self._answer(choices, {**self._prompt_ids(), **fields})
+
+    def _answer(self, pieces: Sequence[ChoicePiece], fields: dict[str, Any]) -> TokenCompletion:
+        choices = [self._choice(piece) for piece in pieces]
+        return TokenCompletion(object="token_completion", choices=choices, **fields)
+
+    def _choice(self, piece: ChoicePiece) -> TokensChoice:
+        logprobs = None
+        if self.body.logprobs is not None:
+            logprobs = chat_logprobs(self.tokenizer, piece.scored, self.body.logprobs, as_ids=True)
+        return TokensChoice(index=piece.index, token_ids=list(piece.token_ids), logprobs=logprobs, **ending(piece))
+
+    def _prompt_ids(self) -> dict[str, Any]:
+        return {"prompt_token_ids": list(self.request.prompts[0])} if self.sent.return_token_ids else {}
+
+
+# ---- a conversation as tokens ----------------------------------------------------------------------
+
+
+@router.post("/v1/chat/completions/render", response_model=RenderedChat, responses=raises(UnknownModelError))
+async def render_chat(body: Chat, request: Request, services: ServicesDep) -> Response:
+    """The request that a chat is made of: the tokens of the conversation and the sampling parameters, as a body for
+    `/inference/v1/generate`. Nothing is generated."""
+    selector = select_adapter(body, services.model_names)
+    if selector.name is not None and selector.folder is None:
+        with adapter_named_by(selector.param, selector.name):
+            services.check_model(selector.name)
+    rendered = await services.workers.run(request.state.body_bytes, partial(_render, body, services))
+    return Response(rendered.json_text(), media_type="application/json")
+
+
+def _render(body: ChatBody, services: Services) -> RenderedChat:
+    """Runs in a worker thread.
+
+    Raises:
+        InvalidRequestError: the answer would follow a grammar, which tokens cannot ask for.
+    """
+    if body.compiles:
+        param = body.grammar[0] if body.grammar else "tool_choice"
+        raise InvalidRequestError(f"{param}: a rendered request has no grammar; leave it out", param=param)
+    most = body.max_completion_tokens or body.max_tokens
+    sampling = {**sent_sampling(body), "max_tokens": most, "logprobs": body.top}
+    names = [name for name in ("model", "lora_adapter", "cache_salt") if name in body.model_fields_set]
+    return RenderedChat(
+        token_ids=body.given_prompt or prompt_of(body, services),
+        sampling_params={name: value for name, value in sampling.items() if value is not None},
+        priority=body.priority,
+        stream=body.stream,
+        **{name: getattr(body, name) for name in names},
+    )

@@ -1,0 +1,264 @@
+"""Token-in, token-out: `/inference/v1/generate`, chats with the tokens of their prompts, and `/render`."""
+
+import json
+
+import pytest
+from server.fakes import EOS
+
+from mlx_parallm.core import FinishReason, WorkClass
+
+GENERATE = "/inference/v1/generate"
+CHAT = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "x"}]
+H, I = b"Hi"  # noqa: E741
+SENT_BY_RENDERERS = {
+    "model": "base",
+    "token_ids": [1, 97, 98],
+    "sampling_params": {
+        "temperature": 0.7,
+        "max_tokens": 2,
+        "stop_token_ids": [EOS],
+        "logprobs": 1,
+        "skip_special_tokens": False,
+        "routed_experts_prompt_start": 2,
+    },
+}
+"""As `renderers.client.generate` sends it, of verifiers 0.4.0."""
+
+
+async def generate(client, headers=None, **body):
+    response = await client.post(GENERATE, json={"token_ids": [97, 98], **body}, headers=headers)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def refused(client, fault, path=GENERATE, **body):
+    base = {"token_ids": [97]} if path == GENERATE else {"messages": MESSAGES}
+    response = await client.post(path, json={**base, **body})
+    assert response.status_code == 400, response.text
+    return fault(response)
+
+
+async def test_a_request_of_the_renderers_client(client, engine):
+    engine.text = "Hi"
+    got = await generate(client, headers={"X-Session-ID": "rollout-1"}, **SENT_BY_RENDERERS)
+    assert got["prompt_logprobs"] is None
+    (choice,) = got["choices"]
+    assert (choice["index"], choice["token_ids"], choice["finish_reason"]) == (0, [H, I], "stop")
+    assert [(entry["token"], entry["logprob"]) for entry in choice["logprobs"]["content"]] == [
+        (f"token_id:{H}", -0.5),
+        (f"token_id:{I}", -0.5),
+    ]
+    (request,) = engine.requests
+    assert request.prompts == ((1, 97, 98),)
+    assert (request.stopping.max_tokens, request.stopping.stop_token_ids) == (2, (EOS,))
+    assert (request.sampling.temperature, request.sampling.top_logprobs) == (0.7, 1)
+    assert request.visible_specials == {256, EOS}
+
+
+async def test_the_context_is_the_only_limit_without_max_tokens(client, engine):
+    for params in ({}, {"max_tokens": None}):
+        await generate(client, sampling_params=params)
+        assert engine.requests[-1].stopping.max_tokens == 62
+
+
+async def test_what_the_body_says_reaches_the_engine(client, engine):
+    got = await generate(
+        client,
+        request_id="mine",
+        cache_salt="s",
+        priority=3,
+        return_token_ids=True,
+        sampling_params={"n": 2, "seed": 5},
+    )
+    (request,) = engine.requests
+    assert (request.cache_salt, request.priority, request.n, request.sampling.seed) == ("s", 3, 2, 5)
+    assert (got["request_id"], got["prompt_token_ids"]) == ("mine", [97, 98])
+    assert request.request_id != "mine", "two clients may choose the same id"
+    assert [choice["logprobs"] for choice in got["choices"]] == [None, None]
+    assert got["usage"]["completion_tokens"] == 12
+
+
+async def test_tokens_are_scored_as_vllm_scores_them(client):
+    got = await generate(client, sampling_params={"max_tokens": 1, "prompt_logprobs": 1})
+    first, second = got["prompt_logprobs"]
+    assert first is None
+    assert second == {"98": {"logprob": -0.5, "rank": 1, "decoded_token": "b"}}
+
+
+async def test_a_stream_has_the_tokens_as_they_come(client, engine):
+    engine.text = "Hi"
+    body = {"token_ids": [97], "stream": True, "return_token_ids": True, "sampling_params": {"logprobs": 0}}
+    lines = (await client.post(GENERATE, json=body)).text.split("\n\n")
+    assert lines[-2] == "data: [DONE]"
+    first, second = (json.loads(line.removeprefix("data: ")) for line in lines[:-2])
+    assert (first["prompt_token_ids"], "prompt_token_ids" in second) == ([97], False)
+    choices = [chunk["choices"][0] for chunk in (first, second)]
+    assert [(choice["token_ids"], choice["finish_reason"]) for choice in choices] == [([H], None), ([I], "stop")]
+    assert choices[0]["logprobs"]["content"][0]["token"] == f"token_id:{H}"
+
+
+@pytest.mark.parametrize("given", ["body", "headers"])
+async def test_it_is_collected_like_completions(client, engine, training, given):
+    fields = {"collect_trajectory": True, "group_id": "g", "group_size": 2, "episode_id": "e"}
+    headers = {"X-Group-Id": "g", "X-Group-Size": "2", "X-Episode-Id": "e"}
+    body, headers = (fields, None) if given == "body" else ({}, headers)
+    got = await generate(client, headers=headers, sampling_params={"stop_token_ids": [5]}, **body)
+    (request,) = training.collected
+    assert (request.collection.group_id, request.collection.group_size, request.collection.episode_id) == ("g", 2, "e")
+    assert request.work_class is WorkClass.TRAINING
+    assert got["trajectory_ids"] == ["traj-0"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"token_ids": []}, "token_ids"),
+        ({"token_ids": [97, 999]}, "token_ids"),
+        ({"token_ids": "text"}, "token_ids"),
+        ({"features": {"mm_hashes": {"image": ["a"]}}}, "features"),
+        ({"content_parts": [{"type": "image_url"}]}, "content_parts"),
+        ({"sampling_params": {"temperature": 9}}, "sampling_params.temperature"),
+        ({"sampling_params": {"stop_token_ids": [999]}}, "sampling_params.stop_token_ids"),
+        ({"sampling_params": {"stop_token_ids": "2"}}, "sampling_params.stop_token_ids"),
+        ({"sampling_params": {"prompt_logprobs": 21}}, "sampling_params.prompt_logprobs"),
+        ({"sampling_params": {"max_tokens": 0}}, "sampling_params.max_tokens"),
+        ({"sampling_params": {"max_tokens": 64}}, "sampling_params.max_tokens"),
+        ({"sampling_params": {"logits_processors": ["x"]}}, "sampling_params.logits_processors"),
+        ({"collect_trajectory": True, "sampling_params": {"top_p": 0.5}}, "sampling_params.top_p"),
+        ({"collect_trajectory": True, "sampling_params": {"unheard_of": 1}}, "sampling_params.unheard_of"),
+    ],
+    ids=str,
+)
+async def test_errors_name_the_field_where_the_client_has_it(client, fault, engine, fields, param):
+    error = await refused(client, fault, **fields)
+    assert error["param"] == param
+    assert not engine.requests
+
+
+async def test_an_adapter_is_named_as_elsewhere(client, engine, adapters):
+    adapters.publish("math")
+    got = await generate(client, model="math")
+    assert (str(engine.requests[0].adapter), got["model"], got["lora_adapter"]) == ("math@1", "math", "math@1")
+
+
+# ---- chats -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"), [(CHAT, {"prompt_token_ids": [5, 6]}), (f"{CHAT}/tokens", {"tokens": [5, 6]})], ids=str
+)
+async def test_the_tokens_of_a_chats_prompt_are_used_as_they_are(client, engine, path, fields):
+    body = {"messages": MESSAGES, "max_tokens": 3, "return_token_ids": True, **fields}
+    got = (await client.post(path, json=body)).json()
+    assert engine.requests[0].prompts == ((5, 6),)
+    assert got["prompt_token_ids"] == [5, 6]
+    assert got["choices"][0]["message"]["content"] == "Hi "
+
+
+async def test_a_chat_with_tokens_is_a_turn_of_its_episode_and_keeps_its_messages(client, engine, training):
+    fields = {"prompt_token_ids": [5, 6], "collect_trajectory": True, "episode_id": "e"}
+    for _ in range(2):
+        response = await client.post(CHAT, json={"messages": MESSAGES, **fields})
+        assert response.status_code == 200
+    assert [request.prompts for request in engine.requests] == [((5, 6),)] * 2
+    assert [(spec.unmatched, spec.messages) for spec in (request.collection for request in training.collected)] == [
+        ("", tuple(MESSAGES))
+    ] * 2
+
+
+async def test_two_prompts_of_one_chat_must_agree(client, fault):
+    error = await refused(client, fault, path=f"{CHAT}/tokens", tokens=[5], prompt_token_ids=[6])
+    assert error["param"] == "prompt_token_ids"
+
+
+async def test_a_number_of_logprobs_means_what_it_means_in_completions(client, fault):
+    for number in (0, 2):
+        body = {"messages": MESSAGES, "max_tokens": 1, "logprobs": number}
+        (entry,) = (await client.post(CHAT, json=body)).json()["choices"][0]["logprobs"]["content"]
+        assert len(entry["top_logprobs"]) == number
+    for number in (21, -1, 1.5, "1"):
+        assert (await refused(client, fault, path=CHAT, logprobs=number))["param"] == "logprobs"
+
+
+async def test_a_rendered_chat_is_a_request_for_tokens(client, engine):
+    body = {"messages": MESSAGES, "max_tokens": 4, "logprobs": True, "stop": ["a"], "seed": 3, "logit_bias": {"7": 1}}
+    rendered = (await client.post(f"{CHAT}/render", json={**body, "model": "base"})).json()
+    assert not engine.requests, "nothing is generated"
+    assert bytes(rendered["token_ids"]) == b"u:x\na:"
+    assert rendered["sampling_params"] == {
+        "seed": 3,
+        "stop": ["a"],
+        "logit_bias": {"7": 1.0},
+        "max_tokens": 4,
+        "logprobs": 0,
+    }
+    answer = await generate(client, **rendered)
+    await client.post(CHAT, json=body)
+    asked, chatted = engine.requests
+    assert (asked.prompts, asked.sampling, asked.stopping) == (chatted.prompts, chatted.sampling, chatted.stopping)
+    assert bytes(answer["choices"][0]["token_ids"]) == b"Hi \xc3"
+
+
+async def test_what_tokens_cannot_say_is_not_rendered(client, fault):
+    error = await refused(client, fault, path=f"{CHAT}/render", response_format={"type": "json_object"})
+    assert error["param"] == "response_format"
+    response = await client.post(f"{CHAT}/render", json={"messages": MESSAGES, "model": "nobody"})
+    assert (response.status_code, fault(response)["param"]) == (404, "model")
+
+
+# ---- fields of completions and chat --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", {"prompt": "x"}), (CHAT, {"messages": MESSAGES})])
+async def test_stop_tokens_and_special_tokens(client, engine, path, body):
+    engine.stop_reason = 5
+    fields = {"stop_token_ids": [5], "skip_special_tokens": False}
+    (choice,) = (await client.post(path, json=body | fields)).json()["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == (FinishReason.STOP, 5)
+    assert engine.requests[0].stopping.stop_token_ids == (5,)
+    assert engine.requests[0].visible_specials == {256, EOS}
+    await client.post(path, json=body)
+    assert (engine.requests[1].stopping.stop_token_ids, engine.requests[1].visible_specials) == ((), frozenset())
+
+
+async def test_a_grammar_decides_alone_where_the_text_ends(client, fault):
+    fields = {"response_format": {"type": "json_object"}, "stop_token_ids": [5]}
+    assert (await refused(client, fault, path=CHAT, **fields))["param"] == "stop_token_ids"
+
+
+async def test_the_operator_may_make_token_ids_the_default(make_client):
+    client = make_client(return_tokens_as_token_ids=True)
+    for asked, first in (({}, f"token_id:{H}"), ({"return_tokens_as_token_ids": False}, "H")):
+        body = {"prompt": "x", "max_tokens": 1, "logprobs": 0, **asked}
+        choice = (await client.post("/v1/completions", json=body)).json()["choices"][0]
+        assert choice["logprobs"]["tokens"] == [first]
+        body = {"messages": MESSAGES, "max_tokens": 1, "logprobs": True, **asked}
+        choice = (await client.post(CHAT, json=body)).json()["choices"][0]
+        assert choice["logprobs"]["content"][0]["token"] == first
+
+
+async def test_the_operator_may_allow_more_prompt_logprobs(make_client, fault, engine):
+    client = make_client(max_prompt_logprobs=100)
+    got = await client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 1, "prompt_logprobs": 100})
+    assert [len(candidates or ()) for candidates in got.json()["choices"][0]["prompt_logprobs"]] == [0, 100, 100]
+    error = fault(await client.post("/v1/completions", json={"prompt": "abc", "prompt_logprobs": 101}))
+    assert (error["param"], "--max-prompt-logprobs" in error["message"]) == ("prompt_logprobs", True)
+
+
+async def test_many_prompt_logprobs_of_many_tokens_are_refused(make_client, fault, engine):
+    client = make_client(max_prompt_logprobs=1000)
+    body = {"prompt": [[97] * 60] * 20, "max_tokens": 1, "prompt_logprobs": 1000}
+    assert fault(await client.post("/v1/completions", json=body))["param"] == "prompt_logprobs"
+    assert not engine.requests
+
+
+async def test_the_operator_chooses_whose_logprobs_are_reported(make_client, engine):
+    for mode in ("raw_logprobs", "processed_logprobs"):
+        await make_client(logprobs_mode=mode).post("/v1/completions", json={"prompt": "x", "logprobs": 0})
+    assert [request.sampling.processed_logprobs for request in engine.requests] == [False, True]
+
+
+async def test_tokens_have_their_strings(client):
+    got = (await client.post("/tokenize", json={"prompt": "ä", "return_token_strs": True})).json()
+    assert got["token_strs"] == ["0xc3", "0xa4"]
