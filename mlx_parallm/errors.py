@@ -22,6 +22,7 @@
         ├── DeviceMemoryError       the device has no memory for the request
         ├── AbortedError            the operator aborted the request
         ├── StorageError            a file cannot be written
+        ├── QueueFullError          the trajectories that wait for training leave no room
         ├── AdapterUnavailableError the weights of the adapter version are gone
         ├── DeviceLostError         every call to the device fails
         └── EngineDeadError         the device thread has stopped or is shutting down
@@ -142,6 +143,10 @@ class AdapterUnavailableError(EngineError):
 
 class StorageError(EngineError):
     """A file cannot be written or removed. The message says which finished work is unaffected, and names no path."""
+
+
+class QueueFullError(EngineError):
+    """The trajectories that wait for training leave no room for more."""
 
 
 class EngineDeadError(EngineError):

@@ -9,12 +9,13 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
-from mlx_parallm.adapters.checkpoints.runs import Run
 from mlx_parallm.app import banner
+from mlx_parallm.app.atropos import open_source, registration
 from mlx_parallm.app.build import Engine, Served
 from mlx_parallm.app.tracking import start_tracking
 from mlx_parallm.app.training import TrainingRuntime
 from mlx_parallm.config import Config, LoRAConfig, RLConfig, configure
+from mlx_parallm.rl.atropos.source import AtroposSource
 from mlx_parallm.rl.tracking.tracking import Tracking
 from mlx_parallm.server.app import create_app, serve
 from mlx_parallm.server.http import request_log
@@ -65,6 +66,8 @@ class IntegratedServer:
         self._closing = asyncio.Lock()
         self._training_closed = False
         self._tracking: Tracking | None = None
+        self._atropos: AtroposSource | None = None
+        self._taking_batches: asyncio.Task[None] | None = None
 
     async def run_inference(self, host: str | None = None, port: int | None = None) -> int:
         """Serves HTTP until SIGTERM or SIGINT, and returns the process's exit code. `run_training_loop` ends with it.
@@ -88,6 +91,7 @@ class IntegratedServer:
                 served.tokenizer,
                 served.card,
                 server,
+                registration(config, served, step=0) if server.atropos_api else None,
             )
             if self._trains:  # requests can only be collected once the adapter is trained
                 await self._training_started.wait()
@@ -113,7 +117,7 @@ class IntegratedServer:
             if served.training is None:
                 return
             with self._engine.failures_recorded():
-                await self._start_training(served.training, served.run)
+                await self._start_training(served.training, served)
             self._training_started.set()
             await self._inference_ended.wait()
         finally:
@@ -133,7 +137,7 @@ class IntegratedServer:
             served = await self._load()
             with self._engine.failures_recorded():
                 if served.training is not None:
-                    await self._start_training(served.training, served.run)
+                    await self._start_training(served.training, served)
                 yield served
         finally:
             await self._stop()
@@ -152,11 +156,15 @@ class IntegratedServer:
         finally:
             await asyncio.to_thread(self._engine.stop)
 
-    async def _start_training(self, training: TrainingRuntime, run: Run | None) -> None:
+    async def _start_training(self, training: TrainingRuntime, served: Served) -> None:
         await training.start()
-        assert run is not None  # a server that trains keeps checkpoints
-        self._tracking = start_tracking(self._config, run)
+        assert served.run is not None  # a server that trains keeps checkpoints
+        self._tracking = start_tracking(self._config, served.run)
         training.service.track(self._tracking)
+        if self._config.rl_training.atropos_url is not None:
+            registered = registration(self._config, served, training.service.status().step)
+            self._atropos = open_source(self._config, served, training.service, registered)
+            self._taking_batches = asyncio.create_task(self._atropos.run())
 
     async def _close_training(self) -> None:
         """Closes training once. A second caller waits until it is closed."""
@@ -165,6 +173,9 @@ class IntegratedServer:
                 return
             self._training_closed = True
             try:
+                if self._atropos is not None and self._taking_batches is not None:
+                    self._taking_batches.cancel()
+                    await self._atropos.close()
                 await self._served.training.close()
             finally:
                 if self._tracking is not None:

@@ -11,11 +11,12 @@ from collections.abc import Coroutine
 from dataclasses import asdict
 from typing import Any, NoReturn
 
+from mlx_parallm.app.atropos_run import AtroposRun
 from mlx_parallm.app.build import Engine
+from mlx_parallm.app.environment_run import EnvironmentRun
 from mlx_parallm.app.inference import check_inference
 from mlx_parallm.app.tracking import start_tracking
 from mlx_parallm.app.train_progress import TrainOptions, TrainView
-from mlx_parallm.app.training_run import TrainingRun
 from mlx_parallm.config import Config
 from mlx_parallm.rl.environments import environment, read_system_prompt
 from mlx_parallm.rl.runs.record import RunState
@@ -38,17 +39,20 @@ def run(config: Config, options: TrainOptions, view: TrainView) -> int:
         EngineError: the device thread ended, or could not draw.
     """
     logging.basicConfig(level=config.server.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
-    rewarded = config.rl_training.reward is not None
-    source = environment(options.environment, rewarded)  # what cannot be used is refused before the model is loaded
-    read_system_prompt(config.rl_training.system_prompt)
-    check_inference(config)
+    training = config.rl_training
+    source = None
+    if training.atropos_url is None:
+        source = environment(options.environment, training.reward is not None)
+        check_inference(config)
+    read_system_prompt(training.system_prompt)  # what cannot be used is refused before the model is loaded
     engine = Engine(config, {name: value for name, value in asdict(options).items() if name != "log"})
     served = engine.start()
     assert served.training is not None  # the command's configuration trains
     assert served.run is not None
     tracking = start_tracking(config, served.run, options.log)
     try:
-        steps = TrainingRun(config, options, source, view, served, served.training, tracking)
+        parts = (config, options, view, served, served.training, tracking)
+        steps = AtroposRun(*parts) if source is None else EnvironmentRun(*parts, source=source)
         with engine.failures_recorded():
             exit_code = asyncio.run(_until_signal(steps.run()))
         if exit_code:

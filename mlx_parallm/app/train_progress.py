@@ -18,8 +18,9 @@ from mlx_parallm.core import EvaluationResult, TrajectoryCard, UpdateReport
 class TrainOptions:
     """What a run does, besides its configuration.
 
-    Each of `steps` draws `prompts_per_step` groups of `group_size` trajectories from `environment` and makes one update
-    from them. In a resumed run, the steps that were made before count too.
+    Each of `steps` takes `prompts_per_step` groups of `group_size` trajectories from `environment` and makes one update
+    from them. In a resumed run, the steps that were made before count too. With Atropos, `environment` is a name for
+    people.
     `log` is the JSONL file of their figures; None: metrics.jsonl in the run's folder.
     """
 
@@ -77,7 +78,7 @@ class TrainView(Protocol):
     def updated(self, report: UpdateReport) -> None:
         """A step has ended, with or without a published version.
 
-        Its metrics include tokens_per_second (drawn in this step) and seconds (of the whole step).
+        Its metrics include seconds (of the whole step) and, if its answers were drawn here, tokens_per_second.
         """
         ...
 

@@ -203,14 +203,14 @@ def check_reward(config: Config) -> None:
 
 def _tasks(config: Config) -> FileTasks:
     """The tasks of the environment, for requests whose metadata lacks what they have."""
-    name, rewarded = config.rl_training.environment, config.rl_training.reward is not None
+    name, rewarded = config.rl_training.own_environment, config.rl_training.reward is not None
     takes_requests = config.server.mode is not Mode.TRAINING_ONLY
     return answers_of(name, rewarded) if name is not None and takes_requests else FileTasks()
 
 
 def _held_out(config: Config) -> tuple[Task, ...]:
     """The held-out tasks; none if versions are not evaluated."""
-    settings, of_training = config.rl_training.evaluation, config.rl_training.environment
+    settings, of_training = config.rl_training.evaluation, config.rl_training.own_environment
     name, rewarded = settings.tasks or of_training, config.rl_training.reward is not None
     return () if settings.every is None or name is None else held_out_tasks(environment(name, rewarded), settings.size)
 

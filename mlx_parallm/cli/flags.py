@@ -69,6 +69,7 @@ FLAGS = (
     Flag("--mlx-cache-limit", "server.mlx_cache_limit", "SIZE"),
     Flag("--max-decode-stall-ms", "server.max_decode_stall_ms", "MILLISECONDS"),
     Flag("--api-key", "server.api_key", "KEY"),
+    Flag("--atropos-api", "server.atropos_api"),
     Flag("--strict-fields", "server.strict_fields"),
     Flag("--logprobs-mode", "server.logprobs_mode", "MODE"),
     Flag("--max-prompt-logprobs", "server.max_prompt_logprobs", "CANDIDATES"),

@@ -21,7 +21,7 @@ _FIXED = {
     "server.mode": Setting(Mode.TRAINING_ONLY.value, "mlx_parallm_train"),
     "rl_training.enabled": Setting(True, "mlx_parallm_train"),
 }
-_HTTP = ("host", "port", "max_queued", "api_key", "allowed_hosts", "cors_origins", "served_model_name")
+_HTTP = ("host", "port", "max_queued", "api_key", "allowed_hosts", "cors_origins", "served_model_name", "atropos_api")
 _WITHOUT_FLAGS = frozenset(
     (
         *_FIXED,
@@ -101,7 +101,8 @@ def _resolve(args: argparse.Namespace) -> Resolved:
 
 def _check_required(args: argparse.Namespace, config: Config) -> str:
     """The environment's name. Raises ConfigError: a required argument is missing."""
-    environment = config.rl_training.environment
+    training = config.rl_training
+    environment = training.environment or training.atropos_url
     problems = []
     if environment is None:
         problems.append("--environment: name what to train on, such as FILE.jsonl or reasoning_gym:leg_counting")

@@ -12,7 +12,6 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,9 @@ _RANK, _BANK_RANK = "model.lora_rank", "adapters.max_lora_rank"
 _SMALLEST_BANK = 2
 """Slots that training needs: one for the live version and one for the next version."""
 
-_UNAVAILABLE = {"rl_training.atropos_url": "rewards from Atropos"}
-"""Keys of features that this version does not have; each may only hold its default."""
+_ATROPOS_URL, _ATROPOS_API = "rl_training.atropos_url", "server.atropos_api"
+_UPDATES_AHEAD = 4
+"""Updates whose trajectories the buffer must hold: Atropos' environments make three ahead of the one in training."""
 
 _YAML_HEADER = """\
 # Configuration of MLX ParaLLM: mlx_parallm_serve --config server_config.yaml
@@ -67,7 +67,7 @@ def resolve(
     settings |= adjusted
     config, adjusted = _make_room_for_rank(config, layers)
     settings |= adjusted
-    if problems := [*_unavailable(config, settings), *_unread(config, settings), *_training_problems(config, settings)]:
+    if problems := [*_unread(config, settings), *_atropos(config, settings), *_training_problems(config, settings)]:
         raise ConfigError("\n".join(problems))
     return Resolved(config, {path: setting.source for path, setting in settings.items()})
 
@@ -154,20 +154,33 @@ def _with(config: Config, mode: Mode, enabled: bool) -> Config:
 # -- checks across sections ----------------------------------------------------------------------
 
 
-def _unavailable(config: Config, settings: Mapping[str, Setting]) -> Iterator[str]:
-    for path, feature in _UNAVAILABLE.items():
-        if attrgetter(path)(config) != KEYS[path].field.default:
-            yield (
-                f"{path}: not available in this version: {feature}; leave it at {KEYS[path].default_text} "
-                f"{_origin(settings, path)}"
-            )
-
-
 def _unread(config: Config, settings: Mapping[str, Setting]) -> Iterator[str]:
     path = "server.prefix_cache_disk"
     if config.server.prefix_cache_dir is None and config.server.prefix_cache_disk != KEYS[path].field.default:
         need = "limits the files of server.prefix_cache_dir, which is not set; add --prefix-cache-dir"
         yield f"{path}: {need} {_origin(settings, path)}"
+
+
+def _atropos(config: Config, settings: Mapping[str, Setting]) -> Iterator[str]:
+    """Atropos' groups are only taken for training, and from one API."""
+    url, api = config.rl_training.atropos_url is not None, config.server.atropos_api
+    for path, is_set in ((_ATROPOS_URL, url), (_ATROPOS_API, api)):
+        if is_set and not config.rl_training.enabled:
+            need = "takes groups for training, which is off; add --enable-rl-training"
+            yield f"{path}: {need} {_origin(settings, path)}"
+    if url and api:
+        yield (
+            f"{_ATROPOS_URL}: {_ATROPOS_API} serves that API here, so environments send their groups to this server; "
+            f"keep one of the two {_origin(settings, _ATROPOS_URL, _ATROPOS_API)}"
+        )
+    size, wanted = config.rl_training.trajectory_buffer_size, _UPDATES_AHEAD * config.rl_training.update_frequency
+    if api and size < wanted:
+        path = "rl_training.trajectory_buffer_size"
+        yield (
+            f"{path}: {size} does not hold the {_UPDATES_AHEAD - 1} updates that environments of Atropos send ahead "
+            f"(max_batches_offpolicy) and the one that is trained; raise --trajectory-buffer-size to at least {wanted} "
+            f"{_origin(settings, path, _ATROPOS_API)}"
+        )
 
 
 def _training_problems(config: Config, settings: Mapping[str, Setting]) -> Iterator[str]:

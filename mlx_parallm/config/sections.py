@@ -151,6 +151,11 @@ class ServerConfig(Section):
     """Secret that clients send as a bearer token. null means that no key is required. Prefer the environment variable
     MLX_PARALLM_API_KEY, because flags are visible in the process list.
     """
+    atropos_api: bool = False
+    """Serve Atropos' trajectory API (/register-env, /scored_data and others) in place of run-api. The groups that its
+    environments send wait for training here. Environments send no bearer token: with api_key, give them a
+    rollout_server_url of the form http://any:KEY@localhost:8000.
+    """
     allowed_hosts: Hosts = ()
     """Names and addresses, without a port, that the Host header of a request may have, in addition to localhost,
     127.0.0.1, ::1 and `host`. '*' allows any.

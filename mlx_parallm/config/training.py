@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from typing import Annotated, Self
+from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -183,7 +184,10 @@ class RLTrainingConfig(Section):
     needs the extra of its name. The file metrics.jsonl in the run's folder is always written. null means no other.
     """
     atropos_url: Text | None = None
-    """Base URL of an Atropos trajectory API that gives rewards. Not available in this version: refused if set."""
+    """Base URL of Atropos' trajectory API (run-api), such as http://localhost:8001. Training takes its batches, of
+    update_frequency sequences, beside what requests collect. Then `environment` only names the environment of Atropos,
+    which answers its own tasks. null means none; server.atropos_api serves such an API here.
+    """
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     gate: GateConfig = GateConfig()
@@ -196,11 +200,25 @@ class RLTrainingConfig(Section):
             raise ValueError("algorithm distillation needs a teacher's logprobs, which collected trajectories lack")
         return self
 
+    @property
+    def own_environment(self) -> str | None:
+        """`environment`, unless it is one of Atropos."""
+        return None if self.atropos_url is not None else self.environment
+
+    @model_validator(mode="after")
+    def _atropos_url_is_complete(self) -> Self:
+        if self.atropos_url is None:
+            return self
+        parts = urlsplit(self.atropos_url)
+        if parts.scheme not in ("http", "https") or not parts.netloc or parts.query or parts.fragment:
+            raise ValueError("atropos_url must be the base URL of Atropos' API, such as http://localhost:8001")
+        return self
+
     @model_validator(mode="after")
     def _evaluation_has_tasks(self) -> Self:
         if self.evaluation.every is None and self.gate.eval_floor is not None:
             raise ValueError("gate.eval_floor needs an evaluation; set evaluation.every (--eval-every) too")
-        if self.evaluation.every is not None and self.evaluation.tasks is None and self.environment is None:
+        if self.evaluation.every is not None and self.evaluation.tasks is None and self.own_environment is None:
             raise ValueError(
                 "evaluation.every: no tasks are held out; set environment or evaluation.tasks (--eval-tasks)"
             )

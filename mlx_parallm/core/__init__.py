@@ -86,6 +86,7 @@ from mlx_parallm.core.sequence import PromptGroup, Sequence, SequenceStatus
 from mlx_parallm.core.text import Reasoning, TextTokenizer, Tool, ToolCall, ToolFormat, UnwritableToolError
 from mlx_parallm.core.training import (
     EvaluationResult,
+    GivenGroup,
     GivenTrajectory,
     GroupCard,
     TrainingClient,

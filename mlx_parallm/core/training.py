@@ -16,25 +16,35 @@ class Trajectory:
 
     Attributes:
         group_size: the number of trajectories that its group will have; 0 if that is not known.
-        adapter: the version that drew the tokens.
+        adapter: the version that drew the tokens; None if it is unknown, because they were drawn elsewhere.
         completion_ids: includes the end-of-sequence token if that ended the sequence; `text` does not.
         sampling_logprobs: one for each of `completion_ids`, fp32 nats, of the distribution that drew the token: the
-            model's with `adapter` at `temperature`, without filters and penalties.
+            model's with `adapter` at `temperature`, without filters and penalties. Empty if they are unknown.
+        finish_reason: None if it is unknown.
         created: Unix time in seconds.
+        mask, advantages, reference_logprobs: as in `GivenTrajectory`.
     """
 
     trajectory_id: str
     group_id: str
     group_size: int
-    adapter: AdapterRef
+    adapter: AdapterRef | None
     prompt_ids: tuple[int, ...]
     completion_ids: tuple[int, ...]
     sampling_logprobs: tuple[float, ...]
     temperature: float
     text: str
-    finish_reason: FinishReason
+    finish_reason: FinishReason | None
     collection: CollectionSpec
     created: float
+    mask: tuple[bool, ...] = ()
+    advantages: tuple[float, ...] = ()
+    reference_logprobs: tuple[float, ...] = ()
+
+    @property
+    def trained_tokens(self) -> int:
+        """The number of tokens that are trained."""
+        return sum(self.mask) if self.mask else len(self.completion_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +86,8 @@ class GivenTrajectory:
         mask: for each token of the completion, whether it is trained. The others, such as the results of tools, are
             context, and their logprobs and advantages are not read. Empty: all are trained.
         advantages: one for each token of the completion, in place of those computed from rewards; empty: none given.
+        reference_logprobs: one for each token of the completion, in place of those of the base model; empty: none
+            given.
         episode_id: trajectories of one group with the same id are one episode; empty: it is an episode by itself.
     """
 
@@ -88,12 +100,30 @@ class GivenTrajectory:
     adapter: AdapterRef | None = None
     mask: tuple[bool, ...] = ()
     advantages: tuple[float, ...] = ()
+    reference_logprobs: tuple[float, ...] = ()
     episode_id: str = ""
 
     @property
     def trained_tokens(self) -> int:
         """The number of tokens that are trained."""
         return sum(self.mask) if self.mask else len(self.completion_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class GivenGroup:
+    """A group that was drawn and rewarded elsewhere, and waits for an update.
+
+    Attributes:
+        group_id: of this group alone.
+        source: who drew it, in place of a scorer's name. Rewards of one source are compared with each other over time.
+        trajectories: each has a reward.
+        texts: of the completions, in the same order; empty if they are not known.
+    """
+
+    group_id: str
+    source: str
+    trajectories: tuple[GivenTrajectory, ...]
+    texts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +303,26 @@ class TrainingClient(Protocol):
             ConflictError: it was trained on, or dropped.
             StorageError: this could not be written, and the group stays open.
         """
+        ...
+
+    async def give(self, group: GivenGroup) -> None:
+        """Adds a group to those that wait for an update of the default adapter, and returns when it is on the disk. It
+        is trained on even if versions were published since it was drawn, because what drew it is unknown.
+
+        Raises:
+            InvalidRequestError: it cannot be trained on.
+            QueueFullError: too many trajectories wait, in all or of this source; it may be given again later.
+            StorageError: it could not be written, and will not be trained on.
+        """
+        ...
+
+    def given_sizes(self) -> Mapping[str, Sequence[int]]:
+        """The sizes of the groups that were given with `give` and that no update has taken yet, by source."""
+        ...
+
+    async def last_given(self, count: int) -> Sequence[str]:
+        """The ids of the last groups that were given with `give`, whatever became of them, in earlier processes too;
+        newest first."""
         ...
 
     async def update(

@@ -20,12 +20,14 @@ from mlx_parallm.core import (
     CollectionSpec,
     Event,
     GenerationRequest,
+    GivenGroup,
     GroupCard,
     Trajectory,
     TrajectoryCard,
 )
 from mlx_parallm.errors import ConflictError, StorageError
 from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
+from mlx_parallm.rl.collect.given import PREFIX, rewards_of, trajectories_of
 from mlx_parallm.rl.collect.groups import DropReason, TrajectoryGroup, TrajectoryState
 from mlx_parallm.rl.collect.intake import Intake
 from mlx_parallm.rl.collect.log import TrajectoryLog
@@ -33,7 +35,7 @@ from mlx_parallm.rl.collect.recorder import collect
 from mlx_parallm.rl.events import Emit
 from mlx_parallm.rl.loop import TrainingLoop
 from mlx_parallm.rl.runs.journal import Journal
-from mlx_parallm.rl.runs.records import Arrival, Closed, EpisodeReward, Feedback, GroupEntry, TokenRewards
+from mlx_parallm.rl.runs.records import Arrival, Closed, EpisodeReward, Feedback, GroupEntry, Score, TokenRewards
 from mlx_parallm.rl.scoring.catalogue import ANSWER, lacks_answer, terms_without_answer
 from mlx_parallm.rl.scoring.reward import names_reward
 from mlx_parallm.rl.scoring.service import ScoringService
@@ -81,6 +83,7 @@ class Collector:
         self._loops, self._default = loops, default_adapter
         self._emit = emit
         self._finished = finished
+        self._coming: Counter[str] = Counter()  # trajectories that are given, by source, on their way into the buffer
         self.buffer = TrajectoryBuffer(config.trajectory_buffer_size, self._on_group_end, self._on_drop)
         self._intake = Intake(self.buffer, scorers, config, lambda adapter: self._loops[adapter].wake(), emit, journal)
 
@@ -88,7 +91,7 @@ class Collector:
         """Puts the trajectories of the journal that wait for an adapter back into the buffer, with their rewards."""
         entries = await self._journal.waiting(name)
         versions = [entry.trajectories[0].adapter for entry in entries if isinstance(entry, Arrival)]
-        newest = max((version.version for version in versions if version.name == name), default=0)
+        newest = max((version.version for version in versions if version and version.name == name), default=0)
         loop.training.number_versions_from(newest + 1)  # no other version gets the number of one that has drawn
         self._intake.restore(name, entries, loop.reason_against)
         if versions:
@@ -134,9 +137,35 @@ class Collector:
     async def _collect_group(self, trajectories: Sequence[Trajectory]) -> str:
         return await self._finished(self._add_group(trajectories))
 
+    async def give(self, group: GivenGroup) -> None:
+        """See `core.TrainingClient.give`."""
+        await self._finished(self._add_given(group))
+
+    async def _add_given(self, group: GivenGroup) -> None:
+        rewards, size = rewards_of(group, self._config.loss), len(group.trajectories)
+        self.buffer.check_room(group.source, size, self._coming)
+        self._coming[group.source] += size
+        try:
+            trajectories = trajectories_of(group)
+            scores = [Score(each.trajectory_id, reward) for each, reward in zip(trajectories, rewards, strict=True)]
+            await self._journal.accept(self._default, trajectories, scores)
+        finally:
+            self._coming[group.source] -= size
+            self._coming += Counter()  # forgets sources of which none come any more
+        self._intake.give(self._default, trajectories, rewards)
+
+    def given_sizes(self) -> Mapping[str, Sequence[int]]:
+        """See `core.TrainingClient.given_sizes`."""
+        return self.buffer.given_sizes()
+
+    async def last_given(self, count: int) -> Sequence[str]:
+        """See `core.TrainingClient.last_given`."""
+        return [group_id.removeprefix(PREFIX) for group_id in await self._journal.newest_groups(PREFIX, count)]
+
     async def _add_group(self, trajectories: Sequence[Trajectory]) -> str:
         """Keeps the trajectories, and returns why they will not be trained on, or ""."""
         version = trajectories[0].adapter
+        assert version is not None  # the engine drew them
         adapter = self._trained_by(version)
         try:
             await self._journal.accept(adapter, trajectories)

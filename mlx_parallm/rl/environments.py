@@ -129,7 +129,11 @@ def answers_of(name: str, rewarded: bool = False) -> FileTasks:
 def _entry_point(name: str) -> EntryPoint:
     points = {point.name: point for point in entry_points(group=GROUP)}
     if name not in points:
-        raise _unknown(name, [*points, gym.PREFIX + "<task>", "FILE.jsonl (such as gsm8k's train.jsonl)"])
+        raise _unknown(
+            name,
+            [*points, gym.PREFIX + "<task>", "FILE.jsonl (such as gsm8k's train.jsonl)"],
+            "; an environment of Atropos runs by itself and needs --atropos-url",
+        )
     return points[name]
 
 
@@ -154,9 +158,9 @@ def _loaded(point: EntryPoint) -> Environment:
     return made
 
 
-def _unknown(name: str, known: list[str]) -> ConfigError:
+def _unknown(name: str, known: list[str], more: str = "") -> ConfigError:
     near = get_close_matches(name, known, n=3)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(sorted(known)[:20])}"
+    hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(sorted(known)[:20])}{more}"
     return ConfigError(f"environment: {shown(name)} is unknown: {hint}")
 
 

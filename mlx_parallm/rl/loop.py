@@ -78,6 +78,16 @@ class TrainingLoop:
         self._changed.set()
 
     @property
+    def has_enough(self) -> bool:
+        """Whether the trajectories that wait are enough for an update."""
+        return self._selection.enough
+
+    @property
+    def with_signal(self) -> int:
+        """Trajectories that wait and have a learning signal."""
+        return self._selection.with_signal
+
+    @property
     def _due(self) -> bool:
         return self._pause_reason is None and (self._selection.enough or self.training.rewards_fell)
 
@@ -289,8 +299,10 @@ class TrainingLoop:
 
     # -- what may be trained on ------------------------------------------------------------------
 
-    def reason_against(self, version: AdapterRef) -> DropReason | None:
-        """Why the trajectories of this version cannot be trained on; None if they can."""
+    def reason_against(self, version: AdapterRef | None) -> DropReason | None:
+        """Why the trajectories of this version cannot be trained on; None if they can, or if the version is unknown."""
+        if version is None:
+            return None
         staleness = self.training.versions.staleness(version)
         if staleness is None:
             return DropReason.UNKNOWN_VERSION

@@ -87,7 +87,8 @@ class GroupSelection:
             group.observed = False
 
     def _staleness(self, group: TrajectoryGroup) -> int | None:
-        """How many versions were published since the oldest of those that drew the group; None: one is unknown."""
+        """How many versions were published since the oldest of those that drew the group; None: training does not
+        continue from one of them. A group that was given counts as new."""
         staleness = [self._training.versions.staleness(version) for version in group.versions]
         return None if None in staleness else max(filter(None, staleness), default=0)
 
@@ -106,7 +107,7 @@ class GroupSelection:
             tuple(member.reward for member in members if member.reward is not None),
             group.scorer if group.scorer and not from_feedback else FEEDBACK,
             staleness,
-            on_policy=staleness == 0 and not self._training.unpublished,
+            on_policy=staleness == 0 and not self._training.unpublished and not group.was_given,
         )
         if scored.rewards and not group.observed and not self._imitates:
             self._training.rewards.trend.observe(scored.scorer, fmean(scored.rewards), scored.on_policy)

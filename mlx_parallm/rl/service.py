@@ -20,6 +20,7 @@ from mlx_parallm.core import (
     EvaluationResult,
     Event,
     GenerationRequest,
+    GivenGroup,
     GivenTrajectory,
     GroupCard,
     TrainingStatus,
@@ -178,6 +179,28 @@ class TrainingService:
     async def close_group(self, group_id: str) -> GroupCard:
         """See `core.TrainingClient.close_group`."""
         return await self._collector.close_group(group_id)
+
+    async def give(self, group: GivenGroup) -> None:
+        """See `core.TrainingClient.give`."""
+        await self._collector.give(group)
+
+    def given_sizes(self) -> Mapping[str, Sequence[int]]:
+        """See `core.TrainingClient.given_sizes`."""
+        return self._collector.given_sizes()
+
+    @property
+    def wants_groups(self) -> bool:
+        """Whether the next update of the default adapter waits for more trajectories."""
+        return not self._loop(None).has_enough
+
+    @property
+    def waiting_with_signal(self) -> int:
+        """Trajectories that the next update of the default adapter can learn from."""
+        return self._loop(None).with_signal
+
+    async def last_given(self, count: int) -> Sequence[str]:
+        """See `core.TrainingClient.last_given`."""
+        return await self._collector.last_given(count)
 
     def trajectories(self, limit: int) -> tuple[TrajectoryCard, ...]:
         """See `core.TrainingClient.trajectories`."""

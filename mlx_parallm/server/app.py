@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from types import FrameType
+from types import FrameType, ModuleType
 
 import uvicorn
 from fastapi import FastAPI
@@ -25,6 +25,7 @@ from mlx_parallm.config import ServerConfig
 from mlx_parallm.core import AdapterClient, EngineClient, ModelCard, TextTokenizer, TrainingClient
 from mlx_parallm.errors import ConfigError, EngineDeadError
 from mlx_parallm.grammar.compiler import LLCompiler
+from mlx_parallm.rl.atropos.trajectory_api import Registration
 from mlx_parallm.server.api import completions, control, models, ops
 from mlx_parallm.server.api.adapters import route as adapter_routes
 from mlx_parallm.server.api.chat import route as chat
@@ -41,6 +42,8 @@ from mlx_parallm.server.lifecycle import Lifecycle, SequenceGate, SleepSwitch
 from mlx_parallm.server.metrics import ServerMetrics
 from mlx_parallm.server.openapi import describe
 from mlx_parallm.server.protocols import trainers
+from mlx_parallm.server.protocols.atropos import route as atropos_routes
+from mlx_parallm.server.protocols.atropos.route import AtroposParts
 from mlx_parallm.server.protocols.generate import route as generate
 from mlx_parallm.server.protocols.tokens import route as tokens
 from mlx_parallm.server.services import Services
@@ -75,9 +78,13 @@ def create_app(
     tokenizer: TextTokenizer,
     card: ModelCard,
     config: ServerConfig,
+    atropos: Registration | None = None,
 ) -> FastAPI:
     """The HTTP server of `engine`, `adapters` and `training` (None if the server does not train). Routes find these
-    parts on `app.state.services` (a `Services`)."""
+    parts on `app.state.services` (a `Services`).
+
+    `atropos`: what environments of Atropos are told of this trainer; None: its API is not served.
+    """
     gate = SequenceGate(config.max_batch_size + config.max_queued)
     metrics = ServerMetrics(engine, adapters, training, gate)
     # FastAPI's own documentation pages load scripts from a CDN; `api.ops` has one that does not.
@@ -100,9 +107,13 @@ def create_app(
         started_at=int(time.time()),
         model_names=frozenset({*card.names, GENERIC_NAME}),
     )
-    for module in ROUTES:
+    modules: tuple[ModuleType, ...] = ROUTES
+    if atropos is not None and training is not None:
+        app.state.atropos = AtroposParts.of(atropos, training, card)
+        modules = (*ROUTES, atropos_routes)
+    for module in modules:
         app.include_router(module.router)
-    routes = [route for module in ROUTES for route in module.router.routes if isinstance(route, Route)]
+    routes = [route for module in modules for route in module.router.routes if isinstance(route, Route)]
     install_handlers(app, routes)
     add_middlewares(app, config, metrics)
     app.openapi = partial(describe, app, routes, config.strict_fields)  # type: ignore[method-assign]

@@ -28,6 +28,7 @@ from mlx_parallm.errors import (
     EngineDeadError,
     EngineError,
     OverloadedError,
+    QueueFullError,
     QueueTimeoutError,
     RequestError,
     StepFailedError,
@@ -121,6 +122,7 @@ RULES: Mapping[type[Exception], ErrorRule] = {
     AbortedError: ErrorRule(503, "aborted", "The operator ended this request with POST /pause; try again."),
     EngineError: ErrorRule(500, "engine_error", "The engine failed this request; try again."),
     StorageError: ErrorRule(507, "storage_failed"),
+    QueueFullError: ErrorRule(503, "training_queue_full"),
     AdapterUnavailableError: ErrorRule(
         503,
         "adapter_unavailable",

@@ -55,7 +55,6 @@ def test_several_names_for_the_served_model(app, argv):
         (serve, ["--mode", "inference", "--share-model"]),
         (serve, ["--mode", "inference", "--connect-to", "node1:8000"]),
         (train, ["--mode", "rl", "--connect-to", "node1:8000"]),
-        (serve, ["--enable-rl-training", "--atropos-url", "http://localhost:8001"]),
     ],
 )
 def test_flags_of_later_versions_say_so(app, capsys, command, argv):
@@ -68,7 +67,7 @@ def test_every_flag_sets_its_own_key(app):
     values = {"--port": "1", "--mode": "inference", "--log-level": "error", "--kv-cache-memory": "1GB"}
     values |= {"--mlx-memory-limit": "8GB", "--mlx-cache-limit": "1GB", "--prefix-cache-disk": "1GB"}
     values |= {"--logprobs-mode": "processed_logprobs", "--max-prompt-logprobs": "100"}
-    values |= {"--judge-url": "http://a", "--judge-model": "m"}
+    values |= {"--judge-url": "http://a", "--judge-model": "m", "--atropos-url": "http://a"}
     values |= {"--cors-origins": "http://a", "--max-model-len": "5", "--shutdown-timeout": "1", "--access-log": "false"}
     values |= {"--rl-algorithm": "dapo", "--update-frequency": "7", "--trajectory-buffer-size": "700"}
     numbers = ("--max-batch-size", "--max-batched-tokens", "--max-queued", "--max-loras", "--max-cpu-loras")
@@ -80,13 +79,16 @@ def test_every_flag_sets_its_own_key(app):
     values |= dict.fromkeys(floats, "5e-4")
     others = {"--prefix-cache-disk": ["--prefix-cache-dir", "text"], "--eval-tasks": ["--eval-every", "7"]}
     others |= {"--eval-every": ["--environment", "text"], "--judge-url": ["--judge-model", "m"]}
-    flags = [flag for flag in FLAGS if flag.path not in {*TRAIN_ONLY, "rl_training.atropos_url"}]
+    others |= {"--atropos-url": ["--enable-rl-training"], "--atropos-api": ["--enable-rl-training"]}
+    flags = [flag for flag in FLAGS if flag.path not in TRAIN_ONLY]
     for flag in flags:
         switch = flag.name.replace("--", "--no-") if flag.key.field.default is True else flag.name
         needed = others.get(flag.name, [])
         assert serve([*needed, *([flag.name, values.get(flag.name, "text")] if flag.metavar else [switch])]) == 0
     changed = [list(leaves(config.model_dump(exclude_defaults=True))) for config in app.started]
     followers = {"--mode": [], "--enable-rl-training": ["server.mode", "rl_training.enabled"]}
+    followers["--atropos-url"] = ["server.mode", "rl_training.enabled", "rl_training.atropos_url"]
+    followers["--atropos-api"] = ["server.mode", "server.atropos_api", "rl_training.enabled"]
     followers["--judge-url"] = ["rl_training.judge.url", "rl_training.judge.model"]
     followers["--prefix-cache-disk"] = ["server.prefix_cache_dir", "server.prefix_cache_disk"]
     followers["--eval-every"] = ["rl_training.environment", "rl_training.evaluation.every"]

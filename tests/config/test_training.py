@@ -181,12 +181,35 @@ def test_evaluation_needs_only_how_often_if_there_is_an_environment():
     assert trackers == (TrackerName.WANDB, TrackerName.TRACKIO)
 
 
-def test_atropos_is_refused():
-    (line,) = problems(flags(rl_training__atropos_url="http://127.0.0.1:8001"))
+ATROPOS = {"rl_training__atropos_url": "http://127.0.0.1:8001"}
+
+
+def test_groups_of_atropos_are_taken_for_training_and_from_one_api():
+    (line,) = problems(flags(**ATROPOS))
     assert line == (
-        "rl_training.atropos_url: not available in this version: rewards from Atropos; leave it at null "
+        "rl_training.atropos_url: takes groups for training, which is off; add --enable-rl-training "
         "(from --rl_training.atropos_url)"
     )
+    (line,) = problems(flags(**ATROPOS, server__atropos_api="true", rl_training__enabled="true"))
+    assert "keep one of the two" in line
+    (line,) = problems(flags(rl_training__atropos_url="localhost:8001", rl_training__enabled="true"))
+    assert "such as http://localhost:8001" in line
+
+
+def test_the_queue_of_atropos_holds_what_environments_send_ahead():
+    settings = {"server__atropos_api": "true", "rl_training__enabled": "true"}
+    (line,) = problems(flags(**settings, rl_training__update_frequency="300"))
+    assert "raise --trajectory-buffer-size to at least 1200" in line
+    resolve(flags(**settings, rl_training__update_frequency="250"))
+
+
+def test_an_environment_of_atropos_is_not_one_of_ours():
+    training = resolve(
+        flags(**ATROPOS, rl_training__enabled="true", rl_training__environment="gsm8k")
+    ).config.rl_training
+    assert (training.environment, training.own_environment) == ("gsm8k", None)
+    (line,) = problems(flags(**ATROPOS, rl_training__environment="gsm8k", rl_training__evaluation__every="5"))
+    assert "no tasks are held out" in line
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,8 @@ class FakeTraining:
     """Trains the adapters of `state`, `policy` by default; has the scorer `exact`, which reads `metadata.answer`.
 
     `checked`: (collection, adapter) of each check; `checks_go_on` set: they end. `collected`: requests whose events
-    `collect` was given. `calls`: what else was asked. `saves`: names that `trains` says yes to. `error`, `hold`,
+    `collect` was given. `calls`: what else was asked. `given`: groups that wait; `given_earlier`: ids of those of an
+    earlier process. `saves`: names that `trains` says yes to. `error`, `hold`,
     `held`, `resume_work`: as the adapters'. `told`: the events, the last one None; `listening`: listeners now.
     """
 
@@ -174,6 +175,8 @@ class FakeTraining:
         self.checks_go_on = asyncio.Event()
         self.checks_go_on.set()
         self.calls = []
+        self.given = []
+        self.given_earlier = []
         self.error = None
         self.hold = False
         self.held = asyncio.Event()
@@ -197,6 +200,23 @@ class FakeTraining:
     def collect(self, request, events):
         self.collected.append(request)
         return events
+
+    async def give(self, group):
+        self.held.set()
+        if self.hold:
+            await self.resume_work.wait()
+        if self.error:
+            raise self.error
+        self.given.append(group)
+
+    def given_sizes(self):
+        sizes = {}
+        for group in self.given:
+            sizes.setdefault(group.source, []).append(len(group.trajectories))
+        return sizes
+
+    async def last_given(self, count):
+        return self.given_earlier[:count]
 
     async def feedback(self, trajectory_id, score):
         if self.error:

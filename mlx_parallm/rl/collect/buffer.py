@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 
 from mlx_parallm.core import AdapterRef, Trajectory, TrajectoryCard
-from mlx_parallm.errors import ConflictError, InvalidRequestError, UnknownTrajectoryError
+from mlx_parallm.errors import ConflictError, InvalidRequestError, QueueFullError, UnknownTrajectoryError
 from mlx_parallm.rl.collect.groups import NEVER_COLLECTED, DropReason, GroupMember, TrajectoryGroup, TrajectoryState
 
 
@@ -91,6 +91,36 @@ class TrajectoryBuffer:
             if self._held + wanted <= self._size:
                 return
             self.drop(oldest, DropReason.BUFFER_FULL)
+
+    def check_room(self, source: str, wanted: int, coming: Mapping[str, int]) -> None:
+        """Checks that `wanted` trajectories of a source fit without dropping others. While several sources give groups,
+        each may have an equal part of the buffer.
+
+        `coming`: trajectories by source that are on their way into the buffer.
+
+        Raises:
+            QueueFullError: they do not fit now.
+        """
+        held = self._held + sum(coming.values())
+        if held + wanted > self._size:
+            raise QueueFullError(
+                f"{held} of {self._size} trajectories wait for training, and {wanted} more do not fit; send them later"
+            )
+        waiting = {name: sum(sizes) + coming.get(name, 0) for name, sizes in self.given_sizes().items()}
+        part = self._size // len({source, *waiting, *coming})
+        own = waiting.get(source, coming.get(source, 0))
+        if own + wanted > part:
+            raise QueueFullError(
+                f"{own} trajectories of {source} wait, and its part of the buffer is {part}; send more of them later"
+            )
+
+    def given_sizes(self) -> dict[str, list[int]]:
+        """The sizes of the groups that were given and that no update has taken, by source."""
+        sizes: dict[str, list[int]] = {}
+        for group in self._groups.values():
+            if group.was_given and not group.taken:
+                sizes.setdefault(group.scorer or "", []).append(len(group.members))
+        return sizes
 
     def count_aborted(self, adapter: str, trajectories: int, reason: DropReason = DropReason.ABORTED) -> None:
         """Counts trajectories that are not collected. `reason`: one of NEVER_COLLECTED."""
@@ -259,9 +289,11 @@ class TrajectoryBuffer:
         """Drops the members that no update has taken, if `reason_against` returns a reason for a version that drew
         them."""
         for group in [*self._of(adapter)]:
-            reasons = {version: reason_against(version) for version in group.versions}
+            reasons: dict[AdapterRef | None, DropReason | None] = {
+                version: reason_against(version) for version in group.versions
+            }
             for member in (*group.waiting, *group.scored):
-                if reason := next(filter(None, (reasons[turn.adapter] for turn in member.turns)), None):
+                if reason := next(filter(None, (reasons.get(turn.adapter) for turn in member.turns)), None):
                     self.drop(group, reason, [member])
 
     def _count_out(self, group: TrajectoryGroup, member: GroupMember, trajectories: int) -> None:

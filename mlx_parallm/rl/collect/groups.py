@@ -209,8 +209,13 @@ class TrajectoryGroup:
 
     @property
     def versions(self) -> frozenset[AdapterRef]:
-        """The adapter versions that drew its trajectories."""
-        return frozenset(turn.adapter for member in self.members for turn in member.turns)
+        """The adapter versions that drew its trajectories, as far as they are known."""
+        return frozenset(turn.adapter for member in self.members for turn in member.turns if turn.adapter is not None)
+
+    @property
+    def was_given(self) -> bool:
+        """Whether it was drawn elsewhere; see `core.GivenGroup`. The versions that drew it are unknown."""
+        return self.members[0].trajectory.adapter is None
 
     # -- state -----------------------------------------------------------------------------------
 

@@ -109,7 +109,7 @@ class Intake:
             "collected",
             adapter=adapter,
             group_id=first.group_id,
-            version=str(first.adapter),
+            version=None if first.adapter is None else str(first.adapter),
             trajectories=len(trajectories),
         )
         if refused is not None:
@@ -120,6 +120,16 @@ class Intake:
             self._close_if_full(group)
         dropped = None if self._buffer.holds(group) else group.members[-1].reason
         return Added(dropped, kind is TurnKind.APART)
+
+    def give(self, adapter: str, trajectories: Sequence[Trajectory], rewards: Sequence[float]) -> None:
+        """Adds a group that came with its rewards."""
+        group = TrajectoryGroup(adapter, trajectories)
+        self._buffer.add(group)
+        self._buffer.score(group, rewards)
+        of_group = {"adapter": adapter, "group_id": group.group_id}
+        self._emit("collected", **of_group, version=None, trajectories=len(trajectories))
+        self._emit("scored", **of_group, complete=group.complete, rewards=list(rewards))
+        self._on_ready(adapter)
 
     def _begin(self, adapter: str, trajectories: Sequence[Trajectory], refused: DropReason | None) -> TrajectoryGroup:
         """Adds a new group. Refused answers are a group of their own, because that of their id may go on."""
@@ -147,7 +157,7 @@ class Intake:
         self,
         adapter: str,
         entries: Sequence[Arrival | GroupEntry],
-        reason_against: Callable[[AdapterRef], DropReason | None],
+        reason_against: Callable[[AdapterRef | None], DropReason | None],
     ) -> None:
         """Does again, in order, what had been done before a restart for trajectories that wait. What does not apply any
         more, because a part of its group was trained on, is left out."""

@@ -84,7 +84,7 @@ def _record(group: TrajectoryGroup, member: GroupMember, trajectory: Trajectory)
         "group_id": trajectory.group_id,
         "episode_id": trajectory.collection.episode_id or None,
         "turn": trajectory.collection.turn,
-        "adapter": str(trajectory.adapter),
+        "adapter": None if trajectory.adapter is None else str(trajectory.adapter),
         "trainee": group.adapter,
         "fate": member.state.value,
         "reason": member.reason or "",
@@ -96,6 +96,6 @@ def _record(group: TrajectoryGroup, member: GroupMember, trajectory: Trajectory)
         "sampling_logprobs": trajectory.sampling_logprobs,
         "temperature": trajectory.temperature,
         "text": trajectory.text,
-        "finish_reason": trajectory.finish_reason.value,
+        "finish_reason": trajectory.finish_reason and trajectory.finish_reason.value,
         "created": trajectory.created,
     }

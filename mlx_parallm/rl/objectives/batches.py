@@ -56,12 +56,14 @@ class ScoredGroup:
         A single sample has no other one to be compared with. Equal scores from people say that all samples are good,
         or that all are bad.
         """
+        if self.has_advantages:
+            return False
         return len(self.episodes) > 1 and not (self.scorer == FEEDBACK and no_signal(self.rewards))
 
     @property
     def has_advantages(self) -> bool:
-        """Whether a client gave the advantages of its tokens."""
-        return any(episode.given_advantages for episode in self.episodes)
+        """Whether a client gave the advantages of all its tokens."""
+        return all(episode.has_advantages for episode in self.episodes)
 
 
 # ---- advantages ----------------------------------------------------------------------------------
@@ -156,7 +158,7 @@ def prepare(
     The loss dpo takes the best and the worst sample of each group. For kto, a sample is desirable if its reward exceeds
     the mean of its group, or `imitation_threshold` if it is compared with no other one. Every other loss compares
     rewards within their group, and samples without a group with their scorer's earlier rewards. Advantages that a
-    client has given are taken as they are, and the step is a whole one.
+    client has given are taken as they are.
 
     Args:
         wanted: how many trajectories with a signal make a whole update; None, or more than there are: all that there
@@ -168,12 +170,16 @@ def prepare(
         return _prepare_pairs(groups, loss, wanted)
     if loss.rates:
         return _batch(groups, [_rated(group, loss.imitation_threshold) for group in groups], loss, wanted)
-    if any(group.has_advantages for group in groups):
-        return _batch(groups, _as_given(groups), loss, wanted)
     scaled = loss.scale_rewards is not RewardScale.NONE
     compared = iter(group_advantages([group.rewards for group in groups if group.is_compared], loss.scale_rewards))
+    given = iter(_given_advantages([group for group in groups if group.has_advantages]))
     advantages = [
-        next(compared) if group.is_compared else _single_advantages(group, history, scaled) for group in groups
+        next(given)
+        if group.has_advantages
+        else next(compared)
+        if group.is_compared
+        else _single_advantages(group, history, scaled)
+        for group in groups
     ]
     return _batch(groups, advantages, loss, wanted)
 
@@ -216,14 +222,6 @@ def _rated(group: ScoredGroup, threshold: float) -> GroupAdvantages:
     return GroupAdvantages(tuple(1.0 if reward > threshold else -1.0 for reward in group.rewards))
 
 
-def _as_given(groups: Sequence[ScoredGroup]) -> list[GroupAdvantages]:
-    """Keeps all groups, whose tokens have the advantages that a client gave (see `token_advantages`); or none of them,
-    if these are all 0."""
-    turns = chain.from_iterable(episode.given_advantages for group in groups for episode in group.episodes)
-    reason = None if any(any(turn) for turn in turns) else DropReason.ZERO_VARIANCE
-    return [GroupAdvantages((0.0,) * len(group.episodes), reason) for group in groups]
-
-
 def _untruncated(group: ScoredGroup) -> ScoredGroup:
     whole = [episode.finish_reason is not FinishReason.LENGTH for episode in group.episodes]
     return _only(group, whole)
@@ -248,6 +246,14 @@ def _above(group: ScoredGroup, threshold: float) -> ScoredGroup:
 
 def _only(group: ScoredGroup, kept: Sequence[bool]) -> ScoredGroup:
     return replace(group, episodes=tuple(compress(group.episodes, kept)), rewards=tuple(compress(group.rewards, kept)))
+
+
+def _given_advantages(groups: Sequence[ScoredGroup]) -> list[GroupAdvantages]:
+    """Keeps all groups, whose tokens have the advantages that a client gave (see `token_advantages`); or none of them,
+    if these are all 0."""
+    turns = (turn for group in groups for episode in group.episodes for turn in episode.turns)
+    reason = None if any(any(turn.advantages) for turn in turns) else DropReason.ZERO_VARIANCE
+    return [GroupAdvantages((0.0,) * len(group.episodes), reason) for group in groups]
 
 
 def _single_advantages(group: ScoredGroup, history: RewardHistory, scaled: bool) -> GroupAdvantages:

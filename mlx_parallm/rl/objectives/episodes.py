@@ -41,16 +41,12 @@ class Episode:
     @property
     def completion_tokens(self) -> int:
         """The number of tokens that were drawn."""
-        return sum(
-            turn.trained_tokens if isinstance(turn, GivenTrajectory) else len(turn.completion_ids)
-            for turn in self.turns
-        )
+        return sum(turn.trained_tokens for turn in self.turns)
 
     @property
-    def given_advantages(self) -> list[list[float]]:
-        """The advantages that a client gave with the tokens of each turn; empty if it gave none."""
-        given = [[*turn.advantages] for turn in self.turns if isinstance(turn, GivenTrajectory)]
-        return given if any(given) else []
+    def has_advantages(self) -> bool:
+        """Whether a client gave the advantages of all its tokens."""
+        return all(turn.advantages for turn in self.turns)
 
     def rewards_before(self, turn: int) -> float:
         """The sum of the rewards of the tokens of all turns before this one."""
@@ -63,7 +59,7 @@ def finish_reason(turn: Turn) -> FinishReason | None:
 
 def drawn_stretches(turn: Turn) -> Iterator[tuple[int, int]]:
     """Where tokens of the completion were drawn, as [start, stop)."""
-    if isinstance(turn, Trajectory) or not turn.mask:
+    if not turn.mask:
         yield 0, len(turn.completion_ids)
         return
     for drawn, places in groupby(range(len(turn.mask)), key=turn.mask.__getitem__):
@@ -77,15 +73,23 @@ def token_advantages(
 ) -> list[list[list[float]]]:
     """The advantage of each token of the completions of the episodes of one group: [episode][turn][token].
 
-    Those that a client has given are taken as they are. Otherwise:
+    Those that a client has given with a turn are taken as they are. Otherwise:
 
     Without rewards of tokens, or without a divisor, every token of an episode has the advantage of the episode. That is
     (R - mean R) / divisor, where R is its whole reward. With them, a token is credited with what comes from it on only:
     the rewards of earlier tokens are subtracted from R, and those of earlier turns from the mean, each as they are in
     the mean of the group.
     """
-    if any(episode.given_advantages for episode in episodes):
-        return [episode.given_advantages for episode in episodes]
+    computed = _computed_advantages(episodes, advantages, divisor)
+    return [
+        [[*turn.advantages] or values for turn, values in zip(episode.turns, of_turns, strict=True)]
+        for episode, of_turns in zip(episodes, computed, strict=True)
+    ]
+
+
+def _computed_advantages(
+    episodes: Sequence[Episode], advantages: Sequence[float], divisor: float | None
+) -> list[list[list[float]]]:
     if divisor is None or not any(episode.token_rewards for episode in episodes):
         return [
             [[advantage] * len(turn.completion_ids) for turn in episode.turns]
@@ -141,8 +145,10 @@ class _Draft:
     weights: list[float] = field(default_factory=list)
     advantages: list[float] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    reference: list[float] = field(default_factory=list)
     stretches: list[Stretch] = field(default_factory=list)
     has_logprobs: bool = True
+    has_reference: bool = True
 
     def is_continued_by(self, prompt_ids: Sequence[int]) -> bool:
         return len(prompt_ids) > len(self.ids) and list(prompt_ids[: len(self.ids)]) == self.ids
@@ -155,6 +161,8 @@ class _Draft:
         self.advantages += [0.0] * len(context) + [*advantages]
         self.has_logprobs = self.has_logprobs and bool(turn.sampling_logprobs)
         self.logprobs += [0.0] * len(context) + list(turn.sampling_logprobs or (0.0,) * len(completion))
+        self.has_reference = self.has_reference and bool(turn.reference_logprobs)
+        self.reference += [0.0] * len(context) + list(turn.reference_logprobs or (0.0,) * len(completion))
         for start, stop in drawn_stretches(turn):
             self.weights[at + start : at + stop] = [1.0 if trains else 0.0] * (stop - start)
             self.stretches.append(Stretch(at + start, at + stop, turn.temperature, turn.adapter, finish_reason(turn)))
@@ -165,6 +173,7 @@ class _Draft:
             tuple(self.weights),
             tuple(self.advantages),
             tuple(self.logprobs) if self.has_logprobs else (),
+            reference_logprobs=tuple(self.reference) if self.has_reference else (),
             stretches=tuple(self.stretches),
             group=group,
             on_policy=on_policy,

@@ -23,6 +23,7 @@ from mlx_parallm.rl.runs.records import (
     Arrival,
     GroupEntry,
     PolicyChange,
+    Score,
     Update,
     body_to_json,
     trajectory_to_json,
@@ -70,10 +71,10 @@ class Journal:
     # -- what is acknowledged after it is on the disk --------------------------------------------
     # These raise StorageError if it cannot be written.
 
-    async def accept(self, adapter: str, trajectories: Sequence[Trajectory]) -> None:
-        """Trajectories that came in together, which train `adapter`. One that has the id of an earlier one takes its
-        place."""
-        await self._write(partial(_accepted, adapter, tuple(trajectories)))
+    async def accept(self, adapter: str, trajectories: Sequence[Trajectory], scores: Sequence[Score] = ()) -> None:
+        """Trajectories that came in together, which train `adapter`, with the rewards that came with them. One that has
+        the id of an earlier one takes its place."""
+        await self._write(partial(_accepted, adapter, tuple(trajectories), tuple(scores)))
 
     async def entered(self, adapter: str, group_id: str, entry: GroupEntry) -> None:
         """What a client has sent for a group."""
@@ -117,6 +118,10 @@ class Journal:
     async def waiting(self, adapter: str) -> Sequence[Arrival | GroupEntry]:
         """See `JournalFile.waiting`."""
         return await self._read(lambda file: file.waiting(adapter), ())
+
+    async def newest_groups(self, prefix: str, count: int) -> Sequence[str]:
+        """See `JournalFile.newest_groups`."""
+        return await self._read(lambda file: file.newest_groups(prefix, count), ())
 
     async def changes(self, adapter: str) -> tuple[PolicyChange, ...]:
         """All changes of an adapter's policy, in order."""
@@ -222,14 +227,15 @@ def _retrieve(done: asyncio.Future[None]) -> None:
         done.exception()
 
 
-def _accepted(adapter: str, trajectories: Sequence[Trajectory]) -> Statements:
+def _accepted(adapter: str, trajectories: Sequence[Trajectory], scores: Sequence[Score]) -> Statements:
     arrival = uuid.uuid4().hex
     rows = [
         (adapter, each.group_id, each.trajectory_id, TRAJECTORY, arrival, trajectory_to_json(each))
         for each in trajectories
     ]
     ids = [(each.trajectory_id,) for each in trajectories]
-    return [*((statement, ids) for statement in _FORGET), (_IN, rows)]
+    scored = [statement for score in scores for statement in _entered(adapter, trajectories[0].group_id, score)]
+    return [*((statement, ids) for statement in _FORGET), (_IN, rows), *scored]
 
 
 def _entered(adapter: str, group_id: str, entry: GroupEntry) -> Statements:

@@ -134,6 +134,14 @@ class JournalFile:
                 found[trajectory.trajectory_id] = trajectory
         return found
 
+    def newest_groups(self, prefix: str, count: int) -> tuple[str, ...]:
+        """The last `count` ids of groups that begin with `prefix`, newest first."""
+        query = (
+            f"SELECT group_id FROM intake WHERE kind = '{TRAJECTORY}' AND substr(group_id, 1, ?) = ? "
+            "GROUP BY group_id ORDER BY max(number) DESC LIMIT ?"
+        )
+        return tuple(group_id for (group_id,) in self._rows(query, len(prefix), prefix, count))
+
     def changes(self, adapter: str, after: int = 0) -> tuple[PolicyChange, ...]:
         """The changes of an adapter's policy with a higher number than `after`, in order."""
         rows = self._rows(f"{_CHANGES} WHERE adapter = ? AND number > ? ORDER BY number", adapter, after)

@@ -74,7 +74,7 @@ class ScorerInput:
             "text": trajectory.text,
             "prompt_tokens": len(trajectory.prompt_ids),
             "completion_tokens": len(trajectory.completion_ids),
-            "finish_reason": trajectory.finish_reason.value,
+            "finish_reason": trajectory.finish_reason and trajectory.finish_reason.value,
             "metadata": dict(collection.metadata),
             **({"prompt": prompt, **ids} if whole else {}),
         }

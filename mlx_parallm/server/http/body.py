@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import zlib
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -49,7 +50,8 @@ class BodyModel:
 def json_body(model: type[M], required: bool = True) -> Callable[..., Awaitable[M]]:
     """A FastAPI dependency that returns the request's body as `model`. Unless `required`, no body counts as `{}`.
 
-    The dependency's attribute `body` is its `BodyModel`.
+    The dependency's attribute `body` is its `BodyModel`. A model whose attribute `LIST` names a field takes a list for
+    the value of that field.
     """
 
     async def parsed(request: Request, services: ServicesDep) -> M:
@@ -61,10 +63,14 @@ def json_body(model: type[M], required: bool = True) -> Callable[..., Awaitable[
         ignores = issubclass(model, OpenBody) and not config.strict_fields
         ignored = record_of(request.scope).ignored if ignores else None
         given = _fields_of_headers(model, request)
-        if length is not None and length <= SMALL_BYTES:
+        compressed = _is_compressed(request)
+        if length is not None and length <= SMALL_BYTES and not compressed:
             return parse_body(model, await _read(request, config), ignored, given)
         async with services.workers.large_bodies.hold(client_of(request.scope)):
             raw = await _read(request, config, services.workers.pace)
+            if compressed:
+                raw = await services.workers.run(config.max_body_bytes, partial(inflate, raw, config.max_body_bytes))
+                request.state.body_bytes = len(raw)
             parse = partial(_parse_large, model, raw, config.max_body_bytes, ignored, given)
             return await services.workers.run(len(raw), parse)
 
@@ -87,6 +93,33 @@ def _check_headers(request: Request, limit: int) -> int | None:
     if length is not None and length > limit:
         raise _too_large(limit)
     return length
+
+
+def _is_compressed(request: Request) -> bool:
+    """Raises MediaTypeError: the body is compressed in another way than with gzip."""
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("identity", "gzip"):
+        raise MediaTypeError("Send the body as it is, or with `Content-Encoding: gzip`.")
+    return encoding == "gzip"
+
+
+def inflate(raw: bytes, limit: int) -> bytes:
+    """The content of a gzip body.
+
+    Raises:
+        BodyTooLargeError: it is longer than `limit` bytes. No more than that is inflated.
+        InvalidRequestError: it is not one whole gzip member.
+    """
+    inflater = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
+    try:
+        content = inflater.decompress(raw, limit + 1)
+    except zlib.error as error:
+        raise InvalidRequestError(f"The body is not valid gzip: {error}.") from None
+    if len(content) > limit:
+        raise _too_large(limit)
+    if not inflater.eof or inflater.unused_data:
+        raise InvalidRequestError("The body is not valid gzip: it must be one whole member.")
+    return content
 
 
 def _too_large(limit: int) -> BodyTooLargeError:
@@ -188,6 +221,8 @@ def parse_body(
         return float(name)
 
     value = _loads(text, constant)
+    if isinstance(value, list) and (name := getattr(model, "LIST", "")):
+        value = {name: value}
     if not isinstance(value, dict):
         raise InvalidRequestError("The body must be a JSON object.")
     value = {**given, **value}

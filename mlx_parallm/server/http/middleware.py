@@ -8,6 +8,7 @@ call a server on localhost, directly (which the Origin header shows) or through 
 
 from __future__ import annotations
 
+import base64
 import hmac
 from urllib.parse import urlsplit
 
@@ -120,8 +121,9 @@ class EntryMiddleware:
 
 
 class ApiKeyMiddleware:
-    """Answers 401 unless the header is `Authorization: Bearer <key>` or the path is one of `OPEN_PATHS`. Keys are
-    compared in constant time."""
+    """Answers 401 unless the header is `Authorization: Bearer <key>` or the path is one of `OPEN_PATHS`. Clients that
+    can only put the key into a URL, such as http://any:KEY@localhost:8000, send it as the password of HTTP Basic. Keys
+    are compared in constant time."""
 
     def __init__(self, app: ASGIApp, api_key: str) -> None:
         self._app = app
@@ -140,4 +142,14 @@ class ApiKeyMiddleware:
         if len(sent) != 1:
             return False
         scheme, _, key = sent[0].partition(b" ")
+        if scheme.lower() == b"basic":
+            return hmac.compare_digest(_password(key.strip()), self._key)
         return scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._key)
+
+
+def _password(credentials: bytes) -> bytes:
+    """The password of HTTP Basic credentials; empty if they are malformed."""
+    try:
+        return base64.b64decode(credentials, validate=True).partition(b":")[2]
+    except ValueError:
+        return b""

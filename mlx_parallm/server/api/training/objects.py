@@ -186,8 +186,9 @@ class DebugTrajectory(WireOutput):
     """The episode that it is a turn of; null if there is none."""
     turn: int | None
     """Its place in the episode, if the request gave one."""
-    lora_adapter: str
-    """The adapter version that it was sampled from; `base@0` for the base model."""
+    lora_adapter: str | None
+    """The adapter version that it was sampled from; `base@0` for the base model. null: unknown, it was drawn
+    elsewhere."""
     state: str
     """`waiting` (for a reward), `scored`, `training`, `trained` or `dropped`."""
     reason: str
@@ -208,8 +209,8 @@ class DebugTrajectory(WireOutput):
     """The temperature of sampling."""
     text: str
     """Text of the completion."""
-    finish_reason: Literal["stop", "length"]
-    """Why the completion ended."""
+    finish_reason: Literal["stop", "length"] | None
+    """Why the completion ended; null if it is unknown."""
     created: str
     """Time in ISO-8601, UTC."""
 
@@ -301,7 +302,7 @@ def trajectory_object(card: TrajectoryCard) -> DebugTrajectory:
         group_size=trajectory.group_size,
         episode_id=trajectory.collection.episode_id or None,
         turn=trajectory.collection.turn,
-        lora_adapter=str(trajectory.adapter),
+        lora_adapter=_name(trajectory.adapter),
         state=card.state,
         reason=card.reason,
         reward=_finite(card.reward),
@@ -312,7 +313,7 @@ def trajectory_object(card: TrajectoryCard) -> DebugTrajectory:
         sampling_logprobs=[_finite(logprob) for logprob in trajectory.sampling_logprobs],
         temperature=trajectory.temperature,
         text=trajectory.text,
-        finish_reason=trajectory.finish_reason.value,
+        finish_reason=None if trajectory.finish_reason is None else trajectory.finish_reason.value,
         created=_utc(trajectory.created),
     )
 

@@ -1,0 +1,142 @@
+"""EnvironmentRun: the steps of `mlx_parallm_train` on the tasks of an environment, which the adapter answers."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+
+from mlx_parallm.app.inference import build_inference
+from mlx_parallm.app.training import reward_of
+from mlx_parallm.app.training_run import Filled, TrainingRun
+from mlx_parallm.core import BASE_ADAPTER, Event, GenerationRequest
+from mlx_parallm.errors import ConfigError, InvalidRequestError, TrainingFailedError
+from mlx_parallm.rl.collect.groups import DropReason
+from mlx_parallm.rl.environments import Environment, Task, read_system_prompt
+from mlx_parallm.rl.held_out import without
+from mlx_parallm.rl.inference.engine import InferenceEngine
+from mlx_parallm.rl.rollouts import DrawResult, Rollouts, RolloutSettings
+from mlx_parallm.rl.scoring.catalogue import ScorerCatalogue
+from mlx_parallm.rl.selection import REFILLS
+
+_POLL_S = 0.05
+_UNSCORED = "a task's answers could not be scored"
+_MIN_WINDOW = 4
+"""A run stops when most of its last tasks failed. It looks at as many tasks as a step has, but at least this many."""
+
+
+@dataclass(kw_only=True)
+class EnvironmentRun(TrainingRun):
+    """Each step draws groups of answers to some tasks of `source`, and waits for their rewards. Tasks that were
+    answered for no update when the process ended are answered again.
+
+    `inference`: draws the samples; None until the run is open, and if no step is left.
+    """
+
+    source: Environment
+    inference: InferenceEngine | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        window = max(self.options.prompts_per_step, _MIN_WINDOW)
+        self.failures = deque[str](maxlen=window)  # "" for a task that succeeded
+
+    async def _open(self, done: int, taken: int) -> None:
+        """Raises ConfigError: the tasks cannot be scored, or the engine cannot draw what training needs."""
+        self.rollouts = self._rollouts(await asyncio.to_thread(self._tasks, taken), taken)
+        if done < self.options.steps:
+            self.inference = build_inference(self.config, self.served)
+            await self.inference.open(self.service.status().current or BASE_ADAPTER)
+
+    async def _close(self) -> None:
+        if self.inference is not None:
+            await self.inference.close()
+
+    def _generate(self, request: GenerationRequest) -> AsyncIterator[Event]:
+        """Draws from the inference engine, and collects what it draws."""
+        assert self.inference is not None  # `_open` was called
+        return self.served.collect(request, self.inference.generate(request))
+
+    @property
+    def _taken(self) -> int:
+        return self.rollouts.taken
+
+    def _tasks(self, taken: int) -> Iterator[Task]:
+        """The environment's tasks after the first `taken`. Raises ConfigError: they cannot be scored."""
+        tasks = without(self.source.tasks(self.config.rl_training.seed), self.training.held_out)
+        first = next(tasks)
+        try:
+            ScorerCatalogue(reward_of(self.config)).check(first.collection)
+        except InvalidRequestError as error:
+            raise ConfigError(f"environment: {error}") from error
+        return itertools.islice(itertools.chain([first], tasks), taken, None)
+
+    def _rollouts(self, tasks: Iterator[Task], taken: int) -> Rollouts:
+        training, served = self.config.rl_training, self.served
+        assert served.run is not None  # the command's configuration keeps checkpoints
+        settings = RolloutSettings(
+            self.options.group_size,
+            training.max_completion_tokens,
+            training.rollout_temperature,
+            read_system_prompt(training.system_prompt),
+            seed=training.seed,
+            run=served.run.id,
+            taken=taken,
+        )
+        return Rollouts(self._generate, served.adapters, served.tokenizer, tasks, settings, self._report_rollout)
+
+    async def _fill(self) -> Filled:
+        tokens, drawing, failures = 0, 0.0, list[str]()
+        for _ in range(1 + self._refills):
+            if missing := self.options.prompts_per_step - self.service.status().groups_ready:
+                began = time.monotonic()
+                drawn, unscored = await self._draw(missing), self._unscored()
+                drawing += time.monotonic() - began
+                await self._wait_for_rewards()
+                failed = [*drawn.failures, *[self._why_unscored] * (self._unscored() - unscored)]
+                self._count(missing, failed)
+                failures += failed
+                tokens += drawn.tokens
+        return Filled({"tokens_per_second": tokens / drawing if drawing else 0.0}, tuple(failures))
+
+    def _count(self, tasks: int, failures: list[str]) -> None:
+        """Reports the tasks that failed."""
+        for failure in failures:
+            self.view.task_failed(failure)
+        self.failures.extend([""] * (tasks - len(failures)) + failures)
+
+    def _check_run(self) -> None:
+        failed = [failure for failure in self.failures if failure]
+        if len(self.failures) == self.failures.maxlen and 2 * len(failed) > len(self.failures):
+            raise TrainingFailedError(
+                f"{len(failed)} of the last {len(self.failures)} tasks failed, the last of them with: {failed[-1]}; "
+                "repair the environment and continue with --resume"
+            )
+
+    def _unscored(self) -> int:
+        """Tasks whose answers could not be scored so far."""
+        return self.service.status().drops.get(DropReason.SCORING_FAILED.value, 0) // self.options.group_size
+
+    @property
+    def _why_unscored(self) -> str:
+        return f"{_UNSCORED}: {self.training.scorers.last_fault or 'it took too long'}"
+
+    @property
+    def _refills(self) -> int:
+        """How many times groups without a learning signal are replaced: dapo's dynamic sampling (arXiv 2503.14476)."""
+        return REFILLS if self.config.rl_training.algorithm == "dapo" else 0
+
+    async def _draw(self, groups: int) -> DrawResult:
+        """Draws groups from the live version."""
+        self.wanted += groups * self.options.group_size
+        self._report_rollout(0)
+        return await self.rollouts.draw(groups, str(self.service.status().current or BASE_ADAPTER.name))
+
+    async def _wait_for_rewards(self) -> None:
+        """Returns when every trajectory has its reward. Raises EngineDeadError: the device thread has stopped."""
+        while self.service.status().trajectories_waiting:
+            self._check_alive()
+            await asyncio.sleep(_POLL_S)

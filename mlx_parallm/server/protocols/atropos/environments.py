@@ -1,0 +1,121 @@
+"""The environments that have registered, and what each is told of the queue."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mlx_parallm.errors import OverloadedError
+from mlx_parallm.rl.atropos.source import SOURCE
+from mlx_parallm.server.protocols.atropos.schema import RegisterEnv
+
+LEAST_WEIGHT = 0.01
+"""Atropos' MIN_ENV_WEIGHT: what an environment is told at least."""
+
+MAX_ENVIRONMENTS = 1024
+FORGOTTEN_AFTER_S = 60.0
+"""When there are too many environments, one that was silent for this long makes room for a new one."""
+
+
+@dataclass(slots=True)
+class Environment:
+    """One environment. `last_seen`: on `time.monotonic`'s clock."""
+
+    env_id: int
+    name: str
+    desired_name: str
+    max_token_length: int
+    weight: float
+    group_size: int
+    last_seen: float
+    connected: bool = True
+
+    @property
+    def source(self) -> str:
+        """Of its groups, in training."""
+        return f"{SOURCE}:{self.name}"
+
+    @property
+    def share(self) -> float:
+        return self.max_token_length * max(0.0, self.weight)
+
+
+class Environments:
+    """Registered environments by id. Ids count from the time of the server's start in seconds, so an environment that
+    outlives a restart of the server never has the id of one that registers later."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, Environment] = {}
+        self._next = int(time.time())
+
+    def register(self, wanted: RegisterEnv) -> Environment:
+        """Raises OverloadedError: there are too many."""
+        self._make_room()
+        same = sum(each.desired_name == wanted.desired_name for each in self._by_id.values())
+        while self._next in self._by_id:
+            self._next += 1
+        return self._add(
+            self._next,
+            f"{wanted.desired_name}_{same}",
+            wanted.desired_name,
+            wanted.max_token_length,
+            wanted.weight,
+            wanted.group_size,
+        )
+
+    def known(self, env_id: int) -> Environment | None:
+        return self._by_id.get(env_id)
+
+    def find(self, env_id: int) -> Environment:
+        """The environment of an id. One that registered before this server was restarted is added again, with what is
+        known of it."""
+        found = self._by_id.get(env_id)
+        if found is None:
+            self._make_room()
+            found = self._add(env_id, f"environment_{env_id}", "", 1, 1.0, 1)
+        found.last_seen = time.monotonic()
+        return found
+
+    def disconnect(self, env_id: int) -> bool:
+        """Returns whether there is such an environment."""
+        found = self._by_id.get(env_id)
+        if found is not None:
+            found.connected = False
+        return found is not None
+
+    def forget_all(self) -> None:
+        self._by_id.clear()
+
+    def status(self, env_id: int, sizes: Mapping[str, Sequence[int]]) -> dict[str, float | int]:
+        """What an environment is told of the queue, computed as Atropos does. `sizes`: of waiting groups, by source."""
+        environment = self.find(env_id)
+        own = sizes.get(environment.source, ())
+        largest = max((size for groups in sizes.values() for size in groups), default=1)
+        environment.group_size = max([environment.group_size, *own])
+        total = sum(each.share for each in self._by_id.values() if each.connected)
+        packs = (math.ceil(sum(groups) / largest) for name, groups in sizes.items() if name != environment.source)
+        others = sum(packs) * largest
+        return {
+            "queue_size": (sum(own) + others) // environment.group_size,
+            "unallocated_fraction": 1.0,
+            "self_queue_size": sum(own) // environment.group_size,
+            "max_group_size": largest,
+            "env_weight": max(LEAST_WEIGHT, environment.share / total if total else 0.0),
+        }
+
+    def _add(
+        self, env_id: int, name: str, desired_name: str, max_token_length: int, weight: float, group_size: int
+    ) -> Environment:
+        added = Environment(env_id, name, desired_name, max_token_length, weight, group_size, time.monotonic())
+        self._by_id[env_id] = added
+        return added
+
+    def _make_room(self) -> None:
+        if len(self._by_id) < MAX_ENVIRONMENTS:
+            return
+        oldest = min(self._by_id.values(), key=lambda each: each.last_seen)
+        if time.monotonic() - oldest.last_seen < FORGOTTEN_AFTER_S:
+            raise OverloadedError(f"{MAX_ENVIRONMENTS} environments are registered; end some of them and try again.")
+        del self._by_id[oldest.env_id]

@@ -1,0 +1,198 @@
+"""Atropos 0.4.0, unmodified: an environment of its BaseEnv, `run-api` or our server in its place, and our trainer.
+
+The processes are killed in turn, and the journal says what became of every group.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from clients.running import ENVIRONMENT, PYTHON, UV, printed
+from main_job.serving import COMMAND, free_port
+from tiny import save_tiny
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "protocols" / "atropos"
+ATROPOS = "atroposlib==0.4.0"
+GROUP, UPDATE, GROUPS = 4, 16, 100
+SETTLE_S = 600
+
+pytestmark = pytest.mark.timeout(3600)
+
+
+class Processes:
+    """Server, environment and perhaps `run-api`, each of which can be killed and started again."""
+
+    def __init__(self, folder: Path, with_run_api: bool) -> None:
+        save_tiny("qwen3", folder / "model")
+        self.folder = folder
+        self.port, api_port = free_port(), free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        api = f"http://127.0.0.1:{api_port}" if with_run_api else self.url
+        feed = ("--atropos-url", api) if with_run_api else ("--atropos-api",)
+        self.commands: dict[str, list[str]] = {
+            "server": [
+                *(*COMMAND, "--port", str(self.port), "--model-path", str(folder / "model"), *feed),
+                *("--enable-rl-training", "--update-frequency", str(UPDATE), "--learning-rate", "1e-3"),
+                *("--checkpoint-dir", str(folder / "run"), "--checkpoint-interval", "3"),
+            ],
+            "environment": [
+                *(*UV, "run", *PYTHON, "--script", str(EXAMPLE / "environment.py"), "serve"),
+                *("--env.tokenizer_name", str(folder / "model"), "--env.rollout_server_url", api),
+                *("--env.group_size", str(GROUP), "--env.data_path_to_save_groups", str(folder / "groups.jsonl")),
+                *("--openai.base_url", f"{self.url}/v1", "--openai.model_name", str(folder / "model")),
+            ],
+        }
+        if with_run_api:
+            run_api = (*UV, "tool", "run", *PYTHON, "--from", ATROPOS, "run-api")
+            self.commands["api"] = [*run_api, "--host", "127.0.0.1", "--port", str(api_port)]
+        self.running: dict[str, subprocess.Popen[bytes]] = {}
+        self.kills: Counter[str] = Counter()
+
+    def start(self, name: str) -> None:
+        command = self.commands[name]
+        if name == "server" and (self.folder / "run").exists():
+            command = [*command, "--resume"]
+        log = (self.folder / f"{name}.log").open("ab")
+        self.running[name] = subprocess.Popen(
+            command, stdout=log, stderr=log, env=os.environ | ENVIRONMENT, start_new_session=True
+        )
+        if name == "server":
+            wait(lambda: self.answers("/ready"), 100)
+
+    def keep(self) -> None:
+        """Starts again what has ended: an environment ends when its API does not answer for a while."""
+        for name, process in self.running.items():
+            if process.poll() is not None:
+                self.start(name)
+
+    def kill(self, name: str) -> None:
+        self.kills[name] += 1
+        os.killpg(self.running[name].pid, signal.SIGKILL)
+        self.running[name].wait()
+        self.start(name)
+
+    def answers(self, path: str) -> bool:
+        try:
+            return httpx.get(self.url + path).is_success
+        except httpx.TransportError:
+            return False
+
+    def status(self) -> dict[str, Any]:
+        return httpx.get(f"{self.url}/v1/training/status").json()
+
+    def stop(self, name: str) -> None:
+        process = self.running.pop(name)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def wait(true: Callable[[], bool], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, f"not within {seconds} seconds"
+        time.sleep(0.2)
+
+
+class Journal:
+    """What the journal of a run says of groups. A group is known by its tokens and logprobs."""
+
+    def __init__(self, folder: Path) -> None:
+        with closing(sqlite3.connect(folder / "run" / "journal.sqlite")) as database:
+            rows = database.execute("SELECT trajectory_id, group_id, body FROM intake WHERE kind = 'trajectory'")
+            self.intake = {one: (group, json.loads(body)) for one, group, body in rows}
+            self.ends = dict(database.execute("SELECT trajectory_id, state FROM ends"))
+            updates = [json.loads(body) for (body,) in database.execute("SELECT body FROM changes WHERE kind='update'")]
+        self.trained = [
+            one
+            for update in updates
+            for group in update["groups"]
+            for episode in group["episodes"]
+            for one in episode["trajectory_ids"]
+        ]
+
+    @property
+    def groups(self) -> set[str]:
+        return {group for group, _ in self.intake.values()}
+
+    def contents(self) -> Counter[tuple[object, ...]]:
+        """How often each sequence is there."""
+        return Counter(
+            (*body["prompt_ids"], *body["completion_ids"], *body["sampling_logprobs"])
+            for _, body in self.intake.values()
+        )
+
+
+def sent(folder: Path) -> int:
+    """Groups that the environments have made, over all their lives."""
+    return sum(len(file.read_text().splitlines()) for file in folder.glob("groups*.jsonl"))
+
+
+@pytest.fixture
+def processes(tmp_path: Path, with_run_api: bool) -> Iterator[Processes]:
+    made = Processes(tmp_path, with_run_api)
+    yield made
+    for name in ("environment", "server", "api"):
+        if name in made.running:
+            made.stop(name)
+
+
+@pytest.mark.parametrize("with_run_api", [False, True])
+def test_no_group_is_trained_twice_while_each_process_is_killed_in_turn(
+    processes: Processes, tmp_path: Path, with_run_api: bool
+) -> None:
+    for name in ("api", "server", "environment"):
+        if name in processes.commands:
+            processes.start(name)
+    victims = [*processes.commands] * 2
+    for number, victim in enumerate(victims, 1):
+        enough = number * GROUPS // (len(victims) + 1)
+
+        def has_enough(enough: int = enough) -> bool:
+            processes.keep()
+            return (tmp_path / "run" / "journal.sqlite").exists() and len(Journal(tmp_path).groups) >= enough
+
+        wait(has_enough, SETTLE_S)
+        processes.kill(victim)
+    wait(lambda: has_enough(GROUPS), SETTLE_S)
+    processes.stop("environment")
+    wait(lambda: processes.status()["state"] != "updating" and processes.status()["groups_ready"] < 4, SETTLE_S)
+    processes.stop("server")
+    journal = Journal(tmp_path)
+    waiting = [one for one in journal.intake if one not in journal.ends]
+    print(
+        f"kills {dict(processes.kills)}, groups made {sent(tmp_path)}, in the journal {len(journal.groups)}, "
+        f"trajectories trained {len(journal.trained)}, waiting {len(waiting)}"
+    )
+    assert len(journal.groups) >= GROUPS
+    assert max(Counter(journal.trained).values()) == 1, "trained twice"
+    assert max(journal.contents().values()) == 1, "taken twice"
+    assert len(journal.trained) >= GROUPS * GROUP / 2
+    assert {journal.ends[one] for one in journal.trained} == {"trained"}
+    assert len(waiting) < UPDATE + GROUP, "what was taken was trained on, or dropped for a reason"
+
+
+@pytest.mark.parametrize("flags", [(), ("--run-api",)])
+def test_rewards_rise(flags: tuple[str, ...]) -> None:
+    output = printed(sys.executable, "train.py", *flags, at=EXAMPLE)
+    rewards = [float(value) for value in re.findall(r"^update \d+: reward ([\d.]+)", output, re.MULTILINE)]
+    assert len(rewards) >= 6, output
+    assert sum(rewards[-2:]) > sum(rewards[:2]) + 0.1, output

@@ -1,0 +1,156 @@
+"""Taking batches from Atropos' trajectory API: registered again when it was restarted, and nothing taken is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from run_api import RunApi, scored
+
+from mlx_parallm.core import GivenGroup
+from mlx_parallm.errors import StorageError
+from mlx_parallm.rl.atropos.scored_data import TokenLimits
+from mlx_parallm.rl.atropos.source import AtroposSource
+from mlx_parallm.rl.atropos.trajectory_api import Registration, TrajectoryApi
+
+REGISTRATION = Registration(4, 64, "/tmp/run", 10, 0, 100, "run", "mlx-parallm")
+LIMITS = TokenLimits(64, 100)
+
+
+class Training:
+    """Keeps the groups that it is given. `errors`: raised first, one a call."""
+
+    def __init__(self) -> None:
+        self.groups: list[GivenGroup] = []
+        self.errors: list[Exception] = []
+        self.wanted = 100
+
+    async def give(self, group: GivenGroup) -> None:
+        if self.errors:
+            raise self.errors.pop()
+        self.groups.append(group)
+
+    @property
+    def wants_groups(self) -> bool:
+        return len(self.groups) < self.wanted
+
+
+@pytest.fixture
+def api() -> Iterator[RunApi]:
+    one = RunApi()
+    yield one
+    one.stop()
+
+
+@pytest.fixture(autouse=True)
+def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlx_parallm.rl.atropos.source._EMPTY_PAUSE_S", 0.01)
+    monkeypatch.setattr("mlx_parallm.rl.atropos.source._DOWN_PAUSE_S", 0.01)
+
+
+@asynccontextmanager
+async def taking(url: str, training: Training) -> AsyncIterator[AtroposSource]:
+    source = AtroposSource(TrajectoryApi(url), REGISTRATION, training, LIMITS)
+    task = asyncio.create_task(source.run())
+    try:
+        yield source
+    finally:
+        task.cancel()
+        await source.close()
+
+
+async def until(true: Any) -> None:
+    async with asyncio.timeout(10):
+        while not true():
+            await asyncio.sleep(0.005)
+
+
+async def test_it_registers_and_gives_every_group_of_every_batch(api: RunApi) -> None:
+    api.batches = [[scored(env_id=1)], [scored(), scored(scores=[0.0, 1.0])]]
+    training = Training()
+    async with taking(api.url, training):
+        await until(lambda: len(training.groups) == 3)
+    assert api.registered == [
+        {
+            "batch_size": 4,
+            "max_token_len": 64,
+            "checkpoint_dir": "/tmp/run",
+            "save_checkpoint_interval": 10,
+            "starting_step": 0,
+            "num_steps": 100,
+            "wandb_group": "run",
+            "wandb_project": "mlx-parallm",
+        }
+    ]
+    assert [group.source for group in training.groups] == ["atropos", "atropos", "atropos:1"]
+    assert [group.trajectories[0].reward for group in training.groups] == [1.0, 0.0, 1.0]
+    assert len({group.group_id for group in training.groups}) == 3
+
+
+async def test_it_registers_again_after_the_api_was_restarted(api: RunApi) -> None:
+    training = Training()
+    async with taking(api.url, training):
+        await until(lambda: api.asked > 1)
+        api.stop()
+        await asyncio.sleep(0.05)
+        again = RunApi(api.port)
+        again.batches = [[scored()]]
+        await until(lambda: len(training.groups) == 1)
+    again.stop()
+    assert len(again.registered) == 1
+
+
+async def test_it_takes_nothing_while_training_has_enough(api: RunApi) -> None:
+    api.batches = [[scored()]] * 5
+    training = Training()
+    training.wanted = 2
+    async with taking(api.url, training):
+        await until(lambda: len(training.groups) == 2)
+        await asyncio.sleep(0.05)
+    assert len(api.batches) == 3
+
+
+async def test_a_bad_group_costs_only_itself(api: RunApi, caplog: pytest.LogCaptureFixture) -> None:
+    api.batches = [[scored(tokens=[[1, 2]]), "no group", scored()]]
+    training = Training()
+    async with taking(api.url, training) as source:
+        await until(lambda: len(training.groups) == 1)
+    assert (source.accepted, source.refused) == (1, 2)
+    assert "masks: there are 2 for 1 sequences" in caplog.text
+
+
+async def test_a_batch_under_way_when_training_ends_is_given_all_the_same(api: RunApi) -> None:
+    api.batches = [[scored()]]
+    api.hold.clear()
+    training = Training()
+    async with taking(api.url, training):
+        await until(lambda: not api.batches)
+        threading.Timer(0.1, api.hold.set).start()
+    assert len(training.groups) == 1
+
+
+async def test_groups_wait_for_a_full_disk(api: RunApi) -> None:
+    api.batches = [[scored()]]
+    training = Training()
+    training.errors = [StorageError("disk full"), StorageError("disk full")]
+    async with taking(api.url, training):
+        await until(lambda: len(training.groups) == 1)
+
+
+async def test_an_api_that_is_down_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        async with taking("http://127.0.0.1:9", Training()):
+            await asyncio.sleep(0.2)
+    assert caplog.text.count("cannot be reached") == 1
+
+
+async def test_batches_of_another_size_are_told(api: RunApi, caplog: pytest.LogCaptureFixture) -> None:
+    api.registered.append({"batch_size": 64})
+    async with taking(api.url, Training()):
+        await until(lambda: api.asked > 0)
+    assert "makes batches of 64" in caplog.text

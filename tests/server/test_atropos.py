@@ -1,0 +1,332 @@
+"""Atropos' trajectory API served here: bodies as the environments of atroposlib 0.4.0 send them."""
+
+import asyncio
+import gzip
+import json
+from base64 import b64encode
+from dataclasses import replace
+
+import httpx
+import pytest
+from server.fakes import CARD, ByteTokenizer
+
+from mlx_parallm.config import ServerConfig
+from mlx_parallm.errors import InvalidRequestError, QueueFullError, StorageError
+from mlx_parallm.rl.atropos.trajectory_api import Registration
+from mlx_parallm.server.app import create_app
+
+TRAINER = Registration(32, CARD.context_length, "/runs/one", 10, 0, 10**9, "run-1", "mlx-parallm")
+JSON = {"content-type": "application/json"}
+
+
+@pytest.fixture
+def make_client(engine, adapters, training):
+    def make(**settings):
+        app = create_app(engine, adapters, training, ByteTokenizer(), CARD, ServerConfig(**settings), TRAINER)
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        client = httpx.AsyncClient(transport=transport, base_url="http://localhost:8000")
+        client.app = app
+        return client
+
+    return make
+
+
+def group(scores=(1.0, 0.0), **fields):
+    """As `BaseEnv.handle_send_to_api` sends a group, with the defaults that it adds."""
+    return {
+        "tokens": [[1, 2, 3], [1, 2, 4]],
+        "masks": [[-100, -100, 3], [-100, -100, 4]],
+        "scores": list(scores),
+        "inference_logprobs": [[1.0, 1.0, -0.5], [1.0, 1.0, -0.7]],
+        "ref_logprobs": None,
+        "overrides": None,
+        "group_overrides": {},
+        "distill_token_ids": None,
+        "distill_logprobs": None,
+        "env_id": None,
+        **fields,
+    }
+
+
+def compressed(payload):
+    """The body and headers of `BaseEnv._post_json_with_compression`."""
+    return {"content": gzip.compress(json.dumps(payload).encode()), "headers": {**JSON, "content-encoding": "gzip"}}
+
+
+async def register(client, name="gsm8k", **fields):
+    body = {
+        "max_token_length": 2048,
+        "desired_name": name,
+        "weight": 1.0,
+        "min_batch_allocation": None,
+        "group_size": 2,
+        **fields,
+    }
+    return (await client.post("/register-env", json=body)).json()
+
+
+async def status_env(client, env_id):
+    response = await client.request("GET", "/status-env", json={"env_id": env_id})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def test_an_environment_registers_and_is_told_of_the_trainer(client, training):
+    training.state["policy"] = replace(training.state["policy"], step=7)
+    first, second, other = [await register(client, name) for name in ("gsm8k", "gsm8k", "math")]
+    assert {key: first[key] for key in first if key != "env_id"} == {
+        "status": "success",
+        "wandb_name": "gsm8k_0",
+        "checkpoint_dir": "/runs/one",
+        "starting_step": 7,
+        "checkpoint_interval": 10,
+        "num_steps": 10**9,
+    }
+    assert (second["wandb_name"], other["wandb_name"]) == ("gsm8k_1", "math_0")
+    assert len({first["env_id"], second["env_id"], other["env_id"]}) == 3
+    assert (await client.get("/")).json() == {"message": "AtroposLib API"}
+    assert (await client.get("/info")).json() == {"batch_size": 32, "max_token_len": CARD.context_length}
+    assert (await client.get("/wandb_info")).json() == {"group": "run-1", "project": "mlx-parallm"}
+
+
+@pytest.mark.parametrize("compress", [False, True])
+async def test_a_group_waits_for_training_when_it_is_acknowledged(client, training, compress):
+    env_id = (await register(client))["env_id"]
+    sent = group(env_id=env_id, overrides=[{"set_advantage_to_zero": True}, {}], messages=None)
+    arguments = compressed(sent) if compress else {"json": sent}
+    response = await client.post("/scored_data", **arguments)
+    assert (response.status_code, response.json()) == (200, {"status": "received"})
+    (given,) = training.given
+    assert given.source == "atropos:gsm8k_0"
+    first, second = given.trajectories
+    assert (first.prompt_ids, first.completion_ids, first.sampling_logprobs) == ((1, 2), (3,), (-0.5,))
+    assert (first.advantages, second.advantages) == ((0.0,), ())
+    assert (first.reward, second.reward) == (1.0, 0.0)
+    latest = (await client.get("/latest_example")).json()
+    assert latest["tokens"] == sent["tokens"]
+    assert latest["images"] is None
+
+
+async def test_a_list_of_groups_is_taken_whole_or_not_at_all(client, training, fault):
+    groups = [group(), group(scores=(0.5, 0.0))]
+    response = await client.post("/scored_data_list", **compressed(groups))
+    assert response.json() == {"status": "received", "groups_processed": 2}
+    assert len(training.given) == 2
+    response = await client.post("/scored_data_list", json=[group(), group(scores=(1.0,))])
+    assert response.status_code == 400
+    assert "scores: there are 1 for 2 sequences" in fault(response)["message"]
+    assert len(training.given) == 2
+
+
+async def test_the_queue_is_told_as_atropos_computes_it(client):
+    small = (await register(client, "small", group_size=2))["env_id"]
+    large = (await register(client, "large", group_size=4, weight=3.0))["env_id"]
+    for _ in range(3):
+        await client.post("/scored_data", json=group(env_id=small))
+    wide = {"tokens": [[1, 2]] * 4, "masks": [[-100, 2]] * 4, "scores": [0, 0, 0, 1], "env_id": large}
+    await client.post("/scored_data", json=wide)
+    assert await status_env(client, small) == {
+        "current_step": 0,
+        "queue_size": 5,  # its own 6 sequences and a pack of 4, in groups of 2
+        "unallocated_fraction": 1.0,
+        "self_queue_size": 3,
+        "max_group_size": 4,
+        "env_weight": 0.25,
+    }
+    seen = await status_env(client, large)
+    assert (seen["queue_size"], seen["self_queue_size"], seen["env_weight"]) == (3, 1, 0.75)
+    assert (await client.get("/status")).json() == {"current_step": 0, "queue_size": 4}
+
+
+async def test_an_environment_that_outlives_a_restart_goes_on(client, training):
+    status = await status_env(client, 5)
+    assert (status["queue_size"], status["max_group_size"]) == (0, 1)
+    await client.post("/scored_data", json=group(env_id=5))
+    assert (await status_env(client, 5))["self_queue_size"] == 1
+    assert training.given[0].source == "atropos:environment_5"
+    assert (await register(client))["env_id"] != 5
+
+
+async def test_an_environment_that_ends_gives_its_weight_to_the_others(client):
+    first, second = (await register(client))["env_id"], (await register(client))["env_id"]
+    assert (await status_env(client, first))["env_weight"] == 0.5
+    response = await client.post("/disconnect-env", json={"env_id": second})
+    assert response.json() == {"status": "success"}
+    assert (await status_env(client, first))["env_weight"] == 1.0
+    unknown = await client.post("/disconnect-env", json={"env_id": 12})
+    assert unknown.json()["status"] == "failure"
+
+
+async def test_another_trainer_is_refused(client, fault):
+    registration = {"wandb_group": "g", "wandb_project": "p", "batch_size": 4}
+    response = await client.post("/register", json=registration)
+    assert response.status_code == 409
+    assert "trains on these groups itself" in fault(response)["message"]
+    answer = (await client.get("/batch")).json()
+    assert (answer["status"], answer["batch"]) == ("error", [])
+
+
+async def test_reset_forgets_environments_and_keeps_groups(client, training):
+    env_id = (await register(client))["env_id"]
+    await client.post("/scored_data", json=group(env_id=env_id))
+    response = await client.get("/reset_data")
+    assert (response.status_code, response.text) == (200, "Reset successful")
+    assert len(training.given) == 1
+    assert (await register(client))["wandb_name"] == "gsm8k_0"
+
+
+# -- faults ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(QueueFullError("full"), 503), (StorageError("disk"), 507), (InvalidRequestError("no advantages"), 400)],
+)
+async def test_a_group_that_cannot_be_kept_is_not_acknowledged(client, training, error, status):
+    """Atropos' clients send a group again after a status from 500 on, and give it up after any other error."""
+    training.error = error
+    assert (await client.post("/scored_data", json=group())).status_code == status
+    training.error = None
+    assert (await client.post("/scored_data", json=group())).status_code == 200
+    assert len(training.given) == 1
+
+
+async def test_a_small_body_that_inflates_beyond_the_limit_is_refused(make_client, training):
+    client = make_client(max_body_bytes=100_000)
+    bomb = gzip.compress(b'{"tokens": [[' + b" " * 10_000_000 + b"1]]}")
+    assert len(bomb) < 20_000
+    response = await client.post("/scored_data", content=bomb, headers={**JSON, "content-encoding": "gzip"})
+    assert response.status_code == 413
+    assert training.given == []
+
+
+@pytest.mark.parametrize(
+    ("content", "encoding", "status"),
+    [
+        (b"no gzip", "gzip", 400),
+        (gzip.compress(b"{}")[:-4], "gzip", 400),
+        (gzip.compress(b"{}") + b"more", "gzip", 400),
+        (b"{}", "br", 415),
+    ],
+)
+async def test_a_body_in_another_encoding_is_refused(client, fault, content, encoding, status):
+    response = await client.post("/scored_data", content=content, headers={**JSON, "content-encoding": encoding})
+    assert response.status_code == status
+    assert fault(response)["message"]
+
+
+async def test_shares_of_a_batch_are_refused(client):
+    body = {"max_token_length": 9, "desired_name": "a", "weight": 1, "group_size": 2, "min_batch_allocation": 0.5}
+    response = await client.post("/register-env", json=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "min_batch_allocation"
+
+
+async def test_there_are_only_so_many_environments(client, monkeypatch):
+    monkeypatch.setattr("mlx_parallm.server.protocols.atropos.environments.MAX_ENVIRONMENTS", 3)
+    for _ in range(3):
+        assert (await register(client))["status"] == "success"
+    body = {"max_token_length": 9, "desired_name": "a", "weight": 1, "group_size": 2}
+    assert (await client.post("/register-env", json=body)).status_code == 429
+    monkeypatch.setattr("mlx_parallm.server.protocols.atropos.environments.FORGOTTEN_AFTER_S", 0.0)
+    assert (await register(client))["status"] == "success"
+
+
+async def test_the_key_may_be_in_the_url(make_client):
+    client = make_client(api_key="sk-key")
+    assert (await client.get("/info")).status_code == 401
+
+    def basic(text):
+        return {"authorization": f"Basic {b64encode(text.encode()).decode()}"}
+
+    assert (await client.get("/info", headers=basic("any:sk-key"))).status_code == 200
+    for wrong in ("any:other", "sk-key", "any:"):
+        assert (await client.get("/info", headers=basic(wrong))).status_code == 401
+    assert (await client.get("/info", headers={"authorization": "Basic %%%"})).status_code == 401
+
+
+async def test_the_api_is_not_there_unless_it_is_asked_for(engine, adapters, training):
+    app = create_app(engine, adapters, training, ByteTokenizer(), CARD, ServerConfig())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost:8000") as client:
+        assert (await client.post("/scored_data", json=group())).status_code == 404
+
+
+# -- groups that are sent again --------------------------------------------------------------------
+
+
+async def test_two_equal_groups_are_two_samples(client, training):
+    for _ in range(2):
+        await client.post("/scored_data", json=group())
+    assert len(training.given) == 2
+
+
+async def test_a_group_whose_client_left_before_the_answer_is_taken_once(make_client, training):
+    client = make_client()
+    app = client.app
+    training.hold = True
+    body = json.dumps(group()).encode()
+    left = asyncio.Event()
+
+    async def receive():
+        if not received:
+            received.append(True)
+            return {"type": "http.request", "body": body, "more_body": False}
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        pass
+
+    received = []
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "path": "/scored_data",
+        "raw_path": b"/scored_data",
+        "query_string": b"",
+        "headers": [*headers, (b"content-length", str(len(body)).encode())],
+        "client": ("127.0.0.1", 1),
+        "server": ("localhost", 8000),
+        "scheme": "http",
+    }
+    request = asyncio.create_task(app(scope, receive, send))
+    await training.held.wait()
+    left.set()
+    training.resume_work.set()
+    await request
+    assert len(training.given) == 1
+    again = await client.post("/scored_data", json=group())
+    assert again.json() == {"status": "received"}
+    assert len(training.given) == 1, "sent again"
+    await client.post("/scored_data", json=group())
+    assert len(training.given) == 2, "a new one"
+
+
+async def test_groups_of_a_list_that_failed_are_taken_once(client, training, monkeypatch):
+    give, calls = training.give, []
+
+    async def second_fails(given):
+        calls.append(given)
+        if len(calls) == 2:
+            raise QueueFullError("full")
+        await give(given)
+
+    monkeypatch.setattr(training, "give", second_fails)
+    groups = [group(), group(scores=(0.5, 0.0)), group(scores=(0.25, 0.0))]
+    assert (await client.post("/scored_data_list", json=groups)).status_code == 503
+    assert (await client.post("/scored_data_list", json=groups)).status_code == 200
+    assert sorted(given.trajectories[0].reward for given in training.given) == [0.25, 0.5, 1.0]
+
+
+async def test_the_last_groups_before_a_restart_are_taken_once(make_client, training):
+    before = make_client()
+    await before.post("/scored_data", json=group())
+    training.given_earlier = [given.group_id for given in training.given] + ["other-3", "x"]
+    after = make_client()
+    assert (await after.post("/scored_data", json=group())).status_code == 200
+    assert len(training.given) == 1
+    await after.post("/scored_data", json=group())
+    assert len(training.given) == 2
