@@ -39,7 +39,7 @@ _NUMBER = 4
 _FEATURES_KEPT, _SCORES_KEPT = 1.7, 1.8
 _FEATURES, _SCORES = 2.5, 6.5
 _LOGITS = 3.5
-_LOGITS_OF_HEAD_ADAPTER = 2.0
+_LOGITS_OF_HEAD_ADAPTER = 1.0
 
 
 @dataclass(frozen=True, slots=True)
