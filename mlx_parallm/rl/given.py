@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 
 from mlx_parallm.config import ResolvedLoss
 from mlx_parallm.core import AdapterRef, GivenTrajectory
 from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.rl.collect.given import check_given
 from mlx_parallm.rl.objectives.batches import ScoredGroup
 from mlx_parallm.rl.objectives.episodes import Episode
 
@@ -29,7 +29,10 @@ def given_groups(
     """
     trajectories = tuple(trajectories)
     for number, trajectory in enumerate(trajectories):
-        _check(trajectory, f"{_ALL}[{number}]")
+        param = f"{_ALL}[{number}]"
+        check_given(trajectory, param)
+        if not trajectory.trained_tokens:
+            raise InvalidRequestError(f"{param}: give at least one completion token to train, by its mask", param)
     if len({bool(trajectory.advantages) for trajectory in trajectories}) > 1:
         raise InvalidRequestError(f"{_ALL}: give advantages with each of them, or with none", _ALL)
     groups = [[*episodes.values()] for episodes in _grouped(trajectories)]
@@ -88,24 +91,3 @@ def _reward(episode: Sequence[GivenTrajectory]) -> float | None:
             _ALL,
         )
     return next(iter(rewards), None)
-
-
-def _check(trajectory: GivenTrajectory, param: str) -> None:
-    if not trajectory.prompt_ids or not trajectory.completion_ids or not trajectory.trained_tokens:
-        raise InvalidRequestError(f"{param}: give at least one prompt token and one completion token to train", param)
-    for name, values in (
-        ("sampling_logprobs", trajectory.sampling_logprobs),
-        ("mask", trajectory.mask),
-        ("advantages", trajectory.advantages),
-    ):
-        if values and len(values) != len(trajectory.completion_ids):
-            raise InvalidRequestError(
-                f"{param}: {len(values)} {name} for {len(trajectory.completion_ids)} completion tokens; give one for "
-                "each, or none",
-                param,
-            )
-    numbers = (trajectory.reward or 0.0, *trajectory.sampling_logprobs, *trajectory.advantages)
-    if not all(map(math.isfinite, numbers)):
-        raise InvalidRequestError(f"{param}: reward, advantages and sampling_logprobs must be finite numbers", param)
-    if not (trajectory.temperature > 0 and math.isfinite(trajectory.temperature)):
-        raise InvalidRequestError(f"{param}: temperature must be above 0", param)

@@ -37,25 +37,38 @@ def _reads_advantages(loss: ResolvedLoss) -> bool:
 
 def _reward(trajectory: GivenTrajectory, param: str) -> float:
     """Raises InvalidRequestError: the trajectory cannot be trained on."""
-    completion = len(trajectory.completion_ids)
-    of_tokens = {
-        "mask": trajectory.mask,
-        "sampling_logprobs": trajectory.sampling_logprobs,
-        "advantages": trajectory.advantages,
-        "reference_logprobs": trajectory.reference_logprobs,
-    }
-    if not trajectory.prompt_ids or not completion:
+    check_given(trajectory, param)
+    if trajectory.reward is None:
+        raise InvalidRequestError(f"{param}: give a reward", param)
+    return trajectory.reward
+
+
+def check_given(trajectory: GivenTrajectory, param: str) -> None:
+    """Checks a trajectory that was drawn elsewhere. `param`: the field that an error names.
+
+    Raises:
+        InvalidRequestError: it cannot be trained on.
+    """
+    if not trajectory.prompt_ids or not trajectory.completion_ids:
         raise InvalidRequestError(f"{param}: give at least one prompt token and one completion token", param)
-    for name, values in of_tokens.items():
-        if values and len(values) != completion:
-            raise InvalidRequestError(f"{param}: {len(values)} {name} for {completion} completion tokens", param)
+    for name, values in (
+        ("mask", trajectory.mask),
+        ("sampling_logprobs", trajectory.sampling_logprobs),
+        ("advantages", trajectory.advantages),
+        ("reference_logprobs", trajectory.reference_logprobs),
+    ):
+        if values and len(values) != len(trajectory.completion_ids):
+            raise InvalidRequestError(
+                f"{param}: {len(values)} {name} for {len(trajectory.completion_ids)} completion tokens; give one for "
+                "each, or none",
+                param,
+            )
         if not all(map(math.isfinite, values)):
             raise InvalidRequestError(f"{param}: {name} must be finite numbers", param)
-    if trajectory.reward is None or not math.isfinite(trajectory.reward):
-        raise InvalidRequestError(f"{param}: give a reward, which must be a finite number", param)
+    if not math.isfinite(trajectory.reward or 0.0):
+        raise InvalidRequestError(f"{param}: reward must be a finite number", param)
     if not (trajectory.temperature > 0 and math.isfinite(trajectory.temperature)):
         raise InvalidRequestError(f"{param}: temperature must be above 0", param)
-    return trajectory.reward
 
 
 def trajectories_of(group: GivenGroup) -> tuple[Trajectory, ...]:
