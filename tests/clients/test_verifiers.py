@@ -41,7 +41,7 @@ def play(server: Server, tmp_path: Path) -> Play:
 
 
 def answers(trace: dict[str, Any]) -> list[dict[str, Any]]:
-    return [node for node in trace["nodes"] if node["sampled"]]
+    return [node for node in trace["nodes"] if node.get("sampled")]
 
 
 def test_the_eval_client(play: Play) -> None:
@@ -59,8 +59,8 @@ def test_each_turn_extends_the_tokens_of_the_one_before(play: Play, tmp_path: Pa
     for trace in traces:
         nodes = trace["nodes"]
         assert not trace["errors"]
-        assert [node["parent"] for node in nodes] == [None, *range(len(nodes) - 1)], "no branch began anew"
-        assert [node["sampled"] for node in nodes].count(True) == 2
+        assert [node.get("parent") for node in nodes] == [None, *range(len(nodes) - 1)], "no branch began anew"
+        assert len(answers(trace)) == 2
         for node in answers(trace):
             assert sum(node["mask"]) == len(node["logprobs"]) > 0
             assert all(logprob <= 0 for logprob in node["logprobs"])

@@ -2,6 +2,8 @@
 
 import verifiers.v1 as vf
 
+__all__ = ["Orders", "TwoTurns"]
+
 ORDERS = ("Name a fruit.", "Name an animal.", "Name a city.", "Name a color.")
 
 
