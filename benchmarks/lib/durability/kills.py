@@ -18,6 +18,7 @@ import threading
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +135,7 @@ def _client(
     while process.poll() is None:
         try:
             _act(base, known, lock, dice)
-        except (OSError, ValueError):  # gone, or a conflict: another client's update took the trajectory
+        except (OSError, ValueError, HTTPException):  # gone, or a conflict: another client's update took the trajectory
             time.sleep(0.01)
 
 

@@ -17,6 +17,9 @@ STOPPED_S = 60
 """Longest time for a process to end after its signal."""
 
 COMMON = ("--lora-rank", "4", "--lora-alpha", "8", "--learning-rate", "1e-3", "--log-level", "error")
+_NO_ROLLBACK = {"MLX_PARALLM_RL_TRAINING__GATE__ROLLBACK_DROP": "null"}
+"""Rewards are random. A rollback, which drops what the versions after it drew, would count as lost here."""
+
 PACKAGE = """
 from mlx_parallm.core import CollectionSpec
 from mlx_parallm.rl.environments import Task
@@ -36,8 +39,9 @@ def start(command: str, run: Path, site: Path, *flags: str) -> subprocess.Popen[
     code = f"import sys; from mlx_parallm.cli.main import {command}; sys.exit({command}())"
     argv = [sys.executable, "-c", code, *COMMON, "--checkpoint-dir", str(run / "kept"), *flags]
     path = os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH", ""))))
+    environment = {**os.environ, **_NO_ROLLBACK, "PYTHONPATH": path}
     with (run / "output.txt").open("ab") as output:
-        return subprocess.Popen(argv, stdout=output, stderr=output, env={**os.environ, "PYTHONPATH": path})
+        return subprocess.Popen(argv, stdout=output, stderr=output, env=environment)
 
 
 def end(process: subprocess.Popen[bytes], chosen: signal.Signals, after: float) -> tuple[int, float]:
