@@ -17,7 +17,7 @@ STOPPED_S = 60
 """Longest time for a process to end after its signal."""
 
 COMMON = ("--lora-rank", "4", "--lora-alpha", "8", "--learning-rate", "1e-3", "--log-level", "error")
-_NO_ROLLBACK = {"MLX_PARALLM_RL_TRAINING__GATE__ROLLBACK_DROP": "null"}
+_NO_ROLLBACK = {"MLX_PARALLM_RL_TRAINING__GATE__ROLLBACK_DROP": "1000"}
 """Rewards are random. A rollback, which drops what the versions after it drew, would count as lost here."""
 
 PACKAGE = """
