@@ -28,6 +28,7 @@ from mlx_parallm.rl.learn.learner import Learner
 from mlx_parallm.rl.learn.model import TrainableModel
 from mlx_parallm.rl.learn.policy import PolicySnapshot
 from mlx_parallm.rl.learn.trainer import GRPOTrainer
+from mlx_parallm.rl.policies import PolicyService
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.scoring.catalogue import ScorerCatalogue
 from mlx_parallm.rl.scoring.judges import Judge
@@ -94,12 +95,13 @@ def footprint_of(manager: SharedModelManager, bank: AdapterBank, head_rank: int 
 
 @dataclass(frozen=True, slots=True)
 class TrainingRuntime:
-    """The service that collects and learns, and its parts. `held_out`: the tasks of evaluations, which are not to be
-    trained on."""
+    """The service that collects and learns, and its parts. `policies`: those that clients train step by step.
+    `held_out`: the tasks of evaluations, which are not to be trained on."""
 
     service: TrainingService
     scorers: ScoringService
     learner: Learner
+    policies: PolicyService
     default_adapter: str
     held_out: tuple[Task, ...] = ()
 
@@ -161,7 +163,11 @@ def build_training(
         tasks=_tasks(config),
         journal=journal,
     )
-    return TrainingRuntime(TrainingService(parts, default), scorers, learner, default, held_out)
+    most = training.tinker.max_models
+    policies = PolicyService(
+        learner, adapters, parts.checkpoints, store.registry, library.layout, library.max_rank, most
+    )
+    return TrainingRuntime(TrainingService(parts, default), scorers, learner, policies, default, held_out)
 
 
 def reward_of(config: Config) -> RewardSpec | None:

@@ -1,7 +1,7 @@
 """The frozen configuration. `resolve(flags, environ, file)` makes it for a command, `configure(...)` for a program.
 
 Other packages import what they need from here. Each module imports only from those to its left:
-types → judge, inference → training → sections → sources → resolve
+types → judge, loss, inference, tinker → training → sections → sources → resolve
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlx_parallm.config.inference import EngineKind, InferenceConfig
-from mlx_parallm.config.loss import Algorithm, OldLogprobs, ResolvedLoss, RewardScale
+from mlx_parallm.config.loss import Algorithm, LossConfig, OldLogprobs, ResolvedLoss, RewardScale
 from mlx_parallm.config.resolve import Resolved, render, resolve
 from mlx_parallm.config.sections import (
     AdaptersConfig,
@@ -24,6 +24,7 @@ from mlx_parallm.config.sections import (
     TrafficClass,
 )
 from mlx_parallm.config.sources import API_KEY_VARIABLE, KEYS, Key, Setting, suggest
+from mlx_parallm.config.tinker import TinkerConfig
 from mlx_parallm.config.training import (
     LearningRateSchedule,
     OptimizerConfig,

@@ -68,6 +68,18 @@ from mlx_parallm.core.grammar import (
     with_bounded_integers,
 )
 from mlx_parallm.core.memory import Account, DeviceMemory, default_budget, to_preempt
+from mlx_parallm.core.policies import (
+    AdamSettings,
+    Layers,
+    PolicyCard,
+    PolicyClient,
+    PolicySpec,
+    PolicyStep,
+    SummedLoss,
+    TargetedTokens,
+    TokenLoss,
+    TokenScores,
+)
 from mlx_parallm.core.requests import (
     CollectionSpec,
     Event,

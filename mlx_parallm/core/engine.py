@@ -12,7 +12,8 @@ from mlx_parallm.core.requests import Event, GenerationRequest
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """The base model's properties for the model list. `aliases`: more names that requests may give for it."""
+    """The base model's properties for the model list. `aliases`: more names that requests may give for it. `tokenizer`:
+    the folder from which clients on this machine can load its tokenizer; empty if there is none."""
 
     name: str
     context_length: int
@@ -22,6 +23,7 @@ class ModelCard:
     parameters: int
     weight_bytes: int
     aliases: tuple[str, ...] = ()
+    tokenizer: str = ""
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -93,6 +93,7 @@ class SharedModelManager:
             dtype=str(self.kv_layout.dtype).removeprefix("mlx.core."),
             parameters=get_total_parameters(self.model),
             weight_bytes=sum(array.nbytes for _, array in tree_flatten(self.model.parameters())),
+            tokenizer=str(loaded.source.resolve()) if loaded.source.is_dir() else "",
         )
         self._loaded = loaded
         self._bank: AdapterBank | None = None

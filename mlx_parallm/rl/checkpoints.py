@@ -78,6 +78,17 @@ class PolicyCheckpoints:
         """The checkpoints of an adapter, oldest first."""
         return self._store.cards(name)
 
+    def version(self, name: str, which: str) -> AdapterRef:
+        """The version in a checkpoint, which the server knows from now on. Reads no file.
+
+        Raises:
+            UnknownModelError: there is no such checkpoint.
+        """
+        card = self._store.find(name, which)
+        if card is None:
+            raise UnknownModelError(f"{name!r} has no checkpoint {which!r}")
+        return self._registry.restore(card.adapter, info_of_checkpoint(card)).ref
+
     async def set_latest(self, name: str, checkpoint: str) -> None:
         """Makes a restart of the server resume from this checkpoint, until there is a newer one."""
         await asyncio.to_thread(self._store.set_latest, name, checkpoint)

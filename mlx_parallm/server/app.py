@@ -21,8 +21,8 @@ from fastapi import FastAPI
 from starlette.routing import Route
 
 from mlx_parallm import __version__
-from mlx_parallm.config import ServerConfig
-from mlx_parallm.core import AdapterClient, EngineClient, ModelCard, TextTokenizer, TrainingClient
+from mlx_parallm.config import ServerConfig, TinkerConfig
+from mlx_parallm.core import AdapterClient, EngineClient, ModelCard, PolicyClient, TextTokenizer, TrainingClient
 from mlx_parallm.errors import ConfigError, EngineDeadError
 from mlx_parallm.grammar.compiler import LLCompiler
 from mlx_parallm.rl.atropos.trajectory_api import Registration
@@ -45,6 +45,8 @@ from mlx_parallm.server.protocols import trainers
 from mlx_parallm.server.protocols.atropos import route as atropos_routes
 from mlx_parallm.server.protocols.atropos.route import AtroposParts
 from mlx_parallm.server.protocols.generate import route as generate
+from mlx_parallm.server.protocols.tinker import route as tinker_routes
+from mlx_parallm.server.protocols.tinker.server import TinkerServer
 from mlx_parallm.server.protocols.tokens import route as tokens
 from mlx_parallm.server.services import Services
 
@@ -61,6 +63,7 @@ ROUTES = (
     tokens,
     generate,
     trainers,
+    tinker_routes,
 )
 
 MAX_HEADER_BYTES = 64 * 1024
@@ -79,11 +82,15 @@ def create_app(
     card: ModelCard,
     config: ServerConfig,
     atropos: Registration | None = None,
+    policies: PolicyClient | None = None,
+    tinker: TinkerConfig | None = None,
 ) -> FastAPI:
-    """The HTTP server of `engine`, `adapters` and `training` (None if the server does not train). Routes find these
-    parts on `app.state.services` (a `Services`).
+    """The HTTP server of `engine`, `adapters`, `training` and `policies` (None if the server does not train). Routes
+    find these parts on `app.state.services` (a `Services`).
 
-    `atropos`: what environments of Atropos are told of this trainer; None: its API is not served.
+    Args:
+        atropos: what environments of Atropos are told of this trainer; None: its API is not served.
+        tinker: limits of the Tinker API.
     """
     gate = SequenceGate(config.max_batch_size + config.max_queued)
     metrics = ServerMetrics(engine, adapters, training, gate)
@@ -106,6 +113,7 @@ def create_app(
         Workers(config.body_timeout),
         started_at=int(time.time()),
         model_names=frozenset({*card.names, GENERIC_NAME}),
+        tinker=None if policies is None else TinkerServer(policies, card, tinker or TinkerConfig()),
     )
     modules: tuple[ModuleType, ...] = ROUTES
     if atropos is not None and training is not None:

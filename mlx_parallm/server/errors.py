@@ -71,6 +71,10 @@ class UnknownResponseError(RequestError):
     """No response with that id is stored."""
 
 
+class ExpiredError(RequestError):
+    """A session, a model or the result of an operation is not known, or not any more."""
+
+
 class DrainingError(EngineError):
     """The server is shutting down and accepts no new generation requests."""
 
@@ -108,6 +112,7 @@ RULES: Mapping[type[Exception], ErrorRule] = {
     ConflictError: ErrorRule(409, "conflict"),
     TrainingDisabledError: ErrorRule(409, "training_disabled"),
     BodyTimeoutError: ErrorRule(408, "body_timeout"),
+    ExpiredError: ErrorRule(410, "expired"),
     BodyTooLargeError: ErrorRule(413, "body_too_large"),
     MediaTypeError: ErrorRule(415, "unsupported_media_type"),
     OverloadedError: ErrorRule(429, "rate_limit_exceeded"),

@@ -30,15 +30,16 @@ from mlx_parallm.server.http.workers import Workers
 from mlx_parallm.server.lifecycle import Lifecycle, SequenceGate, SleepSwitch
 from mlx_parallm.server.metrics import ServerMetrics
 from mlx_parallm.server.planning import adapter_named_by
+from mlx_parallm.server.protocols.tinker.server import TinkerServer
 
 
 @dataclass(frozen=True, slots=True)
 class Services:
     """The parts behind the routes.
 
-    `training` is None if the server does not train. `started_at` is Unix time in seconds. `model_names` are the values
-    of the field `model` that mean the served model and no adapter. `schedule_lock` is held while the schedule is
-    changed, so that each change starts from the one before.
+    `training` and `tinker` are None if the server does not train. `started_at` is Unix time in seconds. `model_names`
+    are the values of the field `model` that mean the served model and no adapter. `schedule_lock` is held while the
+    schedule is changed, so that each change starts from the one before.
     """
 
     engine: EngineClient
@@ -57,6 +58,7 @@ class Services:
     workers: Workers
     started_at: int
     model_names: frozenset[str]
+    tinker: TinkerServer | None = None
     schedule_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def check_open(self) -> None:

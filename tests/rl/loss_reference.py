@@ -129,7 +129,7 @@ def _policy(each: Row, frozen: Row, t: int, settings: ResolvedLoss) -> float:
     w = min(np.exp(each.old[t] - each.mu[t]), settings.mismatch_cap)
     if settings.algorithm is Algorithm.CISPO:
         r = np.exp(frozen.logp[t] - frozen.old[t])
-        return -w * min(r, 1 + settings.clip_high) * a * each.logp[t]
+        return -w * min(max(r, 1 - settings.clip_low), 1 + settings.clip_high) * a * each.logp[t]
     r = _clip_ratio(each, t, settings)
     clipped = min(max(r, 1 - settings.clip_low), 1 + settings.clip_high)
     bound = min(r * a, clipped * a)
@@ -157,7 +157,8 @@ def _slope(each: Row, t: int, settings: ResolvedLoss) -> float:
         return -np.exp(each.logp[t] - each.mu[t]) * a
     w = min(np.exp(each.old[t] - each.mu[t]), settings.mismatch_cap)
     if settings.algorithm is Algorithm.CISPO:
-        return -w * min(np.exp(each.logp[t] - each.old[t]), 1 + settings.clip_high) * a
+        r = np.exp(each.logp[t] - each.old[t])
+        return -w * min(max(r, 1 - settings.clip_low), 1 + settings.clip_high) * a
     r = _clip_ratio(each, t, settings)
     plain = settings.algorithm is Algorithm.PPO
     low, high = 1 - settings.clip_low, 1 + settings.clip_high

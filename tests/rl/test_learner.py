@@ -119,11 +119,11 @@ async def test_two_halves_make_the_update_that_one_call_makes() -> None:
             pytest.approx(plain_logprobs(one, model, again.params, drawn[0]), abs=1e-4)
         ]
         totals = UpdateTotals.of(drawn)
-        metrics = [await learner.accumulate("default", part, LOSS, totals) for part in (drawn[:2], drawn[2:])]
+        added = [await learner.accumulate("default", part, LOSS, totals) for part in (drawn[:2], drawn[2:])]
         result = await learner.step("default", OPTIMIZER)
         base = await learner.logprobs(None, drawn[:1])
     assert_close(leaves(again), leaves(policy), 1e-5)
-    assert sum(each["loss"] for each in metrics) == pytest.approx(outcome.metrics["loss"], rel=1e-5)
+    assert sum(each.metrics["loss"] for each in added) == pytest.approx(outcome.metrics["loss"], rel=1e-5)
     assert (result.step, result.skipped) == (1, "")
     assert base == [pytest.approx(plain_logprobs(one, model, None, drawn[0]), abs=1e-4)]
 

@@ -45,7 +45,8 @@ def test_figures_equal_the_reference(algorithm):
         log_ratios = [np.full(x.size, x.mean()) for x in log_ratios]
     ratio = np.exp(np.concatenate(log_ratios))
     sign = np.concatenate([np.full(r.logp.size, r.advantage) for r in rows])
-    clipped = np.where(sign > 0, ratio > 1.28, ratio < 0.8) if algorithm is not Algorithm.CISPO else ratio > 1.28
+    above, below = ratio > 1.28, ratio < 0.8
+    clipped = np.where(sign > 0, above, below) if algorithm is not Algorithm.CISPO else above | below
     clipped &= algorithm is not Algorithm.IMPORTANCE_SAMPLING
     dual = (sign < 0) & (ratio > settings.dual_clip) & (algorithm is not Algorithm.CISPO and not sums)
     mismatch = np.concatenate([r.old - r.mu for r in rows])

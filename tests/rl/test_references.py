@@ -61,7 +61,7 @@ def test_references_of_one_policy_are_not_those_of_another_in_the_same_micro_ste
     while trainer.waits():
         trainer.advance()
     for future, want in zip(futures, alone, strict=True):
-        assert future.result(timeout=0)["loss"] == pytest.approx(want, rel=1e-5)
+        assert future.result(timeout=0).metrics["loss"] == pytest.approx(want, rel=1e-5)
 
 
 def make_figures(trainer: GRPOTrainer, policy, each: list[Sample]) -> float:
@@ -70,7 +70,7 @@ def make_figures(trainer: GRPOTrainer, policy, each: list[Sample]) -> float:
     while trainer.waits():
         trainer.advance()
     trainer.abandon(policy)
-    return future.result(timeout=0)["loss"]
+    return future.result(timeout=0).metrics["loss"]
 
 
 def test_references_for_a_part_of_the_samples_are_refused() -> None:

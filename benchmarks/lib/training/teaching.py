@@ -232,10 +232,10 @@ async def distillation(seed: int) -> Distilled:
             taught = [_taught(one, batch[at // ANSWERS], answer) for at, answer in enumerate(answers)]
             wanted = await learner.logprobs(None, taught)
             samples = [_sample(answer).with_teacher(lp) for answer, lp in zip(answers, wanted, strict=True)]
-            metrics = await learner.accumulate(one.adapter, samples, loss)
+            added = await learner.accumulate(one.adapter, samples, loss)
             await learner.step(one.adapter, optimizer)
             await one.publish()
-            print(f"  distillation, seed {seed}: round {number + 1}, loss {metrics['loss']:.3f}", flush=True)
+            print(f"  distillation, seed {seed}: round {number + 1}, loss {added.metrics['loss']:.3f}", flush=True)
         return Distilled(seed, ROUNDS, base, teacher, await reward(False, False))
 
 

@@ -50,13 +50,15 @@ class Accumulation:
         logprobs: of each batch's trained tokens under the policy before the step, fp32 [N].
         base_kls: mean KL of each sampled batch between the policy before the step and the base model.
         device_seconds: its share of the time of the units that worked on it.
-        future: completed by the trainer with the metrics of these samples, or with StepFailedError.
+        future: completed by the trainer with its contribution, or with StepFailedError.
 
     Args:
         max_tokens: most tokens of a batch. A single sample may have more.
         totals: those of the samples that the step will have seen in the end, if there are more than these.
         before: logprobs of these samples under the policy before the first step of the update; None: it is before its
             first step.
+        returns_logprobs: whether the contribution has the logprobs, in place of the KL divergence from the base model,
+            which takes a further pass.
         needs: other work without which this is not done.
 
     Raises:
@@ -73,8 +75,11 @@ class Accumulation:
         totals: UpdateTotals | None = None,
         before: Logprobs | None = None,
         needs: Sequence[object] = (),
+        returns_logprobs: bool = False,
     ) -> None:
         self.policy = policy
+        self._samples = samples
+        self.returns_logprobs = returns_logprobs
         self.needs = needs if before is None else (before, *needs)
         self._before = before
         self._max_tokens = max_tokens
@@ -97,7 +102,7 @@ class Accumulation:
         self.logprobs: dict[SampleBatch, mx.array] = {}
         self.base_kls: list[float] = []
         self.device_seconds = 0.0
-        self.future: Future[dict[str, float]] = Future()
+        self.future: Future[Contribution] = Future()
         self.losses: list[mx.array] = []
         self.stats: list[LossStats] = []
 
@@ -119,6 +124,17 @@ class Accumulation:
         self.logprobs[batch] = result.logprobs
         self.losses.append(result.loss)
         self.stats.append(result.stats)
+
+    def contribution(self) -> Contribution:
+        """What it adds, once its micro-steps are done."""
+        of_sample: dict[int, tuple[float, ...]] = {}
+        if self.returns_logprobs:
+            for batch, logprobs in self.logprobs.items():
+                values = iter(cast(list[float], logprobs.tolist()))
+                for sample in batch.samples:
+                    of_sample[id(sample)] = tuple(next(values) for _ in sample.trained())
+        logprobs_in_order = tuple(of_sample[id(sample)] for sample in self._samples) if of_sample else ()
+        return Contribution(Accumulated({}, [self]).metrics(), logprobs_in_order)
 
     def packed(self, batch: SampleBatch) -> MicroBatch:
         """The arrays of one of the batches."""
@@ -157,6 +173,15 @@ class Accumulation:
         picks = math.ceil(len(ends) / _KL_SAMPLING)
         start = random.Random(self.policy.state.step).random()
         return [batches[bisect(ends, (start + at) / picks * ends[-1])] for at in range(picks)]
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """What some samples add to the gradients of a step: their metrics and, if that was asked for, the logprobs in nats
+    of each sample's trained tokens, in the order of the samples, under the policy before the step."""
+
+    metrics: dict[str, float]
+    logprobs: tuple[tuple[float, ...], ...] = ()
 
 
 @dataclass(slots=True)

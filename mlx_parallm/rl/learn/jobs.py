@@ -124,7 +124,7 @@ class Jobs:
 
     def _end(self, work: Accumulation) -> Iterator[None]:
         """Ends an accumulation: measures the KL from the base model, if that is reported and not part of the loss."""
-        if self._measure_base and not work.loss.reads_reference:
+        if self._measure_base and not work.returns_logprobs and not work.loss.reads_reference:
             for number, batch in enumerate(work.sampled_batches()):
                 if number:
                     yield

@@ -10,10 +10,11 @@ from contextlib import suppress
 from typing import TypeVar
 
 from mlx_parallm.adapters.weights import AdapterWeights
-from mlx_parallm.config import OptimizerConfig, ResolvedLoss
+from mlx_parallm.config import ModelConfig, OptimizerConfig, ResolvedLoss
 from mlx_parallm.core import AdapterRef, DeviceThread, completed, then
 from mlx_parallm.errors import EngineDeadError
 from mlx_parallm.rl.events import UpdateOutcome
+from mlx_parallm.rl.learn.accumulation import Contribution
 from mlx_parallm.rl.learn.policy import PolicySnapshot, PolicyState
 from mlx_parallm.rl.learn.trainer import GRPOTrainer
 from mlx_parallm.rl.objectives.batches import UpdateBatch
@@ -40,20 +41,32 @@ class Learner:
         self.trainer = trainer
         self._device = device
 
-    async def open(self, name: str, start: PolicySnapshot | None) -> None:
+    async def open(
+        self, name: str, start: PolicySnapshot | None, lora: ModelConfig | None = None, seed: int | None = None
+    ) -> None:
         """Starts training from this policy; None: from a new one, equal to the base model.
+
+        Args:
+            lora: its rank, alpha and target modules. None: those configured.
+            seed: of the weights of a new policy. None: the configured one.
 
         Raises:
             ConfigError: the model has no linear layer with the name of a target module.
-            InvalidRequestError: `start` has another rank, alpha or targets than those configured.
+            InvalidRequestError: `start` has another rank, alpha or targets than `lora`.
         """
-        trainer, lora = self.trainer, self.trainer.lora
-        policy = await self._device.run(lambda: trainer.open(name, start))
+        trainer = self.trainer
+        lora = lora or trainer.lora
+        policy = await self._device.run(lambda: trainer.open(name, start, lora, seed))
         _log.info(
             "training %s: %d numbers, rank %d, alpha %g, on %s; nothing else has a gradient; micro-steps of %d tokens",
             *(name, policy.parameters, lora.lora_rank, lora.lora_alpha, ", ".join(lora.lora_target_modules)),
             trainer.config.micro_batch_tokens,
         )
+
+    async def close(self, name: str) -> None:
+        """Ends the training of a policy and frees its memory. What is under way for it fails. Does nothing if no policy
+        of that name is open."""
+        await self._device.run(lambda: self.trainer.close(name))
 
     async def learn(
         self, name: str, batch: UpdateBatch, publish: Publish | None = None
@@ -83,9 +96,14 @@ class Learner:
             raise
 
     async def accumulate(
-        self, name: str, samples: Sequence[Sample], loss: ResolvedLoss, totals: UpdateTotals | None = None
-    ) -> dict[str, float]:
-        """Adds the gradients of these samples to those since the last step, and returns their metrics. `totals`: see
+        self,
+        name: str,
+        samples: Sequence[Sample],
+        loss: ResolvedLoss,
+        totals: UpdateTotals | None = None,
+        returns_logprobs: bool = False,
+    ) -> Contribution:
+        """Adds the gradients of these samples to those since the last step. `totals`, `returns_logprobs`: see
         `GRPOTrainer.accumulate`.
 
         Raises:
@@ -93,7 +111,7 @@ class Learner:
             StepFailedError: it failed on the device; the gradients are as before.
         """
         policy = self.trainer.policies[name]
-        return await self._ask(lambda: self.trainer.accumulate(policy, samples, loss, totals))
+        return await self._ask(lambda: self.trainer.accumulate(policy, samples, loss, totals, returns_logprobs))
 
     async def step(self, name: str, optimizer: OptimizerConfig) -> UpdateOutcome:
         """Makes an optimizer step from the gradients since the last step, which are then forgotten.

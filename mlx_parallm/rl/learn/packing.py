@@ -124,6 +124,7 @@ def _order(sample: Sample) -> tuple[object, ...]:
         sample.advantages,
         sample.loss_weights,
         sample.sampling_logprobs,
+        sample.targets,
         sample.group,
     )
 
@@ -155,7 +156,9 @@ def pack(batch: SampleBatch, old_logprobs: Sequence[Sequence[float]] | None = No
         tokens=mx.array(tokens),
         branch=branch,
         positions=mx.array(np.concatenate(positions).astype(np.int32)),
-        targets=mx.array([s.token_ids[at] for s, targets in zip(samples, trained, strict=True) for at in targets]),
+        targets=mx.array(
+            [(s.targets or s.token_ids)[at] for s, targets in zip(samples, trained, strict=True) for at in targets]
+        ),
         temperatures=mx.array(
             np.concatenate([np.array(s.temperatures())[at] for s, at in zip(samples, trained, strict=True)]), mx.float32
         ),

@@ -24,7 +24,7 @@ import mlx.core as mx
 from mlx_parallm.config import ModelConfig, OptimizerConfig, ResolvedLoss, ResolvedTraining
 from mlx_parallm.errors import StepFailedError
 from mlx_parallm.rl.events import UpdateOutcome
-from mlx_parallm.rl.learn.accumulation import Accumulated, Accumulation
+from mlx_parallm.rl.learn.accumulation import Accumulated, Accumulation, Contribution
 from mlx_parallm.rl.learn.forwards import TrainingForwards
 from mlx_parallm.rl.learn.jobs import Job, Jobs, Work
 from mlx_parallm.rl.learn.logprobs import Logprobs
@@ -69,28 +69,47 @@ class GRPOTrainer:
 
     # -- policies --------------------------------------------------------------------------------
 
-    def open(self, name: str, start: PolicySnapshot | None = None, lora: ModelConfig | None = None) -> Policy:
+    def open(
+        self,
+        name: str,
+        start: PolicySnapshot | None = None,
+        lora: ModelConfig | None = None,
+        seed: int | None = None,
+    ) -> Policy:
         """Makes a new policy of this name, in place of an earlier one. Raises what `Policy` raises.
 
-        `lora`: its rank, alpha and targets; None: those of the trainer.
+        `lora`: its rank, alpha and targets. `seed`: of its initial weights. None: those of the trainer.
         """
-        policy = Policy(self.model.layout, lora or self.lora, self.config.seed, start)
+        policy = Policy(self.model.layout, lora or self.lora, self.config.seed if seed is None else seed, start)
         self.policies[name] = policy
         return policy
 
+    def close(self, name: str) -> None:
+        """Fails what is queued for a policy, and forgets it. Does nothing if there is none."""
+        if (policy := self.policies.pop(name, None)) is not None:
+            self.abandon(policy)
+
     def accumulate(
-        self, policy: Policy, samples: Sequence[Sample], loss: ResolvedLoss, totals: UpdateTotals | None = None
-    ) -> Future[dict[str, float]]:
+        self,
+        policy: Policy,
+        samples: Sequence[Sample],
+        loss: ResolvedLoss,
+        totals: UpdateTotals | None = None,
+        returns_logprobs: bool = False,
+    ) -> Future[Contribution]:
         """Adds the gradients of these samples to those that the policy has accumulated since its last step.
 
         Args:
             totals: what the loss is divided by, if these are not all samples of the step.
+            returns_logprobs: whether the contribution has the logprobs of the samples, in place of the KL divergence
+                from the base model.
 
         Returns:
-            The metrics of these samples. The future is completed on the device thread. It raises StepFailedError if
+            What these samples contribute. The future is completed on the device thread. It raises StepFailedError if
             this failed or was abandoned; then the policy has accumulated what it had before.
         """
-        work = Accumulation(policy, samples, loss, self.config.micro_batch_tokens, totals)
+        tokens = self.config.micro_batch_tokens
+        work = Accumulation(policy, samples, loss, tokens, totals, returns_logprobs=returns_logprobs)
         self._queue.append(work)
         return work.future
 
@@ -209,10 +228,10 @@ class GRPOTrainer:
             return
         if isinstance(work, Accumulation):
             accumulated = Accumulated.of(work, self._accumulated.get(work.policy))
-            metrics = Accumulated({}, [work]).metrics()
+            contribution = work.contribution()
             self._leave(work)
             self._accumulated[work.policy] = accumulated
-            work.future.set_result(metrics)
+            work.future.set_result(contribution)
             return
         outcome = work.outcome(self._accumulated[work.policy])
         self._leave(work)

@@ -5,7 +5,7 @@ w = min(π_old / μ, mismatch_cap) and the advantage A of the token, the loss of
 
     grpo, bnpo, dapo, dr_grpo   -w min(r A, clip(r) A); if A < 0, at most w dual_clip |A|
     gspo                        the same with one r for the whole sequence, exp of the mean of log r
-    cispo                       -w min(r, 1 + clip_high) A log π_θ; only the last factor has a gradient
+    cispo                       -w clip(r) A log π_θ; only the last factor has a gradient
     ppo                         -min(r A, clip(r) A)
     importance_sampling         -r A
     distillation                -r log(π_teacher / π_old)

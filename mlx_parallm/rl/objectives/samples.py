@@ -47,6 +47,8 @@ class Sample:
         reference_logprobs: in nats, in place of those of the base model; of trained tokens only. Empty: the trainer
             computes those of the base model where the loss reads them.
         stretches: what was drawn, in order. Trained tokens outside of them were not drawn; their temperature is 1.
+        targets: the token whose logprob is learnt at each place, in place of the token itself, which is what follows in
+            the sequence. Empty: the tokens themselves.
         group: samples with the same number are compared with each other.
         on_policy: the version in training drew it.
 
@@ -63,6 +65,7 @@ class Sample:
     stretches: tuple[Stretch, ...] = ()
     group: int = 0
     on_policy: bool = True
+    targets: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         tokens = len(self.token_ids)
@@ -72,6 +75,7 @@ class Sample:
             "sampling_logprobs": len(self.sampling_logprobs) or tokens,
             "teacher_logprobs": len(self.teacher_logprobs) or tokens,
             "reference_logprobs": len(self.reference_logprobs) or tokens,
+            "targets": len(self.targets) or tokens,
         }
         for name, count in counts.items():
             if count != tokens:

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from mlx_parallm.config import ResolvedLoss
 
-_MOST_LOG_RATIO = 20.0
+MOST_LOG_RATIO = 20.0
 """Log ratios are clipped here, so that no exp overflows. Beyond it they have no gradient."""
 
 
@@ -60,7 +60,7 @@ Objective = Callable[[TokenBatch, ResolvedLoss], TokenTerms]
 
 def k3(logp: mx.array, reference: mx.array) -> mx.array:
     """Estimate of KL(p ‖ reference) at each token that p drew: expm1(δ) - δ with δ = reference - logp; at least 0."""
-    delta = mx.minimum(reference - logp, _MOST_LOG_RATIO)
+    delta = mx.minimum(reference - logp, MOST_LOG_RATIO)
     return mx.expm1(delta) - delta
 
 
@@ -97,9 +97,9 @@ def _clipped(batch: TokenBatch, ratio: mx.array, config: ResolvedLoss) -> tuple[
 def cispo(batch: TokenBatch, config: ResolvedLoss) -> TokenTerms:
     """CISPO (arXiv 2506.13585): the ratio is a bounded weight without a gradient, so every token keeps its gradient."""
     ratio = _ratio(batch.logp - batch.old_logp)
-    most = 1.0 + config.clip_high
-    weights = mx.stop_gradient(mx.minimum(ratio, most)) * _mismatch_weights(batch, config)
-    return TokenTerms(-weights * batch.advantages * batch.logp, ratio, ratio > most, mx.zeros_like(ratio))
+    bounded = mx.clip(ratio, 1.0 - config.clip_low, 1.0 + config.clip_high)
+    weights = mx.stop_gradient(bounded) * _mismatch_weights(batch, config)
+    return TokenTerms(-weights * batch.advantages * batch.logp, ratio, bounded != ratio, mx.zeros_like(ratio))
 
 
 def ppo(batch: TokenBatch, config: ResolvedLoss) -> TokenTerms:
@@ -185,4 +185,4 @@ def _mismatch_weights(batch: TokenBatch, config: ResolvedLoss) -> mx.array:
 
 
 def _ratio(log_ratio: mx.array) -> mx.array:
-    return mx.exp(mx.minimum(log_ratio, _MOST_LOG_RATIO))
+    return mx.exp(mx.minimum(log_ratio, MOST_LOG_RATIO))

@@ -109,6 +109,8 @@ class ModelInfo(WireOutput):
     """Bytes of the weights in memory."""
     aliases: tuple[str, ...]
     """Other names that `model` accepts for it."""
+    tokenizer: str
+    """The folder from which programs on this machine can load its tokenizer; empty if there is none."""
 
 
 class ServerLimits(WireOutput):

@@ -10,7 +10,7 @@ import asyncio
 import json
 import re
 import zlib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -25,9 +25,10 @@ from mlx_parallm.server.api.fields import IgnoredFields, OpenBody
 from mlx_parallm.server.errors import BodyTimeoutError, BodyTooLargeError, MediaTypeError
 from mlx_parallm.server.http.request_log import record_of
 from mlx_parallm.server.http.workers import SMALL_BYTES, client_of
-from mlx_parallm.server.services import ServicesDep
+from mlx_parallm.server.services import Services, ServicesDep
 
 M = TypeVar("M", bound=BaseModel)
+T = TypeVar("T")
 Pace = Callable[[int], Awaitable[None]]
 
 # `curl -d '{…}'` sends the second type. A browser may send it to another site without a preflight request, so it is
@@ -58,35 +59,55 @@ def json_body(model: type[M], required: bool = True) -> Callable[..., Awaitable[
         headers = request.headers
         if not required and headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers:
             return model()
-        config = services.config
-        length = _check_headers(request, config.max_body_bytes)
-        ignores = issubclass(model, OpenBody) and not config.strict_fields
+        ignores = issubclass(model, OpenBody) and not services.config.strict_fields
         ignored = record_of(request.scope).ignored if ignores else None
         given = _fields_of_headers(model, request)
-        compressed = _is_compressed(request)
-        if length is not None and length <= SMALL_BYTES and not compressed:
-            return parse_body(model, await _read(request, config), ignored, given)
-        async with services.workers.large_bodies.hold(client_of(request.scope)):
-            raw = await _read(request, config, services.workers.pace)
-            if compressed:
-                raw = await services.workers.run(config.max_body_bytes, partial(inflate, raw, config.max_body_bytes))
-                request.state.body_bytes = len(raw)
-            parse = partial(_parse_large, model, raw, config.max_body_bytes, ignored, given)
-            return await services.workers.run(len(raw), parse)
+        most = services.config.max_body_bytes
+        return await read_body(request, services, lambda raw: parse_large(model, raw, most, ignored, given))
 
     parsed.body = BodyModel(model, required)  # type: ignore[attr-defined]
     return parsed
 
 
-def _check_headers(request: Request, limit: int) -> int | None:
+async def read_body(
+    request: Request,
+    services: Services,
+    parse: Callable[[bytes], T],
+    media_types: Collection[str] = JSON_TYPES,
+    inflates: bool = True,
+) -> T:
+    """Reads the body, and returns what `parse` makes of it. A large or compressed body is parsed in a worker thread.
+
+    Args:
+        inflates: whether a gzip body is inflated first. Otherwise `parse` gets every body as it was sent.
+
+    Raises:
+        MediaTypeError: its type is not one of `media_types`, or it is compressed in another way.
+        BodyTooLargeError, BodyTimeoutError: it is too long, or does not arrive in time.
+        OverloadedError: other large bodies are being read.
+    """
+    most = services.config.max_body_bytes
+    length = _check_headers(request, most, media_types)
+    gzipped = inflates and _is_compressed(request)
+    if length is not None and length <= SMALL_BYTES and "content-encoding" not in request.headers:
+        return parse(await _read(request, services.config))
+    async with services.workers.large_bodies.hold(client_of(request.scope)):
+        raw = await _read(request, services.config, services.workers.pace)
+        if gzipped:
+            raw = await services.workers.run(most, partial(inflate, raw, most))
+            request.state.body_bytes = len(raw)
+        return await services.workers.run(len(raw), partial(parse, raw))
+
+
+def _check_headers(request: Request, limit: int, media_types: Collection[str]) -> int | None:
     """The length that the Content-Length header declares, in bytes; None if it declares none.
 
     Raises:
-        MediaTypeError: the body is sent neither as JSON nor as curl's default type.
+        MediaTypeError: the body's type is not one of `media_types`.
         BodyTooLargeError: the declared length is over `limit` bytes.
     """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type not in JSON_TYPES:
+    if media_type not in media_types:
         raise MediaTypeError("Send the body as JSON, with the header `Content-Type: application/json`.")
     declared = request.headers.get("content-length", "")
     length = int(declared[:20]) if declared.isdecimal() else None
@@ -165,12 +186,16 @@ def _fields_of_headers(model: type[BaseModel], request: Request) -> dict[str, ob
     return {"collect_trajectory": True, **given} if given else {}
 
 
-def _parse_large(
-    model: type[M], raw: bytes, max_body_bytes: int, ignored: IgnoredFields | None, given: Mapping[str, object]
+def parse_large(
+    model: type[M],
+    raw: bytes,
+    max_body_bytes: int,
+    ignored: IgnoredFields | None = None,
+    given: Mapping[str, object] = MappingProxyType({}),
 ) -> M:
-    """`parse_body` for a large body. Call it in a worker thread. Python's JSON parser holds the interpreter lock until
-    it has parsed the whole body, about 100 ns for each value, so a body with too many values would stop all other
-    threads. Therefore the values are counted first.
+    """`parse_body` for a body of any length. If it is large, call it in a worker thread. Python's JSON parser holds the
+    interpreter lock until it has parsed the whole body, about 100 ns for each value, so a body with too many values
+    would stop all other threads. Therefore the values are counted first.
 
     Raises:
         BodyTooLargeError: the body has more than `max_body_bytes // BYTES_PER_VALUE` JSON values.
@@ -235,6 +260,14 @@ def parse_body(
     if constants:
         raise InvalidRequestError(f"{constants[0]} is not valid JSON.")
     return checked
+
+
+def validated(model: type[M], value: object) -> M:
+    """A part of a body as `model`. Raises InvalidRequestError if a field is wrong; `param` names the field."""
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise first_fault(error) from None
 
 
 def _loads(text: str, constant: Callable[[str], Any]) -> object:

@@ -121,9 +121,9 @@ class EntryMiddleware:
 
 
 class ApiKeyMiddleware:
-    """Answers 401 unless the header is `Authorization: Bearer <key>` or the path is one of `OPEN_PATHS`. Clients that
-    can only put the key into a URL, such as http://any:KEY@localhost:8000, send it as the password of HTTP Basic. Keys
-    are compared in constant time."""
+    """Answers 401 unless the header is `Authorization: Bearer <key>` or, as Tinker's SDK sends it, `X-API-Key: <key>`,
+    or the path is one of `OPEN_PATHS`. Clients that can only put the key into a URL, such as
+    http://any:KEY@localhost:8000, send it as the password of HTTP Basic. Keys are compared in constant time."""
 
     def __init__(self, app: ASGIApp, api_key: str) -> None:
         self._app = app
@@ -138,10 +138,13 @@ class ApiKeyMiddleware:
 
     def _authorized(self, scope: Scope) -> bool:
         """Compares bytes, so a key or a header that is not ASCII is just a wrong key."""
-        sent = [value for name, value in scope["headers"] if name == b"authorization"]
+        sent = [(name, value) for name, value in scope["headers"] if name in (b"authorization", b"x-api-key")]
         if len(sent) != 1:
             return False
-        scheme, _, key = sent[0].partition(b" ")
+        ((name, key),) = sent
+        if name == b"x-api-key":
+            return hmac.compare_digest(key.strip(), self._key)
+        scheme, _, key = key.partition(b" ")
         if scheme.lower() == b"basic":
             return hmac.compare_digest(_password(key.strip()), self._key)
         return scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._key)

@@ -1,0 +1,149 @@
+"""Futures: operations under way, and their results until the client has read them.
+
+    start(id, work) ─▶ task ─▶ result, kept until it has been read, or for `KEPT_S`
+
+A client asks for a result by its id, as often as it wants. So a lost connection loses nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlx_parallm.errors import ConflictError, OverloadedError, ParaLLMError
+from mlx_parallm.server.errors import ExpiredError
+from mlx_parallm.server.protocols.tinker.answers import Answer, failure
+
+MAX_FUTURES = 10_000
+MAX_WAITING_BYTES = 512 * 2**20
+"""Bytes of the bodies of operations that are not finished."""
+KEPT_S, KEPT_AFTER_READING_S = 900.0, 60.0
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class Pending:
+    """One operation. `digest`: of its request. `nbytes`: of its request's body. Times are those of `time.monotonic`."""
+
+    request_id: str
+    owner: str
+    digest: bytes
+    nbytes: int
+    task: asyncio.Task[Answer]
+    ended_at: float | None = None
+    read_at: float | None = None
+
+    def outdated(self, now: float) -> bool:
+        """Whether its result need not be kept any longer."""
+        if self.read_at is not None:
+            return now - self.read_at > KEPT_AFTER_READING_S
+        return self.ended_at is not None and now - self.ended_at > KEPT_S
+
+
+@dataclass(slots=True)
+class Futures:
+    """The operations of all sessions, by the id of their request. Event loop's thread only.
+
+    Invariant: `waiting_bytes` is the sum over the operations that have not ended.
+    """
+
+    waiting_bytes: int = 0
+    _pending: dict[str, Pending] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def check_room(self, nbytes: int) -> None:
+        """Raises OverloadedError if there is no room for another operation whose body has `nbytes` bytes."""
+        if len(self._pending) >= MAX_FUTURES:
+            self.sweep()
+        if len(self._pending) >= MAX_FUTURES or self.waiting_bytes + nbytes > MAX_WAITING_BYTES:
+            raise OverloadedError("Too many Tinker operations are under way; try again.", retry_after_s=1)
+
+    def start(
+        self,
+        request_id: str,
+        owner: str,
+        digest: bytes,
+        nbytes: int,
+        work: Coroutine[Any, Any, Answer],
+        held: ExitStack | None = None,
+    ) -> None:
+        """Runs `work`. An error of it becomes its result.
+
+        Args:
+            owner: the session, with which the operation ends.
+            held: what the operation holds; closed when it has ended, also if it never began.
+        """
+        task = asyncio.create_task(_answered(request_id, work))
+        pending = self._pending[request_id] = Pending(request_id, owner, digest, nbytes, task)
+        self.waiting_bytes += nbytes
+
+        def ended(_: asyncio.Task[Answer]) -> None:
+            self.waiting_bytes -= nbytes
+            pending.ended_at = time.monotonic()
+            work.close()  # cancelled before it began, it would be reported as forgotten
+            if held is not None:
+                held.close()
+
+        task.add_done_callback(ended)
+
+    def repeated(self, request_id: str, digest: bytes) -> bool:
+        """Whether the same request was started before, and its result is not forgotten.
+
+        Raises:
+            ConflictError: another request has that id.
+        """
+        pending = self._pending.get(request_id)
+        if pending is not None and pending.digest != digest:
+            raise ConflictError("seq_id: another request has this number: count on", param="seq_id")
+        return pending is not None
+
+    async def result(self, request_id: str, wait_s: float) -> Answer | None:
+        """The result of an operation; None if it is not there within `wait_s` seconds.
+
+        Raises:
+            ExpiredError: there is no such operation, or its result was kept long enough.
+        """
+        pending = self._pending.get(request_id)
+        if pending is None:
+            raise ExpiredError(f"No operation {request_id[:100]!r} is known, or its result is not kept any more.")
+        await asyncio.wait([pending.task], timeout=wait_s)
+        if not pending.task.done():
+            return None
+        if pending.task.cancelled():
+            raise ExpiredError("The operation was cancelled.")
+        pending.read_at = pending.read_at or time.monotonic()
+        return pending.task.result()
+
+    def cancel(self, request_id: str) -> None:
+        """Ends an operation early, if it is under way."""
+        if (pending := self._pending.get(request_id)) is not None:
+            pending.task.cancel()
+
+    def drop(self, owner: str) -> None:
+        """Ends the operations of a session, and forgets their results."""
+        for pending in [each for each in self._pending.values() if each.owner == owner]:
+            pending.task.cancel()
+            del self._pending[pending.request_id]
+
+    def sweep(self) -> None:
+        """Forgets results that were kept long enough."""
+        now = time.monotonic()
+        self._pending = {name: each for name, each in self._pending.items() if not each.outdated(now)}
+
+
+async def _answered(request_id: str, work: Coroutine[Any, Any, Answer]) -> Answer:
+    try:
+        return await work
+    except ParaLLMError as error:
+        return failure(error)
+    except Exception as error:  # whatever it is, the client must get an end of its operation
+        log.exception("the Tinker operation %s failed", request_id)
+        return failure(error)

@@ -1,0 +1,78 @@
+"""Sampling with the Tinker API."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends
+
+from mlx_parallm.server.http.request_log import new_request_id
+from mlx_parallm.server.protocols.tinker.bodies import Read, json_of
+from mlx_parallm.server.protocols.tinker.dependencies import TinkerDep, check_base
+from mlx_parallm.server.protocols.tinker.draws import draw, generation_request
+from mlx_parallm.server.protocols.tinker.schema import SampleBody, SamplingSessionBody
+from mlx_parallm.server.protocols.tinker.server import TinkerServer
+from mlx_parallm.server.protocols.tinker.sessions import Sampler, SavedWeights
+from mlx_parallm.server.services import Services, ServicesDep
+
+router = APIRouter(include_in_schema=False)
+
+
+@router.post("/create_sampling_session")
+async def create_sampling_session(
+    read: Annotated[Read[SamplingSessionBody], Depends(json_of(SamplingSessionBody))],
+    services: ServicesDep,
+    tinker: TinkerDep,
+) -> dict[str, Any]:
+    body = read.body
+    if body.model_path is None:
+        check_base(services, body.base_model)
+    sampler = tinker.add_sampler(body.session_id, body.sampling_session_seq_id, body.model_path)
+    return {"sampling_session_id": sampler.sampler_id, "type": "create_sampling_session"}
+
+
+@router.get("/samplers/{sampler_id}")
+async def get_sampler(sampler_id: str, services: ServicesDep, tinker: TinkerDep) -> dict[str, Any]:
+    found = tinker.sessions.sampler(sampler_id)
+    path = None if found.saved is None else found.saved.path
+    return {"sampler_id": sampler_id, "base_model": services.card.name, "model_path": path}
+
+
+@router.post("/asample")
+async def asample(
+    read: Annotated[Read[SampleBody], Depends(json_of(SampleBody))], services: ServicesDep, tinker: TinkerDep
+) -> dict[str, Any]:
+    """Begins to sample. The sequences take their places in the server's queue now: if it is full, the answer is 429,
+    and the SDK tries again."""
+    services.check_open()
+    body = read.body
+    sampler = _sampler(body, services, tinker)
+    number = body.seq_id if sampler.sampler_id else None
+    request_id = new_request_id("tinker") if number is None else f"{sampler.sampler_id}:{number}"
+    if not tinker.futures.repeated(request_id, read.digest):
+        _start(request_id, read, sampler, services, tinker)
+    return {"request_id": request_id, "sample_sequence_ids": [f"{request_id}:{at}" for at in range(body.num_samples)]}
+
+
+def _start(request_id: str, read: Read[SampleBody], sampler: Sampler, services: Services, tinker: TinkerServer) -> None:
+    """Starts the operation. It holds its places and its version until it ends, however that happens."""
+    body = read.body
+    tinker.futures.check_room(read.nbytes)
+    with ExitStack() as opened:
+        opened.enter_context(services.gate.reserve(services.check_sequences(1, body.num_samples)))
+        version = opened.enter_context(services.adapters.lease(tinker.selector_of(sampler)))
+        request = generation_request(body, services.card, version)
+        owner = sampler.sampler_id.partition(":")[0]
+        work = draw(services, request, body)
+        tinker.futures.start(request_id, owner, read.digest, read.nbytes, work, held=opened.pop_all())
+
+
+def _sampler(body: SampleBody, services: Services, tinker: TinkerServer) -> Sampler:
+    """What the request draws from: a sampling session, or what it names itself."""
+    if body.sampling_session_id is not None:
+        return tinker.sessions.sampler(body.sampling_session_id)
+    if body.model_path is not None:
+        return Sampler("", saved=SavedWeights.of(body.model_path))
+    check_base(services, body.base_model)
+    return Sampler("")

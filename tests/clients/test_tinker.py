@@ -1,0 +1,127 @@
+"""Tinker's SDK, unmodified: the last release that writes JSON, and the current one, which writes protobuf.
+
+The server needs the extra `tinker` for the current one: without it, those tests are skipped.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clients.running import ENVIRONMENT, PYTHON, SCRIPTS, UV, printed
+from main_job.serving import SERVED, Server, start, stop
+from tiny import save_tiny
+
+pytestmark = pytest.mark.timeout(900)
+
+TIMEOUT_S = 12
+WITH_PROTOBUF = pytest.mark.skipif(importlib.util.find_spec("tinker") is None, reason="the extra tinker is missing")
+SDKS = ["tinker==0.24.1", pytest.param("tinker==0.38.0", marks=WITH_PROTOBUF)]
+
+
+def sdk(requirement: str) -> list[str]:
+    """The Python of an environment with this release. TINKER_PYTHON_0_24_1 and the like may name one that is there."""
+    there = os.environ.get("TINKER_PYTHON_" + requirement.partition("==")[2].replace(".", "_"))
+    return [there] if there else [*UV, "run", "--no-project", *PYTHON, "--with", requirement, "python"]
+
+
+def asked(requirement: str, server: Server, model: str, *parts: str) -> dict[str, Any]:
+    said = printed(*sdk(requirement), str(SCRIPTS / "with_tinker.py"), server.url, model, *parts)
+    found: dict[str, Any] = json.loads(said.splitlines()[-1])
+    return found
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that trains a tiny model; at the end nothing may be left in it."""
+    folder = tmp_path_factory.mktemp("tinker")
+    save_tiny("llama", folder / "tiny")
+    settings = folder / "settings.yaml"
+    settings.write_text(f"rl_training:\n  tinker:\n    session_timeout_s: {TIMEOUT_S}\n    max_models: 16\n")
+    flags = ("--enable-rl-training", "--max-lora-rank", "32", "--kv-cache-memory", "64MB", "--debug")
+    at = ("--model-path", str(folder / "tiny"), "--checkpoint-dir", str(folder / "run"), "--config", str(settings))
+    running = start(*flags, *at)
+    yield running
+    wait_for(running, lambda: not running.get("/api/v1/sessions")["sessions"])
+    state = running.get("/debug/state")["engine"]
+    stop(running)
+    assert (state["alive"], state["running"], state["waiting"], state["kv_bytes_held"]) == (True, 0, 0, 0)
+
+
+def wait_for(server: Server, true: Any) -> None:
+    until = time.monotonic() + 6 * TIMEOUT_S
+    while not true():
+        assert time.monotonic() < until
+        time.sleep(0.5)
+
+
+def close(one: Sequence[float], other: Sequence[float], tolerance: float) -> bool:
+    return list(one) == pytest.approx(list(other), abs=tolerance)
+
+
+@pytest.mark.parametrize("requirement", SDKS)
+def test_a_supervised_run(tiny: Server, requirement: str) -> None:
+    found = asked(requirement, tiny, "tiny", "supervised")["supervised"]
+    assert found["losses"][-1] < 0.5 * found["losses"][0]
+    assert found["ahead"][0] == pytest.approx(found["ahead"][1], rel=1e-6)
+    assert found["rank"] == 4
+
+
+@pytest.mark.parametrize("requirement", SDKS)
+def test_logprobs_agree(tiny: Server, requirement: str) -> None:
+    found = asked(requirement, tiny, "tiny", "agree")["agree"]
+    assert found["first"] is None
+    assert all(close(found["sampled"], found[other], 1e-5) for other in ("forward", "backward", "computed"))
+
+
+@pytest.mark.parametrize("requirement", SDKS)
+def test_a_reinforced_run(tiny: Server, requirement: str) -> None:
+    means = asked(requirement, tiny, "tiny", "reinforced")["reinforced"]
+    assert sum(means[-3:]) > sum(means[:3]) + 0.3, means
+
+
+@pytest.mark.parametrize("requirement", SDKS)
+def test_two_clients_at_once(tiny: Server, requirement: str) -> None:
+    found = asked(requirement, tiny, "tiny", "two")["two"]
+    for seed in ("1", "2"):
+        assert found["together"][seed] == pytest.approx(found["alone"][seed], rel=1e-4)
+
+
+@pytest.mark.parametrize("requirement", SDKS)
+def test_a_thousand_futures(tiny: Server, requirement: str) -> None:
+    assert asked(requirement, tiny, "tiny", "many")["many"]["done"] == 1000
+
+
+@pytest.mark.parametrize("requirement", SDKS)
+def test_a_mistake_is_told(tiny: Server, requirement: str) -> None:
+    found = asked(requirement, tiny, "tiny", "refused")["refused"]
+    assert "cross_entropy, importance_sampling, ppo, cispo" in found["message"]
+    assert found["after"] > 0
+
+
+@pytest.mark.parametrize("requirement", SDKS)
+def test_a_killed_client_leaves_nothing_behind(tiny: Server, requirement: str) -> None:
+    command = [*sdk(requirement), str(SCRIPTS / "with_tinker.py"), tiny.url, "tiny", "killed"]
+    done = subprocess.run(command, env=os.environ | ENVIRONMENT, capture_output=True, timeout=300)
+    assert done.returncode in (-9, 137), done.stderr
+    assert tiny.get("/api/v1/training_runs")["training_runs"]
+    wait_for(tiny, lambda: not tiny.get("/api/v1/sessions")["sessions"])
+    assert not tiny.get("/api/v1/training_runs")["training_runs"]
+    assert asked(requirement, tiny, "tiny", "supervised")
+
+
+@pytest.mark.parametrize("requirement", SDKS)
+def test_logprobs_agree_on_the_bundled_model(tmp_path: Path, requirement: str) -> None:
+    server = start("--enable-rl-training", "--checkpoint-dir", str(tmp_path / "run"))
+    try:
+        found = asked(requirement, server, SERVED, "agree")["agree"]
+    finally:
+        stop(server)
+    assert all(close(found["sampled"], found[other], 1e-4) for other in ("forward", "backward", "computed"))
