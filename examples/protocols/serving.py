@@ -1,5 +1,6 @@
 """A server for the examples of this folder, and the curve that they print."""
 
+import signal
 import socket
 import subprocess
 import sys
@@ -22,6 +23,7 @@ def served(*flags: str) -> Iterator[str]:
         return
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that the server ends with the program
     command = [sys.executable, "-m", "mlx_parallm", "serve", "--port", str(port), *LEARNS, *flags]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as server:
         try:
