@@ -116,7 +116,8 @@ class Journal:
     """What the journal of a run says of groups. A group is known by its tokens and logprobs."""
 
     def __init__(self, folder: Path) -> None:
-        with closing(sqlite3.connect(folder / "run" / "journal.sqlite")) as database:
+        file = (folder / "run" / "journal.sqlite").as_uri()
+        with closing(sqlite3.connect(f"{file}?mode=ro", uri=True)) as database:
             rows = database.execute("SELECT trajectory_id, group_id, body FROM intake WHERE kind = 'trajectory'")
             self.intake = {one: (group, json.loads(body)) for one, group, body in rows}
             self.ends = dict(database.execute("SELECT trajectory_id, state FROM ends"))
@@ -139,6 +140,14 @@ class Journal:
             (*body["prompt_ids"], *body["completion_ids"], *body["sampling_logprobs"])
             for _, body in self.intake.values()
         )
+
+
+def groups_in_journal(folder: Path) -> int:
+    """0 before the server has made the journal's tables."""
+    try:
+        return len(Journal(folder).groups)
+    except sqlite3.OperationalError:
+        return 0
 
 
 def sent(folder: Path) -> int:
@@ -168,7 +177,7 @@ def test_no_group_is_trained_twice_while_each_process_is_killed_in_turn(
 
         def has_enough(enough: int = enough) -> bool:
             processes.keep()
-            return (tmp_path / "run" / "journal.sqlite").exists() and len(Journal(tmp_path).groups) >= enough
+            return groups_in_journal(tmp_path) >= enough
 
         wait(has_enough, SETTLE_S)
         processes.kill(victim)
