@@ -211,8 +211,9 @@ def test_kl_to_the_base_is_an_unbiased_estimate_however_the_update_is_split(
     pairs = [(drawn_logprobs(s), plain_logprobs(trainer, model, None, s)) for s in drawn]
     of_sample = {id(s): kl([pair]) for s, pair in zip(drawn, pairs, strict=True)}
 
+    update = Accumulation(policy, drawn, SETTINGS.loss, micro_batch_tokens)
+
     def estimate(step: int) -> float:
-        update = Accumulation(policy, drawn, SETTINGS.loss, micro_batch_tokens)
         policy.restore(replace(policy.state, step=step))
         picked = update.sampled_batches()
         assert len(picked) == 6

@@ -159,6 +159,11 @@ class Accumulation:
                 of_sample[id(sample)], start = logprobs[start:stop], stop
         return of_sample
 
+    @cached_property
+    def _small_batches(self) -> list[SampleBatch]:
+        samples = [sample for batch in self.batches for sample in batch.samples]
+        return list(split_samples(samples, min(self._max_tokens, _KL_TOKENS)))
+
     def sampled_batches(self) -> list[SampleBatch]:
         """About a quarter of the samples in batches of their own, at least one batch, drawn so that the mean of their
         means is an unbiased estimate of the mean over all tokens. They may be smaller than those of micro-steps.
@@ -167,8 +172,7 @@ class Accumulation:
         spaced tokens are picked. The batch of each picked token is taken, so a batch may come twice. The number of the
         policy's step is the seed, so that a replayed update picks the same batches.
         """
-        samples = [sample for batch in self.batches for sample in batch.samples]
-        batches = list(split_samples(samples, min(self._max_tokens, _KL_TOKENS)))
+        batches = self._small_batches
         ends = list(accumulate(batch.trained_tokens for batch in batches))
         picks = math.ceil(len(ends) / _KL_SAMPLING)
         start = random.Random(self.policy.state.step).random()
