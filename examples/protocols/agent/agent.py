@@ -40,10 +40,11 @@ def words(text: str) -> list[str]:
 
 
 def reward(answers: list[str], right: str) -> float:
-    """The right word's share of the last answer; half of it if the agent had to ask twice."""
+    """How brief the last answer is, and whether it is right; half of that if the agent had to ask twice."""
     said = words(answers[-1])
     wrong = {"positive": "negative", "negative": "positive"}[right]
-    return 0.0 if wrong in said else said.count(right) / max(len(said), 1) / len(answers)
+    brief, is_right = 1 / max(len(said), 1), right in said and wrong not in said
+    return (brief + is_right) / 2 / len(answers)
 
 
 def episode(url: str, group: str, number: int, task: dict) -> float:
