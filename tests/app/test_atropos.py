@@ -102,7 +102,9 @@ async def test_a_server_trains_on_batches_beside_what_it_collects(tmp_path: Path
     async with serving(server(tmp_path, rl_training__atropos_url=api.url)) as client:
         status = await updates(client, 1)
         assert (status["trajectories_collected"], status["reward_mean"]) == (4, 0.5)
-        shown = (await client.get("/debug/trajectories")).json()["data"]
+        shown: list[dict[str, object]] = [{"state": "training"}]
+        while any(each["state"] == "training" for each in shown):  # the version is live a moment before they are done
+            shown = (await client.get("/debug/trajectories")).json()["data"]
         assert {(each["lora_adapter"], each["finish_reason"], each["state"]) for each in shown} == {
             (None, None, "trained")
         }

@@ -33,7 +33,7 @@ async def test_chat_completions_models(serving):
         assert chat._request_id == chat.id
         completion = await client.completions.create(model=MODEL, prompt="x", max_tokens=2, logprobs=1)
         assert (completion.choices[0].text, completion.choices[0].finish_reason) == ("Hi", "length")
-        assert [model.id async for model in client.models.list()] == [MODEL]
+        assert [model.id async for model in client.models.list()] == [MODEL, "base-model", "base"]
         assert (await client.models.retrieve(MODEL)).id == MODEL
 
 
@@ -49,7 +49,7 @@ async def test_an_adapter_is_a_model(serving, engine, adapters):
         )
         assert raw.headers["x-lora-adapter"] == "math@1"
         assert {request.adapter for request in engine.requests} == {math}
-        assert [model.id async for model in client.models.list()] == [MODEL, "math"]
+        assert [model.id async for model in client.models.list()] == [MODEL, "base-model", "base", "math"]
         assert (await client.models.retrieve("math")).parent == MODEL
 
 
