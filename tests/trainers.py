@@ -147,6 +147,25 @@ def leaves(policy: Policy) -> dict[str, np.ndarray]:
     return {name: np.array(leaf) for name, leaf in tree_flatten(policy.params)}
 
 
+def plain_gradients(
+    trainer: GRPOTrainer, model: nn.Module, policy: Policy, drawn: Sequence[Sample]
+) -> dict[str, np.ndarray]:
+    """Of −Σ logπ / ΣT, by plain forwards of the served model that MLX differentiates through every logit."""
+    total = sum(len(sample.trained()) for sample in drawn)
+
+    def plain(params: Params) -> mx.array:
+        value = mx.array(0.0)
+        for sample in drawn:
+            with trainer.model.bank.using(everywhere(params, policy.scale)):
+                logits = model(mx.array([sample.token_ids]))[0]
+            logp = logits - mx.logsumexp(logits, -1, keepdims=True)
+            targets = mx.array([sample.token_ids[at] for at in sample.trained()])
+            value = value - logp[mx.array(sample.trained()) - 1, targets].sum() / total
+        return value
+
+    return {name: np.array(leaf) for name, leaf in tree_flatten(mx.grad(plain)(policy.params))}
+
+
 def gradients(trainer: GRPOTrainer, policy: Policy, drawn: Sequence[Sample]) -> dict[str, np.ndarray]:
     """Of one update over `drawn`, before clipping."""
     update = Recorder(policy)

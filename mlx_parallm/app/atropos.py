@@ -17,8 +17,8 @@ ENDLESS = 10**9
 
 
 def registration(config: Config, served: Served, step: int, steps: int = ENDLESS) -> Registration:
-    """What environments are told of this trainer. `step`: steps that were made before."""
-    assert served.run is not None  # whoever trains keeps checkpoints
+    """How this trainer describes itself to environments. `step`: steps that were made before."""
+    assert served.run is not None  # a server that trains has a run
     return Registration(
         batch_size=config.rl_training.update_frequency,
         max_token_len=served.card.context_length,

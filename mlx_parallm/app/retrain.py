@@ -265,7 +265,7 @@ class _Host:
         future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
-        except BaseException:  # Ctrl-C too
+        except BaseException:  # Ctrl-C too: the work must not go on when nobody waits for it
             future.cancel()
             raise
 

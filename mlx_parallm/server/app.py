@@ -89,7 +89,7 @@ def create_app(
     find these parts on `app.state.services` (a `Services`).
 
     Args:
-        atropos: what environments of Atropos are told of this trainer; None: its API is not served.
+        atropos: how this trainer describes itself to environments of Atropos; None: its API is not served.
         tinker: limits of the Tinker API.
     """
     gate = SequenceGate(config.max_batch_size + config.max_queued)

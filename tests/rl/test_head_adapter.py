@@ -16,13 +16,13 @@ from trainers import (
     SETTINGS,
     Recorder,
     assert_close,
-    everywhere,
     gradients,
     learn,
     logprobs,
     make_policy,
     make_trainer,
     packed,
+    plain_gradients,
     plain_logprobs,
     samples,
     snapshot,
@@ -68,18 +68,7 @@ def test_gradients_equal_those_of_a_full_log_softmax(name: str, checkpointed: bo
     """−Σ logπ / ΣT of plain forwards of the served model, differentiated by MLX itself through every logit."""
     trainer, model = trainer_of(name, lora, gradient_checkpointing=checkpointed)
     policy, drawn = make_policy(trainer, moved=0.05), samples(4)
-    total = sum(len(answer(sample)) for sample in drawn)
-
-    def plain(params):
-        value = mx.array(0.0)
-        for sample in drawn:
-            with trainer.model.bank.using(everywhere(params, policy.scale)):
-                logits = model(mx.array([sample.token_ids]))[0]
-            logp = logits - mx.logsumexp(logits, -1, keepdims=True)
-            value = value - logp[mx.array(sample.trained()) - 1, mx.array(answer(sample))].sum() / total
-        return value
-
-    want = {leaf: np.array(array) for leaf, array in tree_flatten(mx.grad(plain)(policy.params))}
+    want = plain_gradients(trainer, model, policy, drawn)
     assert sum("lm_head" in leaf for leaf in want) == 2
     assert_close(gradients(trainer, policy, drawn), want, 1e-5)
 

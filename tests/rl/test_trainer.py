@@ -23,7 +23,6 @@ from trainers import (
     SETTINGS,
     SINGLE,
     assert_close,
-    everywhere,
     gradients,
     learn,
     leaves,
@@ -31,6 +30,7 @@ from trainers import (
     make_policy,
     make_trainer,
     packed,
+    plain_gradients,
     plain_logprobs,
     samples,
     snapshot,
@@ -100,18 +100,7 @@ def test_gradients_equal_those_of_a_full_log_softmax(family: str, checkpointed: 
     trainer, model = make_trainer(settings, family)
     policy = make_policy(trainer, moved=0.05)
     drawn = samples(4)
-    total = sum(len(answer(sample)) for sample in drawn)
-
-    def plain(params):
-        value = mx.array(0.0)
-        for sample in drawn:
-            with trainer.model.bank.using(everywhere(params, policy.scale)):
-                logits = model(mx.array([sample.token_ids]))[0]
-            logprobs = logits - mx.logsumexp(logits, -1, keepdims=True)
-            value = value - logprobs[mx.array(sample.trained()) - 1, mx.array(answer(sample))].sum() / total
-        return value
-
-    want = {name: np.array(leaf) for name, leaf in tree_flatten(mx.grad(plain)(policy.params))}
+    want = plain_gradients(trainer, model, policy, drawn)
     assert_close(gradients(trainer, policy, drawn), want, 1e-5)
 
 

@@ -1,4 +1,4 @@
-"""The environments that have registered, and what each is told of the queue."""
+"""The environments that have registered, and the state of the queue as each of them sees it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mlx_parallm.rl.atropos.source import SOURCE
 from mlx_parallm.server.protocols.atropos.schema import RegisterEnv
 
 LEAST_WEIGHT = 0.01
-"""Atropos' MIN_ENV_WEIGHT: what an environment is told at least."""
+"""Atropos' MIN_ENV_WEIGHT, the lower bound of `env_weight` in answers."""
 
 MAX_ENVIRONMENTS = 1024
 FORGOTTEN_AFTER_S = 60.0
@@ -89,7 +89,7 @@ class Environments:
         self._by_id.clear()
 
     def status(self, env_id: int, sizes: Mapping[str, Sequence[int]]) -> dict[str, float | int]:
-        """What an environment is told of the queue, computed as Atropos does. `sizes`: of waiting groups, by source."""
+        """The answer of /status-env, computed as Atropos does. `sizes`: of waiting groups, by source."""
         environment = self.find(env_id)
         own = sizes.get(environment.source, ())
         largest = max((size for groups in sizes.values() for size in groups), default=1)

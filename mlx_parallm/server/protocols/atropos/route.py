@@ -45,7 +45,7 @@ router = APIRouter(tags=["Atropos"])
 
 @dataclass(frozen=True, slots=True)
 class AtroposParts:
-    """What the routes need besides `Services`, on `app.state.atropos`. `trainer`: what environments are told of it."""
+    """What the routes need besides `Services`, on `app.state.atropos`. `trainer`: how it describes itself."""
 
     trainer: Registration
     training: TrainingClient
