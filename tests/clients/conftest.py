@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
-from clients.running import install_node
+from clients.running import Report, install_node
 from main_job.serving import Server, start, stop
 
 
@@ -26,3 +28,14 @@ def node() -> None:
     if shutil.which("npm") is None:
         pytest.skip("no npm")
     install_node()
+
+
+@pytest.fixture
+def report(record_property: Callable[[str, Any], None]) -> Report:
+    """Reports a figure for the record that `benchmarks/rl_programs.py` writes. The test itself asserts the limit."""
+
+    def record(name: str, value: float, unit: str = "", limit: float | None = None, at_least: bool = False) -> None:
+        fields = {"name": name, "value": value, "unit": unit, "limit": limit, "at_least": at_least}
+        record_property("figure", json.dumps(fields))
+
+    return record

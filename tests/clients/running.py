@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,9 @@ ENVIRONMENT = {
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",
 }
 """Nobody asks a hub, and nobody looks for prices."""
+
+Report = Callable[..., None]
+"""The fixture `report(name, value, unit="", limit=None, at_least=False)`: one figure of `lib.figures`."""
 
 
 def printed(*command: str, at: Path = SCRIPTS, **variables: str) -> str:

@@ -17,11 +17,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import httpx
 import pytest
-from clients.running import ENVIRONMENT, PYTHON, UV, printed
+from clients.running import ENVIRONMENT, PYTHON, UV, Report, printed
 from main_job.serving import COMMAND, free_port
 from tiny import save_tiny
 
@@ -29,6 +30,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "protocols" / "atropos"
 ATROPOS = "atroposlib==0.4.0"
 GROUP, UPDATE, GROUPS = 4, 16, 100
 SETTLE_S = 600
+LEAST_GAIN = 0.05
 
 pytestmark = pytest.mark.timeout(3600)
 
@@ -166,7 +168,7 @@ def processes(tmp_path: Path, with_run_api: bool) -> Iterator[Processes]:
 
 @pytest.mark.parametrize("with_run_api", [False, True])
 def test_no_group_is_trained_twice_while_each_process_is_killed_in_turn(
-    processes: Processes, tmp_path: Path, with_run_api: bool
+    processes: Processes, tmp_path: Path, with_run_api: bool, report: Report
 ) -> None:
     for name in ("api", "server", "environment"):
         if name in processes.commands:
@@ -187,21 +189,28 @@ def test_no_group_is_trained_twice_while_each_process_is_killed_in_turn(
     processes.stop("server")
     journal = Journal(tmp_path)
     waiting = [one for one in journal.intake if one not in journal.ends]
-    print(
-        f"kills {dict(processes.kills)}, groups made {sent(tmp_path)}, in the journal {len(journal.groups)}, "
-        f"trajectories trained {len(journal.trained)}, waiting {len(waiting)}"
-    )
+    most_trained, most_taken = max(Counter(journal.trained).values()), max(journal.contents().values())
+    name = f"Atropos (tiny), {'run-api' if with_run_api else '--atropos-api'}"
+    report(f"{name}: processes killed", processes.kills.total())
+    report(f"{name}: groups that the environment wrote down", sent(tmp_path))
+    report(f"{name}: groups taken", len(journal.groups), limit=GROUPS, at_least=True)
+    report(f"{name}: times that a group was trained at most", most_trained, limit=1)
+    report(f"{name}: trajectories taken and not trained", len(journal.intake) - len(journal.trained))
     assert len(journal.groups) >= GROUPS
-    assert max(Counter(journal.trained).values()) == 1, "trained twice"
-    assert max(journal.contents().values()) == 1, "taken twice"
+    assert most_trained == 1, "trained twice"
+    assert most_taken == 1, "taken twice"
     assert len(journal.trained) >= GROUPS * GROUP / 2
     assert {journal.ends[one] for one in journal.trained} == {"trained"}
     assert len(waiting) < UPDATE + GROUP, "what was taken was trained on, or dropped for a reason"
 
 
 @pytest.mark.parametrize("flags", [(), ("--run-api",)])
-def test_rewards_rise(flags: tuple[str, ...]) -> None:
+def test_rewards_rise(flags: tuple[str, ...], report: Report) -> None:
     output = printed(sys.executable, "train.py", *flags, at=EXAMPLE)
     rewards = [float(value) for value in re.findall(r"^update \d+: reward ([\d.]+)", output, re.MULTILINE)]
     assert len(rewards) >= 6, output
-    assert sum(rewards[-2:]) > sum(rewards[:2]) + 0.1, output
+    gain = fmean(rewards[-2:]) - fmean(rewards[:2])
+    name = f"Atropos, {'run-api' if flags else '--atropos-api'}"
+    report(f"{name}: reward of the first two updates", fmean(rewards[:2]))
+    report(f"{name}: gain of the last two of {len(rewards)} updates", gain, limit=LEAST_GAIN, at_least=True)
+    assert gain >= LEAST_GAIN, output

@@ -103,12 +103,12 @@ def _unpacked(raw: bytes, encoding: str, limit: int) -> bytes:
     import zstandard
 
     try:
-        unpacked = zstandard.ZstdDecompressor().stream_reader(io.BytesIO(raw)).read(limit + 1)
+        unpacked: bytes = zstandard.ZstdDecompressor().stream_reader(io.BytesIO(raw)).read(limit + 1)
     except zstandard.ZstdError as error:
         raise InvalidRequestError(f"The body is not zstd: {error}") from None
     if len(unpacked) > limit:
         raise BodyTooLargeError(f"The unpacked body is over the limit of {limit} bytes.")
-    return cast(bytes, unpacked)
+    return unpacked
 
 
 def _datum(message: Any) -> Datum:
