@@ -62,7 +62,7 @@ def main() -> None:
             ends.enter_context(running(*RUN_API, str(port)))
             flags = ["--atropos-url", api]
         url = ends.enter_context(served("--update-frequency", "32", *flags))
-        folder = ends.enter_context(tempfile.TemporaryDirectory())
+        folder = ends.enter_context(tempfile.TemporaryDirectory()) + "/tokenizer"
         subprocess.run([sys.executable, "-m", "mlx_parallm", "tokenizer", "save", folder], check=True)
         settings = {
             "env.tokenizer_name": folder,
