@@ -101,7 +101,7 @@ async def test_a_model_is_created_trained_saved_and_sampled(client: Client) -> N
     assert scored["loss_fn_outputs"] == [{"logprobs": {"data": [-0.5, -0.5], "dtype": "float32", "shape": [2]}}]
     assert scored["metrics"] == {"loss:sum": 1.5}
     stepped = await client.ask("optim_step", seq_id=2, adam_params=ADAM, type="optim_step")
-    assert stepped["metrics"] == {"grad_norm": 2.0, "step": 1}
+    assert stepped["metrics"] == {"grad_norm": 2.0, "update": 1}
     saved = await client.ask("save_weights", seq_id=3, path="one", overwrite=False, type="save_weights")
     assert saved["path"] == f"tinker://{client.model}/weights/one"
     loaded = await client.ask("load_weights", seq_id=4, path=saved["path"], optimizer=True, type="load_weights")
@@ -167,7 +167,7 @@ async def test_a_repeated_request_runs_once_and_another_one_with_its_number_is_r
     body = {"model_id": client.model, "seq_id": 1, "adam_params": ADAM}
     once, again = await client.post("optim_step", body), await client.post("optim_step", body)
     assert once == again
-    assert (await client.result(once["request_id"]))["metrics"]["step"] == 1
+    assert (await client.result(once["request_id"]))["metrics"]["update"] == 1
     assert await client.post("optim_step", body) == once, "also when it has ended"
     other = {**body, "adam_params": {**ADAM, "learning_rate": 1e-3}}
     assert "seq_id" in (await client.post("optim_step", other, 409))["error"]["message"]
@@ -220,7 +220,7 @@ async def test_a_mistake_fails_the_request_and_not_those_after_it(
     failed = await client.ask("forward_backward", **body)
     assert failed["category"] == "user"
     assert told in failed["error"]
-    assert (await client.ask("optim_step", seq_id=2, adam_params=ADAM))["metrics"]["step"] == 1
+    assert (await client.ask("optim_step", seq_id=2, adam_params=ADAM))["metrics"]["update"] == 1
 
 
 @pytest.mark.parametrize(

@@ -97,4 +97,4 @@ async def test_mistakes(client: Client) -> None:  # noqa: F811
     await asked(client, bomb, 413, **{"content-encoding": "zstd"})
     failed = await client.result((await asked(client, written(client.model, 1, "dro")))["request_id"])
     assert "cross_entropy, importance_sampling, ppo, cispo" in failed["error"]
-    assert (await client.ask("optim_step", seq_id=2, adam_params=ADAM))["metrics"]["step"] == 1
+    assert (await client.ask("optim_step", seq_id=2, adam_params=ADAM))["metrics"]["update"] == 1

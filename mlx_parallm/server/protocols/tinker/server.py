@@ -187,9 +187,8 @@ class TinkerServer:
                 adam.grad_clip_norm or math.inf,
             )
             done = await self.policies.step(model.adapter, settings)
-            names = ("grad_norm", "learning_rate", "loss")
-            metrics = {name: done.metrics[name] for name in names if name in done.metrics}
-            return Fields({"metrics": {**metrics, "step": done.step}, "type": "optim_step"})
+            metrics = {"grad_norm": done.metrics["grad_norm"], "update": done.step}
+            return Fields({"metrics": metrics, "type": "optim_step"})
 
         return self._in_turn(model, body.seq_id, digest, 0, step)
 
