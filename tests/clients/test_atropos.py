@@ -29,7 +29,7 @@ from tiny import save_tiny
 EXAMPLE = Path(__file__).parents[2] / "examples" / "protocols" / "atropos"
 ATROPOS = "atroposlib==0.4.0"
 GROUP, UPDATE, GROUPS = 4, 16, 100
-SETTLE_S = 600
+SETTLE_S, POLL_S = 600, 3
 LEAST_GAIN = 0.05
 
 pytestmark = pytest.mark.timeout(3600)
@@ -44,6 +44,7 @@ class Processes:
         self.port, api_port = free_port(), free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         api = f"http://127.0.0.1:{api_port}" if with_run_api else self.url
+        self.api = api
         feed = ("--atropos-url", api) if with_run_api else ("--atropos-api",)
         self.commands: dict[str, list[str]] = {
             "server": [
@@ -95,6 +96,12 @@ class Processes:
 
     def status(self) -> dict[str, Any]:
         return httpx.get(f"{self.url}/v1/training/status").json()
+
+    def settled(self) -> bool:
+        """Neither the trajectory API nor the trainer holds enough groups for another update."""
+        queued = httpx.get(f"{self.api}/status").json()["queue_size"]
+        status = self.status()
+        return max(queued, status["groups_ready"]) < UPDATE // GROUP and status["state"] != "updating"
 
     def stop(self, name: str) -> None:
         process = self.running.pop(name)
@@ -185,7 +192,9 @@ def test_no_group_is_trained_twice_while_each_process_is_killed_in_turn(
         processes.kill(victim)
     wait(lambda: has_enough(GROUPS), SETTLE_S)
     processes.stop("environment")
-    wait(lambda: processes.status()["state"] != "updating" and processes.status()["groups_ready"] < 4, SETTLE_S)
+    wait(processes.settled, SETTLE_S)
+    time.sleep(POLL_S)  # a batch may have been on its way from the one to the other
+    wait(processes.settled, SETTLE_S)
     processes.stop("server")
     journal = Journal(tmp_path)
     waiting = [one for one in journal.intake if one not in journal.ends]
@@ -209,8 +218,8 @@ def test_rewards_rise(flags: tuple[str, ...], report: Report) -> None:
     output = printed(sys.executable, "train.py", *flags, at=EXAMPLE)
     rewards = [float(value) for value in re.findall(r"^update \d+: reward ([\d.]+)", output, re.MULTILINE)]
     assert len(rewards) >= 6, output
-    gain = fmean(rewards[-2:]) - fmean(rewards[:2])
+    gain = fmean(rewards[-2:]) - rewards[0]
     name = f"Atropos, {'run-api' if flags else '--atropos-api'}"
-    report(f"{name}: reward of the first two updates", fmean(rewards[:2]))
+    report(f"{name}: reward of the first update", rewards[0])
     report(f"{name}: gain of the last two of {len(rewards)} updates", gain, limit=LEAST_GAIN, at_least=True)
     assert gain >= LEAST_GAIN, output

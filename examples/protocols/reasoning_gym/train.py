@@ -5,6 +5,7 @@
 Where no program of yours is needed, `mlx_parallm_train --environment reasoning_gym:NAME` does the same by itself.
 """
 
+import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +17,12 @@ sys.path.append(str(Path(__file__).parents[1]))
 from serving import post, served, show
 
 TASK = "syllogism"
-UPDATES, TASKS_A_STEP, GROUP = 8, 4, 6
+UPDATES, TASKS_A_STEP, GROUP = 10, 8, 4
+
+
+def first_word(answer: str) -> str:
+    """What is scored of an answer, without punctuation, as reasoning-gym writes its own answers to this task."""
+    return "".join(re.findall(r"\w+", answer)[:1])
 
 
 def main() -> None:
@@ -28,9 +34,9 @@ def main() -> None:
             """Asks once for a whole group, and rewards each of its answers by its id."""
             messages = [{"role": "user", "content": entry["question"]}]
             answer = client.chat.completions.create(
-                model="base-model", messages=messages, n=GROUP, max_tokens=6, extra_body={"collect_trajectory": True}
+                model="base-model", messages=messages, n=GROUP, max_tokens=4, extra_body={"collect_trajectory": True}
             )
-            scores = [data.score_answer((choice.message.content or "").strip(), entry) for choice in answer.choices]
+            scores = [data.score_answer(first_word(choice.message.content or ""), entry) for choice in answer.choices]
             for trajectory_id, score in zip(answer.trajectory_ids, scores, strict=True):
                 post(f"{url}/v1/training/feedback", trajectory_id=trajectory_id, score=score)
             return scores
