@@ -100,7 +100,7 @@ def _api(config: Config, server: EngineServer, served: Served) -> EngineApi:
         case EngineKind.SGLANG:
             return SglangApi(server)
         case EngineKind.MAX:
-            return MaxApi(server, settings.model, served.tokenizer)
+            return MaxApi(server, settings.model)
         case EngineKind.MLX:
             return MlxApi(server, settings.model or _model_name(config), served.tokenizer)
         case EngineKind.SHARED | EngineKind.NONE:

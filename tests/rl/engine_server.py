@@ -15,20 +15,24 @@ TRANSCRIPTS = Path(__file__).parent / "transcripts"
 
 class TranscriptServer:
     """`answers`: (route, status, answer) in the order in which the requests must come. `asked`: (route, body).
-    `keys`: the header `Authorization` of each request."""
+    `keys`: the header `Authorization` of each request. NAME in an answer becomes the name of the adapter that was
+    named last."""
 
     def __init__(self, answers: list[tuple[str, int, Any]]) -> None:
         self.answers = list(answers)
         self.asked: list[tuple[str, Any]] = []
         self.keys: list[str | None] = []
+        self._adapter = "NAME"
         self.url = ""
 
     def answer(self, route: str, body: Any) -> tuple[int, Any]:
         self.asked.append((route, body))
+        if isinstance(body, dict):
+            self._adapter = body.get("lora_name", self._adapter)
         if not self.answers or self.answers[0][0] != route:
             return 500, f"{route} is not the next request of the transcript"
         _, status, answer = self.answers.pop(0)
-        return status, answer
+        return status, answer.replace("NAME", self._adapter) if isinstance(answer, str) else answer
 
 
 @contextmanager
@@ -69,6 +73,17 @@ def serving(answers: list[tuple[str, int, Any]]) -> Iterator[TranscriptServer]:
 
 
 def transcript(name: str) -> dict[str, Any]:
-    """`exchanges`: requests and answers, in order. `about`: how it was made."""
+    """What scripts/engine_transcripts wrote. `scenes`: requests and answers in order, by name. `schemas`: JSON schemas
+    of request bodies, by path."""
     made: dict[str, Any] = json.loads((TRANSCRIPTS / f"{name}.json").read_text())
     return made
+
+
+def scene(name: str, which: str = "draw") -> list[dict[str, Any]]:
+    """The requests of a scene, each with the status and the text of its answer."""
+    exchanges: list[dict[str, Any]] = transcript(name)["scenes"][which]
+    return exchanges
+
+
+def answers_of(exchanges: list[dict[str, Any]]) -> list[tuple[str, int, Any]]:
+    return [(exchange["route"], exchange["status"], exchange["answer"]) for exchange in exchanges]

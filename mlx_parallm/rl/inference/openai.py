@@ -45,7 +45,7 @@ class OpenAIApi:
                 await self._server.post(f"{prefix}/{action}", body)
                 return
             except EngineServerError as error:
-                if error.status != 404 or prefix == self.ROUTES[-1]:
+                if not lacks_route(error, body) or prefix == self.ROUTES[-1]:
                     raise
 
     async def draw(self, draw: Draw, adapter: SentAdapter | None) -> list[Sample]:
@@ -73,10 +73,16 @@ class VllmApi(OpenAIApi):
         try:
             await super().load(adapter)
         except EngineServerError as error:
-            if error.status not in (404, 405):
+            if not lacks_route(error, {"lora_name": adapter.name}):
                 raise
             needed = "start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
             raise self._server.unusable(f"takes no LoRA while it runs: {needed}") from error
+
+
+def lacks_route(error: EngineServerError, body: Mapping[str, object]) -> bool:
+    """Whether the server has no such route for LoRAs. A route that exists also answers 404, about an adapter or a
+    folder that it does not find; then it says which adapter."""
+    return error.status in (404, 405) and str(body["lora_name"]) not in str(error)
 
 
 async def first_model(server: EngineServer) -> str:
