@@ -5,10 +5,13 @@ import sys
 from pathlib import Path
 from statistics import fmean
 
+import pytest
 from clients.running import Report, printed
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "protocols" / "retrain" / "run.py"
 LEAST_GAIN = 0.05
+
+pytestmark = pytest.mark.timeout(1800)
 
 
 def test_its_reward_climbs(report: Report) -> None:
