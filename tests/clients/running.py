@@ -12,6 +12,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 SCRIPTS, NODE = HERE / "scripts", HERE / "node"
+EXAMPLES = HERE.parents[1] / "examples" / "protocols"
 LIMIT_S = 1800
 UV = ("uv", "--quiet")
 PYTHON = ("--python", sys.executable)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from statistics import fmean
 
 import pytest
-from clients.running import PYTHON, UV, Report, printed
+from clients.running import EXAMPLES, PYTHON, UV, Report, printed
 from main_job.serving import Server, start, stop
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "protocols"
 HTTPX, OPENAI = "httpx==0.28.1", "openai==3.54.0"
 PACKAGES = {
     "agent/agent.py": (OPENAI,),
@@ -53,5 +51,6 @@ def test_rewards_rise(server: Server, program: str, report: Report) -> None:
     check_curve(printed(*command, at=EXAMPLES), program.partition("/")[0], report)
 
 
-def test_an_example_brings_its_own_server(report: Report) -> None:
-    check_curve(printed(sys.executable, "trl/rollouts.py", at=EXAMPLES), "trl", report)
+@pytest.mark.parametrize("program", ["trl/rollouts.py", "verifiers/train.py"])
+def test_an_example_brings_its_own_server(program: str, report: Report) -> None:
+    check_curve(printed(sys.executable, program, at=EXAMPLES), program.partition("/")[0], report)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clients.running import HERE, PYTHON, UV, printed
+from clients.running import EXAMPLES, PYTHON, UV, printed
 from main_job.serving import Server
 
 from mlx_parallm.cli.main import main
@@ -16,8 +16,9 @@ from mlx_parallm.cli.main import main
 pytestmark = pytest.mark.timeout(900)
 
 PACKAGES = ("--from", "verifiers==0.4.0", "--with", "transformers>=5", "--with", "jinja2")
-ENVIRONMENT = HERE / "verifiers_env"
+ENVIRONMENT = EXAMPLES / "verifiers"
 HARNESS = ("--env.agent.harness.id", "null", "--env.agent.runtime.type", "subprocess")
+"""verifiers' own program, which is started for each turn."""
 ROLLOUTS = ("-n", "2", "-r", "2", "--sampling.max-tokens", "12", "--sampling.temperature", "1.0")
 
 Play = Callable[..., list[dict[str, Any]]]
