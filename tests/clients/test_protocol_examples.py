@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ PACKAGES = {
 """What each of them imports, besides httpx."""
 
 LEAST_GAIN = 0.05
+WITH_TINKER = pytest.mark.skipif(importlib.util.find_spec("tinker") is None, reason="the extra tinker is missing")
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -33,10 +35,16 @@ def server() -> Iterator[Server]:
     stop(running)
 
 
+def curve(output: str, figure: str) -> list[float]:
+    """What an example has printed, by update."""
+    values = [float(value) for value in re.findall(rf"^update \d+: {figure} ([\d.]+)", output, re.MULTILINE)]
+    assert len(values) >= 6, output
+    return values
+
+
 def check_curve(output: str, name: str, report: Report) -> None:
     """The mean reward of the last two updates is above that of the first, whose samples are of the base model."""
-    rewards = [float(value) for value in re.findall(r"^update \d+: reward ([\d.]+)", output, re.MULTILINE)]
-    assert len(rewards) >= 6, output
+    rewards = curve(output, "reward")
     gain = fmean(rewards[-2:]) - rewards[0]
     report(f"{name}: reward of the first update", rewards[0])
     report(f"{name}: gain of the last two of {len(rewards)} updates", gain, limit=LEAST_GAIN, at_least=True)
@@ -54,3 +62,20 @@ def test_rewards_rise(server: Server, program: str, report: Report) -> None:
 @pytest.mark.parametrize("program", ["trl/rollouts.py", "verifiers/train.py"])
 def test_an_example_brings_its_own_server(program: str, report: Report) -> None:
     check_curve(printed(sys.executable, program, at=EXAMPLES), program.partition("/")[0], report)
+
+
+@WITH_TINKER
+def test_rewards_rise_with_tinkers_sdk(report: Report) -> None:
+    check_curve(printed(sys.executable, "tinker/rl.py", at=EXAMPLES), "tinker", report)
+
+
+@WITH_TINKER
+def test_the_loss_falls_with_tinkers_sdk(report: Report) -> None:
+    output = printed(sys.executable, "tinker/sl.py", at=EXAMPLES)
+    losses = curve(output, "loss")
+    report("tinker: loss of the first update", losses[0])
+    report(f"tinker: its share after {len(losses)} updates", losses[-1] / losses[0], limit=0.2)
+    assert losses[-1] < 0.2 * losses[0], losses
+    found = re.search(r"held-out questions: (\d+) before, (\d+) after", output)
+    assert found is not None
+    assert int(found[2]) > int(found[1]), output
