@@ -17,7 +17,7 @@ from statistics import fmean
 sys.path.append(str(Path(__file__).parents[1]))
 from serving import post, served, show
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
 UV = ("uv", "tool", "run", "--python", sys.executable)
 VF_EVAL = (*UV, "--from", "verifiers==0.4.0", "--with", "transformers>=5", "--with", "jinja2", "vf-eval")
 RENDERER = ("--client.renderer.name", "custom", "--client.renderer.import-path", "chatml.py:ChatMLRenderer")
