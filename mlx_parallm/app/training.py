@@ -55,7 +55,7 @@ def build_trainer(
     head = bank.layout.head
     head_rank = config.model.lora_rank if head is not None and head.target in config.model.lora_target_modules else 0
     training = micro_steps_sized(config.rl_training, manager, bank, memory, stall_s, head_rank)
-    return GRPOTrainer(trainable(training, manager, bank, memory, head_rank), training, config.model)
+    return GRPOTrainer(trainable(training, manager, bank, memory), training, config.model)
 
 
 def micro_steps_sized(
@@ -67,21 +67,22 @@ def micro_steps_sized(
     head_rank: int = 0,
 ) -> ResolvedTraining:
     """The settings with micro-steps as large as memory and time allow, unless their size is configured. `head_rank`:
-    see `Footprint`."""
+    see `Footprint`; that of the configured layout, because the size is the same for all adapters."""
     checkpointed = training.gradient_checkpointing is not False
     tokens = footprint_of(manager, bank, head_rank).micro_batch_tokens(memory, stall_s, on_cpu(), checkpointed)
     return training.resolved(manager.kv_layout.dtype == mx.float32, tokens)
 
 
 def trainable(
-    training: ResolvedTraining, manager: SharedModelManager, bank: AdapterBank, memory: int, head_rank: int = 0
+    training: ResolvedTraining, manager: SharedModelManager, bank: AdapterBank, memory: int
 ) -> TrainableModel:
-    """The model with gradients, which keeps all activations of a micro-step as `gradient_checkpointing` says.
-    `head_rank`: see `Footprint`."""
-    checkpointing, footprint = training.gradient_checkpointing, footprint_of(manager, bank, head_rank)
+    """The model with gradients, which keeps all activations of a micro-step as `gradient_checkpointing` says."""
+    checkpointing, footprint = training.gradient_checkpointing, footprint_of(manager, bank)
 
-    def recomputes(tokens: int, context: int) -> bool:
-        return not footprint.fits(tokens, context, False, memory) if checkpointing is None else checkpointing
+    def recomputes(tokens: int, context: int, head_rank: int) -> bool:
+        if checkpointing is not None:
+            return checkpointing
+        return not replace(footprint, head_rank=head_rank).fits(tokens, context, False, memory)
 
     return TrainableModel(manager.model, bank, install_hook(manager.model), recomputes)
 

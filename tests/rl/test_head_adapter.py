@@ -61,6 +61,16 @@ def trainer_of(name: str, lora: ModelConfig, **settings: Any) -> tuple[GRPOTrain
     return make_trainer(made, family, lora, **config)
 
 
+@pytest.mark.parametrize(("lora", "rank"), [(LORA, 0), (changed(HEAD_ONLY, lora_rank=3), 3)], ids=["none", "its own"])
+def test_the_rank_of_the_heads_adapter_is_known_before_a_pass(lora: ModelConfig, rank: int) -> None:
+    """It needs memory, and a policy may have targets and a rank that are not the configured ones."""
+    trainer, _ = trainer_of("tied llama", WITH_HEAD)
+    asked: list[int] = []
+    trainer.model.recomputes = lambda tokens, longest, head_rank: bool(asked.append(head_rank))
+    learn(trainer, trainer.open("own", lora=lora), samples(4))
+    assert set(asked) == {rank}
+
+
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("lora", [WITH_HEAD, HEAD_ONLY], ids=["layers and head", "head"])

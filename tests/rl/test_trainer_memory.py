@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable
 from concurrent.futures import Future
 
 import mlx.core as mx
@@ -18,6 +17,7 @@ from mlx_parallm.config import ModelConfig, ResolvedTraining
 from mlx_parallm.errors import StepFailedError
 from mlx_parallm.rl.events import UpdateOutcome
 from mlx_parallm.rl.learn.accumulation import Accumulation
+from mlx_parallm.rl.learn.model import Recomputes
 from mlx_parallm.rl.learn.pacing import Pacer
 from mlx_parallm.rl.learn.trainer import GRPOTrainer
 from mlx_parallm.rl.objectives.batches import UpdateBatch
@@ -129,7 +129,7 @@ def test_activations_grow_with_the_micro_step() -> None:
 
 
 def test_only_micro_steps_that_are_too_large_are_recomputed_and_gradients_are_the_same() -> None:
-    def params(recomputes: Callable[[int, int], bool]) -> list[mx.array]:
+    def params(recomputes: Recomputes) -> list[mx.array]:
         trainer = large(changed(LARGE, micro_batch_tokens=30), LORA)
         trainer.model.recomputes = recomputes
         policy = make_policy(trainer, moved=0.05)
@@ -137,7 +137,7 @@ def test_only_micro_steps_that_are_too_large_are_recomputed_and_gradients_are_th
         return [leaf for _, leaf in tree_flatten(policy.params)]
 
     asked: list[tuple[int, int]] = []
-    some = params(lambda tokens, longest: asked.append((tokens, longest)) or tokens > 25)
+    some = params(lambda tokens, longest, _: asked.append((tokens, longest)) or tokens > 25)
     assert {tokens > 25 for tokens, _ in asked} == {True, False}
     assert all(longest <= tokens for tokens, longest in asked)
     for mine, always in zip(some, params(lambda *_: True), strict=True):

@@ -36,6 +36,11 @@ Params = Mapping[str, Mapping[str, mx.array]]
 """LoRA factors by the path of their linear: {"a": [in, rank], "b": [rank, out]}, float32."""
 
 
+Recomputes = Callable[[int, int, int], bool]
+"""(tokens of a pass, tokens of its longest row, largest rank of its head's adapters, 0 for none) → whether each layer
+is computed again in the backward pass, instead of keeping its activations."""
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """`tokens` consecutive tokens, or positions of the head, that use the same LoRA factors."""
@@ -51,16 +56,13 @@ class TrainableModel:
     Args:
         model: its linear layers are the adapted ones of `bank`.
         style: how the model computes attention, from `install_hook`.
-        recomputes: whether a pass of so many tokens, the longest row of which has so many, should compute each layer
-            again in the backward pass, instead of keeping its activations.
+        recomputes: asked before each pass.
 
     Raises:
         UnsupportedModelError: the model computes attention in its own code, or has no trunk with a list of layers.
     """
 
-    def __init__(
-        self, model: nn.Module, bank: AdapterBank, style: AttentionStyle, recomputes: Callable[[int, int], bool]
-    ) -> None:
+    def __init__(self, model: nn.Module, bank: AdapterBank, style: AttentionStyle, recomputes: Recomputes) -> None:
         trunk = trunk_of(model)
         if style is not AttentionStyle.HOOKED or trunk is None:
             raise UnsupportedModelError(
@@ -102,13 +104,20 @@ class TrainableModel:
             spans: the LoRA factors of all tokens, in order; None: the base model.
         """
         stream, longest = PackedStream.of(branches), max(branch.longest for branch in branches)
-        context = None if spans is None else TrainingContext(tuple(spans), self.recomputes(tokens.size, longest))
+        context = None
+        if spans is not None:
+            recomputed = self.recomputes(tokens.size, longest, self._head_rank(spans))
+            context = TrainingContext(tuple(spans), recomputed)
         self._outputs.clear()
         with self.bank.using(context):
             hidden: mx.array = self._trunk(tokens[:, None], cache=[stream] * len(self._trunk.layers))
         outputs = tuple(self._outputs)
         self._outputs.clear()
         return hidden[:, 0], outputs
+
+    def _head_rank(self, spans: Sequence[Span]) -> int:
+        path = self.head_path
+        return max((span.params[path]["a"].shape[-1] for span in spans if path in span.params), default=0)
 
 
 @dataclass(frozen=True, slots=True)
