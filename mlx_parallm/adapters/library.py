@@ -106,7 +106,7 @@ class AdapterLibrary:
     def discover(self) -> Iterator[tuple[str, AdapterFile]]:
         """Yields the name and the content of each adapter in the folder. Skips unusable ones with a warning."""
         for path in sorted(self._folder.iterdir()) if self._folder else ():
-            if not (path / "adapter_config.json").is_file():
+            if not has_adapter(path):
                 continue
             try:
                 yield check_name(path.name), self.read(path.name)
@@ -125,6 +125,11 @@ class AdapterLibrary:
 
 def _zeros(rows: int, columns: int) -> NDArray[np.float32]:
     return np.zeros((rows, columns), np.float32)
+
+
+def has_adapter(folder: Path) -> bool:
+    """Whether a folder seems to be an adapter's."""
+    return (folder / CONFIG_FILE).is_file()
 
 
 def stamp_of(folder: Path) -> FolderStamp:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from mlx_parallm.adapters.checkpoints.store import CheckpointStore
 from mlx_parallm.adapters.files.read import AdapterFile, FormatName
-from mlx_parallm.adapters.library import AdapterLibrary, FolderStamp, info_of_file, name_of_folder
+from mlx_parallm.adapters.library import AdapterLibrary, FolderStamp, has_adapter, info_of_file, name_of_folder
 from mlx_parallm.adapters.registry import AdapterRegistry
 from mlx_parallm.adapters.store import AdapterStore
 from mlx_parallm.adapters.weights import AdapterWeights, Version, VersionInfo
@@ -40,6 +40,7 @@ class AdapterService:
     Args:
         store: its statistics are read on the event loop; all else that it does runs on the device thread.
         reserved: names that no adapter may have, such as the model's own.
+        default_folder: the folder of the adapter for requests that name none.
     """
 
     def __init__(
@@ -48,12 +49,14 @@ class AdapterService:
         store: AdapterStore,
         library: AdapterLibrary,
         reserved: frozenset[str] = frozenset(),
+        default_folder: Path | None = None,
     ) -> None:
         self._device = device
         self._store = store
         self._registry: AdapterRegistry = store.registry
         self._library = library
         self._reserved = reserved
+        self._default_folder = default_folder
         self._publishing = asyncio.Lock()
         self._loading_folder = asyncio.Lock()
         # Of the folders that `load_folder` has read: their stamps at that time, and the names of their adapters.
@@ -123,6 +126,13 @@ class AdapterService:
                 name = (await self._load_file(name_of_folder(folder), file, replace=True)).ref.name
             self._folders[folder] = (stamp, name)
             return name
+
+    async def default_name(self) -> str | None:
+        """See `core.AdapterClient.default_name`."""
+        folder = self._default_folder
+        if folder is None or not await asyncio.to_thread(has_adapter, folder):
+            return None
+        return await self.load_folder(str(folder.absolute()))
 
     def _unchanged(self, folder: Path, stamp: FolderStamp) -> str | None:
         """The name that `load_folder` has given the folder, if the folder has this stamp still and the name is live."""

@@ -37,7 +37,8 @@ def build_store(
     adapters = config.adapters
     keep = config.checkpointing.keep_n_checkpoints
     checkpoints = CheckpointStore(run.path, bank.layout, manager.fingerprint, bank.max_rank, keep) if run else None
-    roots = (*adapters.allowed_adapter_roots, *((adapters.adapter_dir,) if adapters.adapter_dir else ()))
+    others = (adapters.adapter_dir, adapters.serve_folder)
+    roots = (*adapters.allowed_adapter_roots, *(folder for folder in others if folder))
     library = AdapterLibrary(bank.layout, bank.max_rank, adapters.adapter_dir, roots, checkpoints)
     registry = AdapterRegistry(
         adapters.default_adapter,

@@ -186,7 +186,7 @@ def build(config: Config, processor: ContinuousBatchProcessor, run: Run | None) 
     name, *aliases = config.server.served_model_name or (manager.card.name,)
     card = replace(manager.card, name=name, aliases=tuple(aliases), context_length=runner.cache.longest_row)
     store, library = build_store(manager, bank, config, run, processor.wake, card.names)
-    adapters = AdapterService(processor, store, library, reserved=frozenset(card.names))
+    adapters = AdapterService(processor, store, library, frozenset(card.names), config.adapters.serve_folder)
     tokenizer = manager.tokenizer
     schedule = device_schedule(config, on_cpu())
     trainer = build_trainer(manager, bank, config, runner.cache.device.budget_bytes, schedule.max_decode_stall_s)

@@ -86,6 +86,7 @@ FLAGS = (
     Flag("--max-lora-rank", "adapters.max_lora_rank", "RANK"),
     Flag("--default-adapter", "adapters.default_adapter", "NAME"),
     Flag("--serve-adapter", "adapters.serve", "NAME_OR_CHECKPOINT"),
+    Flag("--serve-adapter-folder", "adapters.serve_folder", "DIR"),
     Flag("--checkpoint-dir", "checkpointing.checkpoint_dir", "DIR", alias="--run"),
     Flag("--checkpoint-interval", "checkpointing.interval", "UPDATES"),
     Flag("--checkpoint-minutes", "checkpointing.minutes", "MINUTES"),

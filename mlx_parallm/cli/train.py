@@ -26,7 +26,7 @@ _WITHOUT_FLAGS = frozenset(
     (
         *_FIXED,
         *(f"server.{name}" for name in (*_HTTP, "shutdown_timeout")),
-        *("adapters.serve", "adapters.allowed_adapter_roots", "rl_training.update_frequency"),
+        *("adapters.serve", "adapters.serve_folder", "adapters.allowed_adapter_roots", "rl_training.update_frequency"),
     )
 )
 """Keys that have no effect on a training run."""

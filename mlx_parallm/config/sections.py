@@ -269,6 +269,11 @@ class AdaptersConfig(Section):
     """What answers requests that name no adapter: a name, name@version, or a checkpoint of the default adapter
     (checkpoint-7, latest or a tag). null means the base model.
     """
+    serve_folder: Folder | None = None
+    """Folder of the adapter that answers requests which name none. It is loaded again when its files have been written
+    since, so a program that saves its weights there need not tell the server. Until it has an adapter, serve says what
+    answers. null means no folder.
+    """
 
 
 class CheckpointingConfig(Section):

@@ -212,6 +212,15 @@ class AdapterClient(Protocol):
         """
         ...
 
+    async def default_name(self) -> str | None:
+        """The name of the adapter that requests without one get because of `adapters.serve_folder`, loaded as
+        `load_folder` does. None: the route says what they get, because there is no such folder or no adapter in it yet.
+
+        Raises:
+            InvalidRequestError: the files are not an adapter that fits this model.
+        """
+        ...
+
     async def unload(self, selector: str) -> tuple[AdapterRef, ...]:
         """Removes all versions of a name, or one version. Running sequences continue to their end.
 

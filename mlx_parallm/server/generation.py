@@ -128,7 +128,7 @@ class GenerationResponse(Response):
         if not services.engine.stats().alive:
             raise EngineDeadError("the device thread is not running")
         with services.gate.reserve(sequences), ExitStack() as lease:
-            name = selector.name if selector.folder is None else await services.load_folder(selector.folder)
+            name = await services.adapter_name(selector)
             with adapter_named_by(selector.param, name):
                 adapter = lease.enter_context(services.adapters.lease(name))
             collection = await self._collection(scope, adapter) if body.collect_trajectory else None

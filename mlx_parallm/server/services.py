@@ -29,7 +29,7 @@ from mlx_parallm.server.errors import AsleepError, DrainingError, InferenceDisab
 from mlx_parallm.server.http.workers import Workers
 from mlx_parallm.server.lifecycle import Lifecycle, SequenceGate, SleepSwitch
 from mlx_parallm.server.metrics import ServerMetrics
-from mlx_parallm.server.planning import adapter_named_by
+from mlx_parallm.server.planning import AdapterSelector, adapter_named_by
 from mlx_parallm.server.protocols.tinker.server import TinkerServer
 
 
@@ -76,16 +76,21 @@ class Services:
         if self.sleep.asleep:
             raise AsleepError("asleep")
 
-    async def load_folder(self, path: str) -> str:
-        """Loads the adapter in a folder, if it is not loaded yet, and returns its name.
+    async def adapter_name(self, selector: AdapterSelector) -> str | None:
+        """What `AdapterClient.lease` needs for a request: the name that it has, or that of a folder's adapter, which is
+        loaded if it is not loaded yet.
 
         Raises:
-            InvalidRequestError: the folder cannot be loaded; the error names the field `adapters`.
+            InvalidRequestError: the folder cannot be loaded; the error names the field `adapters` if that has it.
         """
+        if selector.name is not None and selector.folder is None:
+            return selector.name
+        folder = selector.folder
+        loading = self.adapters.default_name() if folder is None else self.adapters.load_folder(folder)
         try:
-            return await self.lifecycle.run_to_end(self.adapters.load_folder(path))
+            return await self.lifecycle.run_to_end(loading)
         except InvalidRequestError as error:
-            raise type(error)(str(error), param="adapters") from None
+            raise type(error)(str(error), param=selector.param) from None
 
     def find(self, selector: str, param: str) -> AdapterCard:
         """The card of an adapter version. Raises UnknownModelError, naming `param`, if `selector` names none."""

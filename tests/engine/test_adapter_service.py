@@ -95,7 +95,7 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
 
     processor = ContinuousBatchProcessor(build, debug=True)
     await asyncio.to_thread(processor.start)
-    service = AdapterService(processor, made[0], library, reserved=frozenset({"tiny"}))
+    service = AdapterService(processor, made[0], library, frozenset({"tiny"}), root / "live")
     yield World(processor, service, made[0], registry, root)
     await asyncio.to_thread(processor.stop)
 
@@ -171,6 +171,18 @@ async def test_a_folder_whose_files_were_written_again_is_loaded_again(world: Wo
     (world.root / "m" / "adapter_config.json").write_text("{")
     with pytest.raises(InvalidRequestError):
         await world.service.load_folder("m")
+
+
+async def test_the_served_folder_may_be_filled_later_and_written_again(world: World) -> None:
+    assert await world.service.default_name() is None
+    (world.root / "live").mkdir()
+    assert await world.service.default_name() is None, "the files come one after the other"
+    first = world.write("live", 1)
+    assert (name := await world.service.default_name()) is not None
+    assert await world.generate(name) == (AdapterRef(name, 1), expected(first))
+    second = world.write("live", 2)
+    assert await world.service.default_name() == name
+    assert await world.generate(name) == (AdapterRef(name, 2), expected(second))
 
 
 async def test_a_folder_that_was_loaded_under_a_name_keeps_it(world: World) -> None:

@@ -27,8 +27,8 @@ class FakeAdapters:
     """Versions without weights: every `load` and `publish` is a new one, which its name then means.
 
     `error`: what the next awaited call raises. `hold`: awaited calls wait for `resume`, having set `held`.
-    `asked`: every selector that a lease or a lookup was asked for. `folders`: every path of `load_folder`. `leased`
-    counts the leases held now.
+    `asked`: every selector that a lease or a lookup was asked for. `folders`: every path of `load_folder`. `default`:
+    the result of `default_name`. `leased` counts the leases held now.
     """
 
     def __init__(self):
@@ -38,6 +38,7 @@ class FakeAdapters:
         self.saved = []
         self.asked = []
         self.folders = []
+        self.default = None
         self.leased = 0
         self.error = None
         self.hold = False
@@ -74,6 +75,10 @@ class FakeAdapters:
         await self._work()
         self.folders.append(path)
         return self.publish("in-folder").name
+
+    async def default_name(self):
+        await self._work()
+        return self.default
 
     async def unload(self, selector):
         await self._work()

@@ -63,6 +63,20 @@ async def test_mlx_lms_field_may_give_an_adapters_folder(client, engine, adapter
 
 
 @both_endpoints
+@both_ways
+@pytest.mark.parametrize("fields", [{}, {"model": BASE}])
+async def test_a_request_without_an_adapter_gets_that_of_the_served_folder(
+    client, engine, adapters, path, stream, fields
+):
+    adapters.default = adapters.publish("in-folder").name
+    response = await client.post(path, json={**BODIES[path], **fields, "stream": stream})
+    assert set(said(response)) == {("in-folder", "in-folder@1")}
+    await client.post(path, json={**BODIES[path], "model": "base"})
+    assert engine.requests[-1].adapter == BASE_ADAPTER
+    assert (adapters.leased, client.app.state.services.gate.held) == (0, 0)
+
+
+@both_endpoints
 @pytest.mark.parametrize("kind", [InvalidRequestError, AdapterFileError])
 async def test_a_folder_that_is_refused_is_the_fault_of_adapters(client, engine, adapters, fault, path, kind):
     adapters.error = kind("no directory inside the allowed roots", "lora_path")

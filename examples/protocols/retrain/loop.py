@@ -1,6 +1,6 @@
 """A reinforcement loop with retrain's own helper: it samples over HTTP and makes the updates in PyTorch.
 
-    python loop.py SERVER_URL MODEL_DIR ADAPTER_DIR STEPS
+    python loop.py SERVER_URL MODEL_DIR ADAPTER_DIR STEPS ENGINE
 
 The reward of an answer is higher the fewer words it has. Run by `run.py`.
 """
@@ -18,9 +18,9 @@ def reward_of(text: str) -> float:
     return 1 / (1 + len(text.split()))
 
 
-def main(url: str, model: str, adapters: str, steps: int) -> None:
+def main(url: str, model: str, adapters: str, steps: int, engine: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
-    helper = LocalTrainHelper(model, adapters, "cpu", lora_rank=8, engine_type="mlx", inference_url=url)
+    helper = LocalTrainHelper(model, adapters, "cpu", lora_rank=8, engine_type=engine, inference_url=url)
     prompts = [
         tokenizer.apply_chat_template(
             [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=False
@@ -49,4 +49,4 @@ def main(url: str, model: str, adapters: str, steps: int) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4], int(sys.argv[4]))
+    main(*sys.argv[1:4], int(sys.argv[4]), sys.argv[5])

@@ -1,6 +1,6 @@
-"""retrain trains with PyTorch and samples from this project's server: its `mlx` engine, unmodified.
+"""retrain trains with PyTorch and samples from this project's server: its `mlx` or `openai` engine, unmodified.
 
-    uv run python examples/protocols/retrain/run.py [--steps 10] [--python PYTHON]
+    uv run python examples/protocols/retrain/run.py [--engine openai] [--steps 10] [--python PYTHON]
 
 Writes the bundled model as a folder that PyTorch loads, serves that folder, and runs `loop.py` in an environment with
 retrain, which uv makes; --python names the interpreter of another one.
@@ -30,6 +30,7 @@ SERVE = "import sys; from mlx_parallm.cli.main import serve; sys.exit(serve())"
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=("mlx", "openai"), default="mlx")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--python", help="an interpreter of an environment with retrain and torch")
     options = parser.parse_args()
@@ -39,7 +40,7 @@ def main() -> int:
         adapters.mkdir()
         with serving(model, adapters) as url:
             python = (options.python,) if options.python else UV
-            command = [*python, str(LOOP), url, str(model), str(adapters), str(options.steps)]
+            command = [*python, str(LOOP), url, str(model), str(adapters), str(options.steps), options.engine]
             return subprocess.run(command).returncode
 
 
@@ -57,6 +58,8 @@ def write_model(folder: Path) -> None:
 def serving(model: Path, adapters: Path) -> Iterator[str]:
     """`mlx_parallm_serve` on a free port, which may load adapters from one folder; its address."""
     flags = ["--model-path", str(model), "--port", "0", "--allowed-adapter-roots", str(adapters)]
+    # The engine `openai` asks for the model alone. The engine `mlx` names this folder in each request.
+    flags += ["--serve-adapter-folder", str(adapters / "_live_adapter")]
     # retrain asks for the model by the path that it loads itself.
     flags += ["--served-model-name", str(model), "--max-lora-rank", "8", "--log-level", "warning"]
     server = subprocess.Popen([sys.executable, "-c", SERVE, *flags], stderr=subprocess.PIPE, text=True)
