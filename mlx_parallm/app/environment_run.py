@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from mlx_parallm.app.inference import build_inference
-from mlx_parallm.app.training import reward_of
+from mlx_parallm.app.environment_rollouts import EnvironmentRollouts
 from mlx_parallm.app.training_run import Filled, TrainingRun
-from mlx_parallm.core import BASE_ADAPTER, Event, GenerationRequest
-from mlx_parallm.errors import ConfigError, InvalidRequestError, TrainingFailedError
+from mlx_parallm.errors import TrainingFailedError
 from mlx_parallm.rl.collect.groups import DropReason
-from mlx_parallm.rl.environments import Environment, Task, read_system_prompt
-from mlx_parallm.rl.held_out import without
-from mlx_parallm.rl.inference.engine import InferenceEngine
-from mlx_parallm.rl.rollouts import DrawResult, Rollouts, RolloutSettings
-from mlx_parallm.rl.scoring.catalogue import ScorerCatalogue
+from mlx_parallm.rl.environments import Environment
+from mlx_parallm.rl.rollouts import DrawResult
 from mlx_parallm.rl.selection import REFILLS
 
 _POLL_S = 0.05
@@ -32,61 +25,30 @@ _MIN_WINDOW = 4
 class EnvironmentRun(TrainingRun):
     """Each step draws groups of answers to some tasks of `source`, and waits for their rewards. Tasks that were
     answered for no update when the process ended are answered again.
-
-    `inference`: draws the samples; None until the run is open, and if no step is left.
     """
 
     source: Environment
-    inference: InferenceEngine | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         window = max(self.options.prompts_per_step, _MIN_WINDOW)
         self.failures = deque[str](maxlen=window)  # "" for a task that succeeded
+        self.rollouts = EnvironmentRollouts(
+            self.config, self.served, self.training, self.source, self.options.group_size, self._report_rollout
+        )
 
     async def _open(self, done: int, taken: int) -> None:
         """Raises ConfigError: the tasks cannot be scored, or the engine cannot draw what training needs."""
-        self.rollouts = self._rollouts(await asyncio.to_thread(self._tasks, taken), taken)
+        await self.rollouts.open(taken)
         if done < self.options.steps:
-            self.inference = build_inference(self.config, self.served)
-            await self.inference.open(self.service.status().current or BASE_ADAPTER)
+            await self.rollouts.open_inference()
 
     async def _close(self) -> None:
-        if self.inference is not None:
-            await self.inference.close()
-
-    def _generate(self, request: GenerationRequest) -> AsyncIterator[Event]:
-        """Draws from the inference engine, and collects what it draws."""
-        assert self.inference is not None  # `_open` was called
-        return self.served.collect(request, self.inference.generate(request))
+        await self.rollouts.close()
 
     @property
     def _taken(self) -> int:
         return self.rollouts.taken
-
-    def _tasks(self, taken: int) -> Iterator[Task]:
-        """The environment's tasks after the first `taken`. Raises ConfigError: they cannot be scored."""
-        tasks = without(self.source.tasks(self.config.rl_training.seed), self.training.held_out)
-        first = next(tasks)
-        try:
-            ScorerCatalogue(reward_of(self.config)).check(first.collection)
-        except InvalidRequestError as error:
-            raise ConfigError(f"environment: {error}") from error
-        return itertools.islice(itertools.chain([first], tasks), taken, None)
-
-    def _rollouts(self, tasks: Iterator[Task], taken: int) -> Rollouts:
-        training, served = self.config.rl_training, self.served
-        assert served.run is not None  # the command's configuration keeps checkpoints
-        settings = RolloutSettings(
-            self.options.group_size,
-            training.max_completion_tokens,
-            training.rollout_temperature,
-            read_system_prompt(training.system_prompt),
-            seed=training.seed,
-            run=served.run.id,
-            taken=taken,
-        )
-        return Rollouts(self._generate, served.adapters, served.tokenizer, tasks, settings, self._report_rollout)
 
     async def _fill(self) -> Filled:
         tokens, drawing, failures = 0, 0.0, list[str]()
@@ -98,6 +60,8 @@ class EnvironmentRun(TrainingRun):
                 await self._wait_for_rewards()
                 failed = [*drawn.failures, *[self._why_unscored] * (self._unscored() - unscored)]
                 self._count(missing, failed)
+                for fault in drawn.faults:
+                    self.view.task_failed(fault)
                 failures += failed
                 tokens += drawn.tokens
         return Filled({"tokens_per_second": tokens / drawing if drawing else 0.0}, tuple(failures))
@@ -133,7 +97,7 @@ class EnvironmentRun(TrainingRun):
         """Draws groups from the live version."""
         self.wanted += groups * self.options.group_size
         self._report_rollout(0)
-        return await self.rollouts.draw(groups, str(self.service.status().current or BASE_ADAPTER.name))
+        return await self.rollouts.draw(groups)
 
     async def _wait_for_rewards(self) -> None:
         """Returns when every trajectory has its reward. Raises EngineDeadError: the device thread has stopped."""

@@ -131,6 +131,10 @@ class RLTrainingConfig(Section):
     """Largest number of tokens of a completion in mlx_parallm_train. The loss of dr_grpo is divided by it."""
     rollout_temperature: Number = Field(default=1.0, gt=0)
     """Temperature of the samples that mlx_parallm_train draws. They are trained on at the same temperature."""
+    rollout_timeout_s: Number = Field(default=120.0, gt=0)
+    """Longest time in seconds that an environment may take for its next task, and for one episode besides the model's
+    answers. An episode that takes longer is dropped.
+    """
     system_prompt: Text | None = None
     """System message of the tasks of mlx_parallm_train and of evaluations: a text, or @FILE for the text of a file. A
     task that has its own system message keeps it. null means none.

@@ -137,6 +137,23 @@ class Collector:
     async def _collect_group(self, trajectories: Sequence[Trajectory]) -> str:
         return await self._finished(self._add_group(trajectories))
 
+    async def collect_episodes(self, trajectories: Sequence[Trajectory], rewards: Mapping[str, float]) -> str:
+        """Keeps the turns of a group of episodes that have ended, in order; see `TrainingService.collect_episodes`."""
+        return await self._finished(self._add_episodes(trajectories, rewards))
+
+    async def _add_episodes(self, trajectories: Sequence[Trajectory], rewards: Mapping[str, float]) -> str:
+        version = trajectories[0].adapter
+        assert version is not None  # the engine drew them
+        adapter = self._trained_by(version)
+        last = {each.collection.episode_id: each.trajectory_id for each in trajectories}
+        entries: list[GroupEntry] = [Score(last[episode], reward) for episode, reward in rewards.items()]
+        entries.append(Closed(trajectories[0].group_id))
+        await self._journal.accept(adapter, trajectories, entries)
+        loop = self._loops.get(adapter)
+        refused = loop.reason_against(version) if loop else DropReason.UNKNOWN_VERSION
+        added = self._intake.add_episodes(adapter, trajectories, entries, refused)
+        return "" if added.dropped is None else self._why(added.dropped, version)
+
     async def give(self, group: GivenGroup) -> None:
         """See `core.TrainingClient.give`."""
         await self._finished(self._add_given(group))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import TypeGuard, cast
+from functools import partial
+from typing import cast
 
 from mlx_parallm.core import (
     AdapterClient,
+    AdapterRef,
     Event,
     GenerationRequest,
     RequestFailed,
@@ -21,6 +23,7 @@ from mlx_parallm.core import (
 )
 from mlx_parallm.errors import EngineDeadError, EngineError, TrainingFailedError
 from mlx_parallm.rl.environments import Task, with_system_prompt
+from mlx_parallm.rl.environments.thread import in_daemon_thread
 
 Generate = Callable[[GenerationRequest], AsyncIterator[Event]]
 
@@ -31,7 +34,8 @@ class RolloutSettings:
 
     `system_prompt`: the system message of tasks that have none of their own; None: they get none.
     `seed`: all samples get their seeds from it. `run`: part of the trajectories' ids. `taken`: tasks that were taken in
-    an earlier process; ids and seeds continue after them.
+    an earlier process; ids and seeds continue after them. `timeout_s`: the longest time that an environment may take
+    for its next tasks, and for one episode besides the model's answers.
     """
 
     group_size: int
@@ -41,14 +45,29 @@ class RolloutSettings:
     seed: int = 0
     run: str = "0"
     taken: int = 0
+    timeout_s: float = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnTask:
+    """The answers to one task. `tokens`: completion tokens. `fault`: why not all of them will be trained on, or ""."""
+
+    tokens: int
+    fault: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class DrawResult:
-    """What was drawn. `tokens`: completion tokens. `failures`: for people, one line for each task that failed."""
+    """What was drawn. `tokens`: completion tokens. `failures`: for people, one line for each task that failed.
+    `faults`: one for each task of which a part failed."""
 
     tokens: int
     failures: tuple[str, ...]
+    faults: tuple[str, ...] = ()
+
+
+DrawEpisodes = Callable[[int, Task, AdapterRef], Awaitable[DrawnTask]]
+"""Does the task of a number several times with one version; see `Episodes.draw`."""
 
 
 class Rollouts:
@@ -58,6 +77,7 @@ class Rollouts:
         generate: answers a request, and collects its trajectories.
         tasks: endless; starts after the tasks that were taken before.
         on_drawn: called with the number of trajectories that have just finished.
+        draw_episodes: does the tasks of an environment with rollouts of its own; None: a task is one request.
 
     Attributes:
         taken: tasks taken so far, `settings.taken` included.
@@ -71,6 +91,7 @@ class Rollouts:
         tasks: Iterator[Task],
         settings: RolloutSettings,
         on_drawn: Callable[[int], None] = lambda _: None,
+        draw_episodes: DrawEpisodes | None = None,
     ) -> None:
         self.taken = settings.taken
         self._generate = generate
@@ -79,6 +100,7 @@ class Rollouts:
         self._tasks = tasks
         self._settings = settings
         self._on_drawn = on_drawn
+        self._draw_episodes = draw_episodes
 
     async def draw(self, groups: int, selector: str) -> DrawResult:
         """Answers the next `groups` tasks with the current version of `selector`. A failing task does not stop others.
@@ -87,15 +109,23 @@ class Rollouts:
             EngineDeadError: the device thread has stopped.
             TrainingFailedError: there is no next task.
         """
-        tasks = await asyncio.to_thread(self._take, groups)
+        tasks = await self._next_tasks(groups)
         first, self.taken = self.taken, self.taken + groups
         answers = [self._answer(number, task, selector) for number, task in enumerate(tasks, first)]
         results = await asyncio.gather(*answers, return_exceptions=True)
         for result in results:
-            if isinstance(result, EngineDeadError) or not isinstance(result, int | Exception):
+            if isinstance(result, EngineDeadError) or not isinstance(result, DrawnTask | Exception):
                 raise result
-        failures = [f"task {number}: {_text(r)}" for number, r in enumerate(results, first) if not _is_count(r)]
-        return DrawResult(sum(filter(_is_count, results)), tuple(failures))
+        drawn = [result for result in results if isinstance(result, DrawnTask)]
+        failures = [f"task {n}: {_text(r)}" for n, r in enumerate(results, first) if isinstance(r, Exception)]
+        faults = [f"task {n}: {r.fault}" for n, r in enumerate(results, first) if isinstance(r, DrawnTask) and r.fault]
+        return DrawResult(sum(result.tokens for result in drawn), tuple(failures), tuple(faults))
+
+    async def _next_tasks(self, groups: int) -> list[Task | Exception]:
+        try:
+            return await in_daemon_thread(partial(self._take, groups), self._settings.timeout_s)
+        except TimeoutError:
+            raise TrainingFailedError(f"the environment gave no task within {self._settings.timeout_s:g} s") from None
 
     def _take(self, groups: int) -> list[Task | Exception]:
         """The next tasks; an exception of the environment takes the place of a task."""
@@ -111,32 +141,37 @@ class Rollouts:
                 taken.append(error)
         return taken
 
-    async def _answer(self, number: int, task: Task | Exception, selector: str) -> int:
-        """Returns the number of tokens drawn. Raises what the task fails with."""
+    async def _answer(self, number: int, task: Task | Exception, selector: str) -> DrawnTask:
+        """Raises what the task fails with."""
         if isinstance(task, Exception):
             raise task
-        settings = self._settings
-        messages = with_system_prompt(task, settings.system_prompt)
+        task = replace(task, messages=with_system_prompt(task, self._settings.system_prompt))
         with self._adapters.lease(selector) as adapter:
-            request = GenerationRequest(
-                request_id=f"rollout-{settings.run}-{number}",
-                prompts=(tuple(self._tokenizer.apply_chat_template(messages)),),
-                # Sample j of a group is drawn with seed + j.
-                sampling=SamplingParams(
-                    temperature=settings.temperature, seed=settings.seed * 2**32 + number * settings.group_size
-                ),
-                stopping=StopParams(settings.max_tokens),
-                n=settings.group_size,
-                adapter=adapter,
-                work_class=WorkClass.TRAINING,
-                collection=replace(task.collection, messages=messages),
-            )
-            tokens = 0
-            async for event in events_of(self._generate(request)):
-                if isinstance(event, RequestFinished):
-                    tokens = event.completion_tokens
+            draw = self._draw_episodes or self._draw_answers
+            return await draw(number, task, adapter)
+
+    async def _draw_answers(self, number: int, task: Task, adapter: AdapterRef) -> DrawnTask:
+        """Draws all answers with one request."""
+        settings = self._settings
+        request = GenerationRequest(
+            request_id=f"rollout-{settings.run}-{number}",
+            prompts=(tuple(self._tokenizer.apply_chat_template(task.messages)),),
+            # Sample j of a group is drawn with seed + j.
+            sampling=SamplingParams(
+                temperature=settings.temperature, seed=settings.seed * 2**32 + number * settings.group_size
+            ),
+            stopping=StopParams(settings.max_tokens),
+            n=settings.group_size,
+            adapter=adapter,
+            work_class=WorkClass.TRAINING,
+            collection=replace(task.collection, messages=task.messages),
+        )
+        tokens = 0
+        async for event in events_of(self._generate(request)):
+            if isinstance(event, RequestFinished):
+                tokens = event.completion_tokens
         self._on_drawn(settings.group_size)
-        return tokens
+        return DrawnTask(tokens)
 
 
 async def events_of(events: AsyncIterator[Event]) -> AsyncGenerator[Event, None]:
@@ -153,10 +188,6 @@ async def events_of(events: AsyncIterator[Event]) -> AsyncGenerator[Event, None]
             if isinstance(event, RequestFinished):
                 return
     raise EngineError("the engine ended a request without a terminal event")
-
-
-def _is_count(result: int | BaseException) -> TypeGuard[int]:
-    return isinstance(result, int)
 
 
 def _text(error: object) -> str:

@@ -24,6 +24,7 @@ from mlx_parallm.core import (
     GivenTrajectory,
     GroupCard,
     TrainingStatus,
+    Trajectory,
     TrajectoryCard,
     UpdateReport,
     check_name,
@@ -163,6 +164,21 @@ class TrainingService:
     def collect(self, request: GenerationRequest, events: AsyncIterator[Event]) -> AsyncIterator[Event]:
         """See `core.TrainingClient.collect`."""
         return self._collector.collect(request, events)
+
+    async def collect_episodes(self, trajectories: Sequence[Trajectory], rewards: Mapping[str, float]) -> str:
+        """Keeps the turns of a group of episodes that have ended, and returns when they are on the disk.
+
+        Args:
+            trajectories: the turns of all episodes of the group, drawn by one version; those of an episode in order.
+            rewards: by episode id. Episodes without one are scored by the scoring function of the group.
+
+        Returns:
+            Why they will not be trained on, or "".
+
+        Raises:
+            StorageError: they could not be written, and will not be trained on.
+        """
+        return await self._collector.collect_episodes(trajectories, rewards)
 
     async def feedback(self, trajectory_id: str, score: float) -> None:
         """See `core.TrainingClient.feedback`."""

@@ -80,6 +80,10 @@ class Capitals:
             yield Task(({"role": "user", "content": f"Capital {seed}?"},), CollectionSpec("exact", {"answer": "Paris"}))
 
 capitals = Capitals()
+class Sync(Capitals):
+    def rollout(self, client, task):
+        return 1.0
+sync = Sync()
 nothing = 3
 class Fails:
     def __init__(self):
@@ -90,7 +94,16 @@ class Fails:
 @pytest.fixture
 def package(tmp_path, monkeypatch):
     install(
-        tmp_path, "user_env", SOURCE, GROUP, "capitals", "capitals-class=Capitals", "nothing", "fails=Fails", "gone"
+        tmp_path,
+        "user_env",
+        SOURCE,
+        GROUP,
+        "capitals",
+        "capitals-class=Capitals",
+        "nothing",
+        "fails=Fails",
+        "gone",
+        "sync",
     )
     monkeypatch.syspath_prepend(tmp_path)
     yield
@@ -108,6 +121,9 @@ def test_a_users_package_adds_environments(package, name):
     ("name", "message"),
     [
         ("nothing", "has no method tasks"),
+        ("sync", "rollout must be a method `async def rollout"),
+        ("wordz", "did you mean words"),
+        ("gone.py:Capitals", "cannot be loaded: there is no file .*gone.py"),
         ("fails", "cannot be loaded: no data"),
         ("gone", "cannot be loaded"),
         ("capitols", "did you mean capitals"),
@@ -120,6 +136,22 @@ def test_names_that_give_no_environment_are_refused(package, name, message):
     with pytest.raises(ConfigError, match=message) as caught:
         environment(name)
     assert str(caught.value).startswith("environment: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("Nowhere", "own.py has no 'Nowhere'"), ("broken", r"own_broken.py:1: ZeroDivisionError"), ("Capitals", "")],
+)
+def test_a_file_has_environments(tmp_path, monkeypatch, name, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(SOURCE)
+    (tmp_path / "own_broken.py").write_text("1 / 0")
+    reference = "own_broken.py:Any" if name == "broken" else f"own.py:{name}"
+    if message:
+        with pytest.raises(ConfigError, match=message):
+            environment(reference)
+    else:
+        assert next(environment(reference).tasks(7)).messages[0]["content"] == "Capital 7?"
 
 
 def test_without_reasoning_gym_the_error_says_how_to_install_it(monkeypatch):

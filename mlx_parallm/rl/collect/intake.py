@@ -6,8 +6,8 @@ import asyncio
 import logging
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from mlx_parallm.config import RLTrainingConfig
 from mlx_parallm.core import AdapterRef, CollectionSpec, Trajectory
 from mlx_parallm.errors import ConflictError, InvalidRequestError, RequestError, UnknownTrajectoryError, shown
 from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
-from mlx_parallm.rl.collect.groups import DropReason, TrajectoryGroup, group_name
+from mlx_parallm.rl.collect.groups import DropReason, GroupMember, TrajectoryGroup, group_name
 from mlx_parallm.rl.events import Emit
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.runs.records import Arrival, Closed, EpisodeReward, Feedback, GroupEntry, Score, TokenRewards
@@ -103,8 +103,8 @@ class Intake:
             group = self._begin(adapter, trajectories, refused)
         else:
             self._buffer.extend(group, trajectories)
-        kind = _kind_of_turn(group, first)
-        self.turns[adapter].update([kind] if kind else [])
+        kinds = _kinds_of_turns(group, trajectories)
+        self.turns[adapter].update(kinds)
         self._emit(
             "collected",
             adapter=adapter,
@@ -119,7 +119,25 @@ class Intake:
         else:
             self._close_if_full(group)
         dropped = None if self._buffer.holds(group) else group.members[-1].reason
-        return Added(dropped, kind is TurnKind.APART)
+        return Added(dropped, TurnKind.APART in kinds)
+
+    def add_episodes(
+        self,
+        adapter: str,
+        trajectories: Sequence[Trajectory],
+        entries: Sequence[GroupEntry],
+        refused: DropReason | None,
+    ) -> Added:
+        """Adds a group of episodes that have ended, and applies its rewards and its end, which the journal has."""
+        added = self.add(adapter, trajectories, refused)
+        if added.dropped is None:
+            with self._unrecorded():
+                for entry in entries:
+                    self.apply(entry)
+            if (group := self._buffer.find(trajectories[0].group_id)) is not None:
+                rewards = [member.reward for member in group.members]
+                self._emit("scored", adapter=adapter, group_id=group.group_id, complete=group.complete, rewards=rewards)
+        return added
 
     def give(self, adapter: str, trajectories: Sequence[Trajectory], rewards: Sequence[float]) -> None:
         """Adds a group that came with its rewards."""
@@ -161,14 +179,20 @@ class Intake:
     ) -> None:
         """Does again, in order, what had been done before a restart for trajectories that wait. What does not apply any
         more, because a part of its group was trained on, is left out."""
-        journal, self._journal = self._journal, Journal()  # it has all this already
-        try:
+        with self._unrecorded():
             for entry in entries:
                 with suppress(RequestError):
                     if isinstance(entry, Arrival):
                         self.add(adapter, entry.trajectories, reason_against(entry.trajectories[0].adapter))
                     else:
                         self.apply(entry)
+
+    @contextmanager
+    def _unrecorded(self) -> Iterator[None]:
+        """In the block, what happens to groups is not written: the journal has it already."""
+        journal, self._journal = self._journal, Journal()
+        try:
+            yield
         finally:
             self._journal = journal
 
@@ -294,12 +318,17 @@ class Intake:
         self._on_ready(adapter)
 
 
-def _kind_of_turn(group: TrajectoryGroup, turn: Trajectory) -> TurnKind | None:
-    """None: the answer belongs to no episode."""
-    member = group.episode(turn.collection.episode_id)
-    if member is None:
-        return None
-    if len(member.turns) == 1:
+def _kinds_of_turns(group: TrajectoryGroup, trajectories: Sequence[Trajectory]) -> list[TurnKind]:
+    """What trajectories that came together are to their episodes; nothing for those that belong to none."""
+    return [
+        _kind_of_turn(member, turn, len(trajectories) > 1)
+        for turn in trajectories
+        if (member := group.episode(turn.collection.episode_id)) is not None
+    ]
+
+
+def _kind_of_turn(member: GroupMember, turn: Trajectory, came_with_others: bool) -> TurnKind:
+    if len(member.turns) == 1 or (came_with_others and turn is member.turns[0]):
         return TurnKind.FIRST
     return TurnKind.CONTINUED if member.continues(turn) else TurnKind.APART
 

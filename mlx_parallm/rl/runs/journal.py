@@ -23,7 +23,6 @@ from mlx_parallm.rl.runs.records import (
     Arrival,
     GroupEntry,
     PolicyChange,
-    Score,
     Update,
     body_to_json,
     trajectory_to_json,
@@ -71,10 +70,12 @@ class Journal:
     # -- what is acknowledged after it is on the disk --------------------------------------------
     # These raise StorageError if it cannot be written.
 
-    async def accept(self, adapter: str, trajectories: Sequence[Trajectory], scores: Sequence[Score] = ()) -> None:
-        """Trajectories that came in together, which train `adapter`, with the rewards that came with them. One that has
+    async def accept(
+        self, adapter: str, trajectories: Sequence[Trajectory], entries: Sequence[GroupEntry] = ()
+    ) -> None:
+        """Trajectories of one group that came in together, which train `adapter`, and what came with them. One that has
         the id of an earlier one takes its place."""
-        await self._write(partial(_accepted, adapter, tuple(trajectories), tuple(scores)))
+        await self._write(partial(_accepted, adapter, tuple(trajectories), tuple(entries)))
 
     async def entered(self, adapter: str, group_id: str, entry: GroupEntry) -> None:
         """What a client has sent for a group."""
@@ -227,15 +228,15 @@ def _retrieve(done: asyncio.Future[None]) -> None:
         done.exception()
 
 
-def _accepted(adapter: str, trajectories: Sequence[Trajectory], scores: Sequence[Score]) -> Statements:
+def _accepted(adapter: str, trajectories: Sequence[Trajectory], entries: Sequence[GroupEntry]) -> Statements:
     arrival = uuid.uuid4().hex
     rows = [
         (adapter, each.group_id, each.trajectory_id, TRAJECTORY, arrival, trajectory_to_json(each))
         for each in trajectories
     ]
     ids = [(each.trajectory_id,) for each in trajectories]
-    scored = [statement for score in scores for statement in _entered(adapter, trajectories[0].group_id, score)]
-    return [*((statement, ids) for statement in _FORGET), (_IN, rows), *scored]
+    entered = [statement for entry in entries for statement in _entered(adapter, trajectories[0].group_id, entry)]
+    return [*((statement, ids) for statement in _FORGET), (_IN, rows), *entered]
 
 
 def _entered(adapter: str, group_id: str, entry: GroupEntry) -> Statements:

@@ -51,7 +51,7 @@ def load_function(reference: str) -> GroupScorer:
         ScorerError: there is no such file, module or function, it cannot be imported, or its parameters are unknown.
     """
     source, _, name = reference.rpartition(":")
-    module = _module_of_file(Path(source)) if source.endswith(".py") else _module(source)
+    module = module_of_file(Path(source)) if source.endswith(".py") else _module(source)
     shown = Path(source).name if source.endswith(".py") else source
     function = getattr(module, name, None)
     if function is None:
@@ -63,7 +63,12 @@ def load_function(reference: str) -> GroupScorer:
 
 
 @cache
-def _module_of_file(file: Path) -> ModuleType:
+def module_of_file(file: Path) -> ModuleType:
+    """Imports a user's file, whose folder goes on the import path.
+
+    Raises:
+        ScorerError: there is no such file, or it cannot be imported.
+    """
     if not file.is_file():
         raise ScorerError(f"there is no file {file}")
     folder = str(file.parent)

@@ -1,12 +1,7 @@
 """The turns of episodes: a history that a client sends back as messages becomes the tokens that were drawn.
 
-    earlier turn   prompt_ids ─────────────── drawn
-    this request   the same messages ──────── the answer ──── new messages ──── beginning of the answer
-    its prompt     prompt_ids ─────────────── drawn ── closer ─ tokens of what is new
-
-Encoding the answer's text again could give other tokens than those that were drawn, and then the two turns could not be
-one sample. A history that was changed, or that the chat template writes differently now, is not continued: its tokens
-are those of the template, and the answer says why.
+See `core.turns`. A history that was changed, or that the chat template writes differently now, is not continued: its
+tokens are those of the template, and the answer says why.
 """
 
 from __future__ import annotations
@@ -18,7 +13,6 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from itertools import takewhile
 from threading import Lock
 from typing import Any, cast
 
@@ -29,6 +23,7 @@ from mlx_parallm.core import (
     SequenceOutput,
     TextTokenizer,
 )
+from mlx_parallm.core.turns import ANSWERS, closer_of, continued
 from mlx_parallm.server.api.answer import cut_off
 from mlx_parallm.server.api.chat.messages import Conversation, GivenCall, GivenFunction, Message
 from mlx_parallm.server.api.chat.splitter import AnswerSyntax, Splitter, join_parts
@@ -38,7 +33,6 @@ MAX_TOKENS = 8_000_000
 
 CHANGED = "the messages are not those of an earlier turn of its episode, followed by the answer to it"
 RENDERED_ANEW = "the chat template writes the earlier messages differently now"
-_CONTENTS = ("a", "b")
 
 EpisodeKey = tuple[str, str]
 """The ids of the group (or empty) and of the episode."""
@@ -174,25 +168,10 @@ def _continued(
     before, answered = conversation.first(len(turn.messages)), conversation.first(len(turn.messages) + 1)
     history = answered.render(tokenizer, add_generation_prompt=False)
     length, digest = turn.rendered
-    if rendered[: len(history)] != history or _digest_ids(history[:length]) != digest:
+    if _digest_ids(history[:length]) != digest:
         return None
-    closer = _closer(before, tokenizer)
-    if history[len(history) - len(closer) :] != closer:
-        return None
-    ids = turn.tokens.tolist()
-    if turn.drawn and closer[:1] == ids[-1:]:  # the model has drawn the end of its message itself
-        closer = closer[1:]
-    return [*ids, *closer, *rendered[len(history) :]]
-
-
-def _closer(before: Conversation, tokenizer: TextTokenizer) -> list[int]:
-    """The tokens that the template writes after the text of an answer: what two different answers have in common at
-    their ends."""
-    answers = [{"role": "assistant", "content": content} for content in _CONTENTS]
-    one, other = (before.with_answer(answer).render(tokenizer, add_generation_prompt=False) for answer in answers)
-    pairs = zip(reversed(one), reversed(other), strict=False)
-    common = [token for token, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
-    return common[::-1]
+    one, other = (before.with_answer(answer).render(tokenizer, add_generation_prompt=False) for answer in ANSWERS)
+    return continued(turn.tokens.tolist(), turn.drawn, history, closer_of(one, other), rendered)
 
 
 def _message(text: str, syntax: AnswerSyntax, cut: bool) -> Mapping[str, Any]:

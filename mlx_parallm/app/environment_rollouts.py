@@ -1,0 +1,137 @@
+"""EnvironmentRollouts: draws groups of trajectories on the tasks of an environment.
+
+A training run and a server that collects by itself share it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
+
+from mlx_parallm.app.build import Served
+from mlx_parallm.app.inference import build_inference
+from mlx_parallm.app.training import TrainingRuntime, reward_of
+from mlx_parallm.config import Config
+from mlx_parallm.core import BASE_ADAPTER, Event, GenerationRequest
+from mlx_parallm.errors import ConfigError, InvalidRequestError
+from mlx_parallm.rl.environments import Environment, Task, is_of_episodes, read_system_prompt
+from mlx_parallm.rl.environments.thread import EnvironmentThread, in_daemon_thread
+from mlx_parallm.rl.episodes import Episodes
+from mlx_parallm.rl.held_out import without
+from mlx_parallm.rl.inference.engine import InferenceEngine
+from mlx_parallm.rl.rollouts import DrawEpisodes, DrawResult, Rollouts, RolloutSettings
+from mlx_parallm.rl.scoring.catalogue import ScorerCatalogue
+
+
+class EnvironmentRollouts:
+    """Draws from the inference engine of the configuration, and collects what it draws. Event loop's thread only.
+
+    Args:
+        on_drawn: called with the number of answers or episodes that have just ended.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        served: Served,
+        training: TrainingRuntime,
+        source: Environment,
+        group_size: int,
+        on_drawn: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        self._config, self._served, self._training = config, served, training
+        self._source, self._group_size, self._on_drawn = source, group_size, on_drawn
+        self._thread = EnvironmentThread()
+        self._inference: InferenceEngine | None = None
+        self._rollouts: Rollouts | None = None
+        self._taken = 0
+
+    async def open(self, taken: int) -> None:
+        """Gets the environment's tasks after the first `taken`. Nothing is drawn yet.
+
+        Raises:
+            ConfigError: the tasks cannot be scored.
+        """
+        tasks = await in_daemon_thread(partial(self._tasks, taken))
+        self._taken = taken
+        self._rollouts = self._build(tasks, taken)
+
+    async def open_inference(self) -> None:
+        """Raises ConfigError: the engine cannot draw what training needs."""
+        self._inference = build_inference(self._config, self._served)
+        await self._inference.open(self._training.service.status().current or BASE_ADAPTER)
+
+    @property
+    def taken(self) -> int:
+        """Tasks taken from the environment so far, those of earlier processes included."""
+        return self._taken if self._rollouts is None else self._rollouts.taken
+
+    async def draw(self, groups: int) -> DrawResult:
+        """Answers the next tasks with the live version; see `Rollouts.draw`."""
+        assert self._rollouts is not None  # `open` was called
+        return await self._rollouts.draw(groups, str(self._training.service.status().current or BASE_ADAPTER.name))
+
+    async def close(self) -> None:
+        """Call it after every `draw` has ended."""
+        self._thread.close()
+        if self._inference is not None:
+            await self._inference.close()
+
+    # -- parts -----------------------------------------------------------------------------------
+
+    def _tasks(self, taken: int) -> Iterator[Task]:
+        """The environment's tasks after the first `taken`. Raises ConfigError: they cannot be scored."""
+        tasks = without(self._source.tasks(self._config.rl_training.seed), self._training.held_out)
+        first = next(tasks)
+        if first.collection.scorer is not None or not is_of_episodes(self._source):
+            try:
+                ScorerCatalogue(reward_of(self._config)).check(first.collection)
+            except InvalidRequestError as error:
+                raise ConfigError(f"environment: {error}") from error
+        return itertools.islice(itertools.chain([first], tasks), taken, None)
+
+    def _build(self, tasks: Iterator[Task], taken: int) -> Rollouts:
+        training, served = self._config.rl_training, self._served
+        assert served.run is not None  # what trains keeps checkpoints
+        settings = RolloutSettings(
+            self._group_size,
+            training.max_completion_tokens,
+            training.rollout_temperature,
+            read_system_prompt(training.system_prompt),
+            seed=training.seed,
+            run=served.run.id,
+            taken=taken,
+            timeout_s=training.rollout_timeout_s,
+        )
+        return Rollouts(
+            self._generate,
+            served.adapters,
+            served.tokenizer,
+            tasks,
+            settings,
+            self._on_drawn,
+            self._draw_episodes(settings),
+        )
+
+    def _draw_episodes(self, settings: RolloutSettings) -> DrawEpisodes | None:
+        if not is_of_episodes(self._source):
+            return None
+        episodes = Episodes(
+            self._source,
+            self._thread,
+            self._ask,
+            self._training.service.collect_episodes,
+            self._served.tokenizer,
+            settings,
+            self._on_drawn,
+        )
+        return episodes.draw
+
+    def _generate(self, request: GenerationRequest) -> AsyncIterator[Event]:
+        """Draws from the inference engine, and collects what it draws."""
+        return self._served.collect(request, self._ask(request))
+
+    def _ask(self, request: GenerationRequest) -> AsyncIterator[Event]:
+        assert self._inference is not None  # `open_inference` was called
+        return self._inference.generate(request)

@@ -1,0 +1,51 @@
+"""Prompts of later turns, which continue the tokens of an earlier turn exactly.
+
+    earlier turn   its prompt ──────────────── drawn
+    this turn      the same messages ───────── the answer ──── new messages ──── beginning of the answer
+    its prompt     the earlier turn's tokens ─────── closer ── tokens of what is new
+
+Encoding the answer's text again could give other tokens than those that were drawn, and then the two turns could not be
+one sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import takewhile
+
+ANSWERS = tuple({"role": "assistant", "content": content} for content in ("a", "b"))
+"""Two answers that differ. What a template writes in the same way after both follows any answer."""
+
+
+def closer_of(after_one: Sequence[int], after_other: Sequence[int]) -> list[int]:
+    """The tokens that the chat template writes after the text of an answer.
+
+    Args:
+        after_one, after_other: the token ids of the same conversation with each of ANSWERS, without a generation
+            prompt.
+    """
+    pairs = zip(reversed(after_one), reversed(after_other), strict=False)
+    common = [token for token, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
+    return common[::-1]
+
+
+def continued(
+    tokens: Sequence[int], drawn: int, history: Sequence[int], closer: list[int], rendered: Sequence[int]
+) -> list[int] | None:
+    """The prompt of a turn that continues an earlier one.
+
+    Args:
+        tokens: of the earlier turn, its prompt and its answer, as they were drawn.
+        drawn: how many of them are the answer's.
+        history: what the chat template makes of the messages up to the answer, without a generation prompt.
+        rendered: what it makes of all messages.
+
+    Returns:
+        `tokens`, and those of what follows the answer. None: the template writes the history differently now, so it
+        cannot be told which tokens follow the answer.
+    """
+    if list(rendered[: len(history)]) != list(history) or list(history[len(history) - len(closer) :]) != closer:
+        return None
+    if drawn and closer[:1] == list(tokens[-1:]):  # the model has drawn the end of its message itself
+        closer = closer[1:]
+    return [*tokens, *closer, *rendered[len(history) :]]

@@ -1,0 +1,313 @@
+"""Rollouts that are programs: what they ask, what is collected, and what their faults cost."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from dataclasses import replace
+
+import pytest
+from rl.rollout_rig import END, LIVE, Guess, episode_of, last_message, rig
+
+from mlx_parallm.core import CollectionSpec, FinishReason, WorkClass
+from mlx_parallm.errors import EngineDeadError, InvalidRequestError, TrainingFailedError
+from mlx_parallm.rl.environments import RolloutError, Task
+
+
+def hinted(request) -> str:
+    """Episode 0 knows the answer; the others repeat the hint."""
+    text = last_message(request)
+    return text.removesuffix("?") if episode_of(request) == 0 else text.removeprefix("no: ") if "no" in text else "x"
+
+
+async def test_a_task_becomes_one_group_of_episodes() -> None:
+    async with rig(Guess(), hinted, temperature=0.7) as world:
+        drawn = await world.draw(2)
+        assert (drawn.failures, drawn.faults) == ((), ())
+        assert [set(rewards.values()) for _, rewards in world.groups] == [{1.0, 0.5}] * 2
+        assert world.ended == 4
+        turns, rewards = world.groups[0]
+        assert drawn.tokens == sum(len(turn.completion_ids) for group, _ in world.groups for turn in group)
+        assert {turn.group_id for turn in turns} == {"rollout-r-0"}
+        assert [turn.collection.episode_id for turn in turns] == ["rollout-r-0-0", *["rollout-r-0-1"] * 2]
+        assert [turn.collection.turn for turn in turns] == [0, 0, 1]
+        assert rewards == {"rollout-r-0-0": 1.0, "rollout-r-0-1": 0.5}
+        for request in world.engine.requests:
+            assert (request.adapter, request.work_class, request.n) == (LIVE, WorkClass.TRAINING, 1)
+            assert (request.sampling.temperature, request.stopping.max_tokens) == (0.7, 9)
+        assert len({request.request_id for request in world.engine.requests}) == 6
+        assert len({request.sampling.seed for request in world.engine.requests}) == 6
+
+
+async def test_a_turn_continues_the_tokens_that_were_drawn() -> None:
+    """Also when the template would tokenise the answer's text differently."""
+
+    class Spelled(Guess):
+        async def rollout(self, client, task):
+            first = await client.ask(task.messages)
+            await client.ask([*task.messages, first.message, {"role": "user", "content": "go on"}])
+            await client.ask([*task.messages, first.message, {"role": "user", "content": "or so"}])
+            await client.ask([*task.messages, {**first.message, "content": "edited"}, {"role": "user", "content": "?"}])
+            return 1.0
+
+    async with rig(Spelled(), lambda request: "abc", group_size=1) as world:
+        draw = world.engine.generate
+
+        async def with_other_tokens(request):
+            async for event in draw(request):
+                yield (
+                    replace(event, token_ids=(7, 8, END), sampling_logprobs=(0, 0, 0))
+                    if hasattr(event, "token_ids")
+                    else event
+                )
+
+        world.rollouts._draw_episodes.__self__._generate = with_other_tokens
+        await world.draw()
+        first, second, third, edited = world.groups[0][0]
+        tokens = (*first.prompt_ids, 7, 8, END)
+        for turn, text in ((second, "go on"), (third, "or so")):
+            assert turn.prompt_ids == (*tokens, ord("\n"), *map(ord, f"<user>{text}"), END, *map(ord, "\n<assistant>"))
+            assert turn.collection.unmatched == ""
+        assert edited.prompt_ids[: len(tokens)] != tokens
+        assert "not those of an earlier turn" in edited.collection.unmatched
+
+
+async def test_an_answer_that_was_cut_off_is_closed_in_the_next_prompt() -> None:
+    class Twice(Guess):
+        async def rollout(self, client, task):
+            first = await client.ask(task.messages, max_tokens=3)
+            assert first.finish_reason is FinishReason.LENGTH
+            await client.ask([*task.messages, first.message, {"role": "user", "content": "so"}], max_tokens=99)
+            return 0.0
+
+    async with rig(Twice(), lambda request: "ab…", group_size=1) as world:
+        drawn = await world.draw()
+        first, second = world.groups[0][0]
+        tokens = (*first.prompt_ids, *first.completion_ids)
+        assert second.prompt_ids[: len(tokens) + 2] == (*tokens, END, ord("\n"))
+        assert [request.stopping.max_tokens for request in world.engine.requests] == [3, 9]
+        assert drawn.faults == ()
+
+
+async def test_a_reward_of_none_is_left_to_the_scorer_of_the_task() -> None:
+    class Unrewarded(Guess):
+        def tasks(self, seed):
+            yield Task(({"role": "user", "content": "a"},), CollectionSpec("exact", {"answer": "a"}))
+            yield Task(({"role": "user", "content": "b"},), CollectionSpec())
+
+        async def rollout(self, client, task):
+            await client.ask(task.messages)
+
+    async with rig(Unrewarded(), lambda request: "a") as world:
+        drawn = await world.draw(2)
+        ((turns, rewards),) = world.groups
+        assert rewards == {}
+        assert {turn.collection.scorer for turn in turns} == {"exact"}
+        assert len(drawn.failures) == 1
+        assert "task 1: the environment gave no reward, and the task names no scoring function" in drawn.failures[0]
+
+
+class Faulty(Guess):
+    """Episode 1 does `fault`."""
+
+    def __init__(self, fault) -> None:
+        self.fault = fault
+
+    async def rollout(self, client, task):
+        answer = await client.ask(task.messages)
+        if answer.text == "1":
+            return await self.fault(client)
+        return 1.0
+
+
+async def raises(client):
+    raise KeyError("tool")
+
+
+async def exits(client):
+    raise SystemExit(3)
+
+
+async def cancels(client):
+    raise asyncio.CancelledError
+
+
+async def hangs(client):
+    await asyncio.sleep(1000)
+
+
+async def hangs_in_a_thread(client):
+    await asyncio.to_thread(threading.Event().wait)
+
+
+async def rewards_nonsense(client):
+    return float("nan")
+
+
+async def asks_for_ever(client):
+    while True:
+        await client.ask([{"role": "user", "content": "again"}])
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (raises, "KeyError: 'tool'"),
+        (exits, "SystemExit"),
+        (cancels, "CancelledError"),
+        (hangs, "took too long"),
+        (hangs_in_a_thread, "took too long"),
+        (rewards_nonsense, "finite number"),
+        (asks_for_ever, "at most 100 turns"),
+    ],
+)
+async def test_an_episode_that_fails_costs_itself_only(fault, message) -> None:
+    numbered = lambda request: str(episode_of(request))  # noqa: E731
+    async with rig(Faulty(fault), numbered, group_size=3, timeout_s=9 if fault is asks_for_ever else 0.6) as world:
+        drawn = await world.draw(2)
+        assert drawn.failures == ()
+        assert [len(rewards) for _, rewards in world.groups] == [2, 2]
+        for turns, rewards in world.groups:
+            assert {turn.collection.episode_id for turn in turns} == set(rewards)
+        assert [fault.startswith(f"task {n}: 1 of 3 episodes failed") for n, fault in enumerate(drawn.faults)] == [
+            True
+        ] * 2
+        assert message in drawn.faults[0]
+        assert world.ended == 4
+        assert world.engine.running == 0
+
+
+async def test_an_environment_that_blocks_its_thread_loses_the_episodes_on_it_and_goes_on() -> None:
+    """The event loop of the engine is not held up meanwhile."""
+    release, beats = threading.Event(), 0
+
+    class Blocks(Guess):
+        blocked = False
+
+        async def rollout(self, client, task):
+            await client.ask(task.messages)
+            if not Blocks.blocked:
+                Blocks.blocked = True
+                release.wait()
+            return 1.0
+
+    async def beat():
+        nonlocal beats
+        while True:
+            beats += 1
+            await asyncio.sleep(0.01)
+
+    async with rig(Blocks(), lambda request: "x", timeout_s=1) as world:
+        beating = asyncio.create_task(beat())
+        drawn = await world.draw(1)
+        assert drawn.failures
+        assert beats > 30
+        again = await world.draw(1)
+        assert (again.failures, again.faults) == ((), ())
+        beating.cancel()
+    release.set()
+
+
+async def test_the_time_of_answers_does_not_count() -> None:
+    async with rig(Guess(), hinted, timeout_s=0.7) as world:
+        generate = world.engine.generate
+
+        async def slow(request):
+            await asyncio.sleep(0.8)
+            async for event in generate(request):
+                yield event
+
+        world.rollouts._draw_episodes.__self__._generate = slow
+        drawn = await world.draw(1)
+        assert (drawn.failures, drawn.faults) == ((), ())
+
+
+async def test_a_task_whose_episodes_all_fail_is_a_failure_and_is_not_collected() -> None:
+    class Broken(Guess):
+        async def rollout(self, client, task):
+            raise RuntimeError("no network")
+
+    async with rig(Broken(), hinted) as world:
+        drawn = await world.draw(2)
+        assert drawn.failures == ("task 0: RuntimeError: no network", "task 1: RuntimeError: no network")
+        assert world.groups == []
+
+
+async def test_an_environment_that_hangs_before_its_next_task_ends_the_draw() -> None:
+    class Stuck(Guess):
+        def tasks(self, seed):
+            threading.Event().wait()
+            yield
+
+    async with rig(Stuck(), hinted, timeout_s=0.2) as world:
+        with pytest.raises(TrainingFailedError, match=r"no task within 0\.2 s"):
+            await world.draw()
+
+
+async def test_a_dead_engine_ends_the_draw() -> None:
+    async with rig(Guess(), hinted) as world:
+
+        async def dies(request):
+            raise EngineDeadError("the device thread has stopped")
+            yield
+
+        world.rollouts._draw_episodes.__self__._generate = dies
+        with pytest.raises(EngineDeadError):
+            await world.draw()
+
+
+async def test_what_cannot_be_asked_is_an_error_of_the_environment() -> None:
+    errors: list[Exception] = []
+
+    class Asks(Guess):
+        async def rollout(self, client, task):
+            for messages in ([], [{"content": "x"}]):
+                try:
+                    await client.ask(messages)
+                except InvalidRequestError as error:
+                    errors.append(error)
+            self.client = client
+            await client.ask(task.messages)
+            return 1.0
+
+    environment = Asks()
+    async with rig(environment, lambda request: "x", group_size=1) as world:
+        assert (await world.draw()).failures == ()
+        assert len(errors) == 2
+        with pytest.raises(RolloutError, match="has ended"):
+            await environment.client.ask([{"role": "user", "content": "late"}])
+
+
+async def test_a_draw_that_is_cancelled_leaves_no_request_behind() -> None:
+    started = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    class Waits(Guess):
+        async def rollout(self, client, task):
+            await client.ask(task.messages)
+            loop.call_soon_threadsafe(started.set)
+            await asyncio.sleep(1000)
+
+    async with rig(Waits(), lambda request: "x") as world:
+        drawing = asyncio.create_task(world.draw())
+        await started.wait()
+        drawing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await drawing
+        assert world.engine.running == 0
+        assert world.groups == []
+
+
+async def test_an_environment_of_single_answers_stays_one_request_for_a_group() -> None:
+    class Plain:
+        def tasks(self, seed):
+            while True:
+                yield Task(({"role": "user", "content": "a"},), CollectionSpec("exact", {"answer": "a"}))
+
+    async with rig(Plain(), lambda request: "a", group_size=4) as world:
+        await world.draw(2)
+        assert [(request.n, request.request_id) for request in world.engine.requests] == [
+            (4, "rollout-r-0"),
+            (4, "rollout-r-1"),
+        ]
+        assert world.groups == []
