@@ -174,12 +174,23 @@ class ForwardContext:
         return mx.concatenate(parts, axis=1).reshape(shape)
 
 
+def gathers() -> bool:
+    """Whether `gather_mm` multiplies factors; otherwise they are copied for each part, and a plain product is made.
+
+    With MLX 0.32 on CUDA, `gather_mm` gives wrong products if the matrices on the left are not consecutive in memory.
+    It fails if one of them has more than 64 float32 rows, or if the width of the result is no multiple of 8.
+    """
+    return not mx.cuda.is_available()
+
+
 def _gathered(x: mx.array, run: _Run, factors: mx.array) -> mx.array:
     if run.slots is None:
         return mx.zeros((1, run.stop - run.start, factors.shape[-1]), x.dtype)
-    products = mx.gather_mm(
-        x.reshape(run.batch, -1, x.shape[-1]), factors, lhs_indices=run.parts, rhs_indices=run.slots
-    )
+    parts = x.reshape(run.batch, -1, x.shape[-1])
+    if gathers():
+        products = mx.gather_mm(parts, factors, lhs_indices=run.parts, rhs_indices=run.slots)
+    else:
+        products = parts @ factors[run.slots]
     return products.reshape(1, run.stop - run.start, factors.shape[-1])
 
 

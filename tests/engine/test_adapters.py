@@ -42,9 +42,15 @@ def adapters_of(model: nn.Module) -> dict[str, AdapterWeights]:
     }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_mixed_batch_equals_each_adapter_merged_and_run_alone(family: str) -> None:
-    """Prefill, packed prefill and decode; rows of the base among them."""
+@pytest.mark.parametrize(
+    ("family", "gathers"), [*((family, True) for family in FAMILIES), ("llama", False), ("qwen3_moe", False)]
+)
+def test_a_mixed_batch_equals_each_adapter_merged_and_run_alone(
+    family: str, gathers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefill, packed prefill and decode; rows of the base among them; with each way to multiply factors."""
+    if not gathers:
+        monkeypatch.setattr("mlx_parallm.adapters.bank.gathers", lambda: False)
     adapters = adapters_of(tiny_model(family))
     models = {name: merged(tiny_model(family), weights) for name, weights in adapters.items()}
     models["base"] = tiny_model(family)
