@@ -121,11 +121,14 @@ class AdapterService:
             if name := self._unchanged(folder, stamp):
                 return name
             file = await asyncio.to_thread(self._library.read, str(folder))
-            name = self._live_with(file)
-            if name is None:
+            if (name := self._live_with(file)) is None:
                 name = (await self._load_file(name_of_folder(folder), file, replace=True)).ref.name
             self._folders[folder] = (stamp, name)
             return name
+
+    @property
+    def has_default_folder(self) -> bool:
+        return self._default_folder is not None
 
     async def default_name(self) -> str | None:
         """See `core.AdapterClient.default_name`."""
@@ -143,8 +146,8 @@ class AdapterService:
     def _live_with(self, file: AdapterFile) -> str | None:
         """The name of the adapter whose live version came from this folder, with this content."""
         live = (self._registry.live(name) for name in {version.ref.name for version in self._registry.versions()})
-        found = (v for v in live if v and (v.info.root, v.info.digest) == (str(file.path), file.digest))
-        return next((version.ref.name for version in found), None)
+        place = (str(file.path), file.digest)
+        return next((v.ref.name for v in live if v and (v.info.root, v.info.digest) == place), None)
 
     async def publish_folder(self, name: str, folder: Path) -> AdapterRef:
         """Publishes the adapter in a folder that this program itself names, so it may lie anywhere. The version does

@@ -212,6 +212,11 @@ class AdapterClient(Protocol):
         """
         ...
 
+    @property
+    def has_default_folder(self) -> bool:
+        """Whether `default_name` can be anything but None."""
+        ...
+
     async def default_name(self) -> str | None:
         """The name of the adapter that requests without one get because of `adapters.serve_folder`, loaded as
         `load_folder` does. None: the route says what they get, because there is no such folder or no adapter in it yet.

@@ -83,9 +83,9 @@ class Services:
         Raises:
             InvalidRequestError: the folder cannot be loaded; the error names the field `adapters` if that has it.
         """
-        if selector.name is not None and selector.folder is None:
-            return selector.name
         folder = selector.folder
+        if folder is None and (selector.name is not None or not self.adapters.has_default_folder):
+            return selector.name
         loading = self.adapters.default_name() if folder is None else self.adapters.load_folder(folder)
         try:
             return await self.lifecycle.run_to_end(loading)

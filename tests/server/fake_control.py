@@ -76,6 +76,10 @@ class FakeAdapters:
         self.folders.append(path)
         return self.publish("in-folder").name
 
+    @property
+    def has_default_folder(self):
+        return self.default is not None
+
     async def default_name(self):
         await self._work()
         return self.default
