@@ -6,6 +6,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from statistics import fmean
 
 import pytest
@@ -27,9 +28,9 @@ pytestmark = pytest.mark.timeout(1800)
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
+def server(tmp_path: Path) -> Iterator[Server]:
     """A new one for each example, with no updates but those that are asked for."""
-    running = start("--enable-rl-training", "--learning-rate", "1e-3")
+    running = start("--enable-rl-training", "--learning-rate", "1e-3", "--checkpoint-dir", str(tmp_path / "run"))
     running.post("/v1/training/pause")
     yield running
     stop(running)
