@@ -1,7 +1,7 @@
 """The frozen configuration. `resolve(flags, environ, file)` makes it for a command, `configure(...)` for a program.
 
 Other packages import what they need from here. Each module imports only from those to its left:
-types → judge, loss, inference, tinker → training → sections → sources → resolve
+types → judge, loss, inference, people, tinker → training → sections → sources → resolve
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 
 from mlx_parallm.config.inference import EngineKind, InferenceConfig
 from mlx_parallm.config.loss import Algorithm, LossConfig, OldLogprobs, ResolvedLoss, RewardScale
+from mlx_parallm.config.people import PeopleConfig
 from mlx_parallm.config.resolve import Resolved, render, resolve
 from mlx_parallm.config.sections import (
     AdaptersConfig,

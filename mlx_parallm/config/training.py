@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from mlx_parallm.config.judge import JudgeConfig
 from mlx_parallm.config.loss import Algorithm, LossConfig, ResolvedLoss
+from mlx_parallm.config.people import PeopleConfig
 from mlx_parallm.config.tinker import TinkerConfig
 from mlx_parallm.config.types import File, Integer, Number, Section, Text, fields_of, lower, optional_names
 
@@ -198,6 +199,7 @@ class RLTrainingConfig(Section):
     gate: GateConfig = GateConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     judge: JudgeConfig = JudgeConfig()
+    people: PeopleConfig = PeopleConfig()
     tinker: TinkerConfig = TinkerConfig()
 
     @model_validator(mode="after")

@@ -95,6 +95,16 @@ from mlx_parallm.core.requests import (
     WorkClass,
 )
 from mlx_parallm.core.sequence import PromptGroup, Sequence, SequenceStatus
+from mlx_parallm.core.signals import (
+    Edit,
+    EditCard,
+    FeedbackCard,
+    FoundTrajectory,
+    PeopleClient,
+    Signal,
+    SignalReport,
+    SourceReport,
+)
 from mlx_parallm.core.text import Reasoning, TextTokenizer, Tool, ToolCall, ToolFormat, UnwritableToolError
 from mlx_parallm.core.training import (
     EvaluationResult,

@@ -9,6 +9,7 @@ from typing import Any
 
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
 from mlx_parallm.core.grammar import Grammar
+from mlx_parallm.core.signals import Signal
 
 
 class WorkClass(StrEnum):
@@ -103,6 +104,7 @@ class CollectionSpec:
         turn: the request's place in its episode, from 0; None: the turns are in order of their arrival.
         unmatched: why the prompt does not continue the tokens of an earlier turn of its episode; empty if it does, and
             for the first turn.
+        signal: what its trajectories teach.
     """
 
     scorer: str | None = None
@@ -116,6 +118,7 @@ class CollectionSpec:
     episode_id: str = ""
     turn: int | None = None
     unmatched: str = ""
+    signal: Signal = Signal.REWARDS
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from mlx_parallm.core.adapters import AdapterRef, CheckpointCard
 from mlx_parallm.core.requests import CollectionSpec, Event, FinishReason, GenerationRequest
+from mlx_parallm.core.signals import PeopleClient, Signal
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +137,7 @@ class UpdateReport:
             so the adapter is unchanged) or skipped (nothing was learnt).
         reason: why the update was held or skipped.
         metrics: loss, reward_mean, reward_std, kl, entropy and others by name.
+        signal: what it has learnt from.
     """
 
     adapter: AdapterRef | None
@@ -144,6 +146,7 @@ class UpdateReport:
     reason: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
     checkpoint: str | None = None
+    signal: Signal = Signal.REWARDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +234,7 @@ class TrainingEvent:
     data: Mapping[str, Any] = field(default_factory=dict)
 
 
-class TrainingClient(Protocol):
+class TrainingClient(PeopleClient, Protocol):
     """The asyncio interface of training, used on the event loop's thread only. `adapter` None is the default adapter.
 
     Methods that name an adapter raise UnknownModelError if it is not trained. A server that does not train has no
@@ -260,18 +263,6 @@ class TrainingClient(Protocol):
 
         RequestFinished gets the ids of the trajectories, and a warning if they will not be trained on. A request that
         draws no token (max_tokens 0) leaves no trajectory. Closing the result closes `events`.
-        """
-        ...
-
-    async def feedback(self, trajectory_id: str, score: float) -> None:
-        """Sets the reward of an answer, and returns when it is on the disk. The last one before training counts. One
-        rewarded answer is enough to train on the group of one request. For a turn of an episode, it is the reward of
-        that turn, which adds to the episode's.
-
-        Raises:
-            StorageError: it could not be written, and does not count.
-            UnknownTrajectoryError: the trajectory does not exist, or does not exist any more.
-            ConflictError: it was trained on, or dropped.
         """
         ...
 
@@ -331,11 +322,13 @@ class TrainingClient(Protocol):
         given: Sequence[GivenTrajectory] | None = None,
         publish: bool = True,
         checkpoint_name: str | None = None,
+        signal: Signal | None = None,
     ) -> UpdateReport:
         """Runs one update and returns when its version is live.
 
         Args:
             given: the data to train on; None uses the complete groups that wait.
+            signal: those that teach this. None: those with rewards or, if there are none, any others.
             checkpoint_name: also saves the policy under this tag, even if the update was held or skipped.
 
         Raises:

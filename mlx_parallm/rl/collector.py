@@ -22,6 +22,7 @@ from mlx_parallm.core import (
     GenerationRequest,
     GivenGroup,
     GroupCard,
+    Signal,
     Trajectory,
     TrajectoryCard,
 )
@@ -30,8 +31,10 @@ from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
 from mlx_parallm.rl.collect.given import PREFIX, rewards_of, trajectories_of
 from mlx_parallm.rl.collect.groups import DropReason, TrajectoryGroup, TrajectoryState
 from mlx_parallm.rl.collect.intake import Intake
+from mlx_parallm.rl.collect.late import outlived
 from mlx_parallm.rl.collect.log import TrajectoryLog
 from mlx_parallm.rl.collect.recorder import collect
+from mlx_parallm.rl.collect.sources import SourceLedger
 from mlx_parallm.rl.events import Emit
 from mlx_parallm.rl.loop import TrainingLoop
 from mlx_parallm.rl.runs.journal import Journal
@@ -64,6 +67,7 @@ class Collector:
         tasks: have the answers that requests leave out.
         log: gets every trajectory in the end.
         finished: keeps what has begun from being cut off by a client that leaves.
+        ledger: counts the groups that leave the buffer.
     """
 
     def __init__(
@@ -77,26 +81,33 @@ class Collector:
         default_adapter: str,
         emit: Emit,
         finished: Finished,
+        ledger: SourceLedger | None = None,
     ) -> None:
         self._config, self._scorers, self._tasks = config, scorers, tasks
         self._journal, self._log = journal, log
         self._loops, self._default = loops, default_adapter
         self._emit = emit
         self._finished = finished
+        self._ledger = ledger or SourceLedger()
         self._coming: Counter[str] = Counter()  # trajectories that are given, by source, on their way into the buffer
         self.buffer = TrajectoryBuffer(config.trajectory_buffer_size, self._on_group_end, self._on_drop)
         self._intake = Intake(self.buffer, scorers, config, lambda adapter: self._loops[adapter].wake(), emit, journal)
 
-    async def restore(self, name: str, loop: TrainingLoop) -> None:
-        """Puts the trajectories of the journal that wait for an adapter back into the buffer, with their rewards."""
+    async def restore(self, name: str, loop: TrainingLoop) -> Sequence[Feedback]:
+        """Puts the trajectories of the journal that wait for an adapter back into the buffer, with their rewards.
+
+        Returns:
+            The opinions of answers that are too old by now.
+        """
         entries = await self._journal.waiting(name)
         versions = [entry.trajectories[0].adapter for entry in entries if isinstance(entry, Arrival)]
         newest = max((version.version for version in versions if version and version.name == name), default=0)
         loop.training.number_versions_from(newest + 1)  # no other version gets the number of one that has drawn
-        self._intake.restore(name, entries, loop.reason_against)
+        too_late = self._intake.restore(name, entries, loop.reason_against)
         if versions:
             _log.info("%d collected requests wait for %s again", len(versions), name)
             loop.wake()
+        return too_late
 
     async def close(self) -> None:
         """Cancels all scoring."""
@@ -159,21 +170,33 @@ class Collector:
         await self._finished(self._add_given(group))
 
     async def _add_given(self, group: GivenGroup) -> None:
-        rewards, size = rewards_of(group, self._config.loss), len(group.trajectories)
-        self.buffer.check_room(group.source, size, self._coming)
-        self._coming[group.source] += size
+        rewards, trajectories = rewards_of(group, self._config.loss), trajectories_of(group)
+        scores = [Score(each.trajectory_id, reward) for each, reward in zip(trajectories, rewards, strict=True)]
+        await self.keep(self._default, group.source, trajectories, scores)
+
+    async def keep(
+        self, adapter: str, source: str, trajectories: Sequence[Trajectory], entries: Sequence[Score | Feedback]
+    ) -> None:
+        """Adds a group that comes with its rewards, when it is on the disk.
+
+        Raises:
+            QueueFullError: too many trajectories wait, in all or of this source.
+            StorageError: it could not be written, and is not added.
+        """
+        size = len(trajectories)
+        self.buffer.check_room(source, size, self._coming)
+        self._coming[source] += size
         try:
-            trajectories = trajectories_of(group)
-            scores = [Score(each.trajectory_id, reward) for each, reward in zip(trajectories, rewards, strict=True)]
-            await self._journal.accept(self._default, trajectories, scores)
+            await self._journal.accept(adapter, trajectories, entries)
         finally:
-            self._coming[group.source] -= size
+            self._coming[source] -= size
             self._coming += Counter()  # forgets sources of which none come any more
-        self._intake.give(self._default, trajectories, rewards)
+        self._intake.give(adapter, trajectories, entries)
 
     def given_sizes(self) -> Mapping[str, Sequence[int]]:
         """See `core.TrainingClient.given_sizes`."""
-        return self.buffer.given_sizes()
+        signals = frozenset(signal.value for signal in Signal)
+        return {source: sizes for source, sizes in self.buffer.given_sizes().items() if source not in signals}
 
     async def last_given(self, count: int) -> Sequence[str]:
         """See `core.TrainingClient.last_given`."""
@@ -219,21 +242,17 @@ class Collector:
         self.buffer.count_aborted(adapter, trajectories, reason)
         self._emit("dropped", adapter=adapter, reasons={reason.value: trajectories})
 
-    async def feedback(self, trajectory_id: str, score: float) -> None:
-        """See `core.TrainingClient.feedback`."""
-        await self._finished(self._enter(Feedback(trajectory_id, score)))
-
     async def reward_episode(self, episode_id: str, group_id: str, score: float) -> None:
         """See `core.TrainingClient.reward_episode`."""
-        await self._finished(self._enter(EpisodeReward(episode_id, group_id, score)))
+        await self._finished(self.enter(EpisodeReward(episode_id, group_id, score)))
 
     async def reward_tokens(self, trajectory_id: str, rewards: Sequence[float]) -> None:
         """See `core.TrainingClient.reward_tokens`."""
-        await self._finished(self._enter(TokenRewards(trajectory_id, tuple(rewards))))
+        await self._finished(self.enter(TokenRewards(trajectory_id, tuple(rewards))))
 
     async def close_group(self, group_id: str) -> GroupCard:
         """See `core.TrainingClient.close_group`."""
-        group = await self._finished(self._enter(Closed(group_id)))
+        group = await self._finished(self.enter(Closed(group_id)))
         return GroupCard(
             group_id=group.group_id,
             adapter=group.adapter,
@@ -242,8 +261,13 @@ class Collector:
             complete=group.complete,
         )
 
-    async def _enter(self, entry: GroupEntry) -> TrajectoryGroup:
-        """Writes an entry into the journal, and applies it. Returns its group."""
+    async def enter(self, entry: GroupEntry) -> TrajectoryGroup:
+        """Writes an entry into the journal, and applies it. Returns its group.
+
+        Raises:
+            StorageError: it could not be written, and is not applied.
+            RequestError: it does not apply; see `Intake.group_of`.
+        """
         group = self._intake.group_of(entry)
         await self._journal.entered(group.adapter, group.group_id, entry)
         self._intake.apply(entry)  # the group may have been trained on meanwhile
@@ -264,6 +288,10 @@ class Collector:
         if dropped := group.in_state(TrajectoryState.DROPPED):
             reasons = Counter(str(member.reason) for member in dropped)
             self._emit("dropped", adapter=group.adapter, group_id=group.group_id, reasons=dict(reasons))
+        self._ledger.ended(group)
+        for copy, opinions in outlived(group):
+            self._journal.added(group.adapter, [copy], opinions)
+            self._intake.give(group.adapter, [copy], opinions)
         if self._log is not None:
             self._log.append(group)
 

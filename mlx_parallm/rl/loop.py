@@ -12,21 +12,31 @@ from contextlib import suppress
 from dataclasses import replace
 
 from mlx_parallm.config import ResolvedTraining
-from mlx_parallm.core import AdapterRef, CheckpointCard, EvaluationResult, GivenTrajectory, TrainingStatus, UpdateReport
+from mlx_parallm.core import (
+    AdapterRef,
+    CheckpointCard,
+    EvaluationResult,
+    GivenTrajectory,
+    Signal,
+    TrainingStatus,
+    UpdateReport,
+)
 from mlx_parallm.errors import InvalidRequestError, StorageError
 from mlx_parallm.rl.adapter_training import AdapterTraining
 from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
 from mlx_parallm.rl.collect.groups import DropReason, TrajectoryGroup
+from mlx_parallm.rl.collect.sources import SourceLedger
 from mlx_parallm.rl.events import Emit
 from mlx_parallm.rl.given import check_loss, given_groups
 from mlx_parallm.rl.objectives.batches import PreparedBatch, ScoredGroup, prepare
+from mlx_parallm.rl.objectives.signals import prepare_signal, signal_of
 from mlx_parallm.rl.recovery import CHANGED, PolicyJournal
 from mlx_parallm.rl.selection import GroupSelection
+from mlx_parallm.rl.status import training_status
+from mlx_parallm.rl.turns import UpdateTurns, sources
 
 _DROP_REASONS = {"published": None, "trained": None, "held": DropReason.HELD, "skipped": DropReason.SKIPPED}
 """Why the trajectories of an update are dropped, by the status of its report. None: they were trained on."""
-
-_VERSIONS_SHOWN = 8
 
 _log = logging.getLogger(__name__)
 
@@ -40,13 +50,20 @@ class TrainingLoop:
     """
 
     def __init__(
-        self, training: AdapterTraining, buffer: TrajectoryBuffer, config: ResolvedTraining, emit: Emit
+        self,
+        training: AdapterTraining,
+        buffer: TrajectoryBuffer,
+        config: ResolvedTraining,
+        emit: Emit,
+        ledger: SourceLedger | None = None,
     ) -> None:
         self.training = training
         self._buffer = buffer
         self._config = config
         self._emit = emit
+        self._ledger = ledger or SourceLedger()
         self._selection = GroupSelection(training, buffer, config)
+        self._turns = UpdateTurns(training, buffer, config, self._selection)
         self._changes = PolicyJournal(training, config)
         self._lock = asyncio.Lock()
         self._changed = asyncio.Event()
@@ -89,14 +106,13 @@ class TrainingLoop:
 
     @property
     def _due(self) -> bool:
-        return self._pause_reason is None and (self._selection.enough or self.training.rewards_fell)
+        return self._pause_reason is None and (self._turns.due is not None or self.training.rewards_fell)
 
     async def _automatic_update(self) -> None:
         if self._due:  # still true, so no other update has taken the trajectories
             try:
                 await self._changes.flush()
-                groups = self._buffer.take(self.name, self._config.update_frequency)
-                await self._conclude(await self._update(groups))
+                await self._conclude(await self._update(self._turns.take()))
             except StorageError as error:
                 self.pause(str(error))
             except Exception:  # noqa: BLE001 - only this update fails; after `max_skips` of them training pauses
@@ -124,10 +140,12 @@ class TrainingLoop:
         publish: bool = True,
         tag: str | None = None,
         progress: Mapping[str, float] | None = None,
+        signal: Signal | None = None,
     ) -> UpdateReport:
         """Makes one update on `given`, or on all complete groups, even if training is paused.
 
         Args:
+            signal: see `UpdateTurns.take_all`.
             tag: after the update, whatever its status, the policy is saved with this tag.
             progress: see `AdapterTraining.progress`.
 
@@ -143,7 +161,7 @@ class TrainingLoop:
         async with self._lock:
             await self._changes.flush()
             if groups is None:
-                report = await self._update(self._buffer.take(self.name), publish, progress)
+                report = await self._update(self._turns.take_all(signal), publish, progress)
             else:
                 prepared = prepare(groups, self._config.loss, self.training.rewards)
                 report = await self._learn(groups, prepared, publish, progress)
@@ -224,13 +242,17 @@ class TrainingLoop:
         """Trains on groups that were taken from the buffer, and ends each of them."""
         reasons: Sequence[DropReason | None] = [DropReason.SKIPPED] * len(groups)
         try:
-            without_signal, taken = self._selection.take(groups)
+            learnt = sources(groups)
+            without_signal, taken = self._turns.scored(groups)
             scored = [*without_signal, *taken]
-            prepared = prepare(scored, self._config.loss, self.training.rewards, self._config.update_frequency)
-            report = await self._learn(scored, prepared, publish, progress, self._config.update_frequency)
+            wanted = self._turns.wanted(signal_of(scored))
+            prepared = prepare_signal(scored, self._config.loss, self.training.rewards, wanted)
+            report = await self._learn(scored, prepared, publish, progress, wanted)
+            if report.status in CHANGED:
+                self._ledger.updated(self.name, learnt, report.metrics)
             of_groups = prepared.drop_reasons[len(without_signal) :]
             reasons = [reason or _DROP_REASONS[report.status] for reason in of_groups]
-            return report
+            return replace(report, signal=signal_of(scored))
         except asyncio.CancelledError:
             for group in groups:
                 self._buffer.give_back(group)
@@ -252,7 +274,7 @@ class TrainingLoop:
             return training.reports.skipped(training.live, "no_trajectories")
         try:
             await training.mark_best()
-            if training.rewards_fell:
+            if training.rewards_fell and signal_of(groups) is Signal.REWARDS:
                 ref = await training.roll_back(None)
                 await self._recorded(self._changes.rolled_back())
                 self._selection.restart()
@@ -314,39 +336,15 @@ class TrainingLoop:
     # -- status ----------------------------------------------------------------------------------
 
     def status(self) -> TrainingStatus:
-        """The status of this adapter. The service adds `checkpoints` and `trained`."""
-        training, buffer, name = self.training, self._buffer, self.name
-        best, reports = training.checkpoints.best, training.reports
-        return TrainingStatus(
-            state=self._state(),
-            adapter=name,
-            current=training.live,
-            step=reports.step,
-            trajectories_collected=buffer.collected[name],
-            trajectories_waiting=buffer.unrewarded(name),
-            groups_ready=len(buffer.ready(name)),
-            groups_open=buffer.still_open(name),
-            updates_total=reports.updates,
-            updates_per_second=reports.updates_per_second,
-            last_update=reports.last_update,
-            metrics=reports.metrics,
-            drops={reason.value: count for reason, count in buffer.drops[name].items()},
-            skips=dict(reports.skips),
-            reward_running_mean=training.rewards.trend.mean,
-            best=best.ref if best else None,
-            evaluation=training.evaluations.last,
-            detail={
-                "pause_reason": self._pause_reason,
-                "failures_in_a_row": self._failures_in_a_row,
-                "lineage": list(training.versions.last(_VERSIONS_SHOWN)),
-                "unpublished": training.unpublished,
-                "checkpoint_failures": training.checkpoints.failures,
-                "evaluation_failures": training.evaluations.failures,
-                "trajectories_with_signal": self._selection.with_signal,
-                "trajectories_without_signal": self._selection.without_signal,
-                "trajectories_trained": buffer.trained[name],
-            },
-        )
+        """See `training_status`."""
+        detail = {
+            "pause_reason": self._pause_reason,
+            "failures_in_a_row": self._failures_in_a_row,
+            "trajectories_with_signal": self._selection.with_signal,
+            "trajectories_without_signal": self._selection.without_signal,
+            "people_waiting": self._turns.waiting(),
+        }
+        return training_status(self.training, self._buffer, self._state(), detail)
 
     def _state(self) -> str:
         if self._lock.locked():

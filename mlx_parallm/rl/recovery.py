@@ -9,11 +9,12 @@ from dataclasses import replace
 from statistics import fmean
 
 from mlx_parallm.config import ResolvedTraining
-from mlx_parallm.core import BASE_ADAPTER, AdapterRef, GivenTrajectory, Trajectory, UpdateReport
+from mlx_parallm.core import BASE_ADAPTER, AdapterRef, GivenTrajectory, Signal, Trajectory, UpdateReport
 from mlx_parallm.errors import ParaLLMError, RequestError
 from mlx_parallm.rl.adapter_training import AdapterTraining
-from mlx_parallm.rl.objectives.batches import ScoredGroup, prepare
+from mlx_parallm.rl.objectives.batches import ScoredGroup
 from mlx_parallm.rl.objectives.episodes import Episode
+from mlx_parallm.rl.objectives.signals import prepare_signal
 from mlx_parallm.rl.runs.records import PolicyChange, Rollback, Start, TrainedEpisode, TrainedGroup, Update
 from mlx_parallm.rl.runs.replay import plan
 
@@ -142,9 +143,10 @@ class PolicyJournal:
         try:
             groups = [_scored(group, known) for group in update.groups]
             for group, trained in zip(groups, update.groups, strict=True):
-                if group.rewards and not trained.is_given and not self._config.loss.imitates:
+                collected = group.signal is Signal.REWARDS and not trained.is_given
+                if group.rewards and collected and not self._config.loss.imitates:
                     training.rewards.trend.observe(group.scorer, fmean(group.rewards), group.on_policy)
-            prepared = prepare(groups, self._config.loss, training.rewards, update.wanted)
+            prepared = prepare_signal(groups, self._config.loss, training.rewards, update.wanted)
             await training.mark_best()
             if update.version is not None:
                 training.number_versions_from(update.version)
@@ -166,7 +168,7 @@ def _ref(version: str) -> AdapterRef:
 
 def _trained(group: ScoredGroup) -> TrainedGroup:
     episodes = tuple(map(_trained_episode, group.episodes))
-    return TrainedGroup(episodes, group.rewards, group.scorer, group.staleness, group.on_policy)
+    return TrainedGroup(episodes, group.rewards, group.scorer, group.staleness, group.on_policy, group.signal)
 
 
 def _trained_episode(episode: Episode) -> TrainedEpisode:
@@ -181,4 +183,4 @@ def _scored(group: TrainedGroup, known: Mapping[str, Trajectory]) -> ScoredGroup
         Episode(episode.given or tuple(known[one] for one in episode.trajectory_ids), episode.token_rewards)
         for episode in group.episodes
     )
-    return ScoredGroup(episodes, group.rewards, group.scorer, group.staleness, group.on_policy)
+    return ScoredGroup(episodes, group.rewards, group.scorer, group.staleness, group.on_policy, group.signal)

@@ -17,12 +17,19 @@ from mlx_parallm.core import (
     AdapterRef,
     CheckpointCard,
     CollectionSpec,
+    Edit,
+    EditCard,
     EvaluationResult,
     Event,
+    FeedbackCard,
+    FoundTrajectory,
     GenerationRequest,
     GivenGroup,
     GivenTrajectory,
     GroupCard,
+    Signal,
+    SignalReport,
+    TrainingEvent,
     TrainingStatus,
     Trajectory,
     TrajectoryCard,
@@ -34,12 +41,14 @@ from mlx_parallm.errors import UnknownModelError
 from mlx_parallm.rl.adapter_training import AdapterTraining, AdapterTrainingParts
 from mlx_parallm.rl.checkpoints import PolicyCheckpoints, PolicyOf
 from mlx_parallm.rl.collect.log import TrajectoryLog
+from mlx_parallm.rl.collect.sources import SourceLedger
 from mlx_parallm.rl.collector import Collector
 from mlx_parallm.rl.evaluation import Evaluator
 from mlx_parallm.rl.events import EventHub, Listener
 from mlx_parallm.rl.gate import Gate
 from mlx_parallm.rl.learn.learner import Learner
 from mlx_parallm.rl.loop import TrainingLoop
+from mlx_parallm.rl.people import People
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.scoring.service import ScoringService
 from mlx_parallm.rl.tasks import FileTasks
@@ -83,6 +92,7 @@ class TrainingService:
         self._hub = EventHub()
         self._journal = parts.journal
         self._loops: dict[str, TrainingLoop] = {}
+        self._ledger = SourceLedger()
         self._collector = Collector(
             config,
             parts.scorers,
@@ -93,7 +103,10 @@ class TrainingService:
             default_adapter,
             self._hub.emit,
             self._finished,
+            self._ledger,
         )
+        self._people = People(self._collector, parts.journal, self._loops, config, self._ledger)
+        self._hub.add_sink(self._on_event)
         self._adapter_parts = AdapterTrainingParts(
             parts.learner,
             parts.adapters,
@@ -126,11 +139,11 @@ class TrainingService:
             loop = self._loops.get(name)
             if loop is None:
                 training = AdapterTraining(check_name(name, "lora_adapter"), self._adapter_parts, name == self._default)
-                loop = TrainingLoop(training, self._collector.buffer, self._config, self._hub.emit)
+                loop = TrainingLoop(training, self._collector.buffer, self._config, self._hub.emit, self._ledger)
                 await loop.open()
                 self._loops[name] = loop
                 if restore:
-                    await self._collector.restore(name, loop)
+                    await self._people.recall(await self._collector.restore(name, loop))
                 self._spawn(loop.run())
             elif (live := loop.training.live) is not None and loop.training.versions.staleness(live) is None:
                 await loop.open()
@@ -180,9 +193,27 @@ class TrainingService:
         """
         return await self._collector.collect_episodes(trajectories, rewards)
 
-    async def feedback(self, trajectory_id: str, score: float) -> None:
-        """See `core.TrainingClient.feedback`."""
-        await self._collector.feedback(trajectory_id, score)
+    async def feedback(self, trajectory_id: str, score: float, user: str = "") -> FeedbackCard:
+        """See `core.PeopleClient.feedback`."""
+        return await self._finished(self._people.feedback(trajectory_id, score, user))
+
+    async def find_trajectory(self, trajectory_id: str) -> FoundTrajectory:
+        """See `core.PeopleClient.find_trajectory`."""
+        return await self._people.find(trajectory_id)
+
+    async def edit(self, edit: Edit) -> EditCard:
+        """See `core.PeopleClient.edit`."""
+        return await self._finished(self._people.edit(edit))
+
+    def signal_report(self, adapter: str | None = None) -> SignalReport:
+        """See `core.PeopleClient.signal_report`."""
+        name = self._loop(adapter).name
+        sources = self._ledger.report(name, self._collector.buffer.of(name))
+        return SignalReport(name, *self._ledger.people(name), sources)
+
+    def _on_event(self, event: TrainingEvent) -> None:
+        if event.kind == "evaluation":
+            self._ledger.evaluated(str(event.data["adapter"]), event.data["metrics"]["eval_mean"])
 
     async def reward_episode(self, episode_id: str, group_id: str, score: float) -> None:
         """See `core.TrainingClient.reward_episode`."""
@@ -230,12 +261,13 @@ class TrainingService:
         given: Sequence[GivenTrajectory] | None = None,
         publish: bool = True,
         checkpoint_name: str | None = None,
+        signal: Signal | None = None,
         progress: Mapping[str, float] | None = None,
     ) -> UpdateReport:
         """See `core.TrainingClient.update`. `progress`: see `AdapterTraining.progress`."""
         loop = self._loop(adapter)
         tag = None if checkpoint_name is None else check_tag(checkpoint_name)
-        return await self._finished(loop.update(given, publish, tag, progress))
+        return await self._finished(loop.update(given, publish, tag, progress, signal))
 
     async def evaluate_if_due(self, adapter: str | None = None, early: bool = False) -> EvaluationResult | None:
         """See `AdapterTraining.evaluate_if_due`."""

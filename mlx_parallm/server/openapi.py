@@ -322,6 +322,10 @@ EXAMPLES: Mapping[str, Examples] = {
     "/v1/training/resume": _CONTROL,
     "/v1/training/rollback": {"the best version": {}},
     "/v1/training/feedback": {"a reward": {"trajectory_id": "traj-0", "score": 1}},
+    "/v1/training/preference": {
+        "a preference": {"chosen": "Yes.", "rejected_id": "traj-0"},
+        "a correction": {"trajectory_id": "traj-0", "correction": "Yes."},
+    },
     "/v1/training/schedule": {"training first": {"mode": "training_priority", "max_decode_stall_ms": 250}},
     "/tokenize": {"a text": {"prompt": "Hello"}, "a conversation": {"messages": _MESSAGES}},
     "/detokenize": {"ids": {"tokens": [1, 2, 3]}},

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from mlx_parallm import LoRAConfig, RLConfig, RLIntegratedServer
 from mlx_parallm.core import CollectionSpec, GenerationRequest, GivenTrajectory, RequestFinished, SamplingParams
-from mlx_parallm.core import StopParams, WorkClass
+from mlx_parallm.core import Edit, Signal, StopParams, WorkClass
 
 def given(number):
     if number % 2:
@@ -35,7 +35,7 @@ async def digest(training):
 async def main(path, updates):
     server = RLIntegratedServer(
         path / "model", LoRAConfig(rank=4, alpha=8.0), RLConfig(learning_rate=1e-3, batch_size=1000),
-        server__kv_cache_memory="16MB", checkpointing__checkpoint_dir=path / "run", checkpointing__interval=3,
+        server__kv_cache_memory="16MB", checkpointing__checkpoint_dir=path / "run", checkpointing__interval=4,
     )
     async with server.session() as served:
         service = served.training.service
@@ -45,6 +45,8 @@ async def main(path, updates):
             found["waiting"][card.trajectory.trajectory_id] = [card.state, card.reward]
         print(json.dumps(found), flush=True)
         for number in range(updates):
+            # the edit of the round before, which the first round of a later process has from the journal
+            await service.update(signal=Signal.PREFERENCES if number % 2 else Signal.CORRECTIONS, publish=False)
             report = await service.update(given=given(number))
             request = GenerationRequest(
                 f"r{report.step}", ((5, 6),), SamplingParams(seed=number), StopParams(4), n=2,
@@ -53,7 +55,11 @@ async def main(path, updates):
             async for event in served.generate(request):
                 if isinstance(event, RequestFinished):
                     first = event.trajectory_ids[0]
-            await service.feedback(first, number / 4)
+            await service.feedback(first, number / 4, "ann")
+            edit = await service.edit(Edit("default", (5, 6), (9 + number, 2), () if number % 2 else (7, 2)))
+            answers = ["chosen"] if number % 2 else ["chosen", "rejected"]
+            found["waiting"] = {one: of for one, of in found["waiting"].items() if one.startswith("traj-")}
+            found["waiting"] |= {f"{edit.edit_id}-{which}": ["scored", float(which == "chosen")] for which in answers}
             found["waiting"] |= {first: ["scored", number / 4], event.trajectory_ids[1]: ["waiting", None]}
             found |= {"digest": await digest(served.training), "current": str(service.status().current),
                       "step": service.status().step}
@@ -79,9 +85,9 @@ def test_kill_9_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:
     *_, before = process(2)
     first, *_, last = process(2)
     assert first == before, "made again from nothing, as there was no checkpoint"
-    assert (last["step"], last["current"]) == (4, "default@4")
+    assert (last["step"], last["current"]) == (7, "default@4")
     (again,) = process(0)
-    stale = {one for one in last["waiting"] if one in ("traj-r1-0", "traj-r1-1", "traj-r2-0", "traj-r2-1")}
+    stale = {one for one in last["waiting"] if one in ("traj-r1-0", "traj-r1-1", "traj-r3-0", "traj-r3-1")}
     assert again == {**last, "waiting": {one: of for one, of in last["waiting"].items() if one not in stale}}
     (resumed,) = process(0)
     assert resumed == again, "and a process that ends by itself leaves the same"

@@ -10,8 +10,13 @@ from mlx_parallm.core import (
     AdapterRef,
     AdapterStats,
     CheckpointCard,
+    EditCard,
+    FeedbackCard,
+    FoundTrajectory,
     GroupCard,
     Residence,
+    SignalReport,
+    SourceReport,
     TrainingStatus,
     UpdateReport,
 )
@@ -169,14 +174,17 @@ class FakeTraining:
 
     `checked`: (collection, adapter) of each check; `checks_go_on` set: they end. `collected`: requests whose events
     `collect` was given. `calls`: what else was asked. `given`: groups that wait; `given_earlier`: ids of those of an
-    earlier process. `saves`: names that `trains` says yes to. `error`, `hold`,
-    `held`, `resume_work`: as the adapters'. `told`: the events, the last one None; `listening`: listeners now.
+    earlier process. `found`: trajectories that edits may name; `edits`: what came of them. `saves`: names that `trains`
+    says yes to. `error`, `hold`, `held`, `resume_work`: as the adapters'. `told`: the events, the last one None;
+    `listening`: listeners now.
     """
 
     def __init__(self):
         self.state = {"policy": TrainingStatus(state="running", adapter="policy", trained=("policy",))}
         self.report = UpdateReport(AdapterRef("policy", 2), 1, "published")
         self.known = {"traj-0"}
+        self.found = {"traj-0": FoundTrajectory("policy", (1, 2), (3, 257), "c")}
+        self.edits = []
         self.cards = ()
         self.checked = []
         self.prompts = []
@@ -227,12 +235,28 @@ class FakeTraining:
     async def last_given(self, count):
         return self.given_earlier[:count]
 
-    async def feedback(self, trajectory_id, score):
+    async def feedback(self, trajectory_id, score, user=""):
         if self.error:
             raise self.error
         if trajectory_id not in self.known:
             raise UnknownTrajectoryError(f"no trajectory {trajectory_id!r}", param="trajectory_id")
-        self.calls.append(("feedback", trajectory_id, score))
+        self.calls.append(("feedback", trajectory_id, score, user))
+        return FeedbackCard(score / 2, 2)
+
+    async def find_trajectory(self, trajectory_id):
+        if trajectory_id not in self.found:
+            raise UnknownTrajectoryError(f"No trajectory of this run has the id {trajectory_id!r}.")
+        return self.found[trajectory_id]
+
+    async def edit(self, edit):
+        if self.error:
+            raise self.error
+        self.edits.append(edit)
+        return EditCard("edit-0", edit.signal, edit.adapter, 1, 16)
+
+    def signal_report(self, adapter=None):
+        source = SourceReport("feedback", 3, 1, 1, {"stale": 1}, 1, 1.0, 0.25)
+        return SignalReport(self.status(adapter).adapter, 4, 2, (source,))
 
     async def reward_tokens(self, trajectory_id, rewards):
         self.calls.append(("reward_tokens", trajectory_id, list(rewards)))
@@ -248,8 +272,8 @@ class FakeTraining:
         self.calls.append(("close_group", group_id))
         return GroupCard(group_id, "policy", 4, 3, True)
 
-    async def update(self, adapter=None, given=None, publish=True, checkpoint_name=None):
-        await self._work("update", adapter, given, publish, checkpoint_name)
+    async def update(self, adapter=None, given=None, publish=True, checkpoint_name=None, signal=None):
+        await self._work("update", adapter, given, publish, checkpoint_name, *([signal] if signal else []))
         return self.report
 
     def status(self, adapter=None):

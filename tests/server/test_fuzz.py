@@ -14,6 +14,7 @@ from mlx_parallm.server.api.completions import Completion, CompletionBody
 from mlx_parallm.server.api.responses.objects import ResponseObject
 from mlx_parallm.server.api.responses.schema import ResponsesBody
 from mlx_parallm.server.api.training import objects as training_objects
+from mlx_parallm.server.api.training import people_schema as people_wire
 from mlx_parallm.server.api.training import schedule as schedule_wire
 from mlx_parallm.server.api.training import schema as training_wire
 
@@ -165,6 +166,12 @@ def test_training_rollback(make_client, adapters, body):
 @given(body=bodies(training_wire.FeedbackBody, {"trajectory_id": "traj-0", "score": 1}))
 def test_feedback(make_client, adapters, body):
     check_change(make_client, adapters, "/v1/training/feedback", training_objects.FeedbackObject, body)
+
+
+@fuzzed
+@given(body=bodies(people_wire.PreferenceBody, {"prompt": "x", "chosen": "a", "rejected": "b"}))
+def test_preference(make_client, adapters, body):
+    check_change(make_client, adapters, "/v1/training/preference", people_wire.PreferenceObject, body)
 
 
 @fuzzed

@@ -14,6 +14,7 @@ CHANGES = {
     "/v1/training/resume": {},
     "/v1/training/rollback": {},
     "/v1/training/feedback": {"trajectory_id": "x", "score": 1},
+    "/v1/training/preference": {"trajectory_id": "x", "correction": "y"},
     "/v1/training/schedule": {"training_time_share": 0.5},
 }
 

@@ -16,6 +16,7 @@ from mlx_parallm.server.api.fields import OpenBody
 from mlx_parallm.server.api.responses.objects import ResponseObject
 from mlx_parallm.server.api.responses.schema import ResponsesBody
 from mlx_parallm.server.api.training import objects as training_objects
+from mlx_parallm.server.api.training import people_schema as people_wire
 from mlx_parallm.server.api.training import schedule as schedule_wire
 from mlx_parallm.server.api.training import schema as training_wire
 
@@ -181,6 +182,7 @@ def test_the_document_describes_bodies_answers_and_errors(document):
         ("/v1/training/resume", training_wire.ControlBody, training_objects.TrainingObject),
         ("/v1/training/rollback", training_wire.TrainingRollbackBody, training_objects.TrainingObject),
         ("/v1/training/feedback", training_wire.FeedbackBody, training_objects.FeedbackObject),
+        ("/v1/training/preference", people_wire.PreferenceBody, people_wire.PreferenceObject),
         ("/v1/training/schedule", schedule_wire.ScheduleBody, schedule_wire.ScheduleObject),
     ],
 )
@@ -195,6 +197,7 @@ def test_the_document_describes_adapter_and_training_routes(document, path, body
     ("path", "answer"),
     [
         ("/v1/training/status", training_objects.TrainingObject),
+        ("/v1/training/report", people_wire.ReportObject),
         ("/v1/training/schedule", schedule_wire.ScheduleObject),
         ("/debug/training", training_objects.DebugTraining),
         ("/debug/trajectories", training_objects.DebugTrajectories),
@@ -241,7 +244,7 @@ def test_the_document_says_which_bodies_may_be_left_out(document):
     }
     optional = {"update", "start", "pause", "resume", "rollback", "checkpoint"}
     assert required == {path: path.rpartition("/")[2] not in optional for path in required}
-    assert len(required) == 9
+    assert len(required) == 10
 
 
 def assert_describes(schema: dict, model: type[BaseModel]):

@@ -202,8 +202,10 @@ async def test_unknown_names_say_which_field(client, training, fault, path, body
 
 async def test_feedback(client, training):
     got = await post(client, FEEDBACK, trajectory_id="traj-0", score=-1)
-    assert got == {"status": "success", "trajectory_id": "traj-0", "episode_id": None, "score": -1.0}
-    assert training.calls == [("feedback", "traj-0", -1.0)]
+    told = {"score": -1.0, "reward": -0.5, "people": 2, "late": False}
+    assert got == {"status": "success", "trajectory_id": "traj-0", "episode_id": None, **told}
+    await post(client, FEEDBACK, trajectory_id="traj-0", score=1, user="ann")
+    assert training.calls == [("feedback", "traj-0", -1.0, ""), ("feedback", "traj-0", 1.0, "ann")]
 
 
 async def test_feedback_on_what_is_not_there(client, fault):
@@ -222,6 +224,9 @@ async def test_feedback_on_what_is_not_there(client, fault):
         ({"trajectory_id": "traj-0", "score": "1"}, "score"),
         ({"trajectory_id": "traj-0", "score": True}, "score"),
         ({"trajectory_id": "traj-0", "score": 10**400}, "score"),
+        ({"episode_id": "e", "score": 1, "user": "ann"}, "user"),
+        ({"trajectory_id": "traj-0", "token_rewards": [1], "user": "ann"}, "user"),
+        ({"trajectory_id": "traj-0", "score": 1, "user": "a" * 161}, "user"),
     ],
     ids=lambda value: str(value)[:50],
 )

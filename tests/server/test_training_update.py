@@ -32,6 +32,7 @@ async def test_update_of_the_groups_that_wait(client, training):
         "step": 2,
         "metrics": {"loss": 0.5},
         "checkpoint": None,
+        "signal": "rewards",
     }
     assert await post(client, UPDATE) == expected
     assert (await client.post(UPDATE)).json() == expected

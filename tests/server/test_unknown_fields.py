@@ -166,6 +166,7 @@ async def test_a_collected_request_is_strict(client, engine, fault, path):
         ("/v1/training/start", {}),
         ("/v1/training/checkpoint", {}),
         ("/v1/training/feedback", {"trajectory_id": "traj-0", "score": 1}),
+        ("/v1/training/preference", {"prompt": "x", "correction": "y"}),
     ],
 )
 async def test_adapter_and_training_routes_are_strict(client, fault, path, body):

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 
-from mlx_parallm.core import AdapterRef, Trajectory, TrajectoryCard
+from mlx_parallm.core import AdapterRef, Signal, Trajectory, TrajectoryCard
 from mlx_parallm.errors import ConflictError, InvalidRequestError, QueueFullError, UnknownTrajectoryError
 from mlx_parallm.rl.collect.groups import NEVER_COLLECTED, DropReason, GroupMember, TrajectoryGroup, TrajectoryState
 
@@ -119,7 +119,7 @@ class TrajectoryBuffer:
         sizes: dict[str, list[int]] = {}
         for group in self._groups.values():
             if group.was_given and not group.taken:
-                sizes.setdefault(group.scorer or "", []).append(len(group.members))
+                sizes.setdefault(group.source, []).append(len(group.members))
         return sizes
 
     def count_aborted(self, adapter: str, trajectories: int, reason: DropReason = DropReason.ABORTED) -> None:
@@ -130,24 +130,24 @@ class TrajectoryBuffer:
         """The group of this id, if it has not left."""
         return self._groups.get(group_id)
 
+    def member(self, trajectory_id: str) -> tuple[TrajectoryGroup, GroupMember] | None:
+        """The group and the member of a trajectory, also of one that has left; None: it is not known here."""
+        return self._members.get(trajectory_id)
+
     def has_left(self, group_id: str) -> bool:
         """Whether a group of this id has left, and is still remembered."""
         return group_id in self._past_ids
 
     # -- rewards ---------------------------------------------------------------------------------
 
-    def feedback(self, trajectory_id: str, score: float) -> TrajectoryGroup:
-        """Sets the reward of an answer, or of one turn of an episode, in place of an earlier one. Returns its group.
+    def feedback(self, trajectory_id: str, score: float, user: str = "") -> TrajectoryGroup:
+        """Adds an opinion of an answer, or of one turn of an episode; see `GroupMember.rate`. Returns its group.
 
         Raises:
             UnknownTrajectoryError, ConflictError: see `open_answer`.
         """
         group, member = self.open_answer(trajectory_id)
-        turn = member.turn(trajectory_id)
-        if turn.collection.episode_id:
-            member.reward_tokens(turn, (*(0.0,) * (len(turn.completion_ids) - 1), score))
-        else:
-            member.set_reward(score)
+        member.rate(member.turn(trajectory_id), score, user)
         return group
 
     def reward_tokens(self, trajectory_id: str, rewards: Sequence[float]) -> TrajectoryGroup:
@@ -240,11 +240,11 @@ class TrajectoryBuffer:
 
     # -- out -------------------------------------------------------------------------------------
 
-    def ready(self, adapter: str) -> tuple[TrajectoryGroup, ...]:
-        """Complete groups that no update has taken, oldest first."""
-        return tuple(group for group in self._groups.values() if group.adapter == adapter and group.complete)
+    def ready(self, adapter: str, signal: Signal = Signal.REWARDS) -> tuple[TrajectoryGroup, ...]:
+        """Complete groups with this signal that no update has taken, oldest first."""
+        return tuple(group for group in self.of(adapter) if group.signal is signal and group.complete)
 
-    def take(self, adapter: str, least: int | None = None) -> tuple[TrajectoryGroup, ...]:
+    def take(self, name: str, least: int | None = None, signal: Signal = Signal.REWARDS) -> Sequence[TrajectoryGroup]:
         """Takes the oldest complete groups, until they have at least `least` members; None: all complete groups.
 
         Only members with a reward are taken. The caller must call `finish` or `give_back` for each
@@ -252,7 +252,7 @@ class TrajectoryBuffer:
         """
         taken: list[TrajectoryGroup] = []
         members = 0
-        for group in self.ready(adapter):
+        for group in self.ready(name, signal):
             if least is not None and members >= least:
                 break
             taken.append(group)
@@ -288,7 +288,7 @@ class TrajectoryBuffer:
     def sweep(self, adapter: str, reason_against: Callable[[AdapterRef], DropReason | None]) -> None:
         """Drops the members that no update has taken, if `reason_against` returns a reason for a version that drew
         them."""
-        for group in [*self._of(adapter)]:
+        for group in [*self.of(adapter)]:
             reasons: dict[AdapterRef | None, DropReason | None] = {
                 version: reason_against(version) for version in group.versions
             }
@@ -331,18 +331,19 @@ class TrajectoryBuffer:
 
     def unrewarded(self, adapter: str) -> int:
         """Trajectories that wait for a reward."""
-        return sum(len(member.turns) for group in self._of(adapter) for member in group.waiting)
+        return sum(len(member.turns) for group in self.of(adapter) for member in group.waiting)
 
     def waiting(self, adapter: str) -> int:
         """Trajectories that no update has taken yet."""
-        groups = self._of(adapter)
+        groups = self.of(adapter)
         return sum(len(member.turns) for group in groups for member in (*group.waiting, *group.scored))
 
     def still_open(self, adapter: str) -> int:
         """Groups that wait for more members."""
-        return sum(not group.closed for group in self._of(adapter))
+        return sum(not group.closed for group in self.of(adapter))
 
-    def _of(self, adapter: str) -> Iterator[TrajectoryGroup]:
+    def of(self, adapter: str) -> Iterator[TrajectoryGroup]:
+        """The groups of an adapter, oldest first."""
         return (group for group in self._groups.values() if group.adapter == adapter)
 
     def cards(self, limit: int) -> tuple[TrajectoryCard, ...]:

@@ -12,7 +12,7 @@ from enum import StrEnum
 from itertools import chain
 from math import fsum
 
-from mlx_parallm.core import AdapterRef, CollectionSpec, Trajectory, TrajectoryCard
+from mlx_parallm.core import AdapterRef, CollectionSpec, Signal, Trajectory, TrajectoryCard
 
 FEEDBACK = "feedback"
 """Used in place of a scorer's name for groups whose rewards came from people."""
@@ -69,6 +69,7 @@ class GroupMember:
         own_reward: of the member as a whole; None: there is none yet.
         token_rewards: by trajectory id, one reward for each token of the completion. The reward of a turn counts for
             its last token.
+        opinions: of people, by trajectory id and user; the user is empty if it is unknown.
         reason: set when it is dropped.
         from_feedback: its reward came from a client and not from a scorer.
     """
@@ -79,6 +80,7 @@ class GroupMember:
     state: TrajectoryState = TrajectoryState.WAITING
     reason: DropReason | None = None
     from_feedback: bool = False
+    opinions: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @property
     def trajectory(self) -> Trajectory:
@@ -116,6 +118,7 @@ class GroupMember:
         if number in places:
             replaced, self.turns[places[number]] = self.turns[places[number]], turn
             self.token_rewards.pop(replaced.trajectory_id, None)
+            self.opinions.pop(replaced.trajectory_id, None)
             return replaced
         later = (place for other, place in places.items() if other is not None and other > number)
         self.turns.insert(min(later, default=len(self.turns)), turn)
@@ -123,6 +126,17 @@ class GroupMember:
 
     def turn(self, trajectory_id: str) -> Trajectory:
         return next(turn for turn in self.turns if turn.trajectory_id == trajectory_id)
+
+    def rate(self, turn: Trajectory, score: float, user: str = "") -> None:
+        """Adds an opinion of an answer, or of one turn of an episode, in place of an earlier one of the same user. The
+        reward is the mean over users."""
+        opinions = self.opinions.setdefault(turn.trajectory_id, {})
+        opinions[user] = score
+        mean = fsum(opinions.values()) / len(opinions)
+        if turn.collection.episode_id:
+            self.reward_tokens(turn, (*(0.0,) * (len(turn.completion_ids) - 1), mean))
+        else:
+            self.set_reward(mean)
 
     def set_reward(self, reward: float) -> None:
         """Sets a client's reward of the member as a whole."""
@@ -213,9 +227,19 @@ class TrajectoryGroup:
         return frozenset(turn.adapter for member in self.members for turn in member.turns if turn.adapter is not None)
 
     @property
+    def signal(self) -> Signal:
+        """What it teaches."""
+        return self.members[0].trajectory.collection.signal
+
+    @property
     def was_given(self) -> bool:
         """Whether it was drawn elsewhere; see `core.GivenGroup`. The versions that drew it are unknown."""
         return self.members[0].trajectory.adapter is None
+
+    @property
+    def source(self) -> str:
+        """Who gave it: its signal or, if that is rewards, the name in place of a scorer's."""
+        return self.scorer or "" if self.signal is Signal.REWARDS else self.signal.value
 
     # -- state -----------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import logging
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -21,6 +21,9 @@ from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.runs.records import Arrival, Closed, EpisodeReward, Feedback, GroupEntry, Score, TokenRewards
 from mlx_parallm.rl.scoring.pool import ScoringError
 from mlx_parallm.rl.scoring.service import ScoringService
+
+MAX_PEOPLE = 1000
+"""Most users whose opinions of one answer are kept."""
 
 _log = logging.getLogger(__name__)
 
@@ -139,14 +142,19 @@ class Intake:
                 self._emit("scored", adapter=adapter, group_id=group.group_id, complete=group.complete, rewards=rewards)
         return added
 
-    def give(self, adapter: str, trajectories: Sequence[Trajectory], rewards: Sequence[float]) -> None:
+    def give(self, adapter: str, trajectories: Sequence[Trajectory], entries: Sequence[Score | Feedback]) -> None:
         """Adds a group that came with its rewards."""
         group = TrajectoryGroup(adapter, trajectories)
         self._buffer.add(group)
-        self._buffer.score(group, rewards)
         of_group = {"adapter": adapter, "group_id": group.group_id}
         self._emit("collected", **of_group, version=None, trajectories=len(trajectories))
-        self._emit("scored", **of_group, complete=group.complete, rewards=list(rewards))
+        for entry in entries:
+            if isinstance(entry, Score):
+                self._buffer.score_member(entry.trajectory_id, entry.reward)
+            else:
+                self._buffer.feedback(entry.trajectory_id, entry.score, entry.user)
+        rewards = [member.reward for member in group.members]
+        self._emit("scored", **of_group, complete=group.complete, rewards=rewards)
         self._on_ready(adapter)
 
     def _begin(self, adapter: str, trajectories: Sequence[Trajectory], refused: DropReason | None) -> TrajectoryGroup:
@@ -176,16 +184,24 @@ class Intake:
         adapter: str,
         entries: Sequence[Arrival | GroupEntry],
         reason_against: Callable[[AdapterRef | None], DropReason | None],
-    ) -> None:
+    ) -> Sequence[Feedback]:
         """Does again, in order, what had been done before a restart for trajectories that wait. What does not apply any
-        more, because a part of its group was trained on, is left out."""
+        more, because a part of its group was trained on, is left out.
+
+        Returns:
+            The opinions that were left out.
+        """
+        left_out: list[Feedback] = []
         with self._unrecorded():
             for entry in entries:
-                with suppress(RequestError):
+                try:
                     if isinstance(entry, Arrival):
                         self.add(adapter, entry.trajectories, reason_against(entry.trajectories[0].adapter))
                     else:
                         self.apply(entry)
+                except RequestError:
+                    left_out += [entry] if isinstance(entry, Feedback) else []
+        return left_out
 
     @contextmanager
     def _unrecorded(self) -> Iterator[None]:
@@ -238,9 +254,13 @@ class Intake:
             InvalidRequestError, UnknownTrajectoryError, ConflictError: those of `apply`.
         """
         match entry:
-            case Feedback(trajectory_id, score):
+            case Feedback(trajectory_id, score, user):
                 _check_finite("score", score)
-                return self._buffer.open_answer(trajectory_id)[0]
+                group, member = self._buffer.open_answer(trajectory_id)
+                opinions = member.opinions.get(trajectory_id, {})
+                if user not in opinions and len(opinions) >= MAX_PEOPLE:
+                    raise ConflictError(f"{MAX_PEOPLE} people have judged this answer; no more can.", param="user")
+                return group
             case TokenRewards(trajectory_id, rewards):
                 _check_finite("token_rewards", *rewards)
                 return self._buffer.open_answer(trajectory_id, len(rewards))[0]
@@ -255,8 +275,8 @@ class Intake:
     def apply(self, entry: GroupEntry) -> None:
         """Sets a reward, or closes a group; see the methods below."""
         match entry:
-            case Feedback(trajectory_id, score):
-                self.feedback(trajectory_id, score)
+            case Feedback(trajectory_id, score, user):
+                self.feedback(trajectory_id, score, user)
             case TokenRewards(trajectory_id, rewards):
                 self.reward_tokens(trajectory_id, rewards)
             case EpisodeReward(episode_id, group_id, score):
@@ -266,10 +286,10 @@ class Intake:
             case Score(trajectory_id, reward):
                 self._on_ready(self._buffer.score_member(trajectory_id, reward).adapter)
 
-    def feedback(self, trajectory_id: str, score: float) -> None:
-        """See `core.TrainingClient.feedback`. Raises InvalidRequestError if the score is not a finite number."""
+    def feedback(self, trajectory_id: str, score: float, user: str = "") -> None:
+        """See `core.PeopleClient.feedback`. Raises InvalidRequestError if the score is not a finite number."""
         _check_finite("score", score)
-        self._rewarded(self._buffer.feedback(trajectory_id, score), trajectory_id=trajectory_id, score=score)
+        self._rewarded(self._buffer.feedback(trajectory_id, score, user), trajectory_id=trajectory_id, score=score)
 
     def reward_episode(self, episode_id: str, group_id: str, score: float) -> None:
         """See `core.TrainingClient.reward_episode`. Raises InvalidRequestError if the score is not a finite number."""

@@ -142,15 +142,15 @@ class GRPOTrainer:
         return work.future
 
     def begin(self, policy: Policy, batch: UpdateBatch) -> Future[UpdateOutcome]:
-        """Accumulates a batch and makes a step, with the configured loss and optimizer; or several steps, if so many
-        minibatches are configured. See `step` for the future."""
+        """Accumulates a batch and makes a step, with its loss and the configured optimizer; or several steps, if so
+        many minibatches are configured. See `step` for the future."""
         config = self.config
         parts = minibatches(batch.samples, config.minibatches)
         if len(parts) > 1:
             update = Update(policy, batch, parts, config)
             self._queue += update.works
             return update.future
-        gradients = Accumulation(policy, batch.samples, config.loss, config.micro_batch_tokens)
+        gradients = Accumulation(policy, batch.samples, batch.loss or config.loss, config.micro_batch_tokens)
         step = Step(policy, config.optimizer, batch.step_scale, batch.metrics, needs=[gradients])
         self._queue += gradients, step
         return step.future

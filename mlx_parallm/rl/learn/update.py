@@ -49,7 +49,7 @@ class Update:
         gradients: list[Accumulation] = []
         for number, part in enumerate(parts, start=1):
             tokens, earlier = config.micro_batch_tokens, self._steps[-1:]
-            each = Accumulation(policy, part, config.loss, tokens, before=self._before, needs=earlier)
+            each = Accumulation(policy, part, batch.loss or config.loss, tokens, before=self._before, needs=earlier)
             gradients.append(each)
             measured = gradients if number == len(parts) else []
             self._steps.append(Step(policy, config.optimizer, batch.step_scale, needs=[each], measured=measured))

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_parallm.config import ResolvedLoss, RewardScale
-from mlx_parallm.core import FinishReason
+from mlx_parallm.core import FinishReason, Signal
 from mlx_parallm.rl.collect.groups import FEEDBACK, DropReason
 from mlx_parallm.rl.objectives.episodes import Episode, samples_of, token_advantages
 from mlx_parallm.rl.objectives.rewards import RewardHistory
@@ -24,13 +24,15 @@ from mlx_parallm.rl.objectives.samples import Sample
 class UpdateBatch:
     """The samples of one optimizer step, and their metrics (reward_mean, staleness, ...).
 
-    `step_scale`: the factor by which the step is multiplied, 0 to 1; below 1 if only a part of the batch has a signal.
-    The step itself is scaled, since AdamW makes nearly the same step for gradients of any size.
+    `loss`: None is the configured one. `step_scale`: the factor by which the step is multiplied, 0 to 1; below 1 if
+    only a part of the batch has a signal. The step itself is scaled, since AdamW makes nearly the same step for
+    gradients of any size.
     """
 
     samples: tuple[Sample, ...]
     metrics: Mapping[str, float] = field(default_factory=dict)
     step_scale: float = 1.0
+    loss: ResolvedLoss | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ class ScoredGroup:
 
     `rewards` is empty if none were given. `scorer`: a single episode is compared with earlier rewards of this scorer.
     `staleness`: versions published since the oldest of its turns was drawn. `on_policy`: the version in training drew
-    all of them.
+    all of them. `signal`: what it teaches.
     """
 
     episodes: tuple[Episode, ...]
@@ -47,6 +49,7 @@ class ScoredGroup:
     scorer: str
     staleness: int = 0
     on_policy: bool = False
+    signal: Signal = Signal.REWARDS
 
     @property
     def is_compared(self) -> bool:
@@ -169,7 +172,7 @@ def prepare(
     if loss.prefers:
         return _prepare_pairs(groups, loss, wanted)
     if loss.rates:
-        return _batch(groups, [_rated(group, loss.imitation_threshold) for group in groups], loss, wanted)
+        return batch_of(groups, [_rated(group, loss.imitation_threshold) for group in groups], loss, wanted)
     scaled = loss.scale_rewards is not RewardScale.NONE
     compared = iter(group_advantages([group.rewards for group in groups if group.is_compared], loss.scale_rewards))
     given = iter(_given_advantages([group for group in groups if group.has_advantages]))
@@ -181,12 +184,13 @@ def prepare(
         else _single_advantages(group, history, scaled)
         for group in groups
     ]
-    return _batch(groups, advantages, loss, wanted)
+    return batch_of(groups, advantages, loss, wanted)
 
 
-def _batch(
+def batch_of(
     groups: Sequence[ScoredGroup], advantages: Sequence[GroupAdvantages], loss: ResolvedLoss, wanted: int | None
 ) -> PreparedBatch:
+    """The batch of these groups with these advantages. `wanted`: see `prepare`."""
     samples = _samples(groups, advantages, loss.mask_truncated)
     batch = UpdateBatch(samples, _reward_metrics(groups) | _metrics(groups), _step_scale(advantages, wanted))
     return PreparedBatch(batch, tuple(group.dropped for group in advantages))

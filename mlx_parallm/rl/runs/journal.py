@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -21,6 +22,7 @@ from mlx_parallm.core import Trajectory
 from mlx_parallm.errors import StorageError
 from mlx_parallm.rl.runs.records import (
     Arrival,
+    Fate,
     GroupEntry,
     PolicyChange,
     Update,
@@ -108,6 +110,10 @@ class Journal:
         """What has happened to a group without a client."""
         self._submit(partial(_entered, adapter, group_id, entry), kept=True)
 
+    def added(self, adapter: str, trajectories: Sequence[Trajectory], entries: Sequence[GroupEntry]) -> None:
+        """Trajectories that were made of others; see `accept`."""
+        self._submit(partial(_accepted, adapter, tuple(trajectories), tuple(entries)), kept=True)
+
     def dropped(self, trajectory_ids: Sequence[str], reason: str) -> None:
         """Trajectories that will not be trained on."""
         rows = [(one, "dropped", reason, time.time()) for one in trajectory_ids]
@@ -131,6 +137,12 @@ class Journal:
     async def trajectories(self, ids: Sequence[str]) -> Mapping[str, Trajectory]:
         """See `JournalFile.trajectories`."""
         return await self._read(lambda file: file.trajectories(ids), {})
+
+    async def fate(self, trajectory_id: str) -> Fate | None:
+        """See `JournalFile.fate`. What was said before this call is taken into account, if it can be written."""
+        with suppress(StorageError):
+            await self.flush()
+        return await self._read(lambda file: file.fate(trajectory_id), None)
 
     async def close(self) -> None:
         """Writes what waits, and closes the file. What cannot be written is logged. A second call does nothing."""

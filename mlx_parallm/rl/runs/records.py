@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from mlx_parallm.core import GivenTrajectory, Trajectory
+from mlx_parallm.core import GivenTrajectory, Signal, Trajectory
 
 # -- what comes in -------------------------------------------------------------------------------
 
@@ -27,10 +27,11 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """A client's reward of an answer or a turn."""
+    """An opinion of an answer or a turn. `user`: whose it is; empty if that is unknown."""
 
     trajectory_id: str
     score: float
+    user: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,16 @@ class Closed:
     group_id: str
 
 
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """A trajectory of the journal, and what became of it. `state`: trained, dropped, or empty while it waits."""
+
+    adapter: str
+    trajectory: Trajectory
+    state: str = ""
+    reason: str = ""
+
+
 GroupEntry = Feedback | TokenRewards | EpisodeReward | Score | Closed
 """What happens to trajectories that have arrived, before they are trained on or dropped."""
 
@@ -91,6 +102,7 @@ class TrainedGroup:
     scorer: str
     staleness: int = 0
     on_policy: bool = False
+    signal: Signal = Signal.REWARDS
 
     @property
     def is_given(self) -> bool:

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from mlx_parallm import atomic
 from mlx_parallm.core import Trajectory
 from mlx_parallm.errors import ConfigError, StorageError
-from mlx_parallm.rl.runs.records import Arrival, GroupEntry, PolicyChange, body_from_json, trajectory_from_json
+from mlx_parallm.rl.runs.records import Arrival, Fate, GroupEntry, PolicyChange, body_from_json, trajectory_from_json
 
 SCHEMA = 1
 """Version of the tables, in the file's user_version."""
@@ -133,6 +133,16 @@ class JournalFile:
                 trajectory = self._read(trajectory_from_json, body)
                 found[trajectory.trajectory_id] = trajectory
         return found
+
+    def fate(self, trajectory_id: str) -> Fate | None:
+        """What became of a trajectory; None: the journal does not have it."""
+        query = (
+            "SELECT i.adapter, i.body, e.state, e.reason FROM intake i LEFT JOIN ends e USING (trajectory_id) "
+            f"WHERE i.kind = '{TRAJECTORY}' AND i.trajectory_id = ?"
+        )
+        for adapter, body, state, reason in self._rows(query, trajectory_id):
+            return Fate(adapter, self._read(trajectory_from_json, body), state or "", reason or "")
+        return None
 
     def newest_groups(self, prefix: str, count: int) -> tuple[str, ...]:
         """The last `count` ids of groups that begin with `prefix`, newest first."""

@@ -28,6 +28,8 @@ class UpdateObject(WireOutput):
     """Metrics of the update by name; null if not finite."""
     checkpoint: str | None
     """Name of the checkpoint, if one was saved; never null if `checkpoint_name` was given."""
+    signal: Literal["rewards", "late_feedback", "preferences", "corrections"]
+    """What it learnt from: answers with `rewards`, or what people said."""
 
 
 class EvaluationObject(WireOutput):
@@ -128,7 +130,15 @@ class FeedbackObject(WireOutput):
     episode_id: str | None = None
     """The episode that was rewarded."""
     score: float
-    """The reward; of `token_rewards`, their sum."""
+    """The score that was sent; of `token_rewards`, their sum."""
+    reward: float | None = None
+    """With `trajectory_id` and `score`: the reward of the answer now, the mean of the last scores of all people. Late
+    scores count as 1 or -1."""
+    people: int | None = None
+    """The number of people in that mean."""
+    late: bool = False
+    """The answer had been dropped, because it was too old or nobody had judged it. Its feedback is learnt from all the
+    same, in updates of their own."""
 
 
 class GroupObject(WireOutput):
@@ -286,6 +296,7 @@ def update_object(report: UpdateReport) -> UpdateObject:
             "step": report.step,
             "metrics": _metrics(report.metrics),
             "checkpoint": report.checkpoint,
+            "signal": report.signal.value,
         }
     )
 

@@ -18,12 +18,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from mlx_parallm.core import TrainingClient, TrainingEvent, TrainingStatus
+from mlx_parallm.core import Signal, TrainingClient, TrainingEvent, TrainingStatus
 from mlx_parallm.errors import (
     ConflictError,
     ContextLengthError,
     EngineDeadError,
     EngineError,
+    QueueFullError,
     StorageError,
     TrainingDisabledError,
     UnknownModelError,
@@ -84,14 +85,15 @@ async def update(
         encode = partial(given_trajectories, body.given, services)
         given = await services.workers.run(request.state.body_bytes, encode)
     with adapter_named_by("lora_adapter", body.lora_adapter):
-        updating = training.update(body.lora_adapter, given, body.update_inference, body.checkpoint_name)
+        signal = None if body.signal is None else Signal(body.signal)
+        updating = training.update(body.lora_adapter, given, body.update_inference, body.checkpoint_name, signal)
         return update_object(await services.lifecycle.run_to_end(updating))
 
 
 # -- feedback --------------------------------------------------------------------------------------
 
 
-REWARD_ERRORS = (UnknownTrajectoryError, ConflictError, TrainingDisabledError, StorageError)
+REWARD_ERRORS = (UnknownTrajectoryError, ConflictError, TrainingDisabledError, StorageError, QueueFullError)
 
 
 @router.post("/v1/training/feedback", responses=raises(*REWARD_ERRORS))
@@ -99,17 +101,22 @@ async def feedback(
     body: Annotated[FeedbackBody, Depends(json_body(FeedbackBody))], training: TrainingDep
 ) -> FeedbackObject:
     """Sets the reward of an answer, an episode, a turn or the tokens of an answer. The last feedback before training
-    counts. If a request had neither a `scoring_function` nor a `group_id` or `episode_id`, feedback on one of its
-    answers is enough to train on its group. The answer comes when the reward is on the disk, so that a crash does not
-    lose it. It is 409 if the trajectory was trained on or dropped."""
+    counts; of an answer or a turn, the last one of each `user`, and the reward is their mean. If a request had neither
+    a `scoring_function` nor a `group_id` or `episode_id`, feedback on one of its answers is enough to train on its
+    group. The answer comes when the reward is on the disk, so that a crash does not lose it. If the answer was dropped
+    as too old or unrated, the feedback is late and counts all the same. It is 409 if the answer was trained on."""
     score = math.fsum(body.token_rewards or ()) if body.score is None else body.score
+    of_people: dict[str, Any] = {}
     if body.episode_id is not None:
         await training.reward_episode(body.episode_id, body.group_id or "", score)
     elif body.token_rewards is not None:
         await training.reward_tokens(body.trajectory_id or "", body.token_rewards)
     else:
-        await training.feedback(body.trajectory_id or "", score)
-    return FeedbackObject(status="success", trajectory_id=body.trajectory_id, episode_id=body.episode_id, score=score)
+        card = await training.feedback(body.trajectory_id or "", score, body.user or "")
+        of_people = {"reward": card.reward, "people": card.people, "late": card.late}
+    return FeedbackObject(
+        status="success", trajectory_id=body.trajectory_id, episode_id=body.episode_id, score=score, **of_people
+    )
 
 
 @router.post(

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from mlx_parallm.server.api.adapters.schema import MAX_NAME, Name
 from mlx_parallm.server.api.fields import INT32_MAX, WireInput, refused
 from mlx_parallm.server.api.generation_fields import MAX_EPISODE_ID
+from mlx_parallm.server.api.training.people_schema import User
 from mlx_parallm.server.api.training.trajectory_schema import GivenTrajectoryBody
 
 MAX_GIVEN = 4096
+Signal = Literal["rewards", "late_feedback", "preferences", "corrections"]
 GivenTexts = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_GIVEN)]
 
 
@@ -36,6 +38,9 @@ class UpdateBody(WireInput):
     it cannot be saved, the answer is an error."""
     lora_adapter: str | None = None
     """The adapter to train. By default, the default adapter."""
+    signal: Signal | None = None
+    """What the update learns from, without given data: answers with `rewards`, `late_feedback`, `preferences` or
+    `corrections`. The default: rewards or, if no answer with one waits, the first of the others that do."""
 
     @property
     def given(self) -> list[GivenTrajectoryBody] | None:
@@ -52,6 +57,8 @@ class UpdateBody(WireInput):
     def _lists_of_one_length(self) -> UpdateBody:
         lists = {"prompts": self.prompts, "outputs": self.outputs, "rewards": self.rewards}
         given = {name: values for name, values in lists.items() if values is not None}
+        if self.signal is not None and (given or self.trajectories is not None):
+            raise refused("is for what waits; leave it out with given data", "signal")
         if not given:
             return self
         if self.trajectories is not None:
@@ -101,6 +108,9 @@ class FeedbackBody(WireInput):
     token_rewards: Annotated[list[float], Field(min_length=1, max_length=INT32_MAX)] | None = None
     """In place of `score`, with `trajectory_id`: one reward for each token of the answer. Each counts for its token and
     for those before it."""
+    user: User | None = None
+    """With `trajectory_id` and `score`: whose opinion this is. The last one of each user counts, and the reward is the
+    mean over users. All that is sent without a `user` is the opinion of one."""
 
     @model_validator(mode="after")
     def _names_one(self) -> FeedbackBody:
@@ -112,4 +122,6 @@ class FeedbackBody(WireInput):
             raise refused("needs episode_id", "group_id")
         if self.token_rewards is not None and self.trajectory_id is None:
             raise refused("needs trajectory_id", "token_rewards")
+        if self.user is not None and (self.trajectory_id is None or self.score is None):
+            raise refused("needs trajectory_id and score", "user")
         return self

@@ -1,0 +1,158 @@
+"""What people say about answers: their opinions, their edits, and the report of what was learnt from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+
+class Signal(StrEnum):
+    """What a group teaches, and so the loss of its updates.
+
+    REWARDS: its rewards, with the loss that is configured. LATE_FEEDBACK: opinions on an answer that had been dropped,
+    with kto. PREFERENCES: a chosen answer and a rejected one, with dpo. CORRECTIONS: an answer to imitate, with
+    cross_entropy. The losses of the last three need no answers of the newest version.
+    """
+
+    REWARDS = "rewards"
+    LATE_FEEDBACK = "late_feedback"
+    PREFERENCES = "preferences"
+    CORRECTIONS = "corrections"
+
+
+@dataclass(frozen=True, slots=True)
+class FeedbackCard:
+    """What became of a score. `reward`: the mean of the last scores of all `people`. `late`: the answer had been
+    dropped, and is learnt from as late feedback."""
+
+    reward: float
+    people: int
+    late: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FoundTrajectory:
+    """An answer that was collected, whatever became of it. `adapter`: the name of the adapter that it trains."""
+
+    adapter: str
+    prompt_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """An answer that a person has written or chosen.
+
+    Attributes:
+        adapter: the name of the adapter that learns from it.
+        rejected_ids: of an answer to the same prompt that is worse; empty: `chosen_ids` are imitated.
+        user: who says so; empty if that is not known. The last edit of one user `about` one thing counts.
+        about: the id of the trajectory that was edited; empty: the prompt is what it is about.
+    """
+
+    adapter: str
+    prompt_ids: tuple[int, ...]
+    chosen_ids: tuple[int, ...]
+    rejected_ids: tuple[int, ...] = ()
+    chosen_text: str = ""
+    rejected_text: str = ""
+    user: str = ""
+    about: str = ""
+
+    @property
+    def signal(self) -> Signal:
+        return Signal.PREFERENCES if self.rejected_ids else Signal.CORRECTIONS
+
+
+@dataclass(frozen=True, slots=True)
+class EditCard:
+    """An edit that waits for an update. `waiting`: edits of this signal that do; `wanted`: those that make an update.
+    `is_new` is False if it had been sent before and waits already."""
+
+    edit_id: str
+    signal: Signal
+    adapter: str
+    waiting: int
+    wanted: int
+    is_new: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class SourceReport:
+    """What was learnt from one kind of source, in answers, episodes or edits; of a preference, both answers count.
+
+    Attributes:
+        updates: those that trained on some of it.
+        gradient_share: its part of the gradient norms of all updates, 0 to 1. In an update of several sources, each
+            counts by the number of its answers.
+        reward_change: the sum of the changes of the mean reward from one update with rewards to the next that are
+            ascribed to it, in the same way; None if no change was measured after it.
+        evaluation_change: the same of the evaluations.
+    """
+
+    source: str
+    arrived: int = 0
+    waiting: int = 0
+    trained: int = 0
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    updates: int = 0
+    gradient_share: float = 0.0
+    reward_change: float | None = None
+    evaluation_change: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SignalReport:
+    """What an adapter was taught by, since the process started.
+
+    Attributes:
+        opinions: scores that were taken.
+        people: different users who gave scores or edits, at most those that are remembered.
+    """
+
+    adapter: str
+    opinions: int
+    people: int
+    sources: Sequence[SourceReport]
+
+
+class PeopleClient(Protocol):
+    """The part of `core.TrainingClient` that takes what people say about answers."""
+
+    async def feedback(self, trajectory_id: str, score: float, user: str = "") -> FeedbackCard:
+        """Adds a person's opinion of an answer, and returns when it is on the disk. The last one of each `user` counts;
+        the reward is the mean over users. One rewarded answer is enough to train on the group of one request. For a
+        turn of an episode, it is the reward of that turn, which adds to the episode's.
+
+        If the answer was dropped because it was too old or nobody had judged it, it is learnt from as late feedback.
+        Then scores above 0 are for it, and all others against it.
+
+        Raises:
+            StorageError: it could not be written, and does not count.
+            QueueFullError: it is late, and too many answers wait.
+            UnknownTrajectoryError: the trajectory does not exist.
+            ConflictError: it was trained on, or its update was refused; or as many people have judged it as may.
+        """
+        ...
+
+    async def find_trajectory(self, trajectory_id: str) -> FoundTrajectory:
+        """A trajectory of this run, whatever became of it. Raises UnknownTrajectoryError: there is none of this id."""
+        ...
+
+    async def edit(self, edit: Edit) -> EditCard:
+        """Adds an edit to those that wait for an update, and returns when it is on the disk. It takes the place of one
+        of the same user about the same thing that waits.
+
+        Raises:
+            UnknownModelError: the adapter is not trained here.
+            QueueFullError: too many wait.
+            StorageError: it could not be written, and does not count.
+        """
+        ...
+
+    def signal_report(self, adapter: str | None = None) -> SignalReport:
+        """What the adapter was taught by since the process started. Raises UnknownModelError: it is not trained."""
+        ...

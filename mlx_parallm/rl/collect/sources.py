@@ -1,0 +1,128 @@
+"""Where the signal of a trajectory comes from, and SourceLedger, which counts what was learnt from each source."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from mlx_parallm.core import Signal, SourceReport
+from mlx_parallm.rl.collect.groups import GroupMember, TrajectoryGroup, TrajectoryState
+
+SCORERS, ENVIRONMENTS, FEEDBACK, UNRATED = "scorers", "environments", "feedback", "unrated"
+"""Sources of rewards. The other sources are the other signals. UNRATED: the answer waits, or waited, for feedback."""
+
+_MAX_PEOPLE = 100_000
+"""Users that are remembered, to count different ones."""
+
+
+def source_of(group: TrajectoryGroup, member: GroupMember) -> str:
+    if group.signal is not Signal.REWARDS:
+        return group.signal.value
+    if member.from_feedback:
+        return FEEDBACK
+    if group.was_given:
+        return ENVIRONMENTS
+    return UNRATED if group.scorer is None else SCORERS
+
+
+@dataclass(slots=True)
+class _Attribution:
+    """Ascribes the changes of a figure to the sources of the updates between two measurements."""
+
+    changes: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    last: float | None = None
+    since: Counter[str] = field(default_factory=Counter)
+
+    def learnt(self, sources: Mapping[str, int]) -> None:
+        self.since.update(sources)
+
+    def measured(self, value: float) -> None:
+        total = self.since.total()
+        if self.last is not None and total:
+            for source, members in self.since.items():
+                self.changes[source] += (value - self.last) * members / total
+        self.last = value
+        self.since.clear()
+
+
+@dataclass(slots=True)
+class _Learnt:
+    """What one adapter has learnt since the process started."""
+
+    trained: Counter[str] = field(default_factory=Counter)
+    dropped: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    updates: Counter[str] = field(default_factory=Counter)
+    gradients: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    rewards: _Attribution = field(default_factory=_Attribution)
+    evaluations: _Attribution = field(default_factory=_Attribution)
+    opinions: int = 0
+    people: set[str] = field(default_factory=set)
+
+
+class SourceLedger:
+    """Counts answers, episodes and edits by source, and what the updates that learnt from them have changed. It starts
+    empty with the process. Event loop's thread only."""
+
+    def __init__(self) -> None:
+        self._of: defaultdict[str, _Learnt] = defaultdict(_Learnt)
+
+    def opinion(self, adapter: str, user: str) -> None:
+        """Counts a score that was taken."""
+        self._of[adapter].opinions += 1
+        self.person(adapter, user)
+
+    def person(self, adapter: str, user: str) -> None:
+        people = self._of[adapter].people
+        if user and len(people) < _MAX_PEOPLE:
+            people.add(user)
+
+    def ended(self, group: TrajectoryGroup) -> None:
+        """Counts the members of a group that has left the buffer."""
+        learnt = self._of[group.adapter]
+        for member in group.members:
+            source = source_of(group, member)
+            if member.state is TrajectoryState.TRAINED:
+                learnt.trained[source] += 1
+            else:
+                learnt.dropped[source][member.reason or ""] += 1
+
+    def updated(self, adapter: str, sources: Mapping[str, int], metrics: Mapping[str, float]) -> None:
+        """An update on so many members of each source has changed the policy."""
+        learnt, total = self._of[adapter], sum(sources.values())
+        if (reward := metrics.get("reward_mean")) is not None:
+            learnt.rewards.measured(reward)  # of answers that were drawn before this update
+        for source, members in sources.items():
+            learnt.updates[source] += 1
+            learnt.gradients[source] += metrics.get("grad_norm", 0.0) * members / total
+        learnt.rewards.learnt(sources)
+        learnt.evaluations.learnt(sources)
+
+    def evaluated(self, adapter: str, mean: float) -> None:
+        self._of[adapter].evaluations.measured(mean)
+
+    def people(self, adapter: str) -> tuple[int, int]:
+        """The scores that were taken, and the different users."""
+        learnt = self._of[adapter]
+        return learnt.opinions, len(learnt.people)
+
+    def report(self, adapter: str, waiting: Iterable[TrajectoryGroup]) -> tuple[SourceReport, ...]:
+        """One entry for each source of which something came. `waiting`: the adapter's groups in the buffer."""
+        learnt = self._of[adapter]
+        open_ones = Counter(source_of(group, member) for group in waiting for member in group.members)
+        total = sum(learnt.gradients.values())
+        names = sorted({*open_ones, *learnt.trained, *learnt.dropped})
+        return tuple(
+            SourceReport(
+                source=name,
+                arrived=open_ones[name] + learnt.trained[name] + learnt.dropped[name].total(),
+                waiting=open_ones[name],
+                trained=learnt.trained[name],
+                dropped=dict(learnt.dropped[name]),
+                updates=learnt.updates[name],
+                gradient_share=learnt.gradients[name] / total if total else 0.0,
+                reward_change=learnt.rewards.changes.get(name),
+                evaluation_change=learnt.evaluations.changes.get(name),
+            )
+            for name in names
+        )

@@ -1,0 +1,65 @@
+"""The batch of an update by what its groups teach: each signal has its own loss, and the adapter is the same.
+
+    rewards         the configured loss
+    late feedback   kto: people were for an answer or against it
+    preferences     dpo: a chosen answer and a rejected one
+    corrections     cross_entropy: an answer to imitate
+
+The last three compare the policy with the base model or with nothing, so it does not matter how old an answer is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from mlx_parallm.config import Algorithm, ResolvedLoss, RewardScale
+from mlx_parallm.core import Signal
+from mlx_parallm.rl.collect.groups import DropReason
+from mlx_parallm.rl.objectives.batches import GroupAdvantages, PreparedBatch, ScoredGroup, batch_of, prepare
+from mlx_parallm.rl.objectives.rewards import RewardHistory
+
+_ALGORITHMS: Mapping[Signal, Algorithm] = {
+    Signal.LATE_FEEDBACK: Algorithm.KTO,
+    Signal.PREFERENCES: Algorithm.DPO,
+    Signal.CORRECTIONS: Algorithm.CROSS_ENTROPY,
+}
+_OF_REWARDS = ("reward_mean", "reward_std")
+"""Metrics that say nothing about groups whose rewards stand for a choice."""
+
+
+def signal_of(groups: Sequence[ScoredGroup]) -> Signal:
+    """What the groups of one update teach; they all teach the same."""
+    return groups[0].signal if groups else Signal.REWARDS
+
+
+def loss_of(signal: Signal, configured: ResolvedLoss) -> ResolvedLoss:
+    """The loss of an update that learns from this signal. Its coefficients are those of the configured one."""
+    if signal is Signal.REWARDS:
+        return configured
+    return configured.model_copy(update={"algorithm": _ALGORITHMS[signal], "scale_rewards": RewardScale.NONE})
+
+
+def prepare_signal(
+    groups: Sequence[ScoredGroup], configured: ResolvedLoss, history: RewardHistory, wanted: int | None = None
+) -> PreparedBatch:
+    """The batch of one update on groups that teach the same; see `prepare`."""
+    signal = signal_of(groups)
+    loss = loss_of(signal, configured)
+    if signal is Signal.REWARDS:
+        return prepare(groups, loss, history, wanted)
+    if signal is Signal.LATE_FEEDBACK:
+        prepared = batch_of(groups, list(map(_verdict, groups)), loss, wanted)
+    else:
+        prepared = prepare(groups, loss, history, wanted)
+    batch = prepared.batch
+    metrics = {name: value for name, value in batch.metrics.items() if name not in _OF_REWARDS}
+    return replace(prepared, batch=replace(batch, metrics=metrics, loss=loss))
+
+
+def _verdict(group: ScoredGroup) -> GroupAdvantages:
+    """1 if most people were for the answer, -1 if most were against it. As many for it as against it say nothing."""
+    reward = group.rewards[0]
+    if reward == 0:
+        return GroupAdvantages.none(1, DropReason.ZERO_VARIANCE)
+    return GroupAdvantages((1.0 if reward > 0 else -1.0,))

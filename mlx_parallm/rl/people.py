@@ -1,0 +1,220 @@
+"""People: takes what people say about answers. Each opinion and edit is on the disk before it is acknowledged.
+
+opinion ─▶ the answer waits ─────────────────▶ its reward: the mean over people
+        └▶ it was dropped ─▶ journal ─▶ copy ─▶ late feedback, learnt with kto
+edit ───▶ chosen and rejected, or chosen only ▶ a group of its own, learnt with dpo or cross_entropy
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from mlx_parallm.config import ResolvedTraining
+from mlx_parallm.core import (
+    CollectionSpec,
+    Edit,
+    EditCard,
+    FeedbackCard,
+    FoundTrajectory,
+    Signal,
+    Trajectory,
+)
+from mlx_parallm.errors import (
+    ConflictError,
+    QueueFullError,
+    RequestError,
+    UnknownModelError,
+    UnknownTrajectoryError,
+    shown,
+)
+from mlx_parallm.rl.collect.groups import DropReason, TrajectoryGroup
+from mlx_parallm.rl.collect.late import LATE, late_copy, late_opinion
+from mlx_parallm.rl.collect.sources import SourceLedger
+from mlx_parallm.rl.collector import Collector
+from mlx_parallm.rl.loop import TrainingLoop
+from mlx_parallm.rl.runs.journal import Journal
+from mlx_parallm.rl.runs.records import Fate, Feedback, Score
+
+NOT_COUNTED = frozenset({DropReason.HELD, DropReason.SKIPPED, DropReason.REPLACED})
+"""Reasons of drops after which no opinion counts: an update on the answer was refused, or the answer was sent again."""
+
+_USER, _ABOUT = "user", "about"
+
+
+class People:
+    """Implements `core.PeopleClient`, but for the report. Event loop's thread only.
+
+    Args:
+        loops: of all adapters in training, by name; changed by the owner.
+    """
+
+    def __init__(
+        self,
+        collector: Collector,
+        journal: Journal,
+        loops: Mapping[str, TrainingLoop],
+        config: ResolvedTraining,
+        ledger: SourceLedger,
+    ) -> None:
+        self._collector, self._journal, self._loops = collector, journal, loops
+        self._buffer, self._config, self._ledger = collector.buffer, config, ledger
+        self._lock = asyncio.Lock()  # what is looked up stays true until it has changed
+
+    # -- opinions --------------------------------------------------------------------------------
+
+    async def feedback(self, trajectory_id: str, score: float, user: str) -> FeedbackCard:
+        """See `core.PeopleClient.feedback`."""
+        try:
+            group = await self._collector.enter(Feedback(trajectory_id, score, user))
+        except (UnknownTrajectoryError, ConflictError) as error:
+            return await self._late_feedback(trajectory_id, score, user, error)
+        return self._taken(group, trajectory_id, user, late=False)
+
+    def _taken(self, group: TrajectoryGroup, trajectory_id: str, user: str, late: bool) -> FeedbackCard:
+        self._ledger.opinion(group.adapter, user)
+        member = next(each for each in group.members if any(t.trajectory_id == trajectory_id for t in each.turns))
+        opinions = member.opinions[trajectory_id].values()
+        return FeedbackCard(sum(opinions) / len(opinions), len(opinions), late)
+
+    async def _late_feedback(self, trajectory_id: str, score: float, user: str, error: RequestError) -> FeedbackCard:
+        """An opinion of an answer that does not wait. Raises `error`, or why it does not count."""
+        async with self._lock:
+            fate = await self._journal.fate(trajectory_id)
+            if fate is None or fate.state == "" or trajectory_id.startswith(LATE):
+                raise error
+            _check_counts(fate)
+            copy = late_copy(fate.trajectory)
+            opinion = late_opinion(copy, score, user)
+            earlier = await self._journal.fate(copy.trajectory_id)
+            if earlier is None:
+                self._check_trained_here(fate.adapter)
+                await self._collector.keep(fate.adapter, Signal.LATE_FEEDBACK.value, [copy], [opinion])
+            elif earlier.state == "":
+                await self._collector.enter(opinion)
+            else:
+                raise ConflictError(
+                    f"Late feedback on this answer has led to its end already: it was {_end(earlier)}.",
+                    param="trajectory_id",
+                )
+        known = self._buffer.member(copy.trajectory_id)
+        assert known is not None
+        return self._taken(known[0], copy.trajectory_id, user, late=True)
+
+    async def recall(self, opinions: Sequence[Feedback]) -> None:
+        """Takes opinions as late feedback that were acknowledged before a restart, and whose answers are too old now.
+        What does not count any more is left out."""
+        for opinion in opinions:
+            with suppress(RequestError, QueueFullError):
+                refused = UnknownTrajectoryError("It is not in the journal.")
+                await self._late_feedback(opinion.trajectory_id, opinion.score, opinion.user, refused)
+
+    # -- edits -----------------------------------------------------------------------------------
+
+    async def find(self, trajectory_id: str) -> FoundTrajectory:
+        """See `core.PeopleClient.find_trajectory`."""
+        known = self._buffer.member(trajectory_id)
+        if known is not None:
+            adapter, turn = known[0].adapter, known[1].turn(trajectory_id)
+        elif (fate := await self._journal.fate(trajectory_id)) is not None:
+            adapter, turn = fate.adapter, fate.trajectory
+        else:
+            raise UnknownTrajectoryError(f"No trajectory of this run has the id {shown(trajectory_id)}.")
+        return FoundTrajectory(adapter, turn.prompt_ids, turn.completion_ids, turn.text)
+
+    async def edit(self, edit: Edit) -> EditCard:
+        """See `core.PeopleClient.edit`."""
+        self._check_trained_here(edit.adapter)
+        async with self._lock:
+            waiting = self._buffer.ready(edit.adapter, edit.signal)
+            same = next((group for group in waiting if _is_same(group, edit)), None)
+            if same is not None:
+                return self._card(same.group_id, edit, is_new=False)
+            replaced = [group for group in waiting if _is_replaced(group, edit)]
+            edit_id = f"{edit.signal.value}-{uuid.uuid4().hex}"
+            trajectories = _trajectories(edit_id, edit)
+            scores = [Score(each.trajectory_id, 1.0 - place) for place, each in enumerate(trajectories)]
+            await self._collector.keep(edit.adapter, edit.signal.value, trajectories, scores)
+            for group in replaced:
+                if self._buffer.holds(group):
+                    self._buffer.drop(group, DropReason.REPLACED)
+        self._ledger.person(edit.adapter, edit.user)
+        return self._card(edit_id, edit)
+
+    def _card(self, edit_id: str, edit: Edit, is_new: bool = True) -> EditCard:
+        waiting = len(self._buffer.ready(edit.adapter, edit.signal))
+        wanted = self._config.people.update_frequency
+        return EditCard(edit_id, edit.signal, edit.adapter, waiting, wanted, is_new)
+
+    def _check_trained_here(self, adapter: str) -> None:
+        if adapter not in self._loops:
+            raise UnknownModelError(
+                f"{shown(adapter)} is not trained here; begin with POST /v1/training/start.", param="lora_adapter"
+            )
+
+
+# -- opinions of answers that were dropped ---------------------------------------------------------
+
+
+def _check_counts(fate: Fate) -> None:
+    """Raises ConflictError: an opinion of this answer comes too late even for late feedback."""
+    if fate.state == "trained":
+        raise ConflictError("The answer was trained on already; feedback counts only before that.", "trajectory_id")
+    if fate.reason in NOT_COUNTED:
+        raise ConflictError(f"The answer was {_end(fate)}: it will not be trained on.", "trajectory_id")
+
+
+def _end(fate: Fate) -> str:
+    return f"{fate.state} ({fate.reason})" if fate.reason else fate.state
+
+
+# -- edits as groups -------------------------------------------------------------------------------
+
+
+def _trajectories(edit_id: str, edit: Edit) -> list[Trajectory]:
+    """The chosen answer, and the rejected one if there is one."""
+    metadata = {_USER: edit.user, _ABOUT: edit.about}
+    answers = [("chosen", edit.chosen_ids, edit.chosen_text), ("rejected", edit.rejected_ids, edit.rejected_text)]
+    given = [answer for answer in answers if answer[1]]
+    return [
+        Trajectory(
+            trajectory_id=f"{edit_id}-{which}",
+            group_id=edit_id,
+            group_size=len(given),
+            adapter=None,
+            prompt_ids=edit.prompt_ids,
+            completion_ids=ids,
+            sampling_logprobs=(),
+            temperature=1.0,
+            text=text,
+            finish_reason=None,
+            collection=CollectionSpec(edit.signal.value, metadata, signal=edit.signal),
+            created=time.time(),
+        )
+        for which, ids, text in given
+    ]
+
+
+def _is_same(group: TrajectoryGroup, edit: Edit) -> bool:
+    """Whether a waiting group is just this edit, sent before."""
+    first = group.members[0].trajectory
+    completions = [member.trajectory.completion_ids for member in group.members]
+    return (
+        _said_by(group, edit.user)
+        and first.prompt_ids == edit.prompt_ids
+        and completions == [ids for ids in (edit.chosen_ids, edit.rejected_ids) if ids]
+    )
+
+
+def _is_replaced(group: TrajectoryGroup, edit: Edit) -> bool:
+    """Whether a waiting group is an earlier edit of the same user about the same thing."""
+    first = group.members[0].trajectory
+    about = first.collection.metadata.get(_ABOUT) or first.prompt_ids
+    return bool(edit.user) and _said_by(group, edit.user) and about == (edit.about or edit.prompt_ids)
+
+
+def _said_by(group: TrajectoryGroup, user: str) -> bool:
+    return bool(group.members[0].trajectory.collection.metadata.get(_USER, "") == user)
