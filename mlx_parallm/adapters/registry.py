@@ -22,6 +22,9 @@ KEPT_VERSIONS = 4
 
 _BASE_ROUTE: Mapping[str, float] = {BASE_ADAPTER.name: 1.0}
 
+Split = Callable[[str], AdapterRef]
+"""Which of the versions of one adapter answers a request, by the key of its user, session or group."""
+
 
 class AdapterRegistry:
     """Finds the version that a request means. It is thread-safe: it has one lock, and nothing blocks while holding it.
@@ -59,6 +62,7 @@ class AdapterRegistry:
         self._live: dict[str, list[Version]] = {}  # of each name: those that have been live; the last one is live now
         self._next: dict[str, int] = {}  # of each name, the number of the next version; none is used twice
         self._routes: list[Mapping[str, float]] = [_BASE_ROUTE]
+        self._splits: dict[str, Split] = {}
         self._base = Version(BASE_ADAPTER, VersionInfo(0, 0.0, (), 0))
         self._lock = threading.RLock()
 
@@ -91,9 +95,11 @@ class AdapterRegistry:
             return version if version and not version.forgotten else None
 
     @contextmanager
-    def lease(self, selector: str | None) -> Iterator[Version]:
+    def lease(self, selector: str | None, key: str | None = None) -> Iterator[Version]:
         """The version that `selector` means. If `selector` is None, one is drawn from the route, whose shares are the
         probabilities. The version is not deleted while the block runs.
+
+        `key`: of a request; if the name is split, it decides which version answers. None: the live version.
 
         Raises:
             UnknownModelError: there is no such version.
@@ -102,6 +108,8 @@ class AdapterRegistry:
             if selector is None:
                 route = self._routes[-1]
                 selector = random.choices(list(route), list(route.values()))[0]
+            if key is not None and (choose := self._splits.get(selector)):
+                selector = str(choose(key))
             version = self._find(selector)
             if version is None:
                 raise self._unknown(selector)
@@ -233,7 +241,8 @@ class AdapterRegistry:
 
         Raises:
             UnknownModelError: there is no such version.
-            ConflictError: the route uses a version to be unloaded, or `selector` is one version and it is live.
+            ConflictError: the route uses a version to be unloaded, its name is split, or `selector` is one version and
+                it is live.
         """
         with self._lock:
             version = self.find(selector)
@@ -241,6 +250,11 @@ class AdapterRegistry:
                 raise UnknownModelError("The base model is no adapter; it cannot be unloaded.", param="lora_name")
             whole = selector == version.ref.name
             going = tuple(v for v in self.versions() if v.ref.name == selector) if whole else (version,)
+            if version.ref.name in self._splits:
+                raise ConflictError(
+                    f"versions of {version.ref.name!r} are being compared: use POST /v1/training/compare/stop first.",
+                    param="lora_name",
+                )
             if set(going) & self._routed():
                 raise ConflictError(
                     f"{version.ref.name!r} serves requests that name no adapter: use POST /v1/adapters/route first.",
@@ -278,6 +292,14 @@ class AdapterRegistry:
             self.swaps += 1
             return self._routes[-1]
 
+    def split(self, adapter: str, choose: Split | None) -> None:
+        """Requests that mean the adapter by its name get the versions that `choose` says; None: the live version again.
+        The caller leases these versions."""
+        with self._lock:
+            self._splits.pop(adapter, None)
+            if choose is not None:
+                self._splits[adapter] = choose
+
     # -- state -----------------------------------------------------------------------------------
 
     def versions(self) -> tuple[Version, ...]:
@@ -306,6 +328,8 @@ class AdapterRegistry:
                 assert version.leases >= version.forgotten
             for name, live in self._live.items():
                 assert all(self._versions[v.ref] is v and v.ref.name == name and not v.forgotten for v in live)
+            for name in self._splits:
+                assert self._live.get(name)
 
     def _routed(self) -> set[Version]:
         return {version for selector in self._routes[-1] if (version := self._find(selector))}

@@ -18,7 +18,7 @@ from pathlib import Path
 from mlx_parallm.adapters.checkpoints.store import CheckpointStore
 from mlx_parallm.adapters.files.read import AdapterFile, FormatName
 from mlx_parallm.adapters.library import AdapterLibrary, FolderStamp, has_adapter, info_of_file, name_of_folder
-from mlx_parallm.adapters.registry import AdapterRegistry
+from mlx_parallm.adapters.registry import AdapterRegistry, Split
 from mlx_parallm.adapters.store import AdapterStore
 from mlx_parallm.adapters.weights import AdapterWeights, Version, VersionInfo
 from mlx_parallm.core import (
@@ -65,9 +65,9 @@ class AdapterService:
     # -- selectors -------------------------------------------------------------------------------
 
     @contextmanager
-    def lease(self, selector: str | None) -> Iterator[AdapterRef]:
+    def lease(self, selector: str | None, key: str | None = None) -> Iterator[AdapterRef]:
         """See `core.AdapterClient.lease`."""
-        with self._registry.lease(selector) as version:
+        with self._registry.lease(selector, key) as version:
             yield version.ref
 
     def find(self, selector: str) -> AdapterCard:
@@ -243,6 +243,14 @@ class AdapterService:
                 await self._device.run(partial(self._store.stage, self._registry.find(selector)))
             self._registry.set_route(shares)
         return self._registry.route()
+
+    def split(self, name: str, choose: Split | None) -> None:
+        """See `AdapterRegistry.split`."""
+        self._registry.split(name, choose)
+
+    async def stage(self, ref: AdapterRef) -> None:
+        """Copies a version into a slot. Raises AdapterUnavailableError if its weights cannot be read."""
+        await self._device.run(partial(self._store.stage, self._registry.find(str(ref))))
 
     async def rollback(self, name: str | None) -> tuple[AdapterRef, Mapping[str, float]]:
         """See `core.AdapterClient.rollback`. Takes effect at once; the version is staged when a request needs it."""

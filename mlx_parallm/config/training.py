@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from mlx_parallm.config.competition import CompetitionConfig
 from mlx_parallm.config.judge import JudgeConfig
 from mlx_parallm.config.loss import Algorithm, LossConfig, ResolvedLoss
 from mlx_parallm.config.people import PeopleConfig
@@ -201,6 +202,7 @@ class RLTrainingConfig(Section):
     judge: JudgeConfig = JudgeConfig()
     people: PeopleConfig = PeopleConfig()
     tinker: TinkerConfig = TinkerConfig()
+    competition: CompetitionConfig = CompetitionConfig()
 
     @model_validator(mode="after")
     def _loss_reads_what_is_collected(self) -> Self:

@@ -176,8 +176,12 @@ class AdapterClient(Protocol):
     requests that name no adapter. Every method with a selector or name raises UnknownModelError if it is unknown.
     """
 
-    def lease(self, selector: str | None) -> AbstractContextManager[AdapterRef]:
-        """Gives the version that `selector` means now (None: one that the route draws), kept until the block ends."""
+    def lease(self, selector: str | None, key: str | None = None) -> AbstractContextManager[AdapterRef]:
+        """Gives the version that `selector` means now (None: one that the route draws), kept until the block ends.
+
+        `key`: the user, session or group of a request. While versions of the adapter are compared, requests with the
+        same key get the same one of them. None: the live version.
+        """
         ...
 
     def find(self, selector: str) -> AdapterCard:

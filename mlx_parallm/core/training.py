@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from mlx_parallm.core.adapters import AdapterRef, CheckpointCard
+from mlx_parallm.core.competition import CompetitionClient
 from mlx_parallm.core.requests import CollectionSpec, Event, FinishReason, GenerationRequest
 from mlx_parallm.core.signals import PeopleClient, Signal
 
@@ -225,8 +226,8 @@ class TrainingEvent:
     """One entry of the event stream. `at`: Unix time in seconds.
 
     `kind` is collected, closed (a group that requests have named), scored, dropped, update, held, skipped, evaluation,
-    evaluation_failed, rollback, checkpoint, paused, resumed, started, or events_lost. The last one replaces events that
-    a slow listener has missed; `data["events"]` is their number.
+    evaluation_failed, rollback, comparison_started, comparison_ended, checkpoint, paused, resumed, started, or
+    events_lost. The last one replaces events that a slow listener has missed; `data["events"]` is their number.
     """
 
     kind: str
@@ -240,6 +241,9 @@ class TrainingClient(PeopleClient, Protocol):
     Methods that name an adapter raise UnknownModelError if it is not trained. A server that does not train has no
     TrainingClient.
     """
+
+    @property
+    def competition(self) -> CompetitionClient: ...
 
     async def check(self, collection: CollectionSpec, adapter: AdapterRef, prompt: str | None = None) -> CollectionSpec:
         """Checks before generation whether a request may be collected. This may wait for a child process.

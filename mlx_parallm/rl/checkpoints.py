@@ -89,6 +89,10 @@ class PolicyCheckpoints:
             raise UnknownModelError(f"{name!r} has no checkpoint {which!r}")
         return self._registry.restore(card.adapter, info_of_checkpoint(card)).ref
 
+    async def tag(self, name: str, checkpoint: str, tag: str) -> None:
+        """Gives a checkpoint a tag, and takes it from the one that had it. A tagged one is not pruned."""
+        await asyncio.to_thread(self._store.tag, name, checkpoint, tag)
+
     async def set_latest(self, name: str, checkpoint: str) -> None:
         """Makes a restart of the server resume from this checkpoint, until there is a newer one."""
         await asyncio.to_thread(self._store.set_latest, name, checkpoint)

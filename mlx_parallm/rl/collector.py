@@ -55,6 +55,16 @@ class Finished(Protocol):
     async def __call__(self, change: Coroutine[Any, Any, T]) -> T: ...
 
 
+class Competing(Protocol):
+    """Comparisons of versions; `competition.service.CompetitionService` has them."""
+
+    def includes(self, version: AdapterRef) -> bool: ...
+
+    def drew(self, trajectories: Sequence[Trajectory]) -> None: ...
+
+    def observe(self, group: TrajectoryGroup) -> None: ...
+
+
 class Collector:
     """The part of `core.TrainingClient` about trajectories and rewards. Event loop's thread only.
 
@@ -68,6 +78,7 @@ class Collector:
         log: gets every trajectory in the end.
         finished: keeps what has begun from being cut off by a client that leaves.
         ledger: counts the groups that leave the buffer.
+        competing: gets the answers and rewards of versions that are compared, which are collected however old they are.
     """
 
     def __init__(
@@ -81,6 +92,7 @@ class Collector:
         default_adapter: str,
         emit: Emit,
         finished: Finished,
+        competing: Competing,
         ledger: SourceLedger | None = None,
     ) -> None:
         self._config, self._scorers, self._tasks = config, scorers, tasks
@@ -89,9 +101,10 @@ class Collector:
         self._emit = emit
         self._finished = finished
         self._ledger = ledger or SourceLedger()
+        self._competing = competing
         self._coming: Counter[str] = Counter()  # trajectories that are given, by source, on their way into the buffer
         self.buffer = TrajectoryBuffer(config.trajectory_buffer_size, self._on_group_end, self._on_drop)
-        self._intake = Intake(self.buffer, scorers, config, lambda adapter: self._loops[adapter].wake(), emit, journal)
+        self._intake = Intake(self.buffer, scorers, config, self._on_ready, emit, journal)
 
     async def restore(self, name: str, loop: TrainingLoop) -> Sequence[Feedback]:
         """Puts the trajectories of the journal that wait for an adapter back into the buffer, with their rewards.
@@ -118,7 +131,8 @@ class Collector:
     async def check(self, collection: CollectionSpec, adapter: AdapterRef, prompt: str | None = None) -> CollectionSpec:
         """See `core.TrainingClient.check`."""
         loop = self._loops.get(self._trained_by(adapter))
-        if loop is None or not loop.training.versions.includes_ever(adapter):
+        known = self._competing.includes(adapter)
+        if loop is None or not (known or loop.training.versions.includes_ever(adapter)):
             raise ConflictError(
                 f"{adapter} is not trained here, so nothing that it draws can be collected; name an adapter that is, "
                 "or POST /v1/training/start.",
@@ -207,6 +221,7 @@ class Collector:
         version = trajectories[0].adapter
         assert version is not None  # the engine drew them
         adapter = self._trained_by(version)
+        self._competing.drew(trajectories)
         try:
             await self._journal.accept(adapter, trajectories)
         except StorageError as error:
@@ -214,6 +229,7 @@ class Collector:
             return f"{error}: these trajectories will not be trained on."
         loop = self._loops.get(adapter)
         refused = loop.reason_against(version) if loop else DropReason.UNKNOWN_VERSION
+        refused = None if self._competing.includes(version) else refused
         added = self._intake.add(adapter, trajectories, refused)
         if added.dropped is not None:
             return f"{self._why(added.dropped, version)}: these trajectories will not be trained on."
@@ -280,6 +296,10 @@ class Collector:
     def _trained_by(self, version: AdapterRef) -> str:
         """Name of the adapter that trajectories of this version train."""
         return self._default if version == BASE_ADAPTER else version.name
+
+    def _on_ready(self, group: TrajectoryGroup) -> None:
+        self._competing.observe(group)
+        self._loops[group.adapter].wake()
 
     def _on_drop(self, trajectories: Sequence[Trajectory], reason: str) -> None:
         self._journal.dropped([trajectory.trajectory_id for trajectory in trajectories], reason)

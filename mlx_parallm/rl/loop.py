@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import replace
 
 from mlx_parallm.config import ResolvedTraining
@@ -47,6 +47,10 @@ class TrainingLoop:
     Every group that is taken from the buffer is ended, whatever becomes of its update. If an update was skipped, held
     or failed, its trajectories are dropped, since another attempt would end the same way. If it was cancelled, because
     the process ends, they wait again.
+
+    Attributes:
+        held: whether automatic updates wait, because two versions are being compared.
+        entry: makes the block in which each automatic update is made.
     """
 
     def __init__(
@@ -58,6 +62,8 @@ class TrainingLoop:
         ledger: SourceLedger | None = None,
     ) -> None:
         self.training = training
+        self.held = False
+        self.entry: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
         self._buffer = buffer
         self._config = config
         self._emit = emit
@@ -84,7 +90,7 @@ class TrainingLoop:
                     await self._changed.wait()
             self._changed.clear()
             while self._due:
-                async with self._lock:
+                async with self.entry(), self._lock:
                     await self._automatic_update()
             async with self._lock:
                 await self.training.save_if_due()
@@ -106,7 +112,8 @@ class TrainingLoop:
 
     @property
     def _due(self) -> bool:
-        return self._pause_reason is None and (self._turns.due is not None or self.training.rewards_fell)
+        wanted = self._turns.due is not None or self.training.rewards_fell
+        return self._pause_reason is None and not self.held and wanted
 
     async def _automatic_update(self) -> None:
         if self._due:  # still true, so no other update has taken the trajectories
@@ -120,6 +127,11 @@ class TrainingLoop:
 
     # -- on request ------------------------------------------------------------------------------
 
+    async def settled(self) -> None:
+        """Returns when no change is under way."""
+        async with self._lock:
+            pass
+
     async def open(self) -> None:
         """Starts training, or starts it again from the live version; see `AdapterTraining.open`. The first time, it
         makes the updates again that a crash has undone.
@@ -132,7 +144,7 @@ class TrainingLoop:
             await self.training.open()
             self._selection.restart()
             await self._changes.open()
-            self._sweep()
+            self.sweep()
 
     async def update(
         self,
@@ -203,7 +215,7 @@ class TrainingLoop:
                 self._selection.restart()
                 await self._changes.rolled_back()
             finally:
-                self._sweep()
+                self.sweep()
 
     async def close(self) -> None:
         """Saves what is in no checkpoint yet; see `AdapterTraining.close`."""
@@ -292,7 +304,7 @@ class TrainingLoop:
             self._count_failure("failed")
             raise
         finally:
-            self._sweep()
+            self.sweep()
         if report.status == "skipped":
             self._count_failure(report.reason)
         else:
@@ -330,7 +342,8 @@ class TrainingLoop:
             return DropReason.UNKNOWN_VERSION
         return DropReason.STALE if staleness > self._config.max_staleness else None
 
-    def _sweep(self) -> None:
+    def sweep(self) -> None:
+        """Drops what cannot be trained on any more."""
         self._buffer.sweep(self.name, self.reason_against)
 
     # -- status ----------------------------------------------------------------------------------

@@ -146,7 +146,7 @@ class Rollouts:
         if isinstance(task, Exception):
             raise task
         task = replace(task, messages=with_system_prompt(task, self._settings.system_prompt))
-        with self._adapters.lease(selector) as adapter:
+        with self._adapters.lease(selector, f"rollout-{self._settings.run}-{number}") as adapter:
             draw = self._draw_episodes or self._draw_answers
             return await draw(number, task, adapter)
 

@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from mlx_parallm.adapters.service import AdapterService
@@ -43,6 +44,8 @@ from mlx_parallm.rl.checkpoints import PolicyCheckpoints, PolicyOf
 from mlx_parallm.rl.collect.log import TrajectoryLog
 from mlx_parallm.rl.collect.sources import SourceLedger
 from mlx_parallm.rl.collector import Collector
+from mlx_parallm.rl.competition.service import CompetitionService
+from mlx_parallm.rl.competition.trained import TrainedAdapter
 from mlx_parallm.rl.evaluation import Evaluator
 from mlx_parallm.rl.events import EventHub, Listener
 from mlx_parallm.rl.gate import Gate
@@ -93,6 +96,9 @@ class TrainingService:
         self._journal = parts.journal
         self._loops: dict[str, TrainingLoop] = {}
         self._ledger = SourceLedger()
+        self.competition = CompetitionService(
+            config.competition, self._trained, parts.adapters, self._hub.emit, self._spawn
+        )
         self._collector = Collector(
             config,
             parts.scorers,
@@ -103,6 +109,7 @@ class TrainingService:
             default_adapter,
             self._hub.emit,
             self._finished,
+            self.competition,
             self._ledger,
         )
         self._people = People(self._collector, parts.journal, self._loops, config, self._ledger)
@@ -141,9 +148,11 @@ class TrainingService:
                 training = AdapterTraining(check_name(name, "lora_adapter"), self._adapter_parts, name == self._default)
                 loop = TrainingLoop(training, self._collector.buffer, self._config, self._hub.emit, self._ledger)
                 await loop.open()
+                loop.entry = partial(self.competition.entry, name)
                 self._loops[name] = loop
                 if restore:
                     await self._people.recall(await self._collector.restore(name, loop))
+                self.competition.begin_again(name)
                 self._spawn(loop.run())
             elif (live := loop.training.live) is not None and loop.training.versions.staleness(live) is None:
                 await loop.open()
@@ -158,6 +167,7 @@ class TrainingService:
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.competition.close()
         await self._collector.close()
         errors = await asyncio.gather(*(loop.close() for loop in self._loops.values()), return_exceptions=True)
         self._hub.close()
@@ -267,6 +277,7 @@ class TrainingService:
         """See `core.TrainingClient.update`. `progress`: see `AdapterTraining.progress`."""
         loop = self._loop(adapter)
         tag = None if checkpoint_name is None else check_tag(checkpoint_name)
+        self.competition.check_idle(loop.name)
         return await self._finished(loop.update(given, publish, tag, progress, signal))
 
     async def evaluate_if_due(self, adapter: str | None = None, early: bool = False) -> EvaluationResult | None:
@@ -314,7 +325,9 @@ class TrainingService:
 
     async def rollback(self, adapter: str | None = None, to: str | None = None) -> TrainingStatus:
         """See `core.TrainingClient.rollback`."""
-        await self._finished(self._loop(adapter).roll_back(to))
+        loop = self._loop(adapter)
+        self.competition.check_idle(loop.name)
+        await self._finished(loop.roll_back(to))
         return self.status(adapter)
 
     def trains(self, selector: str | None) -> bool:
@@ -346,6 +359,11 @@ class TrainingService:
             )
         return self._loops[name]
 
+    def _trained(self, adapter: str | None) -> TrainedAdapter:
+        """The adapter as comparisons need it. Raises UnknownModelError if it is not trained here."""
+        parts, loop = self._parts, self._loop(adapter)
+        return TrainedAdapter(loop, parts.checkpoints, lambda selector: parts.adapters.find(selector).ref)
+
     # -- tasks -----------------------------------------------------------------------------------
 
     async def _finished(self, change: Coroutine[Any, Any, T]) -> T:
@@ -364,5 +382,6 @@ class TrainingService:
             _log.debug("a change of training failed: %s", error)  # its caller gets the error
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if the buffer's counts and contents disagree."""
+        """Raises AssertionError if the buffer's counts and contents disagree, or comparisons hold what has ended."""
         self._collector.buffer.check_integrity()
+        self.competition.check_integrity()

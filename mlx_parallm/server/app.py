@@ -32,7 +32,7 @@ from mlx_parallm.server.api.chat import route as chat
 from mlx_parallm.server.api.chat.history import EpisodeHistories
 from mlx_parallm.server.api.responses import route as responses
 from mlx_parallm.server.api.responses.conversation import ResponseStore
-from mlx_parallm.server.api.training import people, schedule
+from mlx_parallm.server.api.training import compare, people, schedule
 from mlx_parallm.server.api.training import route as training_routes
 from mlx_parallm.server.errors import install_handlers
 from mlx_parallm.server.http.connection import ConnectionLimits, LimitedProtocol, reserve_open_files
@@ -58,6 +58,7 @@ ROUTES = (
     adapter_routes,
     training_routes,
     people,
+    compare,
     schedule,
     control,
     ops,

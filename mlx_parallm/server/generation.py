@@ -27,6 +27,7 @@ from mlx_parallm.errors import EngineDeadError, EngineError, ParaLLMError
 from mlx_parallm.server.api.answer import AnswerWriter
 from mlx_parallm.server.api.fields import WireOutput
 from mlx_parallm.server.api.generation_fields import GenerationBody
+from mlx_parallm.server.assignment import assignment_key
 from mlx_parallm.server.errors import code_of
 from mlx_parallm.server.http.request_log import RequestRecord, record_of
 from mlx_parallm.server.http.workers import client_of
@@ -130,7 +131,7 @@ class GenerationResponse(Response):
         with services.gate.reserve(sequences), ExitStack() as lease:
             name = await services.adapter_name(selector)
             with adapter_named_by(selector.param, name):
-                adapter = lease.enter_context(services.adapters.lease(name))
+                adapter = lease.enter_context(services.adapters.lease(name, assignment_key(scope, body)))
             collection = await self._collection(scope, adapter) if body.collect_trajectory else None
             prepare = partial(self._prepare, adapter, collection)
             if body.compiles:

@@ -32,6 +32,7 @@ from mlx_parallm.server.metrics_collectors import (
     ServedCounts,
     TrainingCollector,
 )
+from mlx_parallm.server.metrics_comparisons import ComparisonCollector
 
 REQUEST_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0, 300.0)
 TOKEN_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.75, 1.5, 3.0, 10.0)
@@ -48,6 +49,7 @@ class ServerMetrics:
         self.adapters = AdapterCollector(adapters)
         self.registry.register(self.adapters)
         self.registry.register(TrainingCollector(training))
+        self.registry.register(ComparisonCollector(training))
         self.ttft = self._histogram(
             "time_to_first_token_seconds", "Time from arrival to first token.", REQUEST_BUCKETS_S
         )

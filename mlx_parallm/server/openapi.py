@@ -326,6 +326,8 @@ EXAMPLES: Mapping[str, Examples] = {
         "a preference": {"chosen": "Yes.", "rejected_id": "traj-0"},
         "a correction": {"trajectory_id": "traj-0", "correction": "Yes."},
     },
+    "/v1/training/compare": {"a checkpoint": {"candidate": "checkpoint-300", "share": 0.2}},
+    "/v1/training/compare/stop": _CONTROL,
     "/v1/training/schedule": {"training first": {"mode": "training_priority", "max_decode_stall_ms": 250}},
     "/tokenize": {"a text": {"prompt": "Hello"}, "a conversation": {"messages": _MESSAGES}},
     "/detokenize": {"ids": {"tokens": [1, 2, 3]}},

@@ -330,3 +330,25 @@ def test_threads_may_lease_while_others_publish_and_unload() -> None:
     assert not faults
     registry.check_integrity()
     assert all(version.leases == 0 for version in registry.versions())
+
+
+def test_a_split_name_is_answered_by_the_version_that_the_key_gets() -> None:
+    registry = AdapterRegistry("math")
+    first, second = (registry.add("math", info()).ref for _ in range(2))
+    registry.flip(second)
+    registry.set_route({"math": 1.0})
+    registry.split("math", lambda key: first if key == "ann" else second)
+    for selector in ("math", None):
+        for key, meant in (("ann", first), ("bob", second), (None, second)):
+            with registry.lease(selector, key) as version:
+                assert version.ref == meant
+    with registry.lease("math@2", "ann") as version:
+        assert version.ref == second
+    with pytest.raises(ConflictError, match="being compared"):
+        registry.unload("math@1")
+    registry.check_integrity()
+    registry.split("math", None)
+    with registry.lease("math", "ann") as version:
+        assert version.ref == second
+    registry.unload("math@1")
+    registry.check_integrity()

@@ -67,7 +67,7 @@ class Engine:
 
 class Leases:
     @contextmanager
-    def lease(self, selector: str | None):
+    def lease(self, selector: str | None, key: str | None = None):
         yield LIVE
 
 

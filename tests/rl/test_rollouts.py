@@ -46,7 +46,7 @@ class Leases:
         self.held: dict[str, int] = {}
 
     @contextmanager
-    def lease(self, selector: str | None):
+    def lease(self, selector: str | None, key: str | None = None):
         assert selector == "math"
         self.held[str(LIVE)] = self.held.get(str(LIVE), 0) + 1
         try:

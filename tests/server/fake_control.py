@@ -10,6 +10,7 @@ from mlx_parallm.core import (
     AdapterRef,
     AdapterStats,
     CheckpointCard,
+    ComparisonCard,
     EditCard,
     FeedbackCard,
     FoundTrajectory,
@@ -27,13 +28,17 @@ from mlx_parallm.errors import (
     UnknownTrajectoryError,
 )
 
+COMPARISON = ComparisonCard(
+    "policy", AdapterRef("policy", 2), AdapterRef("policy", 1), False, 0.2, 1_800_000_000.0, live_mean=0.25
+)
+
 
 class FakeAdapters:
     """Versions without weights: every `load` and `publish` is a new one, which its name then means.
 
     `error`: what the next awaited call raises. `hold`: awaited calls wait for `resume`, having set `held`.
-    `asked`: every selector that a lease or a lookup was asked for. `folders`: every path of `load_folder`. `default`:
-    the result of `default_name`. `leased` counts the leases held now.
+    `asked`: every selector that a lease or a lookup was asked for; `keys`: the keys of the leases.
+    `folders`: every path of `load_folder`. `default`: the result of `default_name`. `leased`: how many leases are held.
     """
 
     def __init__(self):
@@ -42,6 +47,7 @@ class FakeAdapters:
         self.before = []
         self.saved = []
         self.asked = []
+        self.keys = []
         self.folders = []
         self.default = None
         self.leased = 0
@@ -58,7 +64,8 @@ class FakeAdapters:
         self._revive(ref)
         return ref
 
-    def lease(self, selector):
+    def lease(self, selector, key=None):
+        self.keys.append(key)
         return self._leased(self._ref(max(self.shares, key=self.shares.get) if selector is None else selector))
 
     def find(self, selector):
@@ -169,6 +176,36 @@ class FakeAdapters:
             raise self.error
 
 
+class FakeCompetition:
+    """Compares `policy`; `asked`: each start and stop. `error`: what the next of them raises."""
+
+    def __init__(self):
+        self.asked = []
+        self.error = None
+        self.known = {}
+        self.verdicts = {}
+
+    async def start(self, adapter, spec):
+        return self._change(adapter, spec, replace(COMPARISON, share=spec.share or 0.2))
+
+    async def stop(self, adapter):
+        ended = replace(COMPARISON, verdict="stopped", reason="asked", ended=1_800_000_060.0)
+        return self._change(adapter, None, ended)
+
+    def cards(self):
+        return tuple(self.known.values())
+
+    def ended(self, adapter):
+        return self.verdicts
+
+    def _change(self, adapter, spec, card):
+        self.asked.append((adapter, spec))
+        if self.error:
+            raise self.error
+        self.known["policy"] = card
+        return card
+
+
 class FakeTraining:
     """Trains the adapters of `state`, `policy` by default; has the scorer `exact`, which reads `metadata.answer`.
 
@@ -201,6 +238,7 @@ class FakeTraining:
         self.told = asyncio.Queue()
         self.saves = ()
         self.listening = 0
+        self.competition = FakeCompetition()
 
     async def check(self, collection, adapter, prompt=None):
         await self.checks_go_on.wait()

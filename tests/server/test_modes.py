@@ -15,6 +15,8 @@ CHANGES = {
     "/v1/training/rollback": {},
     "/v1/training/feedback": {"trajectory_id": "x", "score": 1},
     "/v1/training/preference": {"trajectory_id": "x", "correction": "y"},
+    "/v1/training/compare": {"candidate": "x"},
+    "/v1/training/compare/stop": {},
     "/v1/training/schedule": {"training_time_share": 0.5},
 }
 

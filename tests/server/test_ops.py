@@ -15,6 +15,7 @@ from mlx_parallm.server.api.control import SleepStatus
 from mlx_parallm.server.api.fields import OpenBody
 from mlx_parallm.server.api.responses.objects import ResponseObject
 from mlx_parallm.server.api.responses.schema import ResponsesBody
+from mlx_parallm.server.api.training import compare as compare_wire
 from mlx_parallm.server.api.training import objects as training_objects
 from mlx_parallm.server.api.training import people_schema as people_wire
 from mlx_parallm.server.api.training import schedule as schedule_wire
@@ -183,6 +184,8 @@ def test_the_document_describes_bodies_answers_and_errors(document):
         ("/v1/training/rollback", training_wire.TrainingRollbackBody, training_objects.TrainingObject),
         ("/v1/training/feedback", training_wire.FeedbackBody, training_objects.FeedbackObject),
         ("/v1/training/preference", people_wire.PreferenceBody, people_wire.PreferenceObject),
+        ("/v1/training/compare", compare_wire.CompareBody, compare_wire.ComparisonObject),
+        ("/v1/training/compare/stop", training_wire.ControlBody, compare_wire.ComparisonObject),
         ("/v1/training/schedule", schedule_wire.ScheduleBody, schedule_wire.ScheduleObject),
     ],
 )
@@ -198,6 +201,7 @@ def test_the_document_describes_adapter_and_training_routes(document, path, body
     [
         ("/v1/training/status", training_objects.TrainingObject),
         ("/v1/training/report", people_wire.ReportObject),
+        ("/v1/training/compare", compare_wire.ComparisonList),
         ("/v1/training/schedule", schedule_wire.ScheduleObject),
         ("/debug/training", training_objects.DebugTraining),
         ("/debug/trajectories", training_objects.DebugTrajectories),
@@ -242,9 +246,9 @@ def test_the_document_says_which_bodies_may_be_left_out(document):
         for path in paths
         if "training/" in path and "post" in paths[path] and not path.endswith("/close")
     }
-    optional = {"update", "start", "pause", "resume", "rollback", "checkpoint"}
+    optional = {"update", "start", "stop", "pause", "resume", "rollback", "checkpoint"}
     assert required == {path: path.rpartition("/")[2] not in optional for path in required}
-    assert len(required) == 10
+    assert len(required) == 12
 
 
 def assert_describes(schema: dict, model: type[BaseModel]):

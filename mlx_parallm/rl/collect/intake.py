@@ -52,7 +52,7 @@ class Intake:
         turns: turns of episodes by adapter name and kind.
 
     Args:
-        on_ready: called with an adapter's name whenever one of its groups may have become complete.
+        on_ready: called with a group whenever it may have become complete, or other groups of its adapter may be taken.
         journal: gets the rewards of scorers. What clients send is in it before the methods here are called.
     """
 
@@ -61,7 +61,7 @@ class Intake:
         buffer: TrajectoryBuffer,
         scorers: ScoringService,
         config: RLTrainingConfig,
-        on_ready: Callable[[str], None],
+        on_ready: Callable[[TrajectoryGroup], None],
         emit: Emit,
         journal: Journal | None = None,
     ) -> None:
@@ -155,7 +155,7 @@ class Intake:
                 self._buffer.feedback(entry.trajectory_id, entry.score, entry.user)
         rewards = [member.reward for member in group.members]
         self._emit("scored", **of_group, complete=group.complete, rewards=rewards)
-        self._on_ready(adapter)
+        self._on_ready(group)
 
     def _begin(self, adapter: str, trajectories: Sequence[Trajectory], refused: DropReason | None) -> TrajectoryGroup:
         """Adds a new group. Refused answers are a group of their own, because that of their id may go on."""
@@ -164,7 +164,7 @@ class Intake:
             group.group_id, group.closed = trajectories[0].trajectory_id, True
         self._buffer.add(group)
         if not group.closed and (timeout_s := self._config.feedback_timeout_s) is not None:
-            asyncio.get_running_loop().call_later(timeout_s, self._expire, adapter, group.group_id)
+            asyncio.get_running_loop().call_later(timeout_s, self._expire, group.group_id)
         return group
 
     def _await_rewards(self, group: TrajectoryGroup) -> None:
@@ -173,7 +173,7 @@ class Intake:
             return
         timeout_s = self._config.feedback_timeout_s if group.scorer is None else self._config.group_timeout_s
         if timeout_s is not None:
-            asyncio.get_running_loop().call_later(timeout_s, self._expire, group.adapter, group.group_id)
+            asyncio.get_running_loop().call_later(timeout_s, self._expire, group.group_id)
         if group.scorer is not None:
             task = asyncio.create_task(self._score(group))
             self._scoring.add(task)
@@ -243,7 +243,7 @@ class Intake:
         self._emit("closed", adapter=group.adapter, group_id=group.group_id, members=len(group.members))
         if group.scorer is not None:
             self._await_rewards(group)
-        self._on_ready(group.adapter)
+        self._on_ready(group)
 
     # -- rewards ---------------------------------------------------------------------------------
 
@@ -284,7 +284,7 @@ class Intake:
             case Closed(group_id):
                 self.close_group(group_id)
             case Score(trajectory_id, reward):
-                self._on_ready(self._buffer.score_member(trajectory_id, reward).adapter)
+                self._on_ready(self._buffer.score_member(trajectory_id, reward))
 
     def feedback(self, trajectory_id: str, score: float, user: str = "") -> None:
         """See `core.PeopleClient.feedback`. Raises InvalidRequestError if the score is not a finite number."""
@@ -307,7 +307,7 @@ class Intake:
         self._close_if_full(group)
         of_group = {"adapter": group.adapter, "group_id": group.group_id, "complete": group.complete}
         self._emit("scored", **of_group, **data)
-        self._on_ready(group.adapter)
+        self._on_ready(group)
 
     async def close(self) -> None:
         """Cancels all scoring."""
@@ -329,13 +329,14 @@ class Intake:
             self._buffer.score(group, rewards)
             of_group = {"adapter": group.adapter, "group_id": group.group_id, "complete": group.complete}
             self._emit("scored", **of_group, rewards=list(rewards))
-        self._on_ready(group.adapter)
+        self._on_ready(group)
 
-    def _expire(self, adapter: str, group_id: str) -> None:
+    def _expire(self, group_id: str) -> None:
         """Drops the members that still have no reward. The argument is an id and not a group, so that the timer does
         not keep an ended group in memory."""
-        self._buffer.expire(group_id)
-        self._on_ready(adapter)
+        if (group := self._buffer.find(group_id)) is not None:
+            self._buffer.expire(group_id)
+            self._on_ready(group)
 
 
 def _kinds_of_turns(group: TrajectoryGroup, trajectories: Sequence[Trajectory]) -> list[TurnKind]:

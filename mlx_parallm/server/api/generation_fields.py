@@ -152,10 +152,13 @@ class CollectableBody(OpenBody):
 class SharedBody(CollectableBody, BasicSampling):
     """The fields that all generating routes of OpenAI share."""
 
-    IGNORED: ClassVar[frozenset[str]] = frozenset(
-        {"user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier"}
-    )
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"prompt_cache_key", "prompt_cache_retention", "service_tier"})
 
+    user: str | None = None
+    """The user. While two versions of an adapter are compared, all requests of a user get the same one; so do those of
+    a session, which the header `X-Session-Id` names. It has no other effect."""
+    safety_identifier: str | None = None
+    """OpenAI's newer name of `user`."""
     stream: bool = False
     """Whether the answer is sent as server-sent events instead of one body."""
 

@@ -256,7 +256,7 @@ def status_object(status: TrainingStatus, current: AdapterRef | None) -> Trainin
         turns=dict(status.turns),
         updates_total=status.updates_total,
         updates_per_second=status.updates_per_second,
-        last_update=None if status.last_update is None else _utc(status.last_update),
+        last_update=None if status.last_update is None else utc(status.last_update),
         reward_running_mean=_finite(status.reward_running_mean),
         metrics=_metrics(status.metrics),
         drops=dict(status.drops),
@@ -279,7 +279,7 @@ def _evaluation(result: EvaluationResult) -> EvaluationObject:
         high=result.high,
         answers=result.answers,
         failed=result.failed,
-        at=_utc(result.at),
+        at=utc(result.at),
     )
 
 
@@ -302,7 +302,7 @@ def update_object(report: UpdateReport) -> UpdateObject:
 
 
 def event_object(event: TrainingEvent) -> EventObject:
-    return EventObject(kind=event.kind, at=_utc(event.at), data=_json(event.data))
+    return EventObject(kind=event.kind, at=utc(event.at), data=_json(event.data))
 
 
 def trajectory_object(card: TrajectoryCard) -> DebugTrajectory:
@@ -325,11 +325,11 @@ def trajectory_object(card: TrajectoryCard) -> DebugTrajectory:
         temperature=trajectory.temperature,
         text=trajectory.text,
         finish_reason=None if trajectory.finish_reason is None else trajectory.finish_reason.value,
-        created=_utc(trajectory.created),
+        created=utc(trajectory.created),
     )
 
 
-def _utc(seconds: float) -> str:
+def utc(seconds: float) -> str:
     """Unix seconds as ISO-8601, to the millisecond: `2026-11-03T12:00:00.250Z`."""
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
