@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from clients.running import Report, install_node
+from clients.running import Report, install_node, wait_until_idle
 from main_job.serving import Server, start, stop
 
 
@@ -17,9 +17,10 @@ def server() -> Iterator[Server]:
     """`mlx_parallm_serve` on the bundled model; at the end nothing may be left in it."""
     running = start("--debug")
     yield running
-    state = running.get("/debug/state")["engine"]
-    stop(running)
-    assert (state["alive"], state["running"], state["waiting"], state["kv_bytes_held"]) == (True, 0, 0, 0)
+    try:
+        wait_until_idle(running)
+    finally:
+        stop(running)
 
 
 @pytest.fixture(scope="session")

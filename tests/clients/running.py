@@ -6,14 +6,17 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from main_job.serving import Server
+
 HERE = Path(__file__).parent
 SCRIPTS, NODE = HERE / "scripts", HERE / "node"
 EXAMPLES = HERE.parents[1] / "examples" / "protocols"
-LIMIT_S = 1800
+LIMIT_S, IDLE_S = 1800, 10
 UV = ("uv", "--quiet")
 PYTHON = ("--python", sys.executable)
 ENVIRONMENT = {
@@ -57,3 +60,18 @@ def script(name: str, url: str, asked: Mapping[str, Any], parts: tuple[str, ...]
 
 def install_node() -> None:
     printed("npm", "install", "--no-package-lock", "--no-audit", "--no-fund", at=NODE)
+
+
+def wait_until_idle(server: Server) -> None:
+    """Fails if the server still holds something of a request some seconds after the last one.
+
+    A row that has answered is gone only when the device has finished the step after its last token.
+    """
+    until = time.monotonic() + IDLE_S
+    while True:
+        state = server.get("/debug/state")["engine"]
+        left = (state["alive"], state["running"], state["waiting"], state["kv_bytes_held"])
+        if left == (True, 0, 0, 0):
+            return
+        assert time.monotonic() < until, f"alive, running, waiting and KV bytes: {left}"
+        time.sleep(0.1)

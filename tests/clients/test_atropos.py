@@ -13,7 +13,7 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -144,11 +144,11 @@ class Journal:
         return {group for group, _ in self.intake.values()}
 
     def contents(self) -> Counter[tuple[object, ...]]:
-        """How often each sequence is there."""
-        return Counter(
-            (*body["prompt_ids"], *body["completion_ids"], *body["sampling_logprobs"])
-            for _, body in self.intake.values()
-        )
+        """How often each group is there. Short answers may be alike, but hardly all answers of two groups."""
+        groups: dict[str, list[object]] = defaultdict(list)
+        for group, body in self.intake.values():
+            groups[group] += [*body["prompt_ids"], *body["completion_ids"], *body["sampling_logprobs"]]
+        return Counter(map(tuple, groups.values()))
 
 
 def groups_in_journal(folder: Path) -> int:

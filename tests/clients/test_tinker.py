@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from clients.running import ENVIRONMENT, PYTHON, SCRIPTS, UV, Report, printed
+from clients.running import ENVIRONMENT, PYTHON, SCRIPTS, UV, Report, printed, wait_until_idle
 from main_job.serving import SERVED, Server, start, stop
 from tiny import save_tiny
 
@@ -51,9 +51,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     running = start(*flags, *at)
     yield running
     wait_for(running, lambda: not running.get("/api/v1/sessions")["sessions"])
-    state = running.get("/debug/state")["engine"]
+    wait_until_idle(running)
     stop(running)
-    assert (state["alive"], state["running"], state["waiting"], state["kv_bytes_held"]) == (True, 0, 0, 0)
 
 
 def wait_for(server: Server, true: Any) -> None:

@@ -20,7 +20,7 @@ from serving import post, served, show
 
 ENVIRONMENT = Path(__file__).with_name("environment.py")
 RUN_API = ("uv", "tool", "run", "--from", "atroposlib==0.4.0", "run-api", "--host", "127.0.0.1", "--port")
-UPDATES, LIMIT_S = 10, 1500
+UPDATES, LIMIT_S = 16, 1500
 
 
 @contextmanager
