@@ -145,7 +145,7 @@ def build_training(
         training.scoring_processes, training.scoring_batch_size, training.scoring_timeout_s, reward
     )
 
-    held_out = _held_out(config)
+    held_out = held_out_of(config)
 
     async def policy_of(ref: AdapterRef) -> PolicySnapshot:
         with store.registry.lease(str(ref)) as version:
@@ -158,7 +158,7 @@ def build_training(
         scorers=scorers,
         config=training,
         checkpointing=config.checkpointing,
-        evaluator=_evaluator(processor, tokenizer, scorers, held_out, config),
+        evaluator=evaluator_of(processor, tokenizer, scorers, held_out, config),
         policy_of=policy_of,
         log=TrajectoryLog(training.trajectory_log) if training.trajectory_log else None,
         tasks=_tasks(config),
@@ -215,14 +215,14 @@ def _tasks(config: Config) -> FileTasks:
     return answers_of(name, rewarded) if name is not None and takes_requests else FileTasks()
 
 
-def _held_out(config: Config) -> tuple[Task, ...]:
+def held_out_of(config: Config) -> tuple[Task, ...]:
     """The held-out tasks; none if versions are not evaluated."""
     settings, of_training = config.rl_training.evaluation, config.rl_training.own_environment
     name, rewarded = settings.tasks or of_training, config.rl_training.reward is not None
     return () if settings.every is None or name is None else held_out_tasks(environment(name, rewarded), settings.size)
 
 
-def _evaluator(
+def evaluator_of(
     engine: EngineClient,
     tokenizer: TextTokenizer,
     scorers: ScoringService,

@@ -146,8 +146,19 @@ def add_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) ->
         group = parser.add_argument_group(section, Config.model_fields[section].annotation.__doc__)
         for flag in flags:
             if flag.path not in without:
-                names = (flag.name, flag.alias) if flag.alias else (flag.name,)
-                group.add_argument(*names, dest=flag.path, default=None, help=flag.help, **_value_options(flag))
+                _add_flag(group, flag)
+
+
+def add_chosen_flags(group: argparse._ActionsContainer, paths: Collection[str]) -> None:
+    """Adds the flags of these keys, to a parser or to a group of one."""
+    for flag in FLAGS:
+        if flag.path in paths:
+            _add_flag(group, flag)
+
+
+def _add_flag(group: argparse._ActionsContainer, flag: Flag) -> None:
+    names = (flag.name, flag.alias) if flag.alias else (flag.name,)
+    group.add_argument(*names, dest=flag.path, default=None, help=flag.help, **_value_options(flag))
 
 
 class _RefuseSeveralNodes(argparse.Action):

@@ -16,7 +16,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mlx_parallm.cli import commands, runs
+from mlx_parallm.cli import average, commands, runs
 from mlx_parallm.cli import train as training
 from mlx_parallm.cli.flags import TRAIN_ONLY, add_flags, settings
 from mlx_parallm.config import API_KEY_VARIABLE, render, resolve
@@ -54,7 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     ps = add("ps", "Show what a running server is doing.")
     _add_server_arguments(ps)
     ps.set_defaults(run=commands.ps)
-    _add_adapter_commands(add("adapters", "Manage the LoRA adapters of a running server; merge or convert adapters."))
+    _add_adapter_commands(
+        add("adapters", "Manage the LoRA adapters of a running server; merge, convert or average adapters.")
+    )
     _add_tokenizer_command(add("tokenizer", "Write the tokenizer of a model for clients that tokenise by themselves."))
     add("version", "Print the versions to give in a bug report.").set_defaults(run=commands.version)
     return _run(parser, argv)
@@ -90,6 +92,8 @@ def _add_adapter_commands(parser: argparse.ArgumentParser) -> None:
     _add_folder_arguments(converting)
     converting.add_argument("--format", choices=("mlx-lm", "peft"), default="peft", help="Default: %(default)s.")
     converting.set_defaults(run=commands.convert_adapter)
+
+    average.add_arguments(add("average", "Write the weighted mean of adapters, and evaluate it. Needs no server."))
 
 
 def _add_tokenizer_command(parser: argparse.ArgumentParser) -> None:

@@ -237,4 +237,4 @@ def test_mistyped_adapter_command_exits_2(merged, capsys, argv, message):
 
 def test_adapters_alone_prints_its_commands(capsys):
     assert main(["adapters"]) == 2
-    assert {"list", "load", "unload", "merge"} <= set(capsys.readouterr().out.split())
+    assert {"list", "load", "unload", "merge", "average"} <= set(capsys.readouterr().out.split())
