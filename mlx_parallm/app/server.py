@@ -12,10 +12,12 @@ from pathlib import Path
 from mlx_parallm.app import banner
 from mlx_parallm.app.atropos import open_source, registration
 from mlx_parallm.app.build import Engine, Served
+from mlx_parallm.app.server_rollouts import ServerRollouts, environment_of
 from mlx_parallm.app.tracking import start_tracking
 from mlx_parallm.app.training import TrainingRuntime
 from mlx_parallm.config import Config, LoRAConfig, RLConfig, configure
 from mlx_parallm.rl.atropos.source import AtroposSource
+from mlx_parallm.rl.environments import Environment
 from mlx_parallm.rl.tracking.tracking import Tracking
 from mlx_parallm.server.app import create_app, serve
 from mlx_parallm.server.http import request_log
@@ -68,6 +70,8 @@ class IntegratedServer:
         self._tracking: Tracking | None = None
         self._atropos: AtroposSource | None = None
         self._taking_batches: asyncio.Task[None] | None = None
+        self._environment: Environment | None = None
+        self._rollouts: ServerRollouts | None = None
 
     async def run_inference(self, host: str | None = None, port: int | None = None) -> int:
         """Serves HTTP until SIGTERM or SIGINT, and returns the process's exit code. `run_training_loop` ends with it.
@@ -97,6 +101,8 @@ class IntegratedServer:
             )
             if self._trains:  # requests can only be collected once the adapter is trained
                 await self._training_started.wait()
+            if self._rollouts is not None:
+                self._rollouts.held_back = lambda: app.state.services.sleep.asleep
             with self._engine.failures_recorded():
                 return await serve(app, partial(_started, served, config))
         finally:
@@ -147,6 +153,8 @@ class IntegratedServer:
     async def _load(self) -> Served:
         async with self._loading:
             if self._served is None:
+                # What cannot be imported is refused before the model is loaded.
+                self._environment = await asyncio.to_thread(environment_of, self._config)
                 self._served = await asyncio.to_thread(self._engine.start)
             return self._served
 
@@ -167,6 +175,11 @@ class IntegratedServer:
             registered = registration(self._config, served, training.service.status().step)
             self._atropos = open_source(self._config, served, training.service, registered)
             self._taking_batches = asyncio.create_task(self._atropos.run())
+        if self._environment is not None:
+            self._rollouts = ServerRollouts(self._config, served, training, self._environment)
+            await self._rollouts.open()
+            training.service.own_rollouts = self._rollouts.status
+            self._rollouts.start()
 
     async def _close_training(self) -> None:
         """Closes training once. A second caller waits until it is closed."""
@@ -175,6 +188,8 @@ class IntegratedServer:
                 return
             self._training_closed = True
             try:
+                if self._rollouts is not None:
+                    await self._rollouts.close()
                 if self._atropos is not None and self._taking_batches is not None:
                     self._taking_batches.cancel()
                     await self._atropos.close()

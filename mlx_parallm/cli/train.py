@@ -27,6 +27,7 @@ _WITHOUT_FLAGS = frozenset(
         *_FIXED,
         *(f"server.{name}" for name in (*_HTTP, "shutdown_timeout")),
         *("adapters.serve", "adapters.serve_folder", "adapters.allowed_adapter_roots", "rl_training.update_frequency"),
+        *("rl_training.server_rollouts", "rl_training.rollout_group_size"),
     )
 )
 """Keys that have no effect on a training run."""

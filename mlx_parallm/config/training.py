@@ -130,15 +130,24 @@ class RLTrainingConfig(Section):
     trajectory_buffer_size or max_staleness drops them.
     """
     max_completion_tokens: Integer = Field(default=1024, ge=1)
-    """Largest number of tokens of a completion in mlx_parallm_train. The loss of dr_grpo is divided by it."""
+    """Largest number of tokens of a completion in mlx_parallm_train, and of those that a server draws by itself. The
+    loss of dr_grpo is divided by it.
+    """
     rollout_temperature: Number = Field(default=1.0, gt=0)
-    """Temperature of the samples that mlx_parallm_train draws. They are trained on at the same temperature."""
+    """Temperature of the samples that mlx_parallm_train or a server draws by itself. They are trained on at the same
+    temperature."""
+    server_rollouts: bool = True
+    """Whether a server that trains on `environment` draws rollouts of its tasks by itself, beside requests. false: it
+    only looks up the answers that requests leave out.
+    """
+    rollout_group_size: Integer = Field(default=8, ge=2)
+    """Number of answers or episodes that a server draws by itself for each task; mlx_parallm_train has --group-size."""
     rollout_timeout_s: Number = Field(default=120.0, gt=0)
     """Longest time in seconds that an environment may take for its next task, and for one episode besides the model's
     answers. An episode that takes longer is dropped.
     """
     system_prompt: Text | None = None
-    """System message of the tasks of mlx_parallm_train and of evaluations: a text, or @FILE for the text of a file. A
+    """System message of the tasks of the environment and of evaluations: a text, or @FILE for the text of a file. A
     task that has its own system message keeps it. null means none.
     """
     scoring_processes: Integer = Field(default=2, ge=1, le=64)
@@ -178,8 +187,9 @@ class RLTrainingConfig(Section):
     """Seed of the initial weights of new adapters. In mlx_parallm_train also the seed of tasks and samples."""
     environment: Text | None = None
     """A JSONL or parquet file of tasks, or the id of a hub data set with such a file. mlx_parallm_train trains on them,
-    or on reasoning_gym:<task>, or on an environment of another package. A server looks up the answers that requests
-    leave out.
+    or on reasoning_gym:<task>, the built-in words, hints and calculator, FILE.py:NAME, or an environment of another
+    package. A server that trains draws rollouts of them by itself, unless server_rollouts is false, and looks up the
+    answers that requests leave out.
     """
     reward: Text | None = None
     """Reward of the tasks: FILE.py:NAME is a function of a file, judge and rank ask a language model, and any scoring

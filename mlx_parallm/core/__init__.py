@@ -95,6 +95,7 @@ from mlx_parallm.core.requests import (
     TokenLogprob,
     WorkClass,
 )
+from mlx_parallm.core.rollouts import RolloutStatus
 from mlx_parallm.core.sequence import PromptGroup, Sequence, SequenceStatus
 from mlx_parallm.core.signals import (
     Edit,

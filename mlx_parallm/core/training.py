@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from mlx_parallm.core.adapters import AdapterRef, CheckpointCard
 from mlx_parallm.core.competition import CompetitionClient
 from mlx_parallm.core.requests import CollectionSpec, Event, FinishReason, GenerationRequest
+from mlx_parallm.core.rollouts import RolloutStatus
 from mlx_parallm.core.signals import PeopleClient, Signal
 
 
@@ -194,6 +195,7 @@ class TrainingStatus:
         metrics: of the last update.
         best: by its evaluation; without evaluations, by the running mean of its rewards.
         evaluation: the last one.
+        rollouts: those that the server draws by itself for this adapter; None: it draws none.
         checkpoints: names of its checkpoints, oldest first, each followed by its tags.
         drops, skips: counts by reason since start.
     """
@@ -216,6 +218,7 @@ class TrainingStatus:
     reward_running_mean: float | None = None
     best: AdapterRef | None = None
     evaluation: EvaluationResult | None = None
+    rollouts: RolloutStatus | None = None
     checkpoints: tuple[str, ...] = ()
     trained: tuple[str, ...] = ()
     detail: Mapping[str, Any] = field(default_factory=dict)
@@ -316,8 +319,7 @@ class TrainingClient(PeopleClient, Protocol):
         ...
 
     async def last_given(self, count: int) -> Sequence[str]:
-        """The ids of the last groups that were given with `give`, whatever became of them, in earlier processes too;
-        newest first."""
+        """The ids of the last groups that were given with `give`, in earlier processes too; newest first."""
         ...
 
     async def update(
@@ -382,10 +384,7 @@ class TrainingClient(PeopleClient, Protocol):
         ...
 
     def events(self) -> AsyncIterator[TrainingEvent]:
-        """Events from now on, until the iterator is closed.
-
-        A listener that is too slow loses the oldest events and gets an event `events_lost` instead.
-        """
+        """Events from now on, until the iterator is closed. A slow listener loses some; see `TrainingEvent`."""
         ...
 
     def trajectories(self, limit: int) -> tuple[TrajectoryCard, ...]:

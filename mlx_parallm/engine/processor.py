@@ -84,9 +84,10 @@ class ContinuousBatchProcessor:
             raise self._start_error
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """Ends the device thread after its current unit. Running requests fail."""
+        """Ends the device thread after its current unit. Running requests fail. Safe to call before `start`."""
         self._inbox.put(None)
-        self._thread.join(timeout_s)
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
 
     def stats(self) -> EngineStats:
         return self._stats

@@ -163,7 +163,18 @@ class Collector:
         return await self._finished(self._add_group(trajectories))
 
     async def collect_episodes(self, trajectories: Sequence[Trajectory], rewards: Mapping[str, float]) -> str:
-        """Keeps the turns of a group of episodes that have ended, in order; see `TrainingService.collect_episodes`."""
+        """Keeps the turns of a group of episodes that have ended, and returns when they are on the disk.
+
+        Args:
+            trajectories: the turns of all episodes of the group, drawn by one version; those of an episode in order.
+            rewards: by episode id. Episodes without one are scored by the scoring function of the group.
+
+        Returns:
+            Why they will not be trained on, or "".
+
+        Raises:
+            StorageError: they could not be written, and will not be trained on.
+        """
         return await self._finished(self._add_episodes(trajectories, rewards))
 
     async def _add_episodes(self, trajectories: Sequence[Trajectory], rewards: Mapping[str, float]) -> str:
@@ -314,6 +325,11 @@ class Collector:
             self._intake.give(group.adapter, [copy], opinions)
         if self._log is not None:
             self._log.append(group)
+
+    @property
+    def groups_in_scoring(self) -> int:
+        """Groups whose scoring functions are at work."""
+        return self._intake.in_scoring
 
     def turns(self, adapter: str) -> dict[str, int]:
         """Turns of episodes that train an adapter, by kind."""

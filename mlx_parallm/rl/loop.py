@@ -73,7 +73,7 @@ class TrainingLoop:
         self._changes = PolicyJournal(training, config)
         self._lock = asyncio.Lock()
         self._changed = asyncio.Event()
-        self._pause_reason: str | None = None
+        self.pause_reason: str | None = None
         self._failures_in_a_row = 0
 
     @property
@@ -113,7 +113,7 @@ class TrainingLoop:
     @property
     def _due(self) -> bool:
         wanted = self._turns.due is not None or self.training.rewards_fell
-        return self._pause_reason is None and not self.held and wanted
+        return self.pause_reason is None and not self.held and wanted
 
     async def _automatic_update(self) -> None:
         if self._due:  # still true, so no other update has taken the trajectories
@@ -235,13 +235,13 @@ class TrainingLoop:
 
     def pause(self, reason: str = "asked") -> None:
         """Stops automatic updates. An update in progress still finishes."""
-        if self._pause_reason is None:
-            self._pause_reason = reason
+        if self.pause_reason is None:
+            self.pause_reason = reason
             self._emit("paused", adapter=self.name, reason=reason)
 
     def resume(self) -> None:
-        if self._pause_reason is not None:
-            self._pause_reason = None
+        if self.pause_reason is not None:
+            self.pause_reason = None
             self._failures_in_a_row = 0
             self._emit("resumed", adapter=self.name)
             self.wake()
@@ -351,7 +351,7 @@ class TrainingLoop:
     def status(self) -> TrainingStatus:
         """See `training_status`."""
         detail = {
-            "pause_reason": self._pause_reason,
+            "pause_reason": self.pause_reason,
             "failures_in_a_row": self._failures_in_a_row,
             "trajectories_with_signal": self._selection.with_signal,
             "trajectories_without_signal": self._selection.without_signal,
@@ -362,6 +362,6 @@ class TrainingLoop:
     def _state(self) -> str:
         if self._lock.locked():
             return "updating"
-        if self._pause_reason is not None:
+        if self.pause_reason is not None:
             return "paused"
         return "running" if self._buffer.waiting(self.name) else "idle"

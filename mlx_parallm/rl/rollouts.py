@@ -101,6 +101,7 @@ class Rollouts:
         self._settings = settings
         self._on_drawn = on_drawn
         self._draw_episodes = draw_episodes
+        self._taking = asyncio.Lock()
 
     async def draw(self, groups: int, selector: str) -> DrawResult:
         """Answers the next `groups` tasks with the current version of `selector`. A failing task does not stop others.
@@ -109,8 +110,9 @@ class Rollouts:
             EngineDeadError: the device thread has stopped.
             TrainingFailedError: there is no next task.
         """
-        tasks = await self._next_tasks(groups)
-        first, self.taken = self.taken, self.taken + groups
+        async with self._taking:  # a generator gives one task at a time, and they are numbered in order
+            tasks = await self._next_tasks(groups)
+            first, self.taken = self.taken, self.taken + groups
         answers = [self._answer(number, task, selector) for number, task in enumerate(tasks, first)]
         results = await asyncio.gather(*answers, return_exceptions=True)
         for result in results:
@@ -154,7 +156,7 @@ class Rollouts:
         """Draws all answers with one request."""
         settings = self._settings
         request = GenerationRequest(
-            request_id=f"rollout-{settings.run}-{number}",
+            request_id=f"rollout-{settings.run}-{number}",  # see `task_number`
             prompts=(tuple(self._tokenizer.apply_chat_template(task.messages)),),
             # Sample j of a group is drawn with seed + j.
             sampling=SamplingParams(
@@ -172,6 +174,17 @@ class Rollouts:
                 tokens = event.completion_tokens
         self._on_drawn(settings.group_size)
         return DrawnTask(tokens)
+
+
+def group_prefixes(run: str) -> tuple[str, ...]:
+    """What the ids of a run's groups begin with: those of answers to one request, and those of episodes."""
+    return f"group-rollout-{run}-", f"rollout-{run}-"
+
+
+def task_number(group_id: str, run: str) -> int:
+    """The number of the task that a group of the run has answered."""
+    prefix = next(prefix for prefix in group_prefixes(run) if group_id.startswith(prefix))
+    return int(group_id.removeprefix(prefix).partition("-")[0])
 
 
 async def events_of(events: AsyncIterator[Event]) -> AsyncGenerator[Event, None]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -28,6 +28,7 @@ from mlx_parallm.core import (
     GivenGroup,
     GivenTrajectory,
     GroupCard,
+    RolloutStatus,
     Signal,
     SignalReport,
     TrainingEvent,
@@ -85,7 +86,11 @@ class TrainingParts:
 
 
 class TrainingService:
-    """Implements `core.TrainingClient`. Event loop's thread only."""
+    """Implements `core.TrainingClient`. Event loop's thread only.
+
+    Attributes:
+        own_rollouts: the status of the rollouts that the server draws by itself; None: it draws none.
+    """
 
     def __init__(self, parts: TrainingParts, default_adapter: str) -> None:
         config = parts.config
@@ -126,6 +131,7 @@ class TrainingService:
             parts.evaluator,
             parts.journal,
         )
+        self.own_rollouts: Callable[[], RolloutStatus] | None = None
         self._tracking: Tracking | None = None
         self._starting = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -189,18 +195,7 @@ class TrainingService:
         return self._collector.collect(request, events)
 
     async def collect_episodes(self, trajectories: Sequence[Trajectory], rewards: Mapping[str, float]) -> str:
-        """Keeps the turns of a group of episodes that have ended, and returns when they are on the disk.
-
-        Args:
-            trajectories: the turns of all episodes of the group, drawn by one version; those of an episode in order.
-            rewards: by episode id. Episodes without one are scored by the scoring function of the group.
-
-        Returns:
-            Why they will not be trained on, or "".
-
-        Raises:
-            StorageError: they could not be written, and will not be trained on.
-        """
+        """See `Collector.collect_episodes`."""
         return await self._collector.collect_episodes(trajectories, rewards)
 
     async def feedback(self, trajectory_id: str, score: float, user: str = "") -> FeedbackCard:
@@ -255,6 +250,20 @@ class TrainingService:
         """Trajectories that the next update of the default adapter can learn from."""
         return self._loop(None).with_signal
 
+    @property
+    def groups_in_scoring(self) -> int:
+        """Groups whose scoring functions are at work."""
+        return self._collector.groups_in_scoring
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the default adapter gets no automatic updates now."""
+        return self._loop(None).pause_reason is not None
+
+    async def newest_groups(self, prefix: str, count: int) -> Sequence[str]:
+        """The ids of the last groups that begin with `prefix`, in earlier processes too; newest first."""
+        return await self._journal.newest_groups(prefix, count)
+
     async def last_given(self, count: int) -> Sequence[str]:
         """See `core.TrainingClient.last_given`."""
         return await self._collector.last_given(count)
@@ -299,6 +308,7 @@ class TrainingService:
                 name for card in self._parts.checkpoints.cards(status.adapter) for name in (card.name, *card.tags)
             ),
             trained=tuple(self._loops),
+            rollouts=self.own_rollouts() if self.own_rollouts and status.adapter == self._default else None,
             turns=self._collector.turns(status.adapter),
             detail={
                 **status.detail,

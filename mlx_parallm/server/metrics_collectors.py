@@ -278,6 +278,10 @@ TRAINING_GAUGES: Mapping[str, tuple[str, Callable[[TrainingStatus], float | None
 TRAINING_REASONS: Mapping[str, tuple[str, Callable[[TrainingStatus], Mapping[str, int]]]] = {
     "dropped": ("Trajectories dropped, by reason.", lambda status: status.drops),
     "skipped": ("Updates skipped, by reason.", lambda status: status.skips),
+    "rollouts": (
+        "Tasks that the server has drawn by itself, by outcome.",
+        lambda status: {} if status.rollouts is None else status.rollouts.outcomes,
+    ),
     "turns": ("Turns of episodes: first, continued or apart.", lambda status: status.turns),
 }
 

@@ -37,6 +37,7 @@ def make(folder: Path, reward: str) -> RLIntegratedServer:
         server__api_key="secret",
         checkpointing__checkpoint_dir=folder / "checkpoints",
         rl_training__environment=str(folder / "tasks.jsonl"),
+        rl_training__server_rollouts=False,
         rl_training__reward=reward.replace("F", f"{folder}/rewards.py"),
     )
 

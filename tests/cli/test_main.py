@@ -73,6 +73,7 @@ def test_every_flag_sets_its_own_key(app):
     numbers = ("--max-batch-size", "--max-batched-tokens", "--max-queued", "--max-loras", "--max-cpu-loras")
     numbers += ("--max-lora-rank", "--checkpoint-interval", "--keep-n-checkpoints", "--lora-rank", "--lora-alpha")
     numbers += ("--max-staleness", "--micro-batch-tokens", "--seed", "--max-decode-stall-ms")
+    numbers += ("--rollout-group-size", "--rollout-timeout")
     values |= dict.fromkeys(numbers, "7")
     values |= {"--eval-every": "7", "--eval-size": "7", "--trackers": "wandb"}
     floats = ("--learning-rate", "--kl-coef", "--training-time-share", "--checkpoint-minutes")

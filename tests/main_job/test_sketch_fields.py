@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def flags(folder: Path, environment: str) -> tuple[str, ...]:
     files = ("--model-path", str(folder / "model"), "--checkpoint-dir", str(folder / "checkpoints"))
-    return (*files, "--enable-rl-training", "--environment", environment)
+    return (*files, "--enable-rl-training", "--environment", environment, "--no-server-rollouts")
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from mlx_parallm.core import AdapterRef, EvaluationResult, TrainingStatus
+from mlx_parallm.core import AdapterRef, EvaluationResult, RolloutStatus, TrainingStatus
 
 POLICY = TrainingStatus(
     state="updating",
@@ -31,6 +31,7 @@ POLICY = TrainingStatus(
     },
     drops={"stale": 8, "zero_variance": 16},
     skips={"not_finite": 1},
+    rollouts=RolloutStatus("words", "drawing", 9, 6, 2),
     reward_running_mean=0.875,
     evaluation=EvaluationResult(AdapterRef("policy", 5), 5, 0.5, 0.25, 0.75, 32, 1, 5.0),
     trained=("policy", "code"),
@@ -85,6 +86,8 @@ async def test_names_kinds_and_figures(client, training):
     assert figures['dropped_total{adapter="policy",reason="stale"}'] == 8
     assert figures['dropped_total{adapter="policy",reason="zero_variance"}'] == 16
     assert figures['skipped_total{adapter="policy",reason="not_finite"}'] == 1
+    assert figures['rollouts_total{adapter="policy",reason="drawn"}'] == 6
+    assert figures['rollouts_total{adapter="policy",reason="failed"}'] == 2
     assert figures['state{adapter="policy",state="updating"}'] == 1
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from mlx_parallm.core import AdapterRef, EvaluationResult, TrainingStatus
+from mlx_parallm.core import AdapterRef, EvaluationResult, RolloutStatus, TrainingStatus
 from mlx_parallm.errors import (
     AdapterFileError,
     ConflictError,
@@ -51,6 +51,7 @@ FULL = TrainingStatus(
     skips={"not_finite": 1},
     reward_running_mean=0.5,
     evaluation=EvaluationResult(AdapterRef("policy", 5), 5, 0.5, 0.25, 0.75, 32, 1, 1_800_000_000.25),
+    rollouts=RolloutStatus("words", "drawing", 9, 6, 2, "task 3: no network"),
     best=AdapterRef("policy", 5),
     checkpoints=("checkpoint-3", "checkpoint-6"),
     trained=("policy",),
@@ -102,6 +103,14 @@ FULL_JSON = {
         "answers": 32,
         "failed": 1,
         "at": "2027-01-15T08:00:00.250Z",
+    },
+    "rollouts": {
+        "environment": "words",
+        "state": "drawing",
+        "tasks_taken": 9,
+        "groups_drawn": 6,
+        "tasks_failed": 2,
+        "last_failure": "task 3: no network",
     },
     "best_lora": "policy@5",
     "available_checkpoints": ["checkpoint-3", "checkpoint-6"],

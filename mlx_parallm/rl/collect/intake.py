@@ -71,6 +71,11 @@ class Intake:
         self.turns: defaultdict[str, Counter[TurnKind]] = defaultdict(Counter)
         self._scoring: set[asyncio.Task[None]] = set()
 
+    @property
+    def in_scoring(self) -> int:
+        """Groups whose scoring functions are at work."""
+        return len(self._scoring)
+
     def check(self, collection: CollectionSpec, adapter: str) -> None:
         """Checks before generation that the group that a request names will take its answers.
 

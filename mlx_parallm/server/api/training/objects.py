@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from mlx_parallm.core import AdapterRef, EvaluationResult, TrainingEvent, TrainingStatus, TrajectoryCard, UpdateReport
 from mlx_parallm.server.api.fields import WireOutput
+from mlx_parallm.server.api.training.rollouts import RolloutsObject
 
 
 class UpdateObject(WireOutput):
@@ -113,6 +114,8 @@ class TrainingObject(WireOutput):
     """Updates skipped, by reason."""
     evaluation: EvaluationObject | None
     """The last evaluation; null if there was none."""
+    rollouts: RolloutsObject | None
+    """The rollouts of the environment that the server draws by itself; null if it draws none."""
     best_lora: str | None
     """The version with the best evaluation; without evaluations, with the best running mean of rewards."""
     available_checkpoints: list[str]
@@ -262,6 +265,7 @@ def status_object(status: TrainingStatus, current: AdapterRef | None) -> Trainin
         drops=dict(status.drops),
         skips=dict(status.skips),
         evaluation=None if status.evaluation is None else _evaluation(status.evaluation),
+        rollouts=None if status.rollouts is None else RolloutsObject.of(status.rollouts),
         best_lora=_name(status.best),
         available_checkpoints=list(status.checkpoints),
         trained_adapters=list(status.trained),
