@@ -8,6 +8,7 @@ from mlx_parallm.config import Algorithm, ResolvedLoss, RLTrainingConfig
 from mlx_parallm.config.types import Section
 
 S = TypeVar("S", bound=Section)
+R = TypeVar("R", bound=RLTrainingConfig)
 
 TRAINING = RLTrainingConfig().resolved(float32=True)
 
@@ -27,3 +28,9 @@ def changed(section: S, **fields: Any) -> S:
 def loss_config(algorithm: Algorithm = Algorithm.GRPO, **fields: Any) -> ResolvedLoss:
     """A loss with the clip range of GRPO, whatever the algorithm."""
     return changed(TRAINING.loss, algorithm=algorithm, **fields)
+
+
+def limited(settings: R, **limits: float | None) -> R:
+    """A copy of `rl_training` with these limits of divergences, by signal; None: no limit."""
+    rules = {signal: changed(getattr(settings.divergence, signal), limit=limit) for signal, limit in limits.items()}
+    return settings.model_copy(update={"divergence": settings.divergence.model_copy(update=rules)})

@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 from mlx_parallm.app.build import Served
 from mlx_parallm.app.train_progress import SampleText, TrainOptions, TrainView, run_facts
 from mlx_parallm.app.training import TrainingRuntime
-from mlx_parallm.config import Config
+from mlx_parallm.config import Action, Config
 from mlx_parallm.core import UpdateReport
-from mlx_parallm.errors import EngineDeadError
+from mlx_parallm.errors import EngineDeadError, TrainingFailedError
 from mlx_parallm.rl.runs.listing import RUN_STEPS
 from mlx_parallm.rl.tracking.tracking import Record, Tracking
 
@@ -118,6 +118,7 @@ class TrainingRun(ABC):
             report = await self._save_tagged(await self._evaluated(report))
         self.view.updated(report)
         self.tracking.write(Record("update", step, report.metrics, _fields(report, filled.failures)))
+        _check_not_paused(report)
 
     def _show_samples(self) -> None:
         """Shows the best and the worst sample of this step to the view."""
@@ -145,6 +146,16 @@ class TrainingRun(ABC):
         self.view.rollout(self.drawn, self.wanted)
 
 
+def _check_not_paused(report: UpdateReport) -> None:
+    """A run has nobody who would resume it. Raises TrainingFailedError: training pauses for what has diverged."""
+    for found in report.divergences:
+        if found.action == Action.PAUSE:
+            raise TrainingFailedError(
+                f"training has diverged: {found.reason}; what was learnt before is saved. Change the settings and "
+                f"continue with --resume, or set another rl_training.divergence.{found.signal}.action"
+            )
+
+
 def _fields(report: UpdateReport, failures: tuple[str, ...]) -> Mapping[str, Any]:
     """What the log has of a step besides its metrics."""
     adapter = report.adapter
@@ -152,6 +163,7 @@ def _fields(report: UpdateReport, failures: tuple[str, ...]) -> Mapping[str, Any
         "optimizer_step": report.step,
         "status": report.status,
         "reason": report.reason,
+        "divergences": [found.signal for found in report.divergences],
         "adapter": adapter.name if adapter else None,
         "version": adapter.version if adapter else None,
         "checkpoint": report.checkpoint,

@@ -104,6 +104,8 @@ class RichTrainView:
     def updated(self, report: UpdateReport) -> None:
         self.steps_done += 1
         self._remember(report)
+        for found in report.divergences:
+            self._print(f"DIVERGES {found.reason} ({found.action})", "red")
         style = {"held": "yellow", "skipped": "yellow"}.get(report.status, "")
         left = self._left_s
         self._print(line(self.steps_done, self._steps, report, left, self._evaluates), style)

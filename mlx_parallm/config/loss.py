@@ -167,6 +167,11 @@ class ResolvedLoss(LossConfig):
         return self.algorithm is Algorithm.KTO
 
     @property
+    def compares(self) -> bool:
+        """Whether the rewards of the policy's own samples are compared: not imitated, preferred or rated."""
+        return not (self.imitates or self.prefers or self.rates)
+
+    @property
     def reads_teacher(self) -> bool:
         """Whether the loss reads the logprobs of a teacher."""
         return self.algorithm is Algorithm.DISTILLATION

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from pydantic import BeforeValidator, Field, model_validator
 
 from mlx_parallm.config.competition import CompetitionConfig
+from mlx_parallm.config.divergence import DivergenceConfig
 from mlx_parallm.config.judge import JudgeConfig
 from mlx_parallm.config.loss import Algorithm, LossConfig, ResolvedLoss
 from mlx_parallm.config.people import PeopleConfig
@@ -59,19 +60,11 @@ class OptimizerConfig(Section):
 
 
 class GateConfig(Section):
-    """When a new version does not go live, or is rolled back. A version with non-finite weights never goes live."""
+    """When a new version does not go live, besides those that diverged (rl_training.divergence)."""
 
-    kl_bound: Number | None = Field(default=None, gt=0)
-    """Largest change of the policy in one update: the mean KL divergence of the old policy from the new one over all
-    trained tokens, in nats per token. A version above it is not published. null means no bound.
-    """
     eval_floor: Number | None = None
     """Smallest mean reward of an evaluation. Versions whose evaluation is due (evaluation.every) are then evaluated
     before they go live, and do not go live below it. null means no floor.
-    """
-    rollback_drop: Number | None = Field(default=0.15, gt=0)
-    """Roll back to the best version when the running mean reward falls this far below its best. The fall must also
-    exceed six standard errors, so that chance alone does not cause it. null means never.
     """
 
 
@@ -182,7 +175,7 @@ class RLTrainingConfig(Section):
     of those micro-steps whose activations would take more than a quarter of the memory for requests and training.
     """
     max_skips: Integer = Field(default=3, ge=1)
-    """Training pauses after this many updates in a row were skipped, because a loss or gradient was not finite."""
+    """Training pauses after this many updates in a row were skipped or held, because they had failed or diverged."""
     seed: Integer = Field(default=0, ge=0, lt=2**32)
     """Seed of the initial weights of new adapters. In mlx_parallm_train also the seed of tasks and samples."""
     environment: Text | None = None
@@ -208,6 +201,7 @@ class RLTrainingConfig(Section):
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     gate: GateConfig = GateConfig()
+    divergence: DivergenceConfig = DivergenceConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     judge: JudgeConfig = JudgeConfig()
     people: PeopleConfig = PeopleConfig()

@@ -114,9 +114,9 @@ from mlx_parallm.core.training import (
     GivenTrajectory,
     GroupCard,
     TrainingClient,
-    TrainingEvent,
     TrainingStatus,
     Trajectory,
     TrajectoryCard,
     UpdateReport,
 )
+from mlx_parallm.core.training_events import Divergence, TrainingEvent

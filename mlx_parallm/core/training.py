@@ -11,6 +11,7 @@ from mlx_parallm.core.competition import CompetitionClient
 from mlx_parallm.core.requests import CollectionSpec, Event, FinishReason, GenerationRequest
 from mlx_parallm.core.rollouts import RolloutStatus
 from mlx_parallm.core.signals import PeopleClient, Signal
+from mlx_parallm.core.training_events import Divergence, TrainingEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +141,7 @@ class UpdateReport:
         reason: why the update was held or skipped.
         metrics: loss, reward_mean, reward_std, kl, entropy and others by name.
         signal: what it has learnt from.
+        divergences: its figures that are beyond their limits.
     """
 
     adapter: AdapterRef | None
@@ -149,6 +151,7 @@ class UpdateReport:
     metrics: Mapping[str, float] = field(default_factory=dict)
     checkpoint: str | None = None
     signal: Signal = Signal.REWARDS
+    divergences: tuple[Divergence, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +201,7 @@ class TrainingStatus:
         rollouts: those that the server draws by itself for this adapter; None: it draws none.
         checkpoints: names of its checkpoints, oldest first, each followed by its tags.
         drops, skips: counts by reason since start.
+        diverged: counts by signal and action since start. last_divergences: the newest ones, oldest first.
     """
 
     state: str = "disabled"
@@ -215,6 +219,8 @@ class TrainingStatus:
     metrics: Mapping[str, float] = field(default_factory=dict)
     drops: Mapping[str, int] = field(default_factory=dict)
     skips: Mapping[str, int] = field(default_factory=dict)
+    diverged: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    last_divergences: tuple[Divergence, ...] = ()
     reward_running_mean: float | None = None
     best: AdapterRef | None = None
     evaluation: EvaluationResult | None = None
@@ -222,20 +228,6 @@ class TrainingStatus:
     checkpoints: tuple[str, ...] = ()
     trained: tuple[str, ...] = ()
     detail: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingEvent:
-    """One entry of the event stream. `at`: Unix time in seconds.
-
-    `kind` is collected, closed (a group that requests have named), scored, dropped, update, held, skipped, evaluation,
-    evaluation_failed, rollback, comparison_started, comparison_ended, checkpoint, paused, resumed, started, or
-    events_lost. The last one replaces events that a slow listener has missed; `data["events"]` is their number.
-    """
-
-    kind: str
-    at: float
-    data: Mapping[str, Any] = field(default_factory=dict)
 
 
 class TrainingClient(PeopleClient, Protocol):

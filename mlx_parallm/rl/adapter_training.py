@@ -11,53 +11,29 @@ from learn to flip happens on the device thread, without a trip to the event loo
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
-from mlx_parallm.adapters.service import AdapterService
 from mlx_parallm.adapters.weights import AdapterWeights, VersionInfo
-from mlx_parallm.config import CheckpointingConfig, ResolvedTraining
-from mlx_parallm.core import BASE_ADAPTER, AdapterRef, CheckpointCard, EvaluationResult, UpdateReport
-from mlx_parallm.rl.checkpoints import BEST, AdapterCheckpoints, PolicyCheckpoints, PolicyOf, TrainedVersion
+from mlx_parallm.core import BASE_ADAPTER, AdapterRef, CheckpointCard, Divergence, EvaluationResult, UpdateReport
+from mlx_parallm.rl.checkpoints import BEST, AdapterCheckpoints, TrainedVersion
 from mlx_parallm.rl.collect.versions import VersionHistory
-from mlx_parallm.rl.evaluation import EvaluationHistory, Evaluator
-from mlx_parallm.rl.events import Emit, UpdateOutcome, UpdateReporter
-from mlx_parallm.rl.gate import Gate
-from mlx_parallm.rl.learn.learner import Learner
+from mlx_parallm.rl.evaluation import EvaluationHistory
+from mlx_parallm.rl.events import UpdateOutcome, UpdateReporter
 from mlx_parallm.rl.learn.policy import PolicySnapshot, PolicyState
 from mlx_parallm.rl.objectives.batches import UpdateBatch
 from mlx_parallm.rl.objectives.rewards import RewardHistory
-from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.runs.replay import StartPoint
+from mlx_parallm.rl.training_parts import AdapterTrainingParts
+from mlx_parallm.rl.watch import DivergenceWatch
 
 CHANGE = "journal_change"
 """Key of a checkpoint's metrics: the number of the last change of the policy that is in it."""
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterTrainingParts:
-    """The objects that the training of every adapter uses.
-
-    `policy_of`: makes a policy from a version that was not trained here. None: only adapters that were trained here can
-    be trained further.
-    `evaluator`: asks versions the held-out tasks. None: versions are not evaluated.
-    """
-
-    learner: Learner
-    adapters: AdapterService
-    checkpoints: PolicyCheckpoints
-    gate: Gate
-    config: ResolvedTraining
-    checkpointing: CheckpointingConfig
-    emit: Emit
-    policy_of: PolicyOf | None = None
-    evaluator: Evaluator | None = None
-    journal: Journal = field(default_factory=Journal)
 
 
 class AdapterTraining:
@@ -92,6 +68,7 @@ class AdapterTraining:
             name, parts.learner, parts.adapters, parts.checkpoints, parts.checkpointing, parts.emit, parts.policy_of
         )
         self.reports = UpdateReporter(name, parts.emit)
+        self.watch = DivergenceWatch(name, parts.config.divergence, parts.emit, self._can_roll_back)
         self._parts = parts
         self.journal = parts.journal
         self._learner = parts.learner
@@ -121,6 +98,7 @@ class AdapterTraining:
         await self._learner.open(self.name, start)
         self._info = VersionInfo.of(self._learner.weights(self.name))
         self._undo, self.unpublished, self.rewards = None, False, RewardHistory()
+        self.watch.restart()
         self.evaluations = EvaluationHistory(self._parts.evaluator, self._parts.config.evaluation.every or 1)
         self.checkpoints.unsaved.clear()
         self.checkpoints.set_best(None)
@@ -166,9 +144,12 @@ class AdapterTraining:
 
     @property
     def rewards_fell(self) -> bool:
-        """Whether rewards have fallen so far that the best version should be restored."""
-        drop = self._parts.config.gate.rollback_drop
-        return drop is not None and self.checkpoints.best is not None and self.rewards.trend.fell_by(drop)
+        """Whether rewards have collapsed, which was not told yet."""
+        return self.watch.judge_rewards(self.rewards.trend) is not None
+
+    def _can_roll_back(self) -> bool:
+        best = self.checkpoints.best
+        return best is not None and (self.unpublished or best.ref != self.versions.latest)
 
     async def learn(
         self,
@@ -182,26 +163,31 @@ class AdapterTraining:
 
         Args:
             publish: if it is False, no version is made of the update.
-            again: the update went live before a crash, so its evaluation does not decide that any more.
+            again: the update was accepted before a crash, and is accepted again.
 
         Raises:
             Exception: raised by the learner or while publishing; policy and versions are as before.
         """
-        gate, evaluation = self._parts.gate, None
+        gate, evaluation, loss = self._parts.gate, None, batch.loss or self._parts.config.loss
         evaluates_first = gate.reads_evaluations and not again and self.evaluations.due(self.reports.step + 1)
         async with self._undone_on_failure():
-            make_version = partial(self._publish, not evaluates_first) if publish else None
+            judge = partial(self.watch.judge, loss, again)
+            make_version = partial(self._publish, not evaluates_first, judge) if publish else None
             outcome, ref = await self._learner.learn(self.name, batch, make_version)
+            found = judge(outcome)
+            self.watch.tell(found, self.rewards.trend, self.live, self.reports.step)
+            self.watch.observe(loss, outcome)
             if outcome.skipped:
-                return self.reports.skipped(self.live, outcome.skipped, metrics=outcome.metrics)
-            refusal = gate.judge(outcome.metrics)
+                skipped = self.reports.skipped(self.live, outcome.skipped, metrics=outcome.metrics)
+                return replace(skipped, divergences=found)
+            refusal = gate.judge(found)
             if refusal is None and ref is not None and evaluates_first:
                 evaluation = await self._evaluate(ref, outcome.step)
                 refusal = gate.judge_evaluation(evaluation)
             if evaluation is not None:
                 outcome = replace(outcome, metrics={**outcome.metrics, **evaluation.metrics})
             if refusal is not None:
-                return self.reports.held(self.live, refusal, outcome)
+                return replace(self.reports.held(self.live, refusal, outcome), divergences=found)
             if ref is not None and evaluates_first:
                 await self._adapters.flip(ref)
             self._undo = None
@@ -210,15 +196,22 @@ class AdapterTraining:
             self.progress = self.progress if progress is None else progress
             if ref is not None:
                 self.versions.append(ref)
+            self.watch.accept(loss, outcome)
             report = self.reports.updated("published" if ref else "trained", ref or self.live, outcome)
         if evaluation is not None:
             await self._add_evaluation(evaluation)
-        return report
+        return replace(report, divergences=found)
 
-    def _publish(self, goes_live: bool, outcome: UpdateOutcome, weights: AdapterWeights) -> Future[AdapterRef] | None:
-        """Stages an update as a new version if the gate accepts its metrics. If `goes_live` is true, the version goes
-        live as soon as it is staged. Called on the device thread, right after the update."""
-        if outcome.skipped or self._parts.gate.judge(outcome.metrics):
+    def _publish(
+        self,
+        goes_live: bool,
+        judge: Callable[[UpdateOutcome], Sequence[Divergence]],
+        outcome: UpdateOutcome,
+        weights: AdapterWeights,
+    ) -> Future[AdapterRef] | None:
+        """Stages an update as a new version if the gate accepts it. If `goes_live` is true, the version goes live as
+        soon as it is staged. Called on the device thread, right after the update."""
+        if outcome.skipped or self._parts.gate.judge(judge(outcome)):
             return None
         return self._adapters.publish_trained(self.name, weights, self._info, self.versions.announce, goes_live)
 
@@ -349,6 +342,7 @@ class AdapterTraining:
                 self._undo = None
             self.unpublished = False
             self.rewards.restart()
+            self.watch.restart()
             self.reports.step = goal.policy.step if goal.policy else 0
             self._parts.emit("rollback", adapter=self.name, version=str(ref), step=self.reports.step)
             await self._resume_from(ref, best=to in (None, BEST))

@@ -115,7 +115,7 @@ class UpdateOutcome:
     clip_fraction, dual_clip_fraction, mismatch_kl, grad_norm, learning_rate, seconds and so on, over all tokens.
     `kl`: KL divergence of the policy before the step from the base model, in nats per token. If it is part of the loss,
     it is over all tokens; else it is an unbiased estimate from a quarter of the micro-batches. `kl_step`: KL divergence
-    of the policy before the step from the one after it, over all tokens.
+    of the policy before the step from the one after it, an unbiased estimate from a quarter of the samples.
     """
 
     step: int
@@ -125,7 +125,7 @@ class UpdateOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a version does not go live. `code`: not_finite, kl_bound or evaluation. `reason`: the same in words."""
+    """Why a version does not go live. `code`: evaluation, or the signal that diverged. `reason`: the same in words."""
 
     code: str
     reason: str

@@ -1,20 +1,19 @@
-"""Gate: decides by the metrics of an update, and by its evaluation, whether a new version goes live."""
+"""Gate: decides by what diverged in an update, and by its evaluation, whether a new version goes live."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 
-from mlx_parallm.core import EvaluationResult
+from mlx_parallm.config import Action
+from mlx_parallm.core import Divergence, EvaluationResult
 from mlx_parallm.rl.events import Refusal
 
 
 class Gate:
-    """Decides whether a version goes live. It does if all metrics of its update are finite, `kl_step` does not exceed
-    `kl_bound` (None: no bound), and its mean reward, if it is evaluated, is not below `eval_floor` (None: no floor)."""
+    """Decides whether a version goes live. It does unless something of its update diverged about which more is done
+    than to tell, or its mean reward, if it is evaluated, is below `eval_floor` (None: no floor)."""
 
-    def __init__(self, kl_bound: float | None = None, eval_floor: float | None = None) -> None:
-        self._kl_bound = kl_bound
+    def __init__(self, eval_floor: float | None = None) -> None:
         self._eval_floor = eval_floor
 
     @property
@@ -22,18 +21,10 @@ class Gate:
         """Whether a version that is to be evaluated must be evaluated before it goes live."""
         return self._eval_floor is not None
 
-    def judge(self, metrics: Mapping[str, float]) -> Refusal | None:
-        """Checks the metrics of the update. Returns None if they do not prevent the version from going live."""
-        if bad := sorted(name for name, value in metrics.items() if not math.isfinite(value)):
-            return Refusal("not_finite", f"not finite: {', '.join(bad)}")
-        if self._kl_bound is None:
-            return None
-        kl = metrics.get("kl_step")
-        if kl is None:
-            return Refusal("kl_bound", "kl_step was not measured, so kl_bound cannot be checked")
-        if kl > self._kl_bound:
-            return Refusal("kl_bound", f"kl_step {kl:.3g} is above kl_bound {self._kl_bound:g}")
-        return None
+    def judge(self, diverged: Sequence[Divergence]) -> Refusal | None:
+        """Checks what diverged in the update. Returns None if it does not prevent the version from going live."""
+        held = [each for each in diverged if each.action != Action.TELL]
+        return Refusal(held[0].signal, "; ".join(each.reason for each in held)) if held else None
 
     def judge_evaluation(self, result: EvaluationResult | None) -> Refusal | None:
         """Checks the evaluation of the version; None: it failed, so the version was not shown to be good."""

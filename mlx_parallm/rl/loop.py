@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import replace
 
@@ -30,7 +30,9 @@ from mlx_parallm.rl.events import Emit
 from mlx_parallm.rl.given import check_loss, given_groups
 from mlx_parallm.rl.objectives.batches import PreparedBatch, ScoredGroup, prepare
 from mlx_parallm.rl.objectives.signals import prepare_signal, signal_of
+from mlx_parallm.rl.pausing import Pausing
 from mlx_parallm.rl.recovery import CHANGED, PolicyJournal
+from mlx_parallm.rl.response import DivergenceResponse
 from mlx_parallm.rl.selection import GroupSelection
 from mlx_parallm.rl.status import training_status
 from mlx_parallm.rl.turns import UpdateTurns, sources
@@ -66,15 +68,14 @@ class TrainingLoop:
         self.entry: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
         self._buffer = buffer
         self._config = config
-        self._emit = emit
         self._ledger = ledger or SourceLedger()
         self._selection = GroupSelection(training, buffer, config)
         self._turns = UpdateTurns(training, buffer, config, self._selection)
         self._changes = PolicyJournal(training, config)
         self._lock = asyncio.Lock()
         self._changed = asyncio.Event()
-        self.pause_reason: str | None = None
-        self._failures_in_a_row = 0
+        self._pausing = Pausing(training.name, emit, config.max_skips)
+        self._response = DivergenceResponse(training, self._changes, self._selection, self._pausing)
 
     @property
     def name(self) -> str:
@@ -113,7 +114,7 @@ class TrainingLoop:
     @property
     def _due(self) -> bool:
         wanted = self._turns.due is not None or self.training.rewards_fell
-        return self.pause_reason is None and not self.held and wanted
+        return self._pausing.reason is None and not self.held and wanted
 
     async def _automatic_update(self) -> None:
         if self._due:  # still true, so no other update has taken the trajectories
@@ -233,17 +234,17 @@ class TrainingLoop:
         async with self._lock:
             return await self.training.evaluate_if_due(early)
 
+    @property
+    def pause_reason(self) -> str | None:
+        """Why automatic updates are stopped; None: they are not."""
+        return self._pausing.reason
+
     def pause(self, reason: str = "asked") -> None:
         """Stops automatic updates. An update in progress still finishes."""
-        if self.pause_reason is None:
-            self.pause_reason = reason
-            self._emit("paused", adapter=self.name, reason=reason)
+        self._pausing.pause(reason)
 
     def resume(self) -> None:
-        if self.pause_reason is not None:
-            self.pause_reason = None
-            self._failures_in_a_row = 0
-            self._emit("resumed", adapter=self.name)
+        if self._pausing.resume():
             self.wake()
 
     # -- one update ------------------------------------------------------------------------------
@@ -282,33 +283,32 @@ class TrainingLoop:
         wanted: int | None = None,
     ) -> UpdateReport:
         training = self.training
-        if not groups:
-            return training.reports.skipped(training.live, "no_trajectories")
         try:
             await training.mark_best()
-            if training.rewards_fell and signal_of(groups) is Signal.REWARDS:
-                ref = await training.roll_back(None)
-                await self._recorded(self._changes.rolled_back())
-                self._selection.restart()
-                return training.reports.skipped(
-                    ref, "rolled_back", f"the running mean reward fell: {ref} is live again"
-                )
+            of_rewards = signal_of(groups) is Signal.REWARDS
+            if of_rewards and (instead := await self._response.to_rewards()) is not None:
+                return instead
+            if not groups:
+                return training.reports.skipped(training.live, "no_trajectories")
             if not prepared.batch.samples:
                 return training.reports.skipped(training.live, "no_signal", metrics=prepared.batch.metrics)
             await training.evaluate_if_due()  # the version that training starts from
             report = await training.learn(prepared.batch, publish, progress)
             if report.status in CHANGED:
-                await self._recorded(self._changes.updated(groups, wanted, publish, progress, report))
+                await self._pausing.recorded(self._changes.updated(groups, wanted, publish, progress, report))
+            if report.divergences:
+                await self._response.to(report.divergences)
+                report = replace(report, adapter=training.live, step=training.reports.step)
         except Exception as error:  # counted and reported, whatever it is, and raised again
             training.reports.skipped(training.live, "failed", str(error) or type(error).__name__)
-            self._count_failure("failed")
+            self._pausing.failed("failed")
             raise
         finally:
             self.sweep()
-        if report.status == "skipped":
-            self._count_failure(report.reason)
+        if report.status == "skipped" or (report.status == "held" and report.divergences):
+            self._pausing.failed(report.reason)
         else:
-            self._failures_in_a_row = 0
+            self._pausing.succeeded()
         return report
 
     async def _conclude(self, report: UpdateReport) -> UpdateReport:
@@ -317,19 +317,6 @@ class TrainingLoop:
             report = replace(report, metrics={**report.metrics, **result.metrics})
         name = await self.training.save_if_due()
         return report if name is None else replace(report, checkpoint=name)
-
-    async def _recorded(self, writing: Coroutine[None, None, None]) -> None:
-        """Waits until a change is in the journal. If that fails, training pauses: the change is made, and the next one
-        has to wait until the disk takes it."""
-        try:
-            await writing
-        except StorageError as error:
-            self.pause(str(error))
-
-    def _count_failure(self, reason: str) -> None:
-        self._failures_in_a_row += 1
-        if self._failures_in_a_row >= self._config.max_skips:
-            self.pause(f"{self._failures_in_a_row} updates in a row were skipped, the last one: {reason}")
 
     # -- what may be trained on ------------------------------------------------------------------
 
@@ -351,8 +338,8 @@ class TrainingLoop:
     def status(self) -> TrainingStatus:
         """See `training_status`."""
         detail = {
-            "pause_reason": self.pause_reason,
-            "failures_in_a_row": self._failures_in_a_row,
+            "pause_reason": self._pausing.reason,
+            "failures_in_a_row": self._pausing.failures,
             "trajectories_with_signal": self._selection.with_signal,
             "trajectories_without_signal": self._selection.without_signal,
             "people_waiting": self._turns.waiting(),
@@ -362,6 +349,6 @@ class TrainingLoop:
     def _state(self) -> str:
         if self._lock.locked():
             return "updating"
-        if self.pause_reason is not None:
+        if self._pausing.reason is not None:
             return "paused"
         return "running" if self._buffer.waiting(self.name) else "idle"

@@ -110,7 +110,8 @@ class PolicyJournal:
         training.progress = recovery.progress
         training.versions.continue_from([_ref(version) for version in recovery.lineage])
         if not await self._rolled_back_to(recovery.roll_back_to):
-            recovery = replace(recovery, updates=(), lost=len(recovery.updates), is_new=True)
+            recovery = replace(recovery, updates=(), lost=len(recovery.updates), is_new=True, recent=())
+        training.watch.restart(recovery.recent)
         if recovery.lost:
             _log.warning(
                 "%d updates of %s are lost: what they started from is not here any more", recovery.lost, training.name

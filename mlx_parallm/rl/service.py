@@ -40,7 +40,7 @@ from mlx_parallm.core import (
     check_tag,
 )
 from mlx_parallm.errors import UnknownModelError
-from mlx_parallm.rl.adapter_training import AdapterTraining, AdapterTrainingParts
+from mlx_parallm.rl.adapter_training import AdapterTraining
 from mlx_parallm.rl.checkpoints import PolicyCheckpoints, PolicyOf
 from mlx_parallm.rl.collect.log import TrajectoryLog
 from mlx_parallm.rl.collect.sources import SourceLedger
@@ -57,6 +57,8 @@ from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.scoring.service import ScoringService
 from mlx_parallm.rl.tasks import FileTasks
 from mlx_parallm.rl.tracking.tracking import Tracking
+from mlx_parallm.rl.training_parts import AdapterTrainingParts
+from mlx_parallm.rl.webhook import Webhook
 
 T = TypeVar("T")
 
@@ -123,7 +125,7 @@ class TrainingService:
             parts.learner,
             parts.adapters,
             parts.checkpoints,
-            Gate(config.gate.kl_bound, config.gate.eval_floor),
+            Gate(config.gate.eval_floor),
             config,
             parts.checkpointing,
             self._hub.emit,
@@ -133,6 +135,10 @@ class TrainingService:
         )
         self.own_rollouts: Callable[[], RolloutStatus] | None = None
         self._tracking: Tracking | None = None
+        url = config.divergence.webhook
+        self._webhook = Webhook(url.get_secret_value()) if url else None
+        if self._webhook is not None:
+            self._hub.add_sink(self._webhook.on_event)
         self._starting = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -177,6 +183,8 @@ class TrainingService:
         await self._collector.close()
         errors = await asyncio.gather(*(loop.close() for loop in self._loops.values()), return_exceptions=True)
         self._hub.close()
+        if self._webhook is not None:
+            await self._webhook.close()
         await self._journal.close()
         if self._parts.log is not None:
             await self._parts.log.close()
@@ -313,6 +321,7 @@ class TrainingService:
             detail={
                 **status.detail,
                 "trajectory_log_failures": log.failures if log else 0,
+                "webhook_failures": self._webhook.failures if self._webhook else 0,
                 "tracker_failures": dict(self._tracking.failures) if self._tracking else {},
             },
         )

@@ -31,6 +31,8 @@ def training_status(
         metrics=reports.metrics,
         drops={reason.value: count for reason, count in buffer.drops[name].items()},
         skips=dict(reports.skips),
+        diverged=dict(training.watch.counts),
+        last_divergences=tuple(training.watch.newest),
         reward_running_mean=training.rewards.trend.mean,
         best=best.ref if best else None,
         evaluation=training.evaluations.last,

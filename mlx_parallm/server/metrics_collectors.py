@@ -312,6 +312,13 @@ class TrainingCollector(Collector):
                 for reason, count in counts(status).items():
                     family.add_metric([status.adapter, reason], count)
             yield family
+        diverged = CounterMetricFamily(
+            RL_PREFIX + "divergences", "Figures beyond their limits.", labels=["adapter", "signal", "action"]
+        )
+        for status in statuses:
+            for (signal, action), count in status.diverged.items():
+                diverged.add_metric([status.adapter, signal, action], count)
+        yield diverged
 
 
 def training_statuses(training: TrainingClient | None) -> list[TrainingStatus]:

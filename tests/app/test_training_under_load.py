@@ -127,7 +127,7 @@ def _watch(made: Rig) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 async def test_a_hundred_updates_beside_eight_clients(tmp_path: Path) -> None:
-    async with rig(tmp_path, rl_training__gate__rollback_drop=None) as made:  # random rewards fall by chance
+    async with rig(tmp_path, rl_training__divergence__reward__limit=None) as made:  # random rewards fall by chance
         base = await made.on_device(lambda: _base(made))
         numbers = iter(range(10**6))
 

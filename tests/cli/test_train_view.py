@@ -11,7 +11,7 @@ from mlx_parallm.app.train_progress import SampleText
 from mlx_parallm.cli.curves import draw_curves, figure
 from mlx_parallm.cli.train_table import duration, heading, line, one_line, spark, summary
 from mlx_parallm.cli.train_view import RichTrainView
-from mlx_parallm.core import AdapterRef, EvaluationResult, UpdateReport
+from mlx_parallm.core import AdapterRef, Divergence, EvaluationResult, UpdateReport
 
 FULL = {
     "reward_mean": 0.3125,
@@ -35,7 +35,7 @@ BEST, WORST = (
     SampleText("What is 3 + 9?\nSay", "\x1b[31mIt is\n" + "a " * 99, 0.0),
 )
 SKIPPED = UpdateReport(None, 4, "skipped", "no group had a signal")
-HELD = UpdateReport(AdapterRef("default", 5), 5, "held", "kl_step 0.9 is over kl_bound 0.1", {"reward_mean": 0.5})
+HELD = UpdateReport(AdapterRef("default", 5), 5, "held", "kl_step 5 is above 3", {"reward_mean": 0.5})
 
 
 class Terminal(io.StringIO):
@@ -77,10 +77,19 @@ def test_line_has_every_figure_under_its_heading():
 
 def test_line_of_an_update_that_did_not_go_live_says_why():
     assert re.split(r"\s{2,}", line(5, 50, SKIPPED).strip()) == ["5/50", *["-"] * 9, "skipped: no group had a signal"]
-    assert line(6, 50, HELD).endswith("held: kl_step 0.9 is over kl_bound 0.1")
+    assert line(6, 50, HELD).endswith("held: kl_step 5 is above 3")
     saved = UpdateReport(DONE.adapter, 4, "published", metrics={"loss": math.nan}, checkpoint="checkpoint-4")
     assert line(4, 50, saved).endswith("default@4, checkpoint-4")
     assert "nan" in line(4, 50, saved)
+
+
+def test_a_divergence_has_a_line_of_its_own():
+    told = Divergence("length", 300.0, 3.0, "tell", "completion_tokens 300 is above 3 times what it was, 20", 5.0)
+    out = io.StringIO()
+    RichTrainView(50, out).updated(replace(DONE, divergences=(told,)))
+    first, second = out.getvalue().splitlines()[:2]
+    assert first == "DIVERGES completion_tokens 300 is above 3 times what it was, 20 (tell)"
+    assert second.strip().startswith("1/50")
 
 
 def test_summary_counts_and_names_the_last_live_version():

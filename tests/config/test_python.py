@@ -47,12 +47,12 @@ def test_any_key_may_be_given_and_wins():
         rl_config=RLConfig(batch_size=32),
         server__port=9001,
         rl_training__update_frequency=64,
-        rl_training__gate__kl_bound=0.1,
+        rl_training__divergence__kl_step__limit=0.1,
         checkpointing__checkpoint_dir=Path("kept"),
         server__mode=Mode.TRAINING_ONLY,
     )
     assert (config.server.port, config.server.mode) == (9001, Mode.TRAINING_ONLY)
-    assert (config.rl_training.update_frequency, config.rl_training.gate.kl_bound) == (64, 0.1)
+    assert (config.rl_training.update_frequency, config.rl_training.divergence.kl_step.limit) == (64, 0.1)
     assert config.checkpointing.checkpoint_dir == Path("kept")
 
 

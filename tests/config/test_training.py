@@ -232,8 +232,11 @@ def test_an_environment_of_atropos_is_not_one_of_ours():
         ("optimizer.eps", [0]),
         ("optimizer.weight_decay", [-0.1]),
         ("optimizer.max_grad_norm", [0]),
-        ("gate.kl_bound", [0]),
-        ("gate.rollback_drop", [0]),
+        ("divergence.kl_step.limit", [0]),
+        ("divergence.ratio.limit", [1]),
+        ("divergence.entropy.limit", [0, 1]),
+        ("divergence.reward.limit", [0]),
+        ("divergence.kl.action", ["stop"]),
     ],
 )
 def test_bad_value_of_an_inner_section_names_its_key(key, values):

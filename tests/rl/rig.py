@@ -10,13 +10,14 @@ from rl.fakes import FakeLearner, FakePublisher, trajectories
 
 from mlx_parallm.config import CheckpointingConfig, ResolvedTraining, RewardScale
 from mlx_parallm.core import AdapterRef
-from mlx_parallm.rl.adapter_training import AdapterTraining, AdapterTrainingParts
+from mlx_parallm.rl.adapter_training import AdapterTraining
 from mlx_parallm.rl.checkpoints import PolicyOf
 from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
 from mlx_parallm.rl.collect.groups import TrajectoryGroup
 from mlx_parallm.rl.evaluation import Evaluator
 from mlx_parallm.rl.gate import Gate
 from mlx_parallm.rl.loop import TrainingLoop
+from mlx_parallm.rl.training_parts import AdapterTrainingParts
 
 NAME = "math"
 SETTINGS = changed(TRAINING, update_frequency=4, scale_rewards=RewardScale.NONE)
@@ -48,7 +49,7 @@ class Rig:
     def restart(self) -> None:
         """The process ends, whenever; what is on disk and live stays."""
         self.buffer = TrajectoryBuffer(self.settings.trajectory_buffer_size)
-        gate = Gate(self.settings.gate.kl_bound, self.settings.gate.eval_floor)
+        gate = Gate(self.settings.gate.eval_floor)
         parts = AdapterTrainingParts(
             self.learner,
             self.publisher,

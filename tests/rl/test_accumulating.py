@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from configs import changed, loss_config
+from configs import changed, limited, loss_config
 from rl.test_trainer_together import failing
 from trainers import (
     LORA,
@@ -129,7 +129,7 @@ def test_a_step_without_gradients_is_refused() -> None:
 
 
 def test_gradients_between_calls_count_as_memory_until_the_step_or_until_they_are_dropped() -> None:
-    trainer, _ = make_trainer()
+    trainer, _ = make_trainer(limited(SETTINGS, kl_step=None))
     policy = make_policy(trainer)
     resting = trainer.bytes_held
     for end in ("step", "abandon"):

@@ -6,7 +6,7 @@ import asyncio
 import math
 
 import pytest
-from configs import changed
+from configs import changed, limited
 from rl.fakes import policy
 from rl.rig import NAME, SETTINGS, Rig, opened, ref, settle
 
@@ -43,8 +43,9 @@ async def test_an_update_that_is_not_published_is_in_the_next_one_that_is() -> N
     [
         (SETTINGS, {"loss": math.nan}, "held_not_finite"),
         (SETTINGS, {"kl": math.inf}, "held_not_finite"),
-        (changed(SETTINGS, kl_bound=0.1), {"kl_step": 0.11}, "held_kl_bound"),
-        (changed(SETTINGS, kl_bound=0.1), {}, "held_kl_bound"),
+        (limited(SETTINGS, kl_step=0.1), {"kl_step": 0.11}, "held_kl_step"),
+        (SETTINGS, {"ratio_mean": 2.1}, "held_ratio"),
+        (SETTINGS, {"ratio_mean": 0.4}, "held_ratio"),
     ],
 )
 async def test_a_held_update_leaves_policy_and_versions_as_before(
@@ -61,7 +62,7 @@ async def test_a_held_update_leaves_policy_and_versions_as_before(
     assert [member.reason for member in group.members] == [DropReason.HELD] * 2
     assert rig.loop.status().skips == {code: 1}
     assert list(rig.publisher.versions) == [ref(1)]
-    assert rig.kinds == ["update", "held"]
+    assert rig.kinds == ["update", "divergence", "held"]
     rig.check()
     rig.learner.metrics = {"kl_step": 0.0}
     await rig.updated(1.0, 0.0)
@@ -230,7 +231,7 @@ async def _raises(*_: object) -> None:
 
 
 async def test_a_restart_goes_on_from_the_checkpoint_as_if_nothing_had_happened() -> None:
-    rig = await opened(settings=changed(SETTINGS, rollback_drop=0.3), checkpointing=CheckpointingConfig(interval=2))
+    rig = await opened(settings=limited(SETTINGS, reward=0.3), checkpointing=CheckpointingConfig(interval=2))
     rig.drawn(0.25, scorer=None)
     for mean in (0.25, 0.5):
         await rig.updated_at(mean)

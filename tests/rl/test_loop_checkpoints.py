@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from configs import changed
+from configs import changed, limited
 from rl.fakes import policy, trajectories, value_of
 from rl.rig import NAME, SETTINGS, opened, ref, running, settle
 
@@ -22,7 +22,7 @@ from mlx_parallm.rl.collect.groups import DropReason, TrajectoryGroup, Trajector
 
 
 async def test_every_few_updates_are_saved_and_the_best_version_before_them() -> None:
-    rig = await opened(settings=changed(SETTINGS, rollback_drop=None), checkpointing=CheckpointingConfig(interval=2))
+    rig = await opened(settings=limited(SETTINGS, reward=None), checkpointing=CheckpointingConfig(interval=2))
     for mean in (0.25, 0.5, 0.4, 0.3):
         await rig.updated_at(mean)
     # the running mean is best at the second batch, which version 1 drew, and again at the third
@@ -117,7 +117,7 @@ async def test_a_checkpoint_that_cannot_be_saved_costs_only_itself() -> None:
 
 async def test_training_goes_back_to_the_best_version_when_rewards_fall() -> None:
     rig = await opened(
-        settings=changed(SETTINGS, rollback_drop=0.3, max_staleness=9), checkpointing=CheckpointingConfig(interval=3)
+        settings=changed(limited(SETTINGS, reward=0.3), max_staleness=9), checkpointing=CheckpointingConfig(interval=3)
     )
     for mean in (0.5, 0.6, 0.9):  # drawn by the base, versions 1 and 2
         await rig.updated_at(mean)
@@ -150,7 +150,7 @@ async def test_training_goes_back_to_the_best_version_when_rewards_fall() -> Non
 
 
 async def test_rewards_that_never_rose_bring_back_the_base() -> None:
-    rig = await opened(settings=changed(SETTINGS, rollback_drop=0.05))
+    rig = await opened(settings=limited(SETTINGS, reward=0.05))
     await rig.updated_at(0.5, groups=10)
     assert rig.loop.status().best == BASE_ADAPTER
     report = await rig.updated_at(0.0)

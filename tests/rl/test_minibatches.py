@@ -132,7 +132,7 @@ def test_a_part_that_is_not_finite_skips_the_whole_update() -> None:
 
 
 def test_the_bounded_change_is_that_of_all_steps_together() -> None:
-    trainer, model = make_trainer(changed(TWO, kl_bound=1e9))
+    trainer, model = make_trainer(changed(TWO, micro_batch_tokens=1000))
     policy, drawn = make_policy(trainer, moved=0.05), samples(8, groups=4)
     before = [plain_logprobs(trainer, model, policy.params, sample) for sample in drawn]
     metrics = learn(trainer, policy, drawn).metrics

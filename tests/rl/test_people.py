@@ -184,9 +184,9 @@ async def test_opinions_count_though_the_process_was_killed_before_their_answer_
 
 
 async def test_an_answer_whose_update_was_refused_takes_no_late_feedback(tmp_path: Path) -> None:
-    run = Run(tmp_path / "journal.sqlite", changed(MANUAL, kl_bound=0.5))
+    run = Run(tmp_path / "journal.sqlite", MANUAL)
     async with run.process() as one:
-        one.learner.metrics = {"loss": 0.5, "kl_step": 0.9}
+        one.learner.metrics = {"loss": 0.5, "kl_step": 9.0}
         ids = await one.request()
         await settle()
         assert (await one.service.update()).status == "held"

@@ -6,12 +6,12 @@ A learner here adds up what it is given, so that equal policies were made by equ
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from configs import changed
+from configs import changed, limited
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rl.fakes import FakeEngine, FakeLearner
@@ -36,7 +36,7 @@ from mlx_parallm.rl.runs.records import PolicyChange, Rollback, Start, Update
 from mlx_parallm.rl.runs.replay import StartPoint, plan
 from mlx_parallm.rl.runs.store import JournalFile
 
-MANUAL = changed(SETTINGS, update_frequency=1000, rollback_drop=None)
+MANUAL = limited(changed(SETTINGS, update_frequency=1000), reward=None)
 NEVER = CheckpointingConfig(interval=10_000, minutes=10_000.0)
 
 
@@ -91,9 +91,12 @@ def test_what_started_from_something_that_is_gone_is_lost_and_counted() -> None:
 class Adding(FakeLearner):
     """Each update makes of the policy a number that depends on all updates so far, and on their order."""
 
+    first_metrics: Mapping[str, float] = {"loss": 0.5}
+
     def __init__(self) -> None:
         super().__init__()
         self.trained: list[str] = []
+        self.metrics = dict(self.first_metrics)
 
     async def _learnt(self, name: str, batch: UpdateBatch):
         value = self.policies[name][0]
@@ -206,7 +209,7 @@ async def test_updates_after_a_checkpoint_and_a_rollback_are_made_again(tmp_path
 
 
 async def test_a_held_update_leaves_a_gap_in_the_numbers_that_stays(tmp_path: Path) -> None:
-    run = Run(tmp_path / "journal.sqlite", changed(MANUAL, kl_bound=0.5))
+    run = Run(tmp_path / "journal.sqlite", limited(MANUAL, kl_step=0.5))
     async with run.process() as one:
         one.learner.metrics = {"loss": 0.5, "kl_step": 0.1}
         await one.service.update(given=GIVEN)
@@ -216,6 +219,42 @@ async def test_a_held_update_leaves_a_gap_in_the_numbers_that_stays(tmp_path: Pa
     run.training = MANUAL
     async with run.process() as one:
         assert one.service.status().current == AdapterRef("main", 5)
+
+
+def watched(value: float) -> dict[str, float]:
+    return {"loss": 0.5, "entropy": value, "reward_mean": 0.5}
+
+
+async def test_an_accepted_update_is_made_again_whatever_is_a_divergence_by_now(tmp_path: Path) -> None:
+    run = Run(tmp_path / "journal.sqlite")
+    async with run.process() as one:
+        one.learner.metrics = {"loss": 0.5, "ratio_mean": 1.5}
+        await one.service.update(given=GIVEN)
+        policy = one.learner.policies["main"]
+    run.training = limited(MANUAL, ratio=1.1)
+    async with run.process() as one:
+        one.learner.metrics = {"loss": 0.5, "ratio_mean": 1.5}
+        assert one.learner.policies["main"] == policy
+        assert one.service.status().diverged == {}
+        assert (await one.service.update(given=GIVEN)).status == "held"
+
+
+@pytest.mark.parametrize("saves", [0, 2, 4])
+async def test_after_a_crash_updates_are_compared_with_those_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saves: int
+) -> None:
+    """Whether these are in a checkpoint or are made again."""
+    monkeypatch.setattr(Adding, "first_metrics", watched(2.0))
+    run = Run(tmp_path / "journal.sqlite")
+    async with run.process() as one:
+        for number in range(4):
+            await one.service.update(given=GIVEN)
+            if number + 1 == saves:
+                await one.service.save(None, None, [], {})
+    async with run.process() as one:
+        one.learner.metrics = {**watched(0.01), "reward_mean": 0.1}
+        (found,) = (await one.service.update(given=GIVEN)).divergences
+        assert found.signal == "entropy"
 
 
 async def test_a_full_disk_refuses_feedback_and_updates_and_loses_nothing(tmp_path: Path, monkeypatch) -> None:

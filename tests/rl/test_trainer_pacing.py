@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from configs import changed
+from configs import changed, limited
 from trainers import SETTINGS, leaves, make_policy, make_trainer, samples, snapshot
 
 from mlx_parallm.config import ResolvedTraining
@@ -33,7 +33,7 @@ def trained(settings: ResolvedTraining, seconds: float, updates: int = 2) -> tup
 @pytest.mark.parametrize("kl_coef", [0.0, 0.1])
 def test_an_update_is_the_same_to_the_bit_however_its_units_fall(checkpointed: bool, kl_coef: float) -> None:
     loss = changed(SETTINGS.loss, kl_coef=kl_coef)
-    settings = changed(SETTINGS, gradient_checkpointing=checkpointed, loss=loss, kl_bound=1e9)
+    settings = changed(SETTINGS, gradient_checkpointing=checkpointed, loss=loss)
     whole, few, outcomes = trained(settings, WHOLE)
     cut, many, cut_outcomes = trained(settings, ONE_STAGE)
     assert many > 2 * few
@@ -47,7 +47,7 @@ def test_an_update_is_the_same_to_the_bit_however_its_units_fall(checkpointed: b
 def test_a_unit_of_one_stage_computes_a_layer_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward through each layer, the losses, back through the head and each layer; the step; the reference, layer by
     layer."""
-    settings = changed(SETTINGS, micro_batch_tokens=1000)
+    settings = changed(limited(SETTINGS, kl_step=None), micro_batch_tokens=1000)
     trainer, model = make_trainer(settings)
     trainer.pace(ONE_STAGE)
     policy, units = make_policy(trainer, moved=0.05), 0
@@ -62,7 +62,7 @@ def test_a_unit_of_one_stage_computes_a_layer_and_no_more(monkeypatch: pytest.Mo
 def test_the_head_is_computed_in_blocks_of_positions_and_each_may_be_a_unit(monkeypatch: pytest.MonkeyPatch) -> None:
     """So the longest unit does not grow with the trained tokens of a micro-step; and nothing else changes."""
     monkeypatch.setattr("mlx_parallm.rl.learn.head.HEAD_BLOCK", 5)
-    settings = changed(SETTINGS, micro_batch_tokens=1000, kl_coef=0.1)
+    settings = changed(limited(SETTINGS, kl_step=None), micro_batch_tokens=1000, kl_coef=0.1)
     whole, _, _ = trained(settings, WHOLE, updates=1)
     cut, many, _ = trained(settings, ONE_STAGE, updates=1)
     assert all(np.array_equal(leaf, leaves(cut)[name]) for name, leaf in leaves(whole).items())

@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from configs import changed
+from configs import changed, limited
 from trainers import (
     SETTINGS,
     Recorder,
@@ -133,7 +133,7 @@ def test_updates_leave_policies_as_if_made_one_after_the_other() -> None:
 
 def test_they_share_passes_over_the_trunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """With and without factors; the tokens are as many."""
-    trainer, model = make_trainer(changed(ROOM, loss=changed(ROOM.loss, kl_coef=0.1)))
+    trainer, model = make_trainer(changed(limited(ROOM, kl_step=None), loss=changed(ROOM.loss, kl_coef=0.1)))
     jobs = trio(trainer, model)[:2]
     seen = passes(trainer, monkeypatch)
     for _, policy, drawn in jobs:
@@ -263,7 +263,7 @@ def test_an_update_half_made_goes_on_after_anothers_fault(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("place", ["step", "measurement", "outcome"])
 def test_a_fault_after_the_micro_steps_leaves_the_policy_as_it_was(monkeypatch, place: str) -> None:
-    trainer, _ = make_trainer(changed(ROOM, kl_bound=1e9))
+    trainer, _ = make_trainer(ROOM)
     policy, outcomes = make_policy(trainer, moved=0.05), Outcomes()
     learn(trainer, policy, samples(seed=3))
     before, state = leaves(policy), snapshot(policy)

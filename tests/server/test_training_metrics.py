@@ -32,6 +32,7 @@ POLICY = TrainingStatus(
     drops={"stale": 8, "zero_variance": 16},
     skips={"not_finite": 1},
     rollouts=RolloutStatus("words", "drawing", 9, 6, 2),
+    diverged={("kl_step", "hold"): 2, ("reward", "roll_back"): 1},
     reward_running_mean=0.875,
     evaluation=EvaluationResult(AdapterRef("policy", 5), 5, 0.5, 0.25, 0.75, 32, 1, 5.0),
     trained=("policy", "code"),
@@ -134,3 +135,12 @@ async def test_swaps_and_saves_keep_their_names(client):
     text = (await client.get("/metrics")).text
     for name in ("mlx_parallm_lora_swaps_total 0.0", "mlx_parallm_checkpoint_saves_total 0.0"):
         assert f"\n{name}\n" in text
+
+
+async def test_divergences_are_counted_by_signal_and_action(client, training):
+    training.state = {"policy": POLICY, "code": CODE}
+    figures = await samples(client)
+    assert {name: value for name, value in figures.items() if name.startswith("divergences")} == {
+        'divergences_total{action="hold",adapter="policy",signal="kl_step"}': 2,
+        'divergences_total{action="roll_back",adapter="policy",signal="reward"}': 1,
+    }

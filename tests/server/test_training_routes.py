@@ -8,7 +8,7 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from mlx_parallm.core import AdapterRef, EvaluationResult, RolloutStatus, TrainingStatus
+from mlx_parallm.core import AdapterRef, Divergence, EvaluationResult, RolloutStatus, TrainingStatus
 from mlx_parallm.errors import (
     AdapterFileError,
     ConflictError,
@@ -49,6 +49,8 @@ FULL = TrainingStatus(
     },
     drops={"stale": 8, "zero_variance": 16},
     skips={"not_finite": 1},
+    diverged={("kl_step", "hold"): 1},
+    last_divergences=(Divergence("kl_step", 5.0, 3.0, "hold", "too far", 1_800_000_000.25),),
     reward_running_mean=0.5,
     evaluation=EvaluationResult(AdapterRef("policy", 5), 5, 0.5, 0.25, 0.75, 32, 1, 1_800_000_000.25),
     rollouts=RolloutStatus("words", "drawing", 9, 6, 2, "task 3: no network"),
@@ -94,6 +96,16 @@ FULL_JSON = {
     },
     "drops": {"stale": 8, "zero_variance": 16},
     "skips": {"not_finite": 1},
+    "divergences": [
+        {
+            "signal": "kl_step",
+            "value": 5.0,
+            "limit": 3.0,
+            "action": "hold",
+            "reason": "too far",
+            "at": "2027-01-15T08:00:00.250Z",
+        }
+    ],
     "evaluation": {
         "lora_adapter": "policy@5",
         "step": 5,

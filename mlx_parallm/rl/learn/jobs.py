@@ -60,14 +60,12 @@ class Jobs:
     Args:
         measure_base: report the KL divergence from the base model even if the loss does not read it. This costs one
             more forward pass over a random quarter of the sample batches.
-        measure_step: measure the KL divergence of each step. This costs one more forward pass over all of them.
     """
 
-    def __init__(self, forwards: TrainingForwards, pacer: Pacer, measure_base: bool, measure_step: bool) -> None:
+    def __init__(self, forwards: TrainingForwards, pacer: Pacer, measure_base: bool) -> None:
         self._forwards = forwards
         self._pacer = pacer
         self._measure_base = measure_base
-        self._measure_step = measure_step
 
     def micro_step(self, batches: Mapping[Accumulation, SampleBatch]) -> Job:
         """Adds the gradients of one sample batch of each accumulation to those before them."""
@@ -132,14 +130,15 @@ class Jobs:
                 work.base_kls.append(kl / batch.trained_tokens)
 
     def _step(self, step: Step, accumulated: Accumulated) -> Iterator[None]:
-        """Makes a step, and measures its KL if that is bounded."""
+        """Makes a step, and measures its KL over a sample of the accumulations that it names."""
         step.run(accumulated)
-        if self._measure_step and not step.skipped:
-            for part in accumulated.parts if step.measured is None else step.measured:
-                for batch in part.batches:
-                    yield
-                    kl = yield from self._kl(part, batch, step.after)
-                    step.kls.append(kl)
+        for part in () if step.skipped else step.measured:
+            kls = []
+            for batch in part.sampled_batches():
+                yield
+                kl = yield from self._kl(part, batch, step.after)
+                kls.append(kl / batch.trained_tokens)
+            step.kls.append(part.trained_tokens * sum(kls) / len(kls))
         yield from ()  # makes this a generator even if nothing is measured
 
     def _logprobs(self, work: Logprobs) -> Iterator[None]:

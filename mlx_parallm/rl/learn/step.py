@@ -31,11 +31,11 @@ class Step:
 
     Attributes:
         needs: accumulations without which the step is not made.
-        measured: accumulations over whose samples its KL is measured, if it is bounded; None: over those of the step.
-            In an update of several steps, the last one measures that of the update.
+        measured: accumulations over a sample of which its KL is measured; empty: it is not. In an update of several
+            steps, the last one measures that of the update.
         after: the state of the policy after the step. None: it was not made yet, or was skipped.
         skipped: why it was skipped, or "".
-        kls: KL of each sample batch between the policy before and after, summed over its tokens.
+        kls: estimated KL between the policy before and after, summed over the tokens of each of `measured`.
         device_seconds: the time of the units that worked on it.
         future: completed by the trainer, with the outcome or StepFailedError.
 
@@ -52,7 +52,7 @@ class Step:
         scale: float = 1.0,
         metrics: Mapping[str, float] | None = None,
         needs: Sequence[Accumulation] = (),
-        measured: Sequence[Accumulation] | None = None,
+        measured: Sequence[Accumulation] = (),
     ) -> None:
         self.policy = policy
         self.needs = needs
@@ -100,8 +100,7 @@ class Step:
         after = self.after or self.policy.state
         metrics = {**self._metrics, **accumulated.metrics(), "grad_norm": self._grad_norm}
         if self.kls:
-            over = accumulated.parts if self.measured is None else self.measured
-            metrics["kl_step"] = sum(self.kls) / sum(part.trained_tokens for part in over)
+            metrics["kl_step"] = sum(self.kls) / sum(part.trained_tokens for part in self.measured)
         if self.after is not None:
             metrics["learning_rate"] = self.after.learning_rate
         metrics["step_scale"] = self._scale

@@ -60,7 +60,7 @@ class GRPOTrainer:
         self.policies: dict[str, Policy] = {}
         self._forwards = TrainingForwards(model)
         self._pacer = Pacer()
-        self._jobs = Jobs(self._forwards, self._pacer, measure_kl, config.gate.kl_bound is not None)
+        self._jobs = Jobs(self._forwards, self._pacer, measure_kl)
         self._queue: list[Work] = []
         self._accumulated: dict[Policy, Accumulated] = {}
         self._job: Job | None = None
@@ -145,13 +145,16 @@ class GRPOTrainer:
         """Accumulates a batch and makes a step, with its loss and the configured optimizer; or several steps, if so
         many minibatches are configured. See `step` for the future."""
         config = self.config
+        loss = batch.loss or config.loss
+        measures_kl = loss.compares and config.divergence.kl_step.limit is not None
         parts = minibatches(batch.samples, config.minibatches)
         if len(parts) > 1:
-            update = Update(policy, batch, parts, config)
+            update = Update(policy, batch, parts, config, measures_kl)
             self._queue += update.works
             return update.future
-        gradients = Accumulation(policy, batch.samples, batch.loss or config.loss, config.micro_batch_tokens)
-        step = Step(policy, config.optimizer, batch.step_scale, batch.metrics, needs=[gradients])
+        gradients = Accumulation(policy, batch.samples, loss, config.micro_batch_tokens)
+        measured = [gradients] if measures_kl else []
+        step = Step(policy, config.optimizer, batch.step_scale, batch.metrics, needs=[gradients], measured=measured)
         self._queue += gradients, step
         return step.future
 

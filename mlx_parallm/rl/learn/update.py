@@ -33,10 +33,16 @@ class Update:
 
     Args:
         parts: the batch's samples, in two parts or more.
+        measures_kl: whether the KL divergence of the policy before the update from the one after it is measured.
     """
 
     def __init__(
-        self, policy: Policy, batch: UpdateBatch, parts: Sequence[Sequence[Sample]], config: ResolvedTraining
+        self,
+        policy: Policy,
+        batch: UpdateBatch,
+        parts: Sequence[Sequence[Sample]],
+        config: ResolvedTraining,
+        measures_kl: bool = False,
     ) -> None:
         self.future: Future[UpdateOutcome] = Future()
         self._policy = policy
@@ -51,7 +57,7 @@ class Update:
             tokens, earlier = config.micro_batch_tokens, self._steps[-1:]
             each = Accumulation(policy, part, batch.loss or config.loss, tokens, before=self._before, needs=earlier)
             gradients.append(each)
-            measured = gradients if number == len(parts) else []
+            measured = gradients if measures_kl and number == len(parts) else []
             self._steps.append(Step(policy, config.optimizer, batch.step_scale, needs=[each], measured=measured))
             self.works += each, self._steps[-1]
         self._steps[-1].future.add_done_callback(self._complete)

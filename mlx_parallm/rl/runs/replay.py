@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from mlx_parallm.rl.runs.records import PolicyChange, Rollback, Start, Update
 
@@ -42,6 +43,7 @@ class Recovery:
         is_new: this start point is not in the journal yet.
         progress: of the last update; see `AdapterTraining.progress`.
         lineage: the versions that training had continued from before `updates`, as text, oldest first.
+        recent: metrics of the updates before `updates`, since the last rollback, oldest first.
     """
 
     last: int
@@ -51,6 +53,7 @@ class Recovery:
     is_new: bool = False
     progress: Mapping[str, float] = field(default_factory=dict)
     lineage: tuple[str, ...] = ()
+    recent: tuple[Mapping[str, float], ...] = ()
 
 
 def plan(changes: Sequence[PolicyChange], start: StartPoint) -> Recovery:
@@ -60,7 +63,9 @@ def plan(changes: Sequence[PolicyChange], start: StartPoint) -> Recovery:
     done = [change for change in changes if change.number <= (start.number or 0)]
     later = changes[len(done) :]
     if not later:
-        return Recovery(last, is_new=start.number is None, progress=progress, lineage=_lineage(done))
+        return Recovery(
+            last, is_new=start.number is None, progress=progress, lineage=_lineage(done), recent=_recent(done)
+        )
     at = max((place for place, change in enumerate(later) if not isinstance(change.body, Update)), default=None)
     origin = None if at is None else later[at].body
     updates = tuple(later if at is None else later[at + 1 :])
@@ -69,7 +74,7 @@ def plan(changes: Sequence[PolicyChange], start: StartPoint) -> Recovery:
         return Recovery(last, lost=lost, is_new=True, progress=progress)
     to = origin.checkpoint if isinstance(origin, Rollback) and origin.checkpoint != start.checkpoint else ""
     before = done if at is None or to else changes[: len(done) + at + 1]
-    return Recovery(last, to, updates, progress=progress, lineage=_lineage(before))
+    return Recovery(last, to, updates, progress=progress, lineage=_lineage(before), recent=_recent(before))
 
 
 def _can_begin(origin: Start | Rollback | Update | None, start: StartPoint) -> bool:
@@ -95,6 +100,12 @@ def _lineage(changes: Sequence[PolicyChange]) -> tuple[str, ...]:
             case Update(version=int(number)):
                 versions.append(f"{change.adapter}@{number}")
     return tuple(versions)
+
+
+def _recent(changes: Sequence[PolicyChange]) -> tuple[Mapping[str, float], ...]:
+    """Metrics of the updates since the last rollback or start."""
+    updates = takewhile(lambda body: isinstance(body, Update), (change.body for change in reversed(changes)))
+    return tuple(body.metrics for body in updates if isinstance(body, Update))[::-1]
 
 
 def _last_progress(changes: Sequence[PolicyChange]) -> Mapping[str, float]:

@@ -3,14 +3,20 @@ because JSON has none."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
-from datetime import UTC, datetime
 from typing import Any, Literal
 
-from mlx_parallm.core import AdapterRef, EvaluationResult, TrainingEvent, TrainingStatus, TrajectoryCard, UpdateReport
+from mlx_parallm.core import (
+    AdapterRef,
+    EvaluationResult,
+    TrainingEvent,
+    TrainingStatus,
+    TrajectoryCard,
+    UpdateReport,
+)
 from mlx_parallm.server.api.fields import WireOutput
+from mlx_parallm.server.api.training.divergences import DivergenceObject, divergence_object
 from mlx_parallm.server.api.training.rollouts import RolloutsObject
+from mlx_parallm.server.api.training.values import as_json, finite, finite_metrics, utc
 
 
 class UpdateObject(WireOutput):
@@ -112,6 +118,8 @@ class TrainingObject(WireOutput):
     """Trajectories dropped, by reason."""
     skips: dict[str, int]
     """Updates skipped, by reason."""
+    divergences: list[DivergenceObject]
+    """The last divergences, oldest first, 8 at most."""
     evaluation: EvaluationObject | None
     """The last evaluation; null if there was none."""
     rollouts: RolloutsObject | None
@@ -260,17 +268,18 @@ def status_object(status: TrainingStatus, current: AdapterRef | None) -> Trainin
         updates_total=status.updates_total,
         updates_per_second=status.updates_per_second,
         last_update=None if status.last_update is None else utc(status.last_update),
-        reward_running_mean=_finite(status.reward_running_mean),
-        metrics=_metrics(status.metrics),
+        reward_running_mean=finite(status.reward_running_mean),
+        metrics=finite_metrics(status.metrics),
         drops=dict(status.drops),
         skips=dict(status.skips),
+        divergences=[divergence_object(each) for each in status.last_divergences],
         evaluation=None if status.evaluation is None else _evaluation(status.evaluation),
         rollouts=None if status.rollouts is None else RolloutsObject.of(status.rollouts),
         best_lora=_name(status.best),
         available_checkpoints=list(status.checkpoints),
         trained_adapters=list(status.trained),
-        ratio=_finite(status.metrics.get("ratio_mean")),
-        **{name: _finite(status.metrics.get(name)) for name in FIGURES},
+        ratio=finite(status.metrics.get("ratio_mean")),
+        **{name: finite(status.metrics.get(name)) for name in FIGURES},
     )
 
 
@@ -288,7 +297,7 @@ def _evaluation(result: EvaluationResult) -> EvaluationObject:
 
 
 def debug_object(status: TrainingStatus, current: AdapterRef | None) -> DebugAdapterTraining:
-    return DebugAdapterTraining(**status_object(status, current).model_dump(), detail=_json(status.detail))
+    return DebugAdapterTraining(**status_object(status, current).model_dump(), detail=as_json(status.detail))
 
 
 def update_object(report: UpdateReport) -> UpdateObject:
@@ -298,7 +307,7 @@ def update_object(report: UpdateReport) -> UpdateObject:
             "reason": report.reason,
             "lora_adapter": _name(report.adapter),
             "step": report.step,
-            "metrics": _metrics(report.metrics),
+            "metrics": finite_metrics(report.metrics),
             "checkpoint": report.checkpoint,
             "signal": report.signal.value,
         }
@@ -306,7 +315,7 @@ def update_object(report: UpdateReport) -> UpdateObject:
 
 
 def event_object(event: TrainingEvent) -> EventObject:
-    return EventObject(kind=event.kind, at=utc(event.at), data=_json(event.data))
+    return EventObject(kind=event.kind, at=utc(event.at), data=as_json(event.data))
 
 
 def trajectory_object(card: TrajectoryCard) -> DebugTrajectory:
@@ -320,41 +329,17 @@ def trajectory_object(card: TrajectoryCard) -> DebugTrajectory:
         lora_adapter=_name(trajectory.adapter),
         state=card.state,
         reason=card.reason,
-        reward=_finite(card.reward),
+        reward=finite(card.reward),
         scoring_function=trajectory.collection.scorer,
-        metadata=_json(trajectory.collection.metadata),
+        metadata=as_json(trajectory.collection.metadata),
         prompt_token_ids=list(trajectory.prompt_ids),
         completion_token_ids=list(trajectory.completion_ids),
-        sampling_logprobs=[_finite(logprob) for logprob in trajectory.sampling_logprobs],
+        sampling_logprobs=[finite(logprob) for logprob in trajectory.sampling_logprobs],
         temperature=trajectory.temperature,
         text=trajectory.text,
         finish_reason=None if trajectory.finish_reason is None else trajectory.finish_reason.value,
         created=utc(trajectory.created),
     )
-
-
-def utc(seconds: float) -> str:
-    """Unix seconds as ISO-8601, to the millisecond: `2026-11-03T12:00:00.250Z`."""
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-
-
-def _json(value: Any) -> Any:
-    """Makes `value` fit JSON: numbers that are not finite become null, and objects of other types become strings."""
-    if isinstance(value, Mapping):
-        return {str(key): _json(inner) for key, inner in value.items()}
-    if isinstance(value, Iterable) and not isinstance(value, str | bytes):
-        return [_json(inner) for inner in value]
-    if isinstance(value, float):
-        return _finite(value)
-    return value if value is None or isinstance(value, str | int) else str(value)
-
-
-def _metrics(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    return {name: _finite(value) for name, value in metrics.items()}
-
-
-def _finite(value: float | None) -> float | None:
-    return None if value is None or not math.isfinite(value) else value
 
 
 def _name(ref: AdapterRef | None) -> str | None:

@@ -1,0 +1,42 @@
+"""What training tells while it runs: events, and figures that have diverged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """A figure of training that is beyond its limit.
+
+    Attributes:
+        signal: not_finite, kl_step, ratio, kl, entropy, length or reward: the keys of `rl_training.divergence`.
+        value: the figure; NaN if it is not a number.
+        limit: the configured one; None for not_finite.
+        action: what is done: tell, hold, pause or roll_back.
+        reason: the same in words.
+        at: Unix time in seconds.
+    """
+
+    signal: str
+    value: float
+    limit: float | None
+    action: str
+    reason: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingEvent:
+    """One entry of the event stream. `at`: Unix time in seconds.
+
+    `kind` is collected, closed (a group that requests have named), scored, dropped, update, held, skipped, evaluation,
+    evaluation_failed, divergence, rollback, comparison_started, comparison_ended, checkpoint, paused, resumed, started,
+    or events_lost. The last one replaces events that a slow listener has missed; `data["events"]` is their number.
+    """
+
+    kind: str
+    at: float
+    data: Mapping[str, Any] = field(default_factory=dict)
