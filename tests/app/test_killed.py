@@ -88,6 +88,8 @@ def test_kill_9_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:
     assert (last["step"], last["current"]) == (7, "default@4")
     (again,) = process(0)
     stale = {one for one in last["waiting"] if one in ("traj-r1-0", "traj-r1-1", "traj-r3-0", "traj-r3-1")}
-    assert again == {**last, "waiting": {one: of for one, of in last["waiting"].items() if one not in stale}}
+    late = {"late-traj-r1-0": ["scored", -1.0], "late-traj-r3-0": ["scored", 1.0]}
+    waiting = {one: of for one, of in last["waiting"].items() if one not in stale}
+    assert again == {**last, "waiting": waiting | late}, "opinions of answers that are too old count as late ones"
     (resumed,) = process(0)
     assert resumed == again, "and a process that ends by itself leaves the same"

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from configs import changed
+from rl.fakes import trajectories
 from rl.service_rig import GIVEN, SETTINGS, World, settle, until, world
 from rl.test_recovery import MANUAL, Adding, Run
 
 from mlx_parallm.config import Algorithm
-from mlx_parallm.core import AdapterRef, Edit, Signal, SourceReport
+from mlx_parallm.core import AdapterRef, CollectionSpec, Edit, GivenGroup, Signal, SourceReport
 from mlx_parallm.errors import (
     ConflictError,
     InvalidRequestError,
@@ -334,6 +336,17 @@ async def test_the_report_says_what_came_of_each_source_and_what_its_updates_mov
         assert of_source(one, "unrated").dropped.keys() <= {"stale", "unknown_version"}
         edits = of_source(one, "preferences")
         assert (edits.arrived, edits.waiting, edits.trained, edits.updates) == (2, 2, 0, 0)
+
+
+async def test_what_an_environment_rewards_is_told_apart_from_what_waits_for_people() -> None:
+    async with world(MANUAL) as one:
+        drawn = trajectories("g", AdapterRef("base", 0), scorer=None)
+        turns = [replace(t, collection=CollectionSpec(group_id="g", episode_id=f"e{t.trajectory_id}")) for t in drawn]
+        await one.service.collect_episodes(turns, {f"e{t.trajectory_id}": 1.0 - place for place, t in enumerate(turns)})
+        await one.service.give(GivenGroup("h", "atropos:a", GIVEN))
+        await one.request(scorer=None)
+        waiting = {each.source: each.waiting for each in one.service.signal_report().sources}
+        assert waiting == {"environments": 4, "unrated": 2}
 
 
 async def test_changes_of_the_reward_are_ascribed_to_the_updates_before_them() -> None:

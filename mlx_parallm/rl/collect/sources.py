@@ -21,7 +21,7 @@ def source_of(group: TrajectoryGroup, member: GroupMember) -> str:
         return group.signal.value
     if member.from_feedback:
         return FEEDBACK
-    if group.was_given:
+    if group.was_given or (group.scorer is None and member.reward is not None):
         return ENVIRONMENTS
     return UNRATED if group.scorer is None else SCORERS
 
