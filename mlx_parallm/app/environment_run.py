@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from dataclasses import dataclass
 
 from mlx_parallm.app.environment_rollouts import EnvironmentRollouts
-from mlx_parallm.app.training_run import Filled, TrainingRun
+from mlx_parallm.app.training_run import STEPS, TASKS, Filled, TrainingRun
 from mlx_parallm.errors import TrainingFailedError
 from mlx_parallm.rl.collect.groups import DropReason
 from mlx_parallm.rl.environments import Environment
 from mlx_parallm.rl.rollouts import DrawResult
 from mlx_parallm.rl.selection import REFILLS
+from mlx_parallm.rl.warm_up import warm_up_batches
+
+WARM_UP = "warm_up_updates"
+"""Key of an update's progress: the updates of the warm-up so far."""
 
 _POLL_S = 0.05
 _UNSCORED = "a task's answers could not be scored"
 _MIN_WINDOW = 4
 """A run stops when most of its last tasks failed. It looks at as many tasks as a step has, but at least this many."""
+
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -42,6 +50,24 @@ class EnvironmentRun(TrainingRun):
         await self.rollouts.open(taken)
         if done < self.options.steps:
             await self.rollouts.open_inference()
+
+    async def _warm_up(self) -> None:
+        """Makes the updates of the warm-up that an earlier process has not made.
+
+        Raises:
+            ConfigError: the environment has no examples that can be trained on.
+            TrainingFailedError: an update changed nothing.
+        """
+        if not self.options.warm_up:
+            return
+        seed, tokenizer = self.config.rl_training.seed, self.served.tokenizer
+        batches = warm_up_batches(self.source, self.options.warm_up, seed, tokenizer)
+        made = int(self.service.progress().get(WARM_UP, 0))
+        for number, batch in enumerate(batches[made:], made + 1):
+            report = await self.service.update(given=batch, progress={STEPS: 0, TASKS: 0, WARM_UP: number})
+            if report.status != "published":
+                raise TrainingFailedError(f"update {number} of the warm-up was {report.status}: {report.reason}")
+            _log.info("warm-up %d of %d: loss %.3f", number, len(batches), report.metrics.get("loss", float("nan")))
 
     async def _close(self) -> None:
         await self.rollouts.close()

@@ -21,7 +21,8 @@ class TrainOptions:
     Each of `steps` takes `prompts_per_step` groups of `group_size` trajectories from `environment` and makes one update
     from them. In a resumed run, the steps that were made before count too. With Atropos, `environment` is a name for
     people.
-    `log` is the JSONL file of their figures; None: metrics.jsonl in the run's folder.
+    `log` is the JSONL file of their figures; None: metrics.jsonl in the run's folder. `warm_up`: so many examples of
+    the environment are imitated before the first step.
     """
 
     environment: str
@@ -29,6 +30,7 @@ class TrainOptions:
     group_size: int
     prompts_per_step: int
     log: Path | None = None
+    warm_up: int = 0
 
 
 @dataclass(frozen=True, slots=True)

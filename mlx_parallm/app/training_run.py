@@ -62,6 +62,9 @@ class TrainingRun(ABC):
     async def _open(self, done: int, taken: int) -> None:
         """Gets ready. `done`: steps, and `taken`: tasks, that were made before the run was resumed."""
 
+    async def _warm_up(self) -> None:  # noqa: B027 - most runs begin with the first step
+        """Called before the first step of a run."""
+
     @abstractmethod
     async def _fill(self) -> Filled:
         """Returns when the groups of one update wait with their rewards."""
@@ -88,6 +91,8 @@ class TrainingRun(ABC):
             done, taken = self._progress()
             await self._open(done, taken)
             self.view.started(run_facts(self.config, options, self.served), done)
+            if not done:
+                await self._warm_up()
             if done < options.steps and (result := await self.service.evaluate_if_due()) is not None:
                 self.view.evaluated(result)
                 fields = {"adapter": result.adapter.name, "version": result.adapter.version}

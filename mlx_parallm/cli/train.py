@@ -48,6 +48,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Prompts for each update. Default: %(default)s.",
     )
     add(
+        "--warm-up",
+        type=_at_least(0),
+        default=0,
+        metavar="N",
+        help="Examples of the environment that the adapter imitates before the first step. Default: %(default)s.",
+    )
+    add(
         "--log",
         type=Path,
         metavar="FILE",
@@ -84,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     from mlx_parallm.app import train as training
     from mlx_parallm.app.train_progress import TrainOptions
 
-    options = TrainOptions(environment, args.steps, args.group_size, args.prompts_per_step, args.log)
+    options = TrainOptions(environment, args.steps, args.group_size, args.prompts_per_step, args.log, args.warm_up)
     view = _RecordingView(options.steps, evaluates=resolved.config.rl_training.evaluation.every is not None)
     try:
         with view:
