@@ -6,15 +6,18 @@ A training run and a server that collects by itself share it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterator
+import logging
+import re
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 from mlx_parallm.app.build import Served
 from mlx_parallm.app.inference import build_inference
 from mlx_parallm.app.training import TrainingRuntime, reward_of
 from mlx_parallm.config import Config
-from mlx_parallm.core import BASE_ADAPTER, Event, GenerationRequest
+from mlx_parallm.core import BASE_ADAPTER, Event, GenerationRequest, LevelCard, TrainingEvent
 from mlx_parallm.errors import ConfigError, InvalidRequestError
+from mlx_parallm.rl.curriculum import Curriculum
 from mlx_parallm.rl.environments import Environment, Task, is_of_episodes, read_system_prompt
 from mlx_parallm.rl.environments.thread import EnvironmentThread, in_daemon_thread
 from mlx_parallm.rl.episodes import Episodes
@@ -22,6 +25,8 @@ from mlx_parallm.rl.held_out import without
 from mlx_parallm.rl.inference.engine import InferenceEngine
 from mlx_parallm.rl.rollouts import DrawEpisodes, DrawResult, Rollouts, RolloutSettings
 from mlx_parallm.rl.scoring.catalogue import ScorerCatalogue
+
+_log = logging.getLogger(__name__)
 
 
 class EnvironmentRollouts:
@@ -45,17 +50,24 @@ class EnvironmentRollouts:
         self._thread = EnvironmentThread()
         self._inference: InferenceEngine | None = None
         self._rollouts: Rollouts | None = None
+        self._curriculum: Curriculum | None = None
         self._taken = 0
 
-    async def open(self, taken: int) -> None:
+    async def open(self, taken: int, state: Mapping[str, float] | None = None) -> None:
         """Gets the environment's tasks after the first `taken`. Nothing is drawn yet.
+
+        Args:
+            state: what `settle` returned when so many were taken.
 
         Raises:
             ConfigError: the tasks cannot be scored.
         """
-        tasks = await in_daemon_thread(partial(self._tasks, taken))
+        tasks = await in_daemon_thread(partial(self._tasks, taken, state))
         self._taken = taken
         self._rollouts = self._build(tasks, taken)
+        if isinstance(tasks, Curriculum):
+            self._curriculum = tasks
+            self._training.service.add_sink(self._learn_rewards)
 
     async def open_inference(self) -> None:
         """Raises ConfigError: the engine cannot draw what training needs."""
@@ -66,6 +78,22 @@ class EnvironmentRollouts:
     def taken(self) -> int:
         """Tasks taken from the environment so far, those of earlier processes included."""
         return self._taken if self._rollouts is None else self._rollouts.taken
+
+    @property
+    def levels(self) -> Sequence[LevelCard]:
+        """The levels of the curriculum, as far as they are known; empty without a curriculum."""
+        return self._curriculum.cards if self._curriculum else ()
+
+    def settle(self) -> Mapping[str, float]:
+        """Counts the rewards that have come. Not while tasks are drawn.
+
+        Returns:
+            What the curriculum needs to go on from here in another process; empty without a curriculum.
+        """
+        if self._curriculum is None:
+            return {}
+        self._curriculum.settle()
+        return self._curriculum.state
 
     async def draw(self, groups: int) -> DrawResult:
         """Answers the next tasks with the live version; see `Rollouts.draw`."""
@@ -80,7 +108,7 @@ class EnvironmentRollouts:
 
     # -- parts -----------------------------------------------------------------------------------
 
-    def _tasks(self, taken: int) -> Iterator[Task]:
+    def _tasks(self, taken: int, state: Mapping[str, float] | None) -> Iterator[Task]:
         """The environment's tasks after the first `taken`. Raises ConfigError: they cannot be scored."""
         tasks = without(self._source.tasks(self._config.rl_training.seed), self._training.held_out)
         first = next(tasks)
@@ -89,7 +117,21 @@ class EnvironmentRollouts:
                 ScorerCatalogue(reward_of(self._config)).check(first.collection)
             except InvalidRequestError as error:
                 raise ConfigError(f"environment: {error}") from error
-        return itertools.islice(itertools.chain([first], tasks), taken, None)
+        tasks, curriculum = itertools.chain([first], tasks), self._config.rl_training.curriculum
+        if not curriculum.enabled:
+            return itertools.islice(tasks, taken, None)
+        if first.level is None:
+            _log.warning("curriculum: the first task has no level; all tasks without one count as one level")
+        return Curriculum(tasks, curriculum, self._config.rl_training.seed, taken, state)
+
+    def _learn_rewards(self, event: TrainingEvent) -> None:
+        """Notes the rewards of the tasks of this run."""
+        if event.kind != "scored" or not event.data["complete"] or self._curriculum is None:
+            return
+        assert self._served.run is not None
+        group = re.fullmatch(rf"(?:group-)?rollout-{self._served.run.id}-(\d+)(?:-\d+)?", event.data["group_id"])
+        if group is not None:
+            self._curriculum.learn(int(group[1]), event.data["rewards"])
 
     def _build(self, tasks: Iterator[Task], taken: int) -> Rollouts:
         training, served = self._config.rl_training, self._served

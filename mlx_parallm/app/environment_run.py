@@ -6,12 +6,14 @@ import asyncio
 import logging
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mlx_parallm.app.environment_rollouts import EnvironmentRollouts
 from mlx_parallm.app.training_run import STEPS, TASKS, Filled, TrainingRun
 from mlx_parallm.errors import TrainingFailedError
 from mlx_parallm.rl.collect.groups import DropReason
+from mlx_parallm.rl.curriculum import figures
 from mlx_parallm.rl.environments import Environment
 from mlx_parallm.rl.rollouts import DrawResult
 from mlx_parallm.rl.selection import REFILLS
@@ -47,7 +49,7 @@ class EnvironmentRun(TrainingRun):
 
     async def _open(self, done: int, taken: int) -> None:
         """Raises ConfigError: the tasks cannot be scored, or the engine cannot draw what training needs."""
-        await self.rollouts.open(taken)
+        await self.rollouts.open(taken, self.service.progress())
         if done < self.options.steps:
             await self.rollouts.open_inference()
 
@@ -76,6 +78,10 @@ class EnvironmentRun(TrainingRun):
     def _taken(self) -> int:
         return self.rollouts.taken
 
+    @property
+    def _state(self) -> Mapping[str, float]:
+        return self.rollouts.settle()
+
     async def _fill(self) -> Filled:
         tokens, drawing, failures = 0, 0.0, list[str]()
         for _ in range(1 + self._refills):
@@ -90,7 +96,9 @@ class EnvironmentRun(TrainingRun):
                     self.view.task_failed(fault)
                 failures += failed
                 tokens += drawn.tokens
-        return Filled({"tokens_per_second": tokens / drawing if drawing else 0.0}, tuple(failures))
+        self.rollouts.settle()
+        speed = {"tokens_per_second": tokens / drawing if drawing else 0.0}
+        return Filled(speed, tuple(failures), figures(self.rollouts.levels))
 
     def _count(self, tasks: int, failures: list[str]) -> None:
         """Reports the tasks that failed."""

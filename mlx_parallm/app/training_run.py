@@ -29,10 +29,12 @@ STEPS, TASKS = RUN_STEPS, "run_tasks"
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """What a step has for its update. `speed`: figures of how fast that was. `failures`: for people, one line each."""
+    """What a step has for its update. `speed`: figures of how fast that was. `failures`: for people, one line each.
+    `levels`: figures of the curriculum's levels."""
 
     speed: Mapping[str, float] = field(default_factory=dict)
     failures: tuple[str, ...] = ()
+    levels: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -73,6 +75,11 @@ class TrainingRun(ABC):
     def _taken(self) -> int:
         """Tasks taken from the environment so far."""
         return 0
+
+    @property
+    def _state(self) -> Mapping[str, float]:
+        """What `_open` needs besides, to choose the same tasks in a resumed run."""
+        return {}
 
     def _check_run(self) -> None:  # noqa: B027 - most runs need no check
         """Called after each step. Raises TrainingFailedError: the run cannot go on."""
@@ -116,9 +123,9 @@ class TrainingRun(ABC):
         started, self.drawn, self.wanted = time.monotonic(), 0, 0
         filled = await self._fill()
         self._show_samples()
-        report = await self.service.update(progress={STEPS: step, TASKS: self._taken})
+        report = await self.service.update(progress={STEPS: step, TASKS: self._taken, **self._state})
         speed = {**filled.speed, "seconds": time.monotonic() - started, "failed_tasks": float(len(filled.failures))}
-        report = replace(report, metrics={**report.metrics, **speed})
+        report = replace(report, metrics={**report.metrics, **speed, **filled.levels})
         if step == self.options.steps and report.step:
             report = await self._save_tagged(await self._evaluated(report))
         self.view.updated(report)

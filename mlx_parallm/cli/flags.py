@@ -107,6 +107,7 @@ FLAGS = (
     Flag("--server-rollouts", "rl_training.server_rollouts"),
     Flag("--rollout-group-size", "rl_training.rollout_group_size", "N"),
     Flag("--rollout-timeout", "rl_training.rollout_timeout_s", "SECONDS"),
+    Flag("--curriculum", "rl_training.curriculum.enabled"),
     Flag("--reward", "rl_training.reward", "FILE.py:NAME"),
     Flag("--judge-url", "rl_training.judge.url", "URL"),
     Flag("--judge-model", "rl_training.judge.model", "NAME"),

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mlx_parallm.core import EvaluationResult, UpdateReport
+from mlx_parallm.core import LEVEL_PREFIX, EvaluationResult, UpdateReport
 
 _MISSING = "-"
 _GAP = "  "
@@ -33,7 +33,7 @@ _COLUMNS = (
     Column("tok/s", "tokens_per_second", 6, ".0f"),
     Column("seconds", "seconds", 7, ".1f"),
 )
-_STEP_WIDTH, _REWARD_WIDTH, _EVALUATION_WIDTH, _LEFT_WIDTH = 9, 15, 20, 6
+_STEP_WIDTH, _REWARD_WIDTH, _EVALUATION_WIDTH, _LEFT_WIDTH, _LEVEL_WIDTH = 9, 15, 20, 6, 24
 
 
 def heading(evaluates: bool = False) -> str:
@@ -67,6 +67,18 @@ def first_evaluation_text(result: EvaluationResult) -> str:
     figures = _with_interval(result.mean, result.low, result.high)
     failed = f", failed tasks: {result.failed}" if result.failed else ""
     return f"evaluation of {result.adapter} before the first step: {figures}, {result.answers} answers{failed}"
+
+
+def level_lines(report: UpdateReport) -> list[str]:
+    """A line for each level of the curriculum, with its success and its share of the tasks."""
+    metrics, end = report.metrics, "/success"
+    keys = [name.removesuffix(end) for name in metrics if name.startswith(LEVEL_PREFIX) and name.endswith(end)]
+    names = [one_line(key.removeprefix(LEVEL_PREFIX), _LEVEL_WIDTH) for key in keys]
+    width = max(map(len, names), default=0)
+    return [
+        f"level {name:<{width}}  success {metrics[key + end]:.2f}, {metrics[key + '/share']:.0%} of the tasks"
+        for key, name in zip(keys, names, strict=True)
+    ]
 
 
 def _with_interval(mean: float, low: float, high: float) -> str:

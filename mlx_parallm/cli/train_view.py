@@ -14,6 +14,7 @@ from mlx_parallm.cli.train_table import (
     evaluation_text,
     first_evaluation_text,
     heading,
+    level_lines,
     line,
     one_line,
     spark,
@@ -61,6 +62,7 @@ class RichTrainView:
         self._evaluations: list[float] = []
         self._evaluation = ""
         self._samples: tuple[SampleText, ...] = ()
+        self._levels: list[str] = []
         self._seconds = deque[float](maxlen=_STEPS_TIMED)
         self.steps_done = 0
         self._live = Live(console=self._console, get_renderable=self._below)
@@ -110,14 +112,14 @@ class RichTrainView:
         left = self._left_s
         self._print(line(self.steps_done, self._steps, report, left, self._evaluates), style)
         if not self._console.is_terminal and self.steps_done % _SAMPLES_EVERY == 1:
-            for text in self._sample_lines():
+            for text in (*self._levels, *self._sample_lines()):
                 self._print(text)
         self._progress.update(
             self._updates, completed=self.steps_done, left="" if left is None else f"{duration(left)} left"
         )
 
     def _remember(self, report: UpdateReport) -> None:
-        metrics = report.metrics
+        metrics, self._levels = report.metrics, level_lines(report)
         if (reward := metrics.get("reward_mean")) is not None:
             self._rewards.append(reward)
         if text := evaluation_text(report):
@@ -146,6 +148,7 @@ class RichTrainView:
             yield f"{'reward':<{_LABEL_WIDTH}}  {spark(self._rewards)}  {now}"
         if self._evaluations:
             yield f"{'evaluation':<{_LABEL_WIDTH}}  {spark(self._evaluations)}  {self._evaluation}"
+        yield from self._levels
         yield from self._sample_lines()
 
     def _sample_lines(self) -> Iterator[str]:

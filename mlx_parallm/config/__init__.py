@@ -1,7 +1,8 @@
 """The frozen configuration. `resolve(flags, environ, file)` makes it for a command, `configure(...)` for a program.
 
 Other packages import what they need from here. Each module imports only from those to its left:
-types → competition, divergence, judge, loss, inference, people, tinker → training → sections → sources → resolve
+types → competition, curriculum, divergence, judge, loss, inference, people, tinker →
+training → sections → sources → resolve
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlx_parallm.config.competition import CompetitionConfig
+from mlx_parallm.config.curriculum import CurriculumConfig
 from mlx_parallm.config.divergence import Action, DivergenceConfig
 from mlx_parallm.config.inference import EngineKind, InferenceConfig
 from mlx_parallm.config.loss import Algorithm, LossConfig, OldLogprobs, ResolvedLoss, RewardScale

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from pydantic import BeforeValidator, Field, model_validator
 
 from mlx_parallm.config.competition import CompetitionConfig
+from mlx_parallm.config.curriculum import CurriculumConfig
 from mlx_parallm.config.divergence import DivergenceConfig
 from mlx_parallm.config.judge import JudgeConfig
 from mlx_parallm.config.loss import Algorithm, LossConfig, ResolvedLoss
@@ -203,6 +204,7 @@ class RLTrainingConfig(Section):
     gate: GateConfig = GateConfig()
     divergence: DivergenceConfig = DivergenceConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    curriculum: CurriculumConfig = CurriculumConfig()
     judge: JudgeConfig = JudgeConfig()
     people: PeopleConfig = PeopleConfig()
     tinker: TinkerConfig = TinkerConfig()
@@ -235,6 +237,15 @@ class RLTrainingConfig(Section):
         if self.evaluation.every is not None and self.evaluation.tasks is None and self.own_environment is None:
             raise ValueError(
                 "evaluation.every: no tasks are held out; set environment or evaluation.tasks (--eval-tasks)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _curriculum_has_tasks(self) -> Self:
+        if self.curriculum.enabled and self.own_environment is None:
+            raise ValueError(
+                "curriculum.enabled: there are no tasks to draw; set environment (an environment of Atropos draws its "
+                "own tasks)"
             )
         return self
 

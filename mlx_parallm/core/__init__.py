@@ -68,6 +68,7 @@ from mlx_parallm.core.grammar import (
     parts_of,
     with_bounded_integers,
 )
+from mlx_parallm.core.levels import LEVEL_PREFIX, LevelCard
 from mlx_parallm.core.memory import Account, DeviceMemory, default_budget, to_preempt
 from mlx_parallm.core.policies import (
     AdamSettings,

@@ -368,7 +368,11 @@ class TrainingService:
     def track(self, tracking: Tracking) -> None:
         """Gives every update and evaluation from now on to trackers."""
         self._tracking = tracking
-        self._hub.add_sink(tracking.on_event)
+        self.add_sink(tracking.on_event)
+
+    def add_sink(self, sink: Callable[[TrainingEvent], None]) -> None:
+        """See `EventHub.add_sink`."""
+        self._hub.add_sink(sink)
 
     def _loop(self, adapter: str | None) -> TrainingLoop:
         name = self._default if adapter is None else adapter

@@ -35,6 +35,9 @@ _OWN = frozenset({"prompt", "messages", "id", "scoring_function"})
 _MAX_COLUMNS = 64 * 1024
 """Bytes of a row's columns as JSON, as of the metadata of a request."""
 
+_MAX_LEVEL = 64
+"""Characters of a level's name; the rest is cut off."""
+
 _LOGGED_ROWS = 20
 _log = logging.getLogger(__name__)
 
@@ -49,6 +52,7 @@ class FileTask:
         scorer: the one that the row names, else gsm8k for a number and math for other text; the configured reward, if
             there is one.
         columns: all other columns of the row.
+        level: what the curriculum draws it by; None if the row has none that is text or a number.
     """
 
     prompt: Prompt
@@ -56,6 +60,7 @@ class FileTask:
     scorer: str
     id: str | None = None
     columns: Mapping[str, Any] = field(default_factory=dict)
+    level: str | None = None
 
     @property
     def text(self) -> str | None:
@@ -158,7 +163,8 @@ def _task(row: Row, rewarded: bool) -> FileTask:
     number = value.get("id")
     if number is not None and (not isinstance(number, str | int) or isinstance(number, bool)):
         raise ValueError("id must be text or a whole number")
-    return FileTask(prompt, answer, scorer, None if number is None else str(number), columns if rewarded else {})
+    kept = columns if rewarded else {}
+    return FileTask(prompt, answer, scorer, None if number is None else str(number), kept, _level(value))
 
 
 def _prompt(row: Mapping[str, Any]) -> Prompt:
@@ -188,6 +194,12 @@ def _answer(row: Mapping[str, Any], rewarded: bool) -> Any:
     if not answer and not rewarded:
         raise ValueError("answer must be text or a number")
     return answer
+
+
+def _level(row: Mapping[str, Any]) -> str | None:
+    level = row.get("level")
+    usable = isinstance(level, str | int | float) and not isinstance(level, bool)
+    return str(level).strip()[:_MAX_LEVEL] or None if usable else None
 
 
 def _is_number(answer: object) -> bool:

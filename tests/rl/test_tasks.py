@@ -321,3 +321,12 @@ def test_a_data_set_that_cannot_be_had_says_what_to_do(monkeypatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match=r"no file, and no data set 'someone/sums' .*download the file"):
         find_tasks("someone/sums")
+
+
+def test_the_level_of_a_row_is_that_of_its_task(write) -> None:
+    levels = ["easy", " two digits ", 3, 0.5, None, True, ["a"], "", "x" * 99]
+    rows = [{"prompt": f"{n}?", "answer": n, "level": level} for n, level in enumerate(levels)]
+    tasks = read_tasks(write(*rows)).tasks
+    assert [task.level for task in tasks] == ["easy", "two digits", "3", "0.5", None, None, None, None, "x" * 64]
+    given = {task.messages[0]["content"]: task.level for task in islice(environment(str(write(*rows))).tasks(0), 9)}
+    assert given == {f"{n}?": task.level for n, task in enumerate(tasks)}

@@ -17,10 +17,12 @@ class Task:
     """A conversation to be continued (dicts with `role` and `content`), and how the answers are scored.
 
     The rollouts of an environment that rewards its own episodes need no scoring function: `collection.scorer` is None.
+    `level`: tasks of one level are about as hard as each other; a curriculum draws levels by their success.
     """
 
     messages: tuple[Message, ...]
     collection: CollectionSpec
+    level: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ class TasksOfFile:
 
 def _from_line(task: FileTask) -> Task:
     text = task.prompt if isinstance(task.prompt, str) else ""
-    return Task(task.messages, CollectionSpec(task.scorer, task.metadata, prompt_text=text))
+    return Task(task.messages, CollectionSpec(task.scorer, task.metadata, prompt_text=text), task.level)
 
 
 class _Rewarded:

@@ -1,0 +1,238 @@
+"""The curriculum: how often levels are drawn, how a run goes on, and what it saves a learner that is simulated."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from random import Random
+from statistics import fmean, median
+
+import pytest
+
+from mlx_parallm.config import CurriculumConfig
+from mlx_parallm.core import CollectionSpec
+from mlx_parallm.rl.curriculum import MOST_LEVELS, OTHER, WITHOUT, Curriculum, figures
+from mlx_parallm.rl.environments import Task
+
+ON = CurriculumConfig(enabled=True)
+LEVELS = ("easy", "fair", "hard")
+
+
+def task(number: int, level: str | None) -> Task:
+    return Task(({"role": "user", "content": str(number)},), CollectionSpec(), level)
+
+
+def stream(levels: Sequence[str | None] = LEVELS) -> Iterator[Task]:
+    return (task(number, level) for number, level in enumerate(itertools.cycle(levels)))
+
+
+def number_of(one: Task) -> int:
+    return int(one.messages[0]["content"])
+
+
+def drawn(curriculum: Curriculum, count: int, success: Callable[[Task], float], first: int = 0) -> list[Task]:
+    """Takes tasks, and rewards each before the next one is taken."""
+    tasks = []
+    for number in range(first, first + count):
+        tasks.append(next(curriculum))
+        curriculum.learn(number, [success(tasks[-1])])
+    curriculum.settle()
+    return tasks
+
+
+def share_of(curriculum: Curriculum) -> dict[str, float]:
+    return {card.level: card.share for card in curriculum.cards}
+
+
+# ---- shares --------------------------------------------------------------------------------------
+
+
+def test_levels_are_drawn_by_the_variance_of_their_rewards_above_a_floor() -> None:
+    success = {"easy": 0.9, "fair": 0.5, "hard": 0.1}
+    settings = CurriculumConfig(enabled=True, floor=0.3, memory=5)
+    curriculum = Curriculum(stream(), settings, 0)
+    tasks = drawn(curriculum, 2000, lambda one: success[one.level or ""])
+    promise = {level: p * (1 - p) for level, p in success.items()}
+    expected = {level: 0.3 / 3 + 0.7 * value / sum(promise.values()) for level, value in promise.items()}
+    assert share_of(curriculum) == pytest.approx(expected, abs=0.005)
+    counts = Counter(one.level for one in tasks)
+    assert {level: count / 2000 for level, count in counts.items()} == pytest.approx(expected, abs=0.04)
+    assert {card.level: card.success for card in curriculum.cards} == pytest.approx(success, abs=0.005)
+    assert {card.level: card.drawn for card in curriculum.cards} == counts
+    assert figures(curriculum.cards)["curriculum/easy/drawn"] == counts["easy"]
+
+
+def test_levels_that_teach_nothing_keep_the_floor() -> None:
+    curriculum = Curriculum(stream(), ON, 0)
+    tasks = drawn(curriculum, 1000, lambda one: {"easy": 1.0, "fair": 0.5, "hard": 0.0}[one.level or ""])
+    counts = Counter(one.level for one in tasks[200:])
+    assert counts["fair"] / 800 > 0.8
+    assert min(counts.values()) / 800 > 0.2 / 3 / 2
+
+
+def test_with_equal_success_tasks_come_as_often_as_in_the_environment() -> None:
+    many = ("easy",) * 8 + ("hard",) * 2
+    curriculum = Curriculum(stream(many), ON, 0)
+    tasks = drawn(curriculum, 2000, lambda _: 0.3)
+    assert share_of(curriculum) == pytest.approx({"easy": 0.8, "hard": 0.2}, abs=0.02)
+    assert Counter(one.level for one in tasks)["hard"] / 2000 == pytest.approx(0.2, abs=0.04)
+
+
+def test_tasks_without_levels_come_in_their_own_order() -> None:
+    curriculum = Curriculum(stream([None]), ON, 0)
+    assert [number_of(one) for one in drawn(curriculum, 500, lambda one: number_of(one) % 2)] == [*range(500)]
+    assert share_of(curriculum) == {WITHOUT: 1.0}
+
+
+def test_success_that_changes_is_followed() -> None:
+    curriculum = Curriculum(stream(), ON, 0)
+    drawn(curriculum, 300, lambda one: {"easy": 0.5, "fair": 0.5, "hard": 0.0}[one.level or ""])
+    assert share_of(curriculum)["hard"] < 0.1
+    drawn(curriculum, 600, lambda one: {"easy": 1.0, "fair": 1.0, "hard": 0.5}[one.level or ""], first=300)
+    assert share_of(curriculum)["hard"] > 0.8
+
+
+def test_rewards_outside_of_0_to_1_are_cut() -> None:
+    curriculum = Curriculum(stream(["one"]), CurriculumConfig(enabled=True, memory=1), 0)
+    next(curriculum)
+    curriculum.learn(0, [-3.0, 7.0, 1.0, 1.0])
+    curriculum.settle()
+    assert [card.success for card in curriculum.cards] == [0.75]
+
+
+# ---- the environment's stream --------------------------------------------------------------------
+
+
+def test_a_task_is_drawn_once_and_those_of_a_level_in_their_order() -> None:
+    tasks = drawn(Curriculum(stream(), ON, 0), 300, lambda one: float(one.level != "hard"))
+    for level in LEVELS:
+        numbers = [number_of(one) for one in tasks if one.level == level]
+        assert numbers == sorted(set(numbers))
+
+
+def test_a_level_that_comes_later_is_found_and_tried() -> None:
+    late = itertools.chain(itertools.islice(stream(["easy"]), 1000), stream(["easy", "late"]))
+    tasks = drawn(Curriculum(late, ON, 0), 2000, lambda one: float(one.level == "easy"))
+    assert "late" in {one.level for one in tasks}
+
+
+def test_an_environment_that_ends_gives_all_its_tasks_first() -> None:
+    tasks = [*Curriculum(itertools.islice(stream(), 50), ON, 0)]
+    assert sorted(map(number_of, tasks)) == [*range(50)]
+
+
+def test_what_the_environment_raises_is_one_task() -> None:
+    class Fails(Iterator[Task]):
+        number = 0
+
+        def __next__(self) -> Task:
+            self.number += 1
+            if self.number == 3:
+                raise ValueError("no network")
+            return task(self.number, "one")
+
+    curriculum = Curriculum(Fails(), ON, 0)
+    with pytest.raises(ValueError, match="no network"):
+        next(curriculum)
+    assert [number_of(next(curriculum)) for _ in range(4)] == [1, 2, 4, 5]
+
+
+def test_too_many_levels_count_as_one() -> None:
+    curriculum = Curriculum((task(number, str(number)) for number in itertools.count()), ON, 0)
+    drawn(curriculum, 50, lambda _: 0.5)
+    assert len(curriculum.cards) == MOST_LEVELS + 1
+    assert curriculum.cards[-1].level == OTHER
+
+
+# ---- restarts ------------------------------------------------------------------------------------
+
+
+def rewards_by_chance(one: Task) -> float:
+    return Random(f"{one.level}/{number_of(one)}").random() ** (1 + LEVELS.index(one.level or ""))
+
+
+@pytest.mark.parametrize("stop", [1, 40, 700])
+def test_a_run_goes_on_from_its_state_as_if_it_had_not_stopped(stop: int) -> None:
+    whole = Curriculum(stream(), ON, 7)
+    expected = drawn(whole, 900, rewards_by_chance)
+    first = Curriculum(stream(), ON, 7)
+    before = drawn(first, stop, rewards_by_chance)
+    second = Curriculum(stream(), ON, 7, stop, first.state)
+    assert second.cards == first.cards
+    assert before + drawn(second, 900 - stop, rewards_by_chance, first=stop) == expected
+    assert second.state == whole.state
+    assert second.cards == whole.cards
+
+
+def test_a_level_that_is_drawn_rarely_keeps_its_newest_tasks_over_a_restart() -> None:
+    many = ("much",) * 40 + ("rare",)
+    first = Curriculum(stream(many), ON, 0)
+    drawn(first, 200, lambda one: float(one.level == "much") or 0.5)  # the queue of `much` overflows
+    second = Curriculum(stream(many), ON, 0, 200, first.state)
+    assert [next(second) for _ in range(100)] == [next(first) for _ in range(100)]
+
+
+def test_it_may_begin_in_the_middle_of_a_run() -> None:
+    curriculum = Curriculum(stream(), ON, 0, taken=90)
+    tasks = [next(curriculum) for _ in range(10)]
+    assert min(map(number_of, tasks)) >= 90
+    assert sum(card.drawn for card in curriculum.cards) == 10
+
+
+def test_rewards_count_in_the_order_of_tasks_whenever_they_come() -> None:
+    states = []
+    for order in (range(30), reversed(range(30))):
+        curriculum = Curriculum(stream(), ON, 0)
+        tasks = [next(curriculum) for _ in range(30)]
+        for number in order:
+            curriculum.learn(number, [rewards_by_chance(tasks[number])])
+        curriculum.settle()
+        states.append(curriculum.state)
+    assert states[0] == states[1]
+    curriculum.learn(5, [1.0])  # a second time
+    curriculum.settle()
+    assert curriculum.state == states[0]
+
+
+# ---- a learner -----------------------------------------------------------------------------------
+
+GROUP, TASKS = 8, 4
+"""Samples of a task, and tasks of an update."""
+
+
+def updates_to_learn(hardness: Sequence[float], curriculum: bool, seed: int, goal: float = 0.8) -> int:
+    """Updates until the hardest level is solved so often by a learner who is simulated: its skill grows with the
+    variance of the rewards in its groups, and a level is solved if the skill is above its hardness, more or less."""
+    skill, dice, levels = 0.0, Random(seed), [*map(str, range(len(hardness)))]
+    chooser = Curriculum(stream(levels), CurriculumConfig(enabled=True, floor=0.2 if curriculum else 1.0), seed)
+    for update in itertools.count(1):
+        gained = 0.0
+        for number in range((update - 1) * TASKS, update * TASKS):
+            level = int(next(chooser).level or "")
+            solved = _chance(skill, hardness[level])
+            rewards = [float(dice.random() < solved) for _ in range(GROUP)]
+            gained += fmean((reward - fmean(rewards)) ** 2 for reward in rewards)
+            chooser.learn(number, rewards)
+        skill += 0.3 * gained / TASKS
+        if _chance(skill, max(hardness)) >= goal:
+            return update
+    raise AssertionError
+
+
+def _chance(skill: float, hardness: float) -> float:
+    return 1 / (1 + math.exp(-4 * (skill - hardness)))
+
+
+def ratio(hardness: Sequence[float]) -> float:
+    both = [[updates_to_learn(hardness, each, seed) for seed in range(5)] for each in (True, False)]
+    return median(both[0]) / median(both[1])
+
+
+def test_a_learner_needs_fewer_updates_where_levels_build_on_each_other() -> None:
+    assert ratio([0.0, 1.0, 2.0, 3.0, 4.0]) <= 0.7
+
+
+def test_it_costs_nothing_where_levels_are_equal() -> None:
+    assert ratio([1.0, 1.0, 1.0, 1.0]) <= 1.05
