@@ -40,7 +40,7 @@ class NotFiniteLimit(Section):
 class KlStepLimit(Section):
     """How far one update moved the policy."""
 
-    limit: Number | None = Field(default=3.0, gt=0)
+    limit: Number | None = Field(default=2.0, gt=0)
     """Largest KL divergence of the policy before the update from the one after it, in nats per token. It is measured
     before the version goes live, which costs one more forward pass over a quarter of the tokens. cross_entropy, dpo and
     kto are not measured. null means no limit.

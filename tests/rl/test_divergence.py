@@ -50,7 +50,7 @@ def signals(rules: DivergenceRules, **metrics: float) -> list[str]:
     ("metrics", "signal"),
     [
         ({"loss": math.nan}, "not_finite"),
-        ({"kl_step": 3.1}, "kl_step"),
+        ({"kl_step": 2.1}, "kl_step"),
         ({"ratio_mean": 2.1}, "ratio"),
         ({"ratio_mean": 0.49}, "ratio"),
         ({"entropy": 0.19, "reward_mean": 0.4}, "entropy"),
