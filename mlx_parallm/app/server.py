@@ -98,6 +98,7 @@ class IntegratedServer:
                 registration(config, served, step=0) if server.atropos_api else None,
                 served.training.policies if served.training else None,
                 config.rl_training.tinker,
+                served.training.averages if served.training else None,
             )
             if self._trains:  # requests can only be collected once the adapter is trained
                 await self._training_started.wait()

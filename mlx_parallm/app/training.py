@@ -10,6 +10,7 @@ from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.library import AdapterLibrary
 from mlx_parallm.adapters.service import AdapterService
 from mlx_parallm.adapters.store import AdapterStore
+from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.config import Config, Mode, ResolvedTraining, RLTrainingConfig
 from mlx_parallm.core import BASE_ADAPTER, AdapterRef, EngineClient, TextTokenizer
 from mlx_parallm.engine.processor import ContinuousBatchProcessor
@@ -18,10 +19,12 @@ from mlx_parallm.model.device import on_cpu
 from mlx_parallm.model.hooks import install_hook
 from mlx_parallm.model.manager import SharedModelManager
 from mlx_parallm.model.split import query_heads
+from mlx_parallm.rl.averages import Averages
 from mlx_parallm.rl.checkpoints import PolicyCheckpoints
 from mlx_parallm.rl.collect.log import TrajectoryLog
 from mlx_parallm.rl.environments import Task, answers_of, environment, read_system_prompt, with_system_prompt
 from mlx_parallm.rl.evaluation import AnswerSettings, Evaluator, HeldOutTask
+from mlx_parallm.rl.gate import Gate
 from mlx_parallm.rl.held_out import held_out_tasks
 from mlx_parallm.rl.learn.footprint import Footprint
 from mlx_parallm.rl.learn.learner import Learner
@@ -97,12 +100,13 @@ def footprint_of(manager: SharedModelManager, bank: AdapterBank, head_rank: int 
 @dataclass(frozen=True, slots=True)
 class TrainingRuntime:
     """The service that collects and learns, and its parts. `policies`: those that clients train step by step.
-    `held_out`: the tasks of evaluations, which are not to be trained on."""
+    `averages`: of adapters. `held_out`: the tasks of evaluations, which are not to be trained on."""
 
     service: TrainingService
     scorers: ScoringService
     learner: Learner
     policies: PolicyService
+    averages: Averages
     default_adapter: str
     held_out: tuple[Task, ...] = ()
 
@@ -147,9 +151,12 @@ def build_training(
 
     held_out = held_out_of(config)
 
-    async def policy_of(ref: AdapterRef) -> PolicySnapshot:
+    async def weights_of(ref: AdapterRef) -> AdapterWeights:
         with store.registry.lease(str(ref)) as version:
-            return PolicySnapshot(await adapters.weights(version), {}, 0)
+            return await adapters.weights(version)
+
+    async def policy_of(ref: AdapterRef) -> PolicySnapshot:
+        return PolicySnapshot(await weights_of(ref), {}, 0)
 
     parts = TrainingParts(
         learner=learner,
@@ -168,7 +175,10 @@ def build_training(
     policies = PolicyService(
         learner, adapters, parts.checkpoints, store.registry, library.layout, library.max_rank, most
     )
-    return TrainingRuntime(TrainingService(parts, default), scorers, learner, policies, default, held_out)
+    service = TrainingService(parts, default)
+    gate = Gate(eval_floor=training.gate.eval_floor)
+    averages = Averages(adapters, parts.evaluator, gate, weights_of, service.has_adapter, library.max_rank)
+    return TrainingRuntime(service, scorers, learner, policies, averages, default, held_out)
 
 
 def reward_of(config: Config) -> RewardSpec | None:

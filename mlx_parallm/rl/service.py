@@ -349,6 +349,10 @@ class TrainingService:
         await self._finished(loop.roll_back(to))
         return self.status(adapter)
 
+    def has_adapter(self, name: str) -> bool:
+        """Whether an adapter of this name is in training, whatever version of it is live."""
+        return name in self._loops
+
     def trains(self, selector: str | None) -> bool:
         """See `core.TrainingClient.trains`."""
         loop = self._loops.get(self._default if selector is None else selector)

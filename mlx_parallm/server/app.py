@@ -22,7 +22,15 @@ from starlette.routing import Route
 
 from mlx_parallm import __version__
 from mlx_parallm.config import ServerConfig, TinkerConfig
-from mlx_parallm.core import AdapterClient, EngineClient, ModelCard, PolicyClient, TextTokenizer, TrainingClient
+from mlx_parallm.core import (
+    AdapterClient,
+    AveragingClient,
+    EngineClient,
+    ModelCard,
+    PolicyClient,
+    TextTokenizer,
+    TrainingClient,
+)
 from mlx_parallm.errors import ConfigError, EngineDeadError
 from mlx_parallm.grammar.compiler import LLCompiler
 from mlx_parallm.rl.atropos.trajectory_api import Registration
@@ -32,7 +40,7 @@ from mlx_parallm.server.api.chat import route as chat
 from mlx_parallm.server.api.chat.history import EpisodeHistories
 from mlx_parallm.server.api.responses import route as responses
 from mlx_parallm.server.api.responses.conversation import ResponseStore
-from mlx_parallm.server.api.training import compare, people, schedule
+from mlx_parallm.server.api.training import average, compare, people, schedule
 from mlx_parallm.server.api.training import route as training_routes
 from mlx_parallm.server.errors import install_handlers
 from mlx_parallm.server.http.connection import ConnectionLimits, LimitedProtocol, reserve_open_files
@@ -59,6 +67,7 @@ ROUTES = (
     training_routes,
     people,
     compare,
+    average,
     schedule,
     control,
     ops,
@@ -86,9 +95,10 @@ def create_app(
     atropos: Registration | None = None,
     policies: PolicyClient | None = None,
     tinker: TinkerConfig | None = None,
+    averages: AveragingClient | None = None,
 ) -> FastAPI:
-    """The HTTP server of `engine`, `adapters`, `training` and `policies` (None if the server does not train). Routes
-    find these parts on `app.state.services` (a `Services`).
+    """The HTTP server of `engine`, `adapters`, `training`, `policies` and `averages` (None if the server does not
+    train). Routes find these parts on `app.state.services` (a `Services`).
 
     Args:
         atropos: how this trainer describes itself to environments of Atropos; None: its API is not served.
@@ -116,6 +126,7 @@ def create_app(
         started_at=int(time.time()),
         model_names=frozenset({*card.names, GENERIC_NAME}),
         tinker=None if policies is None else TinkerServer(policies, card, tinker or TinkerConfig()),
+        averages=averages,
     )
     modules: tuple[ModuleType, ...] = ROUTES
     if atropos is not None and training is not None:

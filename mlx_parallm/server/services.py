@@ -15,6 +15,7 @@ from mlx_parallm.core import (
     AdapterCard,
     AdapterClient,
     AdapterRef,
+    AveragingClient,
     EngineClient,
     GrammarCompiler,
     ModelCard,
@@ -37,9 +38,9 @@ from mlx_parallm.server.protocols.tinker.server import TinkerServer
 class Services:
     """The parts behind the routes.
 
-    `training` and `tinker` are None if the server does not train. `started_at` is Unix time in seconds. `model_names`
-    are the values of the field `model` that mean the served model and no adapter. `schedule_lock` is held while the
-    schedule is changed, so that each change starts from the one before.
+    `training`, `tinker` and `averages` are None if the server does not train. `started_at` is Unix time in seconds.
+    `model_names` are the values of the field `model` that mean the served model and no adapter. `schedule_lock` is held
+    while the schedule is changed, so that each change starts from the one before.
     """
 
     engine: EngineClient
@@ -59,6 +60,7 @@ class Services:
     started_at: int
     model_names: frozenset[str]
     tinker: TinkerServer | None = None
+    averages: AveragingClient | None = None
     schedule_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def check_open(self) -> None:
@@ -126,6 +128,12 @@ class Services:
         if self.training is None:
             raise TrainingDisabledError("This server does not train; start it with --enable-rl-training.", param=param)
         return self.training
+
+    def require_averages(self) -> AveragingClient:
+        """What averages adapters. Raises TrainingDisabledError if the server does not train."""
+        if self.averages is None:
+            raise TrainingDisabledError("This server does not train; start it with --enable-rl-training.")
+        return self.averages
 
 
 async def services_of(request: Request) -> Services:

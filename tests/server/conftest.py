@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
-from server.fake_control import FakeAdapters, FakeTraining
+from server.fake_control import FakeAdapters, FakeAverages, FakeTraining
 from server.fakes import CARD, ByteTokenizer, FakeEngine
 
 from mlx_parallm.config import ServerConfig
@@ -50,11 +50,17 @@ def training():
 
 
 @pytest.fixture
-def make_client(engine, adapters, training):
+def averages(training):
+    return training and FakeAverages()
+
+
+@pytest.fixture
+def make_client(engine, adapters, training, averages):
     """`make_client(**settings)` → an httpx client on an in-process app; `client.app` is the app."""
 
     def make(**settings):
-        app = create_app(engine, adapters, training, ByteTokenizer(), CARD, ServerConfig(**settings))
+        parts = (engine, adapters, training, ByteTokenizer(), CARD, ServerConfig(**settings))
+        app = create_app(*parts, averages=averages)
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         client = httpx.AsyncClient(transport=transport, base_url="http://localhost:8000")
         client.app = app

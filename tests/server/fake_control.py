@@ -9,6 +9,7 @@ from mlx_parallm.core import (
     AdapterCard,
     AdapterRef,
     AdapterStats,
+    AverageCard,
     CheckpointCard,
     ComparisonCard,
     EditCard,
@@ -204,6 +205,21 @@ class FakeCompetition:
             raise self.error
         self.known["policy"] = card
         return card
+
+
+class FakeAverages:
+    """Holds every average back. `asked`: the specs; `error`: what is raised instead."""
+
+    def __init__(self):
+        self.asked = []
+        self.error = None
+
+    async def average(self, spec):
+        self.asked.append(spec)
+        if self.error:
+            raise self.error
+        members = [AdapterRef(name, 1) for name in spec.adapters]
+        return AverageCard(members, None, "too low", 8, 16, 0.25, "model.layers.0.mlp.up_proj", 0.5, None, "")
 
 
 class FakeTraining:

@@ -273,7 +273,7 @@ def status_object(status: TrainingStatus, current: AdapterRef | None) -> Trainin
         drops=dict(status.drops),
         skips=dict(status.skips),
         divergences=[divergence_object(each) for each in status.last_divergences],
-        evaluation=None if status.evaluation is None else _evaluation(status.evaluation),
+        evaluation=None if status.evaluation is None else evaluation_object(status.evaluation),
         rollouts=None if status.rollouts is None else RolloutsObject.of(status.rollouts),
         best_lora=_name(status.best),
         available_checkpoints=list(status.checkpoints),
@@ -283,7 +283,7 @@ def status_object(status: TrainingStatus, current: AdapterRef | None) -> Trainin
     )
 
 
-def _evaluation(result: EvaluationResult) -> EvaluationObject:
+def evaluation_object(result: EvaluationResult) -> EvaluationObject:
     return EvaluationObject(
         lora_adapter=str(result.adapter),
         step=result.step,

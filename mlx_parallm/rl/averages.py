@@ -1,0 +1,125 @@
+"""Averages of adapters that the server has: made, evaluated, saved and published as versions of a name."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+
+from mlx_parallm.adapters.average import Average, average
+from mlx_parallm.adapters.service import AdapterService
+from mlx_parallm.adapters.weights import AdapterWeights, VersionInfo
+from mlx_parallm.core import (
+    BASE_ADAPTER,
+    AdapterRef,
+    AverageCard,
+    AverageSpec,
+    EvaluationResult,
+    check_name,
+)
+from mlx_parallm.errors import ConfigError, ConflictError, InvalidRequestError
+from mlx_parallm.rl.evaluation import EvaluationError, Evaluator
+from mlx_parallm.rl.events import Refusal
+from mlx_parallm.rl.gate import Gate
+
+_log = logging.getLogger(__name__)
+
+
+class Averages:
+    """Implements `core.AveragingClient`. One average is made at a time.
+
+    An average goes live when it is evaluated, if versions are evaluated, and is in a checkpoint. Until then no name
+    means it, and a request that fails or is cancelled leaves nothing of it.
+
+    Args:
+        evaluator: None: versions are not evaluated.
+        gate: has the floor of evaluations.
+        weights_of: gives the weights of a version.
+        is_trained: whether an adapter of this name is in training.
+        max_rank: the largest rank that can be served.
+    """
+
+    def __init__(
+        self,
+        adapters: AdapterService,
+        evaluator: Evaluator | None,
+        gate: Gate,
+        weights_of: Callable[[AdapterRef], Awaitable[AdapterWeights]],
+        is_trained: Callable[[str], bool],
+        max_rank: int,
+    ) -> None:
+        self._adapters = adapters
+        self._evaluator = evaluator
+        self._gate = gate
+        self._weights_of = weights_of
+        self._is_trained = is_trained
+        self._max_rank = max_rank
+        self._one_at_a_time = asyncio.Lock()
+
+    async def average(self, spec: AverageSpec) -> AverageCard:
+        """See `core.AveragingClient.average`."""
+        check_name(spec.name, "lora_adapter")
+        if self._is_trained(spec.name):
+            raise ConflictError(
+                f"lora_adapter: {spec.name!r} is in training, which makes its versions; give the average another name",
+                param="lora_adapter",
+            )
+        async with self._one_at_a_time:
+            members = [await self._member(selector) for selector in spec.adapters]
+            mean = await asyncio.to_thread(self._mean, [weights for _, weights in members], spec)
+            return await self._publish(spec.name, [ref for ref, _ in members], mean)
+
+    async def _member(self, selector: str) -> tuple[AdapterRef, AdapterWeights]:
+        with self._adapters.lease(selector) as ref:
+            if ref == BASE_ADAPTER:
+                raise InvalidRequestError("adapters: the base model is no adapter; leave it out.", param="adapters")
+            return ref, await self._weights_of(ref)
+
+    def _mean(self, members: Sequence[AdapterWeights], spec: AverageSpec) -> Average:
+        try:
+            mean = average(members, spec.weights, spec.rank)
+        except ConfigError as error:  # its messages begin with the flag of the command
+            text = str(error).removeprefix("--")
+            name = text.partition(":")[0]
+            raise InvalidRequestError(text, name if name in ("weights", "rank") else "adapters") from error
+        if mean.weights.rank > self._max_rank:
+            raise InvalidRequestError(
+                f"rank: {mean.weights.rank} is over --max-lora-rank {self._max_rank}: give a smaller rank, or start "
+                "the server with a larger one",
+                "rank",
+            )
+        return mean
+
+    async def _publish(self, name: str, members: Sequence[AdapterRef], mean: Average) -> AverageCard:
+        info = VersionInfo.of(mean.weights)
+        version = await self._adapters.publish(name, mean.weights, info, goes_live=False)
+        live, checkpoint = None, ""
+        try:
+            evaluation, refusal = await self._judge(version.ref)
+            if refusal is None:
+                metrics = {} if evaluation is None else evaluation.metrics
+                card = await self._adapters.save_checkpoint(str(version.ref), None, (), metrics)
+                await self._adapters.flip(version.ref)
+                live, checkpoint = version.ref, card.name
+        finally:
+            if live is None:
+                self._adapters.discard(version.ref)
+        reason = "" if refusal is None else refusal.reason
+        worst = mean.worst
+        worst_error = mean.reductions[worst].error
+        rank, full_rank = mean.weights.rank, mean.full_rank
+        return AverageCard(
+            members, live, reason, rank, full_rank, mean.error, worst, worst_error, evaluation, checkpoint
+        )
+
+    async def _judge(self, ref: AdapterRef) -> tuple[EvaluationResult | None, Refusal | None]:
+        """The evaluation of the average, and why it must not go live. An average whose evaluation fails does not."""
+        if self._evaluator is None:
+            return None, None
+        try:
+            with self._adapters.lease(str(ref)):
+                result = await self._evaluator.evaluate(ref, 0)
+        except EvaluationError as error:
+            _log.warning("the evaluation of %s failed: %s", ref, error)
+            return None, Refusal("evaluation", f"the evaluation failed: {error}")
+        return result, self._gate.judge_evaluation(result)

@@ -1,0 +1,110 @@
+"""`/v1/training/average`: the weighted mean of adapters as a version, evaluated before it goes live."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Depends
+from pydantic import Field
+
+from mlx_parallm.core import AverageCard, AverageSpec
+from mlx_parallm.errors import (
+    ConflictError,
+    EngineDeadError,
+    EngineError,
+    StorageError,
+    TrainingDisabledError,
+    UnknownModelError,
+)
+from mlx_parallm.server.api.fields import INT32_MAX, WireInput, WireOutput
+from mlx_parallm.server.api.training.objects import EvaluationObject, evaluation_object
+from mlx_parallm.server.errors import DrainingError
+from mlx_parallm.server.http.body import json_body
+from mlx_parallm.server.openapi import raises
+from mlx_parallm.server.planning import MAX_ADAPTER_NAME, adapter_named_by
+from mlx_parallm.server.services import ServicesDep
+
+MAX_ADAPTERS = 64
+
+ERRORS = (
+    UnknownModelError,
+    ConflictError,
+    TrainingDisabledError,
+    EngineError,
+    StorageError,
+    DrainingError,
+    EngineDeadError,
+)
+
+router = APIRouter()
+
+Selector = Annotated[str, Field(min_length=1, max_length=MAX_ADAPTER_NAME)]
+
+
+class AverageBody(WireInput):
+    """The adapters to average."""
+
+    adapters: Annotated[list[Selector], Field(min_length=2, max_length=MAX_ADAPTERS)]
+    """Two versions or more, each a name, `name@version`, or a checkpoint of the default adapter."""
+    weights: Annotated[list[float], Field(max_length=MAX_ADAPTERS)] | None = None
+    """One number above 0 for each adapter, such as its number of examples. By default, all weigh the same."""
+    rank: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    """Largest rank of the average. By default, the sum of the adapters' ranks, at which it is exact."""
+    lora_adapter: Annotated[str, Field(min_length=1, max_length=MAX_ADAPTER_NAME)]
+    """The adapter that the average becomes a version of. It must not be in training."""
+
+
+class AverageObject(WireOutput):
+    """An average that was made."""
+
+    status: Literal["published", "held"]
+    """`held`: it does not go live, and nothing of it is kept."""
+    reason: str
+    """Why it was held; empty if it is live."""
+    lora_adapter: str | None
+    """The version that is live now; null if it was held."""
+    adapters: list[str]
+    """The versions that were averaged."""
+    rank: int
+    """Rank of the average."""
+    full_rank: int
+    """The rank at which it would be exact."""
+    error: float
+    """The part of the mean's Frobenius norm that the rank loses, 0 to 1."""
+    worst: str
+    """The linear that loses the largest part."""
+    worst_error: float
+    """The part that it loses, 0 to 1."""
+    evaluation: EvaluationObject | None
+    """Its mean reward on the held-out tasks; null if the server does not evaluate versions, or if that failed."""
+    checkpoint: str | None
+    """Its checkpoint; null if it was held."""
+
+
+@router.post("/v1/training/average", responses=raises(*ERRORS))
+async def average(
+    body: Annotated[AverageBody, Depends(json_body(AverageBody))], services: ServicesDep
+) -> AverageObject:
+    """Makes the weighted mean of what adapters add to each linear a version of an adapter. If the server evaluates
+    versions, the average is evaluated first, and is held if that fails or if its mean reward is below
+    `gate.eval_floor`. When the answer comes, it is live and has a checkpoint, or is held."""
+    averages = services.require_averages()
+    spec = AverageSpec(body.adapters, body.lora_adapter, body.weights, body.rank)
+    with adapter_named_by("adapters", *body.adapters):
+        return average_object(await services.lifecycle.run_to_end(averages.average(spec)))
+
+
+def average_object(card: AverageCard) -> AverageObject:
+    return AverageObject(
+        status="held" if card.live is None else "published",
+        reason=card.reason,
+        lora_adapter=None if card.live is None else str(card.live),
+        adapters=[str(ref) for ref in card.adapters],
+        rank=card.rank,
+        full_rank=card.full_rank,
+        error=card.error,
+        worst=card.worst,
+        worst_error=card.worst_error,
+        evaluation=None if card.evaluation is None else evaluation_object(card.evaluation),
+        checkpoint=card.checkpoint or None,
+    )

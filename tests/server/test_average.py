@@ -1,0 +1,67 @@
+"""`/v1/training/average` over HTTP. What becomes of an average is in `tests/app/test_averages.py`."""
+
+import pytest
+
+from mlx_parallm.core import AverageSpec
+from mlx_parallm.errors import AdapterFileError, ConflictError, StorageError, UnknownModelError
+
+AVERAGE = "/v1/training/average"
+GOOD = {"adapters": ["a", "b"], "lora_adapter": "mean"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"adapters": ["a"]}, "adapters"),
+        ({"adapters": ["a"] * 65}, "adapters"),
+        ({"adapters": ["a", ""]}, "adapters[1]"),
+        ({"adapters": ["a", "x" * 161]}, "adapters[1]"),
+        ({"adapters": "a,b"}, "adapters"),
+        ({"weights": ["half", 1]}, "weights[0]"),
+        ({"rank": 0}, "rank"),
+        ({"rank": 2**40}, "rank"),
+        ({"lora_adapter": ""}, "lora_adapter"),
+        ({"lora_adapter": None}, "lora_adapter"),
+        ({"lora_name": "mean"}, "lora_name"),
+    ],
+)
+async def test_a_bad_body_names_its_field(client, averages, fault, changes, param):
+    response = await client.post(AVERAGE, json=GOOD | changes)
+    assert (response.status_code, fault(response)["param"]) == (400, param)
+    assert not averages.asked
+
+
+async def test_an_average_that_is_held_is_an_answer_that_says_why(client, averages):
+    response = await client.post(AVERAGE, json=GOOD | {"weights": [5, 3], "rank": 8})
+    assert (response.status_code, response.json()) == (
+        200,
+        {
+            "status": "held",
+            "reason": "too low",
+            "lora_adapter": None,
+            "adapters": ["a@1", "b@1"],
+            "rank": 8,
+            "full_rank": 16,
+            "error": 0.25,
+            "worst": "model.layers.0.mlp.up_proj",
+            "worst_error": 0.5,
+            "evaluation": None,
+            "checkpoint": None,
+        },
+    )
+    assert averages.asked == [AverageSpec(["a", "b"], "mean", [5.0, 3.0], 8)]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "param"),
+    [
+        (UnknownModelError("no such adapter"), 404, "adapters"),
+        (ConflictError("in training", "lora_adapter"), 409, "lora_adapter"),
+        (AdapterFileError("changed", "lora_path"), 400, "lora_path"),
+        (StorageError("the disk is full"), 507, None),
+    ],
+)
+async def test_what_fails_is_told(client, averages, fault, error, status, param):
+    averages.error = error
+    response = await client.post(AVERAGE, json=GOOD)
+    assert (response.status_code, fault(response)["param"]) == (status, param)
