@@ -55,8 +55,8 @@ def test_reinforcement_learning_raises_the_reward(tmp_path: Path, report: Report
     rewards = found["env/all/reward/total"]
     assert len(rewards) == 8
     gain = fmean(rewards[-3:]) - fmean(rewards[:3])
-    report("cookbook: gain of the last three of 8 updates", gain, limit=0.15, at_least=True)
-    assert gain > 0.15, rewards
+    report("cookbook: gain of the last three of 8 updates over the first three", gain, limit=0.1, at_least=True)
+    assert gain >= 0.1, rewards
     kl = max(map(abs, found["optim/kl_sample_train_v1"]))
     report("cookbook: KL of the sampler and the trainer, x 1e-6", 1e6 * kl, limit=1000)
     assert kl < 1e-3, "the sampler and the trainer agree"

@@ -87,7 +87,7 @@ class OneWord(ProblemEnv):
         self.prompt, self.answer = prompt, answer
 
     def get_question(self):
-        return self.prompt
+        return self.prompt + " Answer with one word."
 
     def check_answer(self, sample_str):
         words = re.findall("[a-z]+", sample_str.lower())
