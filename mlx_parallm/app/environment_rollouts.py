@@ -8,14 +8,14 @@ from __future__ import annotations
 import itertools
 import logging
 import re
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 
 from mlx_parallm.app.build import Served
 from mlx_parallm.app.inference import build_inference
 from mlx_parallm.app.training import TrainingRuntime, reward_of
 from mlx_parallm.config import Config
-from mlx_parallm.core import BASE_ADAPTER, Event, GenerationRequest, LevelCard, TrainingEvent
+from mlx_parallm.core import BASE_ADAPTER, Event, GenerationRequest, LevelCard, TrainingEvent, Trajectory
 from mlx_parallm.errors import ConfigError, InvalidRequestError
 from mlx_parallm.rl.curriculum import Curriculum
 from mlx_parallm.rl.environments import Environment, Task, is_of_episodes, read_system_prompt
@@ -80,7 +80,7 @@ class EnvironmentRollouts:
         return self._taken if self._rollouts is None else self._rollouts.taken
 
     @property
-    def levels(self) -> Sequence[LevelCard]:
+    def levels(self) -> tuple[LevelCard, ...]:
         """The levels of the curriculum, as far as they are known; empty without a curriculum."""
         return self._curriculum.cards if self._curriculum else ()
 
@@ -126,12 +126,14 @@ class EnvironmentRollouts:
 
     def _learn_rewards(self, event: TrainingEvent) -> None:
         """Notes the rewards of the tasks of this run."""
-        if event.kind != "scored" or not event.data["complete"] or self._curriculum is None:
-            return
+        if event.kind == "scored" and event.data.get("complete"):
+            self._learn(event.data["group_id"], event.data.get("rewards", ()))
+
+    def _learn(self, group_id: str, rewards: Collection[float]) -> None:
         assert self._served.run is not None
-        group = re.fullmatch(rf"(?:group-)?rollout-{self._served.run.id}-(\d+)(?:-\d+)?", event.data["group_id"])
-        if group is not None:
-            self._curriculum.learn(int(group[1]), event.data["rewards"])
+        group = re.fullmatch(rf"(?:group-)?rollout-{self._served.run.id}-(\d+)(?:-\d+)?", group_id)
+        if group is not None and self._curriculum is not None:
+            self._curriculum.learn(int(group[1]), [*rewards])
 
     def _build(self, tasks: Iterator[Task], taken: int) -> Rollouts:
         training, served = self._config.rl_training, self._served
@@ -163,12 +165,18 @@ class EnvironmentRollouts:
             self._source,
             self._thread,
             self._ask,
-            self._training.service.collect_episodes,
+            self._collect_episodes,
             self._served.tokenizer,
             settings,
             self._on_drawn,
         )
         return episodes.draw
+
+    async def _collect_episodes(self, trajectories: Sequence[Trajectory], rewards: Mapping[str, float]) -> str:
+        """See `Collector.collect_episodes`. A group without a signal ends there without an event, so its rewards are
+        noted here. Rewards of a scoring function come as an event."""
+        self._learn(trajectories[0].group_id, rewards.values())
+        return await self._training.service.collect_episodes(trajectories, rewards)
 
     def _generate(self, request: GenerationRequest) -> AsyncIterator[Event]:
         """Draws from the inference engine, and collects what it draws."""

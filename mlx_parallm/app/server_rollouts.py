@@ -97,6 +97,7 @@ class ServerRollouts:
             groups_drawn=self._drawn,
             tasks_failed=self._failed,
             last_failure=self._last_failure,
+            levels=self._rollouts.levels,
         )
 
     async def _taken_before(self) -> int:

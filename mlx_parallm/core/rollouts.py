@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from mlx_parallm.core.levels import LevelCard
+
 
 @dataclass(frozen=True, slots=True)
 class RolloutStatus:
@@ -18,6 +20,7 @@ class RolloutStatus:
         groups_drawn: tasks answered since start. Some of their episodes may have failed.
         tasks_failed: tasks since start that could not be answered.
         last_failure: of a task, of an episode, or of the environment as a whole; for people, empty if there was none.
+        levels: those of the curriculum, as far as they are known; empty without a curriculum.
     """
 
     environment: str
@@ -26,6 +29,7 @@ class RolloutStatus:
     groups_drawn: int = 0
     tasks_failed: int = 0
     last_failure: str = ""
+    levels: tuple[LevelCard, ...] = ()
 
     @property
     def outcomes(self) -> Mapping[str, int]:

@@ -39,6 +39,17 @@ class Turns:
         return float(sum(first.token_ids) % 7)
 
 
+class Levels(Turns):
+    "One level is always solved, the other never or always."
+    def tasks(self, seed):
+        return (Task(({"role": "user", "content": f"{n}"},), CollectionSpec(), ("sure", "open")[n % 2])
+                for n in itertools.count())
+
+    async def rollout(self, client, task):
+        answer = await client.ask(task.messages)
+        return 1.0 if task.level == "sure" else float(sum(answer.token_ids) % 2)
+
+
 class Few(Turns):
     def tasks(self, seed):
         return (task(f"task {number}") for number in range(2))
@@ -126,6 +137,17 @@ async def test_it_collects_and_learns_while_it_answers_and_goes_on_after_a_resta
         drawn = {card["group_id"] for card in cards if card["turn"] == 0}
         new = [int(group.rpartition("-")[2]) for group in drawn - before]
         assert min(new) > max(numbers), "no task is answered twice"
+
+
+@pytest.mark.timeout(120)
+async def test_a_curriculum_draws_its_tasks_and_is_in_the_status(tmp_path: Path) -> None:
+    server, port = make(tmp_path, "own.py:Levels", rl_training__curriculum__enabled=True), free_port()
+    async with running(server.run_training_loop(), server.run_inference(port=port), port=port) as client:
+        status = await status_when(client, lambda status: status["rollouts"]["groups_drawn"] >= 24)
+        levels = {level["level"]: level for level in status["rollouts"]["levels"]}
+    assert sum(level["drawn"] for level in levels.values()) == status["rollouts"]["tasks_taken"]
+    assert levels["sure"]["success"] > levels["open"]["success"]
+    assert levels["open"]["share"] > levels["sure"]["share"]
 
 
 @pytest.mark.timeout(120)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from mlx_parallm.core import AdapterRef, Divergence, EvaluationResult, RolloutStatus, TrainingStatus
+from mlx_parallm.core import AdapterRef, Divergence, EvaluationResult, LevelCard, RolloutStatus, TrainingStatus
 from mlx_parallm.errors import (
     AdapterFileError,
     ConflictError,
@@ -53,7 +53,7 @@ FULL = TrainingStatus(
     last_divergences=(Divergence("kl_step", 5.0, 3.0, "hold", "too far", 1_800_000_000.25),),
     reward_running_mean=0.5,
     evaluation=EvaluationResult(AdapterRef("policy", 5), 5, 0.5, 0.25, 0.75, 32, 1, 1_800_000_000.25),
-    rollouts=RolloutStatus("words", "drawing", 9, 6, 2, "task 3: no network"),
+    rollouts=RolloutStatus("words", "drawing", 9, 6, 2, "task 3: no network", (LevelCard("easy", 0.5, 0.25, 9),)),
     best=AdapterRef("policy", 5),
     checkpoints=("checkpoint-3", "checkpoint-6"),
     trained=("policy",),
@@ -123,6 +123,7 @@ FULL_JSON = {
         "groups_drawn": 6,
         "tasks_failed": 2,
         "last_failure": "task 3: no network",
+        "levels": [{"level": "easy", "success": 0.5, "share": 0.25, "drawn": 9}],
     },
     "best_lora": "policy@5",
     "available_checkpoints": ["checkpoint-3", "checkpoint-6"],
