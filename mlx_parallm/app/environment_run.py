@@ -69,7 +69,7 @@ class EnvironmentRun(TrainingRun):
             report = await self.service.update(given=batch, progress={STEPS: 0, TASKS: 0, WARM_UP: number})
             if report.status != "published":
                 raise TrainingFailedError(f"update {number} of the warm-up was {report.status}: {report.reason}")
-            _log.info("warm-up %d of %d: loss %.3f", number, len(batches), report.metrics.get("loss", float("nan")))
+            _log.info("update %d of %d of the warm-up is made", number, len(batches))
 
     async def _close(self) -> None:
         await self.rollouts.close()

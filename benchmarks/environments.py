@@ -1,0 +1,217 @@
+"""Trains on environments: a task with a tool, and a server that collects by itself while clients use it.
+
+    python benchmarks/environments.py [--only tool server] [--seeds 0 1] [--steps 30] [--updates 15] [--seconds 120]
+        [--model-path DIR] [--out FILE]
+
+`tool`: mlx_parallm_train on `calculator`, once without examples for one step, and once with 40 examples and --steps.
+`server`: 8 clients stream chats; first from a server that only serves, for --seconds, then from one that draws rollouts
+of `words` by itself until it has made --updates. A seed of both takes about an hour on two cores. Nothing else should
+run on the machine meanwhile.
+"""
+
+import argparse
+import asyncio
+import json
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+
+import httpx
+from lib import machine, report
+from lib.figures import Figure, spread
+from lib.load import Stream
+
+HERE = Path(__file__).parent
+EXAMPLES, CLIENTS, ENDS = 40, 8, 3
+"""Examples of the warm-up, clients, and updates whose mean reward is taken at the beginning and at the end."""
+GAIN, LIVE_SHARE = 0.3, 0.83
+START_S, STOP_S = 300, 120
+CHAT = {"messages": [{"role": "user", "content": "Tell me about a city."}], "max_tokens": 48, "stream": True}
+CHAT |= {"stream_options": {"include_usage": True}, "model": "base-model"}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolRun:
+    """Mean rewards: of the model as it is, of the first steps after the warm-up, and of the last ones."""
+
+    seed: int
+    untrained: float
+    warmed_up: float
+    trained: float
+
+
+@dataclass(frozen=True, slots=True)
+class ServedRun:
+    """Mean rewards of the first and the last updates; tokens per second of all clients together, by server."""
+
+    seed: int
+    first: float
+    last: float
+    alone: float
+    beside: float
+
+
+# ---- a tool --------------------------------------------------------------------------------------
+
+
+def tool_run(seed: int, arguments: argparse.Namespace, folder: Path) -> ToolRun:
+    def rewards(name: str, *flags: str) -> list[float]:
+        run = folder / f"{name}-{seed}"
+        common = ["--environment", "calculator", "--max-tokens", "16", "--learning-rate", "5e-4", "--seed", str(seed)]
+        plot = ["--plot", str(folder / "curves.png")]
+        _program("train", arguments, *common, *flags, *plot, "--checkpoint-dir", str(run), wait=True)
+        return _rewards(run)
+
+    untrained = rewards("untrained", "--steps", "1", "--prompts-per-step", "8")
+    trained = rewards("trained", "--steps", str(arguments.steps), "--warm-up", str(EXAMPLES))
+    return ToolRun(seed, fmean(untrained), fmean(trained[:ENDS]), fmean(trained[-ENDS:]))
+
+
+# ---- a server ------------------------------------------------------------------------------------
+
+
+def served_run(seed: int, arguments: argparse.Namespace, folder: Path) -> ServedRun:
+    run = folder / f"served-{seed}"
+    with _server(arguments, "--seed", str(seed)) as port:
+        alone = asyncio.run(_tokens_per_second(port, _after(arguments.seconds)))
+    flags = ["--enable-rl-training", "--environment", "words", "--update-frequency", "32", "--learning-rate", "1e-3"]
+    config = folder / "words.yaml"
+    config.write_text("rl_training:\n  max_completion_tokens: 8\n")
+    flags += ["--config", str(config), "--checkpoint-dir", str(run), "--seed", str(seed)]
+    with _server(arguments, *flags) as port:
+        beside = asyncio.run(_tokens_per_second(port, lambda: len(_rewards(run)) >= arguments.updates))
+    rewards = _rewards(run)
+    return ServedRun(seed, fmean(rewards[:ENDS]), fmean(rewards[-ENDS:]), alone, beside)
+
+
+async def _tokens_per_second(port: int, ended: Callable[[], bool]) -> float:
+    """Of `CLIENTS` clients that ask again and again, until `ended`."""
+    began, tokens = time.perf_counter(), 0
+
+    async def client(number: int) -> None:
+        nonlocal tokens
+        asked = 0
+        while not ended():
+            stream = Stream(port, {**CHAT, "seed": 1000 * number + asked})
+            await stream.run()
+            tokens, asked = tokens + stream.tokens, asked + 1
+
+    await asyncio.gather(*map(client, range(CLIENTS)))
+    return tokens / (time.perf_counter() - began)
+
+
+def _after(seconds: float) -> Callable[[], bool]:
+    end = time.perf_counter() + seconds
+    return lambda: time.perf_counter() >= end
+
+
+# ---- processes -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def _server(arguments: argparse.Namespace, *flags: str) -> Iterator[int]:
+    """The port of a server, which is ready, until the block ends."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    process = _program("serve", arguments, "--port", str(port), *flags)
+    try:
+        end = time.monotonic() + START_S
+        while not _is_ready(port):
+            if process.poll() is not None or time.monotonic() > end:
+                raise SystemExit("the server does not start; its output is above")
+            time.sleep(0.5)
+        yield port
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(STOP_S)
+        finally:
+            process.kill()
+
+
+def _is_ready(port: int) -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/ready", timeout=5).status_code == httpx.codes.OK
+    except httpx.TransportError:
+        return False
+
+
+def _program(name: str, arguments: argparse.Namespace, *flags: str, wait: bool = False) -> subprocess.Popen[bytes]:
+    model = ["--model-path", str(arguments.model_path)] if arguments.model_path else []
+    code = f"import sys; from mlx_parallm.cli.main import {name}; sys.exit({name}())"
+    process = subprocess.Popen([sys.executable, "-c", code, *model, *flags])
+    if wait and process.wait():
+        raise SystemExit(f"{name} ended with {process.returncode}; its output is above")
+    return process
+
+
+def _rewards(run: Path) -> list[float]:
+    """The mean reward of each update of a run so far."""
+    file = run / "metrics.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    records = [json.loads(line) for line in lines if line.endswith("}")]
+    return [record["reward_mean"] for record in records if record["kind"] == "update" and "reward_mean" in record]
+
+
+# ---- figures -------------------------------------------------------------------------------------
+
+
+def _figures(tools: Sequence[ToolRun], served: Sequence[ServedRun]) -> Iterator[Figure]:
+    if tools:
+        yield _least("tool: gain in reward", [run.trained - run.untrained for run in tools], "", GAIN)
+        yield _least("tool: of it after the warm-up", [run.trained - run.warmed_up for run in tools], "", None)
+    if served:
+        yield _least("server: gain in reward", [run.last - run.first for run in served], "", GAIN)
+        yield _least("server: rate of live clients", [run.beside / run.alone for run in served], "x", LIVE_SHARE)
+
+
+def _least(name: str, values: Sequence[float], unit: str, limit: float | None) -> Figure:
+    """A figure that keeps to its limit if each of its values does."""
+    found = spread(values)
+    return Figure(name, unit, found, found.low, limit, at_least=True)
+
+
+def main() -> int:
+    """Returns the exit code: 0 if every figure keeps to its limit, 1 if one does not."""
+    arguments = _arguments()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = machine.describe()
+    machine.warn_if_busy()
+    with tempfile.TemporaryDirectory(prefix="environments_benchmark_") as name:
+        folder = Path(name)
+        tools = [tool_run(seed, arguments, folder) for seed in arguments.seeds if "tool" in arguments.only]
+        served = [served_run(seed, arguments, folder) for seed in arguments.seeds if "server" in arguments.only]
+    judged = list(_figures(tools, served))
+    report.show(judged)
+    record = {"tool": [asdict(run) for run in tools], "server": [asdict(run) for run in served]}
+    report.write(arguments.out, {"machine": before, "setting": _setting(arguments), **record}, judged)
+    print(f"written to {arguments.out}")
+    return int(any(figure.met is False for figure in judged))
+
+
+def _setting(arguments: argparse.Namespace) -> dict[str, object]:
+    return {**report.setting(arguments), "model_path": str(arguments.model_path or "bundled")}
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=("tool", "server"), default=("tool", "server"))
+    parser.add_argument("--seeds", nargs="+", type=int, default=(0, 1))
+    parser.add_argument("--steps", type=int, default=30, help="of the training run with the tool")
+    parser.add_argument("--updates", type=int, default=15, help="of the server")
+    parser.add_argument("--seconds", type=float, default=120, help="of serving alone")
+    parser.add_argument("--model-path", type=Path)
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "environments.json")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
