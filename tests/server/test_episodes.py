@@ -118,7 +118,7 @@ async def test_a_turn_that_failed_or_lost_its_client_is_not_continued(client, en
 
 async def test_rewards_of_answers_episodes_and_tokens(client, training):
     for body, call in (
-        ({"trajectory_id": "traj-0", "score": 1}, ("feedback", "traj-0", 1.0)),
+        ({"trajectory_id": "traj-0", "score": 1}, ("feedback", "traj-0", 1.0, "")),
         ({"episode_id": "e", "score": 0.5}, ("reward_episode", "e", "", 0.5)),
         ({"episode_id": "e", "group_id": "g", "score": 0.5}, ("reward_episode", "e", "g", 0.5)),
         ({"trajectory_id": "traj-0", "token_rewards": [0.5, 1]}, ("reward_tokens", "traj-0", [0.5, 1.0])),
