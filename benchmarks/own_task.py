@@ -103,8 +103,8 @@ def _run(seed: int, steps: int, control: bool) -> Run:
         folder = Path(name)
         (folder / "rewards.py").write_text(REWARDS)
         (folder / "config.yaml").write_text(CONFIG)
-        _write_tasks(folder / "tasks.jsonl", slice(0, SPLIT), {})
-        _write_tasks(folder / "held_out.jsonl", slice(SPLIT, None), {"held_out": True}, HELD_OUT)
+        write_tasks(folder / "tasks.jsonl", slice(0, SPLIT), {})
+        write_tasks(folder / "held_out.jsonl", slice(SPLIT, None), {"held_out": True}, HELD_OUT)
         flags = {
             "config": "config.yaml",
             "environment": "tasks.jsonl",
@@ -134,7 +134,7 @@ def _of(lines: Sequence[dict[str, Any]], seed: int, control: bool, seconds: floa
     return Run(seed, control, evaluations[0], evaluations[-1], seconds, rewards)
 
 
-def _write_tasks(file: Path, part: slice, columns: dict[str, Any], most: int | None = None) -> None:
+def write_tasks(file: Path, part: slice, columns: dict[str, Any], most: int | None = None) -> None:
     sides = (("positive", POSITIVE[part]), ("negative", NEGATIVE[part]))
     tasks = [
         {"prompt": f"The {thing} was {adjective}. Positive or negative?", "answer": answer, **columns}
