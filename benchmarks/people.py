@@ -4,7 +4,7 @@
 
 300 simulated users ask for the class of an adjective, five times each (once where they correct the answer). Up to an
 hour later, by a simulated clock, each says whether the answer was good, or what it should have been. They are right
-four times in five; in the control, as often as a coin. The figures are of 64 held-out prompts. About an hour on two
+four times in five; in the control, as often as a coin. The figures are of 64 held-out prompts. About two hours on two
 cores. After each run, JSON is written; --resume keeps the runs that the file has and makes the others.
 """
 
