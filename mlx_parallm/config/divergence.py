@@ -54,9 +54,9 @@ class RatioLimit(Section):
 
     limit: Number | None = Field(default=2.0, gt=1)
     """Largest mean policy ratio over the trained tokens; the mean must not be below 1 / limit either. It is 1 for
-    samples of the version in training. null means no limit.
+    samples of the version in training, and far from it for samples of another model. null means no limit.
     """
-    action: OneAction = Action.HOLD
+    action: OneAction = Action.TELL
     """tell, hold, pause or roll_back."""
 
 

@@ -80,6 +80,7 @@ def test_every_flag_sets_its_own_key(app):
     values |= dict.fromkeys(floats, "5e-4")
     others = {"--prefix-cache-disk": ["--prefix-cache-dir", "text"], "--eval-tasks": ["--eval-every", "7"]}
     others |= {"--eval-every": ["--environment", "text"], "--judge-url": ["--judge-model", "m"]}
+    others |= {"--curriculum": ["--environment", "text"]}
     others |= {"--atropos-url": ["--enable-rl-training"], "--atropos-api": ["--enable-rl-training"]}
     flags = [flag for flag in FLAGS if flag.path not in TRAIN_ONLY]
     for flag in flags:
@@ -93,6 +94,7 @@ def test_every_flag_sets_its_own_key(app):
     followers["--judge-url"] = ["rl_training.judge.url", "rl_training.judge.model"]
     followers["--prefix-cache-disk"] = ["server.prefix_cache_dir", "server.prefix_cache_disk"]
     followers["--eval-every"] = ["rl_training.environment", "rl_training.evaluation.every"]
+    followers["--curriculum"] = ["rl_training.environment", "rl_training.curriculum.enabled"]
     followers["--eval-tasks"] = ["rl_training.evaluation.every", "rl_training.evaluation.tasks"]
     assert changed == [followers.get(flag.name, [flag.path]) for flag in flags]
 

@@ -26,7 +26,7 @@ PLAIN = "uv run mlx_parallm_serve"
 """What runs before a page starts a server itself."""
 EVERYTHING = (
     "uv run mlx_parallm_serve --adapter-dir adapters --checkpoint-dir runs/pages --enable-rl-training "
-    "--learning-rate 1e-3 --update-frequency 32 --atropos-api"
+    "--learning-rate 1e-4 --update-frequency 32 --atropos-api"
 )
 """A server that answers the commands of every page."""
 

@@ -25,7 +25,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         return f"{tmp_path}/rewards.py:{name}"
 
     yield write
-    functions._module_of_file.cache_clear()
+    functions.module_of_file.cache_clear()
     for name in set(sys.modules) - before:
         if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
             del sys.modules[name]
