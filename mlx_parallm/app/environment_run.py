@@ -86,8 +86,8 @@ class EnvironmentRun(TrainingRun):
         tokens, drawing, failures = 0, 0.0, list[str]()
         for _ in range(1 + self._refills):
             if missing := self.options.prompts_per_step - self.service.status().groups_ready:
-                began = time.monotonic()
-                drawn, unscored = await self._draw(missing), self._unscored()
+                began, unscored = time.monotonic(), self._unscored()
+                drawn = await self._draw(missing)
                 drawing += time.monotonic() - began
                 await self._wait_for_rewards()
                 failed = [*drawn.failures, *[self._why_unscored] * (self._unscored() - unscored)]

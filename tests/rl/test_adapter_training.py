@@ -44,8 +44,6 @@ async def test_an_update_that_is_not_published_is_in_the_next_one_that_is() -> N
         (SETTINGS, {"loss": math.nan}, "held_not_finite"),
         (SETTINGS, {"kl": math.inf}, "held_not_finite"),
         (limited(SETTINGS, kl_step=0.1), {"kl_step": 0.11}, "held_kl_step"),
-        (SETTINGS, {"ratio_mean": 2.1}, "held_ratio"),
-        (SETTINGS, {"ratio_mean": 0.4}, "held_ratio"),
     ],
 )
 async def test_a_held_update_leaves_policy_and_versions_as_before(

@@ -228,12 +228,12 @@ def watched(value: float) -> dict[str, float]:
 async def test_an_accepted_update_is_made_again_whatever_is_a_divergence_by_now(tmp_path: Path) -> None:
     run = Run(tmp_path / "journal.sqlite")
     async with run.process() as one:
-        one.learner.metrics = {"loss": 0.5, "ratio_mean": 1.5}
+        one.learner.metrics = {"loss": 0.5, "kl_step": 1.5}
         await one.service.update(given=GIVEN)
         policy = one.learner.policies["main"]
-    run.training = limited(MANUAL, ratio=1.1)
+    run.training = limited(MANUAL, kl_step=1.1)
     async with run.process() as one:
-        one.learner.metrics = {"loss": 0.5, "ratio_mean": 1.5}
+        one.learner.metrics = {"loss": 0.5, "kl_step": 1.5}
         assert one.learner.policies["main"] == policy
         assert one.service.status().diverged == {}
         assert (await one.service.update(given=GIVEN)).status == "held"
