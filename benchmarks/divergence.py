@@ -53,7 +53,7 @@ PARTS = ("healthy", *WITHOUT, "reward")
 @dataclass(frozen=True, slots=True)
 class Run:
     """One run. `found`: the signals that diverged in each update. `seen`: how many of its updates, from the first one
-    that could show the signal, it took until the signal was told; None: it was not."""
+    that could show the signal, it took until the signal was reported; None: it was not."""
 
     name: str
     found: list[list[str]]

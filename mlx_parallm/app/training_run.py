@@ -159,7 +159,7 @@ class TrainingRun(ABC):
 
 
 def _check_not_paused(report: UpdateReport) -> None:
-    """A run has nobody who would resume it. Raises TrainingFailedError: training pauses for what has diverged."""
+    """Ends the run where a server would pause. Raises TrainingFailedError: training pauses for what has diverged."""
     for found in report.divergences:
         if found.action == Action.PAUSE:
             raise TrainingFailedError(

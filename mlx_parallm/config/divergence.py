@@ -13,7 +13,7 @@ from mlx_parallm.config.types import ApiKey, Number, Section, lower
 
 
 class Action(StrEnum):
-    """What is done about a divergence. Each is also told. All but TELL keep the update's version from going live."""
+    """What is done about a divergence, besides reporting it. All but TELL keep the update's version from going live."""
 
     TELL = "tell"
     HOLD = "hold"

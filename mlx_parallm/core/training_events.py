@@ -1,4 +1,4 @@
-"""What training tells while it runs: events, and figures that have diverged."""
+"""What training reports while it runs: events, and figures that have diverged."""
 
 from __future__ import annotations
 

@@ -41,8 +41,8 @@ def continued(
         rendered: what it makes of all messages.
 
     Returns:
-        `tokens`, and those of what follows the answer. None: the template writes the history differently now, so it
-        cannot be told which tokens follow the answer.
+        `tokens`, and those of what follows the answer. None: the template writes the history differently now, so the
+        tokens that follow the answer are unknown.
     """
     if list(rendered[: len(history)]) != list(history) or list(history[len(history) - len(closer) :]) != closer:
         return None

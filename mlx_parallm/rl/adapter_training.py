@@ -144,7 +144,7 @@ class AdapterTraining:
 
     @property
     def rewards_fell(self) -> bool:
-        """Whether rewards have collapsed, which was not told yet."""
+        """Whether rewards have collapsed since that was last reported."""
         return self.watch.judge_rewards(self.rewards.trend) is not None
 
     def _can_roll_back(self) -> bool:

@@ -25,8 +25,8 @@ _LEAST_RECENT = 3
 """Fewer updates have no median to compare with."""
 
 _OF_POLICY = ("kl", "entropy", "length", "reward")
-"""Signals of the policy that drew the samples, which may stay beyond their limits for many updates. Those are told, and
-training pauses for them, once. The other signals are of one update, and each update is judged."""
+"""Signals of the policy that drew the samples, which may stay beyond their limits for many updates. Those are
+reported once, and training pauses for them once. The other signals are of one update, and each update is judged."""
 
 
 class DivergenceRules:
@@ -155,7 +155,7 @@ def _found(signal: str, value: float, limit: float | None, action: str, reason: 
 
 def without_rollback(found: Sequence[Divergence]) -> tuple[Divergence, ...]:
     """What is done if there is no other version to go back to: the update is held. Rewards are not of an update, so
-    that their fall is only told."""
+    a fall of them is only reported."""
     instead = {each.signal: Action.TELL if each.signal == "reward" else Action.HOLD for each in found}
     return tuple(
         replace(each, action=str(instead[each.signal])) if each.action == Action.ROLL_BACK else each for each in found

@@ -25,8 +25,11 @@ class DivergenceResponse:
         self._pausing = pausing
 
     async def to_rewards(self) -> UpdateReport | None:
-        """Tells if the rewards have collapsed, and responds. Returns the report of the update that is not made because
-        of it, or None: the update is to be made."""
+        """Reports a collapse of the rewards, and responds to it.
+
+        Returns:
+            The report of the update that is not made because of it; None: the update is to be made.
+        """
         training = self._training
         fall = training.watch.judge_rewards(training.rewards.trend)
         if fall is None:
@@ -41,7 +44,7 @@ class DivergenceResponse:
         return replace(report, divergences=(fall,))
 
     async def to(self, found: Sequence[Divergence]) -> None:
-        """Does what is left to do about divergences that were told, and whose update was held."""
+        """Pauses or rolls back for divergences that were reported and whose update was held."""
         reasons = {each.action: each.reason for each in found}
         if Action.ROLL_BACK in reasons:
             await self._training.roll_back(None)

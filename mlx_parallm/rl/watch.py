@@ -1,4 +1,4 @@
-"""DivergenceWatch: watches the training of one adapter, and tells what has diverged."""
+"""DivergenceWatch: watches the training of one adapter, and reports what has diverged."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 class DivergenceWatch:
-    """Judges updates and rewards by the rules. What it tells, it counts by signal and action, and emits as an event.
+    """Judges updates and rewards by the rules. It counts its findings by signal and action, and emits events.
 
     Attributes:
         counts: divergences by signal and action.
@@ -47,7 +47,7 @@ class DivergenceWatch:
         return () if again else self._possible(self._rules.judge(outcome.metrics, loss.compares, outcome.skipped))
 
     def judge_rewards(self, trend: RewardTrend) -> Divergence | None:
-        """Whether the rewards have collapsed, and were not told to have."""
+        """Whether the rewards have collapsed since the last report of it."""
         found = self._rules.judge_rewards(trend)
         return self._possible((found,))[0] if found else None
 
@@ -60,7 +60,7 @@ class DivergenceWatch:
         self._rules.accept(outcome.metrics, loss.compares)
 
     def tell(self, found: Sequence[Divergence], trend: RewardTrend, live: AdapterRef | None, step: int) -> None:
-        """Tells what was found. `live`: the live version. `step`: optimizer steps of the policy."""
+        """Reports what was found. `live`: the live version. `step`: optimizer steps of the policy."""
         self._rules.observe_rewards(trend)
         for each in found:
             self.counts[each.signal, each.action] += 1

@@ -138,7 +138,7 @@ class CompetitionService:
             comparison = _comparison(trained, spec.candidate, settings)
             await self._versions.stage(comparison.candidate)
             self._begin(trained, comparison)
-        except BaseException:
+        except BaseException:  # a cancelled caller too: training would be held for ever
             trained.release()
             raise
         finally:
