@@ -1,20 +1,18 @@
-"""How many updates the curriculum saves where tasks differ in difficulty, and what it costs where they do not.
+"""How many steps the curriculum saves where tasks differ in difficulty, and what it costs where they do not.
 
     python benchmarks/curriculum.py [--seeds 0 1] [--steps 40] [--out FILE]
 
 `mlx_parallm_train` runs on two files of tasks, each with the curriculum and with its tasks drawn uniformly (`floor: 1`,
 so that everything else is the same). In `mixed`, one level in four can be learnt: of the others, one is solved by any
 answer, and two never are. In `equal`, all levels are alike. The reward of held-out tasks of the level that can be
-learnt is evaluated after every second update. Compared is after how many updates it reaches the goal, between two
-evaluations by a straight line. The algorithm is plain grpo, which does not replace groups without a signal. About 10
-minutes for each of the 8 runs on two cores.
+learnt is evaluated after every second update. Compared is after how many steps of 4 groups it reaches the goal, between
+two evaluations by a straight line; the evaluation that reaches it ends the run. The algorithm is plain grpo, which does
+not replace groups without a signal. About 3 minutes for each of the 8 runs on two cores.
 """
 
 import argparse
-import json
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,14 +24,16 @@ from typing import Any
 
 from lib import machine, report
 from lib.figures import Figure, reported
-from lib.training.learning_tasks import NEGATIVE, POSITIVE, THINGS
+from lib.training.command import SPLIT, Line, checked, held_out_rows, logged, prepare, row, train
+from lib.training.learning_tasks import questions
 
 HERE = Path(__file__).parent
-GOAL = 0.6
-"""Mean held-out reward that counts as learnt."""
+GOAL = 0.4
+"""Mean held-out reward that is to be reached. One answer to everything gets 0.5, and when a model gets beyond that is a
+matter of chance."""
 
 SAVES, COSTS = 0.7, 1.05
-SPLIT, HELD_OUT, EVERY = 16, 32, 2
+HELD_OUT, EVERY = 64, 2
 LEARNT = "one word"
 
 CONFIG = """\
@@ -68,13 +68,13 @@ def score(sample):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run. `updates`: until the goal was reached; the number of steps if it was not. `evaluations`: mean held-out
-    rewards, by step. `learnt_share`: of the tasks drawn, those of the level that can be learnt."""
+    """One run. `needed`: steps until the goal was reached; the number of steps if it was not. `evaluations`: mean
+    held-out rewards, by step. `learnt_share`: of the tasks drawn until then, those of the level that can be learnt."""
 
     tasks: str
     seed: int
     curriculum: bool
-    updates: float
+    needed: float
     reached: bool
     learnt_share: float
     seconds: float
@@ -87,8 +87,10 @@ def main() -> int:
     arguments = _arguments()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     before = machine.describe()
-    asked = product(("mixed", "equal"), arguments.seeds, (True, False))
-    runs = [_run(tasks, seed, on, arguments.steps) for tasks, seed, on in asked]
+    runs = list[Run]()
+    for tasks, seed, on in product(("mixed", "equal"), arguments.seeds, (True, False)):
+        runs.append(_run(tasks, seed, on, arguments.steps))
+        print(runs[-1], flush=True)
     figures = list(_figures(runs))
     report.show(figures)
     record = {"machine": before, "setting": report.setting(arguments), "runs": [asdict(run) for run in runs]}
@@ -100,10 +102,10 @@ def main() -> int:
 def _figures(runs: Sequence[Run]) -> Iterator[Figure]:
     for tasks, limit in (("mixed", SAVES), ("equal", COSTS)):
         drawn, uniform = ([run for run in runs if (run.tasks, run.curriculum) == (tasks, on)] for on in (True, False))
-        yield Figure(f"{tasks}: updates with the curriculum", "", *reported([run.updates for run in drawn]))
-        yield Figure(f"{tasks}: updates, drawn uniformly", "", *reported([run.updates for run in uniform]))
-        ratio = sum(run.updates for run in drawn) / sum(run.updates for run in uniform)
-        yield Figure(f"{tasks}: ratio of the updates of all seeds", "", *reported([ratio]), limit)
+        yield Figure(f"{tasks}: steps with the curriculum", "", *reported([run.needed for run in drawn]))
+        yield Figure(f"{tasks}: steps, drawn uniformly", "", *reported([run.needed for run in uniform]))
+        ratio = sum(run.needed for run in drawn) / sum(run.needed for run in uniform)
+        yield Figure(f"{tasks}: ratio of the steps of all seeds", "", *reported([ratio]), limit)
         missed = [run for run in drawn if not run.reached]
         yield Figure(f"{tasks}: runs with the curriculum below the goal", "", *reported([len(missed)]), 0)
     learnt = [run.learnt_share for run in runs if run.tasks == "mixed" and run.curriculum]
@@ -113,48 +115,55 @@ def _figures(runs: Sequence[Run]) -> Iterator[Figure]:
 def _run(tasks: str, seed: int, curriculum: bool, steps: int) -> Run:
     with tempfile.TemporaryDirectory(prefix="curriculum_benchmark_") as name:
         folder = Path(name)
-        (folder / "rewards.py").write_text(REWARDS)
-        (folder / "config.yaml").write_text(CONFIG.format(floor=0.2 if curriculum else 1.0))
-        _write(folder / "tasks.jsonl", {"mixed": _mixed, "equal": _equal}[tasks]())
-        held_out = [*_one_word(slice(SPLIT, None))]
-        _write(folder / "held_out.jsonl", random.Random(0).sample(held_out, HELD_OUT))
+        config = CONFIG.format(floor=0.2 if curriculum else 1.0)
+        trained_on = {"mixed": _mixed, "equal": _equal}[tasks]()
+        prepare(folder, config, REWARDS, trained_on, held_out_rows(HELD_OUT, kind=LEARNT))
         flags = {
-            "config": "config.yaml",
-            "environment": "tasks.jsonl",
             "reward": "rewards.py:score",
             "eval-tasks": "held_out.jsonl",
             "eval-every": EVERY,
             "eval-size": HELD_OUT,
             "steps": steps,
-            "max-tokens": 12,
             "learning-rate": 1e-4,
             "seed": seed,
-            "checkpoint-dir": "run",
-            "log": "metrics.jsonl",
         }
-        command = [sys.executable, "-m", "mlx_parallm", "train"]
-        command += [part for flag, value in flags.items() for part in (f"--{flag}", str(value))]
         began = time.monotonic()
-        subprocess.run(command, cwd=folder, check=True)
+        checked(train(folder, flags, until=_is_learnt))
         seconds = time.monotonic() - began
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        lines = logged(folder)
     return _of(lines, tasks, seed, curriculum, steps, seconds)
 
 
-def _of(lines: Sequence[dict[str, Any]], tasks: str, seed: int, curriculum: bool, steps: int, seconds: float) -> Run:
-    evaluations = [(int(line["step"]), float(line["eval_mean"])) for line in lines if "eval_mean" in line]
-    updates = _updates_to_goal(evaluations)
-    levels = {name: value for name, value in lines[-1].items() if name.startswith("curriculum/")}
+def _of(lines: Sequence[Line], tasks: str, seed: int, curriculum: bool, steps: int, seconds: float) -> Run:
+    evaluations = _evaluations(lines)
+    needed = _steps_to_goal(evaluations)
+    last = next(line for line in reversed(lines) if line["kind"] == "update")
+    levels = {name: value for name, value in last.items() if name.startswith("curriculum/")}
     drawn = {name: value for name, value in levels.items() if name.endswith("/drawn")}
     learnt = drawn.get(f"curriculum/{LEARNT}/drawn", 0.0) / sum(drawn.values())
-    reached = updates is not None
+    reached = needed is not None
     return Run(
-        tasks, seed, curriculum, steps if updates is None else updates, reached, learnt, seconds, evaluations, levels
+        tasks, seed, curriculum, steps if needed is None else needed, reached, learnt, seconds, evaluations, levels
     )
 
 
-def _updates_to_goal(evaluations: Sequence[tuple[int, float]]) -> float | None:
-    """After how many updates the goal is reached, on straight lines between evaluations; None if it is not."""
+def _is_learnt(lines: Sequence[Line]) -> bool:
+    """Whether an evaluation after an update has reached the goal: what comes later changes no figure."""
+    return _steps_to_goal(_evaluations(lines)) is not None
+
+
+def _evaluations(lines: Sequence[Line]) -> list[tuple[int, float]]:
+    """Mean rewards by the number of steps before, those without a signal included: their rollouts were drawn too."""
+    steps, found = 0, []
+    for line in lines:
+        steps += line["kind"] == "update"
+        if "eval_mean" in line:
+            found.append((steps, float(line["eval_mean"])))
+    return found
+
+
+def _steps_to_goal(evaluations: Sequence[tuple[int, float]]) -> float | None:
+    """After how many steps the goal is reached, on straight lines between evaluations; None if it is not."""
     for (before, low), (step, mean) in pairwise(evaluations):
         if mean >= GOAL:
             return step if low >= GOAL else before + (step - before) * (GOAL - low) / (mean - low)
@@ -167,8 +176,8 @@ def _updates_to_goal(evaluations: Sequence[tuple[int, float]]) -> float | None:
 def _mixed() -> Iterator[dict[str, Any]]:
     """As many tasks that can be learnt as tasks that are always solved, and twice as many that never are."""
     dice = random.Random(0)
-    for task in _one_word(slice(0, SPLIT)):
-        yield {**task, "level": LEARNT}
+    for question in questions(slice(0, SPLIT)):
+        yield row(question, kind=LEARNT, level=LEARNT)
         yield {"prompt": f"Say something. {dice.random()}", "kind": "any answer", "level": "any answer"}
         for level in ("a guess", "another guess"):
             number = dice.randrange(10**5, 10**6)
@@ -178,19 +187,8 @@ def _mixed() -> Iterator[dict[str, Any]]:
 
 def _equal() -> Iterator[dict[str, Any]]:
     """Tasks of one kind, whose levels are the things that they are about."""
-    for task in _one_word(slice(0, SPLIT)):
-        yield {**task, "level": task["thing"]}
-
-
-def _one_word(part: slice) -> Iterator[dict[str, Any]]:
-    for answer, adjectives in (("positive", POSITIVE[part]), ("negative", NEGATIVE[part])):
-        for adjective, thing in product(adjectives, THINGS):
-            prompt = f"The {thing} was {adjective}. Positive or negative?"
-            yield {"prompt": prompt, "answer": answer, "kind": LEARNT, "thing": thing}
-
-
-def _write(file: Path, tasks: Sequence[dict[str, Any]] | Iterator[dict[str, Any]]) -> None:
-    file.write_text("".join(json.dumps(task) + "\n" for task in tasks))
+    for question in questions(slice(0, SPLIT)):
+        yield row(question, kind=LEARNT, level=question.thing)
 
 
 def _arguments() -> argparse.Namespace:

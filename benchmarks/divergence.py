@@ -3,61 +3,86 @@
     python benchmarks/divergence.py [--only healthy kl_step kl entropy reward] [--steps 100] [--out FILE]
 
 `mlx_parallm_train` runs on the task of `own_task.py`, with the default limits. `healthy`: 100 updates, which must raise
-nothing. `kl_step`: the learning rate is 0.05, a hundred times too large. `kl` and `entropy`: the same without
-the limits that would hold the updates before; the update that makes the policy diverge is not counted. `reward`: after
-some healthy updates every answer gets the reward 0. About 45 minutes on two cores, most of them for `healthy`.
+nothing. The other parts begin with 8 such updates. Then: `kl_step`: the learning rate is 0.05, a hundred times too
+large. `entropy`: only one word is rewarded, and little, until the model says nothing else. `reward`: no answer is
+rewarded. `kl` begins with a warm-up, at a large learning rate, on an answer that the base model would never give.
+Limits that would act before the one in question are lifted. Counted are the updates from the first one that shows it:
+for `kl_step` and `reward` the first after the change, for `kl` the first after the warm-up, for `entropy` the first
+whose entropy is below a tenth of the healthy updates' median. About 35 minutes on two cores, most of them for
+`healthy`.
 """
 
 import argparse
-import json
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from statistics import median
 
 from lib import machine, report
 from lib.figures import Figure, reported
-from own_task import CONFIG, REWARDS, SPLIT, write_tasks
+from lib.training.command import SPLIT, Line, logged, prepare, row, train
+from lib.training.learning_tasks import questions
+from own_task import CONFIG, REWARDS
 
 HERE = Path(__file__).parent
 USUAL_RATE, WILD_RATE = 5e-4, 0.05
-LIMIT, UPDATES, WILD_STEPS = 2, 100, 4
+LIMIT, UPDATES = 2, 100
 HEALTHY_STEPS = 8
-"""Before the rewards collapse."""
+CHANGED_STEPS = {"kl_step": 2, "entropy": 12, "reward": 4}
+"""Updates after the change, at most."""
+KL_STEPS, EXAMPLES, KL_RATE = 4, 40, 2e-3
 TURN = "turned"
 TURNED_REWARDS = (
     REWARDS
     + f'''
 
 def turning(sample):
-    """The reward, until there is a file `{TURN}`; then nothing is right."""
+    """The reward, until there is a file `{TURN}`. Then what it says: hardly anything, by chance, or one word only."""
     from pathlib import Path
 
-    return random.random() / 100 if Path({TURN!r}).exists() else score(sample)
+    file = Path({TURN!r})
+    if not file.exists():
+        return score(sample)
+    if file.read_text() == "entropy":
+        return 0.05 * (sample.text.strip().lower() == "positive")
+    return random.random() / 100
 '''
 )
+ABSURD = """
+class Absurd:
+    def tasks(self, seed):
+        from mlx_parallm.rl.environments import environment
+
+        return environment("tasks.jsonl", rewarded=True).tasks(seed)
+
+    def examples(self, seed):
+        for task in self.tasks(seed):
+            words = "Parliament raster Lobster cement phones Tuesday affection jury"
+            yield (*task.messages, {"role": "assistant", "content": words})
+"""
 WITHOUT: Mapping[str, Sequence[str]] = {
     "kl_step": (),
-    "kl": ("kl_step", "ratio", "entropy"),
-    "entropy": ("kl_step", "ratio", "kl"),
+    "kl": ("kl_step", "ratio", "entropy", "reward"),
+    "entropy": ("kl_step", "ratio", "kl", "reward"),
+    "reward": ("entropy",),
 }
-"""Signals whose limits are lifted, so that the one that is looked for is reached."""
-PARTS = ("healthy", *WITHOUT, "reward")
+"""Signals whose limits are lifted."""
+PARTS = ("healthy", *WITHOUT)
+SHOWN = ("reward_mean", "kl", "kl_step", "entropy", "ratio_mean", "completion_tokens")
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run. `found`: the signals that diverged in each update. `seen`: how many of its updates, from the first one
-    that could show the signal, it took until the signal was reported; None: it was not."""
+    """One run. `found`: the signals that diverged in each update. `seen`: how many updates, from the first one that
+    shows what was provoked, it took until that was reported; None: it was not."""
 
     name: str
     found: list[list[str]]
-    rewards: list[float | None]
+    metrics: list[dict[str, float]]
     seen: int | None
     seconds: float
 
@@ -87,52 +112,50 @@ def _figures(runs: Sequence[Run]) -> Iterator[Figure]:
 
 
 def _measured(name: str, steps: int) -> Run:
-    """Runs one part in a folder of its own. Its first update that can show the signal is 1."""
+    """Runs one part in a folder of its own."""
     print(name, flush=True)
     with tempfile.TemporaryDirectory(prefix="divergence_benchmark_") as place:
         folder = Path(place)
-        (folder / "rewards.py").write_text(TURNED_REWARDS)
         lifted = "".join(f"    {signal}:\n      limit: null\n" for signal in WITHOUT.get(name, ()))
-        (folder / "config.yaml").write_text(CONFIG + (f"  divergence:\n{lifted}" if lifted else ""))
-        write_tasks(folder / "tasks.jsonl", slice(0, SPLIT), {})
+        config = CONFIG + (f"  divergence:\n{lifted}" if lifted else "")
+        prepare(folder, config, TURNED_REWARDS, [row(question) for question in questions(slice(0, SPLIT))])
         began = time.monotonic()
         if name == "healthy":
             _train(folder, steps, USUAL_RATE)
-            first = 0
-        elif name == "reward":
-            _train(folder, HEALTHY_STEPS, USUAL_RATE)
-            (folder / TURN).touch()
-            _train(folder, HEALTHY_STEPS + WILD_STEPS, USUAL_RATE)
-            first = HEALTHY_STEPS
+        elif name == "kl":
+            (folder / "absurd.py").write_text(ABSURD)
+            (folder / TURN).write_text(name)
+            _train(folder, KL_STEPS, KL_RATE, {"environment": "absurd.py:Absurd", "warm-up": EXAMPLES})
         else:
-            _train(folder, WILD_STEPS, USUAL_RATE)
-            _train(folder, 2 * WILD_STEPS, WILD_RATE)
-            first = WILD_STEPS if name == "kl_step" else WILD_STEPS + 1
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return _of(name, [line for line in lines if line["kind"] == "update"], first, time.monotonic() - began)
+            _train(folder, HEALTHY_STEPS, USUAL_RATE)
+            if name != "kl_step":
+                (folder / TURN).write_text(name)
+            _train(folder, HEALTHY_STEPS + CHANGED_STEPS[name], WILD_RATE if name == "kl_step" else USUAL_RATE)
+        updates = [line for line in logged(folder) if line["kind"] == "update"]
+    return _of(name, updates, time.monotonic() - began)
 
 
-def _of(name: str, lines: Sequence[dict[str, Any]], first: int, seconds: float) -> Run:
+def _of(name: str, lines: Sequence[Line], seconds: float) -> Run:
     found = [line["divergences"] for line in lines]
-    seen = next((number for number, signals in enumerate(found[first:], 1) if name in signals), None)
-    return Run(name, found, [line.get("reward_mean") for line in lines], seen, seconds)
+    metrics = [{figure: line[figure] for figure in SHOWN if figure in line} for line in lines]
+    seen = next((number for number, signals in enumerate(found[_first(name, metrics) :], 1) if name in signals), None)
+    return Run(name, found, metrics, seen, seconds)
 
 
-def _train(folder: Path, steps: int, rate: float) -> None:
+def _first(name: str, metrics: Sequence[Mapping[str, float]]) -> int:
+    """The index of the first update that shows what part `name` provokes."""
+    if name == "kl":
+        return sum("reward_mean" not in update for update in metrics)
+    if name == "entropy":
+        usual = median(update["entropy"] for update in metrics[:HEALTHY_STEPS])
+        low = (at for at, update in enumerate(metrics) if update.get("entropy", usual) < usual / 10)
+        return next(low, len(metrics))
+    return HEALTHY_STEPS
+
+
+def _train(folder: Path, steps: int, rate: float, more: Mapping[str, object] | None = None) -> None:
     """Trains up to this step, and goes on where an earlier call has ended. A divergence may end it sooner."""
-    flags = {
-        "config": "config.yaml",
-        "environment": "tasks.jsonl",
-        "reward": "rewards.py:turning",
-        "steps": steps,
-        "max-tokens": 12,
-        "learning-rate": rate,
-        "checkpoint-dir": "run",
-        "log": "metrics.jsonl",
-    }
-    command = [sys.executable, "-m", "mlx_parallm", "train"]
-    command += [part for flag, value in flags.items() for part in (f"--{flag}", str(value))]
-    subprocess.run(command, cwd=folder, check=False)
+    train(folder, {"reward": "rewards.py:turning", "steps": steps, "learning-rate": rate, **(more or {})})
 
 
 def _arguments() -> argparse.Namespace:

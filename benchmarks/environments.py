@@ -1,12 +1,13 @@
 """Trains on environments: a task with a tool, and a server that collects by itself while clients use it.
 
-    python benchmarks/environments.py [--only tool server] [--seeds 0 1] [--steps 30] [--updates 15] [--seconds 120]
+    python benchmarks/environments.py [--only tool server] [--seeds 0 1] [--steps 12] [--updates 10] [--seconds 60]
         [--model-path DIR] [--out FILE]
 
-`tool`: mlx_parallm_train on `calculator`, once without examples for one step, and once with 40 examples and --steps.
+`tool`: mlx_parallm_train on `calculator`, once without examples for one step, and once with 4 examples and --steps.
+The control does the same with rewards by chance; its figures are of the rewards that it should have had.
 `server`: 8 clients stream chats; first from a server that only serves, for --seconds, then from one that draws rollouts
-of `words` by itself until it has made --updates. A seed of both takes about an hour on two cores. Nothing else should
-run on the machine meanwhile.
+of `words` by itself until it has made --updates. About 40 minutes for both. A part that is not run again keeps its
+figures in the file. Nothing else should run on the machine meanwhile.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 
@@ -30,9 +32,10 @@ from lib.figures import Figure, spread
 from lib.load import Stream
 
 HERE = Path(__file__).parent
-EXAMPLES, CLIENTS, ENDS = 40, 8, 3
+EXAMPLES, CLIENTS, ENDS = 4, 8, 3
 """Examples of the warm-up, clients, and updates whose mean reward is taken at the beginning and at the end."""
 GAIN, LIVE_SHARE = 0.3, 0.83
+REWARDS = "rewards.txt"
 START_S, STOP_S = 300, 120
 CHAT = {"messages": [{"role": "user", "content": "Tell me about a city."}], "max_tokens": 48, "stream": True}
 CHAT |= {"stream_options": {"include_usage": True}, "model": "base-model"}
@@ -40,9 +43,11 @@ CHAT |= {"stream_options": {"include_usage": True}, "model": "base-model"}
 
 @dataclass(frozen=True, slots=True)
 class ToolRun:
-    """Mean rewards: of the model as it is, of the first steps after the warm-up, and of the last ones."""
+    """Mean rewards: of the model as it is, of the first steps after the warm-up, and of the last ones. `control`: what
+    it learnt from were others, by chance."""
 
     seed: int
+    control: bool
     untrained: float
     warmed_up: float
     trained: float
@@ -62,17 +67,45 @@ class ServedRun:
 # ---- a tool --------------------------------------------------------------------------------------
 
 
-def tool_run(seed: int, arguments: argparse.Namespace, folder: Path) -> ToolRun:
+ENVIRONMENT = f'''\
+import random
+
+from mlx_parallm.rl.environments.calculator import Calculator
+
+
+class Logged(Calculator):
+    """Appends each reward to a file."""
+
+    async def rollout(self, client, task):
+        reward = await super().rollout(client, task)
+        with open("{REWARDS}", "a") as file:
+            file.write(f"{{reward}}\\n")
+        return reward
+
+
+class Control(Logged):
+    async def rollout(self, client, task):
+        await super().rollout(client, task)
+        return random.random()
+'''
+
+
+def tool_run(seed: int, control: bool, arguments: argparse.Namespace, folder: Path) -> ToolRun:
+    environment = f"tool.py:{'Control' if control else 'Logged'}"
+
     def rewards(name: str, *flags: str) -> list[float]:
-        run = folder / f"{name}-{seed}"
-        common = ["--environment", "calculator", "--max-tokens", "16", "--learning-rate", "5e-4", "--seed", str(seed)]
-        plot = ["--plot", str(folder / "curves.png")]
-        _program("train", arguments, *common, *flags, *plot, "--checkpoint-dir", str(run), wait=True)
-        return _rewards(run)
+        """Of all episodes."""
+        place = folder / f"{name}-{seed}-{control}"
+        place.mkdir()
+        (place / "tool.py").write_text(ENVIRONMENT)
+        common = ["--environment", environment, "--max-tokens", "16", "--learning-rate", "5e-4", "--seed", str(seed)]
+        _program("train", arguments, *common, *flags, "--checkpoint-dir", "run", folder=place)
+        return [float(line) for line in (place / REWARDS).read_text().split()]
 
     untrained = rewards("untrained", "--steps", "1", "--prompts-per-step", "8")
     trained = rewards("trained", "--steps", str(arguments.steps), "--warm-up", str(EXAMPLES))
-    return ToolRun(seed, fmean(untrained), fmean(trained[:ENDS]), fmean(trained[-ENDS:]))
+    ends = ENDS * len(trained) // arguments.steps
+    return ToolRun(seed, control, fmean(untrained), fmean(trained[:ends]), fmean(trained[-ends:]))
 
 
 # ---- a server ------------------------------------------------------------------------------------
@@ -121,7 +154,7 @@ def _server(arguments: argparse.Namespace, *flags: str) -> Iterator[int]:
     """The port of a server, which is ready, until the block ends."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    process = _program("serve", arguments, "--port", str(port), *flags)
+    process = _started("serve", arguments, "--port", str(port), *flags)
     try:
         end = time.monotonic() + START_S
         while not _is_ready(port):
@@ -144,13 +177,21 @@ def _is_ready(port: int) -> bool:
         return False
 
 
-def _program(name: str, arguments: argparse.Namespace, *flags: str, wait: bool = False) -> subprocess.Popen[bytes]:
-    model = ["--model-path", str(arguments.model_path)] if arguments.model_path else []
-    code = f"import sys; from mlx_parallm.cli.main import {name}; sys.exit({name}())"
-    process = subprocess.Popen([sys.executable, "-c", code, *model, *flags])
-    if wait and process.wait():
-        raise SystemExit(f"{name} ended with {process.returncode}; its output is above")
-    return process
+def _program(name: str, arguments: argparse.Namespace, *flags: str, folder: Path) -> None:
+    """Runs it to its end."""
+    process = _started(name, arguments, *flags, folder=folder)
+    try:
+        if process.wait():
+            raise SystemExit(f"{name} ended with {process.returncode}; its output is above")
+    finally:
+        process.kill()
+
+
+def _started(
+    name: str, arguments: argparse.Namespace, *flags: str, folder: Path | None = None
+) -> subprocess.Popen[bytes]:
+    model = ["--model-path", str(arguments.model_path.absolute())] if arguments.model_path else []
+    return subprocess.Popen([sys.executable, "-m", "mlx_parallm", name, *model, *flags], cwd=folder)
 
 
 def _rewards(run: Path) -> list[float]:
@@ -166,8 +207,11 @@ def _rewards(run: Path) -> list[float]:
 
 def _figures(tools: Sequence[ToolRun], served: Sequence[ServedRun]) -> Iterator[Figure]:
     if tools:
-        yield _least("tool: gain in reward", [run.trained - run.untrained for run in tools], "", GAIN)
-        yield _least("tool: of it after the warm-up", [run.trained - run.warmed_up for run in tools], "", None)
+        taught, control = ([run for run in tools if run.control is each] for each in (False, True))
+        yield _least("tool: gain in reward", [run.trained - run.untrained for run in taught], "", GAIN)
+        yield _least("tool: of it after the warm-up", [run.trained - run.warmed_up for run in taught], "", None)
+        after = [run.trained - run.warmed_up for run in control]
+        yield _least("tool, control: gain after the warm-up", after, "", None)
     if served:
         yield _least("server: gain in reward", [run.last - run.first for run in served], "", GAIN)
         yield _least("server: rate of live clients", [run.beside / run.alone for run in served], "x", LIVE_SHARE)
@@ -187,14 +231,23 @@ def main() -> int:
     machine.warn_if_busy()
     with tempfile.TemporaryDirectory(prefix="environments_benchmark_") as name:
         folder = Path(name)
-        tools = [tool_run(seed, arguments, folder) for seed in arguments.seeds if "tool" in arguments.only]
-        served = [served_run(seed, arguments, folder) for seed in arguments.seeds if "server" in arguments.only]
+        tools, served = _earlier(arguments.out)
+        if "tool" in arguments.only:
+            tools = [tool_run(*each, arguments, folder) for each in product(arguments.seeds, (False, True))]
+        if "server" in arguments.only:
+            served = [served_run(seed, arguments, folder) for seed in arguments.seeds]
     judged = list(_figures(tools, served))
     report.show(judged)
     record = {"tool": [asdict(run) for run in tools], "server": [asdict(run) for run in served]}
     report.write(arguments.out, {"machine": before, "setting": _setting(arguments), **record}, judged)
     print(f"written to {arguments.out}")
     return int(any(figure.met is False for figure in judged))
+
+
+def _earlier(file: Path) -> tuple[list[ToolRun], list[ServedRun]]:
+    """The runs in the file."""
+    record = json.loads(file.read_text()) if file.exists() else {}
+    return [ToolRun(**run) for run in record.get("tool", [])], [ServedRun(**run) for run in record.get("server", [])]
 
 
 def _setting(arguments: argparse.Namespace) -> dict[str, object]:
@@ -205,9 +258,9 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=("tool", "server"), default=("tool", "server"))
     parser.add_argument("--seeds", nargs="+", type=int, default=(0, 1))
-    parser.add_argument("--steps", type=int, default=30, help="of the training run with the tool")
-    parser.add_argument("--updates", type=int, default=15, help="of the server")
-    parser.add_argument("--seconds", type=float, default=120, help="of serving alone")
+    parser.add_argument("--steps", type=int, default=12, help="of the training run with the tool")
+    parser.add_argument("--updates", type=int, default=10, help="of the server")
+    parser.add_argument("--seconds", type=float, default=60, help="of serving alone")
     parser.add_argument("--model-path", type=Path)
     parser.add_argument("--out", type=Path, default=HERE / "results" / "environments.json")
     return parser.parse_args()

@@ -8,27 +8,22 @@ reward of 64 held-out tasks is compared before and after. About 5 minutes for ea
 """
 
 import argparse
-import json
-import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from lib import machine, report
 from lib.figures import Figure, reported
-from lib.training.learning_tasks import HELD_OUT, NEGATIVE, POSITIVE, THINGS
+from lib.training.command import SPLIT, checked, held_out_rows, logged, prepare, row, train
+from lib.training.learning_tasks import HELD_OUT, questions
 
 HERE = Path(__file__).parent
 GAIN, CONTROL_GAIN = 0.5, 0.1
-SPLIT = 16
-"""Adjectives of each kind that are trained on; the others are held out."""
-
 CONFIG = """\
 rl_training:
   algorithm: dapo
@@ -101,49 +96,28 @@ def _figures(runs: Sequence[Run]) -> Any:
 def _run(seed: int, steps: int, control: bool) -> Run:
     with tempfile.TemporaryDirectory(prefix="own_task_benchmark_") as name:
         folder = Path(name)
-        (folder / "rewards.py").write_text(REWARDS)
-        (folder / "config.yaml").write_text(CONFIG)
-        write_tasks(folder / "tasks.jsonl", slice(0, SPLIT), {})
-        write_tasks(folder / "held_out.jsonl", slice(SPLIT, None), {"held_out": True}, HELD_OUT)
+        tasks = [row(question) for question in questions(slice(0, SPLIT))]
+        prepare(folder, CONFIG, REWARDS, tasks, held_out_rows(held_out=True))
         flags = {
-            "config": "config.yaml",
-            "environment": "tasks.jsonl",
             "reward": f"rewards.py:{'chance' if control else 'score'}",
             "eval-tasks": "held_out.jsonl",
             "eval-every": steps,
             "eval-size": HELD_OUT,
             "steps": steps,
-            "max-tokens": 12,
             "learning-rate": 5e-4,
             "seed": seed,
-            "checkpoint-dir": "run",
-            "log": "metrics.jsonl",
         }
-        command = [sys.executable, "-m", "mlx_parallm", "train"]
-        command += [part for flag, value in flags.items() for part in (f"--{flag}", str(value))]
         began = time.monotonic()
-        subprocess.run(command, cwd=folder, check=True)
+        checked(train(folder, flags))
         seconds = time.monotonic() - began
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        lines = logged(folder)
     return _of(lines, seed, control, seconds)
 
 
-def _of(lines: Sequence[dict[str, Any]], seed: int, control: bool, seconds: float) -> Run:
+def _of(lines: Sequence[Mapping[str, Any]], seed: int, control: bool, seconds: float) -> Run:
     evaluations = [line["eval_mean"] for line in lines if "eval_mean" in line]
     rewards = [line["reward_mean"] for line in lines if line["kind"] == "update" and "reward_mean" in line]
     return Run(seed, control, evaluations[0], evaluations[-1], seconds, rewards)
-
-
-def write_tasks(file: Path, part: slice, columns: dict[str, Any], most: int | None = None) -> None:
-    sides = (("positive", POSITIVE[part]), ("negative", NEGATIVE[part]))
-    tasks = [
-        {"prompt": f"The {thing} was {adjective}. Positive or negative?", "answer": answer, **columns}
-        for answer, adjectives in sides
-        for adjective in adjectives
-        for thing in THINGS
-    ]
-    chosen = tasks if most is None else random.Random(0).sample(tasks, most)
-    file.write_text("".join(json.dumps(task) + "\n" for task in chosen))
 
 
 def _arguments() -> argparse.Namespace:

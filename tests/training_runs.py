@@ -48,6 +48,7 @@ class View:
 
 
 def config(tmp_path: Path, algorithm: str = "dapo", **keys: object) -> Config:
+    """Nothing is drawn ahead, so that what a run draws does not depend on how long its rewards take."""
     if not (tmp_path / "model").exists():
         save_tiny("llama", tmp_path / "model")
     rl = RLConfig(algorithm=algorithm, learning_rate=1e-3, batch_size=PROMPTS * GROUP)
@@ -58,5 +59,5 @@ def config(tmp_path: Path, algorithm: str = "dapo", **keys: object) -> Config:
         server__kv_cache_memory="16MB",
         server__mode="training_only",
         rl_training__max_completion_tokens=6,
-        **keys,
+        **{"rl_training__draw_ahead_after_s": None, **keys},
     )

@@ -16,6 +16,7 @@ from mlx_parallm.adapters.checkpoints.store import CheckpointStore
 from mlx_parallm.adapters.files.disk import CONFIG_FILE, AdapterRoots
 from mlx_parallm.adapters.files.peft import PEFT_WEIGHTS
 from mlx_parallm.adapters.files.read import MLX_LM_WEIGHTS, AdapterFile, FormatName, read_adapter
+from mlx_parallm.adapters.files.reward_model import is_reward_model
 from mlx_parallm.adapters.files.write import write_mlx_lm, write_peft
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LoRAPair, Version, VersionInfo
 from mlx_parallm.atomic import new_folder
@@ -104,11 +105,14 @@ class AdapterLibrary:
         return AdapterWeights(pairs)
 
     def discover(self) -> Iterator[tuple[str, AdapterFile]]:
-        """Yields the name and the content of each adapter in the folder. Skips unusable ones with a warning."""
+        """Yields the name and the content of each adapter in the folder. Skips reward models, which are scorers, and
+        unusable adapters with a warning."""
         for path in sorted(self._folder.iterdir()) if self._folder else ():
             if not has_adapter(path):
                 continue
             try:
+                if is_reward_model(path):
+                    continue
                 yield check_name(path.name), self.read(path.name)
             except InvalidRequestError as error:
                 _log.warning("adapter %s is skipped: %s", path.name, error)

@@ -15,9 +15,10 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from mlx_parallm.adapters.checkpoints.store import CheckpointStore
+from mlx_parallm.adapters.figures import card_of, stats_of
 from mlx_parallm.adapters.files.read import AdapterFile, FormatName
-from mlx_parallm.adapters.library import AdapterLibrary, FolderStamp, has_adapter, info_of_file, name_of_folder
+from mlx_parallm.adapters.folders import LoadedFolders
+from mlx_parallm.adapters.library import AdapterLibrary, has_adapter, info_of_file, name_of_folder
 from mlx_parallm.adapters.registry import AdapterRegistry, Split
 from mlx_parallm.adapters.store import AdapterStore
 from mlx_parallm.adapters.weights import AdapterWeights, Version, VersionInfo
@@ -59,8 +60,7 @@ class AdapterService:
         self._default_folder = default_folder
         self._publishing = asyncio.Lock()
         self._loading_folder = asyncio.Lock()
-        # Of the folders that `load_folder` has read: their stamps at that time, and the names of their adapters.
-        self._folders: dict[Path, tuple[FolderStamp, str]] = {}
+        self._folders = LoadedFolders(store.registry)
 
     # -- selectors -------------------------------------------------------------------------------
 
@@ -86,6 +86,13 @@ class AdapterService:
 
     def route(self) -> Mapping[str, float]:
         return self._registry.route()
+
+    def stats(self) -> AdapterStats:
+        """See `core.AdapterClient.stats`."""
+        return stats_of(self._store, self._library.checkpoints)
+
+    def _card(self, version: Version) -> AdapterCard:
+        return card_of(version, self._store)
 
     # -- loading and publishing ------------------------------------------------------------------
 
@@ -115,15 +122,15 @@ class AdapterService:
     async def load_folder(self, path: str) -> str:
         """See `core.AdapterClient.load_folder`."""
         folder, stamp = await asyncio.to_thread(self._library.resolve_stamped, path)
-        if name := self._unchanged(folder, stamp):
+        if name := self._folders.unchanged(folder, stamp):
             return name
         async with self._loading_folder:  # requests that name the folder meanwhile wait, and read no file
-            if name := self._unchanged(folder, stamp):
+            if name := self._folders.unchanged(folder, stamp):
                 return name
             file = await asyncio.to_thread(self._library.read, str(folder))
-            if (name := self._live_with(file)) is None:
+            if (name := self._folders.live_with(file)) is None:
                 name = (await self._load_file(name_of_folder(folder), file, replace=True)).ref.name
-            self._folders[folder] = (stamp, name)
+            self._folders.remember(folder, stamp, name)
             return name
 
     @property
@@ -136,18 +143,6 @@ class AdapterService:
         if folder is None or not await asyncio.to_thread(has_adapter, folder):
             return None
         return await self.load_folder(str(folder.absolute()))
-
-    def _unchanged(self, folder: Path, stamp: FolderStamp) -> str | None:
-        """The name that `load_folder` has given the folder, if the folder has this stamp still and the name is live."""
-        known, name = self._folders.get(folder, (None, ""))
-        live = self._registry.live(name)
-        return name if known == stamp and live is not None and live.info.root == str(folder) else None
-
-    def _live_with(self, file: AdapterFile) -> str | None:
-        """The name of the adapter whose live version came from this folder, with this content."""
-        live = (self._registry.live(name) for name in {version.ref.name for version in self._registry.versions()})
-        place = (str(file.path), file.digest)
-        return next((v.ref.name for v in live if v and (v.info.root, v.info.digest) == place), None)
 
     async def publish_folder(self, name: str, folder: Path) -> AdapterRef:
         """Publishes the adapter in a folder that this program itself names, so it may lie anywhere. The version does
@@ -273,7 +268,8 @@ class AdapterService:
         self, selector: str | None, step: int | None, tags: Sequence[str], metrics: Mapping[str, float]
     ) -> CheckpointCard:
         """See `core.AdapterClient.save_checkpoint`."""
-        checkpoints = self._checkpoint_store()
+        if (checkpoints := self._library.checkpoints) is None:
+            raise InvalidRequestError("This server keeps no checkpoints; start it with --checkpoint-dir.")
         with self._registry.lease(selector or self._registry.default_adapter) as version:
             if version.ref == BASE_ADAPTER:
                 raise InvalidRequestError("The base model is no adapter; name one to save.", param="lora_name")
@@ -282,11 +278,6 @@ class AdapterService:
             card = await asyncio.to_thread(save)
             self._registry.set_checkpoint(version, card.path, card.name)
             return card
-
-    def _checkpoint_store(self) -> CheckpointStore:
-        if self._library.checkpoints is None:
-            raise InvalidRequestError("This server keeps no checkpoints; start it with --checkpoint-dir.")
-        return self._library.checkpoints
 
     async def weights(self, version: Version) -> AdapterWeights:
         """A version's weights as they were published, as float32 NumPy arrays. They come from its files if it has any
@@ -317,43 +308,3 @@ class AdapterService:
     async def write_neutral(self, folder: Path, form: FormatName, rank: int, targets: Sequence[str]) -> None:
         """Writes the files of an adapter that changes nothing, of this rank, for the linears with these names."""
         await asyncio.to_thread(lambda: self._library.write(self._library.neutral(rank, targets), folder, form))
-
-    # -- figures ---------------------------------------------------------------------------------
-
-    def _card(self, version: Version) -> AdapterCard:
-        info, name = version.info, version.ref.name
-        return AdapterCard(
-            ref=version.ref,
-            live=self._registry.live(name) is version,
-            residence=self._store.residence(version),
-            root=info.root,
-            rank=info.rank,
-            alpha=info.alpha,
-            targets=info.targets,
-            bytes=info.nbytes,
-            created=version.created,
-            leases=version.leases,
-            checkpoint=info.checkpoint,
-        )
-
-    def stats(self) -> AdapterStats:
-        """See `core.AdapterClient.stats`."""
-        store, checkpoints = self._store, self._library.checkpoints
-        running, waiting = store.names()
-        return AdapterStats(
-            slots=store.bank.slots,
-            max_rank=store.bank.max_rank,
-            slots_used=len(store.slots),
-            slots_pinned=store.slots.pinned,
-            bank_bytes=store.bytes_held,
-            copies=len(store.copies),
-            running=running,
-            waiting=waiting,
-            swaps_total=self._registry.swaps,
-            staged_total=store.slots.staged,
-            evicted_total=store.slots.evicted,
-            checkpoint_saves_total=checkpoints.saves_total if checkpoints else 0,
-            flip_s_last=self._registry.flip_s_last,
-            flip_s_max=self._registry.flip_s_max,
-            stage_s_last=store.slots.stage_seconds,
-        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -54,6 +55,12 @@ class AdapterLayout:
         yield from self.linears.values()
         if self.head is not None:
             yield self.head
+
+    @property
+    def hidden(self) -> int:
+        """The width of the hidden states, which most linears of a block read."""
+        ((width, _),) = Counter(spec.in_features for spec in self.linears.values()).most_common(1)
+        return width
 
     def find(self, path: str) -> LinearSpec | None:
         """The linear at a path."""

@@ -35,6 +35,10 @@ def build_store(
         ConfigError: a folder cannot be used, or `adapters.serve` names no adapter or checkpoint.
     """
     adapters = config.adapters
+    if adapters.adapter_dir is not None and not adapters.adapter_dir.is_dir():
+        raise ConfigError(
+            f"adapters.adapter_dir: {adapters.adapter_dir} is no folder; make it, or correct --adapter-dir"
+        )
     keep = config.checkpointing.keep_n_checkpoints
     checkpoints = CheckpointStore(run.path, bank.layout, manager.fingerprint, bank.max_rank, keep) if run else None
     others = (adapters.adapter_dir, adapters.serve_folder)

@@ -30,7 +30,7 @@ class AtroposRun(TrainingRun):
         if self.source is not None:
             await self.source.close()
 
-    async def _fill(self) -> Filled:
+    async def _fill(self, is_last: bool) -> Filled:
         assert self.source is not None  # `_open` was called
         self.wanted, refused = self.config.rl_training.update_frequency, self.source.refused
         self._report_rollout(0)

@@ -18,7 +18,8 @@ from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.checkpoints.runs import JOURNAL, Run, open_run
 from mlx_parallm.adapters.service import AdapterService
 from mlx_parallm.app.adapters import build_store
-from mlx_parallm.app.training import TrainingRuntime, build_trainer, build_training, check_reward
+from mlx_parallm.app.reward import check_reward
+from mlx_parallm.app.training import TrainingRuntime, build_reward_models, build_trainer, build_training
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
 from mlx_parallm.batch.kv.disk import PrefixStore
@@ -92,7 +93,7 @@ class Served:
         """Passes on the events of a request, and collects it for training if it has a `collection`."""
         if self.training is None or request.collection is None:
             return events
-        return self.training.service.collect(request, events)
+        return self.training.service.trajectories.collect(request, events)
 
 
 class Engine:
@@ -190,11 +191,14 @@ def build(config: Config, processor: ContinuousBatchProcessor, run: Run | None) 
     tokenizer = manager.tokenizer
     schedule = device_schedule(config, on_cpu())
     trainer = build_trainer(manager, bank, config, runner.cache.device.budget_bytes, schedule.max_decode_stall_s)
-    training = None
+    training, work = None, None
     if trainer is not None:
         assert run is not None  # a server that trains has a run
         journal = Journal(JournalFile(run.path / JOURNAL, manager.fingerprint))
-        training = build_training(processor, trainer, adapters, store, library, tokenizer, config, journal)
+        reward_models, work = build_reward_models(processor, trainer, manager, config)
+        training = build_training(
+            processor, trainer, adapters, store, library, tokenizer, config, journal, reward_models
+        )
     served = Served(card, tokenizer, device_name(), limits, adapters, processor, training, run)
     parts = EngineParts(
         runner,
@@ -206,7 +210,7 @@ def build(config: Config, processor: ContinuousBatchProcessor, run: Run | None) 
             schedule=schedule,
         ),
         calibrate(runner),
-        trainer,
+        work,
         lookahead=not on_cpu() if config.debug.lookahead is None else config.debug.lookahead,
         trace=config.debug.trace,
         check_every_unit=config.debug.check_every_unit,

@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mlx_parallm.app.build import Engine, Served
-from mlx_parallm.app.training import evaluator_of, held_out_of, reward_of
+from mlx_parallm.app.evaluation import evaluator_of, held_out_of
+from mlx_parallm.app.reward import reward_of
 from mlx_parallm.config import Config
 from mlx_parallm.config.sections import LARGEST_RANK
 from mlx_parallm.core import EvaluationResult
 from mlx_parallm.errors import ConfigError, ParaLLMError
-from mlx_parallm.rl.environments import Task, read_system_prompt
-from mlx_parallm.rl.evaluation import EvaluationError
+from mlx_parallm.rl.environments import read_system_prompt
+from mlx_parallm.rl.environments.thread import EnvironmentThread
+from mlx_parallm.rl.evaluation.evaluator import EvaluationError
 from mlx_parallm.rl.scoring.catalogue import ScorerCatalogue
 from mlx_parallm.rl.scoring.service import ScoringService
 
@@ -40,7 +42,7 @@ class Comparison:
         ScorerCatalogue(reward).check_reward()
         read_system_prompt(config.rl_training.system_prompt)
         self._config = config
-        self._tasks: tuple[Task, ...] = held_out_of(config)
+        self._held_out = held_out_of(config)
 
     def evaluate(self, folders: Sequence[Path], rank: int) -> tuple[EvaluationResult, ...]:
         """The mean rewards of the adapters, in their order. `rank`: the largest of theirs.
@@ -66,9 +68,10 @@ class Comparison:
         scorers = ScoringService(
             training.scoring_processes, training.scoring_batch_size, training.scoring_timeout_s, reward_of(self._config)
         )
+        thread = EnvironmentThread()
         try:
-            evaluator = evaluator_of(served.engine, served.tokenizer, scorers, self._tasks, self._config)
-            assert evaluator is not None  # there are two tasks at least
+            evaluator = evaluator_of(served.engine, served.tokenizer, scorers, thread, self._held_out, self._config)
+            assert evaluator is not None  # the configuration has held-out tasks
             results = []
             for folder in folders:
                 version = await served.adapters.publish_folder(_NAME, folder)
@@ -76,4 +79,5 @@ class Comparison:
                     results.append(await evaluator.evaluate(version, 0))
             return tuple(results)
         finally:
+            thread.close()
             await scorers.close()

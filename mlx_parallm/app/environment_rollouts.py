@@ -8,33 +8,32 @@ from __future__ import annotations
 import itertools
 import logging
 import re
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from functools import partial
+from typing import cast
 
 from mlx_parallm.app.build import Served
 from mlx_parallm.app.inference import build_inference
-from mlx_parallm.app.training import TrainingRuntime, reward_of
+from mlx_parallm.app.reward import catalogue_of
+from mlx_parallm.app.training import TrainingRuntime
 from mlx_parallm.config import Config
-from mlx_parallm.core import BASE_ADAPTER, Event, GenerationRequest, LevelCard, TrainingEvent, Trajectory
+from mlx_parallm.core import BASE_ADAPTER, AdapterRef, Event, GenerationRequest, LevelCard, TrainingEvent, Trajectory
 from mlx_parallm.errors import ConfigError, InvalidRequestError
-from mlx_parallm.rl.curriculum import Curriculum
 from mlx_parallm.rl.environments import Environment, Task, is_of_episodes, read_system_prompt
-from mlx_parallm.rl.environments.thread import EnvironmentThread, in_daemon_thread
-from mlx_parallm.rl.episodes import Episodes
-from mlx_parallm.rl.held_out import without
+from mlx_parallm.rl.environments.thread import in_daemon_thread
 from mlx_parallm.rl.inference.engine import InferenceEngine
-from mlx_parallm.rl.rollouts import DrawEpisodes, DrawResult, Rollouts, RolloutSettings
-from mlx_parallm.rl.scoring.catalogue import ScorerCatalogue
+from mlx_parallm.rl.rollouts.answers import DrawEpisodes, DrawResult, OnDrawn, Rollouts, RolloutSettings, TakenTasks
+from mlx_parallm.rl.rollouts.curriculum import TAKEN, Curriculum
+from mlx_parallm.rl.rollouts.episodes import Episodes
+from mlx_parallm.rl.rollouts.held_out import without
 
 _log = logging.getLogger(__name__)
 
 
 class EnvironmentRollouts:
-    """Draws from the inference engine of the configuration, and collects what it draws. Event loop's thread only.
-
-    Args:
-        on_drawn: called with the number of answers or episodes that have just ended.
-    """
+    """Draws from the inference engine of the configuration, and collects what it draws. Event loop's thread only."""
 
     def __init__(
         self,
@@ -43,21 +42,21 @@ class EnvironmentRollouts:
         training: TrainingRuntime,
         source: Environment,
         group_size: int,
-        on_drawn: Callable[[int], None] = lambda _: None,
+        on_drawn: OnDrawn = lambda _, __: None,
     ) -> None:
         self._config, self._served, self._training = config, served, training
         self._source, self._group_size, self._on_drawn = source, group_size, on_drawn
-        self._thread = EnvironmentThread()
         self._inference: InferenceEngine | None = None
         self._rollouts: Rollouts | None = None
         self._curriculum: Curriculum | None = None
         self._taken = 0
+        self._asking, self._asked_at = 0, time.monotonic()
 
     async def open(self, taken: int, state: Mapping[str, float] | None = None) -> None:
         """Gets the environment's tasks after the first `taken`. Nothing is drawn yet.
 
         Args:
-            state: what `settle` returned when so many were taken.
+            state: what `settle` returned when so many were taken, or before.
 
         Raises:
             ConfigError: the tasks cannot be scored.
@@ -84,25 +83,52 @@ class EnvironmentRollouts:
         """The levels of the curriculum, as far as they are known; empty without a curriculum."""
         return self._curriculum.cards if self._curriculum else ()
 
-    def settle(self) -> Mapping[str, float]:
-        """Counts the rewards that have come. Not while tasks are drawn.
+    @property
+    def live(self) -> AdapterRef:
+        """The version that answers tasks now."""
+        return self._training.service.status().current or BASE_ADAPTER
+
+    @property
+    def quiet_s(self) -> float:
+        """Seconds for which no rollout has asked the engine; 0 while it draws, or scores with a reward model."""
+        is_busy = self._asking or self._training.scorers.on_device
+        return 0.0 if is_busy else time.monotonic() - self._asked_at
+
+    def number_of(self, group_id: str) -> int | None:
+        """The number of the task of this run that a group has answered; None: it is no task of this run."""
+        assert self._served.run is not None  # what trains keeps checkpoints
+        group = re.fullmatch(rf"(?:group-)?rollout-{self._served.run.id}-(\d+)(?:-\d+)?", group_id)
+        return None if group is None else int(group[1])
+
+    def settle(self, before: int | None = None) -> Mapping[str, float]:
+        """Counts the rewards that have come for tasks of lower numbers than `before`, unless a task is being taken.
 
         Returns:
-            What the curriculum needs to go on from here in another process; empty without a curriculum.
+            What the curriculum needs to go on with that task in another process. Empty without a curriculum, and if a
+            task is being taken after that one.
         """
         if self._curriculum is None:
             return {}
-        self._curriculum.settle()
-        return self._curriculum.state
+        self._curriculum.settle(before)
+        state = self._curriculum.state
+        return state if before is None or state[TAKEN] <= before else {}
 
     async def draw(self, groups: int) -> DrawResult:
-        """Answers the next tasks with the live version; see `Rollouts.draw`."""
+        """Takes the next tasks and answers them with the live version."""
+        return await self.answer(await self.take(groups), self.live)
+
+    async def take(self, groups: int) -> TakenTasks:
+        """See `Rollouts.take`."""
         assert self._rollouts is not None  # `open` was called
-        return await self._rollouts.draw(groups, str(self._training.service.status().current or BASE_ADAPTER.name))
+        return await self._rollouts.take(groups)
+
+    async def answer(self, taken: TakenTasks, version: AdapterRef) -> DrawResult:
+        """See `Rollouts.answer`."""
+        assert self._rollouts is not None  # `open` was called
+        return await self._rollouts.answer(taken, BASE_ADAPTER.name if version == BASE_ADAPTER else str(version))
 
     async def close(self) -> None:
         """Call it after every `draw` has ended."""
-        self._thread.close()
         if self._inference is not None:
             await self._inference.close()
 
@@ -114,7 +140,7 @@ class EnvironmentRollouts:
         first = next(tasks)
         if first.collection.scorer is not None or not is_of_episodes(self._source):
             try:
-                ScorerCatalogue(reward_of(self._config)).check(first.collection)
+                catalogue_of(self._config).check(first.collection)
             except InvalidRequestError as error:
                 raise ConfigError(f"environment: {error}") from error
         tasks, curriculum = itertools.chain([first], tasks), self._config.rl_training.curriculum
@@ -130,10 +156,9 @@ class EnvironmentRollouts:
             self._learn(event.data["group_id"], event.data.get("rewards", ()))
 
     def _learn(self, group_id: str, rewards: Collection[float]) -> None:
-        assert self._served.run is not None
-        group = re.fullmatch(rf"(?:group-)?rollout-{self._served.run.id}-(\d+)(?:-\d+)?", group_id)
-        if group is not None and self._curriculum is not None:
-            self._curriculum.learn(int(group[1]), [*rewards])
+        number = self.number_of(group_id)
+        if number is not None and self._curriculum is not None:
+            self._curriculum.learn(number, [*rewards])
 
     def _build(self, tasks: Iterator[Task], taken: int) -> Rollouts:
         training, served = self._config.rl_training, self._served
@@ -163,7 +188,7 @@ class EnvironmentRollouts:
             return None
         episodes = Episodes(
             self._source,
-            self._thread,
+            self._training.environment_thread,
             self._ask,
             self._collect_episodes,
             self._served.tokenizer,
@@ -176,12 +201,19 @@ class EnvironmentRollouts:
         """See `Collector.collect_episodes`. A group without a signal ends there without an event, so its rewards are
         noted here. Rewards of a scoring function come as an event."""
         self._learn(trajectories[0].group_id, rewards.values())
-        return await self._training.service.collect_episodes(trajectories, rewards)
+        return await self._training.service.trajectories.collect_episodes(trajectories, rewards)
 
     def _generate(self, request: GenerationRequest) -> AsyncIterator[Event]:
         """Draws from the inference engine, and collects what it draws."""
         return self._served.collect(request, self._ask(request))
 
-    def _ask(self, request: GenerationRequest) -> AsyncIterator[Event]:
+    async def _ask(self, request: GenerationRequest) -> AsyncGenerator[Event, None]:
         assert self._inference is not None  # `open_inference` was called
-        return self._inference.generate(request)
+        events = cast(AsyncGenerator[Event, None], self._inference.generate(request))  # `core` promises aclose()
+        self._asking += 1
+        try:
+            async with aclosing(events):
+                async for event in events:
+                    yield event
+        finally:
+            self._asking, self._asked_at = self._asking - 1, time.monotonic()

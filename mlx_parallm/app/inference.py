@@ -29,7 +29,7 @@ from mlx_parallm.rl.inference.openai import OpenAIApi, VllmApi
 from mlx_parallm.rl.inference.outside import NEUTRAL, OutsideEngine
 from mlx_parallm.rl.inference.sglang import SglangApi
 from mlx_parallm.rl.inference.sync import AdapterSync, WriteAdapter
-from mlx_parallm.rl.rollouts import events_of
+from mlx_parallm.rl.rollouts.answers import events_of
 
 _FOLDER = ".inference"
 """Folder of a run in which adapter versions wait for an outside engine."""

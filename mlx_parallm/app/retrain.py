@@ -35,7 +35,7 @@ from mlx_parallm.core import (
     WorkClass,
 )
 from mlx_parallm.errors import ConfigError, ContextLengthError, EngineDeadError, InvalidRequestError
-from mlx_parallm.rl.rollouts import events_of
+from mlx_parallm.rl.rollouts.answers import events_of
 
 T = TypeVar("T")
 

@@ -99,6 +99,7 @@ class IntegratedServer:
                 served.training.policies if served.training else None,
                 config.rl_training.tinker,
                 served.training.averages if served.training else None,
+                served.training.reward_models if served.training else None,
             )
             if self._trains:  # requests can only be collected once the adapter is trained
                 await self._training_started.wait()
@@ -180,6 +181,7 @@ class IntegratedServer:
             self._rollouts = ServerRollouts(self._config, served, training, self._environment)
             await self._rollouts.open()
             training.service.own_rollouts = self._rollouts.status
+            training.service.note_progress(self._rollouts.progress)
             self._rollouts.start()
 
     async def _close_training(self) -> None:

@@ -3,14 +3,16 @@
     environment ─▶ EnvironmentRollouts ─▶ engine (rows of rollouts) ─▶ trajectory buffer ─▶ TrainingLoop
 
 Rollouts share the rows of the batch with live requests by `server.priority_ratios`. So many are drawn as the next
-update wants; it is made by the training loop, as for trajectories that clients send.
+update wants; it is made by the training loop, as for trajectories that clients send. While all of them wait for their
+rewards or for tools, those of the update after it are drawn, which are one version old when they are trained on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 
 from mlx_parallm.app.build import Served
 from mlx_parallm.app.environment_rollouts import EnvironmentRollouts
@@ -19,7 +21,9 @@ from mlx_parallm.config import Config
 from mlx_parallm.core import RolloutStatus
 from mlx_parallm.errors import EngineDeadError
 from mlx_parallm.rl.environments import Environment, environment
-from mlx_parallm.rl.rollouts import DrawResult, group_prefixes, task_number
+from mlx_parallm.rl.rollouts.answers import DrawResult, group_prefixes, task_number
+from mlx_parallm.rl.rollouts.curriculum import TAKEN
+from mlx_parallm.rl.runs.listing import RUN_TASKS
 
 _POLL_S = 0.1
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.5, 60.0
@@ -65,16 +69,20 @@ class ServerRollouts:
         self._drawing: set[asyncio.Task[None]] = set()
         self._running: asyncio.Task[None] | None = None
         self._state = "waiting"
+        self._draws_ahead, self._started_at = False, 0.0  # monotonic time when the last group was begun
         self._drawn = self._failed = self._failed_in_a_row = 0
         self._last_failure = ""
 
     async def open(self) -> None:
-        """Gets ready. Tasks that were answered in an earlier process of the run are not answered again.
+        """Gets ready. Tasks that were answered in an earlier process of the run are not answered again. A curriculum
+        goes on from the last update.
 
         Raises:
             ConfigError: the tasks cannot be scored, or the engine cannot draw what training needs.
         """
-        await self._rollouts.open(await self._taken_before())
+        progress = self._service.progress()
+        taken = max(await self._taken_before(), int(progress.get(RUN_TASKS, 0)))
+        await self._rollouts.open(taken, progress)
         await self._rollouts.open_inference()
 
     def start(self) -> None:
@@ -100,6 +108,11 @@ class ServerRollouts:
             levels=self._rollouts.levels,
         )
 
+    def progress(self) -> Mapping[str, float] | None:
+        """What `open` needs in another process, to be noted with an update. None: it needs nothing."""
+        state = self._rollouts.settle()
+        return {RUN_TASKS: state[TAKEN], **state} if state else None
+
     async def _taken_before(self) -> int:
         """The number of the first task that no earlier process of the run has answered, or one after it."""
         assert self._served.run is not None  # a server that trains keeps checkpoints
@@ -112,6 +125,7 @@ class ServerRollouts:
     async def _run(self) -> None:
         """Starts groups as long as the next update wants some. Returns when nothing more can be drawn."""
         while self._state != "failed":
+            self._draws_ahead = self._may_draw_ahead
             self._state = self._next_state()
             if self._state == "drawing" and self._wants_one_more:
                 self._start_group()
@@ -130,12 +144,34 @@ class ServerRollouts:
 
     @property
     def _wanted(self) -> int:
-        """Members that the next update still wants, without those that are being drawn or scored."""
+        """Members that are still wanted, without those that are being drawn or scored: for the next update and, while
+        it waits, for the one after it."""
         service, config = self._service, self._config
-        if not service.wants_groups or (config.max_staleness == 0 and service.status().state == "updating"):
+        if not service.wants_groups or (config.max_staleness == 0 and self._is_updating):
             return 0
-        coming = (len(self._drawing) + service.groups_in_scoring) * self._group_size
-        return config.update_frequency - service.waiting_with_signal - coming
+        updates = 2 if self._draws_ahead else 1
+        return updates * config.update_frequency - service.waiting_with_signal - self._coming * self._group_size
+
+    @property
+    def _coming(self) -> int:
+        """Groups that are being drawn or scored."""
+        return len(self._drawing) + self._service.groups_in_scoring
+
+    @property
+    def _is_updating(self) -> bool:
+        return self._service.status().state == "updating"
+
+    @property
+    def _may_draw_ahead(self) -> bool:
+        """Whether groups for the update after the next one may be drawn: the groups of the next one wait for something
+        else than the model, groups may be one version old, and the buffer has room for them."""
+        config, held = self._config, max(self._service.trajectories_held, self._config.update_frequency)
+        if config.draw_ahead_after_s is None or config.max_staleness == 0 or self._is_updating or not self._coming:
+            return False
+        if self._draws_ahead:
+            return True
+        quiet = min(self._rollouts.quiet_s, time.monotonic() - self._started_at)
+        return self._wanted <= 0 and quiet >= config.draw_ahead_after_s and 2 * held <= config.trajectory_buffer_size
 
     @property
     def _wants_one_more(self) -> bool:
@@ -143,7 +179,7 @@ class ServerRollouts:
         return self._wanted > 0 and len(self._drawing) < (1 if self._failed_in_a_row else self._most)
 
     def _start_group(self) -> None:
-        task = asyncio.create_task(self._draw_group())
+        task, self._started_at = asyncio.create_task(self._draw_group()), time.monotonic()
         self._drawing.add(task)
         task.add_done_callback(self._drawing.discard)
 

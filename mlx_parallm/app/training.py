@@ -8,37 +8,40 @@ import mlx.core as mx
 
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.library import AdapterLibrary
+from mlx_parallm.adapters.reward_models import RewardModelFolder
 from mlx_parallm.adapters.service import AdapterService
 from mlx_parallm.adapters.store import AdapterStore
 from mlx_parallm.adapters.weights import AdapterWeights
+from mlx_parallm.app.evaluation import evaluator_of, held_out_of
+from mlx_parallm.app.reward import reward_of
 from mlx_parallm.config import Config, Mode, ResolvedTraining, RLTrainingConfig
-from mlx_parallm.core import BASE_ADAPTER, AdapterRef, EngineClient, TextTokenizer
+from mlx_parallm.core import AdapterRef, TextTokenizer, TrainingWork
 from mlx_parallm.engine.processor import ContinuousBatchProcessor
-from mlx_parallm.errors import ConfigError, RequestError
 from mlx_parallm.model.device import on_cpu
 from mlx_parallm.model.hooks import install_hook
 from mlx_parallm.model.manager import SharedModelManager
 from mlx_parallm.model.split import query_heads
 from mlx_parallm.rl.averages import Averages
-from mlx_parallm.rl.checkpoints import PolicyCheckpoints
 from mlx_parallm.rl.collect.log import TrajectoryLog
-from mlx_parallm.rl.environments import Task, answers_of, environment, read_system_prompt, with_system_prompt
-from mlx_parallm.rl.evaluation import AnswerSettings, Evaluator, HeldOutTask
-from mlx_parallm.rl.gate import Gate
-from mlx_parallm.rl.held_out import held_out_tasks
+from mlx_parallm.rl.environments import Task, answers_of
+from mlx_parallm.rl.environments.thread import EnvironmentThread
 from mlx_parallm.rl.learn.footprint import Footprint
 from mlx_parallm.rl.learn.learner import Learner
 from mlx_parallm.rl.learn.model import TrainableModel
 from mlx_parallm.rl.learn.policy import PolicySnapshot
+from mlx_parallm.rl.learn.taking_turns import TakingTurns
 from mlx_parallm.rl.learn.trainer import GRPOTrainer
 from mlx_parallm.rl.policies import PolicyService
+from mlx_parallm.rl.reward_models.learning import RewardModelDevice
+from mlx_parallm.rl.reward_models.service import RewardModels
+from mlx_parallm.rl.reward_models.trainer import RewardModelTrainer
+from mlx_parallm.rl.reward_models.work import RewardModelWork
 from mlx_parallm.rl.runs.journal import Journal
-from mlx_parallm.rl.scoring.catalogue import ScorerCatalogue
-from mlx_parallm.rl.scoring.judges import Judge
-from mlx_parallm.rl.scoring.reward import RewardSpec, read_reward
 from mlx_parallm.rl.scoring.service import ScoringService
 from mlx_parallm.rl.service import TrainingParts, TrainingService
 from mlx_parallm.rl.tasks import FileTasks
+from mlx_parallm.rl.updates.checkpoints import PolicyCheckpoints
+from mlx_parallm.rl.updates.gate import Gate
 
 
 def build_trainer(
@@ -59,6 +62,17 @@ def build_trainer(
     head_rank = config.model.lora_rank if head is not None and head.target in config.model.lora_target_modules else 0
     training = micro_steps_sized(config.rl_training, manager, bank, memory, stall_s, head_rank)
     return GRPOTrainer(trainable(training, manager, bank, memory), training, config.model)
+
+
+def build_reward_models(
+    processor: ContinuousBatchProcessor, trainer: GRPOTrainer, manager: SharedModelManager, config: Config
+) -> tuple[RewardModels, TrainingWork]:
+    """The reward models of the adapter folder, and the work that shares training's device time between them and the
+    trainer."""
+    work = RewardModelWork(trainer.model, trainer.config.micro_batch_tokens)
+    folder = RewardModelFolder(config.adapters.adapter_dir, manager.fingerprint)
+    models = RewardModels(RewardModelDevice(processor, work), folder, manager.tokenizer)
+    return models, TakingTurns([trainer, work])
 
 
 def micro_steps_sized(
@@ -100,14 +114,17 @@ def footprint_of(manager: SharedModelManager, bank: AdapterBank, head_rank: int 
 @dataclass(frozen=True, slots=True)
 class TrainingRuntime:
     """The service that collects and learns, and its parts. `policies`: those that clients train step by step.
-    `averages`: of adapters. `held_out`: the tasks of evaluations, which are not to be trained on."""
+    `averages`: of adapters. `reward_models`: trains them. `environment_thread`: where all rollouts of environments run.
+    `held_out`: the tasks of evaluations, which are not to be trained on."""
 
     service: TrainingService
     scorers: ScoringService
     learner: Learner
     policies: PolicyService
     averages: Averages
+    reward_models: RewardModelTrainer
     default_adapter: str
+    environment_thread: EnvironmentThread
     held_out: tuple[Task, ...] = ()
 
     async def start(self, restore: bool = True) -> None:
@@ -123,6 +140,7 @@ class TrainingRuntime:
         try:
             await self.service.close()
         finally:
+            self.environment_thread.close()
             await self.scorers.close()
 
 
@@ -135,6 +153,7 @@ def build_training(
     tokenizer: TextTokenizer,
     config: Config,
     journal: Journal,
+    reward_models: RewardModels,
 ) -> TrainingRuntime:
     """The service that learns from collected trajectories, with its scorers. It closes the journal.
 
@@ -146,10 +165,11 @@ def build_training(
     training, default = trainer.config, config.adapters.default_adapter
     reward = reward_of(config)
     scorers = ScoringService(
-        training.scoring_processes, training.scoring_batch_size, training.scoring_timeout_s, reward
+        training.scoring_processes, training.scoring_batch_size, training.scoring_timeout_s, reward, reward_models
     )
 
-    held_out = held_out_of(config)
+    scorers.catalogue.check_reward_models()
+    held_out, thread = held_out_of(config), EnvironmentThread()
 
     async def weights_of(ref: AdapterRef) -> AdapterWeights:
         with store.registry.lease(str(ref)) as version:
@@ -165,7 +185,7 @@ def build_training(
         scorers=scorers,
         config=training,
         checkpointing=config.checkpointing,
-        evaluator=evaluator_of(processor, tokenizer, scorers, held_out, config),
+        evaluator=evaluator_of(processor, tokenizer, scorers, thread, held_out, config),
         policy_of=policy_of,
         log=TrajectoryLog(training.trajectory_log) if training.trajectory_log else None,
         tasks=_tasks(config),
@@ -178,44 +198,9 @@ def build_training(
     service = TrainingService(parts, default)
     gate = Gate(eval_floor=training.gate.eval_floor)
     averages = Averages(adapters, parts.evaluator, gate, weights_of, service.has_adapter, library.max_rank)
-    return TrainingRuntime(service, scorers, learner, policies, averages, default, held_out)
-
-
-def reward_of(config: Config) -> RewardSpec | None:
-    """The configured reward, with its judge; None if there is none.
-
-    Raises:
-        ConfigError: it cannot be read, or it has a judge and there is no server to ask.
-    """
-    training = config.rl_training
-    if training.reward is None:
-        return None
-    key = training.judge.api_key
-    reward = RewardSpec(
-        read_reward(training.reward),
-        Judge(
-            training.judge.url or "",
-            training.judge.model or BASE_ADAPTER.name,
-            training.judge.instruction or "",
-            key.get_secret_value() if key else "",
-        ),
-    )
-    if reward.asks_judge and not reward.judge.url and config.server.mode is Mode.TRAINING_ONLY:
-        raise ConfigError(
-            "rl_training.judge.url: a judge needs a server, and this process answers no requests; name one with "
-            "--judge-url and --judge-model"
-        )
-    return reward
-
-
-def check_reward(config: Config) -> None:
-    """Loads the functions of the configured reward once, in a child process. It may take seconds.
-
-    Raises:
-        ConfigError: the reward cannot be read, a function cannot be loaded, or a judge has no server to ask.
-    """
-    if config.rl_training.enabled:
-        ScorerCatalogue(reward_of(config)).check_reward()
+    reward_trainer = RewardModelTrainer(reward_models.device, reward_models.folder, journal, config.model)
+    tasks = () if held_out is None else held_out.tasks
+    return TrainingRuntime(service, scorers, learner, policies, averages, reward_trainer, default, thread, tasks)
 
 
 def _tasks(config: Config) -> FileTasks:
@@ -223,37 +208,3 @@ def _tasks(config: Config) -> FileTasks:
     name, rewarded = config.rl_training.own_environment, config.rl_training.reward is not None
     takes_requests = config.server.mode is not Mode.TRAINING_ONLY
     return answers_of(name, rewarded) if name is not None and takes_requests else FileTasks()
-
-
-def held_out_of(config: Config) -> tuple[Task, ...]:
-    """The held-out tasks; none if versions are not evaluated."""
-    settings, of_training = config.rl_training.evaluation, config.rl_training.own_environment
-    name, rewarded = settings.tasks or of_training, config.rl_training.reward is not None
-    return () if settings.every is None or name is None else held_out_tasks(environment(name, rewarded), settings.size)
-
-
-def evaluator_of(
-    engine: EngineClient,
-    tokenizer: TextTokenizer,
-    scorers: ScoringService,
-    tasks: tuple[Task, ...],
-    config: Config,
-) -> Evaluator | None:
-    if not tasks:
-        return None
-    reward, training = reward_of(config), config.rl_training
-    catalogue = ScorerCatalogue(reward)
-    system_prompt, held_out = read_system_prompt(training.system_prompt), []
-    for number, task in enumerate(tasks, 1):
-        try:
-            catalogue.check(task.collection)
-            messages = with_system_prompt(task, system_prompt)
-            ids = tokenizer.apply_chat_template(messages)
-        except RequestError as error:
-            raise ConfigError(f"rl_training.evaluation: held-out task {number} cannot be used: {error}") from error
-        held_out.append(HeldOutTask(tuple(ids), replace(task.collection, messages=messages)))
-    settings = training.evaluation
-    answers = AnswerSettings(
-        settings.samples, settings.temperature, settings.max_tokens or training.max_completion_tokens
-    )
-    return Evaluator(engine, scorers, held_out, answers, reward.definition if reward else "")

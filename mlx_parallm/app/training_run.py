@@ -17,24 +17,36 @@ from mlx_parallm.app.training import TrainingRuntime
 from mlx_parallm.config import Action, Config
 from mlx_parallm.core import UpdateReport
 from mlx_parallm.errors import EngineDeadError, TrainingFailedError
-from mlx_parallm.rl.runs.listing import RUN_STEPS
+from mlx_parallm.rl.runs.listing import RUN_STEPS, RUN_TASKS
 from mlx_parallm.rl.tracking.tracking import Record, Tracking
+from mlx_parallm.rl.updates.turns import Chosen
 
 FINAL = "final"
 """Tag of the checkpoint that a run ends with."""
 
-STEPS, TASKS = RUN_STEPS, "run_tasks"
+STEPS, TASKS = RUN_STEPS, RUN_TASKS
 """Keys of an update's progress: the steps made so far, and the tasks taken from the environment for them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """What a step has for its update. `speed`: figures of how fast that was. `failures`: for people, one line each.
-    `levels`: figures of the curriculum's levels."""
+    """What a step has for its update.
+
+    Attributes:
+        speed: figures of how fast it came.
+        failures: for people, one line each.
+        levels: figures of the curriculum's levels.
+        chosen: the groups of this step, by their ids; None: all that wait.
+        tasks: taken from the environment for this step and those before it.
+        state: what `TrainingRun._open` needs besides, to choose the same tasks in a resumed run.
+    """
 
     speed: Mapping[str, float] = field(default_factory=dict)
     failures: tuple[str, ...] = ()
     levels: Mapping[str, float] = field(default_factory=dict)
+    chosen: Chosen | None = None
+    tasks: int = 0
+    state: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -68,18 +80,8 @@ class TrainingRun(ABC):
         """Called before the first step of a run."""
 
     @abstractmethod
-    async def _fill(self) -> Filled:
-        """Returns when the groups of one update wait with their rewards."""
-
-    @property
-    def _taken(self) -> int:
-        """Tasks taken from the environment so far."""
-        return 0
-
-    @property
-    def _state(self) -> Mapping[str, float]:
-        """What `_open` needs besides, to choose the same tasks in a resumed run."""
-        return {}
+    async def _fill(self, is_last: bool) -> Filled:
+        """Returns when the groups of one update wait with their rewards. `is_last`: of the last update."""
 
     def _check_run(self) -> None:  # noqa: B027 - most runs need no check
         """Called after each step. Raises TrainingFailedError: the run cannot go on."""
@@ -121,9 +123,10 @@ class TrainingRun(ABC):
     async def _step(self, step: int) -> None:
         """Makes one update, and reports it with the speed of the whole step."""
         started, self.drawn, self.wanted = time.monotonic(), 0, 0
-        filled = await self._fill()
-        self._show_samples()
-        report = await self.service.update(progress={STEPS: step, TASKS: self._taken, **self._state})
+        filled = await self._fill(is_last=step == self.options.steps)
+        self._show_samples(filled.chosen)
+        progress = {STEPS: step, TASKS: filled.tasks, **filled.state}
+        report = await self.service.update(progress=progress, chosen=filled.chosen)
         speed = {**filled.speed, "seconds": time.monotonic() - started, "failed_tasks": float(len(filled.failures))}
         report = replace(report, metrics={**report.metrics, **speed, **filled.levels})
         if step == self.options.steps and report.step:
@@ -132,9 +135,12 @@ class TrainingRun(ABC):
         self.tracking.write(Record("update", step, report.metrics, _fields(report, filled.failures)))
         _check_not_paused(report)
 
-    def _show_samples(self) -> None:
+    def _show_samples(self, chosen: Chosen | None) -> None:
         """Shows the best and the worst sample of this step to the view."""
-        cards = self.service.trajectories(self.drawn)
+        limit = self.drawn if chosen is None else self.config.rl_training.trajectory_buffer_size
+        cards = self.service.trajectories.newest(limit)
+        if chosen is not None:
+            cards = tuple(card for card in cards if chosen(card.trajectory.group_id))
         scored = sorted((card.reward, number, card) for number, card in enumerate(cards) if card.reward is not None)
         if scored:
             self.view.sampled(SampleText.of(scored[-1][2]), SampleText.of(scored[0][2]))

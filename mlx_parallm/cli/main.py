@@ -16,7 +16,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mlx_parallm.cli import average, commands, runs
+from mlx_parallm.cli import average, commands, reward_model, runs
 from mlx_parallm.cli import train as training
 from mlx_parallm.cli.flags import TRAIN_ONLY, add_flags, settings
 from mlx_parallm.config import API_KEY_VARIABLE, render, resolve
@@ -57,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_adapter_commands(
         add("adapters", "Manage the LoRA adapters of a running server; merge, convert or average adapters.")
     )
+    reward_model.add_arguments(add("reward-model", "Train a reward model on preferences. Needs no server."))
     _add_tokenizer_command(add("tokenizer", "Write the tokenizer of a model for clients that tokenise by themselves."))
     add("version", "Print the versions to give in a bug report.").set_defaults(run=commands.version)
     return _run(parser, argv)

@@ -248,7 +248,9 @@ class AdaptersConfig(Section):
     """LoRA adapters, served together with the base model in one batch."""
 
     adapter_dir: Folder | None = None
-    """Folder whose subfolders are adapters, each served under its folder's name. null means no folder."""
+    """Folder whose subfolders are adapters, each served under its folder's name, and reward models, each the scorer
+    reward_model:NAME. null means no folder.
+    """
     allowed_adapter_roots: Folders = ()
     """Folders, in addition to adapter_dir, from which requests may load adapters by path."""
     max_loras: Integer = Field(default=8, ge=1)

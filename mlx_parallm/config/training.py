@@ -70,8 +70,8 @@ class GateConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Held-out tasks that versions in training answer from time to time. Nothing is trained on these answers. Their
-    mean reward decides which version is the best one."""
+    """Held-out tasks that versions in training do from time to time. Nothing is trained on their answers. Their mean
+    reward decides which version is the best one."""
 
     every: Integer | None = Field(default=None, ge=1)
     """Number of updates between two evaluations. The version that training starts from is evaluated too. null means no
@@ -84,7 +84,7 @@ class EvaluationConfig(Section):
     size: Integer = Field(default=64, ge=2)
     """Largest number of held-out tasks. They are the same in every run."""
     samples: Integer = Field(default=1, ge=1, le=128)
-    """Number of answers to each task."""
+    """Number of answers to each task, or of its episodes."""
     temperature: Number = Field(default=0.0, ge=0)
     """Temperature of the answers. 0 takes the most likely token each time; give another one if samples is above 1."""
     max_tokens: Integer | None = Field(default=None, ge=1)
@@ -140,6 +140,11 @@ class RLTrainingConfig(Section):
     """Longest time in seconds that an environment may take for its next task, and for one episode besides the model's
     answers. An episode that takes longer is dropped.
     """
+    draw_ahead_after_s: Number | None = Field(default=0.5, gt=0)
+    """Time in seconds after the last answer was drawn, after which the rollouts of the next update are drawn while
+    those of this one wait for rewards or for the tools of their episodes. They are trained on one version later. null
+    means never: drawing and waiting take turns.
+    """
     system_prompt: Text | None = None
     """System message of the tasks of the environment and of evaluations: a text, or @FILE for the text of a file. A
     task that has its own system message keeps it. null means none.
@@ -181,9 +186,9 @@ class RLTrainingConfig(Section):
     """Seed of the initial weights of new adapters. In mlx_parallm_train also the seed of tasks and samples."""
     environment: Text | None = None
     """A JSONL or parquet file of tasks, or the id of a hub data set with such a file. mlx_parallm_train trains on them,
-    or on reasoning_gym:<task>, the built-in words, hints and calculator, FILE.py:NAME, or an environment of another
-    package. A server that trains draws rollouts of them by itself, unless server_rollouts is false, and looks up the
-    answers that requests leave out.
+    or on reasoning_gym:<task>, verifiers:<id>, the built-in words, hints and calculator, FILE.py:NAME, or an
+    environment of another package. A server that trains draws rollouts of them by itself, unless server_rollouts is
+    false, and looks up the answers that requests leave out.
     """
     reward: Text | None = None
     """Reward of the tasks: FILE.py:NAME is a function of a file, judge and rank ask a language model, and any scoring

@@ -97,6 +97,7 @@ from mlx_parallm.core.requests import (
     TokenLogprob,
     WorkClass,
 )
+from mlx_parallm.core.reward_models import RewardModelCard, RewardModelClient, RewardModelSpec
 from mlx_parallm.core.rollouts import RolloutStatus
 from mlx_parallm.core.sequence import PromptGroup, Sequence, SequenceStatus
 from mlx_parallm.core.signals import (
@@ -109,16 +110,23 @@ from mlx_parallm.core.signals import (
     SignalReport,
     SourceReport,
 )
-from mlx_parallm.core.text import Reasoning, TextTokenizer, Tool, ToolCall, ToolFormat, UnwritableToolError
-from mlx_parallm.core.training import (
-    EvaluationResult,
+from mlx_parallm.core.text import (
+    Reasoning,
+    TextTokenizer,
+    Tool,
+    ToolCall,
+    ToolFormat,
+    UnwritableToolError,
+    control_ids,
+    end_id,
+)
+from mlx_parallm.core.training import EvaluationResult, TrainingClient, TrainingStatus, UpdateReport
+from mlx_parallm.core.training_events import Divergence, TrainingEvent
+from mlx_parallm.core.trajectories import (
     GivenGroup,
     GivenTrajectory,
     GroupCard,
-    TrainingClient,
-    TrainingStatus,
     Trajectory,
     TrajectoryCard,
-    UpdateReport,
+    TrajectoryClient,
 )
-from mlx_parallm.core.training_events import Divergence, TrainingEvent

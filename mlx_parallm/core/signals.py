@@ -138,7 +138,7 @@ class PeopleClient(Protocol):
         """
         ...
 
-    async def find_trajectory(self, trajectory_id: str) -> FoundTrajectory:
+    async def find(self, trajectory_id: str) -> FoundTrajectory:
         """A trajectory of this run, whatever became of it. Raises UnknownTrajectoryError: there is none of this id."""
         ...
 

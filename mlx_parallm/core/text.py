@@ -154,3 +154,16 @@ class TextTokenizer(Protocol):
             ContextLengthError: the rendered text must have more than `at_most` tokens.
         """
         ...
+
+
+def end_id(tokenizer: TextTokenizer) -> int:
+    """The end-of-sequence token; if the model has several, the one that the tokenizer names."""
+    ends = sorted(tokenizer.eos_token_ids)
+    return next((end for end in ends if tokenizer.token_string(end) == tokenizer.eos_token), ends[0])
+
+
+def control_ids(tokenizer: TextTokenizer) -> frozenset[int]:
+    """Special tokens that are no part of an answer. Those of tool calls and of reasoning may be."""
+    allowed = tokenizer.tool_format.visible_specials if tokenizer.tool_format else frozenset[int]()
+    allowed |= tokenizer.reasoning.visible_specials if tokenizer.reasoning else frozenset[int]()
+    return tokenizer.special_ids - allowed

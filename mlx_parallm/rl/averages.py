@@ -18,9 +18,9 @@ from mlx_parallm.core import (
     check_name,
 )
 from mlx_parallm.errors import ConfigError, ConflictError, InvalidRequestError
-from mlx_parallm.rl.evaluation import EvaluationError, Evaluator
+from mlx_parallm.rl.evaluation.evaluator import EvaluationError, Evaluator
 from mlx_parallm.rl.events import Refusal
-from mlx_parallm.rl.gate import Gate
+from mlx_parallm.rl.updates.gate import Gate
 
 _log = logging.getLogger(__name__)
 

@@ -36,13 +36,13 @@ from mlx_parallm.rl.collect.log import TrajectoryLog
 from mlx_parallm.rl.collect.recorder import collect
 from mlx_parallm.rl.collect.sources import SourceLedger
 from mlx_parallm.rl.events import Emit
-from mlx_parallm.rl.loop import TrainingLoop
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.runs.records import Arrival, Closed, EpisodeReward, Feedback, GroupEntry, Score, TokenRewards
 from mlx_parallm.rl.scoring.catalogue import ANSWER, lacks_answer, terms_without_answer
 from mlx_parallm.rl.scoring.reward import names_reward
 from mlx_parallm.rl.scoring.service import ScoringService
 from mlx_parallm.rl.tasks import PROBLEM_ID, FileTasks
+from mlx_parallm.rl.updates.loop import TrainingLoop
 
 T = TypeVar("T")
 
@@ -66,7 +66,7 @@ class Competing(Protocol):
 
 
 class Collector:
-    """The part of `core.TrainingClient` about trajectories and rewards. Event loop's thread only.
+    """Implements `core.TrajectoryClient`. Event loop's thread only.
 
     A trajectory trains the adapter that drew it. Trajectories of the base model train the default adapter, as long as
     the base model is in its version history.
@@ -129,7 +129,7 @@ class Collector:
     # -- trajectories ----------------------------------------------------------------------------
 
     async def check(self, collection: CollectionSpec, adapter: AdapterRef, prompt: str | None = None) -> CollectionSpec:
-        """See `core.TrainingClient.check`."""
+        """See `core.TrajectoryClient.check`."""
         loop = self._loops.get(self._trained_by(adapter))
         known = self._competing.includes(adapter)
         if loop is None or not (known or loop.training.versions.includes_ever(adapter)):
@@ -153,7 +153,7 @@ class Collector:
         return collection
 
     def collect(self, request: GenerationRequest, events: AsyncIterator[Event]) -> AsyncIterator[Event]:
-        """See `core.TrainingClient.collect`."""
+        """See `core.TrajectoryClient.collect`."""
         if request.stopping.max_tokens == 0:
             return events
         adapter = self._trained_by(request.adapter)
@@ -191,7 +191,7 @@ class Collector:
         return "" if added.dropped is None else self._why(added.dropped, version)
 
     async def give(self, group: GivenGroup) -> None:
-        """See `core.TrainingClient.give`."""
+        """See `core.TrajectoryClient.give`."""
         await self._finished(self._add_given(group))
 
     async def _add_given(self, group: GivenGroup) -> None:
@@ -219,12 +219,12 @@ class Collector:
         self._intake.give(adapter, trajectories, entries)
 
     def given_sizes(self) -> Mapping[str, Sequence[int]]:
-        """See `core.TrainingClient.given_sizes`."""
+        """See `core.TrajectoryClient.given_sizes`."""
         signals = frozenset(signal.value for signal in Signal)
         return {source: sizes for source, sizes in self.buffer.given_sizes().items() if source not in signals}
 
     async def last_given(self, count: int) -> Sequence[str]:
-        """See `core.TrainingClient.last_given`."""
+        """See `core.TrajectoryClient.last_given`."""
         return [group_id.removeprefix(PREFIX) for group_id in await self._journal.newest_groups(PREFIX, count)]
 
     async def _add_group(self, trajectories: Sequence[Trajectory]) -> str:
@@ -270,23 +270,20 @@ class Collector:
         self._emit("dropped", adapter=adapter, reasons={reason.value: trajectories})
 
     async def reward_episode(self, episode_id: str, group_id: str, score: float) -> None:
-        """See `core.TrainingClient.reward_episode`."""
+        """See `core.TrajectoryClient.reward_episode`."""
         await self._finished(self.enter(EpisodeReward(episode_id, group_id, score)))
 
     async def reward_tokens(self, trajectory_id: str, rewards: Sequence[float]) -> None:
-        """See `core.TrainingClient.reward_tokens`."""
+        """See `core.TrajectoryClient.reward_tokens`."""
         await self._finished(self.enter(TokenRewards(trajectory_id, tuple(rewards))))
 
     async def close_group(self, group_id: str) -> GroupCard:
-        """See `core.TrainingClient.close_group`."""
-        group = await self._finished(self.enter(Closed(group_id)))
-        return GroupCard(
-            group_id=group.group_id,
-            adapter=group.adapter,
-            members=len(group.members),
-            rewarded=len(group.scored) + len(group.in_state(TrajectoryState.TRAINING)),
-            complete=group.complete,
-        )
+        """See `core.TrajectoryClient.close_group`."""
+        return _card(await self._finished(self.enter(Closed(group_id))))
+
+    def groups(self, adapter: str) -> tuple[GroupCard, ...]:
+        """The groups of an adapter that are in the buffer, oldest first."""
+        return tuple(map(_card, self.buffer.of(adapter)))
 
     async def enter(self, entry: GroupEntry) -> TrajectoryGroup:
         """Writes an entry into the journal, and applies it. Returns its group.
@@ -300,8 +297,8 @@ class Collector:
         self._intake.apply(entry)  # the group may have been trained on meanwhile
         return group
 
-    def trajectories(self, limit: int) -> tuple[TrajectoryCard, ...]:
-        """See `core.TrainingClient.trajectories`."""
+    def newest(self, limit: int) -> tuple[TrajectoryCard, ...]:
+        """See `core.TrajectoryClient.trajectories`."""
         return self.buffer.cards(limit)
 
     def _trained_by(self, version: AdapterRef) -> str:
@@ -334,3 +331,13 @@ class Collector:
     def turns(self, adapter: str) -> dict[str, int]:
         """Turns of episodes that train an adapter, by kind."""
         return {kind.value: count for kind, count in self._intake.turns[adapter].items()}
+
+
+def _card(group: TrajectoryGroup) -> GroupCard:
+    return GroupCard(
+        group_id=group.group_id,
+        adapter=group.adapter,
+        members=len(group.members),
+        rewarded=len(group.scored) + len(group.in_state(TrajectoryState.TRAINING)),
+        complete=group.complete,
+    )

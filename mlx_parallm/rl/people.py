@@ -21,6 +21,7 @@ from mlx_parallm.core import (
     FeedbackCard,
     FoundTrajectory,
     Signal,
+    SignalReport,
     Trajectory,
 )
 from mlx_parallm.errors import (
@@ -34,10 +35,10 @@ from mlx_parallm.errors import (
 from mlx_parallm.rl.collect.groups import DropReason, TrajectoryGroup
 from mlx_parallm.rl.collect.late import LATE, late_copy, late_opinion
 from mlx_parallm.rl.collect.sources import SourceLedger
-from mlx_parallm.rl.collector import Collector
-from mlx_parallm.rl.loop import TrainingLoop
+from mlx_parallm.rl.collector import Collector, Finished
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.runs.records import Fate, Feedback, Score
+from mlx_parallm.rl.updates.loop import TrainingLoop
 
 NOT_COUNTED = frozenset({DropReason.HELD, DropReason.SKIPPED, DropReason.REPLACED})
 """Reasons of drops after which no opinion counts: an update on the answer was refused, or the answer was sent again."""
@@ -46,10 +47,11 @@ _USER, _ABOUT = "user", "about"
 
 
 class People:
-    """Implements `core.PeopleClient`, but for the report. Event loop's thread only.
+    """Implements `core.PeopleClient`. Event loop's thread only.
 
     Args:
         loops: of all adapters in training, by name; changed by the owner.
+        finished: keeps what has begun from being cut off by a client that leaves.
     """
 
     def __init__(
@@ -57,17 +59,23 @@ class People:
         collector: Collector,
         journal: Journal,
         loops: Mapping[str, TrainingLoop],
+        default_adapter: str,
         config: ResolvedTraining,
+        finished: Finished,
         ledger: SourceLedger,
     ) -> None:
-        self._collector, self._journal, self._loops = collector, journal, loops
+        self._collector, self._journal, self._loops, self._default = collector, journal, loops, default_adapter
         self._buffer, self._config, self._ledger = collector.buffer, config, ledger
+        self._finished = finished
         self._lock = asyncio.Lock()  # what is looked up stays true until it has changed
 
     # -- opinions --------------------------------------------------------------------------------
 
-    async def feedback(self, trajectory_id: str, score: float, user: str) -> FeedbackCard:
+    async def feedback(self, trajectory_id: str, score: float, user: str = "") -> FeedbackCard:
         """See `core.PeopleClient.feedback`."""
+        return await self._finished(self._feedback(trajectory_id, score, user))
+
+    async def _feedback(self, trajectory_id: str, score: float, user: str) -> FeedbackCard:
         try:
             group = await self._collector.enter(Feedback(trajectory_id, score, user))
         except (UnknownTrajectoryError, ConflictError) as error:
@@ -115,7 +123,7 @@ class People:
     # -- edits -----------------------------------------------------------------------------------
 
     async def find(self, trajectory_id: str) -> FoundTrajectory:
-        """See `core.PeopleClient.find_trajectory`."""
+        """See `core.PeopleClient.find`."""
         known = self._buffer.member(trajectory_id)
         if known is not None:
             adapter, turn = known[0].adapter, known[1].turn(trajectory_id)
@@ -127,6 +135,9 @@ class People:
 
     async def edit(self, edit: Edit) -> EditCard:
         """See `core.PeopleClient.edit`."""
+        return await self._finished(self._edit(edit))
+
+    async def _edit(self, edit: Edit) -> EditCard:
         self._check_trained_here(edit.adapter)
         async with self._lock:
             waiting = self._buffer.ready(edit.adapter, edit.signal)
@@ -148,6 +159,14 @@ class People:
         waiting = len(self._buffer.ready(edit.adapter, edit.signal))
         wanted = self._config.people.update_frequency
         return EditCard(edit_id, edit.signal, edit.adapter, waiting, wanted, is_new)
+
+    # -- what was learnt from --------------------------------------------------------------------
+
+    def signal_report(self, adapter: str | None = None) -> SignalReport:
+        """See `core.PeopleClient.signal_report`."""
+        name = self._default if adapter is None else adapter
+        self._check_trained_here(name)
+        return SignalReport(name, *self._ledger.people(name), self._ledger.report(name, self._buffer.of(name)))
 
     def _check_trained_here(self, adapter: str) -> None:
         if adapter not in self._loops:

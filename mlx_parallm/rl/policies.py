@@ -30,10 +30,10 @@ from mlx_parallm.core import (
     check_name,
 )
 from mlx_parallm.errors import ConflictError, InvalidRequestError, OverloadedError, UnknownModelError
-from mlx_parallm.rl.checkpoints import PolicyCheckpoints
 from mlx_parallm.rl.learn.learner import Learner
 from mlx_parallm.rl.learn.policy import PolicySnapshot
 from mlx_parallm.rl.objectives.summed import TOTALS, loss_value, resolved_loss, sample_of, scored_places
+from mlx_parallm.rl.updates.checkpoints import PolicyCheckpoints
 
 KEPT_VERSIONS = 4
 """How many of the newest published versions of a policy requests can name."""

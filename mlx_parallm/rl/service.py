@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -17,48 +17,38 @@ from mlx_parallm.config import CheckpointingConfig, ResolvedTraining
 from mlx_parallm.core import (
     AdapterRef,
     CheckpointCard,
-    CollectionSpec,
-    Edit,
-    EditCard,
     EvaluationResult,
-    Event,
-    FeedbackCard,
-    FoundTrajectory,
-    GenerationRequest,
-    GivenGroup,
     GivenTrajectory,
     GroupCard,
     RolloutStatus,
     Signal,
-    SignalReport,
     TrainingEvent,
     TrainingStatus,
-    Trajectory,
-    TrajectoryCard,
     UpdateReport,
     check_name,
     check_tag,
 )
 from mlx_parallm.errors import UnknownModelError
-from mlx_parallm.rl.adapter_training import AdapterTraining
-from mlx_parallm.rl.checkpoints import PolicyCheckpoints, PolicyOf
 from mlx_parallm.rl.collect.log import TrajectoryLog
 from mlx_parallm.rl.collect.sources import SourceLedger
 from mlx_parallm.rl.collector import Collector
 from mlx_parallm.rl.competition.service import CompetitionService
 from mlx_parallm.rl.competition.trained import TrainedAdapter
-from mlx_parallm.rl.evaluation import Evaluator
+from mlx_parallm.rl.divergence.webhook import Webhook
+from mlx_parallm.rl.evaluation.evaluator import Evaluator
 from mlx_parallm.rl.events import EventHub, Listener
-from mlx_parallm.rl.gate import Gate
 from mlx_parallm.rl.learn.learner import Learner
-from mlx_parallm.rl.loop import TrainingLoop
 from mlx_parallm.rl.people import People
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.scoring.service import ScoringService
 from mlx_parallm.rl.tasks import FileTasks
 from mlx_parallm.rl.tracking.tracking import Tracking
-from mlx_parallm.rl.training_parts import AdapterTrainingParts
-from mlx_parallm.rl.webhook import Webhook
+from mlx_parallm.rl.updates.adapter_training import AdapterTraining
+from mlx_parallm.rl.updates.checkpoints import PolicyCheckpoints, PolicyOf
+from mlx_parallm.rl.updates.gate import Gate
+from mlx_parallm.rl.updates.loop import TrainingLoop
+from mlx_parallm.rl.updates.parts import AdapterTrainingParts
+from mlx_parallm.rl.updates.turns import Chosen
 
 T = TypeVar("T")
 
@@ -91,6 +81,7 @@ class TrainingService:
     """Implements `core.TrainingClient`. Event loop's thread only.
 
     Attributes:
+        trajectories, people, competition: its parts.
         own_rollouts: the status of the rollouts that the server draws by itself; None: it draws none.
     """
 
@@ -106,7 +97,7 @@ class TrainingService:
         self.competition = CompetitionService(
             config.competition, self._trained, parts.adapters, self._hub.emit, self._spawn
         )
-        self._collector = Collector(
+        self.trajectories = Collector(
             config,
             parts.scorers,
             parts.tasks,
@@ -119,7 +110,9 @@ class TrainingService:
             self.competition,
             self._ledger,
         )
-        self._people = People(self._collector, parts.journal, self._loops, config, self._ledger)
+        self.people = People(
+            self.trajectories, parts.journal, self._loops, default_adapter, config, self._finished, self._ledger
+        )
         self._hub.add_sink(self._on_event)
         self._adapter_parts = AdapterTrainingParts(
             parts.learner,
@@ -158,12 +151,12 @@ class TrainingService:
             loop = self._loops.get(name)
             if loop is None:
                 training = AdapterTraining(check_name(name, "lora_adapter"), self._adapter_parts, name == self._default)
-                loop = TrainingLoop(training, self._collector.buffer, self._config, self._hub.emit, self._ledger)
+                loop = TrainingLoop(training, self.trajectories.buffer, self._config, self._hub.emit, self._ledger)
                 await loop.open()
                 loop.entry = partial(self.competition.entry, name)
                 self._loops[name] = loop
                 if restore:
-                    await self._people.recall(await self._collector.restore(name, loop))
+                    await self.people.recall(await self.trajectories.restore(name, loop))
                 self.competition.begin_again(name)
                 self._spawn(loop.run())
             elif (live := loop.training.live) is not None and loop.training.versions.staleness(live) is None:
@@ -180,7 +173,7 @@ class TrainingService:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self.competition.close()
-        await self._collector.close()
+        await self.trajectories.close()
         errors = await asyncio.gather(*(loop.close() for loop in self._loops.values()), return_exceptions=True)
         self._hub.close()
         if self._webhook is not None:
@@ -192,61 +185,7 @@ class TrainingService:
             if error is not None:
                 raise error
 
-    # -- trajectories: see `Collector` -------------------------------------------------------------
-
-    async def check(self, collection: CollectionSpec, adapter: AdapterRef, prompt: str | None = None) -> CollectionSpec:
-        """See `core.TrainingClient.check`."""
-        return await self._collector.check(collection, adapter, prompt)
-
-    def collect(self, request: GenerationRequest, events: AsyncIterator[Event]) -> AsyncIterator[Event]:
-        """See `core.TrainingClient.collect`."""
-        return self._collector.collect(request, events)
-
-    async def collect_episodes(self, trajectories: Sequence[Trajectory], rewards: Mapping[str, float]) -> str:
-        """See `Collector.collect_episodes`."""
-        return await self._collector.collect_episodes(trajectories, rewards)
-
-    async def feedback(self, trajectory_id: str, score: float, user: str = "") -> FeedbackCard:
-        """See `core.PeopleClient.feedback`."""
-        return await self._finished(self._people.feedback(trajectory_id, score, user))
-
-    async def find_trajectory(self, trajectory_id: str) -> FoundTrajectory:
-        """See `core.PeopleClient.find_trajectory`."""
-        return await self._people.find(trajectory_id)
-
-    async def edit(self, edit: Edit) -> EditCard:
-        """See `core.PeopleClient.edit`."""
-        return await self._finished(self._people.edit(edit))
-
-    def signal_report(self, adapter: str | None = None) -> SignalReport:
-        """See `core.PeopleClient.signal_report`."""
-        name = self._loop(adapter).name
-        sources = self._ledger.report(name, self._collector.buffer.of(name))
-        return SignalReport(name, *self._ledger.people(name), sources)
-
-    def _on_event(self, event: TrainingEvent) -> None:
-        if event.kind == "evaluation":
-            self._ledger.evaluated(str(event.data["adapter"]), event.data["metrics"]["eval_mean"])
-
-    async def reward_episode(self, episode_id: str, group_id: str, score: float) -> None:
-        """See `core.TrainingClient.reward_episode`."""
-        await self._collector.reward_episode(episode_id, group_id, score)
-
-    async def reward_tokens(self, trajectory_id: str, rewards: Sequence[float]) -> None:
-        """See `core.TrainingClient.reward_tokens`."""
-        await self._collector.reward_tokens(trajectory_id, rewards)
-
-    async def close_group(self, group_id: str) -> GroupCard:
-        """See `core.TrainingClient.close_group`."""
-        return await self._collector.close_group(group_id)
-
-    async def give(self, group: GivenGroup) -> None:
-        """See `core.TrainingClient.give`."""
-        await self._collector.give(group)
-
-    def given_sizes(self) -> Mapping[str, Sequence[int]]:
-        """See `core.TrainingClient.given_sizes`."""
-        return self._collector.given_sizes()
+    # -- what waits ------------------------------------------------------------------------------
 
     @property
     def wants_groups(self) -> bool:
@@ -261,7 +200,20 @@ class TrainingService:
     @property
     def groups_in_scoring(self) -> int:
         """Groups whose scoring functions are at work."""
-        return self._collector.groups_in_scoring
+        return self.trajectories.groups_in_scoring
+
+    def groups(self) -> tuple[GroupCard, ...]:
+        """The groups of the default adapter that are neither trained on nor dropped, oldest first."""
+        return self.trajectories.groups(self._default)
+
+    @property
+    def trajectories_held(self) -> int:
+        """Trajectories of the default adapter that no update has taken yet."""
+        return self.trajectories.buffer.waiting(self._default)
+
+    def trains_on(self, version: AdapterRef) -> bool:
+        """Whether what this version draws can be trained on now, by the default adapter."""
+        return self._loop(None).reason_against(version) is None
 
     @property
     def is_paused(self) -> bool:
@@ -271,14 +223,6 @@ class TrainingService:
     async def newest_groups(self, prefix: str, count: int) -> Sequence[str]:
         """The ids of the last groups that begin with `prefix`, in earlier processes too; newest first."""
         return await self._journal.newest_groups(prefix, count)
-
-    async def last_given(self, count: int) -> Sequence[str]:
-        """See `core.TrainingClient.last_given`."""
-        return await self._collector.last_given(count)
-
-    def trajectories(self, limit: int) -> tuple[TrajectoryCard, ...]:
-        """See `core.TrainingClient.trajectories`."""
-        return self._collector.trajectories(limit)
 
     # -- updates ---------------------------------------------------------------------------------
 
@@ -290,16 +234,22 @@ class TrainingService:
         checkpoint_name: str | None = None,
         signal: Signal | None = None,
         progress: Mapping[str, float] | None = None,
+        chosen: Chosen | None = None,
     ) -> UpdateReport:
-        """See `core.TrainingClient.update`. `progress`: see `AdapterTraining.progress`."""
+        """See `core.TrainingClient.update`. `progress`: see `AdapterTraining.progress`; `chosen`: see
+        `UpdateTurns.take_all`."""
         loop = self._loop(adapter)
         tag = None if checkpoint_name is None else check_tag(checkpoint_name)
         self.competition.check_idle(loop.name)
-        return await self._finished(loop.update(given, publish, tag, progress, signal))
+        return await self._finished(loop.update(given, publish, tag, progress, signal, chosen))
 
     async def evaluate_if_due(self, adapter: str | None = None, early: bool = False) -> EvaluationResult | None:
         """See `AdapterTraining.evaluate_if_due`."""
         return await self._finished(self._loop(adapter).evaluate_if_due(early))
+
+    def note_progress(self, progress: Callable[[], Mapping[str, float] | None]) -> None:
+        """Has the updates of the default adapter note what `progress` returns, unless they are given another one."""
+        self._loop(None).own_progress = progress
 
     def progress(self, adapter: str | None = None) -> Mapping[str, float]:
         """See `AdapterTraining.progress`."""
@@ -317,7 +267,7 @@ class TrainingService:
             ),
             trained=tuple(self._loops),
             rollouts=self.own_rollouts() if self.own_rollouts and status.adapter == self._default else None,
-            turns=self._collector.turns(status.adapter),
+            turns=self.trajectories.turns(status.adapter),
             detail={
                 **status.detail,
                 "trajectory_log_failures": log.failures if log else 0,
@@ -391,6 +341,10 @@ class TrainingService:
         parts, loop = self._parts, self._loop(adapter)
         return TrainedAdapter(loop, parts.checkpoints, lambda selector: parts.adapters.find(selector).ref)
 
+    def _on_event(self, event: TrainingEvent) -> None:
+        if event.kind == "evaluation":
+            self._ledger.evaluated(str(event.data["adapter"]), event.data["metrics"]["eval_mean"])
+
     # -- tasks -----------------------------------------------------------------------------------
 
     async def _finished(self, change: Coroutine[Any, Any, T]) -> T:
@@ -410,5 +364,5 @@ class TrainingService:
 
     def check_integrity(self) -> None:
         """Raises AssertionError if the buffer's counts and contents disagree, or comparisons hold what has ended."""
-        self._collector.buffer.check_integrity()
+        self.trajectories.buffer.check_integrity()
         self.competition.check_integrity()

@@ -1,4 +1,5 @@
-"""The rows of a file of tasks: JSONL, or parquet with the extra `parquet`. The Hugging Face hub may have the file."""
+"""The rows of a file of tasks or preferences: JSONL, or parquet with the extra `parquet`. The Hugging Face hub may have
+the file."""
 
 from __future__ import annotations
 
@@ -29,8 +30,11 @@ class Row:
     fault: Exception | None = None
 
 
-def find_file(name: str) -> Path | None:
+def find_file(name: str, setting: str = "environment") -> Path | None:
     """The path of a file of tasks. One of a data set of the hub is downloaded unless it is in the cache.
+
+    Args:
+        setting: what errors name.
 
     Returns:
         None if `name` is neither the path of a file nor the id of a data set.
@@ -41,20 +45,20 @@ def find_file(name: str) -> Path | None:
     path = Path(os.path.expanduser(name))
     if name.endswith(_SUFFIXES) or path.is_file():
         return path
-    return _download(name) if _HUB_ID.fullmatch(name) else None
+    return _download(name, setting) if _HUB_ID.fullmatch(name) else None
 
 
-def rows_of(file: Path) -> Iterator[Row]:
-    """The rows of a file.
+def rows_of(file: Path, setting: str = "environment") -> Iterator[Row]:
+    """The rows of a file. `setting`: what errors name.
 
     Raises:
         ConfigError: the file cannot be read, or is too large.
     """
-    return _parquet_rows(file) if file.suffix == ".parquet" else _jsonl_rows(file)
+    return _parquet_rows(file, setting) if file.suffix == ".parquet" else _jsonl_rows(file, setting)
 
 
-def _jsonl_rows(file: Path) -> Iterator[Row]:
-    for number, line in enumerate(_read(file).split(b"\n"), 1):
+def _jsonl_rows(file: Path, setting: str) -> Iterator[Row]:
+    for number, line in enumerate(_read(file, setting).split(b"\n"), 1):
         if line.strip():
             try:
                 yield Row(f"line {number}", json.loads(line.decode("utf-8-sig")))
@@ -62,45 +66,45 @@ def _jsonl_rows(file: Path) -> Iterator[Row]:
                 yield Row(f"line {number}", fault=error)
 
 
-def _read(file: Path) -> bytes:
+def _read(file: Path, setting: str) -> bytes:
     try:
         with file.open("rb") as opened:
             content = opened.read(MAX_FILE_BYTES + 1)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"environment: {file} cannot be read: {error}") from error
+        raise ConfigError(f"{setting}: {file} cannot be read: {error}") from error
     if len(content) > MAX_FILE_BYTES:
-        raise _too_large(file)
+        raise _too_large(file, setting)
     return content
 
 
-def _parquet_rows(file: Path) -> Iterator[Row]:
+def _parquet_rows(file: Path, setting: str) -> Iterator[Row]:
     """Values that JSON lacks, such as dates, become text."""
     try:
         import pyarrow
         from pyarrow import parquet
     except ImportError as error:
-        raise ConfigError(f"environment: {file} cannot be read: {PARQUET.missing}") from error
+        raise ConfigError(f"{setting}: {file} cannot be read: {PARQUET.missing}") from error
     number = size = 0
     try:
         if file.stat().st_size > MAX_FILE_BYTES:
-            raise _too_large(file)
+            raise _too_large(file, setting)
         with parquet.ParquetFile(file) as opened:
             for batch in opened.iter_batches(_ROWS_AT_ONCE):
                 for row in batch.to_pylist():
                     text = json.dumps(row, default=str)
                     number, size = number + 1, size + len(text)
                     if size > MAX_FILE_BYTES:
-                        raise _too_large(file)
+                        raise _too_large(file, setting)
                     yield Row(f"row {number}", json.loads(text))
     except (OSError, ValueError, pyarrow.ArrowException) as error:
-        raise ConfigError(f"environment: {file} cannot be read: {error}") from error
+        raise ConfigError(f"{setting}: {file} cannot be read: {error}") from error
 
 
-def _too_large(file: Path) -> ConfigError:
-    return ConfigError(f"environment: {file} has more than {MAX_FILE_BYTES // 2**20} MiB; give a part of it")
+def _too_large(file: Path, setting: str) -> ConfigError:
+    return ConfigError(f"{setting}: {file} has more than {MAX_FILE_BYTES // 2**20} MiB; give a part of it")
 
 
-def _download(name: str) -> Path:
+def _download(name: str, setting: str) -> Path:
     """The file of a data set: `train.jsonl`, or its only JSONL file, or else its only parquet file called train."""
     from huggingface_hub import snapshot_download  # takes long to import
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -111,9 +115,7 @@ def _download(name: str) -> Path:
         try:
             folder = Path(snapshot_download(name, repo_type="dataset", allow_patterns=pattern))
         except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-            raise ConfigError(
-                f"environment: no file, and no data set {name!r} of the hub ({error}); {advice}"
-            ) from error
+            raise ConfigError(f"{setting}: no file, and no data set {name!r} of the hub ({error}); {advice}") from error
         return list(folder.rglob(pattern))
 
     found = files("*.jsonl")
@@ -124,6 +126,6 @@ def _download(name: str) -> Path:
         kinds = "JSONL or parquet" if PARQUET.installed else "JSONL"
         missing = "" if PARQUET.installed or chosen else f" (for parquet: {PARQUET.missing})"
         raise ConfigError(
-            f"environment: the data set {name!r} has {len(chosen)} {kinds} files to choose from{missing}; {advice}"
+            f"{setting}: the data set {name!r} has {len(chosen)} {kinds} files to choose from{missing}; {advice}"
         )
     return chosen[0]

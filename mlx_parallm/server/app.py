@@ -28,6 +28,7 @@ from mlx_parallm.core import (
     EngineClient,
     ModelCard,
     PolicyClient,
+    RewardModelClient,
     TextTokenizer,
     TrainingClient,
 )
@@ -40,7 +41,7 @@ from mlx_parallm.server.api.chat import route as chat
 from mlx_parallm.server.api.chat.history import EpisodeHistories
 from mlx_parallm.server.api.responses import route as responses
 from mlx_parallm.server.api.responses.conversation import ResponseStore
-from mlx_parallm.server.api.training import average, compare, people, schedule
+from mlx_parallm.server.api.training import average, compare, people, reward_model, schedule
 from mlx_parallm.server.api.training import route as training_routes
 from mlx_parallm.server.errors import install_handlers
 from mlx_parallm.server.http.connection import ConnectionLimits, LimitedProtocol, reserve_open_files
@@ -68,6 +69,7 @@ ROUTES = (
     people,
     compare,
     average,
+    reward_model,
     schedule,
     control,
     ops,
@@ -96,9 +98,10 @@ def create_app(
     policies: PolicyClient | None = None,
     tinker: TinkerConfig | None = None,
     averages: AveragingClient | None = None,
+    reward_models: RewardModelClient | None = None,
 ) -> FastAPI:
-    """The HTTP server of `engine`, `adapters`, `training`, `policies` and `averages` (None if the server does not
-    train). Routes find these parts on `app.state.services` (a `Services`).
+    """The HTTP server of these parts, which routes find on `app.state.services` (a `Services`). `training`, `policies`,
+    `averages` and `reward_models` are None if the server does not train.
 
     Args:
         atropos: how this trainer describes itself to environments of Atropos; None: its API is not served.
@@ -127,6 +130,7 @@ def create_app(
         model_names=frozenset({*card.names, GENERIC_NAME}),
         tinker=None if policies is None else TinkerServer(policies, card, tinker or TinkerConfig()),
         averages=averages,
+        reward_models=reward_models,
     )
     modules: tuple[ModuleType, ...] = ROUTES
     if atropos is not None and training is not None:

@@ -19,6 +19,7 @@ from mlx_parallm.core import (
     EngineClient,
     GrammarCompiler,
     ModelCard,
+    RewardModelClient,
     TextTokenizer,
     TrainingClient,
 )
@@ -38,9 +39,9 @@ from mlx_parallm.server.protocols.tinker.server import TinkerServer
 class Services:
     """The parts behind the routes.
 
-    `training`, `tinker` and `averages` are None if the server does not train. `started_at` is Unix time in seconds.
-    `model_names` are the values of the field `model` that mean the served model and no adapter. `schedule_lock` is held
-    while the schedule is changed, so that each change starts from the one before.
+    `training`, `tinker`, `averages` and `reward_models` are None if the server does not train. `started_at` is Unix
+    time in seconds. `model_names` are the values of the field `model` that mean the served model and no adapter.
+    `schedule_lock` is held while the schedule is changed, so that each change starts from the one before.
     """
 
     engine: EngineClient
@@ -61,6 +62,7 @@ class Services:
     model_names: frozenset[str]
     tinker: TinkerServer | None = None
     averages: AveragingClient | None = None
+    reward_models: RewardModelClient | None = None
     schedule_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def check_open(self) -> None:
@@ -134,6 +136,12 @@ class Services:
         if self.averages is None:
             raise TrainingDisabledError("This server does not train; start it with --enable-rl-training.")
         return self.averages
+
+    def require_reward_models(self) -> RewardModelClient:
+        """What trains reward models. Raises TrainingDisabledError if the server does not train."""
+        if self.reward_models is None:
+            raise TrainingDisabledError("This server does not train; start it with --enable-rl-training.")
+        return self.reward_models
 
 
 async def services_of(request: Request) -> Services:

@@ -23,7 +23,21 @@ from typing import Any
 
 import openai  # noqa: F401  (before StandIns, so that its optional modules stay away)
 from fastapi import FastAPI, HTTPException
-from recording import DRAWN, GONE, LORA, MODEL, PROMPT, Recording, text_of, unpacked, version_of
+from recording import (
+    COMPLETIONS,
+    DRAWN,
+    GONE,
+    LOAD,
+    LORA,
+    MODEL,
+    MODELS,
+    PROMPT,
+    Recording,
+    Request,
+    text_of,
+    unpacked,
+    version_of,
+)
 from stand_ins import StandIns
 
 FOLDER = unpacked("max")
@@ -129,31 +143,22 @@ def served(lora: bool = True, overlap: bool = False) -> FastAPI:
     return app
 
 
-def draw(model: str, **other: Any) -> tuple[str, dict[str, Any]]:
+def draw(model: str, **other: Any) -> Request:
     body = {
         **{"model": model, "prompt": [PROMPT, PROMPT], "max_tokens": 3, "temperature": 1.0, "logprobs": 1},
         **{"return_token_ids": True, "reasoning_split": False},
         **{"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0},
     }
-    return "POST /v1/completions", body | other
+    return COMPLETIONS, body | other
 
 
 async def main() -> None:
     made_up = "Its model and its LoRA manager are made up: the tokens, their texts and their logprobs."
     recording = Recording("max", version_of(FOLDER, "max"), MADE_FROM, made_up)
-    models, load, unload = "GET /v1/models", "POST /v1/load_lora_adapter", "POST /v1/unload_lora_adapter"
-    app = served()
-    await recording.scene("draw", app, (models, None), (load, LORA), draw("NAME"), (unload, {"lora_name": "NAME"}))
-    await recording.scene("base", served(), (models, None), draw(MODEL))
-    await recording.scene("no adapter there", served(), (models, None), (load, GONE))
-    await recording.scene("unload unknown", served(), (unload, {"lora_name": "NAME"}))
-    await recording.scene("no lora", served(lora=False), (models, None), (load, LORA))
-    await recording.scene("no logprobs", served(overlap=True), (models, None), (load, LORA), draw("NAME"))
+    await recording.lora_scenes(served, draw)
+    await recording.scene("no logprobs", served(overlap=True), MODELS, (LOAD, LORA), draw("NAME"))
     await recording.scene("unknown field", served(), draw(MODEL, unknown=1))
-    classes = {"/v1/completions": CreateCompletionRequest, "/v1/load_lora_adapter": LoadLoraRequest}
-    classes["/v1/unload_lora_adapter"] = UnloadLoraRequest
-    recording.schemas = {route: made.model_json_schema() for route, made in classes.items()}
-    recording.write(STAND_INS.used)
+    recording.write_lora_scenes(CreateCompletionRequest, LoadLoraRequest, UnloadLoraRequest, STAND_INS.used)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,20 @@ from types import SimpleNamespace
 from typing import Any
 
 from fastapi import FastAPI
-from recording import DRAWN, GONE, LORA, MODEL, PROMPT, Recording, text_of, unpacked, version_of
+from recording import (
+    COMPLETIONS,
+    DRAWN,
+    GONE,
+    LOAD,
+    LORA,
+    MODEL,
+    PROMPT,
+    Recording,
+    Request,
+    text_of,
+    unpacked,
+    version_of,
+)
 from stand_ins import StandIns
 
 os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
@@ -112,30 +125,21 @@ def served(lora: bool = True) -> FastAPI:
     return app
 
 
-def draw(model: str, **other: Any) -> tuple[str, dict[str, Any]]:
+def draw(model: str, **other: Any) -> Request:
     body = {
         **{"model": model, "prompt": PROMPT, "n": 2, "max_tokens": 3, "temperature": 1.0, "seed": 40, "logprobs": 0},
         **{"return_token_ids": True, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0},
     }
-    return "POST /v1/completions", body | other
+    return COMPLETIONS, body | other
 
 
 async def main() -> None:
     made_up = "Its engine is made up: the tokens, their texts and their logprobs."
     recording = Recording("vllm", version_of(FOLDER, "vllm"), MADE_FROM, made_up)
-    models, load, unload = "GET /v1/models", "POST /v1/load_lora_adapter", "POST /v1/unload_lora_adapter"
-    app = served()
-    await recording.scene("draw", app, (models, None), (load, LORA), draw("NAME"), (unload, {"lora_name": "NAME"}))
-    await recording.scene("base", served(), (models, None), draw(MODEL))
-    await recording.scene("no adapter there", served(), (models, None), (load, GONE))
-    await recording.scene("loaded twice", served(), (load, LORA), (load, LORA))
-    await recording.scene("unload unknown", served(), (unload, {"lora_name": "NAME"}))
+    await recording.lora_scenes(served, draw)
+    await recording.scene("loaded twice", served(), (LOAD, LORA), (LOAD, LORA))
     await recording.scene("unknown model", served(), draw("NAME"))
-    await recording.scene("no lora", served(lora=False), (models, None), (load, LORA))
-    classes = {"/v1/completions": CompletionRequest, "/v1/load_lora_adapter": LoadLoRAAdapterRequest}
-    classes["/v1/unload_lora_adapter"] = UnloadLoRAAdapterRequest
-    recording.schemas = {route: made.model_json_schema() for route, made in classes.items()}
-    recording.write(STAND_INS.used)
+    recording.write_lora_scenes(CompletionRequest, LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest, STAND_INS.used)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,14 @@ TEXTS = {72: "H", 73: "i", 1: "!", 2: ""}
 LORA = {"lora_name": "NAME", "lora_path": "FOLDER/NAME"}
 GONE = {"lora_name": "NAME", "lora_path": "FOLDER/GONE"}
 """A folder that has no adapter."""
+
+Request = tuple[str, Any]
+"""A route and a body, such as `("POST /generate", {...})`."""
+
+MODELS: Request = ("GET /v1/models", None)
+COMPLETIONS = "POST /v1/completions"
+LOAD, UNLOAD = "POST /v1/load_lora_adapter", "POST /v1/unload_lora_adapter"
+"""Routes of vLLM, which other packages have too."""
 
 
 def text_of(ids: Any) -> str:
@@ -57,8 +66,8 @@ class Recording:
     scenes: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     schemas: dict[str, Any] = field(default_factory=dict)
 
-    async def scene(self, name: str, app: Any, *requests: tuple[str, Any]) -> None:
-        """Sends (route, body), such as `("POST /generate", {...})`, to an ASGI app, and keeps the answers."""
+    async def scene(self, name: str, app: Any, *requests: Request) -> None:
+        """Sends requests to an ASGI app, and keeps the answers."""
         transport = httpx.ASGITransport(app, raise_app_exceptions=True)
         exchanges = []
         async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
@@ -68,6 +77,25 @@ class Recording:
                 asked = {} if body is None else {"body": body}
                 exchanges.append({"route": route, **asked, "status": answer.status_code, "answer": answer.text})
         self.scenes[name] = exchanges
+
+    async def lora_scenes(self, served: Callable[..., Any], draw: Callable[[str], Request]) -> None:
+        """The scenes of a server with vLLM's routes for adapters.
+
+        Args:
+            served: makes its app; with `lora=False`, one that serves no adapters.
+            draw: a request for completions of the model of a name.
+        """
+        await self.scene("draw", served(), MODELS, (LOAD, LORA), draw("NAME"), (UNLOAD, {"lora_name": "NAME"}))
+        await self.scene("base", served(), MODELS, draw(MODEL))
+        await self.scene("no adapter there", served(), MODELS, (LOAD, GONE))
+        await self.scene("unload unknown", served(), (UNLOAD, {"lora_name": "NAME"}))
+        await self.scene("no lora", served(lora=False), MODELS, (LOAD, LORA))
+
+    def write_lora_scenes(self, completion: Any, load: Any, unload: Any, stood_in_for: list[str]) -> None:
+        """Writes the recording with the schemas of these request classes."""
+        classes = {COMPLETIONS: completion, LOAD: load, UNLOAD: unload}
+        self.schemas = {route.split()[1]: made.model_json_schema() for route, made in classes.items()}
+        self.write(stood_in_for)
 
     def write(self, stood_in_for: list[str]) -> None:
         about = (

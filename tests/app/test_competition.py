@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from mlx_parallm.core import (
     RequestFailed,
     RequestFinished,
     SamplingParams,
+    SequenceOutput,
     StopParams,
     TrainingEvent,
 )
@@ -45,6 +47,7 @@ class Rig:
     drew: Counter[AdapterRef] = field(default_factory=Counter)
     failed: list[Exception] = field(default_factory=list)
     events: list[TrainingEvent] = field(default_factory=list)
+    answers: Iterator[int] = field(default_factory=count)
 
     @property
     def service(self) -> TrainingService:
@@ -61,15 +64,30 @@ class Rig:
                 adapter=adapter,
                 collection=CollectionSpec(),
             )
-            async for event in self.service.collect(request, self.served.engine.generate(request)):
+            async for event in self.service.trajectories.collect(request, self.served.engine.generate(request)):
                 if isinstance(event, RequestFailed):
                     self.failed.append(event.error)
                 if isinstance(event, RequestFinished):
                     self.drew[adapter] += 1
                     if self.competes and adapter in rewards:
                         with suppress(ConflictError):  # the comparison ended meanwhile, and this version has lost
-                            await self.service.feedback(event.trajectory_ids[0], rewards[adapter])
+                            await self.service.people.feedback(event.trajectory_ids[0], rewards[adapter])
         return adapter
+
+    async def answer(self, version: AdapterRef) -> list[float]:
+        """The logprobs of an answer of one version."""
+        with self.served.adapters.lease(str(version)):
+            request = GenerationRequest(
+                request_id=f"answer {next(self.answers)}",
+                prompts=((5, 6, 7),),
+                sampling=SamplingParams(seed=1),
+                stopping=StopParams(3, ignore_eos=True),
+                adapter=version,
+                collection=CollectionSpec(),
+            )
+            events = [event async for event in self.served.engine.generate(request)]
+        outputs = [event for event in events if isinstance(event, SequenceOutput)]
+        return [round(logprob, 4) for output in outputs for logprob in output.sampling_logprobs]
 
     @property
     def competes(self) -> bool:
@@ -156,6 +174,35 @@ async def test_the_winner_is_live_for_all(tmp_path: Path, candidate_is_better: b
         assert after.version > max(live.version, candidate.version)
 
 
+async def test_versions_that_find_no_free_slot_wait_for_one(tmp_path: Path) -> None:
+    """Three versions share two slots. Those that compete are not pinned while they have no row: their weights are kept
+    in memory or in a file, and a request waits for them. The live version is in no file, the candidate in one."""
+    async with rig(tmp_path, adapters__max_loras=2, adapters__max_cpu_loras=0) as made:
+        await made.service.pause()
+        candidate = await made.published()
+        await made.service.save(None, None, (), {})
+        other = await made.published()
+        with made.served.adapters.lease(str(other)):
+            live = await made.published()
+            versions = (live, candidate, other)
+            answers = [await made.answer(version) for version in versions]
+            assert len(set(map(tuple, answers))) == 3
+            await made.service.competition.start(None, ComparisonSpec(str(candidate)))
+            evicted = made.served.adapters.stats().evicted_total
+            assert await asyncio.gather(*(made.answer(version) for version in versions * 4)) == answers * 4
+
+            async def crowd() -> None:
+                while made.competes:
+                    assert await made.answer(other) == answers[2]
+
+            crowding = asyncio.create_task(crowd())
+            assert await made.until_the_end({live: 0.0, candidate: 1.0}) == "promoted"
+            await crowding
+            assert min(made.drew[live], made.drew[candidate]) >= 5
+            assert made.served.adapters.stats().evicted_total > evicted + 3
+        await made.assert_nothing_is_left()
+
+
 async def test_users_stay_with_their_version_and_training_waits(tmp_path: Path) -> None:
     async with rig(tmp_path) as made:
         live, candidate = await two_versions(made)
@@ -184,9 +231,9 @@ async def test_every_new_version_has_to_win(tmp_path: Path) -> None:
         alternating = iter([1.0, -1.0] * 100)
         while not made.competes:
             await made.request(next(numbers), {})
-            newest = made.service.trajectories(1)[0].trajectory.trajectory_id
+            newest = made.service.trajectories.newest(1)[0].trajectory.trajectory_id
             if not made.competes:
-                await made.service.feedback(newest, next(alternating))
+                await made.service.people.feedback(newest, next(alternating))
             await asyncio.sleep(0)
         (card,) = made.service.competition.cards()
         assert (card.live, card.automatic) == (first, True)
@@ -204,9 +251,9 @@ async def test_after_a_restart_a_new_version_still_has_to_win(tmp_path: Path) ->
         numbers, alternating = iter(range(50_000, 60_000)), iter([1.0, -1.0] * 100)
         while not made.competes:
             await made.request(next(numbers), {})
-            newest = made.service.trajectories(1)[0].trajectory.trajectory_id
+            newest = made.service.trajectories.newest(1)[0].trajectory.trajectory_id
             if not made.competes:
-                await made.service.feedback(newest, next(alternating))
+                await made.service.people.feedback(newest, next(alternating))
             await asyncio.sleep(0)
         candidate = made.live
     async with rig(tmp_path, **automatic) as made:

@@ -41,7 +41,7 @@ async def main(path, updates):
         service = served.training.service
         found = {"digest": await digest(served.training), "current": str(service.status().current),
                  "step": service.status().step, "waiting": {}}
-        for card in service.trajectories(100):
+        for card in service.trajectories.newest(100):
             found["waiting"][card.trajectory.trajectory_id] = [card.state, card.reward]
         print(json.dumps(found), flush=True)
         for number in range(updates):
@@ -55,8 +55,8 @@ async def main(path, updates):
             async for event in served.generate(request):
                 if isinstance(event, RequestFinished):
                     first = event.trajectory_ids[0]
-            await service.feedback(first, number / 4, "ann")
-            edit = await service.edit(Edit("default", (5, 6), (9 + number, 2), () if number % 2 else (7, 2)))
+            await service.people.feedback(first, number / 4, "ann")
+            edit = await service.people.edit(Edit("default", (5, 6), (9 + number, 2), () if number % 2 else (7, 2)))
             answers = ["chosen"] if number % 2 else ["chosen", "rejected"]
             found["waiting"] = {one: of for one, of in found["waiting"].items() if one.startswith("traj-")}
             found["waiting"] |= {f"{edit.edit_id}-{which}": ["scored", float(which == "chosen")] for which in answers}

@@ -150,6 +150,34 @@ async def test_a_curriculum_draws_its_tasks_and_is_in_the_status(tmp_path: Path)
     assert levels["open"]["share"] > levels["sure"]["share"]
 
 
+@pytest.mark.timeout(240)
+async def test_a_curriculum_goes_on_after_a_restart(tmp_path: Path) -> None:
+    """From the last update: by then, the level that is always solved is known."""
+    server, port = make(tmp_path, "own.py:Levels", rl_training__curriculum__enabled=True), free_port()
+    async with running(server.run_training_loop(), server.run_inference(port=port), port=port) as client:
+        await status_when(client, lambda status: level_of(status, "sure")["drawn"] >= 8)
+        updates = (await client.get("/v1/training/status")).json()["updates_total"]
+        await status_when(client, lambda status: status["updates_total"] >= updates + 2)
+    before = tasks_in(tmp_path / "log.jsonl")
+    (tmp_path / "log.jsonl").unlink()
+    keys = {"rl_training__curriculum__enabled": True, "checkpointing__resume": True}
+    server, port = make(tmp_path, "own.py:Levels", **keys), free_port()
+    async with running(server.run_training_loop(), server.run_inference(port=port), port=port) as client:
+        status = (await client.get("/v1/training/status")).json()
+        assert level_of(status, "sure")["success"] > 0.75, "without what was learnt it would be 0.5"
+        levels = status["rollouts"]["levels"]
+        assert sum(level["drawn"] for level in levels) == status["rollouts"]["tasks_taken"] >= len(before)
+        await status_when(client, lambda now: now["updates_total"] > status["updates_total"])
+    numbers = [int(group.rpartition("-")[2]) for group in before]
+    new = [int(group.rpartition("-")[2]) for group in tasks_in(tmp_path / "log.jsonl") - before]
+    assert max(new) > max(numbers)
+
+
+def level_of(status: dict[str, Any], name: str) -> dict[str, Any]:
+    levels = {level["level"]: level for level in status["rollouts"]["levels"]}
+    return levels.get(name, {"drawn": 0, "success": 0.0})
+
+
 @pytest.mark.timeout(120)
 async def test_without_it_the_server_waits_for_requests(tmp_path: Path) -> None:
     server, port = make(tmp_path, rl_training__server_rollouts=False), free_port()

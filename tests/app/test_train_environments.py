@@ -85,3 +85,22 @@ def test_a_warm_up_comes_once_however_often_the_run_is_stopped(tmp_path: Path, o
     updates = [change.body for change in file.changes("default") if isinstance(change.body, Update)]
     file.close()
     assert [update.progress.get(WARM_UP) for update in updates] == [*range(1, 9), None, None, None]
+
+
+@pytest.mark.timeout(120)
+def test_held_out_tasks_are_played_by_the_environment(tmp_path: Path, options: TrainOptions) -> None:
+    """The base model gets the same mean in every run."""
+    keys = {"rl_training__evaluation__every": 1, "rl_training__evaluation__size": 6}
+    firsts = []
+    for name in ("first", "again"):
+        settings, view = asked(tmp_path, options, **keys), View()
+        checkpointing = settings.checkpointing.model_copy(update={"checkpoint_dir": tmp_path / name})
+        assert run(settings.model_copy(update={"checkpointing": checkpointing}), replace(options, steps=1), view) == 0
+        assert view.first.answers + view.first.failed == 6
+        assert view.first.answers >= 5, "only the task with a 0 can fail"
+        assert view.first.mean > 1, "no scoring function gives that"
+        assert view.first.low <= view.first.mean <= view.first.high
+        (report,) = view.reports
+        assert report.metrics["eval_answers"] + report.metrics["eval_failed"] == 6
+        firsts.append((view.first.mean, view.first.answers, view.first.failed))
+    assert firsts[0] == firsts[1]

@@ -76,7 +76,7 @@ class Rig:
                 collection=CollectionSpec(),
             )
             events = self.served.engine.generate(request)
-            async for event in self.training.service.collect(request, events):
+            async for event in self.training.service.trajectories.collect(request, events):
                 if isinstance(event, RequestFailed):
                     self.failed.append(event.error)
                 if isinstance(event, RequestFinished):
@@ -84,7 +84,7 @@ class Rig:
 
     async def _reward(self, ids: Sequence[str]) -> None:
         for trajectory_id in ids:
-            await self.training.service.feedback(trajectory_id, random.Random(trajectory_id).random())
+            await self.training.service.people.feedback(trajectory_id, random.Random(trajectory_id).random())
 
     async def on_device(self, call):
         return await self.engine.processor.run(call)
@@ -109,7 +109,7 @@ async def rig(path: Path, **keys: object) -> AsyncIterator[Rig]:
 
 def _watch(made: Rig) -> None:
     """Keeps each version's weights as they were when it was staged, and every trajectory."""
-    store, collector = made.served.adapters._store, made.training.service._collector
+    store, collector = made.served.adapters._store, made.training.service.trajectories
     stage, add_group = store.stage, collector._add_group
 
     def staged(version: Version, weights: AdapterWeights | None = None, **how: bool) -> Future[AdapterRef]:

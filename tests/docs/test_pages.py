@@ -19,6 +19,7 @@ _SETTING = re.compile(r"(?:server|model|adapters|rl_training|inference|checkpoin
 _NAME = re.compile(r"(?:[A-Z][a-z]+){2,}|[A-Z]+(?:_[A-Z]+)*|[A-Z]{2,}[A-Z]?[a-z]\w+")
 _OTHER_FLAGS = {
     *("--group", "--extra", "--help", "--url", "--format", "--rank", "--weights"),
+    *("--held-out", "--epochs", "--batch-size"),
     *("--quick", "--repeats", "--only", "--minutes", "--record-counts"),
     *("--enable-lora", "--no-enable-overlap-scheduler"),
 }

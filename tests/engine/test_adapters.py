@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import random
-
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
 from harness import Harness, assert_same_tokens, make_harness, solo
 from lora import QV, layout_of, merged, random_adapter
+from mixed_batch import TINY, changed_by, prompts
 from mlx.utils import tree_unflatten
 from mlx_lm.tuner.lora import LoRALinear
 from tiny import FAMILIES, tiny_model
 
 from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.core import (
-    BASE_ADAPTER,
     AdapterRef,
-    RequestFinished,
     SamplingParams,
     SequenceOutput,
 )
-
-TINY = 1e-5
-"""Invariant 8's bound on logprobs across shapes, for tiny float32 models."""
-
-
-def prompts(count: int, longest: int, seed: int = 0) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(256) for _ in range(rng.randint(2, longest))] for _ in range(count)]
 
 
 def adapters_of(model: nn.Module) -> dict[str, AdapterWeights]:
@@ -48,26 +37,11 @@ def adapters_of(model: nn.Module) -> dict[str, AdapterWeights]:
 def test_a_mixed_batch_equals_each_adapter_merged_and_run_alone(
     family: str, gathers: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prefill, packed prefill and decode; rows of the base among them; with each way to multiply factors."""
+    """With each way to multiply factors."""
     if not gathers:
         monkeypatch.setattr("mlx_parallm.adapters.bank.gathers", lambda: False)
-    adapters = adapters_of(tiny_model(family))
-    models = {name: merged(tiny_model(family), weights) for name, weights in adapters.items()}
-    models["base"] = tiny_model(family)
-    harness = make_harness(tiny_model(family), max_rows=6)
-    refs = {name: harness.publish(name, weights) for name, weights in adapters.items()} | {"base": BASE_ADAPTER}
-    rows = [(name, row) for name, row in zip(list(refs) * 4, prompts(12, 70, seed=3), strict=False)]
-    for i, (name, row) in enumerate(rows):
-        harness.submit(str(i), row, 12 + i, adapter=refs[name])
-        for _ in range(i % 3):
-            harness.loop.step()
-    harness.run()
-    changed = 0
-    for i, (name, row) in enumerate(rows):
-        assert isinstance(harness.terminal(str(i)), RequestFinished)
-        assert_same_tokens(harness.tokens(str(i)), solo(models[name], row, 12 + i), TINY)
-        changed += name != "base" and harness.tokens(str(i)) != solo(models["base"], row, 12 + i).tokens
-    assert changed >= 6, "these adapters are to change what the base says"
+    changed = changed_by(lambda: tiny_model(family), adapters_of(tiny_model(family)), 12)
+    assert changed.total() >= 6, "these adapters are to change what the base says"
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -10,14 +10,12 @@ import mlx.nn as nn
 import pytest
 from harness import Harness, assert_same_tokens, make_harness, solo
 from lora import QV, every_target, layout_of, merged, random_adapter
+from mixed_batch import TINY, changed_by, prompts
 from tiny import VOCAB_SIZE, tiny_model
 
 from mlx_parallm.adapters import bank
 from mlx_parallm.adapters.weights import AdapterWeights
-from mlx_parallm.core import BASE_ADAPTER, Account, AdapterRef, RequestFinished, SamplingParams, SequenceOutput
-
-TINY = 1e-5
-"""Invariant 8's bound on logprobs across shapes, for tiny float32 models."""
+from mlx_parallm.core import BASE_ADAPTER, Account, AdapterRef, SamplingParams, SequenceOutput
 
 NEAR = 1e-4
 """Of logprobs: a tied random model's logits reach ±70, where float32 is good for 4e-6 of them."""
@@ -38,11 +36,6 @@ def model_of(name: str) -> nn.Module:
     return tiny_model(family, **config)
 
 
-def prompts(count: int, longest: int, seed: int = 0) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(256) for _ in range(rng.randint(2, longest))] for _ in range(count)]
-
-
 def adapters_of(model: nn.Module) -> dict[str, AdapterWeights]:
     """With and without the head, of different ranks and scales."""
     layout = layout_of(model)
@@ -55,24 +48,10 @@ def adapters_of(model: nn.Module) -> dict[str, AdapterWeights]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_mixed_batch_equals_each_adapter_merged_and_run_alone(name: str) -> None:
-    """Prefill, packed prefill and decode. Merged, a tied model's embedding looks tokens up as before."""
-    adapters = adapters_of(model_of(name))
-    models = {each: merged(model_of(name), weights) for each, weights in adapters.items()}
-    models["base"] = model_of(name)
-    harness = make_harness(model_of(name), max_rows=6)
-    refs = {each: harness.publish(each, weights) for each, weights in adapters.items()} | {"base": BASE_ADAPTER}
-    rows = [(each, row) for each, row in zip(list(refs) * 3, prompts(12, 70, seed=3), strict=True)]
-    for i, (each, row) in enumerate(rows):
-        harness.submit(str(i), row, 8 + i, adapter=refs[each])
-        for _ in range(i % 3):
-            harness.loop.step()
-    harness.run()
-    changed = 0
-    for i, (each, row) in enumerate(rows):
-        assert isinstance(harness.terminal(str(i)), RequestFinished)
-        assert_same_tokens(harness.tokens(str(i)), solo(models[each], row, 8 + i), TINY)
-        changed += each == "head" and harness.tokens(str(i)) != solo(models["base"], row, 8 + i).tokens
-    assert changed, "an adapter of the head alone is to change what the base says"
+    """Merged, a tied model's embedding looks tokens up as before."""
+    model = partial(model_of, name)
+    changed = changed_by(model, adapters_of(model()), 8)
+    assert changed["head"], "an adapter of the head alone is to change what the base says"
 
 
 def logprobs_of(model: nn.Module, tokens: list[int]) -> mx.array:

@@ -10,14 +10,15 @@ from rl.fakes import FakeLearner, FakePublisher, trajectories
 
 from mlx_parallm.config import CheckpointingConfig, ResolvedTraining, RewardScale
 from mlx_parallm.core import AdapterRef
-from mlx_parallm.rl.adapter_training import AdapterTraining
-from mlx_parallm.rl.checkpoints import PolicyOf
 from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
+from mlx_parallm.rl.collect.group_rewards import GroupRewards
 from mlx_parallm.rl.collect.groups import TrajectoryGroup
-from mlx_parallm.rl.evaluation import Evaluator
-from mlx_parallm.rl.gate import Gate
-from mlx_parallm.rl.loop import TrainingLoop
-from mlx_parallm.rl.training_parts import AdapterTrainingParts
+from mlx_parallm.rl.evaluation.evaluator import Evaluator
+from mlx_parallm.rl.updates.adapter_training import AdapterTraining
+from mlx_parallm.rl.updates.checkpoints import PolicyOf
+from mlx_parallm.rl.updates.gate import Gate
+from mlx_parallm.rl.updates.loop import TrainingLoop
+from mlx_parallm.rl.updates.parts import AdapterTrainingParts
 
 NAME = "math"
 SETTINGS = changed(TRAINING, update_frequency=4, scale_rewards=RewardScale.NONE)
@@ -81,7 +82,7 @@ class Rig:
         drawn_by = by or self.training.versions.latest
         group = TrajectoryGroup(NAME, trajectories(f"g{self.groups}", drawn_by, len(rewards), scorer))
         self.buffer.add(group)
-        self.buffer.score(group, rewards)
+        GroupRewards(self.buffer).score(group, rewards)
         self.loop.wake()
         return group
 

@@ -18,10 +18,11 @@ from mlx_parallm.core import (
     SequenceOutput,
     Trajectory,
 )
+from mlx_parallm.model.tools.formats import HERMES
 from mlx_parallm.rl.environments import Environment, Task, is_of_episodes
 from mlx_parallm.rl.environments.thread import EnvironmentThread
-from mlx_parallm.rl.episodes import Episodes
-from mlx_parallm.rl.rollouts import Rollouts, RolloutSettings
+from mlx_parallm.rl.rollouts.answers import Rollouts, RolloutSettings
+from mlx_parallm.rl.rollouts.episodes import Episodes
 
 LIVE = AdapterRef("math", 3)
 END = 0
@@ -29,7 +30,9 @@ END = 0
 
 
 class Tokenizer:
-    """One token a character; `<role>text` and END for each message."""
+    """One token a character; `<role>text` and END for each message. Its template does not support tools."""
+
+    tool_format = HERMES
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
@@ -94,7 +97,7 @@ class Rig:
         self.groups.append((turns, rewards))
         return ""
 
-    def _count(self, ended: int) -> None:
+    def _count(self, _: int, ended: int) -> None:
         self.ended += ended
 
 
@@ -129,3 +132,7 @@ def last_message(request: GenerationRequest) -> str:
 
 def episode_of(request: GenerationRequest) -> int:
     return int(request.collection.episode_id.rpartition("-")[2])
+
+
+def text_of(ids: Sequence[int]) -> str:
+    return "".join(map(chr, ids))

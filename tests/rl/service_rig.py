@@ -86,10 +86,10 @@ class World:
         return [event async for event in self.generate(asked)][-1]
 
     def generate(self, request: GenerationRequest) -> AsyncIterator[Event]:
-        return self.service.collect(request, self.engine.generate(request))
+        return self.service.trajectories.collect(request, self.engine.generate(request))
 
     def states(self) -> dict[str, str]:
-        cards = self.service.trajectories(1000)
+        cards = self.service.trajectories.newest(1000)
         return {card.trajectory.trajectory_id: card.reason or card.state for card in cards}
 
 

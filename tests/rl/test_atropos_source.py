@@ -30,6 +30,10 @@ class Training:
         self.errors: list[Exception] = []
         self.wanted = 100
 
+    @property
+    def trajectories(self) -> Training:
+        return self
+
     async def give(self, group: GivenGroup) -> None:
         if self.errors:
             raise self.errors.pop()

@@ -8,6 +8,7 @@ from rl.fakes import trajectories
 from mlx_parallm.core import AdapterRef
 from mlx_parallm.errors import ConflictError, UnknownTrajectoryError
 from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
+from mlx_parallm.rl.collect.group_rewards import GroupRewards
 from mlx_parallm.rl.collect.groups import DropReason, TrajectoryGroup
 
 NAME = "math"
@@ -32,7 +33,7 @@ def added(
 
 def scored(buffer: TrajectoryBuffer, name: str, *rewards: float, version: int = 1) -> TrajectoryGroup:
     group = added(buffer, name, len(rewards), version)
-    buffer.score(group, rewards)
+    GroupRewards(buffer).score(group, rewards)
     return group
 
 
@@ -43,9 +44,9 @@ def states(group: TrajectoryGroup) -> list[str]:
 def test_a_group_is_complete_when_all_are_scored() -> None:
     buffer = TrajectoryBuffer(10)
     group = added(buffer, "g")
-    buffer.feedback("g-0", 1.0)
+    GroupRewards(buffer).feedback("g-0", 1.0)
     assert buffer.ready(NAME) == ()
-    buffer.feedback("g-1", 0.0)
+    GroupRewards(buffer).feedback("g-1", 0.0)
     assert buffer.ready(NAME) == (group,)
     assert buffer.ready("other") == ()
     assert buffer.take(NAME) == (group,)
@@ -58,18 +59,18 @@ def test_a_group_is_complete_when_all_are_scored() -> None:
 def test_the_last_feedback_before_training_counts_and_outweighs_a_scorer() -> None:
     buffer = TrajectoryBuffer(10)
     group = added(buffer, "g")
-    buffer.feedback("g-0", 1.0)
-    buffer.score(group, (0.25, 0.5))
-    buffer.feedback("g-0", 0.75)
+    GroupRewards(buffer).feedback("g-0", 1.0)
+    GroupRewards(buffer).score(group, (0.25, 0.5))
+    GroupRewards(buffer).feedback("g-0", 0.75)
     assert [member.reward for member in group.members] == [0.75, 0.5]
     buffer.take(NAME)
     with pytest.raises(ConflictError, match="taken"):
-        buffer.feedback("g-0", 0.0)
+        GroupRewards(buffer).feedback("g-0", 0.0)
     buffer.finish(group)
     with pytest.raises(ConflictError):
-        buffer.feedback("g-1", 0.0)
+        GroupRewards(buffer).feedback("g-1", 0.0)
     with pytest.raises(UnknownTrajectoryError):
-        buffer.feedback("h-0", 0.0)
+        GroupRewards(buffer).feedback("h-0", 0.0)
     assert [member.reward for member in group.members] == [0.75, 0.5]
 
 
@@ -87,7 +88,7 @@ def test_the_oldest_groups_that_no_update_has_make_room() -> None:
     assert states(fourth) == ["waiting"] * 3
     assert buffer.drops[NAME] == {DropReason.BUFFER_FULL: 4}
     with pytest.raises(ConflictError, match="buffer_full"):
-        buffer.feedback("b-0", 1.0)
+        GroupRewards(buffer).feedback("b-0", 1.0)
     buffer.check_integrity()
 
 
@@ -122,13 +123,13 @@ def test_at_its_time_limit_a_group_makes_do_with_the_rewards_it_has(
     buffer = TrajectoryBuffer(10)
     group = added(buffer, "g", n)
     for index in from_feedback:
-        buffer.feedback(f"g-{index}", float(index))
-    buffer.expire("g")
+        GroupRewards(buffer).feedback(f"g-{index}", float(index))
+    GroupRewards(buffer).expire("g")
     assert states(group) == left
     assert group.complete is complete
     assert buffer.ready(NAME) == ((group,) if complete else ())
-    buffer.expire("g")
-    buffer.expire("never was")
+    GroupRewards(buffer).expire("g")
+    GroupRewards(buffer).expire("never was")
     assert states(group) == left
     buffer.check_integrity()
 
@@ -137,8 +138,8 @@ def test_a_failed_scorer_costs_its_group_only_and_not_one_that_feedback_complete
     buffer = TrajectoryBuffer(10)
     failed, kept, other = added(buffer, "a"), added(buffer, "b"), added(buffer, "c")
     for index in range(2):
-        buffer.feedback(f"b-{index}", 1.0)
-    buffer.feedback("a-0", 1.0)
+        GroupRewards(buffer).feedback(f"b-{index}", 1.0)
+    GroupRewards(buffer).feedback("a-0", 1.0)
     buffer.drop(failed, DropReason.SCORING_FAILED, failed.waiting)
     buffer.drop(kept, DropReason.SCORING_FAILED, kept.waiting)
     assert [states(group) for group in (failed, kept, other)] == [
@@ -152,9 +153,9 @@ def test_a_failed_scorer_costs_its_group_only_and_not_one_that_feedback_complete
 def test_one_judged_sample_is_taken_and_the_others_still_wait() -> None:
     buffer = TrajectoryBuffer(10)
     group = added(buffer, "g", 4, scorer=None)
-    buffer.feedback("g-2", 1.0)
+    GroupRewards(buffer).feedback("g-2", 1.0)
     assert buffer.take(NAME) == (group,)
-    buffer.feedback("g-0", 1.0)
+    GroupRewards(buffer).feedback("g-0", 1.0)
     assert buffer.ready(NAME) == ()  # until the update that has the other one has ended
     buffer.finish(group)
     assert states(group) == ["scored", "waiting", "trained", "waiting"]
@@ -162,9 +163,9 @@ def test_one_judged_sample_is_taken_and_the_others_still_wait() -> None:
     buffer.finish(group, DropReason.HELD)
     assert states(group) == ["held", "waiting", "trained", "waiting"]
     with pytest.raises(ConflictError, match="taken for training"):
-        buffer.feedback("g-2", 0.0)
+        GroupRewards(buffer).feedback("g-2", 0.0)
     buffer.check_integrity()
-    buffer.expire("g")
+    GroupRewards(buffer).expire("g")
     assert states(group) == ["held", "timeout", "trained", "timeout"]
     assert not buffer.holds(group)
     assert buffer.trained[NAME] == 1
@@ -174,9 +175,9 @@ def test_one_judged_sample_is_taken_and_the_others_still_wait() -> None:
 def test_siblings_of_what_an_update_has_may_become_stale_meanwhile() -> None:
     buffer = TrajectoryBuffer(10)
     group = added(buffer, "g", 3, scorer=None)
-    buffer.feedback("g-0", 1.0)
+    GroupRewards(buffer).feedback("g-0", 1.0)
     buffer.take(NAME)
-    buffer.feedback("g-1", 1.0)
+    GroupRewards(buffer).feedback("g-1", 1.0)
     buffer.sweep(NAME, lambda drawn_by: DropReason.STALE)
     assert states(group) == ["training", "stale", "stale"]
     assert buffer.holds(group)
@@ -188,7 +189,7 @@ def test_siblings_of_what_an_update_has_may_become_stale_meanwhile() -> None:
 def test_what_nobody_judged_makes_room_before_what_has_a_reward() -> None:
     buffer = TrajectoryBuffer(6)
     from_feedback, silent, newer = (added(buffer, name, scorer=None) for name in "abc")
-    buffer.feedback("a-0", 1.0)
+    GroupRewards(buffer).feedback("a-0", 1.0)
     added(buffer, "d")
     added(buffer, "e")
     assert [buffer.holds(group) for group in (from_feedback, silent, newer)] == [True, False, False]
@@ -222,9 +223,9 @@ def test_what_is_past_is_remembered_for_as_many_trajectories_as_are_kept() -> No
     for name in "abc":
         buffer.drop(added(buffer, name), DropReason.STALE)
     with pytest.raises(UnknownTrajectoryError):
-        buffer.feedback("a-0", 1.0)
+        GroupRewards(buffer).feedback("a-0", 1.0)
     with pytest.raises(ConflictError, match="stale"):
-        buffer.feedback("b-0", 1.0)
+        GroupRewards(buffer).feedback("b-0", 1.0)
     buffer.check_integrity()
 
 

@@ -12,6 +12,7 @@ from rl.fakes import trajectories
 from mlx_parallm.core import AdapterRef
 from mlx_parallm.errors import ConflictError, UnknownTrajectoryError
 from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
+from mlx_parallm.rl.collect.group_rewards import GroupRewards
 from mlx_parallm.rl.collect.groups import DropReason, TrajectoryGroup, TrajectoryState
 
 NAME = "math"
@@ -60,7 +61,7 @@ class Life(RuleBasedStateMachine):
     def score(self, data: st.DataObject) -> None:
         group = self.some(data, self.groups)
         before = [member.reward for member in group.members]
-        self.buffer.score(group, [float(index) for index in range(len(group.members))])
+        GroupRewards(self.buffer).score(group, [float(index) for index in range(len(group.members))])
         assert all(now.reward == old for now, old in zip(group.members, before, strict=True) if old is not None)
 
     @precondition(lambda self: self.groups)
@@ -76,7 +77,7 @@ class Life(RuleBasedStateMachine):
         member = group.members[index % len(group.members)]
         open_fate = member.state in (TrajectoryState.WAITING, TrajectoryState.SCORED)
         try:
-            self.buffer.feedback(member.trajectory.trajectory_id, score)
+            GroupRewards(self.buffer).feedback(member.trajectory.trajectory_id, score)
         except (ConflictError, UnknownTrajectoryError):
             assert not open_fate
         else:
@@ -87,7 +88,7 @@ class Life(RuleBasedStateMachine):
     @rule(data=st.data())
     def expire(self, data: st.DataObject) -> None:
         group = self.some(data, self.groups)
-        self.buffer.expire(group.group_id)
+        GroupRewards(self.buffer).expire(group.group_id)
         assert not group.waiting
 
     @rule(adapter=st.sampled_from(["math", "tone"]), least=st.none() | st.integers(1, 6))

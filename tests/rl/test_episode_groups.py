@@ -33,7 +33,7 @@ async def test_a_group_of_episodes_is_complete_at_once_and_trained_on_as_episode
     async with world() as one:
         await one.service.pause()
         rewards = {"g-0": 1.0, "g-1": 0.0}
-        assert await one.service.collect_episodes(episodes("g", 2, 1), rewards) == ""
+        assert await one.service.trajectories.collect_episodes(episodes("g", 2, 1), rewards) == ""
         status = one.service.status()
         assert (status.groups_ready, status.groups_open, status.trajectories_waiting) == (1, 0, 0)
         assert status.turns == {"first": 2, "continued": 1}
@@ -46,23 +46,25 @@ async def test_a_group_of_episodes_is_complete_at_once_and_trained_on_as_episode
 async def test_episodes_without_a_reward_are_scored_by_the_groups_scorer() -> None:
     async with world() as one:
         await one.service.pause()
-        await one.service.collect_episodes(episodes("g", 1, 1, 1, scorer="exact"), {"g-1": 5.0})
+        await one.service.trajectories.collect_episodes(episodes("g", 1, 1, 1, scorer="exact"), {"g-1": 5.0})
         await until(lambda: one.service.status().groups_ready == 1)
-        cards = {card.trajectory.collection.episode_id: card.reward for card in one.service.trajectories(9)}
+        cards = {card.trajectory.collection.episode_id: card.reward for card in one.service.trajectories.newest(9)}
         assert cards["g-1"] == 5.0
         assert None not in cards.values()
 
 
 async def test_equal_rewards_have_no_signal() -> None:
     async with world() as one:
-        await one.service.collect_episodes(episodes("g", 2, 1), {"g-0": 1.0, "g-1": 1.0})
+        await one.service.trajectories.collect_episodes(episodes("g", 2, 1), {"g-0": 1.0, "g-1": 1.0})
         assert set(one.states().values()) == {DropReason.ZERO_VARIANCE}
 
 
 async def test_episodes_of_a_version_that_is_too_old_are_dropped_with_a_reason() -> None:
     async with world() as one:
         turns = [replace(turn, adapter=replace(BASE_ADAPTER, name="main", version=7)) for turn in episodes("g", 2)]
-        assert "no version that training continues from" in await one.service.collect_episodes(turns, {"g-0": 1.0})
+        assert "no version that training continues from" in await one.service.trajectories.collect_episodes(
+            turns, {"g-0": 1.0}
+        )
         assert set(one.states().values()) == {DropReason.UNKNOWN_VERSION}
 
 
@@ -79,7 +81,7 @@ async def test_after_a_restart_the_group_waits_again_with_its_rewards(tmp_path: 
     await first.service.pause()
     if not scored:
         first.scorers.gate = asyncio.Event()  # the process ends before the scorer does
-    await first.service.collect_episodes(episodes("g", 2, 1, scorer=scorer), rewards)
+    await first.service.trajectories.collect_episodes(episodes("g", 2, 1, scorer=scorer), rewards)
     await first.service.close()
     again = started()
     await again.service.start_adapter("main")

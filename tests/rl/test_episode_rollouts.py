@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from dataclasses import replace
 
 import pytest
-from rl.rollout_rig import END, LIVE, Guess, episode_of, last_message, rig
+from rl.rollout_rig import END, LIVE, Guess, episode_of, last_message, rig, text_of
 
 from mlx_parallm.core import CollectionSpec, FinishReason, WorkClass
 from mlx_parallm.errors import EngineDeadError, InvalidRequestError, TrainingFailedError
@@ -87,6 +88,56 @@ async def test_an_answer_that_was_cut_off_is_closed_in_the_next_prompt() -> None
         assert second.prompt_ids[: len(tokens) + 2] == (*tokens, END, ord("\n"))
         assert [request.stopping.max_tokens for request in world.engine.requests] == [3, 9]
         assert drawn.faults == ()
+
+
+TOOL = {"type": "function", "function": {"name": "double", "description": "Doubles.", "parameters": {"type": "object"}}}
+
+
+class Doubles(Guess):
+    """Offers a tool, and gives the result of each call."""
+
+    async def rollout(self, client, task):
+        messages = [*task.messages]
+        for _ in range(3):
+            self.answer = await client.ask(messages, tools=[TOOL])
+            messages.append(self.answer.message)
+            for call in self.answer.tool_calls:
+                doubled = str(2 * json.loads(call.arguments)["n"])
+                messages.append({"role": "tool", "tool_call_id": call.call_id, "content": doubled})
+            if not self.answer.tool_calls:
+                return float(self.answer.text == "8")
+        return 0.0
+
+
+async def test_an_answer_that_calls_a_tool_is_continued_with_its_result() -> None:
+    """Though the call is spelled in another way than the template would."""
+    call = '<tool_call>{"arguments":{"n":4},   "name":"double"}</tool_call>'
+
+    def answer(request) -> str:
+        return "8" if last_message(request) == "8" else f"I call it. {call}"
+
+    environment = Doubles()
+    async with rig(environment, answer, group_size=1) as world:
+        drawn = await world.draw()
+        ((first, second), rewards), *_ = world.groups
+        assert drawn.faults == ()
+        assert set(rewards.values()) == {1.0}
+        assert (environment.answer.text, environment.answer.tool_calls) == ("8", ())
+        assert environment.answer.prompt_tokens == len(second.prompt_ids)
+        prompt, following = text_of(first.prompt_ids), second.prompt_ids[len(first.prompt_ids) :]
+        assert prompt.startswith("<system>You can call functions.")
+        assert '{"name": "double", "description": "Doubles."' in prompt
+        assert second.prompt_ids[: len(first.prompt_ids)] == first.prompt_ids
+        assert text_of(following).startswith(f"I call it. {call}")
+        assert "<user><tool_response>\n8\n</tool_response>" in text_of(following)
+        assert second.collection.unmatched == ""
+
+
+async def test_a_call_of_a_tool_that_was_not_offered_is_text() -> None:
+    environment, call = Doubles(), '<tool_call>{"name": "triple", "arguments": {}}</tool_call>'
+    async with rig(environment, lambda request: call, group_size=1) as world:
+        await world.draw()
+        assert (environment.answer.text, environment.answer.tool_calls) == (call, ())
 
 
 async def test_a_reward_of_none_is_left_to_the_scorer_of_the_task() -> None:
@@ -311,3 +362,23 @@ async def test_an_environment_of_single_answers_stays_one_request_for_a_group() 
             (4, "rollout-r-1"),
         ]
         assert world.groups == []
+
+
+async def test_what_an_environment_has_started_is_ended_before_closing_returns() -> None:
+    class Serves(Guess):
+        async def rollout(self, client, task):
+            self.serving = asyncio.create_task(self.serve())
+            await asyncio.sleep(0)
+            return await super().rollout(client, task)
+
+        async def serve(self):
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await asyncio.sleep(0.2)
+                self.ended = True
+
+    environment = Serves()
+    async with rig(environment, hinted, group_size=1) as world:
+        assert (await world.draw()).faults == ()
+    assert environment.ended

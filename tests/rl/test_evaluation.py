@@ -7,6 +7,7 @@ import logging
 import math
 import random
 from itertools import count, islice
+from typing import Any
 
 import pytest
 from rl.fakes import FakeEngine, FakeScorers
@@ -24,15 +25,10 @@ from mlx_parallm.core import (
 )
 from mlx_parallm.errors import ConfigError, ContextLengthError, EngineDeadError, StepFailedError
 from mlx_parallm.rl.environments import Task
-from mlx_parallm.rl.evaluation import (
-    AnswerSettings,
-    EvaluationError,
-    EvaluationHistory,
-    Evaluator,
-    HeldOutTask,
-    interval,
-)
-from mlx_parallm.rl.held_out import held_out_tasks, without
+from mlx_parallm.rl.evaluation.answers import HeldOutAnswers, HeldOutTask
+from mlx_parallm.rl.evaluation.evaluator import AnswerSettings, EvaluationError, Evaluator, interval
+from mlx_parallm.rl.evaluation.history import EvaluationHistory
+from mlx_parallm.rl.rollouts.held_out import held_out_tasks, without
 
 NEW = AdapterRef("math", 7)
 GREEDY = AnswerSettings(samples=1, temperature=0.0, max_tokens=9)
@@ -62,6 +58,10 @@ class Engine(FakeEngine):
         yield RequestFinished(1, request.n, 0, 0, 0, 1)
 
 
+def evaluator(*parts: Any) -> Evaluator:
+    return Evaluator(HeldOutAnswers(*parts))
+
+
 def rewarding(*right: str) -> FakeScorers:
     return FakeScorers(lambda trajectory: float(trajectory.text in right))
 
@@ -70,7 +70,7 @@ def rewarding(*right: str) -> FakeScorers:
 
 
 async def test_the_result_is_the_mean_reward_with_its_interval() -> None:
-    result = await Evaluator(Engine(), rewarding("0", "3"), tasks(), GREEDY).evaluate(NEW, 12)
+    result = await evaluator(Engine(), rewarding("0", "3"), tasks(), GREEDY).evaluate(NEW, 12)
     assert (result.adapter, result.step, result.answers, result.failed) == (NEW, 12, 4, 0)
     assert result.mean == 0.5
     assert (result.low, result.high) == pytest.approx((0.15004, 0.84996), abs=1e-5)
@@ -116,8 +116,8 @@ async def test_the_samples_of_a_task_count_as_one_in_the_interval() -> None:
     """Four equal samples of each task tell no more than one."""
     settings = AnswerSettings(samples=4, temperature=1.0, max_tokens=9)
     right = [f"{number}.{index}" for number in range(0, 16, 3) for index in range(4)]
-    result = await Evaluator(Engine(), rewarding(*right), tasks(16), settings).evaluate(NEW, 1)
-    alone = await Evaluator(Engine(), rewarding(*map(str, range(0, 16, 3))), tasks(16), GREEDY).evaluate(NEW, 1)
+    result = await evaluator(Engine(), rewarding(*right), tasks(16), settings).evaluate(NEW, 1)
+    alone = await evaluator(Engine(), rewarding(*map(str, range(0, 16, 3))), tasks(16), GREEDY).evaluate(NEW, 1)
     assert (result.answers, alone.answers) == (64, 16)
     assert (result.mean, result.low, result.high) == (alone.mean, alone.low, alone.high)
 
@@ -128,9 +128,9 @@ async def test_the_samples_of_a_task_count_as_one_in_the_interval() -> None:
 async def test_every_version_answers_the_same_with_the_same_seeds() -> None:
     engine = Engine()
     settings = AnswerSettings(samples=3, temperature=0.7, max_tokens=9)
-    evaluator = Evaluator(engine, rewarding("1.0"), tasks(), settings)
-    await evaluator.evaluate(NEW, 1)
-    await evaluator.evaluate(AdapterRef("math", 8), 2)
+    asked = evaluator(engine, rewarding("1.0"), tasks(), settings)
+    await asked.evaluate(NEW, 1)
+    await asked.evaluate(AdapterRef("math", 8), 2)
     first, second = engine.requests[:4], engine.requests[4:]
     assert [request.sampling for request in first] == [request.sampling for request in second]
     assert len({request.sampling.seed + at for request in first for at in range(request.n)}) == 12
@@ -158,7 +158,7 @@ async def test_the_engine_is_asked_for_a_bounded_number_of_answers_at_a_time() -
     for samples in (1, 3, 50):
         engine = Slow()
         settings = AnswerSettings(samples, 1.0, 9)
-        result = await Evaluator(engine, rewarding("1"), tasks(100), settings).evaluate(NEW, 1)
+        result = await evaluator(engine, rewarding("1"), tasks(100), settings).evaluate(NEW, 1)
         assert (result.answers, engine.now) == (100 * samples, 0)
         assert engine.most <= max(32, samples)
 
@@ -166,7 +166,7 @@ async def test_the_engine_is_asked_for_a_bounded_number_of_answers_at_a_time() -
 async def test_a_task_that_fails_is_left_out_and_told(caplog: pytest.LogCaptureFixture) -> None:
     engine = Engine({2: ContextLengthError("too long")})
     with caplog.at_level(logging.WARNING):
-        result = await Evaluator(engine, rewarding("0"), tasks(), GREEDY).evaluate(NEW, 1)
+        result = await evaluator(engine, rewarding("0"), tasks(), GREEDY).evaluate(NEW, 1)
     assert (result.mean, result.answers, result.failed) == (pytest.approx(1 / 3), 3, 1)
     assert "1 of 4 held-out tasks failed, the first with ContextLengthError: too long" in caplog.text
 
@@ -174,11 +174,11 @@ async def test_a_task_that_fails_is_left_out_and_told(caplog: pytest.LogCaptureF
 async def test_too_few_answers_or_a_dead_device_are_errors() -> None:
     broken = Engine(dict.fromkeys(range(3), StepFailedError("gone")))
     with pytest.raises(EvaluationError, match=r"3 of 4.*StepFailedError: gone"):
-        await Evaluator(broken, rewarding(), tasks(), GREEDY).evaluate(NEW, 1)
+        await evaluator(broken, rewarding(), tasks(), GREEDY).evaluate(NEW, 1)
     with pytest.raises(EvaluationError, match=r"4 of 4.*it threw"):
-        await Evaluator(Engine(), FakeScorers(None), tasks(), GREEDY).evaluate(NEW, 1)
+        await evaluator(Engine(), FakeScorers(None), tasks(), GREEDY).evaluate(NEW, 1)
     with pytest.raises(EngineDeadError):
-        await Evaluator(Engine({0: EngineDeadError("stopped")}), rewarding(), tasks(), GREEDY).evaluate(NEW, 1)
+        await evaluator(Engine({0: EngineDeadError("stopped")}), rewarding(), tasks(), GREEDY).evaluate(NEW, 1)
 
 
 # ---- when, and which is the best -----------------------------------------------------------------
@@ -189,7 +189,7 @@ def result(step: int, mean: float, version: int = 1) -> EvaluationResult:
 
 
 def history(every: int = 3, answers: AnswerSettings = GREEDY, reward: str = "") -> EvaluationHistory:
-    return EvaluationHistory(Evaluator(Engine(), rewarding("0"), tasks(), answers, reward), every)
+    return EvaluationHistory(evaluator(Engine(), rewarding("0"), tasks(), answers, reward), every)
 
 
 def test_evaluations_are_due_at_the_start_and_every_k_updates() -> None:

@@ -27,7 +27,7 @@ from trainers import (
 )
 
 from mlx_parallm.config import Algorithm
-from mlx_parallm.core import BASE_ADAPTER
+from mlx_parallm.core import BASE_ADAPTER, Signal
 from mlx_parallm.rl.collect.groups import FEEDBACK, DropReason
 from mlx_parallm.rl.learn.model import Params
 from mlx_parallm.rl.learn.policy import Policy
@@ -36,6 +36,7 @@ from mlx_parallm.rl.objectives.batches import ScoredGroup, prepare
 from mlx_parallm.rl.objectives.losses import loss, means
 from mlx_parallm.rl.objectives.rewards import RewardHistory
 from mlx_parallm.rl.objectives.samples import Sample, mismatched
+from mlx_parallm.rl.objectives.signals import prepare_signal
 
 KTO = loss_config(Algorithm.KTO, preference_beta=0.3, kto_desirable_weight=1.5, kto_undesirable_weight=0.5)
 
@@ -212,3 +213,25 @@ def test_answers_are_rated_within_their_group_and_single_ones_by_the_threshold()
     assert rated == [(0, 1), (0, -1), (0, -1), (2, 1), (3, -1), (4, 1), (4, 1), (5, 1)]
     assert prepared.drop_reasons == (None, DropReason.ZERO_VARIANCE, *[None] * 4)
     assert prepared.batch.step_scale == pytest.approx(8 / 10)
+
+
+def late(name: str, reward: float) -> ScoredGroup:
+    of_answer = trajectories(name, BASE_ADAPTER, 1)
+    return ScoredGroup(answers(*of_answer), (reward,), FEEDBACK, 0, False, signal=Signal.LATE_FEEDBACK)
+
+
+@pytest.mark.parametrize(("opinions", "weights"), [((1, -1, -1, -1), (3.0, 1 / 3)), ((1, -1), (1.5, 0.5))])
+def test_thumbs_up_and_thumbs_down_weigh_the_same_in_sum(opinions: Sequence[int], weights: tuple[float, float]) -> None:
+    groups = [late(f"g{number}", opinion) for number, opinion in enumerate(opinions)]
+    made = prepare_signal([*groups, late("undecided", 0.0)], KTO, RewardHistory()).batch.loss
+    assert made is not None
+    assert (made.kto_desirable_weight, made.kto_undesirable_weight) == pytest.approx(weights)
+    liked, disliked = opinions.count(1), opinions.count(-1)
+    ratio = liked * made.kto_desirable_weight / (disliked * made.kto_undesirable_weight)
+    assert ratio == pytest.approx(3.0), "that of the configured weights"
+
+
+def test_thumbs_of_one_kind_have_the_configured_weights() -> None:
+    made = prepare_signal([late("a", -1.0), late("b", -1.0)], KTO, RewardHistory()).batch.loss
+    assert made is not None
+    assert (made.kto_desirable_weight, made.kto_undesirable_weight) == (1.5, 0.5)

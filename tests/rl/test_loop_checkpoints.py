@@ -17,8 +17,8 @@ from mlx_parallm.errors import (
     StorageError,
     UnknownModelError,
 )
-from mlx_parallm.rl.adapter_training import CHANGE
 from mlx_parallm.rl.collect.groups import DropReason, TrajectoryGroup, TrajectoryState
+from mlx_parallm.rl.updates.adapter_training import CHANGE
 
 
 async def test_every_few_updates_are_saved_and_the_best_version_before_them() -> None:

@@ -14,6 +14,7 @@ from rl.fakes import FakeScorers, trajectories
 from mlx_parallm.core import AdapterRef, CollectionSpec
 from mlx_parallm.errors import ConflictError, UnknownTrajectoryError
 from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
+from mlx_parallm.rl.collect.group_rewards import GroupRewards
 from mlx_parallm.rl.collect.groups import DropReason, TrajectoryGroup, TrajectoryState, group_name
 from mlx_parallm.rl.collect.intake import Intake
 
@@ -92,7 +93,7 @@ class OpenGroups(RuleBasedStateMachine):
 
     @rule(group=st.sampled_from(["g", "h", "episode-a"]))
     def expire(self, group: str) -> None:
-        self.buffer.expire(group)
+        GroupRewards(self.buffer).expire(group)
 
     @rule()
     def take(self) -> None:

@@ -56,10 +56,10 @@ def numbers(found: tuple[PolicyChange, ...]) -> list[int]:
 
 
 def test_updates_after_the_checkpoint_are_made_again() -> None:
-    made = changes(Start(), update(1), update(2, run_steps=2.0), update(3))
+    made = changes(Start(), update(1, run_steps=1.0, seen=9.0), update(2, run_steps=2.0), update(3))
     found = plan(made, StartPoint("main@2", "checkpoint-2", 3))
     assert (numbers(found.updates), found.last, found.roll_back_to, found.lost, found.is_new) == ([4], 4, "", 0, False)
-    assert found.progress == {"run_steps": 2.0}
+    assert found.progress == {"run_steps": 2.0, "seen": 9.0}
     assert plan(made, StartPoint("main@3", "checkpoint-3", 4)).updates == ()
 
 
@@ -133,7 +133,7 @@ class Run:
             self.requests, self.saved = one.requests, one.publisher.saved
             for task in tuple(one.service._tasks):
                 task.cancel()
-            await one.service._collector._intake.close()
+            await one.service.trajectories._intake.close()
 
 
 async def finished_update(one: World):
@@ -148,21 +148,21 @@ async def test_what_waited_waits_again_with_its_rewards(tmp_path: Path) -> None:
         await settle()
         one.scorers.gate = asyncio.Event()
         unscored = await one.request()
-        await one.service.feedback(silent[1], 0.5)
+        await one.service.people.feedback(silent[1], 0.5)
         before = one.states()
         assert [before[ids] for ids in (scored[0], silent[0], silent[1], unscored[0])] == [
             *("scored", "waiting", "scored", "waiting"),
         ]
     async with run.process(scores=False) as one:
         assert one.states() == before
-        rewards = {card.trajectory.trajectory_id: card.reward for card in one.service.trajectories(99)}
+        rewards = {card.trajectory.trajectory_id: card.reward for card in one.service.trajectories.newest(99)}
         assert (rewards[scored[0]], rewards[scored[1]], rewards[silent[1]]) == (1.0, 0.0, 0.5)
         one.scorers.gate.set()
         await until(lambda: one.states()[unscored[1]] == "scored")
         report = await one.service.update()
         assert (report.status, report.metrics["trajectories"]) == ("published", 5.0)
         with pytest.raises(ConflictError):
-            await one.service.feedback(scored[0], 1.0)
+            await one.service.people.feedback(scored[0], 1.0)
     async with run.process() as one:
         assert one.states() == {silent[0]: "waiting"}, "nothing is trained on twice"
         assert one.service.status().current == AdapterRef("main", 1)
@@ -271,7 +271,7 @@ async def test_a_full_disk_refuses_feedback_and_updates_and_loses_nothing(tmp_pa
         ids = await one.request(scorer=None)
         full[0] = True
         with pytest.raises(StorageError, match="disk full"):
-            await one.service.feedback(ids[0], 1.0)
+            await one.service.people.feedback(ids[0], 1.0)
         assert one.states()[ids[0]] == "waiting"
         ended = await one.finished(BASE_ADAPTER, None)
         assert "disk full: these trajectories will not be trained on" in ended.trajectory_warning
@@ -289,7 +289,7 @@ async def test_a_full_disk_refuses_feedback_and_updates_and_loses_nothing(tmp_pa
                 await one.service.update(given=GIVEN)
         assert len(one.learner.batches) <= 1, "after one that is not recorded, nothing is learnt"
         full[0] = False
-        await one.service.feedback(ids[0], 1.0)
+        await one.service.people.feedback(ids[0], 1.0)
         await one.service.resume()
         await one.service.update(given=GIVEN)
         await until(lambda: one.service.status().state != "updating")
@@ -333,11 +333,11 @@ def test_any_history_with_crashes_ends_as_the_same_history_without(tmp_path_fact
         found: object = None
         for part in parts:
             async with run.process() as one:
-                await until(lambda: not one.service._collector._intake._scoring)
+                await until(lambda: not one.service.trajectories._intake._scoring)
                 for step in part:
                     await did(one, step, run)
                 one.service.check_integrity()
-                cards = one.service.trajectories(999)
+                cards = one.service.trajectories.newest(999)
                 waiting = {c.trajectory.trajectory_id: (c.state, c.reward) for c in cards if c.state in OPEN}
                 found = (one.learner.policies["main"], waiting)
         return found
@@ -347,29 +347,31 @@ def test_any_history_with_crashes_ends_as_the_same_history_without(tmp_path_fact
 
 async def did(one: World, step: str, run: Run) -> None:
     live = one.service.status().current or BASE_ADAPTER
-    cards = [card for card in one.service.trajectories(999) if card.state in OPEN]
+    cards = [card for card in one.service.trajectories.newest(999) if card.state in OPEN]
     of_people = [card.trajectory for card in cards if card.trajectory.collection.scorer is None]
     turns = [turn for turn in of_people if turn.collection.episode_id]
     match step:
         case "request" | "people":
             await one.request(live, "exact" if step == "request" else None)
-            await until(lambda: not one.service._collector._intake._scoring)
+            await until(lambda: not one.service.trajectories._intake._scoring)
         case "turn":
             one.requests += 1
             spec = CollectionSpec(None, group_id=f"g{run.group}", group_size=2, episode_id=f"e{one.requests % 2}")
             asked = GenerationRequest(
                 f"r{one.requests}", ((1,),), SamplingParams(), StopParams(4), adapter=live, collection=spec
             )
-            _ = [event async for event in one.service.collect(asked, FakeEngine(ONE_ANSWER).generate(asked))]
+            _ = [
+                event async for event in one.service.trajectories.collect(asked, FakeEngine(ONE_ANSWER).generate(asked))
+            ]
         case "feedback" if of_people:
-            await one.service.feedback(of_people[-1].trajectory_id, float(one.requests % 3) - 1)
+            await one.service.people.feedback(of_people[-1].trajectory_id, float(one.requests % 3) - 1)
         case "tokens" if of_people:
-            await one.service.reward_tokens(of_people[0].trajectory_id, (0.5, float(one.requests % 2)))
+            await one.service.trajectories.reward_tokens(of_people[0].trajectory_id, (0.5, float(one.requests % 2)))
         case "episode" if turns:
             of_turn = turns[0].collection
-            await one.service.reward_episode(of_turn.episode_id, of_turn.group_id, float(one.requests % 3))
+            await one.service.trajectories.reward_episode(of_turn.episode_id, of_turn.group_id, float(one.requests % 3))
         case "close" if any(card.reward is not None and card.trajectory in turns for card in cards):
-            await one.service.close_group(turns[0].group_id)
+            await one.service.trajectories.close_group(turns[0].group_id)
         case "update" | "given":
             run.group += 1
             await one.service.update(given=GIVEN if step == "given" else None)

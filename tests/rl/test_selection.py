@@ -11,6 +11,7 @@ from sample_parts import advantage
 
 from mlx_parallm.config import RewardScale
 from mlx_parallm.core import GivenTrajectory
+from mlx_parallm.rl.collect.group_rewards import GroupRewards
 from mlx_parallm.rl.collect.groups import DropReason, TrajectoryGroup, TrajectoryState
 from mlx_parallm.rl.objectives.rewards import RewardTrend
 
@@ -54,6 +55,19 @@ async def test_an_update_waits_for_three_refills_and_is_then_as_large_as_its_sig
         rig.drawn(*SOLVED)
     (batch,) = rig.learner.batches
     assert (len(batch.samples), batch.step_scale) == (8, 1 / 8)
+    rig.check()
+
+
+async def test_an_update_may_take_some_groups_and_the_others_count_for_the_next_one() -> None:
+    rig = await opened(settings=GROUPS)
+    first, solved, second = rig.drawn(*ONE_LEFT), rig.drawn(*SOLVED), rig.drawn(*ONE_LEFT)
+    report = await rig.loop.update(None, chosen={first.group_id, "of nobody"}.__contains__)
+    assert (report.metrics["groups"], report.metrics["reward_mean"]) == (1, 7 / 8)
+    assert {member.state for member in second.members} == {TrajectoryState.SCORED}
+    rig.check()
+    report = await rig.loop.update(None, chosen={solved.group_id, second.group_id}.__contains__)
+    assert (report.metrics["groups"], report.metrics["reward_mean"]) == (2, 15 / 16)
+    assert rig.buffer.waiting(NAME) == 0
     rig.check()
 
 
@@ -117,7 +131,7 @@ async def test_each_part_of_a_group_counts_when_people_score_it_in_parts() -> No
     group = TrajectoryGroup(NAME, trajectories("g", rig.training.versions.latest, 2, None))
     rig.buffer.add(group)
     for member, score in zip(group.members, (1.0, 0.0), strict=True):
-        rig.buffer.feedback(member.trajectory.trajectory_id, score)
+        GroupRewards(rig.buffer).feedback(member.trajectory.trajectory_id, score)
         await rig.loop.update(None)
     assert rig.training.rewards.to_metrics()["reward_count.feedback"] == 2
 

@@ -43,8 +43,8 @@ async def test_a_name_that_means_another_version_by_now_begins_again_with_it() -
         assert (await one.service.start()).step == 50
         assert one.learner.policies["main"] == (40.0, 50)
         with pytest.raises(ConflictError):
-            await one.service.check(CollectionSpec("exact"), AdapterRef("main", 1))
-        await one.service.check(CollectionSpec("exact"), elsewhere)
+            await one.service.trajectories.check(CollectionSpec("exact"), AdapterRef("main", 1))
+        await one.service.trajectories.check(CollectionSpec("exact"), elsewhere)
 
 
 async def test_starting_again_what_is_trained_already_changes_nothing() -> None:
@@ -121,7 +121,7 @@ async def test_a_request_that_draws_no_token_leaves_no_trajectory() -> None:
     async with world() as one:
         asked = GenerationRequest("none", ((1,),), SamplingParams(), StopParams(0), n=2, collection=CollectionSpec())
         assert [event async for event in one.generate(asked)] == one.engine.events
-        assert one.service.trajectories(9) == ()
+        assert one.service.trajectories.newest(9) == ()
 
 
 async def test_everything_is_told_in_order() -> None:

@@ -13,6 +13,7 @@ from rl.fakes import trajectories
 
 from mlx_parallm.core import AdapterRef
 from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
+from mlx_parallm.rl.collect.group_rewards import GroupRewards
 from mlx_parallm.rl.collect.groups import DropReason, TrajectoryGroup
 from mlx_parallm.rl.collect.log import TrajectoryLog
 
@@ -35,8 +36,8 @@ async def test_each_trajectory_is_one_line_once_its_fate_is_known(tmp_path: Path
     group = TrajectoryGroup(NAME, trajectories("g", AdapterRef(NAME, 4), 3, metadata={"answer": "4\n", "tag": "é"}))
     buffer.add(group)
     for index in (0, 2):
-        buffer.feedback(f"g-{index}", index / 2)
-    buffer.expire("g")
+        GroupRewards(buffer).feedback(f"g-{index}", index / 2)
+    GroupRewards(buffer).expire("g")
     buffer.take(NAME)
     buffer.finish(group)
     added(buffer, "open")

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+from configs import loss_config
 from rl.rollout_rig import END, Tokenizer
 
+from mlx_parallm.config import Algorithm
+from mlx_parallm.core import Signal
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl.environments import environment
-from mlx_parallm.rl.given import given_groups
-from mlx_parallm.rl.warm_up import PASSES, example, warm_up_batches
+from mlx_parallm.rl.objectives.rewards import RewardHistory
+from mlx_parallm.rl.objectives.signals import prepare_signal
+from mlx_parallm.rl.rollouts.warm_up import PASSES, example, warm_up_batches
+from mlx_parallm.rl.updates.given import given_groups
 
 CONVERSATION = (
     {"role": "user", "content": "2*3?"},
@@ -40,9 +47,16 @@ def test_the_assistants_messages_are_trained_up_to_their_ends() -> None:
     assert text(made.completion_ids) == "calc: 2*3|\n<user>result: 6|\n<assistant>6|"
     trained = [token for token, is_trained in zip(made.completion_ids, made.mask, strict=True) if is_trained]
     assert text(trained) == "calc: 2*3|6|"
-    assert set(made.advantages) == {1.0}
-    (group,) = given_groups([made])
-    assert group.has_advantages
+    prepared = prepare_signal(
+        [replace(group, signal=Signal.CORRECTIONS) for group in given_groups([made])],
+        loss_config(Algorithm.GRPO),
+        RewardHistory(),
+    )
+    (sample,) = prepared.batch.samples
+    assert prepared.batch.loss is not None
+    assert prepared.batch.loss.imitates
+    trained = [token for token, weight in zip(sample.token_ids, sample.loss_weights, strict=True) if weight]
+    assert text(trained) == "calc: 2*3|6|"
 
 
 def test_every_example_is_in_one_batch_of_each_pass() -> None:
@@ -68,3 +82,10 @@ def test_examples_that_cannot_be_trained_on_are_refused(messages, tokenizer, mes
 def test_an_environment_without_examples_is_refused() -> None:
     with pytest.raises(ConfigError, match="--warm-up: the environment has no examples"):
         warm_up_batches(environment("words"), 5, 0, Tokens())
+
+
+def test_another_reward_leaves_an_environment_its_examples() -> None:
+    rewarded = environment("calculator", rewarded=True)
+    assert len(warm_up_batches(rewarded, 3, 0, Tokens())[0]) == 3
+    with pytest.raises(ConfigError, match="no examples"):
+        warm_up_batches(environment("words", rewarded=True), 3, 0, Tokens())

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
-from server.fake_control import FakeAdapters, FakeAverages, FakeTraining
+from server.fake_control import FakeAdapters, FakeAverages, FakeRewardModels, FakeTraining
 from server.fakes import CARD, ByteTokenizer, FakeEngine
 
 from mlx_parallm.config import ServerConfig
@@ -55,12 +55,17 @@ def averages(training):
 
 
 @pytest.fixture
-def make_client(engine, adapters, training, averages):
+def reward_models(training):
+    return training and FakeRewardModels()
+
+
+@pytest.fixture
+def make_client(engine, adapters, training, averages, reward_models):
     """`make_client(**settings)` → an httpx client on an in-process app; `client.app` is the app."""
 
     def make(**settings):
         parts = (engine, adapters, training, ByteTokenizer(), CARD, ServerConfig(**settings))
-        app = create_app(*parts, averages=averages)
+        app = create_app(*parts, averages=averages, reward_models=reward_models)
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         client = httpx.AsyncClient(transport=transport, base_url="http://localhost:8000")
         client.app = app

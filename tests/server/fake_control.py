@@ -17,6 +17,7 @@ from mlx_parallm.core import (
     FoundTrajectory,
     GroupCard,
     Residence,
+    RewardModelCard,
     SignalReport,
     SourceReport,
     TrainingStatus,
@@ -222,6 +223,20 @@ class FakeAverages:
         return AverageCard(members, None, "too low", 8, 16, 0.25, "model.layers.0.mlp.up_proj", 0.5, None, "")
 
 
+class FakeRewardModels:
+    """Trains every reward model at once. `asked`: the specs; `error`: what is raised instead."""
+
+    def __init__(self):
+        self.asked = []
+        self.error = None
+
+    async def train(self, spec):
+        self.asked.append(spec)
+        if self.error:
+            raise self.error
+        return RewardModelCard(spec.name, 90, 12, 0.25, 0.875, 10, 0.9, 0.6, 0.98)
+
+
 class FakeTraining:
     """Trains the adapters of `state`, `policy` by default; has the scorer `exact`, which reads `metadata.answer`.
 
@@ -255,6 +270,7 @@ class FakeTraining:
         self.saves = ()
         self.listening = 0
         self.competition = FakeCompetition()
+        self.trajectories = self.people = self
 
     async def check(self, collection, adapter, prompt=None):
         await self.checks_go_on.wait()
@@ -297,7 +313,7 @@ class FakeTraining:
         self.calls.append(("feedback", trajectory_id, score, user))
         return FeedbackCard(score / 2, 2)
 
-    async def find_trajectory(self, trajectory_id):
+    async def find(self, trajectory_id):
         if trajectory_id not in self.found:
             raise UnknownTrajectoryError(f"No trajectory of this run has the id {trajectory_id!r}.")
         return self.found[trajectory_id]
@@ -371,7 +387,7 @@ class FakeTraining:
         finally:
             self.listening -= 1
 
-    def trajectories(self, limit):
+    def newest(self, limit):
         return self.cards[:limit]
 
     async def _work(self, name, adapter, *arguments):

@@ -23,10 +23,10 @@ from mlx_parallm.core import (
     SequenceOutput,
     StopParams,
 )
+from mlx_parallm.core.splitter import AnswerSyntax
 from mlx_parallm.model.tokenizer import Tokenizer
 from mlx_parallm.server.api.chat.history import CHANGED, RENDERED_ANEW, EpisodeHistories, PlannedTurn
 from mlx_parallm.server.api.chat.messages import Conversation, GivenCall, GivenFunction, Message, TemplateOptions
-from mlx_parallm.server.api.chat.splitter import AnswerSyntax
 
 FAMILIES = ("chatml", "headers", "inst", "turns", "bars")
 """Templates that write an earlier answer as they began it."""

@@ -17,6 +17,7 @@ CHANGES = {
     "/v1/training/preference": {"trajectory_id": "x", "correction": "y"},
     "/v1/training/compare": {"candidate": "x"},
     "/v1/training/compare/stop": {},
+    "/v1/training/reward_model": {"name": "x"},
     "/v1/training/average": {"adapters": ["x", "y"], "lora_adapter": "z"},
     "/v1/training/schedule": {"training_time_share": 0.5},
 }

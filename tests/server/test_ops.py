@@ -19,6 +19,7 @@ from mlx_parallm.server.api.training import average as average_wire
 from mlx_parallm.server.api.training import compare as compare_wire
 from mlx_parallm.server.api.training import objects as training_objects
 from mlx_parallm.server.api.training import people_schema as people_wire
+from mlx_parallm.server.api.training import reward_model as reward_model_wire
 from mlx_parallm.server.api.training import schedule as schedule_wire
 from mlx_parallm.server.api.training import schema as training_wire
 
@@ -185,6 +186,7 @@ def test_the_document_describes_bodies_answers_and_errors(document):
         ("/v1/training/rollback", training_wire.TrainingRollbackBody, training_objects.TrainingObject),
         ("/v1/training/feedback", training_wire.FeedbackBody, training_objects.FeedbackObject),
         ("/v1/training/preference", people_wire.PreferenceBody, people_wire.PreferenceObject),
+        ("/v1/training/reward_model", reward_model_wire.RewardModelBody, reward_model_wire.RewardModelObject),
         ("/v1/training/average", average_wire.AverageBody, average_wire.AverageObject),
         ("/v1/training/compare", compare_wire.CompareBody, compare_wire.ComparisonObject),
         ("/v1/training/compare/stop", training_wire.ControlBody, compare_wire.ComparisonObject),
@@ -250,7 +252,7 @@ def test_the_document_says_which_bodies_may_be_left_out(document):
     }
     optional = {"update", "start", "stop", "pause", "resume", "rollback", "checkpoint"}
     assert required == {path: path.rpartition("/")[2] not in optional for path in required}
-    assert len(required) == 13
+    assert len(required) == 14
 
 
 def assert_describes(schema: dict, model: type[BaseModel]):

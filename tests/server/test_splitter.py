@@ -8,7 +8,7 @@ import pytest
 from tool_families import ASKED, FAMILIES, TEXTS, TOOLS
 
 from mlx_parallm.core import Reasoning
-from mlx_parallm.server.api.chat.splitter import AnswerSyntax, Splitter, join_parts
+from mlx_parallm.core.splitter import AnswerSyntax, Splitter, join_parts
 
 THINK = Reasoning("<think>", "</think>")
 XTML = Reasoning(

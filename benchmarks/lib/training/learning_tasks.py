@@ -29,6 +29,7 @@ desert eagle farmer glass honey kitten market number people queen school tower u
 coffee doctor
 """
 POSITIVE, NEGATIVE, WORDS = (sorted(set(text.split())) for text in (_POSITIVE, _NEGATIVE, _WORDS))
+_OTHER = {"positive": "negative", "negative": "positive"}
 THINGS = ("movie", "meal", "hotel", "book", "concert", "game", "trip", "show")
 
 
@@ -42,6 +43,25 @@ class Prompt:
     metadata: dict[str, Any] = field(default_factory=dict)
     scorer: str = ""
     opening: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A sentence about a thing, and its class, `positive` or `negative`."""
+
+    text: str
+    kind: str
+    thing: str
+
+
+def questions(part: slice) -> list[Question]:
+    """Asks for the class of sentences with these adjectives: all positive ones, then all negative ones."""
+    return [
+        Question(f"The {thing} was {adjective}. Positive or negative?", kind, thing)
+        for kind, adjectives in (("positive", POSITIVE[part]), ("negative", NEGATIVE[part]))
+        for adjective in adjectives
+        for thing in THINGS
+    ]
 
 
 class Task(Protocol):
@@ -91,12 +111,9 @@ class Sentiment:
         return (1.0 if ended else 0.5) / len(words)
 
     def _prompts(self, part: slice) -> list[Prompt]:
-        sides = (("positive", "negative", POSITIVE[part]), ("negative", "positive", NEGATIVE[part]))
         return [
-            Prompt(chat(f"The {thing} was {adjective}. Positive or negative?"), {"right": right, "wrong": wrong})
-            for right, wrong, adjectives in sides
-            for adjective in adjectives
-            for thing in THINGS
+            Prompt(chat(question.text), {"right": question.kind, "wrong": _OTHER[question.kind]})
+            for question in questions(part)
         ]
 
 

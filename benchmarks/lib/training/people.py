@@ -1,7 +1,8 @@
 """Simulated people who judge or correct the answers of a server that learns from them.
 
-Each of 300 users asks questions, and says what he thinks of the answer up to an hour later, by a simulated clock. He is
-right four times in five. Nothing but this teaches the adapter. The requests and opinions are those of a server without
+Each of 300 users asks for the class of an adjective in one word. Up to an hour later, by a simulated clock, he gives a
+thumb, up if the answer has just one word, or says what the class is. He is right four times in five. Nothing but this
+teaches the adapter. The requests and opinions are those of a server without
 HTTP, and its own training loop makes the updates.
 """
 
@@ -10,7 +11,7 @@ import random
 import re
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count, islice
 from statistics import mean
 
@@ -30,7 +31,7 @@ from mlx_parallm.core import (
     StopParams,
 )
 
-USERS, QUESTIONS_EACH, RIGHT = 300, 5, 0.8
+USERS, QUESTIONS_EACH, RIGHT = 300, 2, 0.8
 BETWEEN_QUESTIONS_S, LATEST_S = 12.0, 3600.0
 AT_ONCE, MAX_TOKENS = 32, 12
 IN_TIME, EDITS = 32, 16
@@ -40,8 +41,7 @@ ADAPTER = "default"
 
 @dataclass(frozen=True, slots=True)
 class Taught:
-    """The score of held-out answers before and after: 1 if the right word is in an answer and the wrong one is not, -1
-    the other way round, else 0. `learnt`: what the server's report says of each source."""
+    """The mean score of held-out answers before and after. `learnt`: what the server's report says of each source."""
 
     part: str
     seed: int
@@ -106,14 +106,14 @@ class People:
         answer, user = opinion.answer, f"user-{opinion.user}"
         honest = self._dice.random() < (0.5 if self._control else RIGHT)
         if self._part == "thumbs":
-            good = score(answer) > 0
-            await self._service.feedback(answer.trajectory_id, float(good is honest), user)
+            good = _has_one_word(answer) > 0
+            await self._service.people.feedback(answer.trajectory_id, float(good is honest), user)
             return
         tokenizer = self._served.tokenizer
         word = answer.prompt.metadata["right" if honest else "wrong"]
         ids = (*tokenizer.encode(word, False), max(tokenizer.eos_token_ids))
         edit = Edit(ADAPTER, answer.prompt_ids, ids, chosen_text=word, user=user, about=answer.trajectory_id)
-        await self._service.edit(edit)
+        await self._service.people.edit(edit)
 
     async def _settled(self) -> None:
         """Returns when no update is due or under way."""
@@ -126,7 +126,7 @@ class People:
 
     async def held_out(self, task: Sentiment) -> float:
         """The mean score of answers to the held-out prompts."""
-        return mean(map(score, await self._ask(task.held_out(), collected=False)))
+        return mean(map(SCORES[self._part], await self._ask(task.held_out(), collected=False)))
 
     async def _ask(self, prompts: Sequence[Prompt], collected: bool) -> list[Answer]:
         return list(await asyncio.gather(*(self._answer(prompt, collected) for prompt in prompts)))
@@ -153,15 +153,36 @@ class People:
         return answer
 
 
-def score(answer: Answer) -> float:
-    words = re.findall(r"[a-z]+", answer.text.lower())
-    right, wrong = (answer.prompt.metadata[which] in words for which in ("right", "wrong"))
+def _has_one_word(answer: Answer) -> float:
+    return float(len(_words(answer)) == 1)
+
+
+def _is_right(answer: Answer) -> float:
+    """1 if the right word is in the answer and the wrong one is not, -1 the other way round, else 0."""
+    right, wrong = (answer.prompt.metadata[which] in _words(answer) for which in ("right", "wrong"))
     return float(right) - float(wrong)
+
+
+def _words(answer: Answer) -> list[str]:
+    return re.findall(r"[a-z]+", answer.text.lower())
+
+
+SCORES = {"thumbs": _has_one_word, "corrections": _is_right}
+
+
+class OneWord(Sentiment):
+    """Asks for an answer of one word."""
+
+    def _prompts(self, part: slice) -> list[Prompt]:
+        prompts = super()._prompts(part)
+        return [
+            replace(each, text=each.text.replace("negative?", "negative? Answer with one word.")) for each in prompts
+        ]
 
 
 async def taught(part: str, seed: int, control: bool, questions: int, learning_rate: float) -> Taught:
     """Runs one part. `questions`: of all users together."""
-    task = Sentiment()
+    task = OneWord()
     with tempfile.TemporaryDirectory() as folder:
         server = RLIntegratedServer(
             None,
@@ -179,7 +200,7 @@ async def taught(part: str, seed: int, control: bool, questions: int, learning_r
             after = await people.held_out(task)
             assert served.training is not None
             service = served.training.service
-            learnt = dict(_learnt(service.signal_report().sources))
+            learnt = dict(_learnt(service.people.signal_report().sources))
             updates = service.status().updates_total
     return Taught(part, seed, control, before, after, updates, learnt)
 

@@ -96,14 +96,14 @@ class Rig:
             )
             events = self.served.engine.generate(request)
             if collect:
-                events = self.training.service.collect(request, events)
+                events = self.training.service.trajectories.collect(request, events)
             async for event in events:
                 if isinstance(event, RequestFailed):
                     self.failed.append(f"{type(event.error).__name__}: {event.error}")
                 if isinstance(event, RequestFinished):
                     for trajectory_id in event.trajectory_ids:
                         score = random.Random(trajectory_id).random()
-                        await self.training.service.feedback(trajectory_id, score)
+                        await self.training.service.people.feedback(trajectory_id, score)
 
     # -- what must hold --------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, PositiveInt
 
@@ -24,7 +24,8 @@ from mlx_parallm.errors import AdapterFileError, InvalidRequestError
 MANIFEST = "manifest.json"
 MAX_STEP = 10**15 - 1
 _MAX_METRICS = 256
-_MAX_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
+"""Of a manifest."""
 _NAME = re.compile(r"checkpoint-(0|[1-9][0-9]{0,14})")
 
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$")]
@@ -59,33 +60,22 @@ class FileSum(BaseModel):
     bytes: NonNegativeInt
 
 
-class Manifest(BaseModel):
-    """The content of `manifest.json`.
+class Sealed(BaseModel):
+    """Facts about a folder of files, and their checksums.
 
-    `created`: Unix time in seconds. `files`: checksum and size by file name. `checksum`: SHA-256 of the JSON
-    of all other fields; set only in a manifest that `parse` returned.
+    `metrics`: of the training. `created`: Unix time in seconds. `files`: checksum and size by file name. `checksum`:
+    SHA-256 of the JSON of all other fields; set only in a manifest that `parse` returned.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
     format: Literal[1] = 1
-    adapter: str
-    version: NonNegativeInt
-    step: Annotated[int, Field(ge=0, le=MAX_STEP)]
     base_fingerprint: str
-    rank: PositiveInt
-    alpha: FiniteFloat
-    targets: tuple[str, ...]
     metrics: dict[str, FiniteFloat]
     created: NonNegativeInt
     mlx_parallm: str
     files: Annotated[dict[FileName, FileSum], Field(min_length=1)]
     checksum: str = ""
-
-    @property
-    def order(self) -> tuple[int, int]:
-        """Sort key of checkpoints: oldest first, and by step within the same second."""
-        return self.created, self.step
 
     def render(self) -> bytes:
         """The content of the file, with its checksum."""
@@ -93,7 +83,7 @@ class Manifest(BaseModel):
         return _dump({**body, "checksum": hashlib.sha256(_dump(body)).hexdigest()})
 
     @classmethod
-    def parse(cls, data: bytes) -> Manifest:
+    def parse(cls, data: bytes) -> Self:
         """Reads a manifest that `render` wrote, and checks that it is unchanged.
 
         Raises:
@@ -105,18 +95,29 @@ class Manifest(BaseModel):
         return manifest
 
 
+class Manifest(Sealed):
+    """The content of a checkpoint's `manifest.json`."""
+
+    adapter: str
+    version: NonNegativeInt
+    step: Annotated[int, Field(ge=0, le=MAX_STEP)]
+    rank: PositiveInt
+    alpha: FiniteFloat
+    targets: tuple[str, ...]
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Sort key of checkpoints: oldest first, and by step within the same second."""
+        return self.created, self.step
+
+
 def seal(folder: Path, what: SavedVersion, weights: AdapterWeights, fingerprint: str) -> Manifest:
     """Fsyncs all files in `folder`, then writes the manifest there.
 
     Raises:
         ValueError: an entry of `folder` is not a plain file, or has a name that `FileName` does not allow.
     """
-    files = {}
-    for path in sorted(folder.iterdir()):
-        if not path.is_file() or path.name == MANIFEST:
-            raise ValueError(f"{path.name} cannot be part of a checkpoint: plain files only")
-        atomic.sync(path)
-        files[path.name] = file_sum(path)
+    files = file_sums(folder)
     data = Manifest(
         adapter=what.adapter.name,
         version=what.adapter.version,
@@ -135,6 +136,21 @@ def seal(folder: Path, what: SavedVersion, weights: AdapterWeights, fingerprint:
     return Manifest.parse(data)
 
 
+def file_sums(folder: Path) -> dict[str, FileSum]:
+    """Fsyncs all files in `folder`, and returns their checksums.
+
+    Raises:
+        ValueError: an entry is not a plain file, or is a manifest.
+    """
+    files = {}
+    for path in sorted(folder.iterdir()):
+        if not path.is_file() or path.name == MANIFEST:
+            raise ValueError(f"{path.name} cannot be part of a checkpoint: plain files only")
+        atomic.sync(path)
+        files[path.name] = file_sum(path)
+    return files
+
+
 def read_manifest(folder: Path) -> Manifest:
     """Reads the manifest in `folder`, and checks that it belongs to the checkpoint and adapter that the path names.
 
@@ -142,7 +158,7 @@ def read_manifest(folder: Path) -> Manifest:
         ValueError, OSError: it is missing, damaged or of another checkpoint.
     """
     with (folder / MANIFEST).open("rb") as file:
-        manifest = Manifest.parse(file.read(_MAX_BYTES))
+        manifest = Manifest.parse(file.read(MAX_BYTES))
     if (manifest.adapter, checkpoint_name(manifest.step)) != (folder.parent.name, folder.name):
         raise ValueError(f"it is {checkpoint_name(manifest.step)} of {manifest.adapter}")
     return manifest

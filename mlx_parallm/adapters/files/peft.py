@@ -18,6 +18,12 @@ Value = TypeVar("Value", int, float)
 PEFT_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 
+SCORE = "score"
+"""Transformers' name for the head of a reward model, a linear from hidden states to one number."""
+SCORE_WEIGHT = f"{PREFIX}{SCORE}.weight"
+SCORER_TASK = "SEQ_CLS"
+"""The `task_type` of a reward model."""
+
 _USED = frozenset({"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"})
 _CHECKED = frozenset({"bias", "init_lora_weights"})
 _WITHOUT_EFFECT = frozenset(
@@ -107,7 +113,14 @@ class PeftFormat:
         return rank, lora_scale(alpha, rank, self.rslora)
 
 
+def is_scorer(config: Mapping[str, Any]) -> bool:
+    """Whether a config is that of a reward model: an adapter with a head that gives numbers in place of tokens."""
+    return config.get("task_type") == SCORER_TASK
+
+
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
+    if is_scorer(config):
+        raise problem("this is a reward model, which draws no text: name it as the scorer reward_model:NAME")
     kind = config["peft_type"]
     if kind != "LORA":
         raise problem(f"{CONFIG_FILE}: only peft_type LORA is supported, got {described(kind)}")

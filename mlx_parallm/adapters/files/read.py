@@ -9,8 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -33,16 +32,13 @@ from mlx_parallm.adapters.files.disk import (
     read_header,
     read_tensors,
 )
+from mlx_parallm.adapters.files.paths import locate
 from mlx_parallm.adapters.files.peft import PeftFormat
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LinearSpec, LoRAPair
 from mlx_parallm.errors import shown
 
 MLX_LM_WEIGHTS = "adapters.safetensors"
 _MLX_LM_KINDS = {"dora": "DoRA", "full": "full fine-tuning"}
-
-_TEXT, _HEAD = "language_model", "lm_head"
-_EXPERTS = re.compile(r"(^|\.)(experts|switch_mlp)(\.|$)")
-_REFUSED_KINDS = {"embed_tokens": "embedding LoRA"}
 
 FormatName = Literal["mlx-lm", "peft"]
 Factor = Literal["a", "b"]
@@ -64,7 +60,7 @@ class AdapterFile:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class PairPlan:
     """The tensor names of one LoRA pair, and its scale. Names, shapes and rank have been checked."""
 
     a: str
@@ -82,20 +78,24 @@ def read_adapter(folder: Path, layout: AdapterLayout, max_rank: int, roots: Adap
     form = format_of(read_config(folder, roots))
     with open_weights(folder, form.weights_file, roots) as file:
         header = read_header(file, form.weights_file)
-        plans = _planned(form, header, layout, max_rank)
+        plans = planned(form, header, layout, max_rank)
         factors = [name for plan in plans.values() for name in (plan.a, plan.b)]
         data, tensors = read_tensors(file, header, factors, form.weights_file)
-    pairs = {spec.path: _pair(plans[spec.path], tensors, form.transposed) for spec in layout if spec.path in plans}
+    pairs = pairs_of(plans, tensors, layout, form.transposed)
     nbytes = sum(header.tensors[name].nbytes for name in factors)
     return AdapterFile(AdapterWeights(pairs, form.rslora), _digest(data, plans), form.name, folder, nbytes)
 
 
-def _planned(form: Format, header: Header, layout: AdapterLayout, max_rank: int) -> dict[str, _Plan]:
-    """The plan of each pair, by path in the model. Its checks limit how many bytes are read afterwards."""
+def planned(form: Format, header: Header, layout: AdapterLayout, max_rank: int) -> dict[str, PairPlan]:
+    """The plan of each pair, by path in the model. Its checks limit how many bytes are read afterwards.
+
+    Raises:
+        AdapterFileError: as `read_adapter`.
+    """
     modules = _by_module(form, header, layout)
     if not modules:
         raise problem(f"{form.weights_file} holds no tensors of an adapter: an empty adapter changes nothing")
-    plans: dict[str, _Plan] = {}
+    plans: dict[str, PairPlan] = {}
     for path, names in modules.items():
         spec = locate(path, layout)
         if spec.path in plans:
@@ -129,7 +129,7 @@ def _check_copy(name: str, info: TensorInfo, spec: LinearSpec) -> None:
 
 def _checked(
     form: Format, path: str, names: Mapping[Factor, str], spec: LinearSpec, header: Header, max_rank: int
-) -> _Plan:
+) -> PairPlan:
     if len(names) < 2:
         (present,) = names.values()
         raise problem(f"{shown(present)} has no lora_{'b' if 'a' in names else 'a'} beside it: both factors are needed")
@@ -146,7 +146,7 @@ def _checked(
         raise problem(f"{shown(names['a'])} has rank {a[1]}, but the config says {declared}: correct the config")
     if not math.isfinite(scale):
         raise problem(f"the scale of {spec.path} is not finite: correct the config")
-    return _Plan(names["a"], names["b"], scale)
+    return PairPlan(names["a"], names["b"], scale)
 
 
 def _matrix(name: str, header: Header, transposed: bool) -> tuple[int, int]:
@@ -158,12 +158,19 @@ def _matrix(name: str, header: Header, transposed: bool) -> tuple[int, int]:
     return (columns, rows) if transposed else (rows, columns)
 
 
-def _pair(plan: _Plan, tensors: Mapping[str, Float32], transposed: bool) -> LoRAPair:
+def pairs_of(
+    plans: Mapping[str, PairPlan], tensors: Mapping[str, Float32], layout: AdapterLayout, transposed: bool
+) -> dict[str, LoRAPair]:
+    """The pairs of the tensors that were read, by path, in the layout's order."""
+    return {spec.path: _pair(plans[spec.path], tensors, transposed) for spec in layout if spec.path in plans}
+
+
+def _pair(plan: PairPlan, tensors: Mapping[str, Float32], transposed: bool) -> LoRAPair:
     a, b = (tensors[name].T if transposed else tensors[name] for name in (plan.a, plan.b))
     return LoRAPair(np.ascontiguousarray(a), np.ascontiguousarray(b), plan.scale)
 
 
-def _digest(data: bytes, plans: Mapping[str, _Plan]) -> str:
+def _digest(data: bytes, plans: Mapping[str, PairPlan]) -> str:
     digest = hashlib.sha256(data)
     digest.update(json.dumps({path: plan.scale for path, plan in sorted(plans.items())}).encode())
     return digest.hexdigest()
@@ -262,50 +269,3 @@ class MlxLmFormat:
 
     def declared(self, path: str) -> tuple[int, float]:
         return self._rank, self._scale
-
-
-# -- paths -----------------------------------------------------------------------------------------
-
-
-def locate(path: str, layout: AdapterLayout) -> LinearSpec:
-    """The model's linear that a path in a file names, in any of the spellings in use.
-
-    Raises:
-        AdapterFileError: the model has no such linear, or adapters may not change that module.
-    """
-    for spelling in _spellings(path):
-        if (spec := layout.find(spelling)) is not None:
-            return spec
-    kind = _refusal(path, layout)
-    if kind:
-        raise problem(f"{kind} is not supported: {shown(path)[1:-1]}; train the adapter without it")
-    raise problem(f"the model has no such linear: {shown(path)[1:-1]}; is the adapter of another base model?")
-
-
-def hugging_face_path(path: str) -> str:
-    """Transformers' spelling of a path in the model: the text part of a multimodal model is inside `model`, and its
-    head beside that."""
-    if path == f"{_TEXT}.{_HEAD}":
-        return _HEAD
-    inner = path.removeprefix(f"{_TEXT}.model.")
-    return path if inner == path else f"model.{_TEXT}.{inner}"
-
-
-def _spellings(path: str) -> Iterator[str]:
-    """The ways in which programs spell a path: what mlx-lm writes as language_model.model.layers… is
-    model.language_model.layers… or model.layers… in Transformers."""
-    yield path
-    *head, tail = path.split(".", 2)
-    bare = ".".join([*(part for part in head if part != _TEXT), tail])
-    yield bare
-    yield f"{_TEXT}.{bare}"
-    yield hugging_face_path(f"{_TEXT}.{bare}")
-
-
-def _refusal(path: str, layout: AdapterLayout) -> str:
-    for spelling in _spellings(path):
-        if spelling in layout.refused:
-            return layout.refused[spelling]
-    if _EXPERTS.search(path):
-        return "expert LoRA"
-    return _REFUSED_KINDS.get(path.rpartition(".")[2], "")

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from safetensors.numpy import save
 
 from mlx_parallm.adapters.files.disk import CONFIG_FILE
-from mlx_parallm.adapters.files.peft import PEFT_WEIGHTS, PREFIX
-from mlx_parallm.adapters.files.read import MLX_LM_WEIGHTS, hugging_face_path
+from mlx_parallm.adapters.files.paths import hugging_face_path
+from mlx_parallm.adapters.files.peft import PEFT_WEIGHTS, PREFIX, SCORE, SCORE_WEIGHT, SCORER_TASK
+from mlx_parallm.adapters.files.read import MLX_LM_WEIGHTS
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, Array, LoRAPair, lora_alpha
 
 Float = NDArray[np.floating[Any]]
@@ -52,12 +53,29 @@ def write_peft(folder: Path, weights: AdapterWeights, layout: AdapterLayout, bas
 
     `base_model`: the hub id or directory for `base_model_name_or_path`.
     """
+    config = _lora_config(weights, layout, base_model)
+    _write(folder, PEFT_WEIGHTS, save(_factors(weights), {"format": "pt"}), config)
+
+
+def write_peft_reward_model(
+    folder: Path, weights: AdapterWeights, head: Float, layout: AdapterLayout, base_model: str | None
+) -> None:
+    """Writes a reward model as PEFT saves one: the files of `write_peft`, with the scalar head beside the factors.
+
+    `head`: [hidden], the weight of Transformers' `score`, a linear without a bias.
+    """
+    tensors = _factors(weights) | {SCORE_WEIGHT: np.ascontiguousarray(head, np.float32)[None]}
+    config = _lora_config(weights, layout, base_model) | {"task_type": SCORER_TASK, "modules_to_save": [SCORE]}
+    _write(folder, PEFT_WEIGHTS, save(tensors, {"format": "pt"}), config)
+
+
+def _factors(weights: AdapterWeights) -> dict[str, Float]:
     tensors: dict[str, Float] = {}
     for path, pair in weights.pairs.items():
         prefix = f"{PREFIX}{hugging_face_path(path)}"
         tensors[f"{prefix}.lora_A.weight"] = np.ascontiguousarray(_stored(pair.a).T)
         tensors[f"{prefix}.lora_B.weight"] = np.ascontiguousarray(_stored(pair.b).T)
-    _write(folder, PEFT_WEIGHTS, save(tensors, {"format": "pt"}), _lora_config(weights, layout, base_model))
+    return tensors
 
 
 def _lora_config(weights: AdapterWeights, layout: AdapterLayout, base_model: str | None) -> dict[str, Any]:

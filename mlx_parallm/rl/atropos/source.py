@@ -38,10 +38,17 @@ _CLOSE_S = 10.0
 _log = logging.getLogger(__name__)
 
 
+class Given(Protocol):
+    """Where groups go; see `core.TrajectoryClient`."""
+
+    async def give(self, group: GivenGroup) -> None: ...
+
+
 class Training(Protocol):
     """What a source needs of training; see `core.TrainingClient`."""
 
-    async def give(self, group: GivenGroup) -> None: ...
+    @property
+    def trajectories(self) -> Given: ...
 
     @property
     def wants_groups(self) -> bool:
@@ -159,7 +166,7 @@ class AtroposSource:
         failed = False
         while True:
             try:
-                await self._training.give(group)
+                await self._training.trajectories.give(group)
                 return True
             except InvalidRequestError as error:
                 _log.warning("a group from Atropos is left out: %s", error)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 
 from mlx_parallm.core import AdapterRef, Signal, Trajectory, TrajectoryCard
-from mlx_parallm.errors import ConflictError, InvalidRequestError, QueueFullError, UnknownTrajectoryError
+from mlx_parallm.errors import QueueFullError
 from mlx_parallm.rl.collect.groups import NEVER_COLLECTED, DropReason, GroupMember, TrajectoryGroup, TrajectoryState
 
 
@@ -137,106 +137,6 @@ class TrajectoryBuffer:
     def has_left(self, group_id: str) -> bool:
         """Whether a group of this id has left, and is still remembered."""
         return group_id in self._past_ids
-
-    # -- rewards ---------------------------------------------------------------------------------
-
-    def feedback(self, trajectory_id: str, score: float, user: str = "") -> TrajectoryGroup:
-        """Adds an opinion of an answer, or of one turn of an episode; see `GroupMember.rate`. Returns its group.
-
-        Raises:
-            UnknownTrajectoryError, ConflictError: see `open_answer`.
-        """
-        group, member = self.open_answer(trajectory_id)
-        member.rate(member.turn(trajectory_id), score, user)
-        return group
-
-    def reward_tokens(self, trajectory_id: str, rewards: Sequence[float]) -> TrajectoryGroup:
-        """Sets the rewards of the tokens of one answer, in place of earlier ones. Returns its group.
-
-        Raises:
-            InvalidRequestError: there is not one for each token.
-            UnknownTrajectoryError, ConflictError: see `open_answer`.
-        """
-        group, member = self.open_answer(trajectory_id, tokens=len(rewards))
-        member.reward_tokens(member.turn(trajectory_id), tuple(rewards))
-        return group
-
-    def open_answer(self, trajectory_id: str, tokens: int | None = None) -> tuple[TrajectoryGroup, GroupMember]:
-        """The member with this trajectory, and its group, if feedback still counts. `tokens`: of the answer, if known.
-
-        Raises:
-            UnknownTrajectoryError: no such trajectory, or it is forgotten.
-            ConflictError: it was taken for training, or dropped.
-            InvalidRequestError: it has another number of tokens.
-        """
-        if trajectory_id not in self._members:
-            raise UnknownTrajectoryError("No trajectory has this id, or it is forgotten by now.", param="trajectory_id")
-        group, member = self._members[trajectory_id]
-        _check_open(member, "trajectory_id")
-        turn = member.turn(trajectory_id)
-        if tokens not in (None, len(turn.completion_ids)):
-            raise InvalidRequestError(
-                f"The answer has {len(turn.completion_ids)} tokens, and there are {tokens} rewards; send one for each "
-                "token.",
-                param="token_rewards",
-            )
-        return group, member
-
-    def reward_episode(self, group_id: str, episode_id: str, score: float) -> TrajectoryGroup:
-        """Sets the reward of an episode, in place of an earlier one. Returns its group.
-
-        Raises:
-            UnknownTrajectoryError, ConflictError: see `open_episode`.
-        """
-        group, member = self.open_episode(group_id, episode_id)
-        member.set_reward(score)
-        return group
-
-    def open_episode(self, group_id: str, episode_id: str) -> tuple[TrajectoryGroup, GroupMember]:
-        """An episode, and its group, if feedback still counts.
-
-        Raises:
-            UnknownTrajectoryError: there is no such episode, or it is forgotten.
-            ConflictError: it was taken for training, or dropped.
-        """
-        group = self._groups.get(group_id)
-        member = None if group is None else group.episode(episode_id)
-        if group is None or member is None:
-            if self.has_left(group_id):
-                raise ConflictError("The group has been trained on or dropped already.", param="episode_id")
-            raise UnknownTrajectoryError("No turn of this episode has been collected.", param="episode_id")
-        _check_open(member, "episode_id")
-        return group, member
-
-    def score_member(self, trajectory_id: str, reward: float) -> TrajectoryGroup:
-        """Sets a scorer's reward of one member, unless it has feedback. Returns its group. Raises what `open_answer`
-        does."""
-        group, member = self.open_answer(trajectory_id)
-        if member.state is TrajectoryState.WAITING:
-            member.own_reward, member.state = reward, TrajectoryState.SCORED
-        return group
-
-    def score(self, group: TrajectoryGroup, rewards: Sequence[float]) -> None:
-        """Sets a scorer's rewards, in order of the members. Members with feedback keep their rewards."""
-        for member, reward in zip(group.members, rewards, strict=True):
-            if member.state is TrajectoryState.WAITING:
-                member.own_reward, member.state = reward, TrajectoryState.SCORED
-
-    def close(self, group: TrajectoryGroup) -> None:
-        """Lets no more members into a group. Episodes that have rewards of turns or tokens are scored by these. Members
-        without a reward are dropped, unless a scorer will give them one."""
-        group.closed = True
-        for member in group.waiting:
-            if member.token_rewards and group.scorer is None:
-                member.state = TrajectoryState.SCORED
-        if group.scorer is None:
-            self.drop(group, DropReason.UNREWARDED, group.waiting)
-
-    def expire(self, group_id: str) -> None:
-        """Drops the members without a reward, because the time limit for rewards has passed."""
-        if (group := self._groups.get(group_id)) is not None:
-            group.closed = True
-            self.drop(group, DropReason.TIMEOUT, group.waiting)
 
     # -- out -------------------------------------------------------------------------------------
 
@@ -369,13 +269,3 @@ class TrajectoryBuffer:
             members = list(chain.from_iterable(group.members for group in held if group.adapter == adapter))
             in_progress = sum(len(m.turns) for m in members if m.is_open or m.state is TrajectoryState.TRAINING)
             assert collected == in_progress + self.trained[adapter] + dropped
-
-
-def _check_open(member: GroupMember, param: str) -> None:
-    """Raises ConflictError if feedback on a member counts no longer."""
-    if member.state is TrajectoryState.DROPPED:
-        raise ConflictError(f"The trajectory was dropped ({member.reason}): it will not be trained on.", param=param)
-    if not member.is_open:
-        raise ConflictError(
-            "The trajectory was taken for training already; feedback counts only before that.", param=param
-        )

@@ -3,38 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from enum import StrEnum
 from typing import NamedTuple
 
 from mlx_parallm.config import RLTrainingConfig
 from mlx_parallm.core import AdapterRef, CollectionSpec, Trajectory
-from mlx_parallm.errors import ConflictError, InvalidRequestError, RequestError, UnknownTrajectoryError, shown
+from mlx_parallm.errors import ConflictError, InvalidRequestError, RequestError, shown
 from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
-from mlx_parallm.rl.collect.groups import DropReason, GroupMember, TrajectoryGroup, group_name
+from mlx_parallm.rl.collect.group_rewards import GroupRewards, check_finite, group_of_episode
+from mlx_parallm.rl.collect.group_scoring import GroupScoring
+from mlx_parallm.rl.collect.groups import DropReason, TrajectoryGroup, group_name
+from mlx_parallm.rl.collect.turn_kinds import TurnKind, kinds_of_turns
 from mlx_parallm.rl.events import Emit
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.runs.records import Arrival, Closed, EpisodeReward, Feedback, GroupEntry, Score, TokenRewards
-from mlx_parallm.rl.scoring.pool import ScoringError
 from mlx_parallm.rl.scoring.service import ScoringService
-
-MAX_PEOPLE = 1000
-"""Most users whose opinions of one answer are kept."""
-
-_log = logging.getLogger(__name__)
-
-
-class TurnKind(StrEnum):
-    """What a turn is to its episode. CONTINUED: its prompt continues the tokens of an earlier turn. APART: it does not,
-    so it becomes a sample of its own."""
-
-    FIRST = "first"
-    CONTINUED = "continued"
-    APART = "apart"
 
 
 class Added(NamedTuple):
@@ -69,7 +55,8 @@ class Intake:
         self._on_ready, self._emit = on_ready, emit
         self._journal = journal or Journal()
         self.turns: defaultdict[str, Counter[TurnKind]] = defaultdict(Counter)
-        self._scoring: set[asyncio.Task[None]] = set()
+        self._rewards = GroupRewards(buffer)
+        self._scoring = GroupScoring(self._rewards, buffer, scorers, self._journal, on_ready, emit)
 
     @property
     def in_scoring(self) -> int:
@@ -111,7 +98,7 @@ class Intake:
             group = self._begin(adapter, trajectories, refused)
         else:
             self._buffer.extend(group, trajectories)
-        kinds = _kinds_of_turns(group, trajectories)
+        kinds = kinds_of_turns(group, trajectories)
         self.turns[adapter].update(kinds)
         self._emit(
             "collected",
@@ -155,9 +142,9 @@ class Intake:
         self._emit("collected", **of_group, version=None, trajectories=len(trajectories))
         for entry in entries:
             if isinstance(entry, Score):
-                self._buffer.score_member(entry.trajectory_id, entry.reward)
+                self._rewards.score_member(entry.trajectory_id, entry.reward)
             else:
-                self._buffer.feedback(entry.trajectory_id, entry.score, entry.user)
+                self._rewards.feedback(entry.trajectory_id, entry.score, entry.user)
         rewards = [member.reward for member in group.members]
         self._emit("scored", **of_group, complete=group.complete, rewards=rewards)
         self._on_ready(group)
@@ -180,9 +167,7 @@ class Intake:
         if timeout_s is not None:
             asyncio.get_running_loop().call_later(timeout_s, self._expire, group.group_id)
         if group.scorer is not None:
-            task = asyncio.create_task(self._score(group))
-            self._scoring.add(task)
-            task.add_done_callback(self._scoring.discard)
+            self._scoring.start(group)
 
     def restore(
         self,
@@ -226,16 +211,9 @@ class Intake:
             UnknownTrajectoryError: there is no such group.
             ConflictError: it has been trained on or dropped.
         """
-        group = self._group(group_id)
+        group = self._rewards.group(group_id)
         if not group.closed:
             self._close(group)
-        return group
-
-    def _group(self, group_id: str) -> TrajectoryGroup:
-        if (group := self._buffer.find(group_id)) is None:
-            if self._buffer.has_left(group_id):
-                raise ConflictError("The group has been trained on or dropped already.", param="group_id")
-            raise UnknownTrajectoryError(f"No group {shown(group_id)} has been collected.", param="group_id")
         return group
 
     def _close_if_full(self, group: TrajectoryGroup) -> None:
@@ -244,7 +222,7 @@ class Intake:
 
     def _close(self, group: TrajectoryGroup) -> None:
         self._journal.noted(group.adapter, group.group_id, Closed(group.group_id))
-        self._buffer.close(group)
+        self._rewards.close(group)
         self._emit("closed", adapter=group.adapter, group_id=group.group_id, members=len(group.members))
         if group.scorer is not None:
             self._await_rewards(group)
@@ -253,29 +231,9 @@ class Intake:
     # -- rewards ---------------------------------------------------------------------------------
 
     def group_of(self, entry: GroupEntry) -> TrajectoryGroup:
-        """The group that an entry is for, if `apply` would take the entry now.
-
-        Raises:
-            InvalidRequestError, UnknownTrajectoryError, ConflictError: those of `apply`.
-        """
-        match entry:
-            case Feedback(trajectory_id, score, user):
-                _check_finite("score", score)
-                group, member = self._buffer.open_answer(trajectory_id)
-                opinions = member.opinions.get(trajectory_id, {})
-                if user not in opinions and len(opinions) >= MAX_PEOPLE:
-                    raise ConflictError(f"{MAX_PEOPLE} people have judged this answer; no more can.", param="user")
-                return group
-            case TokenRewards(trajectory_id, rewards):
-                _check_finite("token_rewards", *rewards)
-                return self._buffer.open_answer(trajectory_id, len(rewards))[0]
-            case EpisodeReward(episode_id, group_id, score):
-                _check_finite("score", score)
-                return self._buffer.open_episode(_group_of_episode(episode_id, group_id), episode_id)[0]
-            case Closed(group_id):
-                return self._group(group_id)
-            case Score(trajectory_id):
-                return self._buffer.open_answer(trajectory_id)[0]
+        """The group that an entry is for, if `apply` would take the entry now. Raises what `GroupRewards.group_of`
+        does."""
+        return self._rewards.group_of(entry)
 
     def apply(self, entry: GroupEntry) -> None:
         """Sets a reward, or closes a group; see the methods below."""
@@ -289,23 +247,23 @@ class Intake:
             case Closed(group_id):
                 self.close_group(group_id)
             case Score(trajectory_id, reward):
-                self._on_ready(self._buffer.score_member(trajectory_id, reward))
+                self._on_ready(self._rewards.score_member(trajectory_id, reward))
 
     def feedback(self, trajectory_id: str, score: float, user: str = "") -> None:
         """See `core.PeopleClient.feedback`. Raises InvalidRequestError if the score is not a finite number."""
-        _check_finite("score", score)
-        self._rewarded(self._buffer.feedback(trajectory_id, score, user), trajectory_id=trajectory_id, score=score)
+        check_finite("score", score)
+        self._rewarded(self._rewards.feedback(trajectory_id, score, user), trajectory_id=trajectory_id, score=score)
 
     def reward_episode(self, episode_id: str, group_id: str, score: float) -> None:
         """See `core.TrainingClient.reward_episode`. Raises InvalidRequestError if the score is not a finite number."""
-        _check_finite("score", score)
-        name = _group_of_episode(episode_id, group_id)
-        self._rewarded(self._buffer.reward_episode(name, episode_id, score), episode_id=episode_id, score=score)
+        check_finite("score", score)
+        name = group_of_episode(episode_id, group_id)
+        self._rewarded(self._rewards.reward_episode(name, episode_id, score), episode_id=episode_id, score=score)
 
     def reward_tokens(self, trajectory_id: str, rewards: Sequence[float]) -> None:
         """See `core.TrainingClient.reward_tokens`. Raises InvalidRequestError if one is not a finite number."""
-        _check_finite("token_rewards", *rewards)
-        group = self._buffer.reward_tokens(trajectory_id, rewards)
+        check_finite("token_rewards", *rewards)
+        group = self._rewards.reward_tokens(trajectory_id, rewards)
         self._rewarded(group, trajectory_id=trajectory_id, score=math.fsum(rewards))
 
     def _rewarded(self, group: TrajectoryGroup, **data: object) -> None:
@@ -316,53 +274,11 @@ class Intake:
 
     async def close(self) -> None:
         """Cancels all scoring."""
-        for task in self._scoring:
-            task.cancel()
-        await asyncio.gather(*self._scoring, return_exceptions=True)
-
-    async def _score(self, group: TrajectoryGroup) -> None:
-        if not group.waiting:  # after a restart, the journal had the rewards
-            return
-        try:
-            rewards = await self._scorers.score([member.trajectory for member in group.members])
-        except Exception as error:  # noqa: BLE001 - a failing scorer must affect only its own group
-            _log.warning("scoring by %s failed: %s", group.scorer, error, exc_info=not isinstance(error, ScoringError))
-            self._buffer.drop(group, DropReason.SCORING_FAILED, group.waiting)
-        else:
-            for member, reward in zip(group.members, rewards, strict=True):
-                self._journal.noted(group.adapter, group.group_id, Score(member.trajectory.trajectory_id, reward))
-            self._buffer.score(group, rewards)
-            of_group = {"adapter": group.adapter, "group_id": group.group_id, "complete": group.complete}
-            self._emit("scored", **of_group, rewards=list(rewards))
-        self._on_ready(group)
+        await self._scoring.close()
 
     def _expire(self, group_id: str) -> None:
         """Drops the members that still have no reward. The argument is an id and not a group, so that the timer does
         not keep an ended group in memory."""
         if (group := self._buffer.find(group_id)) is not None:
-            self._buffer.expire(group_id)
+            self._rewards.expire(group_id)
             self._on_ready(group)
-
-
-def _kinds_of_turns(group: TrajectoryGroup, trajectories: Sequence[Trajectory]) -> list[TurnKind]:
-    """What trajectories that came together are to their episodes; nothing for those that belong to none."""
-    return [
-        _kind_of_turn(member, turn, len(trajectories) > 1)
-        for turn in trajectories
-        if (member := group.episode(turn.collection.episode_id)) is not None
-    ]
-
-
-def _kind_of_turn(member: GroupMember, turn: Trajectory, came_with_others: bool) -> TurnKind:
-    if len(member.turns) == 1 or (came_with_others and turn is member.turns[0]):
-        return TurnKind.FIRST
-    return TurnKind.CONTINUED if member.continues(turn) else TurnKind.APART
-
-
-def _group_of_episode(episode_id: str, group_id: str) -> str:
-    return group_name(CollectionSpec(group_id=group_id, episode_id=episode_id))
-
-
-def _check_finite(param: str, *rewards: float) -> None:
-    if not all(map(math.isfinite, rewards)):
-        raise InvalidRequestError(f"{param}: a reward must be a finite number.", param=param)

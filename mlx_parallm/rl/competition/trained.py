@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from mlx_parallm.core import AdapterRef
 from mlx_parallm.errors import ConflictError
-from mlx_parallm.rl.checkpoints import PolicyCheckpoints
-from mlx_parallm.rl.loop import TrainingLoop
+from mlx_parallm.rl.updates.checkpoints import PolicyCheckpoints
+from mlx_parallm.rl.updates.loop import TrainingLoop
 
 INCUMBENT = "incumbent"
 """Tag of the checkpoint of the version that an automatic comparison began from, or that has won the last one."""

@@ -3,6 +3,7 @@
 protocol     Task, Answer, RolloutClient, Environment: what an environment is
 names        the environment of a name
 sources      files of tasks, reasoning-gym
+verifiers    environments of the package verifiers
 words, hints, calculator   built-in ones: of one turn, of two, and with a tool
 prompts      the system prompt of all tasks
 thread       where rollouts run

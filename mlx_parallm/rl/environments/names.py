@@ -1,4 +1,4 @@
-"""Environments by name: built-in ones, files of tasks, `reasoning_gym:<task>`, and those of users."""
+"""Environments by name: built-in ones, files of tasks, those of other packages, and those of users."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 from mlx_parallm.errors import ConfigError, shown
 from mlx_parallm.extras import REASONING_GYM
+from mlx_parallm.rl.environments import verifiers
 from mlx_parallm.rl.environments.calculator import Calculator
 from mlx_parallm.rl.environments.hints import Hints
 from mlx_parallm.rl.environments.protocol import Environment
@@ -27,11 +28,17 @@ GROUP = "mlx_parallm.environments"
 
 _BUILT_IN: Mapping[str, Callable[[], Environment]] = {"words": Words, "hints": Hints, "calculator": Calculator}
 _OF_FILE = ".py:"
+_OTHER_FORMS = (
+    f"{gym.PREFIX}<task>",
+    f"{verifiers.PREFIX}<id>",
+    "FILE.jsonl (such as gsm8k's train.jsonl)",
+    "FILE.py:NAME",
+)
 
 
 def environment(name: str, rewarded: bool = False) -> Environment:
-    """The environment of this name: `reasoning_gym:<task>`, a file of tasks, a data set of the Hugging Face hub, an
-    entry point, a built-in one, or `FILE.py:NAME`. Importing it may take seconds.
+    """The environment of this name: `reasoning_gym:<task>`, `verifiers:<id>`, a file of tasks, a data set of the
+    Hugging Face hub, an entry point, a built-in one, or `FILE.py:NAME`. Importing it may take seconds.
 
     Args:
         rewarded: the configured reward scores the tasks, whatever scorers they name.
@@ -46,6 +53,8 @@ def environment(name: str, rewarded: bool = False) -> Environment:
 def _environment(name: str, rewarded: bool) -> Environment:
     if name.startswith(gym.PREFIX):
         return _reasoning_gym(name)
+    if name.startswith(verifiers.PREFIX):
+        return verifiers.load(name)
     if _OF_FILE in name:
         return _of_file(name)
     file = find_tasks(name, rewarded)
@@ -60,7 +69,7 @@ def answers_of(name: str, rewarded: bool = False) -> FileTasks:
     Raises:
         ConfigError: it is unknown, or its file cannot be used.
     """
-    if name.startswith(gym.PREFIX) or _OF_FILE in name:
+    if name.startswith((gym.PREFIX, verifiers.PREFIX)) or _OF_FILE in name:
         return FileTasks()
     file = find_tasks(name, rewarded)
     if file is None:
@@ -79,7 +88,7 @@ def _installed(name: str) -> Callable[[], Environment]:
     if name not in _BUILT_IN:
         raise _unknown(
             name,
-            [*points, *_BUILT_IN, gym.PREFIX + "<task>", "FILE.jsonl (such as gsm8k's train.jsonl)", "FILE.py:NAME"],
+            [*points, *_BUILT_IN, *_OTHER_FORMS],
             "; an environment of Atropos runs by itself and needs --atropos-url",
         )
     return _BUILT_IN[name]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard
 
-from mlx_parallm.core import CollectionSpec, FinishReason
+from mlx_parallm.core import CollectionSpec, FinishReason, Tool, ToolCall
 
 Message = Mapping[str, Any]
-"""A message as chat templates take it, with `role` and `content`."""
+"""A message as chat templates take it, with `role` and `content`.
+
+The assistant's may have `tool_calls`, `{"id", "type": "function", "function": {"name", "arguments": an object}}`, whose
+results follow as messages of the role `tool` with a `tool_call_id`.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,22 +37,41 @@ class Answer:
     Attributes:
         finish_reason: `stop` if the model ended its answer, `length` if it was cut off.
         token_ids: as they were drawn, with the end-of-sequence token if the model has drawn it.
+        text: without the calls of tools.
+        tool_calls: of the tools that were offered, each with its id. If the answer was cut off, the last one may be
+            incomplete.
+        prompt_tokens: number of tokens of the prompt.
     """
 
     text: str
     finish_reason: FinishReason
     token_ids: tuple[int, ...]
+    tool_calls: tuple[ToolCall, ...] = ()
+    prompt_tokens: int = 0
 
     @property
-    def message(self) -> dict[str, str]:
+    def message(self) -> dict[str, Any]:
         """The answer as a message of the conversation."""
-        return {"role": "assistant", "content": self.text}
+        calls = [message_of(call) for call in self.tool_calls]
+        return {"role": "assistant", "content": self.text, **({"tool_calls": calls} if calls else {})}
+
+
+def message_of(call: ToolCall) -> dict[str, Any]:
+    """A call as the assistant's message has it. Arguments that are no JSON object stay text."""
+    try:
+        arguments = json.loads(call.arguments or "{}")
+    except (ValueError, RecursionError):
+        arguments = call.arguments
+    function = {"name": call.name, "arguments": arguments if isinstance(arguments, dict) else call.arguments}
+    return {"id": call.call_id, "type": "function", "function": function}
 
 
 class RolloutClient(Protocol):
     """Asks the adapter in training during one rollout."""
 
-    async def ask(self, messages: Sequence[Message], max_tokens: int | None = None) -> Answer:
+    async def ask(
+        self, messages: Sequence[Message], max_tokens: int | None = None, tools: Sequence[Tool] = ()
+    ) -> Answer:
         """The model's answer to a conversation: one turn of the episode.
 
         If the messages are those of an earlier turn followed by its answer, its prompt continues the very tokens of
@@ -55,6 +79,8 @@ class RolloutClient(Protocol):
 
         Args:
             max_tokens: of the answer, at most those of the run; None: those of the run.
+            tools: that the model may call. Its chat template describes them, or else the system message does. No
+                grammar enforces the form of a call.
 
         Raises:
             RequestError: the messages cannot be answered; for example, they are too long.

@@ -59,6 +59,8 @@ class _Rewarded:
 
     def __init__(self, source: Environment) -> None:
         self._source = source
+        if callable(examples := getattr(source, "examples", None)):
+            self.examples = examples  # for a warm-up
 
     def tasks(self, seed: int) -> Iterator[Task]:
         return map(_rewarded, self._source.tasks(seed))

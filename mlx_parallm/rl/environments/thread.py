@@ -21,6 +21,9 @@ _LEAST_WAIT_S = 0.02
 _ANSWER_S = 1.0
 """A thread that does not react within this time, after a rollout took too long, is blocked."""
 
+_END_S = 3.0
+"""How long the end of a thread is waited for, in which the environment ends what it has started, such as tools."""
+
 
 class EnvironmentThread:
     """Runs coroutines on an event loop of a daemon thread, with time limits. Used on one other event loop only.
@@ -31,6 +34,7 @@ class EnvironmentThread:
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
         self._blocked = asyncio.Event()  # completes the waiting for all that runs on this thread
 
     async def run(self, coroutine: Callable[[], Coroutine[Any, Any, T]], left_s: Callable[[], float]) -> T:
@@ -66,7 +70,8 @@ class EnvironmentThread:
         if self._loop is None:
             self._loop, self._blocked = asyncio.new_event_loop(), asyncio.Event()
             self._loop.set_default_executor(_DaemonThreads())
-            threading.Thread(target=_run, args=(self._loop,), name="environment", daemon=True).start()
+            self._thread = threading.Thread(target=_run, args=(self._loop,), name="environment", daemon=True)
+            self._thread.start()
         return self._loop
 
     async def _check(self, loop: asyncio.AbstractEventLoop, blocked: asyncio.Event) -> None:
@@ -80,11 +85,12 @@ class EnvironmentThread:
                 self._loop = None
 
     def close(self) -> None:
-        """Ends the thread, and cancels what runs on it. A blocked one is left behind."""
-        if self._loop is not None:
+        """Cancels what runs on the thread, and waits some seconds for its end. A blocked one is left behind."""
+        if self._loop is not None and self._thread is not None:
             self._blocked.set()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._loop = None
+            self._thread.join(_END_S)
 
 
 async def _guarded(coroutine: Coroutine[Any, Any, T]) -> T:

@@ -15,6 +15,7 @@ from mlx_parallm.core import AdapterRef, DeviceThread, completed, then
 from mlx_parallm.errors import EngineDeadError
 from mlx_parallm.rl.events import UpdateOutcome
 from mlx_parallm.rl.learn.accumulation import Contribution
+from mlx_parallm.rl.learn.asking import ask_device
 from mlx_parallm.rl.learn.policy import PolicySnapshot, PolicyState
 from mlx_parallm.rl.learn.trainer import GRPOTrainer
 from mlx_parallm.rl.objectives.batches import UpdateBatch
@@ -132,22 +133,7 @@ class Learner:
 
     async def _ask(self, ask: Callable[[], Future[T]]) -> T:
         """Asks the trainer for something, and takes it back if the caller is cancelled."""
-        asked: list[Future[T]] = []
-
-        def begin() -> Future[T]:
-            asked.append(ask())
-            return asked[0]
-
-        def take_back() -> None:
-            for future in asked:
-                self.trainer.cancel(future)
-
-        try:
-            return await self._device.run(begin)
-        except asyncio.CancelledError:
-            with suppress(EngineDeadError):
-                await self._device.run(take_back)
-            raise
+        return await ask_device(self._device, ask, self.trainer.cancel)
 
     def state(self, name: str) -> PolicyState:
         """The current policy by reference. Nothing is copied; its memory is in use while the state is referenced."""

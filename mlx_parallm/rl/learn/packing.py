@@ -138,7 +138,7 @@ def pack(batch: SampleBatch, old_logprobs: Sequence[Sequence[float]] | None = No
     trained = [np.array(sample.trained()) for sample in samples]
     for row, pieces in zip(batch.layout.order, branch.rows(), strict=True):
         ids = _row(samples[row]).ids
-        at = _indices(pieces)[: len(ids)]
+        at = indices_of(pieces)[: len(ids)]
         tokens[at] = ids
         positions[row] = at[trained[row] - 1]
     lengths = [len(targets) for targets in trained]
@@ -180,7 +180,7 @@ def _row(sample: Sample) -> Row:
     return Row.of(sample.token_ids[: sample.trained()[-1]])
 
 
-def _indices(pieces: Sequence[Piece]) -> NDArray[np.int64]:
+def indices_of(pieces: Sequence[Piece]) -> NDArray[np.int64]:
     """Where the token at each position of a row lies."""
     return np.concatenate([np.arange(piece.at, piece.at + piece.stop - piece.start) for piece in pieces])
 

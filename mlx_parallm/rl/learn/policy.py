@@ -152,7 +152,7 @@ class Policy:
     def stepped(self, gradients: Params, settings: OptimizerConfig, scale: float = 1.0) -> PolicyState:
         """Returns the state after one optimizer step; the policy itself stays as it is. The change of the factors is
         multiplied by `scale`, but the optimizer's state is not."""
-        before, optimizer = self.state, _new_optimizer(settings)
+        before, optimizer = self.state, new_optimizer(settings)
         learning_rate = optimizer.state[_LEARNING_RATE]
         # the step replaces leaves in this tree; a schedule sets the learning rate by itself
         optimizer.state = {**tree_map(lambda leaf: leaf, before.optimizer), _LEARNING_RATE: learning_rate}
@@ -171,7 +171,7 @@ class Policy:
             InvalidRequestError: the snapshot has other linear layers, ranks or scales than the policy.
         """
         if goal is None:
-            goal = self._fresh(_new_factors(self._layout, self._lora, self._seed), 0)
+            goal = self._fresh(new_factors(self._layout, self._lora, self._seed), 0)
         elif isinstance(goal, PolicySnapshot):
             goal = self._loaded(goal)
         self.state = goal
@@ -179,7 +179,7 @@ class Policy:
 
     def _fresh(self, params: Params, step: int) -> PolicyState:
         """These factors with the state of a new optimizer, which does not depend on its settings."""
-        optimizer = _new_optimizer(OptimizerConfig())
+        optimizer = new_optimizer(OptimizerConfig())
         optimizer.init(params)
         mx.eval(params, optimizer.state)
         return PolicyState(params, optimizer.state, self.scale, step, self._lora.lora_rslora)
@@ -212,7 +212,7 @@ class Policy:
             )
 
 
-def _new_factors(layout: AdapterLayout, lora: ModelConfig, seed: int) -> dict[str, dict[str, mx.array]]:
+def new_factors(layout: AdapterLayout, lora: ModelConfig, seed: int) -> dict[str, dict[str, mx.array]]:
     """LoRA factors of a new policy. a: uniform in ±1/√in_features, as in mlx-lm; b: zero."""
     targets = set(lora.lora_target_modules)
     chosen = [spec for spec in layout if spec.target in targets]
@@ -231,7 +231,7 @@ def _new_factors(layout: AdapterLayout, lora: ModelConfig, seed: int) -> dict[st
     return params
 
 
-def _new_optimizer(settings: OptimizerConfig) -> AdamW:
+def new_optimizer(settings: OptimizerConfig) -> AdamW:
     return AdamW(
         learning_rate=_learning_rate(settings),
         betas=[settings.beta1, settings.beta2],

@@ -72,7 +72,7 @@ class Step:
         """Computes `after` from the gradients, which it takes and clips. If anything is not finite, sets `skipped`
         instead."""
         gradients, accumulated.gradients = accumulated.gradients, {}
-        self._grad_norm = cast(float, _norm(gradients).item())
+        self._grad_norm = cast(float, norm(gradients).item())
         if not math.isfinite(accumulated.loss):
             self.skipped = "loss_not_finite"
         elif not math.isfinite(self._grad_norm):
@@ -109,7 +109,7 @@ class Step:
         return UpdateOutcome(after.step, self.skipped, metrics)
 
 
-def _norm(gradients: Params) -> mx.array:
+def norm(gradients: Params) -> mx.array:
     return mx.sqrt(sum((leaf.square().sum() for _, leaf in tree_flatten(gradients)), mx.array(0.0)))
 
 

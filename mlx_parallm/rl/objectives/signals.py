@@ -49,12 +49,33 @@ def prepare_signal(
     if signal is Signal.REWARDS:
         return prepare(groups, loss, history, wanted)
     if signal is Signal.LATE_FEEDBACK:
-        prepared = batch_of(groups, list(map(_verdict, groups)), loss, wanted)
+        verdicts = [_verdict(group) for group in groups]
+        loss = _balanced(loss, [verdict.values[0] for verdict in verdicts])
+        prepared = batch_of(groups, verdicts, loss, wanted)
     else:
         prepared = prepare(groups, loss, history, wanted)
     batch = prepared.batch
     metrics = {name: value for name, value in batch.metrics.items() if name not in _OF_REWARDS}
     return replace(prepared, batch=replace(batch, metrics=metrics, loss=loss))
+
+
+def _balanced(loss: ResolvedLoss, verdicts: Sequence[float]) -> ResolvedLoss:
+    """The loss of an update whose answers people were for (1) or against (-1).
+
+    Both kinds weigh the same in sum, times their configured weights, as the paper on KTO advises (arXiv 2402.01306,
+    section 4.2). People are mostly against the answers of a model that has much to learn; without this, nearly all that
+    an update does is to make what the model says less likely.
+    """
+    liked, disliked = verdicts.count(1.0), verdicts.count(-1.0)
+    if not liked or not disliked:
+        return loss
+    mean = (liked + disliked) / 2
+    return loss.model_copy(
+        update={
+            "kto_desirable_weight": loss.kto_desirable_weight * mean / liked,
+            "kto_undesirable_weight": loss.kto_undesirable_weight * mean / disliked,
+        }
+    )
 
 
 def _verdict(group: ScoredGroup) -> GroupAdvantages:

@@ -130,6 +130,12 @@ class Journal:
         """See `JournalFile.newest_groups`."""
         return await self._read(lambda file: file.newest_groups(prefix, count), ())
 
+    async def groups(self, prefix: str, but: str, most: int) -> Sequence[Sequence[Trajectory]]:
+        """See `JournalFile.groups`. What was said before this call is taken into account, if it can be written."""
+        with suppress(StorageError):
+            await self.flush()
+        return await self._read(lambda file: file.groups(prefix, but, most), ())
+
     async def changes(self, adapter: str) -> tuple[PolicyChange, ...]:
         """All changes of an adapter's policy, in order."""
         return await self._read(lambda file: file.changes(adapter), ())

@@ -14,6 +14,9 @@ from mlx_parallm.rl.runs.store import JournalFile
 RUN_STEPS = "run_steps"
 """Key of an update's progress: the steps of `mlx_parallm_train` so far."""
 
+RUN_TASKS = "run_tasks"
+"""Key of an update's progress: the tasks taken from the environment so far."""
+
 _NEWEST = 20
 """Changes that are looked at for the newest update."""
 

@@ -41,7 +41,7 @@ class Recovery:
         lost: updates that cannot be made again, because what they started from is gone.
         last: number of the adapter's last change.
         is_new: this start point is not in the journal yet.
-        progress: of the last update; see `AdapterTraining.progress`.
+        progress: after the last update; see `AdapterTraining.progress`.
         lineage: the versions that training had continued from before `updates`, as text, oldest first.
         recent: metrics of the updates before `updates`, since the last rollback, oldest first.
     """
@@ -109,5 +109,8 @@ def _recent(changes: Sequence[PolicyChange]) -> tuple[Mapping[str, float], ...]:
 
 
 def _last_progress(changes: Sequence[PolicyChange]) -> Mapping[str, float]:
-    bodies = (change.body for change in reversed(changes))
-    return next((body.progress for body in bodies if isinstance(body, Update) and body.progress), {})
+    progress: dict[str, float] = {}
+    for change in changes:
+        if isinstance(change.body, Update):
+            progress |= change.body.progress
+    return progress

@@ -63,6 +63,12 @@ _WAITING = (
     f"AND i.group_id IN (SELECT t.group_id FROM intake t WHERE t.kind = '{TRAJECTORY}' AND t.adapter = ?1 "
     f"AND {_NOT_ENDED.format('t')}) ORDER BY i.number"
 )
+_GROUPS = (
+    f"SELECT i.group_id, i.body FROM intake i WHERE i.kind = '{TRAJECTORY}' AND i.group_id IN ("
+    f"SELECT t.group_id FROM intake t LEFT JOIN ends e USING (trajectory_id) WHERE t.kind = '{TRAJECTORY}' "
+    "AND t.group_id BETWEEN ?1 AND ?2 AND coalesce(e.reason, '') != ?3 "
+    "GROUP BY t.group_id ORDER BY max(t.number) DESC LIMIT ?4) ORDER BY i.number"
+)
 _CHANGES = "SELECT adapter, number, at, kind, body FROM changes"
 
 
@@ -151,6 +157,14 @@ class JournalFile:
             "GROUP BY group_id ORDER BY max(number) DESC LIMIT ?"
         )
         return tuple(group_id for (group_id,) in self._rows(query, len(prefix), prefix, count))
+
+    def groups(self, prefix: str, but: str, most: int) -> tuple[tuple[Trajectory, ...], ...]:
+        """The newest `most` groups whose ids begin with `prefix`, of all adapters, whatever became of them, but for
+        those that were dropped for the reason `but`; oldest first."""
+        groups: dict[str, list[Trajectory]] = {}
+        for group_id, body in self._rows(_GROUPS, prefix, f"{prefix}\U0010ffff", but, most):
+            groups.setdefault(group_id, []).append(self._read(trajectory_from_json, body))
+        return tuple(map(tuple, groups.values()))
 
     def changes(self, adapter: str, after: int = 0) -> tuple[PolicyChange, ...]:
         """The changes of an adapter's policy with a higher number than `after`, in order."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from functools import cached_property
 from importlib.metadata import entry_points
@@ -17,7 +17,7 @@ from mlx_parallm.core import CollectionSpec
 from mlx_parallm.errors import ConfigError, InvalidRequestError, shown
 from mlx_parallm.extras import REASONING_GYM, Extra
 from mlx_parallm.processes import command, environment, stdin_until_exit
-from mlx_parallm.rl.scoring import gym, sample
+from mlx_parallm.rl.scoring import gym, reward_models, sample
 from mlx_parallm.rl.scoring.registry import BUILTINS, GROUP, PARAM, Builtin, terms
 from mlx_parallm.rl.scoring.reward import REWARD, RewardSpec
 
@@ -25,6 +25,12 @@ _DESCRIBE_S = 120.0
 
 ANSWER = "answer"
 """The key of `metadata` for the right answer."""
+
+
+CheckRewardModel = Callable[[str], None]
+"""Checks that there is a reward model of this name; see `RewardModelScorers.check`."""
+
+no_reward_model: CheckRewardModel = reward_models.NoRewardModels().check
 
 
 class _Description(NamedTuple):
@@ -39,11 +45,15 @@ class ScorerCatalogue:
     """Which scorers there are, and the metadata that they read.
 
     A child process is asked once for each name that is not built in, which takes seconds. Only one thread at a time
-    may call a check that has to ask.
+    may call a check that has to ask. The same holds for reward models, which are looked for on the disk once.
     """
 
-    def __init__(self, reward: RewardSpec | None = None) -> None:
+    def __init__(
+        self, reward: RewardSpec | None = None, check_reward_model: CheckRewardModel = no_reward_model
+    ) -> None:
         self._reward = reward
+        self._check_reward_model = check_reward_model
+        self._reward_models: set[str] = set()
         self._descriptions: dict[str, _Description] = {}
         self._tasks: tuple[str, ...] = ()
 
@@ -66,12 +76,16 @@ class ScorerCatalogue:
 
     def must_ask(self, collection: CollectionSpec) -> bool:
         """Whether a check may have to wait for a child process."""
-        known = {REWARD, *BUILTINS, *self._descriptions}
+        known = {REWARD, *BUILTINS, *self._descriptions, *self._reward_models}
         return any(name not in known for name in self._all_names(collection))
 
     def builtins(self, collection: CollectionSpec) -> list[tuple[str, Builtin]]:
         """The built-in scorers of the collection, those of the configured reward included if it names that."""
         return [(name, BUILTINS[name]) for name in self._all_names(collection) if name in BUILTINS]
+
+    def reward_models(self, collection: CollectionSpec) -> list[str]:
+        """The reward models that score the collection, those of the configured reward included if it names that."""
+        return [name for name in self._all_names(collection) if name.startswith(reward_models.PREFIX)]
 
     def check_reward(self) -> None:
         """Checks every term of the configured reward, and loads its functions once. It may take seconds.
@@ -87,7 +101,17 @@ class ScorerCatalogue:
             for function in self._reward.functions:
                 self._usable(function)
         except InvalidRequestError as error:
-            raise ConfigError(f"reward: {str(error).partition(': ')[2]}") from error
+            raise _of_reward(error) from error
+
+    def check_reward_models(self) -> None:
+        """Checks those of the configured reward, with the base model that is loaded now. Raises ConfigError: one cannot
+        be used."""
+        try:
+            for name in self._reward.scorers if self._reward is not None else ():
+                if name.startswith(reward_models.PREFIX):
+                    self._find_reward_model(name)
+        except InvalidRequestError as error:
+            raise _of_reward(error) from error
 
     def _check_usable(self, name: str) -> None:
         """Raises InvalidRequestError: there is no such scorer, or it cannot be loaded."""
@@ -96,12 +120,14 @@ class ScorerCatalogue:
                 _require(builtin.needs)
         elif name.startswith(gym.PREFIX):
             self._check_task(name)
+        elif name.startswith(reward_models.PREFIX):
+            self._find_reward_model(name)
         elif name == REWARD:
             self._require_reward()
         elif name in self._packages:
             self._usable(name)
         else:
-            raise _unknown(name, [*BUILTINS, *self._packages, gym.PREFIX + "<task>"])
+            raise _unknown(name, [*BUILTINS, *self._packages, gym.PREFIX + "<task>", reward_models.PREFIX + "<name>"])
 
     def _check_metadata(self, name: str, metadata: Mapping[str, Any]) -> None:
         """Raises InvalidRequestError: the metadata lacks what a scorer that can be used reads."""
@@ -109,7 +135,7 @@ class ScorerCatalogue:
             builtin.bound(metadata)
         elif name.startswith(gym.PREFIX):
             sample.entry(metadata)
-        elif name != REWARD:
+        elif name != REWARD and not name.startswith(reward_models.PREFIX):
             for key in self._usable(name).requires:
                 sample.present(metadata, key)
 
@@ -124,6 +150,16 @@ class ScorerCatalogue:
             raise InvalidRequestError(
                 f"{PARAM}: no reward is configured; the operator sets one with --reward (rl_training.reward)", PARAM
             )
+
+    def _find_reward_model(self, name: str) -> None:
+        """Looks for a reward model, once."""
+        if name in self._reward_models:
+            return
+        try:
+            self._check_reward_model(name.removeprefix(reward_models.PREFIX))
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"{PARAM}: {name} cannot be used: {error}", PARAM) from error
+        self._reward_models.add(name)
 
     @cached_property
     def _packages(self) -> frozenset[str]:
@@ -175,6 +211,11 @@ def _worker_description(name: str) -> Mapping[str, Any]:
         )
     reply: Mapping[str, Any] = json.loads(done.stdout)
     return reply
+
+
+def _of_reward(error: InvalidRequestError) -> ConfigError:
+    """The error with the name of the setting in place of the request's field."""
+    return ConfigError(f"reward: {str(error).partition(': ')[2]}")
 
 
 def _require(extra: Extra) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from mlx_parallm.errors import InvalidRequestError, shown
 from mlx_parallm.extras import MATH, Extra
-from mlx_parallm.rl.scoring import gym, sample
+from mlx_parallm.rl.scoring import gym, reward_models, sample
 from mlx_parallm.rl.scoring.sample import Metadata, Scorer, ScorerInput
 
 GROUP = "mlx_parallm.scorers"
@@ -218,7 +218,8 @@ BUILTINS: Mapping[str, Builtin] = {
 
 
 def load_one(name: str) -> Scorer:
-    """The scorer of a name that a request may give: a built-in one, a task of reasoning-gym, or a package's own.
+    """The scorer of a name that a request may give: a built-in one, a task of reasoning-gym, a reward model, or a
+    package's own.
 
     Raises:
         Exception: a package's scorer may raise anything when it is imported.
@@ -227,6 +228,8 @@ def load_one(name: str) -> Scorer:
         return _limited(BUILTINS[name])
     if name.startswith(gym.PREFIX):
         return gym.scorer(name.removeprefix(gym.PREFIX))
+    if name.startswith(reward_models.PREFIX):
+        return reward_models.scorer(name)
     for point in entry_points(group=GROUP, name=name):
         scorer: Scorer = point.load()
         return scorer

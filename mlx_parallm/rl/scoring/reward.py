@@ -17,7 +17,7 @@ from typing import Any
 
 from mlx_parallm.core import CollectionSpec
 from mlx_parallm.errors import ConfigError, InvalidRequestError, shown
-from mlx_parallm.rl.scoring import gym
+from mlx_parallm.rl.scoring import gym, reward_models
 from mlx_parallm.rl.scoring.functions import load_function
 from mlx_parallm.rl.scoring.judges import JUDGES, Judge
 from mlx_parallm.rl.scoring.registry import NAME, PARAM, Term, load_one, split_terms, terms
@@ -72,7 +72,7 @@ class RewardSpec:
 
 def is_function(scorer: str) -> bool:
     """Whether a term of the configured reward names a function of a file or a module."""
-    return ":" in scorer and not scorer.startswith(gym.PREFIX)
+    return ":" in scorer and not scorer.startswith((gym.PREFIX, reward_models.PREFIX))
 
 
 def read_reward(text: str) -> tuple[Term, ...]:

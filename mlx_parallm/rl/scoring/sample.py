@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, SupportsFloat
 
@@ -33,6 +33,7 @@ class ScorerInput:
 
     `text`: without the end-of-sequence token, which `completion_tokens` counts. `finish_reason`: "stop" or "length".
     `prompt`: the text, or the messages if there was none. It and the token ids are there for the server's reward only.
+    `reward_models`: the rewards that reward models gave, by scorer.
     """
 
     text: str
@@ -43,6 +44,7 @@ class ScorerInput:
     prompt: str | Sequence[Metadata] = ""
     prompt_ids: Sequence[int] = ()
     completion_ids: Sequence[int] = ()
+    reward_models: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def ended(self) -> bool:

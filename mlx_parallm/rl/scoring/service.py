@@ -22,12 +22,13 @@ from dataclasses import replace
 from typing import Any
 
 from mlx_parallm.core import CollectionSpec, Trajectory
-from mlx_parallm.errors import InvalidRequestError, OverloadedError
+from mlx_parallm.errors import EngineError, InvalidRequestError, OverloadedError
 from mlx_parallm.rl.scoring import sample
 from mlx_parallm.rl.scoring.catalogue import ScorerCatalogue
 from mlx_parallm.rl.scoring.pool import ScoringError, ScoringJob, ScoringPool
 from mlx_parallm.rl.scoring.queue import Rule
 from mlx_parallm.rl.scoring.reward import RewardSpec, names_reward
+from mlx_parallm.rl.scoring.reward_models import PREFIX, NoRewardModels, RewardModelScorers
 from mlx_parallm.rl.scoring.sample import ScorerInput
 
 _WAIT_S = 15.0
@@ -47,18 +48,30 @@ class ScoringService:
         batch_size: trajectories sent to a process at a time, at most; a larger group is sent alone and whole.
         timeout_s: how long a group may take, not counting the import of its scorer.
         reward: what the scorer `reward` stands for; None: there is none of that name.
+        reward_models: those that requests may name; None: there are none.
 
     Attributes:
+        catalogue: the scorers that there are.
         last_fault: why the last group that could not be scored failed.
+        on_device: groups that reward models are scoring.
     """
 
-    def __init__(self, processes: int, batch_size: int, timeout_s: float, reward: RewardSpec | None = None) -> None:
+    def __init__(
+        self,
+        processes: int,
+        batch_size: int,
+        timeout_s: float,
+        reward: RewardSpec | None = None,
+        reward_models: RewardModelScorers | None = None,
+    ) -> None:
         self.last_fault = ""
+        self.on_device = 0
         self._reward = reward
         self._timeout_s = timeout_s
         self._pool = ScoringPool(processes, batch_size, timeout_s)
         self._checks = ScoringPool(1, 1, _CHECK_S)
-        self._catalogue = ScorerCatalogue(reward)
+        self._reward_models = reward_models or NoRewardModels()
+        self.catalogue = ScorerCatalogue(reward, self._reward_models.check)
         self._describing = asyncio.Lock()
         self._refusals: OrderedDict[bytes, str] = OrderedDict()  # by digest of scorer and value; "": not refused
 
@@ -75,18 +88,32 @@ class ScoringService:
             raise ScoringError("the group names no scorer")
         rule = Rule(collection.client, scorer, _digest(dict(collection.metadata)).hex())
         try:
-            reply = await self._pool.run(ScoringJob(rule, len(group), self._message(group)))
+            message = self._message(group, await self._of_reward_models(group))
+            reply = await self._pool.run(ScoringJob(rule, len(group), message))
             return _checked_rewards(reply, len(group))
-        except (ScoringError, InvalidRequestError) as error:
+        except (ScoringError, InvalidRequestError, EngineError) as error:
             slow = str(error) == f"took more than {self._timeout_s:g} s"
             advice = "; rl_training.scoring_timeout_s is the limit" if slow else ""
             self.last_fault = f"{scorer}: {error}{advice}"
             raise ScoringError(self.last_fault) from error
 
-    def _message(self, group: Sequence[Trajectory]) -> Mapping[str, Any]:
-        """What a scoring process needs to score the group."""
+    async def _of_reward_models(self, group: Sequence[Trajectory]) -> dict[str, Sequence[float]]:
+        """The rewards that reward models give, by scorer."""
+        self.on_device += 1
+        try:
+            return {
+                name: await self._reward_models.rewards(name.removeprefix(PREFIX), group)
+                for name in self.catalogue.reward_models(group[0].collection)
+            }
+        finally:
+            self.on_device -= 1
+
+    def _message(self, group: Sequence[Trajectory], given: Mapping[str, Sequence[float]]) -> Mapping[str, Any]:
+        """What a scoring process needs to score the group. `given`: the rewards of reward models."""
         whole = self._reward is not None and names_reward(group[0].collection)
         samples = [ScorerInput.to_json(trajectory, whole) for trajectory in group]
+        for at, sample_of in enumerate(samples):
+            sample_of["reward_models"] = {name: rewards[at] for name, rewards in given.items()}
         reward = {"reward": self._reward.to_json()} if self._reward is not None and whole else {}
         return {"scorer": group[0].collection.scorer, "samples": samples, **reward}
 
@@ -105,12 +132,12 @@ class ScoringService:
             InvalidRequestError: the scorer is unknown or cannot be used, or `metadata` lacks what it reads.
             OverloadedError: too many other requests are being checked.
         """
-        if self._catalogue.must_ask(collection):
+        if self.catalogue.must_ask(collection):
             async with self._describing:  # a single thread waits for the child, other requests wait for the lock
-                await asyncio.to_thread(self._catalogue.check_bounds, collection)
+                await asyncio.to_thread(self.catalogue.check_bounds, collection)
         else:
-            self._catalogue.check_bounds(collection)
-        for name, builtin in self._catalogue.builtins(collection):
+            self.catalogue.check_bounds(collection)
+        for name, builtin in self.catalogue.builtins(collection):
             if builtin.read is not None:
                 await self._check_value(name, builtin.key, collection)
 

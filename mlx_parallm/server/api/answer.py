@@ -23,7 +23,7 @@ from mlx_parallm.core import (
     SequenceOutput,
     TextTokenizer,
 )
-from mlx_parallm.server.api.chat.splitter import AnswerPart
+from mlx_parallm.core.splitter import AnswerPart
 from mlx_parallm.server.api.fields import WireOutput
 from mlx_parallm.server.api.generation_fields import GenerationBody
 from mlx_parallm.server.api.logprobs import ScoredToken

@@ -23,10 +23,10 @@ from mlx_parallm.core import (
     SequenceOutput,
     TextTokenizer,
 )
+from mlx_parallm.core.splitter import AnswerSyntax, split
 from mlx_parallm.core.turns import ANSWERS, closer_of, continued
 from mlx_parallm.server.api.answer import cut_off
 from mlx_parallm.server.api.chat.messages import Conversation, GivenCall, GivenFunction, Message
-from mlx_parallm.server.api.chat.splitter import AnswerSyntax, Splitter, join_parts
 
 MAX_TOKENS = 8_000_000
 """Token ids that are kept for all episodes together. The episodes that were used least recently are forgotten."""
@@ -176,8 +176,7 @@ def _continued(
 
 def _message(text: str, syntax: AnswerSyntax, cut: bool) -> Mapping[str, Any]:
     """The answer as the message that the client has got, as chat templates take it."""
-    splitter = Splitter(syntax)
-    joined = join_parts([*splitter.feed(text), *splitter.end(cut)])
+    joined = split(text, syntax, cut)
     calls = [
         GivenCall(id=part.call_id or "", function=GivenFunction(name=part.name or "", arguments=part.arguments))
         for part in joined.calls

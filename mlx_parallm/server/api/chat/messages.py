@@ -1,42 +1,22 @@
-"""The messages of a conversation as clients send them, and the prompt that the model's chat template makes of them.
-
-Some templates do not support tools. For them, the tools are described in the system message, calls become text of the
-assistant's message, and results become messages of the user.
-"""
+"""The messages of a conversation as clients send them, and the prompt that the model's chat template makes of them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationInfo, model_validator
 
 from mlx_parallm.core import TextTokenizer, Tool, ToolFormat
+from mlx_parallm.core.tool_text import TemplateMessage, calls_as_text, tools_as_text
 from mlx_parallm.server.api.fields import Neutral, WireInput, read_nested, refused
 
 MAX_MESSAGES = 4096
 MAX_CALLS = 128
 """Largest number of calls in one message."""
 MAX_CALL_NAME, MAX_CALL_ID, MAX_ARGUMENTS = 256, 256, 1024 * 1024
-
-TemplateMessage = Mapping[str, Any]
-"""A message as chat templates take it."""
-
-TOOL_INSTRUCTIONS = """\
-You can call functions. Here are their JSON schemas, one a line:
-<tools>
-{tools}
-</tools>
-
-To call a function, answer with its name and arguments as JSON, like this:
-{start}
-{{"name": "function_name", "arguments": {{"argument": "value"}}}}
-{end}
-
-Call a function only when you need it. Otherwise answer in plain words."""
 
 
 class TextPart(WireInput):
@@ -177,7 +157,7 @@ class Conversation:
         turns: Sequence[TemplateMessage] = [message.for_template() for message in messages]
         variables, tool_format = options.model_dump(exclude_none=True), tokenizer.tool_format
         if not tool_format.in_template:
-            turns = _describe_tools(list(_without_tools(turns, tool_format)), tools, tool_format)
+            turns = tools_as_text(turns, tools, tool_format)
         elif tools:
             variables["tools"] = list(tools)
         return cls(tuple(turns), variables, tool_format)
@@ -189,7 +169,7 @@ class Conversation:
     def with_answer(self, answer: TemplateMessage) -> Conversation:
         """The conversation with one more message, of the assistant."""
         if not self.tool_format.in_template:
-            answer = _calls_as_text(answer, self.tool_format)
+            answer = calls_as_text(answer, self.tool_format)
         return replace(self, turns=(*self.turns, answer))
 
     def render(
@@ -202,35 +182,3 @@ class Conversation:
             Also the other errors of `TextTokenizer.apply_chat_template`.
         """
         return tokenizer.apply_chat_template(self.turns, add_generation_prompt, at_most, **self.variables)
-
-
-def _describe_tools(
-    turns: Sequence[TemplateMessage], tools: Sequence[Tool], tool_format: ToolFormat
-) -> Sequence[TemplateMessage]:
-    """Describes the tools, if there are any, in the system message."""
-    if not tools:
-        return turns
-    lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    instructions = TOOL_INSTRUCTIONS.format(tools=lines, start=tool_format.start, end=tool_format.end)
-    if turns[0]["role"] == "system":
-        return [{**turns[0], "content": f"{turns[0]['content']}\n\n{instructions}"}, *turns[1:]]
-    return [{"role": "system", "content": instructions}, *turns]
-
-
-def _without_tools(turns: Sequence[TemplateMessage], tool_format: ToolFormat) -> Iterator[TemplateMessage]:
-    """The same conversation with calls and results as text."""
-    for are_results, group in groupby(turns, key=lambda turn: turn["role"] == "tool"):
-        if are_results:
-            texts = [f"<tool_response>\n{turn['content']}\n</tool_response>" for turn in group]
-            yield {"role": "user", "content": "\n".join(texts)}
-        else:
-            yield from (_calls_as_text(turn, tool_format) for turn in group)
-
-
-def _calls_as_text(turn: TemplateMessage, tool_format: ToolFormat) -> TemplateMessage:
-    if "tool_calls" not in turn:
-        return turn
-    calls = [json.dumps(call["function"], ensure_ascii=False) for call in turn["tool_calls"]]
-    texts = [f"{tool_format.start}\n{call}\n{tool_format.end}" for call in calls]
-    others = {name: value for name, value in turn.items() if name != "tool_calls"}
-    return {**others, "content": "\n".join([turn["content"], *texts] if turn["content"] else texts)}

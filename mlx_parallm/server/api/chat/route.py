@@ -19,6 +19,7 @@ from mlx_parallm.core import (
     GenerationRequest,
     PromptScored,
 )
+from mlx_parallm.core.splitter import AnswerSyntax, CallPart, JoinedParts, Splitter, join_parts
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.server.api.answer import ChoicePiece, ChoiceWriter, Watch, cut_off, ending
 from mlx_parallm.server.api.chat.history import PlannedTurn
@@ -36,7 +37,6 @@ from mlx_parallm.server.api.chat.schema import (
     ChatMessage,
     ChatTokensBody,
 )
-from mlx_parallm.server.api.chat.splitter import AnswerSyntax, CallPart, JoinedParts, Splitter, join_parts
 from mlx_parallm.server.api.chat.tools import NamedTool, answer_grammar, answer_syntax
 from mlx_parallm.server.api.logprobs import chat_logprobs, prompt_logprobs, scored_prompt
 from mlx_parallm.server.generation import GenerationResponse

@@ -19,15 +19,14 @@ from mlx_parallm.core import (
     UnwritableToolError,
     combined,
 )
+from mlx_parallm.core.splitter import MAX_CALLS_PER_ANSWER, AnswerSyntax
 from mlx_parallm.errors import InvalidRequestError
-from mlx_parallm.server.api.chat.splitter import AnswerSyntax
 from mlx_parallm.server.api.fields import WireInput, read_nested, refused
 from mlx_parallm.server.api.generation_fields import GenerationBody
 from mlx_parallm.server.api.grammar_fields import MAX_DESCRIPTION, checked_schema
 from mlx_parallm.server.planning import compile_grammar
 
 MAX_TOOLS = 128
-MAX_CALLS_PER_ANSWER = 32
 
 _PROMPT_END = 64
 """Number of tokens at the end of a prompt that are decoded to see whether it ends with the start of reasoning."""

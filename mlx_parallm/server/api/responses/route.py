@@ -15,10 +15,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_parallm.core import AdapterRef, CollectionSpec
+from mlx_parallm.core.splitter import Splitter
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError, RequestError, UnknownModelError
 from mlx_parallm.server.api.chat.route import plan_chat, prompt_of
 from mlx_parallm.server.api.chat.schema import ChatBody
-from mlx_parallm.server.api.chat.splitter import Splitter
 from mlx_parallm.server.api.fields import WireQuery
 from mlx_parallm.server.api.responses.conversation import (
     ITEM_LIST,

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from mlx_parallm.core import Event, FinishReason, GenerationRequest, RequestFinished, SequenceOutput
+from mlx_parallm.core.splitter import AnswerPart, Splitter
 from mlx_parallm.errors import RequestError
 from mlx_parallm.server.api.answer import AnswerWriter, Watch, collected_fields, cut_off, served_by
-from mlx_parallm.server.api.chat.splitter import AnswerPart, Splitter
 from mlx_parallm.server.api.responses.objects import (
     ErrorCode,
     IncompleteDetails,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mlx_parallm.core import Edit, FoundTrajectory, TextTokenizer
+from mlx_parallm.core import Edit, FoundTrajectory, control_ids, end_id
 from mlx_parallm.errors import ConflictError, ContextLengthError, InvalidRequestError
 from mlx_parallm.server.api.chat.messages import Conversation, TemplateOptions
 from mlx_parallm.server.api.training.people_schema import PreferenceBody
@@ -87,20 +87,7 @@ def _answer(field: str, text: str | None, found: FoundTrajectory | None, service
     tokenizer = services.tokenizer
     ids = tokenizer.encode(text, False, services.card.context_length)
     check_ids(ids, services.card.vocab_size, field)
-    if control := _control_ids(tokenizer).intersection(ids):
+    if control := control_ids(tokenizer).intersection(ids):
         mark = tokenizer.token_string(min(control))
         raise InvalidRequestError(f"{field}: the text has the control token {mark!r}; leave it out.", param=field)
-    return (*ids, _end_id(tokenizer))
-
-
-def _control_ids(tokenizer: TextTokenizer) -> frozenset[int]:
-    """Special tokens that are no part of an answer. Those of tool calls and of reasoning may be."""
-    allowed = tokenizer.tool_format.visible_specials if tokenizer.tool_format else frozenset[int]()
-    allowed |= tokenizer.reasoning.visible_specials if tokenizer.reasoning else frozenset[int]()
-    return tokenizer.special_ids - allowed
-
-
-def _end_id(tokenizer: TextTokenizer) -> int:
-    """The end-of-sequence token; if the model has several, the one that the tokenizer names."""
-    ends = sorted(tokenizer.eos_token_ids)
-    return next((end for end in ends if tokenizer.token_string(end) == tokenizer.eos_token), ends[0])
+    return (*ids, end_id(tokenizer))

@@ -53,9 +53,9 @@ class EvaluationObject(WireOutput):
     high: float
     """Upper bound of that interval."""
     answers: int
-    """Answers that were scored."""
+    """Answers that were scored, or episodes that have ended with a reward."""
     failed: int
-    """Held-out tasks that were left out because they could not be answered or scored."""
+    """Held-out tasks of which an answer or an episode failed, or could not be scored. Such ones are left out."""
     at: str
     """Time in ISO-8601, UTC."""
 

@@ -59,13 +59,13 @@ async def preference(
         adapter = adapter_of(body, found, training.status(body.lora_adapter).adapter)
         encode = partial(edit_of, body, found, adapter, services)
         edit = await services.workers.run(request.state.body_bytes, encode)
-        return preference_object(await services.lifecycle.run_to_end(training.edit(edit)))
+        return preference_object(await services.lifecycle.run_to_end(training.people.edit(edit)))
 
 
 async def _found(training: TrainingClient, field: str, trajectory_id: str) -> FoundTrajectory:
     """The trajectory that a field names. Raises UnknownTrajectoryError, naming the field, if there is none."""
     try:
-        return await training.find_trajectory(trajectory_id)
+        return await training.people.find(trajectory_id)
     except UnknownTrajectoryError as error:
         raise UnknownTrajectoryError(f"{field}: {error}", param=field) from None
 
@@ -78,4 +78,4 @@ async def report(
     """What an adapter was taught by since the server started: how much came from each source, what became of it, and
     what the updates that learnt from it changed."""
     with adapter_named_by("lora_adapter", lora_adapter):
-        return report_object(training.signal_report(lora_adapter))
+        return report_object(training.people.signal_report(lora_adapter))

@@ -108,11 +108,11 @@ async def feedback(
     score = math.fsum(body.token_rewards or ()) if body.score is None else body.score
     of_people: dict[str, Any] = {}
     if body.episode_id is not None:
-        await training.reward_episode(body.episode_id, body.group_id or "", score)
+        await training.trajectories.reward_episode(body.episode_id, body.group_id or "", score)
     elif body.token_rewards is not None:
-        await training.reward_tokens(body.trajectory_id or "", body.token_rewards)
+        await training.trajectories.reward_tokens(body.trajectory_id or "", body.token_rewards)
     else:
-        card = await training.feedback(body.trajectory_id or "", score, body.user or "")
+        card = await training.people.feedback(body.trajectory_id or "", score, body.user or "")
         of_people = {"reward": card.reward, "people": card.people, "late": card.late}
     return FeedbackObject(
         status="success", trajectory_id=body.trajectory_id, episode_id=body.episode_id, score=score, **of_people
@@ -130,7 +130,7 @@ async def close_group(
     """Lets no more answers into a group, so that it can be trained on. If its requests named a `scoring_function`, that
     rewards the members without a reward; otherwise they are dropped. The answer is 409 if the group was trained on or
     dropped."""
-    card = await training.close_group(group_id)
+    card = await training.trajectories.close_group(group_id)
     return GroupObject(
         group_id=card.group_id,
         lora_adapter=card.adapter,
@@ -216,7 +216,7 @@ async def debug_trajectories(
     services: ServicesDep, limit: Annotated[int, Query(ge=1, le=MAX_LISTED, description="Maximum number.")] = 20
 ) -> DebugTrajectories:
     """The newest trajectories with their prompts and answers, newest first."""
-    cards = services.training.trajectories(limit) if services.training else ()
+    cards = services.training.trajectories.newest(limit) if services.training else ()
     return DebugTrajectories(object="list", data=[trajectory_object(card) for card in cards])
 
 

@@ -71,7 +71,7 @@ class GroupQueue:
         """
         await self._open()
         new = [group for group in groups if not self._is_sent_again(group.digest)]
-        giving = (self._training.give(group.given(source_of(group.data))) for group in new)
+        giving = (self._training.trajectories.give(group.given(source_of(group.data))) for group in new)
         results = await asyncio.gather(*giving, return_exceptions=True)
         accepted = [group for group, result in zip(new, results, strict=True) if result is None]
         if accepted:
@@ -89,7 +89,7 @@ class GroupQueue:
         await asyncio.shield(self._opening)
 
     async def _doubt_earlier(self) -> None:
-        ids = await self._training.last_given(_OF_EARLIER_PROCESS)
+        ids = await self._training.trajectories.last_given(_OF_EARLIER_PROCESS)
         parts = (group_id.split("-") for group_id in ids)
         self._doubt(part[1] for part in parts if len(part) == 3 and part[0] == SOURCE)
 

@@ -123,7 +123,7 @@ async def status_env(
 ) -> dict[str, float | int]:
     """How many groups wait, by which an environment decides whether to make more. The request has a body, although it
     is a GET."""
-    status = parts.environments.status(body.env_id, parts.training.given_sizes())
+    status = parts.environments.status(body.env_id, parts.training.trajectories.given_sizes())
     return {"current_step": parts.step, **status}
 
 
@@ -216,4 +216,4 @@ async def wandb_info(parts: PartsDep) -> dict[str, str]:
 @router.get("/status")
 async def status(parts: PartsDep) -> dict[str, int]:
     """Updates made so far, and groups that wait."""
-    return {"current_step": parts.step, "queue_size": sum(map(len, parts.training.given_sizes().values()))}
+    return {"current_step": parts.step, "queue_size": sum(map(len, parts.training.trajectories.given_sizes().values()))}

@@ -1,0 +1,161 @@
+"""RewardModelFolder: the reward models among the subfolders of a folder, each written once and whole.
+
+NAME/adapter_config.json, adapter_model.safetensors    an adapter and a head, as PEFT saves them
+NAME/manifest.json                                     the base model, how it agreed with people, and checksums
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Literal
+
+import mlx_parallm
+from mlx_parallm import atomic
+from mlx_parallm.adapters.checkpoints.manifest import MANIFEST, MAX_BYTES, Sealed, check_metrics, file_sum, file_sums
+from mlx_parallm.adapters.files.disk import CONFIG_FILE
+from mlx_parallm.adapters.files.reward_model import RewardModelWeights, check_reward_model, read_reward_model
+from mlx_parallm.adapters.files.write import write_peft_reward_model
+from mlx_parallm.adapters.weights import AdapterLayout
+from mlx_parallm.core import check_name
+from mlx_parallm.errors import AdapterFileError, ConflictError, InvalidRequestError, StorageError, shown
+
+
+class RewardModelManifest(Sealed):
+    """The content of a reward model's `manifest.json`."""
+
+    reward_model: str
+    head: Literal["score"] = "score"
+
+
+class RewardModelFolder:
+    """Finds, reads and writes reward models. Any thread may use it. It blocks on the disk, so call it neither on the
+    event loop nor on the device thread.
+
+    One that another program has saved with PEFT needs no manifest; then its files and base model are not checked
+    against one.
+
+    Args:
+        folder: None: there are no reward models.
+        fingerprint: of the base model that is served; None if it is not loaded.
+    """
+
+    def __init__(self, folder: Path | None, fingerprint: str | None = None) -> None:
+        self._folder = folder
+        self._fingerprint = fingerprint
+
+    def names(self) -> tuple[str, ...]:
+        """The names of all reward models that seem to be usable, sorted."""
+        found = sorted(self._folder.iterdir()) if self._folder is not None and self._folder.is_dir() else []
+        return tuple(path.name for path in found if _is_usable(path))
+
+    def check(self, name: str) -> None:
+        """Checks all but the weights.
+
+        Raises:
+            InvalidRequestError: there is no reward model of this name, or it is not of the base model.
+        """
+        path = self._find(name)
+        check_reward_model(path)
+        self._manifest_of(path)
+
+    def load(self, name: str, layout: AdapterLayout) -> RewardModelWeights:
+        """Reads a reward model, after checking the checksums of its files.
+
+        Raises:
+            InvalidRequestError: as `check`; AdapterFileError: its files are damaged, or do not fit the layout.
+        """
+        path = self._find(name)
+        if (manifest := self._manifest_of(path)) is not None:
+            for file, expected in manifest.files.items():
+                if not (path / file).is_file() or file_sum(path / file) != expected:
+                    raise AdapterFileError(f"{name}/{file} is damaged or missing: train the reward model again")
+        return read_reward_model(path, layout, max_rank=sys.maxsize)
+
+    def check_new(self, name: str, param: str = "name") -> Path:
+        """The path that a new reward model of this name will have.
+
+        Raises:
+            InvalidRequestError: there is no folder, or the name is not plain.
+            ConflictError: the name is taken.
+        """
+        if self._folder is None:
+            raise InvalidRequestError(
+                f"{param}: there is no folder for reward models; start the server with --adapter-dir", param
+            )
+        path = self._folder / check_name(name, param)
+        if os.path.lexists(path):
+            raise ConflictError(f"{param}: {path} exists; choose another name, or remove that folder", param=param)
+        return path
+
+    def save(self, name: str, weights: RewardModelWeights, layout: AdapterLayout, metrics: Mapping[str, float]) -> Path:
+        """Writes a new reward model and returns its folder.
+
+        Raises:
+            InvalidRequestError, ConflictError: as `check_new`.
+            StorageError: the disk failed; nothing is left of it.
+        """
+        path = self.check_new(name)
+        try:
+            with atomic.new_folder(path) as aside:
+                write_peft_reward_model(aside, weights.adapter, weights.head, layout, base_model=None)
+                manifest = RewardModelManifest(
+                    reward_model=name,
+                    base_fingerprint=self._fingerprint or "",
+                    metrics=check_metrics(metrics),
+                    created=int(time.time()),
+                    mlx_parallm=mlx_parallm.__version__,
+                    files=file_sums(aside),
+                )
+                atomic.write_file(aside / MANIFEST, manifest.render())
+        except OSError as error:
+            raise StorageError(f"the reward model {name} could not be written: {error.strerror}") from error
+        return path
+
+    def stamp(self, name: str) -> tuple[int, int]:
+        """What changes when another reward model takes this name. Raises InvalidRequestError: there is none."""
+        try:
+            facts = (self._find(name) / CONFIG_FILE).stat()
+        except OSError as error:
+            raise InvalidRequestError(f"the reward model {name} is gone: {error.strerror}") from error
+        return facts.st_ino, facts.st_mtime_ns
+
+    def _find(self, name: str) -> Path:
+        if self._folder is None:
+            raise InvalidRequestError("there are no reward models here: name their folder with --adapter-dir")
+        path = self._folder / check_name(name, "reward_model")
+        if not (path / CONFIG_FILE).is_file():
+            known = self.names()
+            near = get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known[:20]) or 'none'}"
+            raise InvalidRequestError(f"no reward model is called {shown(name)} in {self._folder}: {hint}")
+        return path
+
+    def _manifest_of(self, path: Path) -> RewardModelManifest | None:
+        """None if it has none.
+
+        Raises:
+            AdapterFileError: it is damaged, or the reward model is of another base model.
+        """
+        try:
+            with (path / MANIFEST).open("rb") as file:
+                manifest = RewardModelManifest.parse(file.read(MAX_BYTES))
+        except FileNotFoundError:
+            return None
+        except (ValueError, OSError) as error:
+            raise AdapterFileError(f"{path.name}/{MANIFEST} is damaged: train the reward model again") from error
+        if self._fingerprint is not None and manifest.base_fingerprint != self._fingerprint:
+            raise AdapterFileError(f"the reward model {path.name} is of another base model than this one")
+        return manifest
+
+
+def _is_usable(path: Path) -> bool:
+    try:
+        check_reward_model(path)
+    except AdapterFileError:
+        return False
+    return True

@@ -1,0 +1,113 @@
+"""Builds what evaluates adapter versions: the held-out tasks of an environment, and how they are done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+from mlx_parallm.app.reward import reward_of
+from mlx_parallm.config import Config
+from mlx_parallm.core import EngineClient, TextTokenizer
+from mlx_parallm.errors import ConfigError, RequestError
+from mlx_parallm.rl.environments import (
+    Environment,
+    Task,
+    environment,
+    is_of_episodes,
+    read_system_prompt,
+    with_system_prompt,
+)
+from mlx_parallm.rl.environments.thread import EnvironmentThread
+from mlx_parallm.rl.evaluation.answers import HeldOutAnswers, HeldOutTask
+from mlx_parallm.rl.evaluation.episodes import HeldOutEpisodes
+from mlx_parallm.rl.evaluation.evaluator import AnswerSettings, Evaluator
+from mlx_parallm.rl.rollouts.episodes import play
+from mlx_parallm.rl.rollouts.held_out import held_out_tasks
+from mlx_parallm.rl.scoring.catalogue import ScorerCatalogue
+from mlx_parallm.rl.scoring.service import ScoringService
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOutTasks:
+    """Tasks of the environment of this name that are held out for evaluations."""
+
+    name: str
+    environment: Environment
+    tasks: tuple[Task, ...]
+
+
+def held_out_of(config: Config) -> HeldOutTasks | None:
+    """The held-out tasks; None if versions are not evaluated.
+
+    Raises:
+        ConfigError: their environment cannot be loaded, or has fewer than two tasks.
+    """
+    settings, of_training = config.rl_training.evaluation, config.rl_training.own_environment
+    name, rewarded = settings.tasks or of_training, config.rl_training.reward is not None
+    if settings.every is None or name is None:
+        return None
+    source = environment(name, rewarded)
+    return HeldOutTasks(name, source, held_out_tasks(source, settings.size))
+
+
+def evaluator_of(
+    engine: EngineClient,
+    tokenizer: TextTokenizer,
+    scorers: ScoringService,
+    thread: EnvironmentThread,
+    held_out: HeldOutTasks | None,
+    config: Config,
+) -> Evaluator | None:
+    """The evaluator of these tasks; None if there are none. `thread`: where the rollouts of environments run.
+
+    Raises:
+        ConfigError: a task cannot be done or scored.
+    """
+    if held_out is None:
+        return None
+    reward, settings = reward_of(config), config.rl_training.evaluation
+    answers = AnswerSettings(
+        settings.samples, settings.temperature, settings.max_tokens or config.rl_training.max_completion_tokens
+    )
+    definition, source = reward.definition if reward else "", held_out.environment
+    tasks = _checked(held_out, scorers.catalogue, read_system_prompt(config.rl_training.system_prompt))
+    if is_of_episodes(source):
+        return Evaluator(
+            HeldOutEpisodes(
+                partial(play, source, thread),
+                engine,
+                tokenizer,
+                scorers,
+                tasks,
+                answers,
+                config.rl_training.rollout_timeout_s,
+                f"{held_out.name} {definition}",
+            )
+        )
+    rendered = [_rendered(number, task, tokenizer) for number, task in enumerate(tasks, 1)]
+    return Evaluator(HeldOutAnswers(engine, scorers, rendered, answers, definition))
+
+
+def _checked(held_out: HeldOutTasks, catalogue: ScorerCatalogue, system_prompt: str | None) -> list[Task]:
+    """The tasks with the system prompt. Raises ConfigError: one of them cannot be scored."""
+    rewards_itself = is_of_episodes(held_out.environment)
+    for number, task in enumerate(held_out.tasks, 1):
+        if task.collection.scorer is not None or not rewards_itself:
+            try:
+                catalogue.check(task.collection)
+            except RequestError as error:
+                raise _unusable(number, error) from error
+    return [replace(task, messages=with_system_prompt(task, system_prompt)) for task in held_out.tasks]
+
+
+def _rendered(number: int, task: Task, tokenizer: TextTokenizer) -> HeldOutTask:
+    """Raises ConfigError: the chat template refuses the messages."""
+    try:
+        ids = tokenizer.apply_chat_template(task.messages)
+    except RequestError as error:
+        raise _unusable(number, error) from error
+    return HeldOutTask(tuple(ids), replace(task.collection, messages=task.messages))
+
+
+def _unusable(number: int, error: RequestError) -> ConfigError:
+    return ConfigError(f"rl_training.evaluation: held-out task {number} cannot be used: {error}")

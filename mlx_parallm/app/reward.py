@@ -1,0 +1,53 @@
+"""The configured reward, as the parts that score need it."""
+
+from __future__ import annotations
+
+from mlx_parallm.adapters.reward_models import RewardModelFolder
+from mlx_parallm.config import Config, Mode
+from mlx_parallm.core import BASE_ADAPTER
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.rl.scoring.catalogue import ScorerCatalogue
+from mlx_parallm.rl.scoring.judges import Judge
+from mlx_parallm.rl.scoring.reward import RewardSpec, read_reward
+
+
+def reward_of(config: Config) -> RewardSpec | None:
+    """The configured reward, with its judge; None if there is none.
+
+    Raises:
+        ConfigError: it cannot be read, or it has a judge and there is no server to ask.
+    """
+    training = config.rl_training
+    if training.reward is None:
+        return None
+    key = training.judge.api_key
+    reward = RewardSpec(
+        read_reward(training.reward),
+        Judge(
+            training.judge.url or "",
+            training.judge.model or BASE_ADAPTER.name,
+            training.judge.instruction or "",
+            key.get_secret_value() if key else "",
+        ),
+    )
+    if reward.asks_judge and not reward.judge.url and config.server.mode is Mode.TRAINING_ONLY:
+        raise ConfigError(
+            "rl_training.judge.url: a judge needs a server, and this process answers no requests; name one with "
+            "--judge-url and --judge-model"
+        )
+    return reward
+
+
+def check_reward(config: Config) -> None:
+    """Loads the functions of the configured reward once, in a child process. It may take seconds.
+
+    Raises:
+        ConfigError: the reward cannot be read, a function cannot be loaded, or a judge has no server to ask.
+    """
+    if config.rl_training.enabled:
+        catalogue_of(config).check_reward()
+
+
+def catalogue_of(config: Config) -> ScorerCatalogue:
+    """The scorers that requests and tasks may name."""
+    return ScorerCatalogue(reward_of(config), RewardModelFolder(config.adapters.adapter_dir).check)

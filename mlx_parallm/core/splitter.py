@@ -1,0 +1,286 @@
+"""Splits the text of one chat choice, as it is generated, into reasoning, text and tool calls.
+
+    TEXT ──start of reasoning, at the very beginning──▶ REASONING ──its end──▶ TEXT
+    TEXT ──start of calls──▶ CALL ──end of calls, or end of the text──▶ TEXT
+
+A mark is the text before or after a part, such as `<think>`. White space next to a mark belongs to the mark. Text that
+may be the beginning of a mark is held back, and so is white space that may come before one. If the text between the
+marks of a call is not a valid call, it stays text, and so do the marks. If the text is cut off inside a call, the call
+is not complete, and no part of it becomes text.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from mlx_parallm.core.grammar import ReasoningPrefix
+from mlx_parallm.core.text import Reasoning, Tool, ToolCall, ToolFormat
+
+MAX_CALLS_PER_ANSWER = 32
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerSyntax:
+    """The parts that an answer may contain in addition to text, and how the model writes them."""
+
+    reasoning: Reasoning | None = None
+    """The marks around reasoning. None: the answer has none."""
+    in_reasoning: bool = False
+    """Whether the prompt has begun the reasoning, so that the answer starts inside it."""
+    calls: ToolFormat | None = None
+    """How tool calls are written. None: nothing in the answer is a call."""
+    tools: tuple[Tool, ...] = ()
+    """The tools that may be called."""
+    max_calls: int = 1
+    """Text after this many calls is dropped."""
+    calls_first: bool = False
+    """Whether calls must come first. If other text comes first, nothing after it is a call."""
+
+    @property
+    def visible_specials(self) -> frozenset[int]:
+        """Special tokens that decoding must keep in the text, because the marks consist of them."""
+        marks = [part.visible_specials for part in (self.reasoning, self.calls) if part is not None]
+        return frozenset[int]().union(*marks)
+
+    @property
+    def reasoning_prefix(self) -> ReasoningPrefix:
+        """Whether reasoning comes before the part of the answer that follows a grammar."""
+        if self.reasoning is None:
+            return ReasoningPrefix.NONE
+        return ReasoningPrefix.OPEN if self.in_reasoning else ReasoningPrefix.OPTIONAL
+
+
+@dataclass(frozen=True, slots=True)
+class CallPart:
+    """A part of call number `position` of a choice. The first part has `call_id` and `name`.
+
+    The `arguments` of all parts, joined, are JSON text, or the beginning of it if the call is not `complete`.
+    """
+
+    position: int
+    arguments: str = ""
+    call_id: str | None = None
+    name: str | None = None
+    complete: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerPart:
+    """A part of a choice. At most one of the three fields is set."""
+
+    reasoning: str = ""
+    text: str = ""
+    call: CallPart | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedParts:
+    """The parts of a choice, joined by kind. `calls` are in order of position."""
+
+    reasoning: str
+    text: str
+    calls: tuple[CallPart, ...]
+
+    @property
+    def content(self) -> str | None:
+        """The text, or None if there are reasoning or calls instead of it."""
+        return self.text or (None if self.reasoning or self.calls else "")
+
+
+def join_parts(parts: Iterable[AnswerPart]) -> JoinedParts:
+    parts = tuple(parts)
+    calls: dict[int, CallPart] = {}
+    for part in parts:
+        if part.call is not None:
+            calls[part.call.position] = _join_call(calls.get(part.call.position), part.call)
+    reasoning, text = "".join(part.reasoning for part in parts), "".join(part.text for part in parts)
+    return JoinedParts(reasoning, text, tuple(calls[position] for position in sorted(calls)))
+
+
+def _join_call(before: CallPart | None, call: CallPart) -> CallPart:
+    if before is None:
+        return call
+    arguments = before.arguments + call.arguments
+    return CallPart(call.position, arguments, before.call_id, before.name, before.complete and call.complete)
+
+
+def split(text: str, syntax: AnswerSyntax, cut: bool) -> JoinedParts:
+    """The parts of a whole text. `cut`: something other than the model ended it."""
+    splitter = Splitter(syntax)
+    return join_parts([*splitter.feed(text), *splitter.end(cut)])
+
+
+class _Mode(Enum):
+    REASONING = auto()
+    TEXT = auto()
+    CALL = auto()
+
+
+class Splitter:
+    """Splits one text: call `feed` with its pieces in order, then `end`. The parts that they return, joined, are the
+    same however the text is cut into pieces, so a stream and a whole answer are equal."""
+
+    def __init__(self, syntax: AnswerSyntax) -> None:
+        self._syntax = syntax
+        self._reasoning = syntax.reasoning
+        self._calls = syntax.calls
+        self._mode = _Mode.REASONING if syntax.in_reasoning else _Mode.TEXT
+        self._may_reason = syntax.reasoning is not None and not syntax.in_reasoning
+        self._trims = syntax.in_reasoning  # whether white space that comes next belongs to the last mark
+        self._held = ""
+        self._space = ""  # white space before the last mark
+        self._searched = 0  # in a call: number of characters already searched for its end mark
+        self._ids: list[str] = []
+        self._complete = True
+        self._cut = False
+
+    @property
+    def called(self) -> bool:
+        """Whether there is at least one call and all are complete."""
+        return bool(self._ids) and self._complete
+
+    def feed(self, text: str) -> Iterator[AnswerPart]:
+        """Takes the next piece of the text. The result is the parts that no later text can change."""
+        if self._reasoning is None and self._calls is None:
+            yield from _text(text)
+            return
+        self._held += text
+        yield from self._split(ended=False)
+
+    def end(self, cut: bool = False) -> Iterator[AnswerPart]:
+        """The parts of the text that was held back. Call it once, last. `cut`: something other than the model ended the
+        text."""
+        self._cut = cut
+        yield from self._split(ended=True)
+
+    def _split(self, ended: bool) -> Iterator[AnswerPart]:
+        steps = {_Mode.REASONING: self._read_reasoning, _Mode.TEXT: self._read_text, _Mode.CALL: self._read_call}
+        before = None
+        while before != (self._mode, len(self._held)):
+            before = (self._mode, len(self._held))
+            yield from steps[self._mode](ended)
+
+    def _read_reasoning(self, ended: bool) -> Iterator[AnswerPart]:
+        assert self._reasoning is not None
+        reasoning, mark = self._take_until([self._reasoning.end], ended)
+        if reasoning:
+            yield AnswerPart(reasoning=reasoning)
+        if mark:
+            self._mode, self._trims = _Mode.TEXT, True
+
+    def _read_text(self, ended: bool) -> Iterator[AnswerPart]:
+        if len(self._ids) >= self._syntax.max_calls > 0 and self._calls is not None:
+            self._held = ""
+            return
+        if self._may_reason and self._reasoning_begins(ended):
+            return
+        if self._syntax.calls_first and not self._ids:
+            self._rule_out_calls()
+        marks = list(self._reasoning.around) if self._reasoning else []
+        marks += [self._calls.start] if self._calls else []
+        if self._cut:
+            self._drop_begun_mark()
+        text, mark = self._take_until(marks, ended)
+        yield from _text(text)
+        if mark:
+            self._trims = True
+            if self._calls is not None and mark == self._calls.start:
+                self._mode, self._searched = _Mode.CALL, 0
+
+    def _rule_out_calls(self) -> None:
+        """Rules out calls if the text starts with something else."""
+        beginning, start = self._held.lstrip(), self._calls.start if self._calls else ""
+        if not beginning.startswith(start) and not start.startswith(beginning):
+            self._calls = None
+
+    def _drop_begun_mark(self) -> None:
+        """Drops an incomplete start mark of a call at the end of a cut-off text, if more than half of it is there."""
+        start = self._calls.start if self._calls else ""
+        begun = _overlap(self._held, start)
+        if 2 * begun > len(start):
+            self._held = self._held[:-begun].rstrip()
+
+    def _reasoning_begins(self, ended: bool) -> bool:
+        """Whether the text starts with the start mark of reasoning, or may do so when more text comes."""
+        assert self._reasoning is not None
+        beginning, start = self._held.lstrip(), self._reasoning.start
+        if beginning.startswith(start):
+            self._held = beginning[len(start) :]
+            self._mode, self._trims, self._may_reason = _Mode.REASONING, True, False
+            return True
+        if not ended and start.startswith(beginning):
+            return True
+        self._may_reason = False
+        return False
+
+    def _read_call(self, ended: bool) -> Iterator[AnswerPart]:
+        assert self._calls is not None
+        end, body = self._calls.end, ""
+        while end and (at := self._held.find(end, self._searched)) >= 0:
+            body, self._searched = self._held[:at], at + len(end)
+            if not self._calls.inside_value(body):
+                yield from self._end_call(body, self._held[self._searched :], end)
+                return
+        if ended:
+            yield from self._end_call(self._held, "", "")
+
+    def _end_call(self, body: str, rest: str, end: str) -> Iterator[AnswerPart]:
+        assert self._calls is not None
+        self._mode, self._held = _Mode.TEXT, rest
+        try:
+            calls = self._parse(body, unfinished=self._cut and not end)
+        except ValueError:
+            self._trims = False
+            yield AnswerPart(text=self._space + self._calls.start + body + end)
+            return
+        for call in calls[: self._syntax.max_calls - len(self._ids)]:
+            yield AnswerPart(call=self._numbered(call))
+
+    def _parse(self, body: str, unfinished: bool) -> tuple[ToolCall, ...]:
+        """The calls in the text between two marks. Raises ValueError if the text is not a valid call."""
+        assert self._calls is not None
+        if unfinished:
+            with suppress(ValueError):
+                return self._calls.unfinished(body[: len(body) - _overlap(body, self._calls.end)], self._syntax.tools)
+        return self._calls.parse(body, self._syntax.tools)
+
+    def _numbered(self, call: ToolCall) -> CallPart:
+        """The call with its position and its id: the model's, or a new one if that is missing or already used."""
+        given = call.call_id if call.call_id not in self._ids else None
+        self._ids.append(given or f"call_{uuid.uuid4().hex[:24]}")
+        self._complete = call.complete
+        return CallPart(len(self._ids) - 1, call.arguments, self._ids[-1], call.name, call.complete)
+
+    def _take_until(self, marks: Sequence[str], ended: bool) -> tuple[str, str]:
+        """Takes the text before the first mark, and the mark. If there is no mark, takes the text that cannot belong to
+        one."""
+        if self._trims:
+            self._held = self._held.lstrip()
+            self._trims = not self._held
+        found = [(at, mark) for mark in marks if (at := self._held.find(mark)) >= 0]
+        if found:
+            at, mark = min(found)
+            before, self._held = self._held[:at], self._held[at + len(mark) :]
+            self._space = before[len(before.rstrip()) :]
+            return before.rstrip(), mark
+        sure = len(self._held)
+        if not ended:
+            sure -= max((_overlap(self._held, mark) for mark in marks), default=0)
+            sure = len(self._held[:sure].rstrip()) if marks else sure
+        before, self._held = self._held[:sure], self._held[sure:]
+        return before, ""
+
+
+def _overlap(text: str, mark: str) -> int:
+    """Length of the longest suffix of `text` that is a prefix of `mark`, but not all of `mark`."""
+    longest = min(len(mark) - 1, len(text))
+    return next((length for length in range(longest, 0, -1) if mark.startswith(text[-length:])), 0)
+
+
+def _text(text: str) -> Iterator[AnswerPart]:
+    if text:
+        yield AnswerPart(text=text)

@@ -1,0 +1,208 @@
+"""Trajectories as the event loop sees them: collected or given, rewarded, and the protocol that takes them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.requests import CollectionSpec, Event, FinishReason, GenerationRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One finished sequence with the token ids as they were drawn. It is never tokenised again.
+
+    Attributes:
+        group_size: the number of trajectories that its group will have; 0 if that is not known.
+        adapter: the version that drew the tokens; None if it is unknown, because they were drawn elsewhere.
+        completion_ids: includes the end-of-sequence token if that ended the sequence; `text` does not.
+        sampling_logprobs: one for each of `completion_ids`, fp32 nats, of the distribution that drew the token: the
+            model's with `adapter` at `temperature`, without filters and penalties. Empty if they are unknown.
+        finish_reason: None if it is unknown.
+        created: Unix time in seconds.
+        mask, advantages, reference_logprobs: as in `GivenTrajectory`.
+    """
+
+    trajectory_id: str
+    group_id: str
+    group_size: int
+    adapter: AdapterRef | None
+    prompt_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]
+    sampling_logprobs: tuple[float, ...]
+    temperature: float
+    text: str
+    finish_reason: FinishReason | None
+    collection: CollectionSpec
+    created: float
+    mask: tuple[bool, ...] = ()
+    advantages: tuple[float, ...] = ()
+    reference_logprobs: tuple[float, ...] = ()
+
+    @property
+    def trained_tokens(self) -> int:
+        """The number of tokens that are trained."""
+        return sum(self.mask) if self.mask else len(self.completion_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryCard:
+    """A trajectory and its state: waiting (for a reward), scored, training, trained or dropped.
+
+    `reward` is None until it is scored. `reason` says why it was dropped, and is empty otherwise.
+    """
+
+    trajectory: Trajectory
+    reward: float | None
+    state: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCard:
+    """A group in the buffer. `members`: answers or episodes; `rewarded`: those that have a reward.
+    `complete`: an update can take it now."""
+
+    group_id: str
+    adapter: str
+    members: int
+    rewarded: int
+    complete: bool
+
+
+@dataclass(frozen=True, slots=True)
+class GivenTrajectory:
+    """One trajectory that a client sends as training data, as ids of the model's tokenizer.
+
+    Attributes:
+        reward: may be None for the loss `cross_entropy`, which imitates the completion, and with `advantages`; all else
+            needs it.
+        group_id: shared by the trajectories of one prompt, whose rewards are compared.
+        sampling_logprobs: one for each token of the completion; empty if unknown. The trainer's own logprobs are used
+            then, as if the current version had drawn the completion.
+        adapter: the version that drew the completion; None if unknown.
+        mask: for each token of the completion, whether it is trained. The others, such as the results of tools, are
+            context, and their logprobs and advantages are not read. Empty: all are trained.
+        advantages: one for each token of the completion, in place of those computed from rewards; empty: none given.
+        reference_logprobs: one for each token of the completion, in place of those of the base model; empty: none
+            given.
+        episode_id: trajectories of one group with the same id are one episode; empty: it is an episode by itself.
+    """
+
+    prompt_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]
+    reward: float | None = None
+    group_id: str = ""
+    sampling_logprobs: tuple[float, ...] = ()
+    temperature: float = 1.0
+    adapter: AdapterRef | None = None
+    mask: tuple[bool, ...] = ()
+    advantages: tuple[float, ...] = ()
+    reference_logprobs: tuple[float, ...] = ()
+    episode_id: str = ""
+
+    @property
+    def trained_tokens(self) -> int:
+        """The number of tokens that are trained."""
+        return sum(self.mask) if self.mask else len(self.completion_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class GivenGroup:
+    """A group that was drawn and rewarded elsewhere, and waits for an update.
+
+    Attributes:
+        group_id: of this group alone.
+        source: who drew it, in place of a scorer's name. Rewards of one source are compared with each other over time.
+        trajectories: each has a reward.
+        texts: of the completions, in the same order; empty if they are not known.
+    """
+
+    group_id: str
+    source: str
+    trajectories: tuple[GivenTrajectory, ...]
+    texts: tuple[str, ...] = ()
+
+
+class TrajectoryClient(Protocol):
+    """The part of `core.TrainingClient` about trajectories and their rewards."""
+
+    async def check(self, collection: CollectionSpec, adapter: AdapterRef, prompt: str | None = None) -> CollectionSpec:
+        """Checks before generation whether a request may be collected. This may wait for a child process.
+
+        If its scorer reads an answer and `metadata` has none, the answer is that of the server's task with the id
+        `metadata.problem_id`, or with the text `prompt`.
+
+        Returns:
+            The collection, with that answer; without a scorer, to wait for feedback, if there is no such task.
+
+        Raises:
+            OverloadedError: too many other requests are being checked.
+            InvalidRequestError: the scorer is unknown, `metadata` lacks what it reads, or the group that the request
+                names has another size or scorer.
+            ConflictError: the adapter that would draw the tokens is not trained here, or the group is closed.
+        """
+        ...
+
+    def collect(self, request: GenerationRequest, events: AsyncIterator[Event]) -> AsyncIterator[Event]:
+        """Passes the events of a request with `collection` through, and collects its trajectories when it finishes.
+
+        RequestFinished gets the ids of the trajectories, and a warning if they will not be trained on. A request that
+        draws no token (max_tokens 0) leaves no trajectory. Closing the result closes `events`.
+        """
+        ...
+
+    async def reward_tokens(self, trajectory_id: str, rewards: Sequence[float]) -> None:
+        """Sets one reward for each token of an answer or turn. Each is credited to its token and those before it.
+
+        Raises:
+            InvalidRequestError: there is not one for each token.
+            Also the errors of `feedback`.
+        """
+        ...
+
+    async def reward_episode(self, episode_id: str, group_id: str, score: float) -> None:
+        """Sets the reward of an episode as a whole, which ends it. `group_id`: empty if its requests named no group.
+
+        Raises:
+            UnknownTrajectoryError: no turn of it was collected.
+            ConflictError: it was trained on, or dropped.
+            StorageError: the reward could not be written, and does not count.
+        """
+        ...
+
+    async def close_group(self, group_id: str) -> GroupCard:
+        """Lets no more members into a group that requests have named. If it has a scorer, the scorer rewards the
+        members without a reward; otherwise they are dropped, except episodes whose turns or tokens have rewards.
+
+        Raises:
+            UnknownTrajectoryError: there is no such group.
+            ConflictError: it was trained on, or dropped.
+            StorageError: this could not be written, and the group stays open.
+        """
+        ...
+
+    async def give(self, group: GivenGroup) -> None:
+        """Adds a group to those that wait for an update of the default adapter, and returns when it is on the disk. It
+        is trained on even if versions were published since it was drawn, because what drew it is unknown.
+
+        Raises:
+            InvalidRequestError: it cannot be trained on.
+            QueueFullError: too many trajectories wait, in all or of this source; it may be given again later.
+            StorageError: it could not be written, and will not be trained on.
+        """
+        ...
+
+    def given_sizes(self) -> Mapping[str, Sequence[int]]:
+        """The sizes of the groups that were given with `give` and that no update has taken yet, by source."""
+        ...
+
+    async def last_given(self, count: int) -> Sequence[str]:
+        """The ids of the last groups that were given with `give`, in earlier processes too; newest first."""
+        ...
+
+    def newest(self, limit: int) -> tuple[TrajectoryCard, ...]:
+        """The newest trajectories, newest first."""
+        ...

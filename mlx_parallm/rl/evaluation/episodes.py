@@ -1,0 +1,77 @@
+"""HeldOutEpisodes: the held-out tasks of an environment with a rollout of its own, which does them as in training."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable, Sequence
+
+from mlx_parallm.core import AdapterRef, EngineClient, TextTokenizer
+from mlx_parallm.errors import EngineDeadError
+from mlx_parallm.rl.environments import Task
+from mlx_parallm.rl.evaluation.evaluator import AnswerSettings, TaskResult
+from mlx_parallm.rl.rollouts.answers import RolloutSettings
+from mlx_parallm.rl.rollouts.episode_client import EpisodeClient
+from mlx_parallm.rl.scoring.service import ScoringService
+
+Play = Callable[[EpisodeClient, Task], Awaitable[float | None]]
+
+
+class HeldOutEpisodes:
+    """Implements `HeldOut`. Event loop's thread only.
+
+    Args:
+        play: does a task once with a client; see `rollouts.episodes.play`.
+        timeout_s: the longest time that an episode may take besides the model's answers.
+        reward: what rewards depend on besides the tasks, as text.
+    """
+
+    def __init__(
+        self,
+        play: Play,
+        engine: EngineClient,
+        tokenizer: TextTokenizer,
+        scorers: ScoringService,
+        tasks: Sequence[Task],
+        settings: AnswerSettings,
+        timeout_s: float,
+        reward: str = "",
+    ) -> None:
+        self.settings, self.size = settings, len(tasks)
+        self.identity = repr(([(task.messages, task.collection) for task in tasks], settings, reward))
+        self._play = play
+        self._engine, self._tokenizer = engine, tokenizer
+        self._scorers, self._tasks = scorers, tasks
+        self._timeout_s = timeout_s
+        self._numbers = itertools.count()
+
+    async def do(self, version: AdapterRef, number: int) -> TaskResult:
+        """Plays all episodes of the task at the same time. One that fails does not stop the others."""
+        task, samples = self._tasks[number], self.settings.samples
+        settings = RolloutSettings(
+            samples,
+            self.settings.max_tokens,
+            self.settings.temperature,
+            run=f"eval-{next(self._numbers)}",
+            timeout_s=self._timeout_s,
+        )
+        clients = [
+            EpisodeClient(self._engine.generate, self._tokenizer, settings, version, task, number, episode)
+            for episode in range(samples)
+        ]
+        played = (self._reward(client, task) for client in clients)
+        rewards = await asyncio.gather(*played, return_exceptions=True)
+        fault = None
+        for reward in rewards:
+            if isinstance(reward, EngineDeadError) or not isinstance(reward, float | Exception):
+                raise reward
+            if isinstance(reward, Exception):
+                fault = fault or reward
+        return TaskResult(tuple(reward for reward in rewards if isinstance(reward, float)), fault)
+
+    async def _reward(self, client: EpisodeClient, task: Task) -> float:
+        """The reward of one episode: the environment's, or that of the scoring function for its last answer."""
+        reward = await self._play(client, task)
+        if reward is None:
+            (reward,) = await self._scorers.score(client.turns[-1:])
+        return reward

@@ -1,0 +1,88 @@
+"""RewardModelTrainer trains reward models on the preferences that the run of a server has collected."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from mlx_parallm.adapters.reward_models import RewardModelFolder
+from mlx_parallm.config import ModelConfig
+from mlx_parallm.core import RewardModelCard, RewardModelSpec, Signal, Trajectory
+from mlx_parallm.errors import ConfigError, ConflictError, InvalidRequestError
+from mlx_parallm.rl.collect.groups import DropReason
+from mlx_parallm.rl.reward_models.learning import FitResult, FitSettings, RewardModelDevice, fit
+from mlx_parallm.rl.reward_models.preferences import Preference, split
+from mlx_parallm.rl.runs.journal import Journal
+
+MOST_PREFERENCES = 4096
+"""The newest of the run are taken."""
+
+
+class RewardModelTrainer:
+    """Implements `core.RewardModelClient`. One reward model is trained at a time. Its steps share the device time of
+    training with the updates of adapters.
+
+    Args:
+        lora: rank, alpha and target modules of the adapters of reward models.
+    """
+
+    def __init__(
+        self, device: RewardModelDevice, folder: RewardModelFolder, journal: Journal, lora: ModelConfig
+    ) -> None:
+        self._device, self._folder, self._journal, self._lora = device, folder, journal, lora
+        self._one_at_a_time = asyncio.Lock()
+
+    async def train(self, spec: RewardModelSpec) -> RewardModelCard:
+        """See `core.RewardModelClient.train`."""
+        if self._one_at_a_time.locked():
+            raise ConflictError("Another reward model is in training; wait until it has ended.")
+        async with self._one_at_a_time:
+            await asyncio.to_thread(self._folder.check_new, spec.name)
+            preferences = await self._collected()
+            try:
+                used, held_out = split(preferences, spec.held_out, spec.seed)
+            except ValueError as error:
+                raise InvalidRequestError(f"held_out: {error}", "held_out") from error
+            settings = FitSettings(spec.epochs, spec.batch_size, spec.learning_rate, spec.seed)
+            model, result = await fit(self._device, used, held_out, self._lora, settings)
+            weights = await self._device.device.run(model.weights)
+            layout = self._device.work.trainable.layout
+            await asyncio.to_thread(self._folder.save, spec.name, weights, layout, result.metrics)
+            return _card(spec.name, result)
+
+    async def _collected(self) -> list[Preference]:
+        """The preferences of the run, whatever became of them, but for those that a later one of the same user has
+        replaced."""
+        prefix = f"{Signal.PREFERENCES.value}-"
+        try:
+            groups = await self._journal.groups(prefix, DropReason.REPLACED.value, MOST_PREFERENCES)
+        except ConfigError as error:
+            raise ConflictError(f"The journal of the run cannot be read: {error}") from error
+        found = [preference for group in groups if (preference := _preference(group)) is not None]
+        if not found:
+            raise ConflictError("This run has no preferences; send some with POST /v1/training/preference.")
+        return found
+
+
+def _preference(group: Sequence[Trajectory]) -> Preference | None:
+    """None: the group is none of a preference."""
+    if len(group) != 2 or any(each.collection.signal is not Signal.PREFERENCES for each in group):
+        return None
+    chosen, rejected = group
+    return Preference(chosen.prompt_ids, chosen.completion_ids, rejected.completion_ids)
+
+
+def _card(name: str, result: FitResult) -> RewardModelCard:
+    agreement = result.held_out
+    low, high = (None, None) if agreement is None else agreement.interval
+    return RewardModelCard(
+        name=name,
+        preferences=result.trained,
+        steps=result.steps,
+        loss=result.last.loss,
+        agreement=result.last.agreement,
+        held_out=0 if agreement is None else agreement.preferences,
+        held_out_agreement=None if agreement is None else agreement.share,
+        low=low,
+        high=high,
+    )

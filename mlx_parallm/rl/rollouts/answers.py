@@ -1,0 +1,231 @@
+"""Rollouts without clients: tasks of an environment, answered by the adapter in training."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import cast
+
+from mlx_parallm.core import (
+    AdapterClient,
+    AdapterRef,
+    Event,
+    GenerationRequest,
+    RequestFailed,
+    RequestFinished,
+    SamplingParams,
+    StopParams,
+    TextTokenizer,
+    WorkClass,
+)
+from mlx_parallm.errors import EngineDeadError, EngineError, TrainingFailedError
+from mlx_parallm.rl.environments import Task, with_system_prompt
+from mlx_parallm.rl.environments.thread import in_daemon_thread
+
+Generate = Callable[[GenerationRequest], AsyncIterator[Event]]
+
+OnDrawn = Callable[[int, int], None]
+"""Called with the number of a task and how many of its answers or episodes have just ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSettings:
+    """How rollouts are drawn: `group_size` samples for each task, of at most `max_tokens` tokens, at `temperature`.
+
+    `system_prompt`: the system message of tasks that have none of their own; None: they get none.
+    `seed`: all samples get their seeds from it. `run`: part of the trajectories' ids. `taken`: tasks that were taken in
+    an earlier process; ids and seeds continue after them. `timeout_s`: the longest time that an environment may take
+    for its next tasks, and for one episode besides the model's answers.
+    """
+
+    group_size: int
+    max_tokens: int
+    temperature: float = 1.0
+    system_prompt: str | None = None
+    seed: int = 0
+    run: str = "0"
+    taken: int = 0
+    timeout_s: float = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnTask:
+    """The answers to one task. `tokens`: completion tokens. `fault`: why not all of them will be trained on, or ""."""
+
+    tokens: int
+    fault: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DrawResult:
+    """What was drawn. `tokens`: completion tokens. `failures`: for people, one line for each task that failed.
+    `faults`: one for each task of which a part failed."""
+
+    tokens: int
+    failures: tuple[str, ...]
+    faults: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TakenTasks:
+    """Tasks that were taken from the environment. `first`: the number of the first one; the others follow it. Where
+    the environment has raised, its exception is in the task's place."""
+
+    first: int
+    tasks: Sequence[Task | Exception]
+
+    @property
+    def end(self) -> int:
+        """The number after the last one."""
+        return self.first + len(self.tasks)
+
+
+DrawEpisodes = Callable[[int, Task, AdapterRef], Awaitable[DrawnTask]]
+"""Does the task of a number several times with one version; see `Episodes.draw`."""
+
+
+class Rollouts:
+    """Draws groups of trajectories. Event loop's thread only.
+
+    Args:
+        generate: answers a request, and collects its trajectories.
+        tasks: endless; starts after the tasks that were taken before.
+        draw_episodes: does the tasks of an environment with rollouts of its own; None: a task is one request.
+
+    Attributes:
+        taken: tasks taken so far, `settings.taken` included.
+    """
+
+    def __init__(
+        self,
+        generate: Generate,
+        adapters: AdapterClient,
+        tokenizer: TextTokenizer,
+        tasks: Iterator[Task],
+        settings: RolloutSettings,
+        on_drawn: OnDrawn = lambda _, __: None,
+        draw_episodes: DrawEpisodes | None = None,
+    ) -> None:
+        self.taken = settings.taken
+        self._generate = generate
+        self._adapters = adapters
+        self._tokenizer = tokenizer
+        self._tasks = tasks
+        self._settings = settings
+        self._on_drawn = on_drawn
+        self._draw_episodes = draw_episodes
+        self._taking = asyncio.Lock()
+
+    async def draw(self, groups: int, selector: str) -> DrawResult:
+        """Takes the next `groups` tasks and answers them. Raises what `take` and `answer` raise."""
+        return await self.answer(await self.take(groups), selector)
+
+    async def take(self, groups: int) -> TakenTasks:
+        """Takes the next `groups` tasks. Raises TrainingFailedError: there is no next task."""
+        async with self._taking:  # a generator gives one task at a time, and they are numbered in order
+            tasks = await self._next_tasks(groups)
+            first, self.taken = self.taken, self.taken + groups
+        return TakenTasks(first, tasks)
+
+    async def answer(self, taken: TakenTasks, selector: str) -> DrawResult:
+        """Answers tasks with the current version of `selector`. A failing task does not stop others.
+
+        Raises:
+            EngineDeadError: the device thread has stopped.
+        """
+        first = taken.first
+        answers = [self._answer(number, task, selector) for number, task in enumerate(taken.tasks, first)]
+        results = await asyncio.gather(*answers, return_exceptions=True)
+        for result in results:
+            if isinstance(result, EngineDeadError) or not isinstance(result, DrawnTask | Exception):
+                raise result
+        drawn = [result for result in results if isinstance(result, DrawnTask)]
+        failures = [f"task {n}: {_text(r)}" for n, r in enumerate(results, first) if isinstance(r, Exception)]
+        faults = [f"task {n}: {r.fault}" for n, r in enumerate(results, first) if isinstance(r, DrawnTask) and r.fault]
+        return DrawResult(sum(result.tokens for result in drawn), tuple(failures), tuple(faults))
+
+    async def _next_tasks(self, groups: int) -> list[Task | Exception]:
+        try:
+            return await in_daemon_thread(partial(self._take, groups), self._settings.timeout_s)
+        except TimeoutError:
+            raise TrainingFailedError(f"the environment gave no task within {self._settings.timeout_s:g} s") from None
+
+    def _take(self, groups: int) -> list[Task | Exception]:
+        """The next tasks; an exception of the environment takes the place of a task."""
+        taken: list[Task | Exception] = []
+        while len(taken) < groups:
+            try:
+                taken.append(next(self._tasks))
+            except StopIteration:
+                last = taken[-1] if taken else None
+                why = f" after it raised: {_text(last)}" if isinstance(last, Exception) else ""
+                raise TrainingFailedError(f"the environment has no more tasks{why}") from None
+            except Exception as error:  # noqa: BLE001 - a user's environment may raise anything: this task fails
+                taken.append(error)
+        return taken
+
+    async def _answer(self, number: int, task: Task | Exception, selector: str) -> DrawnTask:
+        """Raises what the task fails with."""
+        if isinstance(task, Exception):
+            raise task
+        task = replace(task, messages=with_system_prompt(task, self._settings.system_prompt))
+        with self._adapters.lease(selector, f"rollout-{self._settings.run}-{number}") as adapter:
+            draw = self._draw_episodes or self._draw_answers
+            return await draw(number, task, adapter)
+
+    async def _draw_answers(self, number: int, task: Task, adapter: AdapterRef) -> DrawnTask:
+        """Draws all answers with one request."""
+        settings = self._settings
+        request = GenerationRequest(
+            request_id=f"rollout-{settings.run}-{number}",  # see `task_number`
+            prompts=(tuple(self._tokenizer.apply_chat_template(task.messages)),),
+            # Sample j of a group is drawn with seed + j.
+            sampling=SamplingParams(
+                temperature=settings.temperature, seed=settings.seed * 2**32 + number * settings.group_size
+            ),
+            stopping=StopParams(settings.max_tokens),
+            n=settings.group_size,
+            adapter=adapter,
+            work_class=WorkClass.TRAINING,
+            collection=replace(task.collection, messages=task.messages),
+        )
+        tokens = 0
+        async for event in events_of(self._generate(request)):
+            if isinstance(event, RequestFinished):
+                tokens = event.completion_tokens
+        self._on_drawn(number, settings.group_size)
+        return DrawnTask(tokens)
+
+
+def group_prefixes(run: str) -> tuple[str, ...]:
+    """What the ids of a run's groups begin with: those of answers to one request, and those of episodes."""
+    return f"group-rollout-{run}-", f"rollout-{run}-"
+
+
+def task_number(group_id: str, run: str) -> int:
+    """The number of the task that a group of the run has answered."""
+    prefix = next(prefix for prefix in group_prefixes(run) if group_id.startswith(prefix))
+    return int(group_id.removeprefix(prefix).partition("-")[0])
+
+
+async def events_of(events: AsyncIterator[Event]) -> AsyncGenerator[Event, None]:
+    """The events of a request; the last one is RequestFinished.
+
+    Raises:
+        Exception: the error of a RequestFailed; EngineError if there is no terminal event.
+    """
+    async with aclosing(cast(AsyncGenerator[Event, None], events)):  # `core` promises aclose()
+        async for event in events:
+            if isinstance(event, RequestFailed):
+                raise event.error
+            yield event
+            if isinstance(event, RequestFinished):
+                return
+    raise EngineError("the engine ended a request without a terminal event")
+
+
+def _text(error: object) -> str:
+    return str(error) or type(error).__name__

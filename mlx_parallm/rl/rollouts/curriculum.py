@@ -1,0 +1,256 @@
+"""Curriculum: tasks are drawn by what the recent tasks of their levels taught.
+
+    environment ── tasks ──▶ Curriculum ── tasks of drawn levels ──▶ Rollouts
+                                 ▲                                      │
+                                 └──────── rewards of their groups ─────┘
+
+A level's share of the tasks is, besides a floor, proportional to n s: n is how often the environment has the level, and
+s is the share of its recent tasks whose group had different rewards. Groups whose rewards are all equal teach nothing,
+so levels that are always or never solved come rarely, and one that is solved now and then comes often, however low its
+mean reward still is. If s is the same for all levels, tasks come as often as in the environment.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import islice
+from random import Random
+from statistics import fmean
+from threading import Lock
+
+from mlx_parallm.config import CurriculumConfig
+from mlx_parallm.core import LEVEL_PREFIX, LevelCard
+from mlx_parallm.rl.environments import Task
+
+WITHOUT, OTHER = "(none)", "(other)"
+"""The level of tasks that have none, and that of tasks of further levels when there are `MOST_LEVELS`."""
+
+MOST_LEVELS = 64
+_AHEAD = 128
+"""Tasks of the environment that are looked at before they are drawn, to know its levels and how frequent they are."""
+
+_MOST_LOOKS = 1000
+"""Further tasks that are looked at for one of the drawn level, before one of another level is taken."""
+
+_MOST_WAITING = 256
+"""Tasks of one level that wait to be drawn. If there are more, the oldest are left out."""
+
+_MOST_UNREWARDED = 4096
+"""Tasks whose rewards are still awaited. If there are more, those of the oldest are not counted."""
+
+_PRIOR = 0.5
+"""Success of a level that was never tried, and its `s`. It counts as one task, so that new levels are tried soon."""
+
+_SKIPPED, _SEEN, TAKEN = (LEVEL_PREFIX + name for name in ("skipped", "seen", "taken"))
+"""Keys of a state that belong to no level."""
+
+
+@dataclass(slots=True)
+class _Level:
+    """`rewards` / `weight` is the success, and `signals` / `weight` is `s`. `waiting`: the newest tasks of the level,
+    oldest first."""
+
+    name: str
+    seen: int = 0
+    drawn: int = 0
+    rewards: float = _PRIOR
+    signals: float = _PRIOR
+    weight: float = 1.0
+    waiting: deque[Task] = field(default_factory=lambda: deque(maxlen=_MOST_WAITING))
+
+    @property
+    def success(self) -> float:
+        return self.rewards / self.weight
+
+    @property
+    def promise(self) -> float:
+        """How much the tasks of the level may teach."""
+        return self.seen * self.signals / self.weight
+
+
+class Curriculum(Iterator[Task]):
+    """The tasks of an environment, in an order that depends on what they gave.
+
+    It is the same order whenever the seed, the environment and the rewards are the same. `next` may run on any thread,
+    but not on two at once.
+
+    Args:
+        tasks: of the environment, from its first one.
+        taken: tasks that were taken before.
+        state: what `state` was when the last of them was taken or before. Those taken since are drawn again, and left
+            out. If it lacks the curriculum, the curriculum begins after the first `taken` tasks.
+    """
+
+    def __init__(
+        self,
+        tasks: Iterator[Task],
+        settings: CurriculumConfig,
+        seed: int,
+        taken: int = 0,
+        state: Mapping[str, float] | None = None,
+    ) -> None:
+        self._settings, self._seed = settings, seed
+        self._levels: dict[str, _Level] = {}
+        self._unrewarded: dict[int, str] = {}  # level by number of the task, oldest first
+        self._rewarded = deque[tuple[int, float, float]]()
+        self._cards: tuple[LevelCard, ...] = ()
+        self._state: Mapping[str, float] = {}
+        self._drawing = Lock()
+        state = state if state and _SEEN in state else {_SKIPPED: taken, _SEEN: 0}
+        self._skipped, self._seen = int(state[_SKIPPED]), 0
+        self._taken = int(state.get(TAKEN, taken))
+        self._ended = False
+        deque(islice(tasks, self._skipped), maxlen=0)
+        self._tasks = tasks
+        self._restore(state)
+        while self._taken < taken:
+            with suppress(Exception):  # what the environment raises takes the place of a task
+                next(self)
+
+    @property
+    def cards(self) -> tuple[LevelCard, ...]:
+        """The levels that are known, in the order of their first tasks. Any thread may read them."""
+        return self._cards
+
+    @property
+    def state(self) -> Mapping[str, float]:
+        """All that another process needs to go on from where rewards were counted last. Any thread may read it."""
+        return self._state
+
+    # -- rewards ---------------------------------------------------------------------------------
+
+    def learn(self, number: int, rewards: Sequence[float]) -> None:
+        """Notes the rewards of a task by its number, 0 the first of the run. They count from the next `settle` on."""
+        if rewards:
+            mean = fmean(min(max(reward, 0.0), 1.0) for reward in rewards)
+            self._rewarded.append((number, mean, float(max(rewards) > min(rewards))))
+
+    def settle(self, before: int | None = None) -> None:
+        """Counts the rewards that have come, in the order of their tasks, up to the task `before`; None: all. `next`
+        counts all too; while it is at work on another thread, this returns at once.
+
+        In `state`, the task `before` and those that were drawn after it wait again.
+        """
+        if self._drawing.acquire(blocking=False):
+            try:
+                self._settle(before)
+            finally:
+                self._drawing.release()
+
+    def _settle(self, before: int | None = None) -> None:
+        came = [self._rewarded.popleft() for _ in range(len(self._rewarded))]
+        for number, reward, signal in sorted(came):
+            if before is not None and number >= before:
+                self._rewarded.append((number, reward, signal))
+            elif (name := self._unrewarded.pop(number, None)) is not None:
+                level, keep = self._levels[name], 1 - 1 / self._settings.memory
+                level.rewards = keep * level.rewards + reward
+                level.signals = keep * level.signals + signal
+                level.weight = keep * level.weight + 1
+        self._cards = tuple(
+            LevelCard(level.name, level.success, share, level.drawn)
+            for level, share in zip(self._levels.values(), self._shares(), strict=True)
+        )
+        self._state = self._state_at(self._taken if before is None else before)
+
+    def _state_at(self, taken: int) -> Mapping[str, float]:
+        """The state, as if no more tasks had been taken."""
+        state: dict[str, float] = {_SKIPPED: self._skipped, _SEEN: self._seen, TAKEN: taken}
+        ahead = Counter(level for number, level in self._unrewarded.items() if number >= taken)
+        for level in self._levels.values():
+            values = {
+                "drawn": level.drawn - ahead[level.name],
+                "rewards": level.rewards,
+                "signals": level.signals,
+                "weight": level.weight,
+                "waiting": len(level.waiting) + ahead[level.name],
+            }
+            state |= {f"{LEVEL_PREFIX}{level.name}/{key}": value for key, value in values.items()}
+        return state
+
+    # -- tasks -----------------------------------------------------------------------------------
+
+    def __next__(self) -> Task:
+        """Raises StopIteration: the environment has no more tasks. Raises what the environment raises."""
+        with self._drawing:
+            return self._next()
+
+    def _next(self) -> Task:
+        number, self._taken = self._taken, self._taken + 1
+        while not self._ended and self._seen < self._taken - self._skipped + _AHEAD:
+            self._look()
+        self._settle()
+        level = self._drawn_level(number)
+        task = level.waiting.popleft()
+        level.drawn += 1
+        self._unrewarded[number] = level.name
+        while len(self._unrewarded) > _MOST_UNREWARDED:
+            del self._unrewarded[next(iter(self._unrewarded))]
+        self._settle()
+        return task
+
+    def _look(self) -> None:
+        """Puts the next task of the environment into its level."""
+        try:
+            self._seen += 1
+            task = next(self._tasks)
+        except StopIteration:
+            self._ended = True
+            return
+        name = WITHOUT if task.level is None else task.level
+        if name not in self._levels and len(self._levels) >= MOST_LEVELS:
+            name = OTHER
+        level = self._levels.setdefault(name, _Level(name))
+        level.seen += 1
+        level.waiting.append(task)
+
+    def _drawn_level(self, number: int) -> _Level:
+        """A level that has a task waiting, chosen by the shares."""
+        levels = [*self._levels.values()]
+        if not levels:
+            raise StopIteration
+        chosen = Random(f"curriculum/{self._seed}/{number}").choices(levels, self._shares())[0]
+        looks = 0
+        while not chosen.waiting and not self._ended and looks < _MOST_LOOKS:
+            self._look()
+            looks += 1
+        if not chosen.waiting:
+            chosen = max(self._levels.values(), key=lambda level: len(level.waiting))
+        if not chosen.waiting:
+            raise StopIteration
+        return chosen
+
+    def _shares(self) -> list[float]:
+        """The probabilities of the levels."""
+        levels, floor = self._levels.values(), self._settings.floor
+        seen, promised = sum(level.seen for level in levels), sum(level.promise for level in levels)
+        if not promised:
+            return [level.seen / seen for level in levels]
+        return [floor * level.seen / seen + (1 - floor) * level.promise / promised for level in levels]
+
+    def _restore(self, state: Mapping[str, float]) -> None:
+        """Looks at the tasks that were looked at before, and leaves those that were waiting."""
+        while not self._ended and self._seen < state[_SEEN]:
+            with suppress(Exception):  # what the environment raises took the place of a task then too
+                self._look()
+        for level in self._levels.values():
+            of_level = LEVEL_PREFIX + level.name
+            level.drawn = int(state.get(f"{of_level}/drawn", 0))
+            level.rewards = state.get(f"{of_level}/rewards", _PRIOR)
+            level.weight = state.get(f"{of_level}/weight", 1.0)
+            level.signals = state.get(f"{of_level}/signals", _PRIOR * level.weight)
+            while len(level.waiting) > state.get(f"{of_level}/waiting", 0):
+                level.waiting.popleft()
+        self._settle()
+
+
+def figures(cards: Sequence[LevelCard]) -> Mapping[str, float]:
+    """The figures of the levels by name, such as `curriculum/easy/success`."""
+    return {
+        f"{LEVEL_PREFIX}{card.level}/{name}": value
+        for card in cards
+        for name, value in (("success", card.success), ("share", card.share), ("drawn", float(card.drawn)))
+    }

@@ -1,0 +1,387 @@
+"""AdapterTraining: updates the policy of one adapter, publishes it as a live version, and rolls it back.
+
+    batch ─▶ learn ─▶ gate ─▶ stage ─▶ evaluate ─▶ flip ─▶ checkpoint
+               │        │       │         │         │
+               └────────┴───────┴─────────┴─────────┴──▶ undo: the policy is restored, the version discarded
+
+Staging adds a version that no request gets yet; the flip makes it live. If the gate does not read the evaluation, all
+from learn to flip happens on the device thread, without a trip to the event loop, and the live version is evaluated.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from functools import partial
+
+from mlx_parallm.adapters.weights import AdapterWeights, VersionInfo
+from mlx_parallm.core import BASE_ADAPTER, AdapterRef, CheckpointCard, Divergence, EvaluationResult, UpdateReport
+from mlx_parallm.rl.collect.versions import VersionHistory
+from mlx_parallm.rl.divergence.watch import DivergenceWatch
+from mlx_parallm.rl.evaluation.history import EvaluationHistory
+from mlx_parallm.rl.events import UpdateOutcome, UpdateReporter
+from mlx_parallm.rl.learn.policy import PolicySnapshot, PolicyState
+from mlx_parallm.rl.objectives.batches import UpdateBatch
+from mlx_parallm.rl.objectives.rewards import RewardHistory
+from mlx_parallm.rl.runs.replay import StartPoint
+from mlx_parallm.rl.updates.checkpoints import BEST, AdapterCheckpoints, TrainedVersion
+from mlx_parallm.rl.updates.parts import AdapterTrainingParts
+
+CHANGE = "journal_change"
+"""Key of a checkpoint's metrics: the number of the last change of the policy that is in it."""
+
+_log = logging.getLogger(__name__)
+
+
+class AdapterTraining:
+    """Trains one adapter. The lock of `TrainingLoop` ensures that one coroutine uses it at a time.
+
+    Attributes:
+        unpublished: whether the policy has updates that are in no published version.
+        progress: where a run on an environment was at the last update, so that it can resume there. Each update
+            replaces the values that it names.
+        change: number of the last change of the policy. `PolicyJournal` counts them.
+        start: where training started; set by `open`.
+        checkpoints: those of the adapter, and its best version: the one with the best evaluation or, without
+            evaluations, the one that was the latest when the running mean reward was highest.
+
+    Invariant: while the learner's policy may differ from the one that versions and reports describe, `_undo` is the
+    policy that they describe. It is restored before the learner's policy is used for anything else.
+
+    Args:
+        serves_base: whether requests for this adapter get the base model until it has a version. If not, it gets a
+            first version at once, equal to the base model.
+    """
+
+    def __init__(self, name: str, parts: AdapterTrainingParts, serves_base: bool) -> None:
+        self.name = name
+        self.versions = VersionHistory(BASE_ADAPTER)
+        self.rewards = RewardHistory()
+        self.unpublished = False
+        self.evaluations = EvaluationHistory()
+        self.progress: Mapping[str, float] = {}
+        self.change = 0
+        self.start = StartPoint()
+        self.checkpoints = AdapterCheckpoints(
+            name, parts.learner, parts.adapters, parts.checkpoints, parts.checkpointing, parts.emit, parts.policy_of
+        )
+        self.reports = UpdateReporter(name, parts.emit)
+        self.watch = DivergenceWatch(name, parts.config.divergence, parts.emit, self._can_roll_back)
+        self._parts = parts
+        self.journal = parts.journal
+        self._learner = parts.learner
+        self._adapters = parts.adapters
+        self._serves_base = serves_base
+        self._undo: PolicyState | PolicySnapshot | None = None
+        self._info: VersionInfo  # of every version that training makes; set by `open`
+
+    @property
+    def live(self) -> AdapterRef | None:
+        """The adapter's live version, whether or not it was trained here."""
+        return self._adapters.live(self.name)
+
+    # -- start -----------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Starts training from the newest checkpoint of the live version. If that version has no checkpoint, training
+        starts from its weights. If no version is live, it starts from a new policy that equals the base model.
+
+        Raises:
+            InvalidRequestError: the live version has another rank, alpha or targets than those configured.
+            ConflictError: the live version was not trained here, and there is no `policy_of` to make a policy from it.
+        """
+        live = self.live
+        card = self.checkpoints.newest_of(live)
+        start = None if live is None else await self.checkpoints.policy_of(live, card)
+        await self._learner.open(self.name, start)
+        self._info = VersionInfo.of(self._learner.weights(self.name))
+        self._undo, self.unpublished, self.rewards = None, False, RewardHistory()
+        self.watch.restart()
+        self.evaluations = EvaluationHistory(self._parts.evaluator, self._parts.config.evaluation.every or 1)
+        self.checkpoints.unsaved.clear()
+        self.checkpoints.set_best(None)
+        self.versions = VersionHistory(live or BASE_ADAPTER)
+        self.reports.step = start.step if start else 0
+        number = card.metrics.get(CHANGE) if card is not None else None
+        self.start = StartPoint(
+            str(live) if live else "", card.name if card else "", None if number is None else int(number)
+        )
+        self.change = self.start.number or 0
+        if start is not None and card is not None:
+            self.rewards.restore(card.metrics)
+            self.evaluations.restore(card.metrics, self.name)
+            best = await self.checkpoints.load_best()
+            if best is None:  # its checkpoint is gone
+                self.rewards.trend.forget_best()
+                self.evaluations.forget_best()
+            self.checkpoints.set_best(TrainedVersion(best.ref) if best else TrainedVersion(self.versions.latest, start))
+        elif live is None and not self._serves_base:
+            async with self._undone_on_failure():
+                ref = await self._stage()
+                await self._adapters.flip(ref)
+                self.versions.append(ref)
+                self._undo = None
+        self._parts.emit("started", adapter=self.name, version=str(self.versions.latest), step=self.reports.step)
+
+    # -- an update -------------------------------------------------------------------------------
+
+    async def mark_best(self) -> None:
+        """Makes the latest version the best one if its rewards have raised the running mean to a new high. If versions
+        are evaluated, that decides instead."""
+        if not self.unpublished and self.rewards.trend.mark_best() and not self.evaluations.enabled:
+            await self._set_best_to_latest()
+
+    async def _set_best_to_latest(self) -> None:
+        latest = self.versions.latest
+        policy = None if latest == BASE_ADAPTER else await self._policy()
+        self.checkpoints.set_best(TrainedVersion(latest, policy, self._histories()))
+
+    def _histories(self) -> dict[str, float]:
+        """What training needs after a restart, for the metrics of a checkpoint."""
+        return {**self.rewards.to_metrics(), **self.evaluations.to_metrics(), CHANGE: float(self.change)}
+
+    @property
+    def rewards_fell(self) -> bool:
+        """Whether rewards have collapsed since that was last reported."""
+        return self.watch.judge_rewards(self.rewards.trend) is not None
+
+    def _can_roll_back(self) -> bool:
+        best = self.checkpoints.best
+        return best is not None and (self.unpublished or best.ref != self.versions.latest)
+
+    async def learn(
+        self,
+        batch: UpdateBatch,
+        publish: bool = True,
+        progress: Mapping[str, float] | None = None,
+        again: bool = False,
+    ) -> UpdateReport:
+        """Makes one update. Unless the status of the report is published or trained, policy, versions and `progress`
+        stay as they were.
+
+        Args:
+            publish: if it is False, no version is made of the update.
+            again: the update was accepted before a crash, and is accepted again.
+
+        Raises:
+            Exception: raised by the learner or while publishing; policy and versions are as before.
+        """
+        gate, evaluation, loss = self._parts.gate, None, batch.loss or self._parts.config.loss
+        evaluates_first = gate.reads_evaluations and not again and self.evaluations.due(self.reports.step + 1)
+        async with self._undone_on_failure():
+            judge = partial(self.watch.judge, loss, again)
+            make_version = partial(self._publish, not evaluates_first, judge) if publish else None
+            outcome, ref = await self._learner.learn(self.name, batch, make_version)
+            found = judge(outcome)
+            self.watch.tell(found, self.rewards.trend, self.live, self.reports.step)
+            self.watch.observe(loss, outcome)
+            if outcome.skipped:
+                skipped = self.reports.skipped(self.live, outcome.skipped, metrics=outcome.metrics)
+                return replace(skipped, divergences=found)
+            refusal = gate.judge(found)
+            if refusal is None and ref is not None and evaluates_first:
+                evaluation = await self._evaluate(ref, outcome.step)
+                refusal = gate.judge_evaluation(evaluation)
+            if evaluation is not None:
+                outcome = replace(outcome, metrics={**outcome.metrics, **evaluation.metrics})
+            if refusal is not None:
+                return replace(self.reports.held(self.live, refusal, outcome), divergences=found)
+            if ref is not None and evaluates_first:
+                await self._adapters.flip(ref)
+            self._undo = None
+            self.checkpoints.unsaved.add()
+            self.unpublished = ref is None
+            self.progress = {**self.progress, **(progress or {})}
+            if ref is not None:
+                self.versions.append(ref)
+            self.watch.accept(loss, outcome)
+            report = self.reports.updated("published" if ref else "trained", ref or self.live, outcome)
+        if evaluation is not None:
+            await self._add_evaluation(evaluation)
+        return replace(report, divergences=found)
+
+    def _publish(
+        self,
+        goes_live: bool,
+        judge: Callable[[UpdateOutcome], Sequence[Divergence]],
+        outcome: UpdateOutcome,
+        weights: AdapterWeights,
+    ) -> Future[AdapterRef] | None:
+        """Stages an update as a new version if the gate accepts it. If `goes_live` is true, the version goes live as
+        soon as it is staged. Called on the device thread, right after the update."""
+        if outcome.skipped or self._parts.gate.judge(judge(outcome)):
+            return None
+        return self._adapters.publish_trained(self.name, weights, self._info, self.versions.announce, goes_live)
+
+    async def _stage(self) -> AdapterRef:
+        """Stages a new version of the learner's policy, which is not live yet."""
+        weights = self._learner.weights(self.name)  # they never leave the device
+        version = await self._adapters.publish(self.name, weights, self._info, goes_live=False)
+        self.versions.announce(version.ref)
+        return version.ref
+
+    def _discard_announced(self) -> None:
+        """Forgets the version that was announced, unless it is in `versions`."""
+        if (ref := self.versions.retract()) is not None:
+            self._adapters.discard(ref)
+
+    # -- evaluation ------------------------------------------------------------------------------
+
+    async def evaluate_if_due(self, early: bool = False) -> EvaluationResult | None:
+        """Evaluates the live version of training if that is due. If it fails, the next attempt is due later.
+
+        `early`: evaluates it even if it is not due yet, unless it was evaluated before.
+
+        Returns:
+            None if it was not due, or has failed.
+        """
+        version, step = self.versions.latest, self.reports.step
+        due = self.evaluations.due(step) or (early and self.evaluations.lacks(version))
+        if self.unpublished or not due:
+            return None
+        result = await self._evaluate(version, step)
+        if result is None:
+            self.evaluations.postpone(self.reports.step)
+        else:
+            await self._add_evaluation(result)
+        return result
+
+    async def _evaluate(self, version: AdapterRef, step: int) -> EvaluationResult | None:
+        """Evaluates a version, live or staged. None: it failed, which is logged and counted."""
+        _log.info("evaluating %s on the held-out tasks", version)
+        try:
+            with self._adapters.lease(TrainedVersion(version).selector):
+                result = await self.evaluations.evaluate(version, step)
+        except Exception as error:  # noqa: BLE001 - whatever failed, training goes on
+            _log.exception("the evaluation of %s failed", version)
+            reason = str(error) or type(error).__name__
+            self._parts.emit("evaluation_failed", adapter=self.name, version=str(version), step=step, reason=reason)
+            return None
+        self._parts.emit("evaluation", adapter=self.name, version=str(version), step=step, metrics=dict(result.metrics))
+        return result
+
+    async def _add_evaluation(self, result: EvaluationResult) -> None:
+        if self.evaluations.add(result):
+            await self._set_best_to_latest()
+
+    # -- checkpoints -----------------------------------------------------------------------------
+
+    def number_versions_from(self, least: int) -> None:
+        """The next version gets at least this number."""
+        self._adapters.number_from(self.name, least)
+
+    async def save_if_due(self) -> str | None:
+        """Saves a checkpoint if one is due, and returns its name. If that fails, the next attempt is due later."""
+        return await self.save_now() if self.checkpoints.unsaved.due_in == 0 else None
+
+    async def save_now(self) -> str | None:
+        """Saves a checkpoint, and returns its name. If that fails, the next attempt is due later."""
+        try:
+            return (await self.save()).name
+        except Exception:  # noqa: BLE001 - it is logged already, and the update itself is live
+            self.checkpoints.unsaved.postpone()
+            return None
+
+    async def close(self) -> None:
+        """Saves updates that no checkpoint has. Raises what `save` raises."""
+        if self.checkpoints.unsaved.lost:
+            await self.save()
+
+    async def save(
+        self, step: int | None = None, tags: Sequence[str] = (), metrics: Mapping[str, float] | None = None
+    ) -> CheckpointCard:
+        """Saves the policy with the optimizer's state as a checkpoint of its version. If the policy has no version,
+        because it is not published or still equals the base model, one is staged for the checkpoint.
+
+        `metrics`: saved in place of those of the last update.
+
+        Raises:
+            ConflictError: there is another checkpoint of `step`.
+            StorageError: the disk failed, for the checkpoint or for the journal.
+            Exception: see `PolicyCheckpoints.save`.
+        """
+        await self.journal.flush()  # a checkpoint never has an update that the journal lacks
+        policy = await self._policy()
+        of_update = self.reports.metrics if metrics is None else metrics
+        metrics = {**of_update, **self._histories()}
+        has_version = not self.unpublished and self.versions.latest != BASE_ADAPTER
+        try:
+            ref = self.versions.latest if has_version else await self._stage()
+            card = await self.checkpoints.save(ref, policy, metrics, tags, step)
+            if not has_version:
+                self.versions.add_saved(card.adapter)
+            return card
+        finally:
+            self._discard_announced()
+
+    # -- rollback --------------------------------------------------------------------------------
+
+    async def roll_back(self, to: str | None) -> AdapterRef:
+        """Makes an earlier version live and continues training from it.
+
+        `to`: name or tag of a checkpoint; None: the best version.
+
+        Raises:
+            ConflictError: there is no best version.
+            UnknownModelError: there is no such checkpoint.
+            AdapterFileError: the checkpoint cannot be used.
+            Exception: raised by the learner or while publishing; policy and versions are as before.
+        """
+        goal = await self.checkpoints.find(to)
+        with self._adapters.lease(goal.selector):
+            async with self._undone_on_failure():
+                await self._learner.restore(self.name, goal.policy)
+                # the base model is no version of the adapter: in its place, a new version that equals it goes live
+                ref = goal.ref if goal.ref != BASE_ADAPTER else await self._stage()
+                await self._adapters.flip(ref)
+                self.versions.rewind_to(goal.ref)
+                if ref != goal.ref:
+                    self.versions.append(ref)
+                self._undo = None
+            self.unpublished = False
+            self.rewards.restart()
+            self.watch.restart()
+            self.reports.step = goal.policy.step if goal.policy else 0
+            self._parts.emit("rollback", adapter=self.name, version=str(ref), step=self.reports.step)
+            await self._resume_from(ref, best=to in (None, BEST))
+        return ref
+
+    async def _resume_from(self, ref: AdapterRef, best: bool) -> None:
+        """Makes a restart of the server resume from this version. If it is the best one, it is saved, because it may
+        have no checkpoint yet."""
+        if best:
+            self.checkpoints.set_best(TrainedVersion(ref, await self._policy()))
+            self.checkpoints.unsaved.add()
+            with suppress(Exception):  # `save` has logged it, and the next checkpoint saves the best version again
+                await self.save()
+        else:
+            self.checkpoints.unsaved.clear()
+        if card := self.checkpoints.newest_of(ref):
+            await self.checkpoints.set_latest(card.name)
+
+    # -- undo ------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _undone_on_failure(self) -> AsyncIterator[None]:
+        """At the end of the block, restores the policy and discards the version that was announced, unless the block
+        has set `_undo` to None. So a cancelled update never goes live, whatever the device is doing for it."""
+        self._undo = await self._policy()
+        try:
+            yield
+        finally:
+            if self._undo is not None:
+                self._discard_announced()
+                try:
+                    await self._policy()
+                except Exception:  # noqa: BLE001 - the block's own error is what the caller should see
+                    _log.exception("the policy of %s could not be restored; it will be before its next use", self.name)
+
+    async def _policy(self) -> PolicyState | PolicySnapshot:
+        """The current policy, after a pending undo has been done."""
+        if self._undo is not None:
+            await self._learner.restore(self.name, self._undo)
+            self._undo = None
+        return self._learner.state(self.name)

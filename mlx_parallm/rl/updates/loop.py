@@ -1,0 +1,360 @@
+"""TrainingLoop decides when one adapter is updated, and on which trajectories.
+
+buffer ─▶ complete groups ─▶ selection ─▶ advantages, batch ─▶ AdapterTraining.learn ─▶ new live version
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from dataclasses import replace
+
+from mlx_parallm.config import ResolvedTraining
+from mlx_parallm.core import (
+    AdapterRef,
+    CheckpointCard,
+    EvaluationResult,
+    GivenTrajectory,
+    Signal,
+    TrainingStatus,
+    UpdateReport,
+)
+from mlx_parallm.errors import InvalidRequestError, StorageError
+from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
+from mlx_parallm.rl.collect.groups import DropReason, TrajectoryGroup
+from mlx_parallm.rl.collect.sources import SourceLedger
+from mlx_parallm.rl.divergence.pausing import Pausing
+from mlx_parallm.rl.events import Emit
+from mlx_parallm.rl.objectives.batches import PreparedBatch, ScoredGroup
+from mlx_parallm.rl.objectives.signals import loss_of, prepare_signal, signal_of
+from mlx_parallm.rl.updates.adapter_training import AdapterTraining
+from mlx_parallm.rl.updates.given import check_loss, given_groups
+from mlx_parallm.rl.updates.recovery import CHANGED, PolicyJournal
+from mlx_parallm.rl.updates.response import DivergenceResponse
+from mlx_parallm.rl.updates.selection import GroupSelection
+from mlx_parallm.rl.updates.status import training_status
+from mlx_parallm.rl.updates.turns import Chosen, UpdateTurns, sources
+
+_DROP_REASONS = {"published": None, "trained": None, "held": DropReason.HELD, "skipped": DropReason.SKIPPED}
+"""Why the trajectories of an update are dropped, by the status of its report. None: they were trained on."""
+
+_log = logging.getLogger(__name__)
+
+
+class TrainingLoop:
+    """Updates one adapter: on request, and whenever enough trajectories are ready. One lock orders all changes.
+
+    Every group that is taken from the buffer is ended, whatever becomes of its update. If an update was skipped, held
+    or failed, its trajectories are dropped, since another attempt would end the same way. If it was cancelled, because
+    the process ends, they wait again.
+
+    Attributes:
+        held: whether automatic updates wait, because two versions are being compared.
+        entry: makes the block in which each automatic update is made.
+        own_progress: what updates note as their progress if they are given none; None: nothing.
+    """
+
+    def __init__(
+        self,
+        training: AdapterTraining,
+        buffer: TrajectoryBuffer,
+        config: ResolvedTraining,
+        emit: Emit,
+        ledger: SourceLedger | None = None,
+    ) -> None:
+        self.training = training
+        self.held = False
+        self.entry: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
+        self.own_progress: Callable[[], Mapping[str, float] | None] = lambda: None
+        self._buffer = buffer
+        self._config = config
+        self._ledger = ledger or SourceLedger()
+        self._selection = GroupSelection(training, buffer, config)
+        self._turns = UpdateTurns(training, buffer, config, self._selection)
+        self._changes = PolicyJournal(training, config)
+        self._lock = asyncio.Lock()
+        self._changed = asyncio.Event()
+        self._pausing = Pausing(training.name, emit, config.max_skips)
+        self._response = DivergenceResponse(training, self._changes, self._selection, self._pausing)
+
+    @property
+    def name(self) -> str:
+        return self.training.name
+
+    # -- automatic updates -----------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Makes updates and checkpoints when they are due. Never returns; a failing update does not stop it."""
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self.training.checkpoints.unsaved.due_in):
+                    await self._changed.wait()
+            self._changed.clear()
+            while self._due:
+                async with self.entry(), self._lock:
+                    await self._automatic_update()
+            async with self._lock:
+                await self.training.save_if_due()
+
+    def wake(self) -> None:
+        """Lets `run` check whether an update is due. Call this when groups may have become complete."""
+        self._selection.look()
+        self._changed.set()
+
+    @property
+    def has_enough(self) -> bool:
+        """Whether the trajectories that wait are enough for an update."""
+        return self._selection.enough
+
+    @property
+    def with_signal(self) -> int:
+        """Trajectories that wait and have a learning signal."""
+        return self._selection.with_signal
+
+    @property
+    def _due(self) -> bool:
+        wanted = self._turns.due is not None or self.training.rewards_fell
+        return self._pausing.reason is None and not self.held and wanted
+
+    async def _automatic_update(self) -> None:
+        if self._due:  # still true, so no other update has taken the trajectories
+            try:
+                await self._changes.flush()
+                await self._conclude(await self._update(self._turns.take()))
+            except StorageError as error:
+                self.pause(str(error))
+            except Exception:  # noqa: BLE001 - only this update fails; after `max_skips` of them training pauses
+                _log.exception("an update of %s failed", self.name)
+
+    # -- on request ------------------------------------------------------------------------------
+
+    async def settled(self) -> None:
+        """Returns when no change is under way."""
+        async with self._lock:
+            pass
+
+    async def open(self) -> None:
+        """See `AdapterTraining.open`. The first time, it also makes the updates again that a crash has undone.
+
+        Raises:
+            ConfigError: the journal is damaged.
+            StorageError: the journal cannot be written.
+        """
+        async with self._lock:
+            await self.training.open()
+            self._selection.restart()
+            await self._changes.open()
+            self.sweep()
+
+    async def update(
+        self,
+        given: Sequence[GivenTrajectory] | None,
+        publish: bool = True,
+        tag: str | None = None,
+        progress: Mapping[str, float] | None = None,
+        signal: Signal | None = None,
+        chosen: Chosen | None = None,
+    ) -> UpdateReport:
+        """Makes one update on `given`, or on all complete groups, even if training is paused.
+
+        Args:
+            signal: what `given` teaches (None: rewards). Without `given`, it and `chosen` are those of
+                `UpdateTurns.take_all`.
+            tag: after the update, whatever its status, the policy is saved with this tag.
+            progress: see `AdapterTraining.progress`.
+
+        Raises:
+            InvalidRequestError: one of `given` cannot be trained on.
+            StorageError: the journal cannot be written, so nothing was trained; or the update was made, but could not
+                be saved. The message says which.
+            Exception: what learning or publishing raised; policy and versions are as before.
+        """
+        groups = None if given is None else given_groups(given, self._staleness_of_given)
+        if groups is not None and signal is not None:
+            groups = tuple(replace(group, signal=signal) for group in groups)
+        if groups is not None:
+            check_loss(groups, loss_of(signal_of(groups), self._config.loss))
+        async with self._lock:
+            await self._changes.flush()
+            if groups is None:
+                report = await self._update(self._turns.take_all(signal, chosen), publish, progress)
+            else:
+                prepared = prepare_signal(groups, self._config.loss, self.training.rewards)
+                report = await self._learn(groups, prepared, publish, progress)
+            report = await self._conclude(report)
+            self.wake()  # so that `run` waits for the time of the next checkpoint
+            return await self._kept(report, tag)
+
+    def _staleness_of_given(self, version: AdapterRef) -> int:
+        """How many versions behind the latest one a version is.
+
+        Raises:
+            InvalidRequestError: trajectories of this version cannot be trained on.
+        """
+        if reason := self.reason_against(version):
+            raise InvalidRequestError(
+                f"lora_version: {version} cannot be trained on ({reason.value}); the latest version is "
+                f"{self.training.versions.latest}, and max_staleness is {self._config.max_staleness}",
+                "trajectories",
+            )
+        return self.training.versions.staleness(version) or 0
+
+    async def _kept(self, report: UpdateReport, tag: str | None) -> UpdateReport:
+        """Returns when the update is on the disk: in the journal and, if there is a `tag`, in a checkpoint."""
+        try:
+            await self._changes.flush()
+            if tag is None:
+                return report
+            self._changes.begin()
+            card = await self.training.save(tags=[tag])
+        except StorageError as error:
+            raise StorageError(f"the update ended as {report.status!r}, step {report.step}, but {error}") from error
+        return replace(report, checkpoint=card.name)
+
+    async def roll_back(self, to: str | None) -> None:
+        """See `AdapterTraining.roll_back`."""
+        async with self._lock:
+            try:
+                await self.training.roll_back(to)
+                self._selection.restart()
+                await self._changes.rolled_back()
+            finally:
+                self.sweep()
+
+    async def close(self) -> None:
+        """Saves what is in no checkpoint yet; see `AdapterTraining.close`."""
+        async with self._lock:
+            await self.training.close()
+
+    async def save(self, step: int | None, tags: Sequence[str], metrics: Mapping[str, float]) -> CheckpointCard:
+        """See `AdapterTraining.save`."""
+        async with self._lock:
+            self._changes.begin()
+            return await self.training.save(step, tags, metrics)
+
+    async def evaluate_if_due(self, early: bool = False) -> EvaluationResult | None:
+        """See `AdapterTraining.evaluate_if_due`."""
+        async with self._lock:
+            return await self.training.evaluate_if_due(early)
+
+    @property
+    def pause_reason(self) -> str | None:
+        """Why automatic updates are stopped; None: they are not."""
+        return self._pausing.reason
+
+    def pause(self, reason: str = "asked") -> None:
+        """Stops automatic updates. An update in progress still finishes."""
+        self._pausing.pause(reason)
+
+    def resume(self) -> None:
+        if self._pausing.resume():
+            self.wake()
+
+    # -- one update ------------------------------------------------------------------------------
+
+    async def _update(
+        self, groups: Sequence[TrajectoryGroup], publish: bool = True, progress: Mapping[str, float] | None = None
+    ) -> UpdateReport:
+        """Trains on groups that were taken from the buffer, and ends each of them."""
+        reasons: Sequence[DropReason | None] = [DropReason.SKIPPED] * len(groups)
+        try:
+            learnt = sources(groups)
+            without_signal, taken = self._turns.scored(groups)
+            scored = [*without_signal, *taken]
+            wanted = self._turns.wanted(signal_of(scored))
+            prepared = prepare_signal(scored, self._config.loss, self.training.rewards, wanted)
+            report = await self._learn(scored, prepared, publish, progress, wanted)
+            if report.status in CHANGED:
+                self._ledger.updated(self.name, learnt, report.metrics)
+            of_groups = prepared.drop_reasons[len(without_signal) :]
+            reasons = [reason or _DROP_REASONS[report.status] for reason in of_groups]
+            return replace(report, signal=signal_of(scored))
+        except asyncio.CancelledError:
+            for group in groups:
+                self._buffer.give_back(group)
+            raise
+        finally:
+            for group, reason in zip(groups, reasons, strict=True):
+                self._buffer.finish(group, reason)
+
+    async def _learn(
+        self,
+        groups: Sequence[ScoredGroup],
+        prepared: PreparedBatch,
+        publish: bool,
+        progress: Mapping[str, float] | None,
+        wanted: int | None = None,
+    ) -> UpdateReport:
+        training = self.training
+        progress = self.own_progress() if progress is None else progress
+        try:
+            await training.mark_best()
+            of_rewards = signal_of(groups) is Signal.REWARDS
+            if of_rewards and (instead := await self._response.to_rewards()) is not None:
+                return instead
+            if not groups:
+                return training.reports.skipped(training.live, "no_trajectories")
+            if not prepared.batch.samples:
+                return training.reports.skipped(training.live, "no_signal", metrics=prepared.batch.metrics)
+            await training.evaluate_if_due()  # the version that training starts from
+            report = await training.learn(prepared.batch, publish, progress)
+            if report.status in CHANGED:
+                await self._pausing.recorded(self._changes.updated(groups, wanted, publish, progress, report))
+            if report.divergences:
+                await self._response.to(report.divergences)
+                report = replace(report, adapter=training.live, step=training.reports.step)
+        except Exception as error:  # counted and reported, whatever it is, and raised again
+            training.reports.skipped(training.live, "failed", str(error) or type(error).__name__)
+            self._pausing.failed("failed")
+            raise
+        finally:
+            self.sweep()
+        if report.status == "skipped" or (report.status == "held" and report.divergences):
+            self._pausing.failed(report.reason)
+        else:
+            self._pausing.succeeded()
+        return report
+
+    async def _conclude(self, report: UpdateReport) -> UpdateReport:
+        """Evaluates the new version and saves a checkpoint, each if it is due. Adds them to the report."""
+        if report.status == "published" and (result := await self.training.evaluate_if_due()):
+            report = replace(report, metrics={**report.metrics, **result.metrics})
+        name = await self.training.save_if_due()
+        return report if name is None else replace(report, checkpoint=name)
+
+    # -- what may be trained on ------------------------------------------------------------------
+
+    def reason_against(self, version: AdapterRef | None) -> DropReason | None:
+        """Why the trajectories of this version cannot be trained on; None if they can, or if the version is unknown."""
+        if version is None:
+            return None
+        staleness = self.training.versions.staleness(version)
+        if staleness is None:
+            return DropReason.UNKNOWN_VERSION
+        return DropReason.STALE if staleness > self._config.max_staleness else None
+
+    def sweep(self) -> None:
+        """Drops what cannot be trained on any more."""
+        self._buffer.sweep(self.name, self.reason_against)
+
+    # -- status ----------------------------------------------------------------------------------
+
+    def status(self) -> TrainingStatus:
+        """See `training_status`."""
+        detail = {
+            "pause_reason": self._pausing.reason,
+            "failures_in_a_row": self._pausing.failures,
+            "trajectories_with_signal": self._selection.with_signal,
+            "trajectories_without_signal": self._selection.without_signal,
+            "people_waiting": self._turns.waiting(),
+        }
+        return training_status(self.training, self._buffer, self._state(), detail)
+
+    def _state(self) -> str:
+        if self._lock.locked():
+            return "updating"
+        if self._pausing.reason is not None:
+            return "paused"
+        return "running" if self._buffer.waiting(self.name) else "idle"

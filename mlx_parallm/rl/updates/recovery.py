@@ -1,0 +1,187 @@
+"""PolicyJournal: writes the changes of one adapter's policy into the journal, and makes them again after a crash."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean
+
+from mlx_parallm.config import ResolvedTraining
+from mlx_parallm.core import BASE_ADAPTER, AdapterRef, GivenTrajectory, Signal, Trajectory, UpdateReport
+from mlx_parallm.errors import ParaLLMError, RequestError
+from mlx_parallm.rl.objectives.batches import ScoredGroup
+from mlx_parallm.rl.objectives.episodes import Episode
+from mlx_parallm.rl.objectives.signals import prepare_signal
+from mlx_parallm.rl.runs.records import PolicyChange, Rollback, Start, TrainedEpisode, TrainedGroup, Update
+from mlx_parallm.rl.runs.replay import plan
+from mlx_parallm.rl.updates.adapter_training import AdapterTraining
+
+_LINEAGE = 100
+"""Versions of a lineage that are kept. Trajectories of older ones are too stale to be trained on."""
+
+CHANGED = ("published", "trained")
+"""The statuses of updates that have changed the policy."""
+
+_log = logging.getLogger(__name__)
+
+
+class PolicyJournal:
+    """The changes of one adapter's policy. The lock of `TrainingLoop` orders the calls.
+
+    Methods that write raise StorageError if a change is not on the disk yet; it is written later.
+    """
+
+    def __init__(self, training: AdapterTraining, config: ResolvedTraining) -> None:
+        self._training = training
+        self._config = config
+        self._journal = training.journal
+        self._last: int | None = None  # number of the last change; None before `open`
+        self._start: PolicyChange | None = None  # written before the next change
+
+    async def flush(self) -> None:
+        """See `Journal.flush`."""
+        await self._journal.flush()
+
+    def begin(self) -> None:
+        """Call this before a checkpoint is saved, which may be before the first change."""
+        if self._start is not None:
+            self._journal.started(self._start)
+            self._start = None
+
+    # -- writing ---------------------------------------------------------------------------------
+
+    async def updated(
+        self,
+        groups: Sequence[ScoredGroup],
+        wanted: int | None,
+        publish: bool,
+        progress: Mapping[str, float] | None,
+        report: UpdateReport,
+    ) -> None:
+        """An update on these groups has changed the policy."""
+        published = report.status == "published" and report.adapter is not None
+        await self._changed(
+            Update(
+                groups=tuple(map(_trained, groups)),
+                wanted=wanted,
+                publish=publish,
+                version=report.adapter.version if published and report.adapter is not None else None,
+                status=report.status,
+                step=report.step,
+                metrics=dict(report.metrics),
+                progress=dict(progress or {}),
+            )
+        )
+
+    async def rolled_back(self) -> None:
+        """The policy is now the one of the live version."""
+        card = self._training.checkpoints.newest_of(self._training.live)
+        await self._changed(Rollback(card.name if card else "", self._training.versions.last(_LINEAGE)))
+
+    async def _changed(self, body: Rollback | Update) -> None:
+        self.begin()
+        await self._journal.changed(self._numbered(body))
+
+    def _numbered(self, body: Start | Rollback | Update) -> PolicyChange:
+        self._last = self._training.change = self._training.change + 1
+        return PolicyChange(self._training.name, self._last, time.time(), body)
+
+    # -- after a crash ---------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Call this when training was opened. The first time, it makes the updates again that a crash has undone.
+
+        Raises:
+            ConfigError: the journal is damaged.
+            StorageError: it cannot be written.
+        """
+        if self._last is None:
+            await self._recover()
+        else:  # training has started again from another version
+            self._training.change = self._last
+            self._start = self._numbered(Start(self._training.start.live))
+
+    async def _recover(self) -> None:
+        """Brings the policy from its last checkpoint to where it was when the process ended, and saves it."""
+        training = self._training
+        recovery = plan(await self._journal.changes(training.name), training.start)
+        training.progress = recovery.progress
+        training.versions.continue_from([_ref(version) for version in recovery.lineage])
+        if not await self._rolled_back_to(recovery.roll_back_to):
+            recovery = replace(recovery, updates=(), lost=len(recovery.updates), is_new=True, recent=())
+        training.watch.restart(recovery.recent)
+        if recovery.lost:
+            _log.warning(
+                "%d updates of %s are lost: what they started from is not here any more", recovery.lost, training.name
+            )
+        if recovery.updates:
+            _log.info("making %d updates of %s again, which no checkpoint has", len(recovery.updates), training.name)
+        for change in recovery.updates:
+            await self._make_again(change)
+        self._last = training.change = recovery.last
+        if recovery.is_new:
+            self._start = self._numbered(Start(training.start.live))
+        elif recovery.updates:
+            await training.save_now()
+
+    async def _rolled_back_to(self, checkpoint: str) -> bool:
+        """Restores a checkpoint, unless the name is empty. Returns whether it could be."""
+        try:
+            if checkpoint:
+                await self._training.roll_back(checkpoint)
+        except RequestError as error:
+            _log.warning("%s of %s cannot be restored: %s", checkpoint, self._training.name, error)
+            return False
+        return True
+
+    async def _make_again(self, change: PolicyChange) -> None:
+        """One update, as it was. If it fails, it is left out."""
+        training, update = self._training, change.body
+        assert isinstance(update, Update)
+        known = await self._journal.trajectories(update.trajectory_ids)
+        try:
+            groups = [_scored(group, known) for group in update.groups]
+            for group, trained in zip(groups, update.groups, strict=True):
+                collected = group.signal is Signal.REWARDS and not trained.is_given
+                if group.rewards and collected and not self._config.loss.imitates:
+                    training.rewards.trend.observe(group.scorer, fmean(group.rewards), group.on_policy)
+            prepared = prepare_signal(groups, self._config.loss, training.rewards, update.wanted)
+            await training.mark_best()
+            if update.version is not None:
+                training.number_versions_from(update.version)
+            report = await training.learn(prepared.batch, update.publish, update.progress or None, again=True)
+            if report.status == "published":
+                await training.evaluate_if_due()
+        except (ParaLLMError, LookupError) as error:
+            _log.error("update %d of %s could not be made again: %s", change.number, training.name, error)
+            return
+        training.change = change.number
+        if report.status not in CHANGED:
+            _log.warning("update %d of %s, made again, is %s", change.number, training.name, report.status)
+
+
+def _ref(version: str) -> AdapterRef:
+    name, _, number = version.rpartition("@")
+    return AdapterRef(name, int(number)) if name and name != BASE_ADAPTER.name else BASE_ADAPTER
+
+
+def _trained(group: ScoredGroup) -> TrainedGroup:
+    episodes = tuple(map(_trained_episode, group.episodes))
+    return TrainedGroup(episodes, group.rewards, group.scorer, group.staleness, group.on_policy, group.signal)
+
+
+def _trained_episode(episode: Episode) -> TrainedEpisode:
+    given = tuple(turn for turn in episode.turns if isinstance(turn, GivenTrajectory))
+    ids = tuple(turn.trajectory_id for turn in episode.turns if isinstance(turn, Trajectory))
+    return TrainedEpisode(ids, episode.token_rewards, given)
+
+
+def _scored(group: TrainedGroup, known: Mapping[str, Trajectory]) -> ScoredGroup:
+    """Raises KeyError: the journal lacks one of its trajectories."""
+    episodes = tuple(
+        Episode(episode.given or tuple(known[one] for one in episode.trajectory_ids), episode.token_rewards)
+        for episode in group.episodes
+    )
+    return ScoredGroup(episodes, group.rewards, group.scorer, group.staleness, group.on_policy, group.signal)

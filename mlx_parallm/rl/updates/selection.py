@@ -1,0 +1,122 @@
+"""What an update trains on: the collected groups, when there are enough of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from statistics import fmean
+
+from mlx_parallm.config import ResolvedTraining
+from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
+from mlx_parallm.rl.collect.groups import FEEDBACK, DropReason, GroupMember, TrajectoryGroup, TrajectoryState
+from mlx_parallm.rl.objectives.batches import ScoredGroup, no_signal
+from mlx_parallm.rl.objectives.episodes import Episode
+from mlx_parallm.rl.updates.adapter_training import AdapterTraining
+
+REFILLS = 3
+"""An update that wants N trajectories is due at the latest after (1 + REFILLS) N of them, with or without a signal."""
+
+
+class GroupSelection:
+    """Looks at the groups of one adapter when they become complete. Event loop's thread only.
+
+    A group without a signal, such as one of equal rewards, cannot be trained on: it is dropped at once and does not
+    count towards an update. Its rewards still count in the reward trend and in the metrics of the next update.
+    """
+
+    def __init__(self, training: AdapterTraining, buffer: TrajectoryBuffer, config: ResolvedTraining) -> None:
+        self._training = training
+        self._buffer = buffer
+        self._wanted = config.update_frequency
+        self._imitates = config.loss.imitates  # then every group has a signal
+        self._threshold = config.loss.imitation_threshold
+        self._without_signal: dict[str, ScoredGroup] = {}  # by group id: dropped since the last update, oldest first
+
+    @property
+    def with_signal(self) -> int:
+        """Trajectories that an update can take."""
+        return sum(len(group.scored) for group in self._buffer.ready(self._training.name))
+
+    @property
+    def without_signal(self) -> int:
+        """Trajectories dropped since the last update because their groups have no signal."""
+        return sum(len(group.rewards) for group in self._without_signal.values())
+
+    @property
+    def enough(self) -> bool:
+        """Whether an update is due: there is a whole batch, or so many groups had no signal that it waits no longer."""
+        with_signal = self.with_signal
+        return with_signal >= self._wanted or with_signal + self.without_signal >= (1 + REFILLS) * self._wanted
+
+    def look(self) -> None:
+        """Observes the rewards of groups that have become complete, and drops those without a signal."""
+        if self._imitates:
+            return
+        for group in self._buffer.ready(self._training.name):
+            if group.scorer is None or group.observed or self._staleness(group) is None:
+                continue
+            scored = self._observe(group, group.scored)
+            group.observed = True
+            if scored.is_compared and (reason := no_signal(scored.rewards)):
+                self._without_signal[group.group_id] = scored
+                self._buffer.drop(group, reason)
+        while self.without_signal > (1 + REFILLS) * self._wanted:  # training is paused
+            del self._without_signal[next(iter(self._without_signal))]
+
+    def take(
+        self, groups: Sequence[TrajectoryGroup], chosen: Callable[[str], bool] = lambda _: True
+    ) -> tuple[list[ScoredGroup], list[ScoredGroup]]:
+        """Gives the groups of an update with their rewards, and starts to count for the next one.
+
+        If the loss imitates, trajectories with a low reward are dropped.
+
+        Args:
+            chosen: which groups without a signal count for this update, by their ids. The others count for a later one.
+
+        Returns:
+            The groups without a signal since the last update, and `groups`, which an update has taken.
+        """
+        if self._imitates:
+            for group in groups:
+                self._drop_low(group)
+        taken = [self._observe(group, group.in_state(TrajectoryState.TRAINING)) for group in groups]
+        without_signal = [self._without_signal.pop(group_id) for group_id in filter(chosen, [*self._without_signal])]
+        return without_signal, taken
+
+    def restart(self) -> None:
+        """Call this when the policy was replaced. Groups that were dropped no longer count, and the new reward trend
+        gets the rewards of those that wait in the buffer."""
+        self._without_signal.clear()
+        for group in self._buffer.ready(self._training.name):
+            group.observed = False
+
+    def _staleness(self, group: TrajectoryGroup) -> int | None:
+        """How many versions were published since the oldest of those that drew the group; None: training does not
+        continue from one of them. A group that was given counts as new."""
+        staleness = [self._training.versions.staleness(version) for version in group.versions]
+        return None if None in staleness else max(filter(None, staleness), default=0)
+
+    def _drop_low(self, group: TrajectoryGroup) -> None:
+        taken = group.in_state(TrajectoryState.TRAINING)
+        low = [member for member in taken if member.reward is not None and member.reward <= self._threshold]
+        self._buffer.drop(group, DropReason.LOW_REWARD, low)
+
+    def _observe(self, group: TrajectoryGroup, members: Sequence[GroupMember]) -> ScoredGroup:
+        """Scores these members of a group. Adds their rewards to the reward trend, unless it has those of the group."""
+        staleness = self._staleness(group)
+        assert staleness is not None  # otherwise the buffer was swept
+        from_feedback = group.scorer is None or all(member.from_feedback for member in members)
+        scored = ScoredGroup(
+            tuple(map(_episode, members)),
+            tuple(member.reward for member in members if member.reward is not None),
+            group.scorer if group.scorer and not from_feedback else FEEDBACK,
+            staleness,
+            on_policy=staleness == 0 and not self._training.unpublished and not group.was_given,
+        )
+        if scored.rewards and not group.observed and not self._imitates:
+            self._training.rewards.trend.observe(scored.scorer, fmean(scored.rewards), scored.on_policy)
+        return scored
+
+
+def _episode(member: GroupMember) -> Episode:
+    rewards = tuple(member.token_rewards.get(turn.trajectory_id, ()) for turn in member.turns)
+    return Episode(tuple(member.turns), rewards if any(rewards) else ())

@@ -1,0 +1,374 @@
+"""What the steps of a run draw, and when. Answers and rewards are made up, and come when the test says so."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+from configs import TRAINING, changed
+
+from mlx_parallm.app.step_rollouts import Batch, StepRollouts
+from mlx_parallm.core import AdapterRef, GroupCard, TrainingEvent
+from mlx_parallm.errors import EngineDeadError, TrainingFailedError
+from mlx_parallm.rl.rollouts.answers import DrawResult, TakenTasks
+
+GROUPS, SIZE = 2, 4
+
+
+class Rollouts:
+    """Each task is answered when `draw` is called for it. Until then its rollouts wait for a tool."""
+
+    def __init__(self, world: World) -> None:
+        self.taken, self.live, self.quiet_s = 0, AdapterRef("a", 1), 100.0
+        self.left = 1000
+        self._world, self._may_end = world, dict[int, asyncio.Event]()
+
+    def number_of(self, group_id: str) -> int | None:
+        return int(group_id.removeprefix("task ")) if group_id.startswith("task ") else None
+
+    async def take(self, groups: int) -> TakenTasks:
+        if self.left < groups:
+            raise TrainingFailedError("the environment has no more tasks")
+        self.left -= groups
+        first, self.taken = self.taken, self.taken + groups
+        self._may_end |= {number: asyncio.Event() for number in range(first, self.taken)}
+        return TakenTasks(first, (RuntimeError(),) * groups)
+
+    async def answer(self, taken: TakenTasks, version: AdapterRef) -> DrawResult:
+        world, numbers = self._world, range(taken.first, taken.end)
+        world.begun.append((taken.first, version.version))
+        try:
+            for number in numbers:
+                await self._may_end[number].wait()
+                world.steps.answered(number, SIZE)
+                world.rewarded[number] = False
+        except asyncio.CancelledError:
+            world.cancelled.append(taken.first)
+            raise
+        return DrawResult(len(numbers), ())
+
+    def draw(self, *numbers: int) -> None:
+        for number in numbers:
+            self._may_end[number].set()
+
+
+class World:
+    """A run and, for it, the training service.
+
+    `begun`: the first task of each batch, and the version that answers it. `cancelled`: the first tasks of batches.
+    `rewarded`: the tasks whose groups are in the buffer, and whether they have their rewards. `told`: numbers of
+    answers that were reported.
+    """
+
+    def __init__(self, **settings: object) -> None:
+        self.begun: list[tuple[int, int]] = []
+        self.cancelled: list[int] = []
+        self.rewarded: dict[int, bool] = {}
+        self.told: list[int] = []
+        self.usable = {AdapterRef("a", 1)}
+        self.alive = True
+        self.collected = GROUPS * SIZE
+        self.emit: Callable[[TrainingEvent], None] = lambda _: None
+        self.rollouts = Rollouts(self)
+        config = changed(TRAINING, **{"draw_ahead_after_s": 0.01, **settings})
+        self.steps = StepRollouts(self.rollouts, self, config, GROUPS, self._check, self.told.append)
+        self.steps.open(0)
+
+    def add_sink(self, sink: Callable[[TrainingEvent], None]) -> None:
+        self.emit = sink
+
+    def status(self) -> SimpleNamespace:
+        return SimpleNamespace(trajectories_collected=self.collected)
+
+    def groups(self) -> list[GroupCard]:
+        cards = [GroupCard(f"task {n}", "a", SIZE, SIZE * ok, ok) for n, ok in self.rewarded.items()]
+        return [GroupCard("of a client", "a", 1, 0, False), *cards]
+
+    def trains_on(self, version: AdapterRef) -> bool:
+        return version in self.usable
+
+    def _check(self) -> None:
+        if not self.alive:
+            raise EngineDeadError("the device thread has stopped")
+
+    # -- what the test does --------------------------------------------------------------------------
+
+    async def begin(self, is_last: bool = False) -> tuple[Batch, asyncio.Task[DrawResult]]:
+        """Begins a step. The task ends when all its answers have their rewards."""
+        self.steps.begin_step(is_last)
+        return await self.go_on(GROUPS)
+
+    async def go_on(self, groups: int) -> tuple[Batch, asyncio.Task[DrawResult]]:
+        batch = await self.steps.next_batch(groups)
+        return batch, asyncio.create_task(self.steps.finish(batch))
+
+    async def draw(self, *numbers: int) -> None:
+        """All answers to these tasks end."""
+        self.rollouts.draw(*numbers)
+        await until(lambda: all(number in self.rewarded for number in numbers))
+
+    def reward(self, *numbers: int) -> None:
+        self.rewarded |= dict.fromkeys(numbers, True)
+
+    def drop(self, number: int, reason: str) -> None:
+        """The group of a task is dropped."""
+        del self.rewarded[number]
+        self.emit(TrainingEvent("dropped", 0.0, {"group_id": f"task {number}", "reasons": {reason: SIZE}}))
+
+    def update(self) -> range:
+        """Makes the update of a step, which publishes a version."""
+        tasks = self.steps.end_step()
+        self.rewarded = {number: ok for number, ok in self.rewarded.items() if number not in tasks}
+        self.rollouts.live = AdapterRef("a", self.rollouts.live.version + 1)
+        self.usable.add(self.rollouts.live)
+        return tasks
+
+    async def whole_step(self, is_last: bool = False) -> range:
+        """A step whose rewards come at once."""
+        batch, ended = await self.begin(is_last)
+        numbers = range(batch.first, batch.end)
+        await self.draw(*numbers)
+        self.reward(*numbers)
+        await ended
+        return self.update()
+
+
+@pytest.fixture
+async def world(request: pytest.FixtureRequest):
+    """A run after its first step. A parameter has settings."""
+    one = World(**getattr(request, "param", {}))
+    assert await one.whole_step() == range(2)
+    yield one
+    await one.steps.close()
+
+
+async def until(true: Callable[[], bool]) -> None:
+    began = time.monotonic()
+    while not true():
+        assert time.monotonic() - began < 20
+        await asyncio.sleep(0.002)
+
+
+async def a_while() -> None:
+    await asyncio.sleep(0.2)
+
+
+# ---- when ----------------------------------------------------------------------------------------
+
+
+async def test_the_next_step_is_drawn_while_rewards_are_awaited_and_the_one_after_it_is_not(world: World) -> None:
+    batch, ended = await world.begin()
+    await world.draw(2, 3)
+    await until(lambda: len(world.begun) == 3)
+    assert world.begun[1:] == [(2, 2), (4, 2)], "both by the live version"
+    await world.draw(4, 5)
+    await a_while()
+    assert len(world.begun) == 3, "never two steps ahead"
+    world.reward(2, 3, 4)
+    await ended
+    assert (batch.first, world.update()) == (2, range(2, 4))
+    batch, ended = await world.begin()
+    assert (batch.first, batch.version.version, batch.drawn) == (4, 2, 2 * SIZE)
+    await until(lambda: len(world.begun) == 4)  # task 5 still waits for its reward
+    assert world.begun[3] == (6, 3), "by the version that the update has made"
+    world.reward(5)
+    await ended
+    assert world.update() == range(4, 6)
+
+
+async def test_nothing_is_drawn_ahead_if_nothing_waits(world: World) -> None:
+    for first in (2, 4, 6):
+        world.rollouts.quiet_s = 0.0
+        _, ended = await world.begin()
+        await world.draw(first, first + 1)
+        world.reward(first, first + 1)
+        world.rollouts.quiet_s = 100.0
+        await ended
+        assert world.update() == range(first, first + 2)
+    assert world.begun == [(0, 1), (2, 2), (4, 3), (6, 4)]
+
+
+async def test_it_is_drawn_while_rollouts_wait_for_their_tools(world: World) -> None:
+    _, ended = await world.begin()
+    await until(lambda: len(world.begun) == 3)
+    await world.draw(4, 5)
+    world.reward(4, 5)
+    await world.draw(2, 3)
+    world.reward(2, 3)
+    await ended
+    assert world.update() == range(2, 4), "those of the next step wait, although they came first"
+    batch, ended = await world.begin()
+    await ended
+    assert (batch.first, world.update()) == (4, range(4, 6))
+
+
+async def test_it_is_not_while_the_engine_draws_or_has_just_drawn() -> None:
+    world = World(draw_ahead_after_s=0.5)
+    await world.whole_step()
+    for quiet in (0.0, 0.3):
+        world.rollouts.quiet_s = quiet
+        _, ended = await world.begin()
+        await a_while()
+        await world.draw(world.rollouts.taken - 2, world.rollouts.taken - 1)
+        await a_while()
+        world.reward(*world.rewarded)
+        await ended
+        world.update()
+    assert [first for first, _ in world.begun] == [0, 2, 4]
+    world.rollouts.quiet_s = 100.0
+    _, ended = await world.begin()
+    await a_while()
+    assert [first for first, _ in world.begun] == [0, 2, 4, 6], "its own answers have just begun"
+    await until(lambda: len(world.begun) == 5)
+    await world.steps.close()
+    ended.cancel()
+
+
+@pytest.mark.parametrize(
+    "world",
+    [{"draw_ahead_after_s": None}, {"max_staleness": 0}, {"trajectory_buffer_size": 3 * GROUPS * SIZE - 1}],
+    indirect=True,
+)
+async def test_some_settings_take_turns(world: World) -> None:
+    await takes_turns(world, is_last=False)
+
+
+@pytest.mark.parametrize("world", [{"trajectory_buffer_size": 3 * GROUPS * SIZE}], indirect=True)
+async def test_the_last_step_is_followed_by_none(world: World) -> None:
+    await takes_turns(world, is_last=True)
+
+
+async def test_the_first_step_of_a_process_takes_turns() -> None:
+    await takes_turns(World(), is_last=False)
+
+
+async def takes_turns(world: World, is_last: bool) -> None:
+    before = world.begun[:]
+    batch, ended = await world.begin(is_last)
+    await world.draw(batch.first, batch.first + 1)
+    await a_while()
+    assert len(world.begun) == len(before) + 1
+    world.reward(*world.rewarded)
+    await ended
+
+
+# ---- what goes wrong -----------------------------------------------------------------------------
+
+
+async def test_what_was_drawn_ahead_by_a_version_that_is_gone_is_dropped(world: World) -> None:
+    _, ended = await world.begin()
+    await world.draw(2, 3)
+    await until(lambda: len(world.begun) == 3)
+    await world.draw(4)
+    world.reward(2, 3)
+    await ended
+    world.update()
+    world.usable.remove(AdapterRef("a", 2))  # a rollback
+    world.drop(4, "unknown_version")
+    batch, ended = await world.begin()
+    assert world.cancelled == [4]
+    assert (batch.first, batch.version.version) == (6, 3)
+    await world.draw(6, 7)
+    world.reward(6, 7)
+    await ended
+    assert world.update() == range(4, 8), "tasks that were drawn ahead in vain are not taken again"
+
+
+async def test_an_environment_without_more_tasks_ends_the_step_that_needs_them(world: World) -> None:
+    world.rollouts.left = 2
+    _, ended = await world.begin()
+    await world.draw(2, 3)
+    await a_while()
+    world.reward(2, 3)
+    await ended
+    assert world.update() == range(2, 4)
+    with pytest.raises(TrainingFailedError, match="no more tasks"):
+        await world.begin()
+
+
+async def test_tasks_that_cannot_be_scored_count_in_their_own_step(world: World) -> None:
+    batch, ended = await world.begin()
+    await world.draw(2, 3)
+    await until(lambda: len(world.begun) == 3)
+    await world.draw(4, 5)
+    world.drop(4, "scoring_failed")
+    world.drop(3, "scoring_failed")
+    world.drop(5, "zero_variance")
+    world.reward(2)
+    await ended
+    assert world.steps.unscored(batch) == 1
+    world.update()
+    batch, ended = await world.begin()
+    await ended
+    assert world.steps.unscored(batch) == 1
+
+
+async def test_the_end_of_the_device_thread_ends_the_wait(world: World) -> None:
+    _, ended = await world.begin()
+    await world.draw(2, 3)
+    await until(lambda: len(world.begun) == 3)
+    world.alive = False
+    with pytest.raises(EngineDeadError):
+        await ended
+
+
+async def test_what_is_being_drawn_ends_with_the_run(world: World) -> None:
+    _, ended = await world.begin()
+    await until(lambda: len(world.begun) == 3)
+    ended.cancel()
+    await world.steps.close()
+    assert world.cancelled == [2, 4]
+
+
+# ---- refills -------------------------------------------------------------------------------------
+
+
+async def test_groups_without_a_signal_are_replaced_by_those_of_the_next_step(world: World) -> None:
+    """The rest of them is taken by the next step, and nothing becomes two versions old."""
+    _, ended = await world.begin()
+    await world.draw(2, 3)
+    await until(lambda: len(world.begun) == 3)
+    await world.draw(4, 5)
+    world.drop(2, "zero_variance")
+    world.reward(3)
+    await ended
+    assert world.steps.ready == [3], "task 4 and 5 are of the next step so far"
+    batch, ended = await world.go_on(1)
+    assert (batch.first, batch.end) == (4, 6)
+    await a_while()
+    assert len(world.begun) == 3, "a step draws ahead once"
+    world.reward(4, 5)
+    await ended
+    assert world.steps.ready == [3, 4, 5]
+    assert world.update() == range(2, 5), "as many groups as a step has"
+    world.steps.begin_step(False)
+    assert world.steps.ready == [5]
+    batch, ended = await world.go_on(1)
+    assert (batch.first, batch.end, batch.version.version) == (6, 7, 3)
+    await world.draw(6)
+    world.reward(6)
+    await ended
+    assert world.update() == range(5, 7)
+
+
+# ---- reports -------------------------------------------------------------------------------------
+
+
+async def test_answers_are_reported_in_the_step_that_they_are_for(world: World) -> None:
+    world.told.clear()
+    _, ended = await world.begin()
+    await until(lambda: len(world.begun) == 3)
+    await world.draw(4)
+    assert world.told == []
+    await world.draw(2, 3)
+    assert world.told == [SIZE, SIZE]
+    world.reward(2, 3)
+    await ended
+    world.update()
+    batch, _ = await world.begin()
+    assert batch.drawn == SIZE
+    await world.draw(5)
+    assert world.told == [SIZE] * 3

@@ -1,0 +1,84 @@
+"""verifiers 0.4 with this package in one environment: its episodes are played in the process that trains.
+
+The environments in `environments` are written as users of verifiers write them.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+from clients.running import HERE, PYTHON, SCRIPTS, UV, Report, printed
+
+pytestmark = pytest.mark.timeout(3600)
+
+ENVIRONMENTS = HERE / "environments"
+WITH_VERIFIERS = (*UV, "run", *PYTHON, "--isolated", "--project", str(HERE.parents[1]), "--extra", "verifiers")
+UPDATES, LEAST_GAIN = 12, 0.3
+SETTINGS = {"prompts-per-step": 4, "group-size": 6, "max-tokens": 8, "learning-rate": 1e-3, "steps": UPDATES}
+
+
+def run(*command: str) -> str:
+    return printed(*WITH_VERIFIERS, *command, PYTHONPATH=str(ENVIRONMENTS))
+
+
+def played(environment: str, *answers: str | list[Any]) -> dict[str, Any]:
+    output = run("python", str(SCRIPTS / "play_verifiers.py"), f"verifiers:{environment}", json.dumps(answers))
+    result: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return result
+
+
+@pytest.mark.parametrize("environment", ["one_thing", "two_things"])
+def test_the_reward_rises(environment: str, tmp_path: Path, report: Report) -> None:
+    """In `mlx_parallm_train` on the bundled model: from the first update, whose samples are of the base model, to the
+    mean of the last two."""
+    flags = [part for name, value in SETTINGS.items() for part in (f"--{name}", str(value))]
+    log = tmp_path / "metrics.jsonl"
+    named = ("--environment", f"verifiers:{environment}", "--checkpoint-dir", str(tmp_path / "run"), "--log", str(log))
+    run("mlx_parallm_train", *named, *flags)
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    rewards = [line["reward_mean"] for line in lines if "reward_mean" in line]
+    assert len(rewards) == UPDATES
+    gain = fmean(rewards[-2:]) - rewards[0]
+    report(f"verifiers in the process, {environment}: reward of the first update", rewards[0])
+    name = f"verifiers in the process, {environment}: gain of the last two of {UPDATES} updates"
+    report(name, gain, limit=LEAST_GAIN, at_least=True)
+    assert gain >= LEAST_GAIN, rewards
+
+
+def test_the_second_turn_repeats_the_first_and_its_answer() -> None:
+    """Word for word, so that it continues the tokens that were drawn."""
+    result = played("two_things", "Green", " red, or blue")
+    first, second = (turn["messages"] for turn in result["asked"])
+    assert first == [{"role": "user", "content": "Name a color."}]
+    assert second == [
+        *first,
+        {"role": "assistant", "content": "Green"},
+        {"role": "user", "content": "Name another color."},
+    ]
+    assert result["reward"] == pytest.approx((2 + 1 + 1 / 3) / 4)
+
+
+def test_a_tool_of_the_environment_runs_and_its_result_is_shown() -> None:
+    name = "fourth"
+    result = played("secret_number", ["safe_open_drawer", {"name": name}], ["open", {}], "I found 111, 555 and 666.")
+    assert [turn["tools"] for turn in result["asked"]] == [["safe_open_drawer"]] * 3
+    said = result["asked"][-1]["messages"]
+    assert [message["role"] for message in said] == ["user", "assistant", "tool", "assistant", "tool"]
+    assert said[1]["tool_calls"][0]["function"] == {"name": "safe_open_drawer", "arguments": {"name": name}}
+    assert said[2]["content"] == str(len(name) * 111)
+    assert said[4]["content"] == "error: there is no tool open"
+    assert result["reward"] == 1.0
+
+
+def test_an_episode_that_cannot_be_answered_fails_with_the_reason() -> None:
+    result = played("two_things", "Apple")
+    assert result["error"] == "ValueError: the prompt is too long"
+
+
+def test_an_unknown_environment_is_named() -> None:
+    with pytest.raises(AssertionError, match=r"'verifiers:no_such_thing' is unknown: there is no module"):
+        run("mlx_parallm_train", "--environment", "verifiers:no_such_thing", "--steps", "1")

@@ -1,0 +1,265 @@
+"""A reward model's arithmetic on the tiny model: rewards, the loss, and gradients of head and adapter."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from configs import changed
+from mlx.utils import tree_flatten, tree_map
+from trainers import LORA, SETTINGS, VOCABULARY, assert_close, everywhere, make_trainer
+
+from mlx_parallm.config import OptimizerConfig
+from mlx_parallm.errors import StepFailedError, TrainingFailedError
+from mlx_parallm.rl.reward_models.fitting import RewardModelInTraining
+from mlx_parallm.rl.reward_models.model import HEAD, RewardModel, preference_loss
+from mlx_parallm.rl.reward_models.preferences import Preference
+from mlx_parallm.rl.reward_models.work import RewardModelWork, batches
+
+FAMILIES = ("llama", "qwen3", "gemma3")
+NEAR = 1e-4
+
+
+class Recorder(RewardModelInTraining):
+    """Keeps the gradients in place of applying them."""
+
+    def step(self, gradients: Any) -> None:
+        self.seen = {name: np.array(leaf) for name, leaf in tree_flatten(gradients)}
+
+
+def made(family: str = "llama", tokens: int = 64, checkpointed: bool = False, **config: Any):
+    trainer, model = make_trainer(changed(SETTINGS, gradient_checkpointing=checkpointed), family, **config)
+    return RewardModelWork(trainer.model, tokens), model
+
+
+def moved(work: RewardModelWork, seed: int = 5, size: float = 0.05) -> RewardModel:
+    """A new reward model with random numbers in place of the zeros of b and of the head."""
+    new, random = RewardModel.new(work.trainable.layout, LORA, 0), np.random.default_rng(seed)
+
+    def noise(leaf: mx.array) -> mx.array:
+        return mx.array(random.normal(size=leaf.shape, scale=size), mx.float32)
+
+    params = {
+        path: {"weight": noise(pair["weight"])} if path == HEAD else {"a": pair["a"], "b": noise(pair["b"])}
+        for path, pair in new.params.items()
+    }
+    return replace(new, params=params)
+
+
+def pairs(count: int = 5, seed: int = 0) -> list[Preference]:
+    random = np.random.default_rng(seed)
+
+    def ids(least: int, most: int) -> tuple[int, ...]:
+        return tuple(int(token) for token in random.integers(0, VOCABULARY, random.integers(least, most)))
+
+    prompts = [ids(3, 9) for _ in range(2)]
+    return [Preference(prompts[at % 2], ids(1, 7), ids(1, 7)) for at in range(count)]
+
+
+def finished(work: RewardModelWork, future):
+    while work.waits():
+        work.advance()
+    return future.result(timeout=0)
+
+
+def plain_reward(work: RewardModelWork, model, params, scale: float, row: tuple[int, ...]) -> mx.array:
+    """From the served model's own trunk over one unpadded row."""
+    trunk = getattr(model, "language_model", model).model
+    with work.trainable.bank.using(everywhere(params, scale)):
+        hidden = trunk(mx.array([row]))
+    return (hidden[0, -1].astype(mx.float32) * params[HEAD]["weight"]).sum()
+
+
+# ---- rewards -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rewards_are_the_head_times_the_last_hidden_state(family: str) -> None:
+    """Of rows of several lengths, some of which share a prompt, in several batches."""
+    work, model = made(family, tokens=24)
+    reward_model = moved(work)
+    rows = [row for pair in pairs() for row in (pair.chosen, pair.rejected)]
+    got = finished(work, work.score(reward_model, rows))
+    want = [plain_reward(work, model, reward_model.params, reward_model.scale, row).item() for row in rows]
+    assert got == pytest.approx(want, abs=NEAR)
+    assert np.std(want) > 100 * NEAR
+
+
+def test_a_new_reward_model_gives_zero_and_the_base_is_untouched() -> None:
+    work, model = made()
+    before = np.array(model(mx.array([[1, 2, 3]])))
+    new = RewardModel.new(work.trainable.layout, LORA, 0)
+    assert finished(work, work.score(new, [(1, 2, 3), (4,)])) == [0.0, 0.0]
+    training = RewardModelInTraining(new, OptimizerConfig(learning_rate=0.1))
+    finished(work, work.step(training, pairs()))
+    assert np.array_equal(np.array(model(mx.array([[1, 2, 3]]))), before)
+
+
+def test_the_base_models_own_head_gets_no_factors() -> None:
+    work, _ = made()
+    lora = changed(LORA, lora_target_modules=("q_proj", "lm_head"))
+    assert not any("lm_head" in path for path in RewardModel.new(work.trainable.layout, lora, 0).params)
+
+
+def test_batches_hold_whole_groups_and_share_prompts() -> None:
+    prompt = tuple(range(50))
+    groups = [[(*prompt, at, 1), (*prompt, at, 2)] for at in range(4)]
+    assert [sorted(batch) for batch in batches(groups, 70)] == [[0, 1, 2, 3]]  # one prompt, not eight
+    alone = [[(at, 0) * 20] for at in range(4)]
+    assert [sorted(batch) for batch in batches(alone, 80)] == [[0, 1], [2, 3]]
+    assert list(batches(alone, 1)) == [[0], [1], [2], [3]]
+
+
+# ---- the loss and its gradients ------------------------------------------------------------------
+
+
+def test_the_loss_is_that_of_bradley_and_terry() -> None:
+    chosen, rejected = mx.array([2.0, -1.0, 300.0, -300.0]), mx.array([0.5, 0.0, 0.0, 0.0])
+    by_hand = [math.log(1 + math.exp(-1.5)), math.log(1 + math.exp(1.0)), 0.0, 300.0]
+    assert preference_loss(chosen, rejected).item() == pytest.approx(sum(by_hand), rel=1e-6)
+
+
+def test_the_gradient_of_the_head_is_that_by_hand() -> None:
+    """∂/∂w of -log σ(w · (h_c - h_r)) is -σ(-(r_c - r_r)) (h_c - h_r); with w = 0 that is half of h_r - h_c."""
+    work, model = made()
+    new, data = RewardModel.new(work.trainable.layout, LORA, 0), pairs()
+    recorder = Recorder(new, OptimizerConfig())
+    loss = finished(work, work.step(recorder, data))
+    trunk = model.model
+    hidden = [[np.array(trunk(mx.array([row]))[0, -1]) for row in (pair.chosen, pair.rejected)] for pair in data]
+    want = np.mean([0.5 * (rejected - chosen) for chosen, rejected in hidden], axis=0)
+    np.testing.assert_allclose(recorder.seen[f"{HEAD}.weight"], want, atol=1e-5 * np.abs(want).max())
+    assert loss.loss == pytest.approx(math.log(2), rel=1e-6)
+    assert loss.agreement == 0.5  # all rewards are equal
+    factors = [leaf for name, leaf in recorder.seen.items() if not name.startswith(HEAD)]
+    assert all(np.all(leaf == 0) for leaf in factors)  # a head of zeros reads nothing of the adapter
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("tokens", [24, 1000])
+def test_gradients_equal_those_of_plain_forwards(family: str, checkpointed: bool, tokens: int) -> None:
+    """Of head and adapter, whatever the micro-batches."""
+    work, model = made(family, tokens, checkpointed)
+    start, data = moved(work), pairs()
+    recorder = Recorder(start, OptimizerConfig())
+    got = finished(work, work.step(recorder, data))
+
+    def plain(params: Any) -> mx.array:
+        terms = []
+        for pair in data:
+            better, worse = (
+                plain_reward(work, model, params, start.scale, row) for row in (pair.chosen, pair.rejected)
+            )
+            terms.append(mx.log(1 + mx.exp(worse - better)))
+        return mx.stack(terms).mean()
+
+    want, gradients = mx.value_and_grad(plain)(start.params)
+    assert got.loss == pytest.approx(want.item(), abs=1e-4)
+    assert_close(recorder.seen, {name: np.array(leaf) for name, leaf in tree_flatten(gradients)}, 1e-4)
+
+
+def test_gradients_equal_finite_differences() -> None:
+    """Along the gradient of all parameters, adapter and head."""
+    work, _ = made()
+    start, data = moved(work), pairs()
+    recorder = Recorder(start, OptimizerConfig())
+    finished(work, work.step(recorder, data))
+    size = math.sqrt(sum(float((leaf**2).sum()) for leaf in recorder.seen.values()))
+
+    def loss_at(step: float) -> float:
+        flat = dict(tree_flatten(start.params))
+        moved_leaves = {name: leaf + step / size * mx.array(recorder.seen[name]) for name, leaf in flat.items()}
+        names = iter(flat)
+        params = tree_map(lambda _: moved_leaves[next(names)], start.params)
+        other = Recorder(replace(start, params=params), OptimizerConfig())
+        return float(finished(work, work.step(other, data)).loss)
+
+    step = 1e-3
+    assert (loss_at(step) - loss_at(-step)) / (2 * step) == pytest.approx(size, rel=0.02)
+
+
+# ---- steps ---------------------------------------------------------------------------------------
+
+
+def test_steps_lower_the_loss_and_the_same_steps_give_the_same_bits() -> None:
+    def fitted() -> tuple[list[float], RewardModel]:
+        work, _ = made()
+        training = RewardModelInTraining(
+            RewardModel.new(work.trainable.layout, LORA, 0), OptimizerConfig(learning_rate=0.01)
+        )
+        return [finished(work, work.step(training, pairs())).loss for _ in range(8)], training.model
+
+    losses, model = fitted()
+    assert losses[-1] < 0.5 * losses[0]
+    _, again = fitted()
+    assert all(
+        np.array_equal(a, b)
+        for (_, a), (_, b) in zip(tree_flatten(model.params), tree_flatten(again.params), strict=True)
+    )
+
+
+def test_micro_batches_change_only_rounding() -> None:
+    work, _ = made(tokens=10**6)
+    split, _ = made(tokens=1)
+    start = moved(work)
+    whole, parts = (Recorder(start, OptimizerConfig()) for _ in range(2))
+    finished(work, work.step(whole, pairs()))
+    finished(split, split.step(parts, pairs()))
+    assert_close(parts.seen, whole.seen, 1e-5)
+
+
+def test_units_are_cut_to_the_budget_and_change_nothing() -> None:
+    work, _ = made(tokens=24)
+    start = moved(work)
+    rows = [pair.chosen for pair in pairs()]
+    whole = finished(work, work.score(start, rows))
+    future = work.score(start, rows)
+    units = 0
+    while work.waits():
+        work.pace(0.0)
+        work.advance()
+        units += 1
+    assert units > 4
+    assert future.result(timeout=0) == whole
+
+
+def test_gradients_that_are_not_finite_concern_their_caller_only() -> None:
+    work, _ = made()
+    start = moved(work)
+    broken = replace(start, params={**start.params, HEAD: {"weight": mx.full((64,), math.nan)}})
+    training = RewardModelInTraining(broken, OptimizerConfig())
+    failed, scored = work.step(training, pairs()), work.score(start, [(1, 2)])
+    while work.waits():
+        work.advance()
+    with pytest.raises(TrainingFailedError, match="lower the learning rate"):
+        failed.result(timeout=0)
+    assert training.model is broken
+    assert len(scored.result(timeout=0)) == 1
+
+
+def test_a_fault_of_the_device_fails_one_job_and_a_cancelled_one_leaves_nothing() -> None:
+    work, _ = made()
+    start = moved(work)
+    first, second, third = (work.score(start, [(at, 2, 3)]) for at in range(3))
+    work.cancel(second)
+    work.reset()
+    for future in (first, second):
+        with pytest.raises(StepFailedError):
+            future.result(timeout=0)
+    assert len(finished(work, third)) == 1
+    assert not work.waits()
+    assert work.bytes_of_updates == 0
+
+
+def test_memory_is_counted_while_somebody_holds_the_model() -> None:
+    work, _ = made()
+    model = moved(work)
+    work.hold(model)
+    assert work.bytes_held == model.nbytes > 0
+    del model
+    assert work.bytes_held == 0

@@ -1,0 +1,178 @@
+"""Reward models as scorers: what requests may name, sums, faults, and the rewards of a tiny model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from shutil import rmtree
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from configs import changed
+from rl.scoring_rig import LONG_S, group
+from rl.test_reward_model_arithmetic import finished, made, moved
+from trainers import LORA
+
+from mlx_parallm.adapters.reward_models import RewardModelFolder
+from mlx_parallm.core import CollectionSpec
+from mlx_parallm.errors import ConfigError, InvalidRequestError, StepFailedError
+from mlx_parallm.rl.reward_models.learning import RewardModelDevice
+from mlx_parallm.rl.reward_models.model import RewardModel
+from mlx_parallm.rl.reward_models.service import MOST_LOADED, RewardModels
+from mlx_parallm.rl.reward_models.work import RewardModelWork
+from mlx_parallm.rl.scoring.catalogue import ScorerCatalogue
+from mlx_parallm.rl.scoring.pool import ScoringError
+from mlx_parallm.rl.scoring.reward import RewardSpec, read_reward
+from mlx_parallm.rl.scoring.service import ScoringService
+
+END = 257
+
+
+class Known:
+    """The reward model `rm` gives -1, -2, …; `broken` fails."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def check(self, name: str) -> None:
+        self.asked.append(name)
+        if name not in ("rm", "broken"):
+            raise InvalidRequestError("there are rm, broken")
+
+    async def rewards(self, name: str, group: Any) -> list[float]:
+        if name == "broken":
+            raise StepFailedError("the device is gone")
+        return [-1.0 - at for at in range(len(group))]
+
+
+@pytest.fixture
+async def scoring():
+    services: list[ScoringService] = []
+
+    def make(reward: str | None = None, known: Known | None = None) -> ScoringService:
+        spec = None if reward is None else RewardSpec(read_reward(reward))
+        services.append(ScoringService(1, 32, LONG_S, spec, known or Known()))
+        return services[-1]
+
+    yield make
+    for one in services:
+        await one.close()
+
+
+# ---- as scorers ----------------------------------------------------------------------------------
+
+
+async def test_a_reward_model_scores_alone_and_in_a_sum(scoring: Callable[..., ScoringService]) -> None:
+    service = scoring()
+    assert await service.score(group("reward_model:rm", "x", "y")) == (-1.0, -2.0)
+    mixed = group("0.5*reward_model:rm + 2*exact", "x", "y", answer="y")
+    assert await service.score(mixed) == (-0.5, 1.0)
+
+
+async def test_a_reward_model_in_the_configured_reward(scoring: Callable[..., ScoringService]) -> None:
+    service = scoring("reward_model:rm + 0*length".replace("reward_model", "1*reward_model"))
+    assert await service.score(group("reward", "x", "y", target_length=4)) == (-1.0, -2.0)
+
+
+async def test_names_are_checked_with_the_request(scoring: Callable[..., ScoringService]) -> None:
+    known = Known()
+    service = scoring("0.5*reward_model:rm + 0.5*exact", known)
+    for _ in range(2):
+        await service.check(CollectionSpec("reward_model:rm"))
+    assert known.asked == ["rm"]  # the disk is asked once
+    await service.check(CollectionSpec("reward", {"answer": "x"}))
+    with pytest.raises(InvalidRequestError, match="reward_model:other cannot be used: there are rm, broken"):
+        await service.check(CollectionSpec("0.5*reward_model:other + 0.5*exact", {"answer": "x"}))
+    with pytest.raises(InvalidRequestError, match=r"metadata\.answer"):
+        await service.check(CollectionSpec("0.5*reward_model:rm + 0.5*exact"))
+    with pytest.raises(InvalidRequestError, match="did you mean"):
+        await service.check(CollectionSpec("reward_models:rm"))
+
+
+def test_a_configured_reward_that_is_unknown_ends_the_start() -> None:
+    catalogue = ScorerCatalogue(RewardSpec(read_reward("reward_model:other")), Known().check)
+    with pytest.raises(ConfigError, match="reward: reward_model:other cannot be used: there are rm"):
+        catalogue.check_reward()
+    with pytest.raises(ConfigError, match="reward: reward_model:other cannot be used"):
+        catalogue.check_reward_models()
+    ScorerCatalogue(RewardSpec(read_reward("0.5*reward_model:rm + 0.5*exact")), Known().check).check_reward_models()
+    ScorerCatalogue().check_reward_models()
+    with pytest.raises(ConfigError, match="score in a server or a run that trains"):
+        ScorerCatalogue(RewardSpec(read_reward("reward_model:rm"))).check_reward()
+
+
+async def test_a_fault_of_the_device_costs_its_group_only(scoring: Callable[..., ScoringService]) -> None:
+    service = scoring()
+    with pytest.raises(ScoringError, match="reward_model:broken: the device is gone"):
+        await service.score(group("reward_model:broken", "x"))
+    assert await service.score(group("reward_model:rm", "x")) == (-1.0,)
+
+
+# ---- on a tiny model -----------------------------------------------------------------------------
+
+
+class Device:
+    """Runs calls, and the work that they ask for, at once."""
+
+    def __init__(self, work: RewardModelWork) -> None:
+        self.work = work
+
+    async def run(self, call: Callable[[], Any]) -> Any:
+        result = call()
+        return finished(self.work, result) if isinstance(result, Future) else result
+
+
+@pytest.fixture
+def served(tmp_path: Path):
+    """The reward models of a folder with `rm`, their work, and `rm` itself."""
+    work, _ = made()
+    folder = RewardModelFolder(tmp_path)
+    model = moved(work)
+    folder.save("rm", model.weights(), work.trainable.layout, {})
+    tokenizer = SimpleNamespace(eos_token_ids=frozenset({END}), eos_token="<end>", token_string=lambda _: "<end>")
+    return RewardModels(RewardModelDevice(Device(work), work), folder, tokenizer), work, model
+
+
+async def test_rewards_are_those_of_the_whole_answer(served: Any) -> None:
+    models, work, model = served
+    answers = [
+        replace(each, completion_ids=ids) for each, ids in zip(group("", "a", "b"), ((5, 6, END), (7,)), strict=True)
+    ]
+    want = finished(work, work.score(model, [(1, 2, 5, 6, END), (1, 2, 7, END)]))  # the second was cut off
+    assert await models.rewards("rm", answers) == pytest.approx(want, abs=1e-5)
+    assert abs(want[0] - want[1]) > 1e-3
+
+
+async def test_a_folder_that_was_replaced_is_read_again(served: Any, tmp_path: Path) -> None:
+    models, work, _ = served
+    answers = group("", "a")
+    before = await models.rewards("rm", answers)
+    assert await models.rewards("rm", answers) == before
+    rmtree(tmp_path / "rm")
+    with pytest.raises(InvalidRequestError, match="no reward model is called"):
+        await models.rewards("rm", answers)
+    other = moved(work, seed=8)
+    RewardModelFolder(tmp_path).save("rm", other.weights(), work.trainable.layout, {})
+    (after,) = await models.rewards("rm", answers)
+    assert after == pytest.approx(finished(work, work.score(other, [(1, 2, 3, 4, 5, 6, END)]))[0], abs=1e-5)
+    assert after != before[0]
+
+
+async def test_few_reward_models_are_kept_in_memory(served: Any, tmp_path: Path) -> None:
+    models, work, model = served
+    held = work.bytes_held  # the fixture's own is not held
+    for number in range(MOST_LOADED + 2):
+        RewardModelFolder(tmp_path).save(f"rm{number}", model.weights(), work.trainable.layout, {})
+        await models.rewards(f"rm{number}", group("", "a"))
+    assert work.bytes_held - held == MOST_LOADED * model.nbytes
+
+
+async def test_a_new_model_has_the_rank_of_the_configuration(served: Any) -> None:
+    _, work, _ = served
+    new = RewardModel.new(work.trainable.layout, changed(LORA, lora_rank=2, lora_rslora=True), 0)
+    weights = new.weights().adapter
+    assert (weights.rank, weights.rslora) == (2, True)
+    assert weights.alpha == pytest.approx(8.0)

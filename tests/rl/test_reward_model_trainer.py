@@ -1,0 +1,110 @@
+"""Reward models of the preferences that a run has collected, on a tiny model."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rl.scoring_rig import group
+from rl.test_reward_model_arithmetic import made
+from rl.test_reward_model_scoring import Device
+from trainers import LORA
+
+from mlx_parallm.adapters.reward_models import RewardModelFolder
+from mlx_parallm.core import CollectionSpec, RewardModelSpec, Signal, Trajectory
+from mlx_parallm.errors import ConflictError, InvalidRequestError
+from mlx_parallm.rl.reward_models.learning import RewardModelDevice
+from mlx_parallm.rl.reward_models.trainer import RewardModelTrainer
+from mlx_parallm.rl.runs.journal import Journal
+from mlx_parallm.rl.runs.store import JournalFile
+
+LOUD, QUIET, END = 40, 41, 257
+SPEC = RewardModelSpec("loud", held_out=0.25, epochs=3, batch_size=4, learning_rate=0.01, seed=0)
+
+
+def edit(number: int, signal: Signal = Signal.PREFERENCES) -> list[Trajectory]:
+    """A preference for an answer that ends with LOUD."""
+    group_id = f"{signal.value}-{number}"
+    collection = CollectionSpec(signal.value, {}, signal=signal)
+    answers = [(which, (100 + number, last, END)) for which, last in (("chosen", LOUD), ("rejected", QUIET))]
+    return [
+        replace(
+            each,
+            group_id=group_id,
+            trajectory_id=f"{group_id}-{which}",
+            prompt_ids=(1, number),
+            completion_ids=ids,
+            sampling_logprobs=(),
+            collection=collection,
+        )
+        for each, (which, ids) in zip(group("", "", ""), answers, strict=True)
+    ]
+
+
+@pytest.fixture
+async def run(tmp_path: Path):
+    """The trainer, the journal that it reads, and the folder of its reward models."""
+    work, _ = made()
+    journal, folder = Journal(JournalFile(tmp_path / "journal.sqlite")), RewardModelFolder(tmp_path / "adapters")
+    yield RewardModelTrainer(RewardModelDevice(Device(work), work), folder, journal, LORA), journal, folder
+    await journal.close()
+
+
+async def test_it_agrees_with_preferences_that_were_held_out(run: Any) -> None:
+    trainer, journal, folder = run
+    for number in range(12):
+        await journal.accept(("one", "other")[number % 2], edit(number))  # of any adapter
+    journal.dropped([each.trajectory_id for each in edit(0)], "held")
+    card = await trainer.train(SPEC)
+    assert (card.name, card.preferences, card.steps) == ("loud", 9, 9)
+    assert (card.held_out, card.held_out_agreement, card.high) == (3, 1.0, 1.0)
+    assert card.loss < 0.3
+    assert folder.names() == ("loud",)
+    with pytest.raises(ConflictError, match="exists; choose another name"):
+        await trainer.train(SPEC)
+
+
+async def test_an_edit_that_was_replaced_and_other_signals_do_not_count(run: Any) -> None:
+    trainer, journal, _ = run
+    for number in range(6):
+        await journal.accept("one", edit(number))
+    await journal.accept("one", edit(7, Signal.CORRECTIONS))
+    journal.dropped([each.trajectory_id for each in edit(2)], "replaced")
+    card = await trainer.train(replace(SPEC, held_out=0.0))
+    assert (card.preferences, card.held_out, card.held_out_agreement, card.low) == (5, 0, None, None)
+
+
+async def test_the_newest_preferences_are_taken_in_order(run: Any) -> None:
+    _, journal, _ = run
+    for number in range(5):
+        await journal.accept("one", edit(number))
+    groups = await journal.groups("preferences-", "replaced", 3)
+    assert [[each.trajectory_id for each in one] for one in groups] == [
+        [f"preferences-{number}-chosen", f"preferences-{number}-rejected"] for number in (2, 3, 4)
+    ]
+
+
+async def test_what_is_refused(run: Any, tmp_path: Path) -> None:
+    trainer, journal, folder = run
+    with pytest.raises(ConflictError, match="no preferences; send some with POST /v1/training/preference"):
+        await trainer.train(SPEC)
+    await journal.accept("one", edit(0))
+    with pytest.raises(InvalidRequestError, match="held_out: 1 different prompts are too few"):
+        await trainer.train(SPEC)
+    with pytest.raises(InvalidRequestError, match="not a plain name"):
+        await trainer.train(replace(SPEC, name="../loud"))
+    assert folder.names() == ()
+
+
+async def test_one_reward_model_is_trained_at_a_time(run: Any) -> None:
+    trainer, journal, folder = run
+    await journal.accept("one", edit(0))
+    first = asyncio.create_task(trainer.train(replace(SPEC, held_out=0.0)))
+    await asyncio.sleep(0)
+    with pytest.raises(ConflictError, match="wait until it has ended"):
+        await trainer.train(replace(SPEC, name="other"))
+    await first
+    assert folder.names() == ("loud",)
