@@ -43,12 +43,12 @@ class Environment:
 
 
 class Environments:
-    """Registered environments by id. Ids count from the time of the server's start in seconds, so an environment that
-    outlives a restart of the server never has the id of one that registers later."""
+    """Registered environments by id. Ids count from the time of the server's start in milliseconds, so an environment
+    that outlives a restart of the server never has the id of one that registers later."""
 
     def __init__(self) -> None:
         self._by_id: dict[int, Environment] = {}
-        self._next = int(time.time())
+        self._next = time.time_ns() // 1_000_000
 
     def register(self, wanted: RegisterEnv) -> Environment:
         """Raises OverloadedError: there are too many."""
