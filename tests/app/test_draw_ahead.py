@@ -29,7 +29,7 @@ from mlx_parallm.rl.environments import Task
 
 
 def slow(completions, completion_ids, **_):
-    time.sleep(1.5)
+    time.sleep(0.8)
     return [float(sum(ids) % 7) for ids in completion_ids]
 
 
@@ -46,7 +46,7 @@ class Tool(Numbers):
 
     async def rollout(self, client, task):
         first = await client.ask(task.messages)
-        await asyncio.sleep(1.5)
+        await asyncio.sleep(0.8)
         second = await client.ask([*task.messages, first.message, {"role": "user", "content": "and?"}])
         return float(sum(first.token_ids + second.token_ids) % 7)
 """
@@ -59,7 +59,7 @@ def asked(folder: Path, name: str = "Numbers", **keys: object) -> Config:
         "checkpointing__checkpoint_dir": folder / "kept",
         "rl_training__environment": f"{folder}/own.py:{name}",
         "rl_training__trajectory_log": folder / "log.jsonl",
-        "rl_training__draw_ahead_after_s": 0.2,
+        "rl_training__draw_ahead_after_s": 0.1,
         **reward,
     }
     return config(folder, "grpo", **{**settings, **keys})
@@ -123,7 +123,7 @@ def test_a_run_that_is_stopped_goes_on_with_the_tasks_that_no_update_has(tmp_pat
 
     def stop(view: View) -> None:
         if view.reports[-1].step == 2:
-            signal.setitimer(signal.ITIMER_REAL, 1.0)
+            signal.setitimer(signal.ITIMER_REAL, 0.5)
 
     previous = signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
     curriculum = {"rl_training__curriculum__enabled": True}
@@ -151,13 +151,14 @@ from mlx_parallm.app.train import run
 
 def then(view):
     if view.reports[-1].step == 3:
-        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
 path = Path(sys.argv[1])
 sys.exit(run(asked(path), options(path, 6), View(then=then)))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_run_that_is_killed_goes_on_with_the_tasks_that_no_update_has(tmp_path: Path) -> None:
     asked(tmp_path)  # makes the model

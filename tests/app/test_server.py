@@ -43,17 +43,19 @@ def free_port() -> int:
 async def running(*coroutines, port: int) -> AsyncIterator[httpx.AsyncClient]:
     """A client of what these serve, until the block ends; they are cancelled then, as a program's Ctrl-C does."""
     both = asyncio.gather(*coroutines)
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
-        while not both.done():
-            with suppress(httpx.ConnectError):
-                if (await client.get("/ready")).status_code == 200:
-                    break
-            await asyncio.sleep(0.05)
-        assert not both.done(), both.exception()
-        yield client
-    both.cancel()
-    with suppress(asyncio.CancelledError):
-        await both
+    try:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+            while not both.done():
+                with suppress(httpx.ConnectError):
+                    if (await client.get("/ready")).status_code == 200:
+                        break
+                await asyncio.sleep(0.05)
+            assert not both.done(), both.exception()
+            yield client
+    finally:
+        both.cancel()
+        with suppress(asyncio.CancelledError):
+            await both
 
 
 @pytest.mark.timeout(120)

@@ -125,6 +125,7 @@ def test_samples_of_mlx_lm_server_have_the_logprobs_of_the_weights_that_were_sen
             trained(tmp_path, "other", **keys, model__base_model_path=str(tmp_path / "model2"))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_server_that_dies_ends_the_run_and_the_updates_so_far_are_saved(tmp_path: Path) -> None:
     save_tiny("llama", tmp_path / "model")

@@ -67,7 +67,7 @@ def references(llama: object) -> list[tuple[list[int], Solo]]:
     return [(row, solo(llama, row, 30)) for row in prompts(12, 150, seed=1)]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_any_interleaving_with_aborts_and_preemption(
     llama: object, references: list[tuple[list[int], Solo]], data: st.DataObject

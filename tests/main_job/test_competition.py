@@ -49,6 +49,7 @@ def answered(server: Server, user: int, scores: dict[str, float] | None = None) 
     return version
 
 
+@pytest.mark.slow
 def test_a_new_version_wins_after_a_crash(command: tuple[str, ...]) -> None:
     server = start(*command)
     server.post("/v1/training/update", trajectories=GROUP)

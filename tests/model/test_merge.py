@@ -224,6 +224,7 @@ def test_a_model_that_cannot_be_untied_is_refused_and_nothing_is_written(tmp_pat
     assert not (tmp_path / "merged").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dequantize", [False, True])
 def test_the_head_of_the_bundled_model_is_packed_as_its_embedding_is(dequantize, tmp_path):
     model, _, _ = load_bundled(dequantize=False)

@@ -157,6 +157,7 @@ def test_long_rows_attend_in_blocks_and_nothing_else_changes(
         assert got[row, : len(expected)].tolist() == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_long_row_does_not_grow_with_the_square_of_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four times as many tokens take about four times the memory, where all scores at once take far more."""
     monkeypatch.setattr("mlx_parallm.rl.learn.attention.SCORES_AT_ONCE", 1 << 16)
