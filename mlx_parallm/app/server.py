@@ -21,6 +21,7 @@ from mlx_parallm.rl.environments import Environment
 from mlx_parallm.rl.tracking.tracking import Tracking
 from mlx_parallm.server.app import create_app, serve
 from mlx_parallm.server.http import request_log
+from mlx_parallm.server.one_model import OneModel
 
 
 def run(config: Config) -> int:
@@ -92,8 +93,7 @@ class IntegratedServer:
                 served.engine,
                 served.adapters,
                 served.training.service if served.training else None,
-                served.tokenizer,
-                served.card,
+                OneModel(served.tokenizer, served.card),
                 server,
                 registration(config, served, step=0) if server.atropos_api else None,
                 served.training.policies if served.training else None,

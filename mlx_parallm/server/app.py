@@ -25,15 +25,13 @@ from mlx_parallm.config import ServerConfig, TinkerConfig
 from mlx_parallm.core import (
     AdapterClient,
     AveragingClient,
+    BaseModels,
     EngineClient,
-    ModelCard,
     PolicyClient,
     RewardModelClient,
-    TextTokenizer,
     TrainingClient,
 )
 from mlx_parallm.errors import ConfigError, EngineDeadError
-from mlx_parallm.grammar.compiler import LLCompiler
 from mlx_parallm.rl.atropos.trajectory_api import Registration
 from mlx_parallm.server.api import completions, control, models, ops
 from mlx_parallm.server.api.adapters import route as adapter_routes
@@ -83,16 +81,13 @@ MAX_HEADER_BYTES = 64 * 1024
 CLOSING_S = 3
 ALIVE_CHECK_TICKS = 10  # of 0.1 s each
 EXIT_OK, EXIT_ENGINE_DEAD = 0, 1
-GENERIC_NAME = "base-model"
-"""A name of the served model on every server."""
 
 
 def create_app(
     engine: EngineClient,
     adapters: AdapterClient,
     training: TrainingClient | None,
-    tokenizer: TextTokenizer,
-    card: ModelCard,
+    models: BaseModels,
     config: ServerConfig,
     atropos: Registration | None = None,
     policies: PolicyClient | None = None,
@@ -115,9 +110,7 @@ def create_app(
         engine,
         adapters,
         training,
-        tokenizer,
-        LLCompiler(tokenizer, card.vocab_size),
-        card,
+        models,
         config,
         Lifecycle(),
         gate,
@@ -127,14 +120,13 @@ def create_app(
         EpisodeHistories(),
         Workers(config.body_timeout),
         started_at=int(time.time()),
-        model_names=frozenset({*card.names, GENERIC_NAME}),
-        tinker=None if policies is None else TinkerServer(policies, card, tinker or TinkerConfig()),
+        tinker=None if policies is None else TinkerServer(policies, models.first.card, tinker or TinkerConfig()),
         averages=averages,
         reward_models=reward_models,
     )
     modules: tuple[ModuleType, ...] = ROUTES
     if atropos is not None and training is not None:
-        app.state.atropos = AtroposParts.of(atropos, training, card)
+        app.state.atropos = AtroposParts.of(atropos, training, models.first.card)
         modules = (*ROUTES, atropos_routes)
     for module in modules:
         app.include_router(module.router)
@@ -164,7 +156,7 @@ async def serve(app: FastAPI, on_started: Callable[[int], None]) -> int:
     try:
         await server.serve(sockets=[listening])
     finally:
-        await asyncio.to_thread(services.grammars.close)
+        await asyncio.to_thread(services.models.close)
     return server.exit_code
 
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import ExitStack, aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from functools import partial
 from typing import cast
 
@@ -22,6 +22,7 @@ from mlx_parallm.core import (
     RequestFailed,
     RequestFinished,
     SequenceOutput,
+    ServedModel,
 )
 from mlx_parallm.errors import EngineDeadError, EngineError, ParaLLMError
 from mlx_parallm.server.api.answer import AnswerWriter
@@ -95,7 +96,8 @@ class GenerationResponse(Response):
 
     Args:
         prompts: the number of prompts, each of which is answered `body.n` times.
-        prepare: renders and tokenises the prompts, and compiles the grammar. It runs in a worker thread.
+        prepare: renders and tokenises the prompts for a base model, and compiles the grammar. It runs in a worker
+            thread.
     """
 
     def __init__(
@@ -103,7 +105,7 @@ class GenerationResponse(Response):
         services: Services,
         body: GenerationBody,
         prompts: int,
-        prepare: Callable[[AdapterRef, CollectionSpec | None], AnswerWriter],
+        prepare: Callable[[ServedModel, AdapterRef, CollectionSpec | None], AnswerWriter],
     ) -> None:
         super().__init__()
         self._services = services
@@ -122,18 +124,21 @@ class GenerationResponse(Response):
             the errors of `prepare` and `generate`, but none after the status line of a stream was sent.
         """
         services, body, record = self._services, self._body, record_of(scope)
-        selector = select_adapter(body, services.model_names)
+        selector = select_adapter(body, services.first.names)
+        base = services.models.find(body.model, selector.name)
         sequences = services.check_sequences(self._prompts, body.n)
-        record.set_model(selector.name or services.card.name)
+        record.set_model(selector.name or base)
         services.check_open()
         if not services.engine.stats().alive:
             raise EngineDeadError("the device thread is not running")
-        with services.gate.reserve(sequences), ExitStack() as lease:
+        async with AsyncExitStack() as held:
+            held.enter_context(services.gate.reserve(sequences))
+            model = await held.enter_async_context(services.models.use(base))
             name = await services.adapter_name(selector)
             with adapter_named_by(selector.param, name):
-                adapter = lease.enter_context(services.adapters.lease(name, assignment_key(scope, body)))
+                adapter = held.enter_context(services.adapters.lease(name, assignment_key(scope, body)))
             collection = await self._collection(scope, adapter) if body.collect_trajectory else None
-            prepare = partial(self._prepare, adapter, collection)
+            prepare = partial(self._prepare, model, adapter, collection)
             if body.compiles:
                 writer = await services.workers.compile(client_of(scope), prepare)
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Annotated, cast
 
@@ -16,11 +17,10 @@ from mlx_parallm.core import (
     AdapterClient,
     AdapterRef,
     AveragingClient,
+    BaseModels,
     EngineClient,
-    GrammarCompiler,
-    ModelCard,
     RewardModelClient,
-    TextTokenizer,
+    ServedModel,
     TrainingClient,
 )
 from mlx_parallm.errors import InvalidRequestError, TrainingDisabledError
@@ -40,16 +40,14 @@ class Services:
     """The parts behind the routes.
 
     `training`, `tinker`, `averages` and `reward_models` are None if the server does not train. `started_at` is Unix
-    time in seconds. `model_names` are the values of the field `model` that mean the served model and no adapter.
+    time in seconds.
     `schedule_lock` is held while the schedule is changed, so that each change starts from the one before.
     """
 
     engine: EngineClient
     adapters: AdapterClient
     training: TrainingClient | None
-    tokenizer: TextTokenizer
-    grammars: GrammarCompiler
-    card: ModelCard
+    models: BaseModels
     config: ServerConfig
     lifecycle: Lifecycle
     gate: SequenceGate
@@ -59,11 +57,20 @@ class Services:
     histories: EpisodeHistories
     workers: Workers
     started_at: int
-    model_names: frozenset[str]
     tinker: TinkerServer | None = None
     averages: AveragingClient | None = None
     reward_models: RewardModelClient | None = None
     schedule_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def first(self) -> ServedModel:
+        """See `core.BaseModels.first`."""
+        return self.models.first
+
+    def model_for(self, *names: str | None) -> AbstractAsyncContextManager[ServedModel]:
+        """The base model that the first of these names means which is not None, loaded until the block ends. The names
+        are of base models or adapters; see `core.BaseModels.find`."""
+        return self.models.use(self.models.find(*names))
 
     def check_open(self) -> None:
         """Checks that the server accepts generation requests now.
@@ -109,7 +116,7 @@ class Services:
 
     def is_base(self, model: str | None) -> bool:
         """Whether `model` is left out or names the base model."""
-        return model is None or model in self.model_names or model == BASE_ADAPTER.name
+        return model is None or model in self.first.names or model == BASE_ADAPTER.name
 
     def check_model(self, name: str | None) -> None:
         """Raises UnknownModelError unless `name` is left out or names the base model or an adapter."""

@@ -16,6 +16,7 @@ from mlx_parallm.config import ServerConfig, TinkerConfig
 from mlx_parallm.core import SummedLoss, TargetedTokens, TokenLoss
 from mlx_parallm.errors import EngineError, InvalidRequestError
 from mlx_parallm.server.app import create_app
+from mlx_parallm.server.one_model import OneModel
 from mlx_parallm.server.protocols.tinker import route, server
 
 NAME = CARD.name
@@ -60,7 +61,13 @@ async def client() -> AsyncIterator[Client]:
     limits = TinkerConfig(max_sessions=3)
     config = ServerConfig(max_batch_size=4, max_queued=4)
     app = create_app(
-        engine, FakeAdapters(), FakeTraining(), ByteTokenizer(), CARD, config, policies=policies, tinker=limits
+        engine,
+        FakeAdapters(),
+        FakeTraining(),
+        OneModel(ByteTokenizer(), CARD),
+        config,
+        policies=policies,
+        tinker=limits,
     )
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost:8000") as http:
@@ -386,7 +393,7 @@ async def test_names_of_checkpoints_are_plain(client: Client, name: str) -> None
 
 
 async def test_a_server_that_does_not_train_says_so() -> None:
-    app = create_app(FakeEngine(), FakeAdapters(), None, ByteTokenizer(), CARD, ServerConfig())
+    app = create_app(FakeEngine(), FakeAdapters(), None, OneModel(ByteTokenizer(), CARD), ServerConfig())
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost:8000") as http:
         response = await http.post("/api/v1/client/config", json={"sdk_version": "0.24.1"})
     assert response.status_code == 409
@@ -396,7 +403,7 @@ async def test_a_server_that_does_not_train_says_so() -> None:
 async def test_the_key_may_come_in_the_sdks_header() -> None:
     config = ServerConfig(api_key="tml-right")
     app = create_app(
-        FakeEngine(), FakeAdapters(), FakeTraining(), ByteTokenizer(), CARD, config, policies=FakePolicies()
+        FakeEngine(), FakeAdapters(), FakeTraining(), OneModel(ByteTokenizer(), CARD), config, policies=FakePolicies()
     )
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost:8000") as http:
         for key, status in (("tml-right", 200), ("tml-wrong", 401)):

@@ -12,6 +12,7 @@ from server.fakes import CARD, ByteTokenizer, FakeEngine
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.grammar.trial import Trial
 from mlx_parallm.server.app import DrainingServer, bind, create_app
+from mlx_parallm.server.one_model import OneModel
 
 
 class SharedTrial(Trial):
@@ -64,7 +65,7 @@ def make_client(engine, adapters, training, averages, reward_models):
     """`make_client(**settings)` → an httpx client on an in-process app; `client.app` is the app."""
 
     def make(**settings):
-        parts = (engine, adapters, training, ByteTokenizer(), CARD, ServerConfig(**settings))
+        parts = (engine, adapters, training, OneModel(ByteTokenizer(), CARD), ServerConfig(**settings))
         app = create_app(*parts, averages=averages, reward_models=reward_models)
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         client = httpx.AsyncClient(transport=transport, base_url="http://localhost:8000")
@@ -82,7 +83,7 @@ def client(make_client):
 @pytest.fixture(scope="session")
 def document():
     """The OpenAPI document, which takes long to make. Not to be changed."""
-    app = create_app(FakeEngine(), FakeAdapters(), FakeTraining(), ByteTokenizer(), CARD, ServerConfig())
+    app = create_app(FakeEngine(), FakeAdapters(), FakeTraining(), OneModel(ByteTokenizer(), CARD), ServerConfig())
 
     async def get():
         transport = httpx.ASGITransport(app)
@@ -99,7 +100,7 @@ def serving(engine, adapters, training):
     @contextlib.asynccontextmanager
     async def serve(card=CARD, **settings):
         settings = {"shutdown_timeout": 5.0, **settings}
-        app = create_app(engine, adapters, training, ByteTokenizer(), card, ServerConfig(**settings))
+        app = create_app(engine, adapters, training, OneModel(ByteTokenizer(), card), ServerConfig(**settings))
         listening = bind("127.0.0.1", 0)
         port = listening.getsockname()[1]
         started = asyncio.Event()

@@ -14,6 +14,7 @@ from mlx_parallm.config import ServerConfig
 from mlx_parallm.errors import InvalidRequestError, QueueFullError, StorageError
 from mlx_parallm.rl.atropos.trajectory_api import Registration
 from mlx_parallm.server.app import create_app
+from mlx_parallm.server.one_model import OneModel
 
 TRAINER = Registration(32, CARD.context_length, "/runs/one", 10, 0, 10**9, "run-1", "mlx-parallm")
 JSON = {"content-type": "application/json"}
@@ -22,7 +23,7 @@ JSON = {"content-type": "application/json"}
 @pytest.fixture
 def make_client(engine, adapters, training):
     def make(**settings):
-        app = create_app(engine, adapters, training, ByteTokenizer(), CARD, ServerConfig(**settings), TRAINER)
+        app = create_app(engine, adapters, training, OneModel(ByteTokenizer(), CARD), ServerConfig(**settings), TRAINER)
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         client = httpx.AsyncClient(transport=transport, base_url="http://localhost:8000")
         client.app = app
@@ -247,7 +248,7 @@ async def test_the_key_may_be_in_the_url(make_client):
 
 
 async def test_the_api_is_not_there_unless_it_is_asked_for(engine, adapters, training):
-    app = create_app(engine, adapters, training, ByteTokenizer(), CARD, ServerConfig())
+    app = create_app(engine, adapters, training, OneModel(ByteTokenizer(), CARD), ServerConfig())
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost:8000") as client:
         assert (await client.post("/scored_data", json=group())).status_code == 404
 

@@ -34,7 +34,7 @@ async def test_n_counts_as_n_sequences(make_client, engine):
 async def test_the_place_is_taken_before_tokenising(make_client, engine):
     """A refused request costs no template."""
     client = make_client(max_batch_size=1, max_queued=1)
-    client.app.state.services.tokenizer.encode = pytest.fail
+    client.app.state.services.first.tokenizer.encode = pytest.fail
     assert (await client.post(URL, json={"prompt": "x", "n": 3})).status_code == 429
 
 

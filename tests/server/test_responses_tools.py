@@ -16,6 +16,7 @@ from mlx_parallm.config import ServerConfig
 from mlx_parallm.core import Reasoning
 from mlx_parallm.server.api.responses.conversation import ITEM_LIST, messages_of
 from mlx_parallm.server.app import create_app
+from mlx_parallm.server.one_model import OneModel
 
 URL = "/v1/responses"
 NOW = {"type": "function", "name": "now", "description": "d", "parameters": {"type": "object", "properties": {}}}
@@ -48,7 +49,7 @@ def tokenizer():
 @pytest.fixture
 def client(engine, adapters, training, tokenizer):
     card = replace(CARD, context_length=10_000)
-    app = create_app(engine, adapters, training, tokenizer, card, ServerConfig())
+    app = create_app(engine, adapters, training, OneModel(tokenizer, card), ServerConfig())
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     return httpx.AsyncClient(transport=transport, base_url="http://localhost:8000")
 

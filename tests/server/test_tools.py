@@ -14,6 +14,7 @@ from mlx_parallm.config import ServerConfig
 from mlx_parallm.core import Reasoning
 from mlx_parallm.model.tools.formats import HERMES
 from mlx_parallm.server.app import create_app
+from mlx_parallm.server.one_model import OneModel
 
 URL = "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
@@ -31,7 +32,7 @@ def make(engine, adapters, training):
         tokenizer = ByteTokenizer()
         tokenizer.tool_format, tokenizer.reasoning = tool_format, reasoning
         card = replace(CARD, context_length=100_000)
-        app = create_app(engine, adapters, training, tokenizer, card, ServerConfig())
+        app = create_app(engine, adapters, training, OneModel(tokenizer, card), ServerConfig())
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         return httpx.AsyncClient(transport=transport, base_url="http://localhost:8000")
 

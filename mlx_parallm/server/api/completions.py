@@ -11,7 +11,7 @@ from fastapi import APIRouter, Depends
 from pydantic import Field, PlainValidator, model_validator
 from starlette.responses import Response
 
-from mlx_parallm.core import AdapterRef, CollectionSpec, Event, GenerationRequest, PromptScored
+from mlx_parallm.core import AdapterRef, CollectionSpec, Event, GenerationRequest, PromptScored, ServedModel
 from mlx_parallm.server.api.answer import AnswerObject, ChoicePiece, ChoiceWriter, FinishReasonText, ending
 from mlx_parallm.server.api.fields import Neutral, TokenId, WireOutput, is_token_ids, refused
 from mlx_parallm.server.api.generation_fields import UNSUPPORTED_OPTIONS, GenerationBody
@@ -139,16 +139,20 @@ async def create_completion(body: Body, services: ServicesDep) -> Response:
 
 
 def prepare(
-    body: CompletionBody, services: Services, adapter: AdapterRef, collection: CollectionSpec | None
+    body: CompletionBody,
+    services: Services,
+    model: ServedModel,
+    adapter: AdapterRef,
+    collection: CollectionSpec | None,
 ) -> CompletionWriter:
     """Tokenises the prompts, and builds the engine's request. Runs in a worker thread."""
-    tokenizer = services.tokenizer
-    request = plan_completion(new_request_id("cmpl"), body, services, adapter, collection)
+    tokenizer = model.tokenizer
+    request = plan_completion(new_request_id("cmpl"), body, services, model, adapter, collection)
     echoed = body.prompt if body.echo else []
     return CompletionWriter(
         body=body,
         request=request,
-        model=services.card.name,
+        model=model.card.name,
         tokenizer=tokenizer,
         tokens_as_ids=tokens_as_ids(body, services.config),
         echoes=[prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in echoed],
@@ -159,12 +163,13 @@ def plan_completion(
     request_id: str,
     body: CompletionBody,
     services: Services,
+    model: ServedModel,
     adapter: AdapterRef,
     collection: CollectionSpec | None,
     default_max_tokens: int = DEFAULT_MAX_TOKENS,
 ) -> GenerationRequest:
     """Tokenises the prompts, and makes the engine's request. `default_max_tokens`: as for `plan`."""
-    tokenizer, context = services.tokenizer, services.card.context_length
+    tokenizer, context = model.tokenizer, model.card.context_length
     unlimited = body.max_tokens == NO_LIMIT
     scored = [body.prompt_logprobs, body.logprobs if body.echo else None]
     return plan(
@@ -174,11 +179,11 @@ def plan_completion(
             tokenizer.encode(prompt, body.add_special_tokens, context) if isinstance(prompt, str) else prompt
             for prompt in body.prompt
         ],
-        card=services.card,
+        card=model.card,
         config=services.config,
         adapter=adapter,
         collection=collection and replace(collection, prompt_text=body.task_prompt or ""),
-        grammar=compile_grammar(*body.grammar, services.grammars) if body.grammar else None,
+        grammar=compile_grammar(*body.grammar, model.grammars) if body.grammar else None,
         max_tokens=None if unlimited else body.max_tokens,
         default_max_tokens=None if unlimited else default_max_tokens,
         top_logprobs=body.logprobs,

@@ -10,7 +10,7 @@ from pydantic import model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlx_parallm.core import BASE_ADAPTER, AdapterCard
+from mlx_parallm.core import BASE_ADAPTER, AdapterCard, ServedModel
 from mlx_parallm.errors import ContextLengthError, UnknownModelError
 from mlx_parallm.server.api.chat.messages import Conversation, Messages, TemplateOptions
 from mlx_parallm.server.api.fields import OpenBody, TokenIds, WireOutput, refused
@@ -59,7 +59,7 @@ Name = Annotated[str, Path(description="The served model, `base`, an adapter, or
 @router.get("/v1/models", response_model_exclude_unset=True)
 async def list_models(services: ServicesDep) -> ModelList:
     """The names that `model` accepts: first those of the base model, then one for the live version of each adapter."""
-    names = dict.fromkeys((*services.card.names, *sorted(services.model_names), BASE_ADAPTER.name))
+    names = dict.fromkeys((*services.first.card.names, *sorted(services.first.names), BASE_ADAPTER.name))
     base = [_base(name, services) for name in names]
     live = [_adapter(card, services) for card in services.adapters.cards() if card.live]
     return ModelList(object="list", data=[*base, *live])
@@ -79,9 +79,9 @@ def _base(name: str, services: Services) -> Model:
         object="model",
         created=services.started_at,
         owned_by="mlx_parallm",
-        root=services.card.name,
+        root=services.first.card.name,
         parent=None,
-        max_model_len=services.card.context_length,
+        max_model_len=services.first.card.context_length,
     )
 
 
@@ -92,8 +92,8 @@ def _adapter(card: AdapterCard, services: Services) -> Model:
         created=card.created,
         owned_by="mlx_parallm",
         root=card.root or card.ref.name,
-        parent=services.card.name,
-        max_model_len=services.card.context_length,
+        parent=services.first.card.name,
+        max_model_len=services.first.card.context_length,
         version=card.ref.version,
     )
 
@@ -177,7 +177,8 @@ async def tokenize(
     """The token ids of a text, or of messages rendered with the chat template; 400 for a text that is longer than the
     context."""
     services.check_model(body.model)
-    return await services.workers.run(request.state.body_bytes, partial(_tokenize, body, services))
+    async with services.model_for(body.model) as model:
+        return await services.workers.run(request.state.body_bytes, partial(_tokenize, body, model))
 
 
 @router.post("/detokenize", response_model=Detokenized, responses=raises(UnknownModelError))
@@ -186,13 +187,14 @@ async def detokenize(
 ) -> Response:
     """The text of token ids, special tokens included; 400 for more ids than the context holds."""
     services.check_model(body.model)
-    return await services.workers.run(request.state.body_bytes, partial(_detokenize, body, services))
+    async with services.model_for(body.model) as model:
+        return await services.workers.run(request.state.body_bytes, partial(_detokenize, body, model))
 
 
 @router.get("/tokenizer_info")
 async def tokenizer_info(services: ServicesDep) -> TokenizerInfo:
     """The special tokens and the chat template."""
-    tokenizer = services.tokenizer
+    tokenizer = services.first.tokenizer
     return TokenizerInfo(
         eos_token=tokenizer.eos_token,
         bos_token=tokenizer.bos_token,
@@ -202,9 +204,9 @@ async def tokenizer_info(services: ServicesDep) -> TokenizerInfo:
     )
 
 
-def _tokenize(body: TokenizeBody, services: Services) -> Response:
+def _tokenize(body: TokenizeBody, model: ServedModel) -> Response:
     """Runs in a worker thread, because the text may be long."""
-    tokenizer, context = services.tokenizer, services.card.context_length
+    tokenizer, context = model.tokenizer, model.card.context_length
     if body.messages is None:
         ids = tokenizer.encode(body.prompt or "", body.add_special_tokens, context)
     else:
@@ -215,17 +217,17 @@ def _tokenize(body: TokenizeBody, services: Services) -> Response:
     return _json(Tokens(tokens=ids, count=len(ids), max_model_len=context, **strings))
 
 
-def _detokenize(body: DetokenizeBody, services: Services) -> Response:
+def _detokenize(body: DetokenizeBody, model: ServedModel) -> Response:
     """Runs in a worker thread."""
-    context = services.card.context_length
+    context = model.card.context_length
     if len(body.tokens) > context:
         raise ContextLengthError(
             f"{len(body.tokens)} token ids; the model's context is {context} tokens. Send fewer at a time.",
             param="tokens",
         )
     if body.tokens:
-        check_ids(body.tokens, services.card.vocab_size, param="tokens")
-    return _json(Detokenized(prompt=services.tokenizer.decode(body.tokens)))
+        check_ids(body.tokens, model.card.vocab_size, param="tokens")
+    return _json(Detokenized(prompt=model.tokenizer.decode(body.tokens)))
 
 
 def _json(answer: WireOutput) -> Response:

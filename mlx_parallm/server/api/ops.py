@@ -167,7 +167,7 @@ async def server_info(services: ServicesDep, _: Annotated[ServerInfoQuery, Query
         version=__version__,
         versions={"python": platform.python_version(), **{package: version_of(package) for package in PACKAGES}},
         system=f"{platform.system()} {platform.machine()}",
-        model=ModelInfo(**asdict(services.card)),
+        model=ModelInfo(**asdict(services.first.card)),
         limits=ServerLimits(
             max_batch_size=config.max_batch_size,
             max_queued=config.max_queued,
@@ -176,7 +176,7 @@ async def server_info(services: ServicesDep, _: Annotated[ServerInfoQuery, Query
             kv_cache_bytes=stats.kv_bytes_budget,
             adapter_slots=adapters.slots,
         ),
-        vllm_config=vllm_config(services.card, adapters),
+        vllm_config=vllm_config(services.first.card, adapters),
         mode=_mode(services),
         paused=stats.paused,
         asleep=services.sleep.asleep,
@@ -223,7 +223,7 @@ async def debug_state(services: ServicesDep) -> DebugState:
             "paused": stats.paused,
             "started_at": services.started_at,
         },
-        model=asdict(services.card),
+        model=asdict(services.first.card),
     )
 
 

@@ -18,6 +18,7 @@ from mlx_parallm.core import (
     FinishReason,
     GenerationRequest,
     PromptScored,
+    ServedModel,
 )
 from mlx_parallm.core.splitter import AnswerSyntax, CallPart, JoinedParts, Splitter, join_parts
 from mlx_parallm.errors import InvalidRequestError
@@ -64,14 +65,20 @@ async def create_chat_completion_of_tokens(body: TokensBody, services: ServicesD
     return GenerationResponse(services, body, 1, partial(prepare, body, services))
 
 
-def prepare(body: ChatBody, services: Services, adapter: AdapterRef, collection: CollectionSpec | None) -> ChatWriter:
+def prepare(
+    body: ChatBody,
+    services: Services,
+    model: ServedModel,
+    adapter: AdapterRef,
+    collection: CollectionSpec | None,
+) -> ChatWriter:
     """Renders and tokenises the conversation, and builds the engine's request. Runs in a worker thread."""
-    planned = plan_chat(new_request_id("chatcmpl"), body, services, adapter, collection)
+    planned = plan_chat(new_request_id("chatcmpl"), body, services, model, adapter, collection)
     return ChatWriter(
         body=body,
         request=planned.request,
-        model=services.card.name,
-        tokenizer=services.tokenizer,
+        model=model.card.name,
+        tokenizer=model.tokenizer,
         tokens_as_ids=tokens_as_ids(body, services.config),
         splitters=[Splitter(planned.syntax) for _ in range(planned.request.sequences)],
         watch=planned.watch,
@@ -89,15 +96,20 @@ class PlannedChat:
 
 
 def plan_chat(
-    request_id: str, body: ChatBody, services: Services, adapter: AdapterRef, collection: CollectionSpec | None
+    request_id: str,
+    body: ChatBody,
+    services: Services,
+    model: ServedModel,
+    adapter: AdapterRef,
+    collection: CollectionSpec | None,
 ) -> PlannedChat:
     """Renders and tokenises a conversation, and makes the engine's request. A turn of an episode continues the tokens
     of an earlier one if it can; see `EpisodeHistories`. A prompt that the client gives as token ids is used as it is.
     """
-    tokenizer, histories = services.tokenizer, services.histories
-    conversation = conversation_of(body, services)
+    tokenizer, histories = model.tokenizer, services.histories
+    conversation = conversation_of(body, model)
     prompt = rendered = body.given_prompt or conversation.render(
-        tokenizer, body.add_generation_prompt, services.card.context_length
+        tokenizer, body.add_generation_prompt, model.card.context_length
     )
     if collection is not None:
         collection = replace(collection, messages=tuple(message.for_template() for message in body.messages))
@@ -111,11 +123,11 @@ def plan_chat(
         request_id=request_id,
         body=body,
         prompts=[prompt],
-        card=services.card,
+        card=model.card,
         config=services.config,
         adapter=adapter,
         collection=collection,
-        grammar=answer_grammar(body, syntax, services.grammars),
+        grammar=answer_grammar(body, syntax, model.grammars),
         max_tokens=body.max_completion_tokens or body.max_tokens,
         top_logprobs=body.top,
         prompt_logprobs=body.prompt_logprobs,
@@ -127,27 +139,27 @@ def plan_chat(
     return PlannedChat(request, syntax, partial(histories.recorded, turn, request))
 
 
-def conversation_of(body: ChatBody, services: Services) -> Conversation:
+def conversation_of(body: ChatBody, model: ServedModel) -> Conversation:
     """Raises InvalidRequestError if the body has another template than the model's own."""
-    if body.chat_template not in (None, services.tokenizer.chat_template):
+    if body.chat_template not in (None, model.tokenizer.chat_template):
         raise InvalidRequestError(
             "chat_template: this is not the model's own template, which GET /tokenizer_info has. A template is a "
             "program, so that of a client is not run: leave it out, start the server on a model folder that has it, or "
             "render it yourself and send the token ids to /v1/completions.",
             param="chat_template",
         )
-    return Conversation.of(body.messages, body.callable_tools, services.tokenizer, body.chat_template_kwargs)
+    return Conversation.of(body.messages, body.callable_tools, model.tokenizer, body.chat_template_kwargs)
 
 
-def prompt_of(body: ChatBody, services: Services) -> list[int]:
+def prompt_of(body: ChatBody, model: ServedModel) -> list[int]:
     """The token ids of the rendered conversation. Call it in a worker thread.
 
     Raises:
         InvalidRequestError: the model has no template, or the template refuses the messages.
         ContextLengthError: the conversation is far too long.
     """
-    conversation, at_most = conversation_of(body, services), services.card.context_length
-    return conversation.render(services.tokenizer, body.add_generation_prompt, at_most)
+    conversation, at_most = conversation_of(body, model), model.card.context_length
+    return conversation.render(model.tokenizer, body.add_generation_prompt, at_most)
 
 
 @dataclass(kw_only=True, eq=False)

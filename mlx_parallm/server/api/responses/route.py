@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlx_parallm.core import AdapterRef, CollectionSpec
+from mlx_parallm.core import AdapterRef, CollectionSpec, ServedModel
 from mlx_parallm.core.splitter import Splitter
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError, RequestError, UnknownModelError
 from mlx_parallm.server.api.chat.route import plan_chat, prompt_of
@@ -94,7 +94,8 @@ async def count_input_tokens(body: Body, request: Request, services: ServicesDep
     services.check_model(body.model)
     stored = _previous(body, services)
     size = request.state.body_bytes + stored.size
-    tokens = await services.workers.run(size, partial(_count_tokens, body, stored, services))
+    async with services.model_for(body.model) as model:
+        tokens = await services.workers.run(size, partial(_count_tokens, body, stored, model))
     return InputTokens(object="response.input_tokens", input_tokens=tokens)
 
 
@@ -145,6 +146,7 @@ def prepare(
     chat: ChatBody,
     earlier: Sequence[ItemFields],
     services: Services,
+    model: ServedModel,
     adapter: AdapterRef,
     collection: CollectionSpec | None,
 ) -> ResponseWriter:
@@ -155,14 +157,14 @@ def prepare(
         earlier: the items of earlier turns.
     """
     with _own_names():
-        chat = _fitted(body, chat, services)
-        planned = plan_chat(new_id("resp"), chat, services, adapter, collection)
+        chat = _fitted(body, chat, model)
+        planned = plan_chat(new_id("resp"), chat, services, model, adapter, collection)
     items = [*earlier, *map(listed_item, body.input)]
     keep = partial(_store, services, items) if body.store else lambda _: None
     return ResponseWriter(
         body=body,
         request=planned.request,
-        model=services.card.name,
+        model=model.card.name,
         splitter=Splitter(planned.syntax),
         keep=keep,
         watch=planned.watch,
@@ -225,11 +227,11 @@ def _as_chat(body: ResponsesBody, previous: StoredResponse) -> tuple[list[ItemFi
             raise first_fault(error) from None
 
 
-def _count_tokens(body: ResponsesBody, previous: StoredResponse, services: Services) -> int:
+def _count_tokens(body: ResponsesBody, previous: StoredResponse, model: ServedModel) -> int:
     """The length of the prompt. Runs in a worker thread."""
     _, chat = _as_chat(body, previous)
     with _own_names():
-        return len(prompt_of(_fitted(body, chat, services), services))
+        return len(prompt_of(_fitted(body, chat, model), model))
 
 
 @contextmanager
@@ -255,11 +257,11 @@ def _own_name(param: str) -> str:
 # ---- truncation ------------------------------------------------------------------------------------
 
 
-def _fitted(body: ResponsesBody, chat: ChatBody, services: Services) -> ChatBody:
+def _fitted(body: ResponsesBody, chat: ChatBody, model: ServedModel) -> ChatBody:
     """The chat body, without the messages that `truncation` drops; see `ResponsesBody.truncation`."""
     if body.truncation == "disabled":
         return chat
-    return _shortened(chat, partial(prompt_of, services=services), services.card.context_length)
+    return _shortened(chat, partial(prompt_of, model=model), model.card.context_length)
 
 
 def _shortened(chat: ChatBody, prompt: Callable[[ChatBody], list[int]], context: int) -> ChatBody:

@@ -47,7 +47,7 @@ def edit_of(body: PreferenceBody, found: Mapping[str, FoundTrajectory], adapter:
     rejected = _answer("rejected", body.rejected, found.get("rejected_id"), services)
     if chosen == rejected:
         raise InvalidRequestError("chosen and rejected are the same answer.", param="rejected")
-    context = services.card.context_length
+    context = services.first.card.context_length
     if (tokens := len(prompt) + max(len(chosen), len(rejected))) > context:
         raise ContextLengthError(f"This model's context is {context} tokens, and the edit has {tokens}.", param=field)
     return Edit(
@@ -63,7 +63,7 @@ def edit_of(body: PreferenceBody, found: Mapping[str, FoundTrajectory], adapter:
 
 
 def _prompt(body: PreferenceBody, found: Mapping[str, FoundTrajectory], services: Services) -> tuple[int, ...]:
-    card, tokenizer = services.card, services.tokenizer
+    card, tokenizer = services.first.card, services.first.tokenizer
     if body.messages is not None:
         conversation = Conversation.of(body.messages, (), tokenizer, TemplateOptions())
         return tuple(conversation.render(tokenizer, at_most=card.context_length))
@@ -84,9 +84,9 @@ def _answer(field: str, text: str | None, found: FoundTrajectory | None, service
         return found.completion_ids
     if text is None:
         return ()
-    tokenizer = services.tokenizer
-    ids = tokenizer.encode(text, False, services.card.context_length)
-    check_ids(ids, services.card.vocab_size, field)
+    tokenizer = services.first.tokenizer
+    ids = tokenizer.encode(text, False, services.first.card.context_length)
+    check_ids(ids, services.first.card.vocab_size, field)
     if control := control_ids(tokenizer).intersection(ids):
         mark = tokenizer.token_string(min(control))
         raise InvalidRequestError(f"{field}: the text has the control token {mark!r}; leave it out.", param=field)

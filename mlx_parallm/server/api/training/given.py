@@ -25,7 +25,7 @@ def given_trajectories(bodies: Sequence[GivenTrajectoryBody], services: Services
 def _trajectory(body: GivenTrajectoryBody, services: Services, param: str) -> GivenTrajectory:
     if body.token_ids is not None and body.mask is not None:
         return _row(body, body.token_ids, body.mask, services, param)
-    card, encode = services.card, services.tokenizer.encode
+    card, encode = services.first.card, services.first.tokenizer.encode
     prompt = body.prompt_token_ids or encode(body.prompt or "", True, card.context_length)
     completion = body.completion_token_ids or body.tokens or encode(body.output or "", False, card.context_length)
     check_ids(prompt, card.vocab_size, f"{param}.prompt_token_ids")
@@ -45,7 +45,7 @@ def _row(
     body: GivenTrajectoryBody, ids: list[int], mask: list[bool], services: Services, param: str
 ) -> GivenTrajectory:
     """The tokens before the first sampled one are the prompt."""
-    check_ids(ids, services.card.vocab_size, f"{param}.token_ids")
+    check_ids(ids, services.first.card.vocab_size, f"{param}.token_ids")
     start = mask.index(True)
     advantages = _of_each_token(body.advantages, len(ids))
     return _given(
@@ -76,7 +76,7 @@ def _given(
     advantages: Sequence[float],
     mask: tuple[bool, ...] = (),
 ) -> GivenTrajectory:
-    tokens, context = len(prompt) + len(completion), services.card.context_length
+    tokens, context = len(prompt) + len(completion), services.first.card.context_length
     if tokens > context:
         raise ContextLengthError(
             f"This model's context is {context} tokens, and {param} has {tokens}. Leave it out.", param=param

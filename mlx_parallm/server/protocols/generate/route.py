@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends
 from starlette.responses import Response
 
-from mlx_parallm.core import AdapterRef, CollectionSpec
+from mlx_parallm.core import AdapterRef, CollectionSpec, ServedModel
 from mlx_parallm.server.api.completions import DEFAULT_MAX_TOKENS, CompletionBody, plan_completion
 from mlx_parallm.server.api.sampling_fields import SamplingFields
 from mlx_parallm.server.generation import GenerationResponse
@@ -87,13 +87,14 @@ def prepare(
     completion: CompletionBody,
     translation: Translation,
     services: Services,
+    model: ServedModel,
     adapter: AdapterRef,
     collection: CollectionSpec | None,
 ) -> WholeWriter:
     """Makes the engine's request. Runs in a worker thread."""
     with client_names(translation.names):
         default = translation.default_max_tokens
-        request = plan_completion(new_request_id("gen"), completion, services, adapter, collection, default)
+        request = plan_completion(new_request_id("gen"), completion, services, model, adapter, collection, default)
     if translation.processed_logprobs:
         request = replace(request, sampling=replace(request.sampling, processed_logprobs=True))
-    return translation.writer(sent=body, request=request, tokenizer=services.tokenizer)
+    return translation.writer(sent=body, request=request, tokenizer=model.tokenizer)

@@ -25,6 +25,6 @@ def check_base(services: Services, name: str | None) -> None:
     """Raises UnknownModelError unless `name` is one of the served model. Models start from it."""
     if name is None or not services.is_base(name):
         raise UnknownModelError(
-            f"base_model: this server has {', '.join(services.card.names)}, and not {(name or 'none')[:100]!r}",
+            f"base_model: this server has {', '.join(services.first.card.names)}, and not {(name or 'none')[:100]!r}",
             param="base_model",
         )

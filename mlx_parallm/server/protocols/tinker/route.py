@@ -76,7 +76,7 @@ async def telemetry() -> dict[str, Any]:
 
 @router.get("/get_server_capabilities")
 async def capabilities(services: ServicesDep, tinker: TinkerDep) -> dict[str, Any]:
-    card = services.card
+    card = services.first.card
     models = [
         {"model_name": name, "max_context_length": card.context_length, "trainable": True, "sampleable": True}
         for name in card.names
@@ -144,14 +144,14 @@ async def get_info(
     read: Annotated[Read[ModelBody], Depends(json_of(ModelBody))], services: ServicesDep, tinker: TinkerDep
 ) -> dict[str, Any]:
     model = tinker.sessions.model(read.body.model_id)
-    name = services.card.name
+    name = services.first.card.name
     return {
         "type": "get_info",
         "model_id": model.model_id,
         "model_data": {
-            "arch": services.card.dtype,
+            "arch": services.first.card.dtype,
             "model_name": name,
-            "tokenizer_id": services.card.tokenizer or name,
+            "tokenizer_id": services.first.card.tokenizer or name,
         },
         "is_lora": True,
         "lora_rank": tinker.rank(model),

@@ -36,7 +36,7 @@ async def create_sampling_session(
 async def get_sampler(sampler_id: str, services: ServicesDep, tinker: TinkerDep) -> dict[str, Any]:
     found = tinker.sessions.sampler(sampler_id)
     path = None if found.saved is None else found.saved.path
-    return {"sampler_id": sampler_id, "base_model": services.card.name, "model_path": path}
+    return {"sampler_id": sampler_id, "base_model": services.first.card.name, "model_path": path}
 
 
 @router.post("/asample")
@@ -62,7 +62,7 @@ def _start(request_id: str, read: Read[SampleBody], sampler: Sampler, services: 
     with ExitStack() as opened:
         opened.enter_context(services.gate.reserve(services.check_sequences(1, body.num_samples)))
         version = opened.enter_context(services.adapters.lease(tinker.selector_of(sampler)))
-        request = generation_request(body, services.card, version)
+        request = generation_request(body, services.first.card, version)
         owner = sampler.sampler_id.partition(":")[0]
         work = draw(services, request, body)
         tinker.futures.start(request_id, owner, read.digest, read.nbytes, work, held=opened.pop_all())

@@ -59,7 +59,7 @@ async def weights_info(
         raise UnknownModelError(f"There are no weights at {saved.path}.", param="tinker_path")
     layers = tinker.policies.layers_of(card.targets)
     return {
-        "base_model": services.card.name,
+        "base_model": services.first.card.name,
         "is_lora": True,
         "lora_rank": card.rank,
         "train_unembed": layers.head,
@@ -100,7 +100,7 @@ def _training_run(model: Model, services: Services, tinker: TinkerServer) -> dic
     }
     return {
         "training_run_id": model.model_id,
-        "base_model": services.card.name,
+        "base_model": services.first.card.name,
         "model_owner": "local",
         "is_lora": True,
         "lora_rank": tinker.rank(model),

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Depends
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlx_parallm.core import AdapterRef, CollectionSpec, PromptScored
+from mlx_parallm.core import AdapterRef, CollectionSpec, PromptScored, ServedModel
 from mlx_parallm.errors import InvalidRequestError, UnknownModelError
 from mlx_parallm.server.api.answer import ChoicePiece, ChoiceWriter, ending
 from mlx_parallm.server.api.chat.route import prompt_of
@@ -48,15 +48,14 @@ def prepare(
     body: TokensBody,
     completion: CompletionBody,
     services: Services,
+    model: ServedModel,
     adapter: AdapterRef,
     collection: CollectionSpec | None,
 ) -> TokensWriter:
     """Makes the engine's request. Runs in a worker thread."""
     with client_names(body.COMPLETION_NAMES):
-        request = plan_completion(new_request_id("tokens"), completion, services, adapter, collection)
-    return TokensWriter(
-        body=completion, request=request, model=services.card.name, tokenizer=services.tokenizer, sent=body
-    )
+        request = plan_completion(new_request_id("tokens"), completion, services, model, adapter, collection)
+    return TokensWriter(body=completion, request=request, model=model.card.name, tokenizer=model.tokenizer, sent=body)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -103,15 +102,16 @@ class TokensWriter(ChoiceWriter[CompletionBody]):
 async def render_chat(body: Chat, request: Request, services: ServicesDep) -> Response:
     """The request that a chat is made of: the tokens of the conversation and the sampling parameters, as a body for
     `/inference/v1/generate`. Nothing is generated."""
-    selector = select_adapter(body, services.model_names)
+    selector = select_adapter(body, services.first.names)
     if selector.name is not None and selector.folder is None:
         with adapter_named_by(selector.param, selector.name):
             services.check_model(selector.name)
-    rendered = await services.workers.run(request.state.body_bytes, partial(_render, body, services))
+    async with services.model_for(body.model, selector.name) as model:
+        rendered = await services.workers.run(request.state.body_bytes, partial(_render, body, model))
     return Response(rendered.json_text(), media_type="application/json")
 
 
-def _render(body: ChatBody, services: Services) -> RenderedChat:
+def _render(body: ChatBody, model: ServedModel) -> RenderedChat:
     """Runs in a worker thread.
 
     Raises:
@@ -124,7 +124,7 @@ def _render(body: ChatBody, services: Services) -> RenderedChat:
     sampling = {**sent_sampling(body), "max_tokens": most, "logprobs": body.top}
     names = [name for name in ("model", "lora_adapter", "cache_salt") if name in body.model_fields_set]
     return RenderedChat(
-        token_ids=body.given_prompt or prompt_of(body, services),
+        token_ids=body.given_prompt or prompt_of(body, model),
         sampling_params={name: value for name, value in sampling.items() if value is not None},
         priority=body.priority,
         stream=body.stream,

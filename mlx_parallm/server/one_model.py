@@ -1,0 +1,30 @@
+"""OneModel: the base models of a server that has one, which is always loaded."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from mlx_parallm.core import GENERIC_NAME, ModelCard, ServedModel, TextTokenizer
+from mlx_parallm.grammar.compiler import LLCompiler
+
+
+class OneModel:
+    """Implements `core.BaseModels`."""
+
+    def __init__(self, tokenizer: TextTokenizer, card: ModelCard) -> None:
+        grammars = LLCompiler(tokenizer, card.vocab_size)
+        self.first = ServedModel(card, tokenizer, grammars, frozenset({*card.names, GENERIC_NAME}))
+
+    def find(self, *names: str | None) -> str:
+        """See `core.BaseModels.find`."""
+        return self.first.card.name
+
+    @asynccontextmanager
+    async def use(self, base: str) -> AsyncIterator[ServedModel]:
+        """See `core.BaseModels.use`."""
+        yield self.first
+
+    def close(self) -> None:
+        """See `core.BaseModels.close`."""
+        self.first.grammars.close()
