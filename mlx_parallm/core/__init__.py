@@ -112,6 +112,8 @@ from mlx_parallm.core.signals import (
     SourceReport,
 )
 from mlx_parallm.core.text import (
+    CallPiece,
+    CallReader,
     Reasoning,
     TextTokenizer,
     Tool,
@@ -120,6 +122,7 @@ from mlx_parallm.core.text import (
     UnwritableToolError,
     control_ids,
     end_id,
+    overlap,
 )
 from mlx_parallm.core.training import EvaluationResult, TrainingClient, TrainingStatus, UpdateReport
 from mlx_parallm.core.training_events import Divergence, TrainingEvent

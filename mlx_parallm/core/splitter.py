@@ -7,6 +7,9 @@ A mark is the text before or after a part, such as `<think>`. White space next t
 may be the beginning of a mark is held back, and so is white space that may come before one. If the text between the
 marks of a call is not a valid call, it stays text, and so do the marks. If the text is cut off inside a call, the call
 is not complete, and no part of it becomes text.
+
+A call that a grammar enforces comes in pieces, as the model writes it. Any other call comes whole, because it may still
+turn out to be text.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from mlx_parallm.core.grammar import ReasoningPrefix
-from mlx_parallm.core.text import Reasoning, Tool, ToolCall, ToolFormat
+from mlx_parallm.core.text import CallPiece, CallReader, Reasoning, Tool, ToolCall, ToolFormat, overlap
 
 MAX_CALLS_PER_ANSWER = 32
 
@@ -39,6 +42,8 @@ class AnswerSyntax:
     """Text after this many calls is dropped."""
     calls_first: bool = False
     """Whether calls must come first. If other text comes first, nothing after it is a call."""
+    enforced: bool = False
+    """Whether a grammar enforces the form of calls: the text after a start mark is valid calls of `tools`."""
 
     @property
     def visible_specials(self) -> frozenset[int]:
@@ -56,9 +61,11 @@ class AnswerSyntax:
 
 @dataclass(frozen=True, slots=True)
 class CallPart:
-    """A part of call number `position` of a choice. The first part has `call_id` and `name`.
+    """A part of call number `position` of a choice. The first part has `call_id` and `name`; in the others they are
+    None.
 
-    The `arguments` of all parts, joined, are JSON text, or the beginning of it if the call is not `complete`.
+    The `arguments` of all parts, joined, are JSON text. The last part is `complete`, unless the call was cut off; then
+    they are the beginning of one.
     """
 
     position: int
@@ -105,7 +112,7 @@ def _join_call(before: CallPart | None, call: CallPart) -> CallPart:
     if before is None:
         return call
     arguments = before.arguments + call.arguments
-    return CallPart(call.position, arguments, before.call_id, before.name, before.complete and call.complete)
+    return CallPart(call.position, arguments, before.call_id, before.name, call.complete)
 
 
 def split(text: str, syntax: AnswerSyntax, cut: bool) -> JoinedParts:
@@ -133,6 +140,7 @@ class Splitter:
         self._trims = syntax.in_reasoning  # whether white space that comes next belongs to the last mark
         self._held = ""
         self._space = ""  # white space before the last mark
+        self._reader: CallReader | None = None  # in a call that is enforced
         self._searched = 0  # in a call: number of characters already searched for its end mark
         self._ids: list[str] = []
         self._complete = True
@@ -158,7 +166,8 @@ class Splitter:
         yield from self._split(ended=True)
 
     def _split(self, ended: bool) -> Iterator[AnswerPart]:
-        steps = {_Mode.REASONING: self._read_reasoning, _Mode.TEXT: self._read_text, _Mode.CALL: self._read_call}
+        read_call = self._read_pieces if self._syntax.enforced else self._read_call
+        steps = {_Mode.REASONING: self._read_reasoning, _Mode.TEXT: self._read_text, _Mode.CALL: read_call}
         before = None
         while before != (self._mode, len(self._held)):
             before = (self._mode, len(self._held))
@@ -190,6 +199,7 @@ class Splitter:
             self._trims = True
             if self._calls is not None and mark == self._calls.start:
                 self._mode, self._searched = _Mode.CALL, 0
+                self._reader = self._calls.reader(self._syntax.tools) if self._syntax.enforced else None
 
     def _rule_out_calls(self) -> None:
         """Rules out calls if the text starts with something else."""
@@ -200,7 +210,7 @@ class Splitter:
     def _drop_begun_mark(self) -> None:
         """Drops an incomplete start mark of a call at the end of a cut-off text, if more than half of it is there."""
         start = self._calls.start if self._calls else ""
-        begun = _overlap(self._held, start)
+        begun = overlap(self._held, start)
         if 2 * begun > len(start):
             self._held = self._held[:-begun].rstrip()
 
@@ -216,6 +226,17 @@ class Splitter:
             return True
         self._may_reason = False
         return False
+
+    def _read_pieces(self, _: bool) -> Iterator[AnswerPart]:
+        assert self._reader is not None
+        text, self._held = self._held, ""
+        for piece in self._reader.feed(text):
+            if piece.name is not None and len(self._ids) == self._syntax.max_calls:
+                self._mode = _Mode.TEXT
+                return
+            yield AnswerPart(call=self._placed(piece))
+        if self._reader.rest is not None:
+            self._mode, self._held = _Mode.TEXT, self._reader.rest
 
     def _read_call(self, ended: bool) -> Iterator[AnswerPart]:
         assert self._calls is not None
@@ -238,21 +259,24 @@ class Splitter:
             yield AnswerPart(text=self._space + self._calls.start + body + end)
             return
         for call in calls[: self._syntax.max_calls - len(self._ids)]:
-            yield AnswerPart(call=self._numbered(call))
+            yield AnswerPart(call=self._placed(call))
 
     def _parse(self, body: str, unfinished: bool) -> tuple[ToolCall, ...]:
         """The calls in the text between two marks. Raises ValueError if the text is not a valid call."""
         assert self._calls is not None
         if unfinished:
             with suppress(ValueError):
-                return self._calls.unfinished(body[: len(body) - _overlap(body, self._calls.end)], self._syntax.tools)
+                return self._calls.unfinished(body[: len(body) - overlap(body, self._calls.end)], self._syntax.tools)
         return self._calls.parse(body, self._syntax.tools)
 
-    def _numbered(self, call: ToolCall) -> CallPart:
-        """The call with its position and its id: the model's, or a new one if that is missing or already used."""
+    def _placed(self, call: ToolCall | CallPiece) -> CallPart:
+        """The call, or its next piece, with its position. A new call also gets its id: the model's, or a new one if
+        that is missing or already used."""
+        self._complete = call.complete
+        if call.name is None:
+            return CallPart(len(self._ids) - 1, call.arguments, complete=call.complete)
         given = call.call_id if call.call_id not in self._ids else None
         self._ids.append(given or f"call_{uuid.uuid4().hex[:24]}")
-        self._complete = call.complete
         return CallPart(len(self._ids) - 1, call.arguments, self._ids[-1], call.name, call.complete)
 
     def _take_until(self, marks: Sequence[str], ended: bool) -> tuple[str, str]:
@@ -269,16 +293,10 @@ class Splitter:
             return before.rstrip(), mark
         sure = len(self._held)
         if not ended:
-            sure -= max((_overlap(self._held, mark) for mark in marks), default=0)
+            sure -= max((overlap(self._held, mark) for mark in marks), default=0)
             sure = len(self._held[:sure].rstrip()) if marks else sure
         before, self._held = self._held[:sure], self._held[sure:]
         return before, ""
-
-
-def _overlap(text: str, mark: str) -> int:
-    """Length of the longest suffix of `text` that is a prefix of `mark`, but not all of `mark`."""
-    longest = min(len(mark) - 1, len(text))
-    return next((length for length in range(longest, 0, -1) if mark.startswith(text[-length:])), 0)
 
 
 def _text(text: str) -> Iterator[AnswerPart]:

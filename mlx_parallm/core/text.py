@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,6 +25,18 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
+class CallPiece:
+    """A part of a call that a model is writing. Only the first piece of a call has a `name`, and only the last one is
+    `complete`. The `arguments` of all pieces, joined, are the JSON text of an object.
+    """
+
+    arguments: str = ""
+    name: str | None = None
+    call_id: str | None = None
+    complete: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Reasoning:
     """The marks around a model's reasoning, which comes before its answer.
 
@@ -38,6 +50,20 @@ class Reasoning:
     end: str
     around: tuple[str, ...] = ()
     visible_specials: frozenset[int] = frozenset()
+
+
+class CallReader(Protocol):
+    """Reads the text after a start mark while a model writes it, if a grammar of `ToolFormat.grammar` enforces it."""
+
+    @property
+    def rest(self) -> str | None:
+        """The text after the end mark; None until the end mark was read."""
+        ...
+
+    def feed(self, text: str) -> Iterator[CallPiece]:
+        """The pieces of calls that the next part of the text makes certain. Consume all of them before the next call
+        of this method."""
+        ...
 
 
 class ToolFormat(Protocol):
@@ -86,6 +112,10 @@ class ToolFormat(Protocol):
         Raises:
             ValueError: the text is not the beginning of a call.
         """
+        ...
+
+    def reader(self, tools: Sequence[Tool]) -> CallReader:
+        """Reads one text after a start mark that follows the `grammar` of these tools."""
         ...
 
     def grammar(self, tools: Sequence[Tool], most: int, free: bool) -> str:
@@ -167,3 +197,9 @@ def control_ids(tokenizer: TextTokenizer) -> frozenset[int]:
     allowed = tokenizer.tool_format.visible_specials if tokenizer.tool_format else frozenset[int]()
     allowed |= tokenizer.reasoning.visible_specials if tokenizer.reasoning else frozenset[int]()
     return tokenizer.special_ids - allowed
+
+
+def overlap(text: str, mark: str) -> int:
+    """Length of the longest suffix of `text` that is a prefix of `mark`, but not all of `mark`."""
+    longest = min(len(mark) - 1, len(text))
+    return next((length for length in range(longest, 0, -1) if mark.startswith(text[-length:])), 0)

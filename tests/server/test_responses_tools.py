@@ -266,7 +266,7 @@ class Add(BaseModel):
 
 
 async def test_the_openai_client_parses_calls(client, engine):
-    engine.text = '<tool_call>{"name":"Add","arguments":{"a":1}}</tool_call>'
+    engine.text = '<tool_call>\n{"name": "Add", "arguments": {"a": 1}}\n</tool_call>'
     add = {"type": "function", "name": "Add", "strict": True, "parameters": Add.model_json_schema()}
     asked = {"model": "tiny/byte-model", "input": "hi", "tools": [add]}
     connection = {"base_url": "http://localhost:8000/v1", "api_key": "unused", "max_retries": 0, "http_client": client}

@@ -16,8 +16,9 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools
 
-from mlx_parallm.core import Tool, ToolCall, UnwritableToolError
+from mlx_parallm.core import CallReader, Tool, ToolCall, UnwritableToolError
 from mlx_parallm.model.tools.grammar import call_grammar, parameters_of, properties_of, value_types
+from mlx_parallm.model.tools.pieces import EnforcedCalls
 from mlx_parallm.model.tools.syntax import JSON, MISTRAL_LIST, SYNTAXES, CallSyntax
 
 Parser = Callable[[str, Any], Any]
@@ -62,6 +63,11 @@ class FamilyToolFormat:
             return self.parse(text, tools)
         names = frozenset(tool["function"]["name"] for tool in tools)
         return _cut_off_calls(self.syntax, lambda part: self.parse(part, tools), text, names)
+
+    def reader(self, tools: Sequence[Tool]) -> CallReader:
+        """See `core.ToolFormat.reader`."""
+        assert self.syntax is not None, "calls of a family without a syntax are never enforced"
+        return EnforcedCalls(self.syntax, self.end, tools, lambda call: self.parse(call, tools))
 
     def grammar(self, tools: Sequence[Tool], most: int, free: bool) -> str:
         """See `core.ToolFormat.grammar`."""

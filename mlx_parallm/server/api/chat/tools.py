@@ -161,6 +161,7 @@ def answer_syntax(body: ToolCallingBody, prompt: Sequence[int], tokenizer: TextT
         tools=body.callable_tools,
         max_calls=MAX_CALLS_PER_ANSWER if several else 1,
         calls_first=body.calls_tools and body.tool_choice == "auto" and body.grammar is not None,
+        enforced=body.calls_tools and body.compiles,
     )
 
 
