@@ -1,6 +1,6 @@
 """Runs the model over rows of the KV pool: one forward pass for single tokens and chunks of prompts, then the drawing.
 
-    begin   builds the forward pass, and the logits that are asked for
+    begin   builds the forward pass, and the logits and pooled hidden states that are asked for
     draw    launches the sampling of the next token of some rows
     read    waits for a launched pass
 
@@ -19,13 +19,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_parallm import core
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.batch.block_attention import pairs_work
 from mlx_parallm.batch.fetching import FetchingForward
 from mlx_parallm.batch.forward import Forward, Span, in_order
 from mlx_parallm.batch.kv.cache import KVRow, LoRABatchedKVCache
 from mlx_parallm.batch.layer_cache import FetchingLayerCache, LayerCache
+from mlx_parallm.batch.pooling import PooledParts, PoolingRow, pool
 from mlx_parallm.batch.readback import Draw, PromptScores, read_draws
 from mlx_parallm.batch.sampler import RowSampling, Sampled, SamplingPlan, plan_sampling, sample
 from mlx_parallm.core import SamplingParams
@@ -34,7 +34,7 @@ from mlx_parallm.model.split import Head, trunk_of
 
 
 @dataclass(eq=False, kw_only=True)
-class Row(KVRow, core.Sequence):
+class Row(PoolingRow):
     """A sequence with its row of the KV pool and its sampling options.
 
     `prompt_logprobs`: how many alternatives to score for each prompt token, if the sequence is `scored`.
@@ -52,6 +52,7 @@ class Pending:
     positions: tokens that each of them has drawn before
     logits: lazy, [n, vocab]
     scores: of the prompt tokens in the pass, with their row and the number of tokens before them
+    pooled: of the rows whose hidden states are pooled
     """
 
     rows: tuple[Row, ...]
@@ -59,6 +60,7 @@ class Pending:
     logits: mx.array | None
     plan: SamplingPlan | None
     scores: tuple[tuple[Row, int, PromptScores], ...]
+    pooled: PooledParts[Row] | None
 
     @property
     def needs_previous_tokens(self) -> bool:
@@ -68,11 +70,13 @@ class Pending:
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A launched forward pass: the rows that draw a token, in order, with their lazy draws, and lazy scores."""
+    """A launched forward pass: the rows that draw a token, in order, with their draws, and scores and pooled hidden
+    states; all of them lazy."""
 
     rows: tuple[Row, ...]
     sampled: Sampled | None
     scores: tuple[tuple[Row, int, PromptScores], ...]
+    pooled: PooledParts[Row] | None
     arrays: list[mx.array]
 
 
@@ -102,12 +106,17 @@ class BatchRunner:
         self.dense_rows = 0.0 if pairs_work(cache.layout.dtype) else math.inf
         self._bank = bank
         self._model = model
-        self._trunk = trunk_of(model) if style is AttentionStyle.HOOKED else None
+        self._trunk = trunk_of(model)
         self._head = None if self._trunk is None else Head(model)
         self._style = style
         self._vocab_size = vocab_size
         self._layers = range(len(cache.layout.layers))
         self._planned: tuple[list[RowSampling], SamplingPlan] | None = None
+
+    @property
+    def pools(self) -> bool:
+        """Whether rows may have a `pooling`: the model has a part that ends with hidden states."""
+        return self._trunk is not None
 
     def clear(self) -> None:
         """Drops all rows and arrays. Used after a failed unit, whose arrays may be wrong."""
@@ -121,15 +130,16 @@ class BatchRunner:
 
         Args:
             spans: the tokens to compute; each row has room for them.
-            draws: the rows that draw a token after their span.
+            draws: the rows that draw a token after their span, or have their hidden states pooled by then.
             previous: the pass in flight. It draws the token of every row that has one unread token.
         """
         spans = in_order(spans)
-        drawing = set(map(id, draws))
+        drawing = {id(row) for row in draws if row.pooling is None}
         asked = [_asked_for(span, id(span.row) in drawing) for span in spans]
-        logits = self._logits(_inputs(spans, previous), spans, asked)
+        outputs = self._outputs(_inputs(spans, previous), spans)
+        logits = self._logits(outputs, spans, asked)
         rows = tuple(span.row for span in spans if id(span.row) in drawing)
-        pending = self._pending(rows, spans, asked, logits)
+        pending = self._pending(rows, spans, asked, logits, pool(outputs, spans))
         if pending.needs_previous_tokens:
             mx.async_eval(pending.logits)  # type: ignore[no-untyped-call]
         return pending
@@ -144,8 +154,9 @@ class BatchRunner:
             sampled = sample(pending.logits, pending.plan, pending.positions)
         arrays = sampled.arrays() if sampled else self.cache.arrays()
         arrays += [array for _, _, scores in pending.scores for array in scores.arrays()]
+        arrays += [pending.pooled.hidden] if pending.pooled else []
         mx.async_eval(arrays)  # type: ignore[no-untyped-call]
-        return Launched(pending.rows, sampled, pending.scores, arrays)
+        return Launched(pending.rows, sampled, pending.scores, pending.pooled, arrays)
 
     def read(self, launched: Launched) -> list[Draw]:
         """Waits for a pass and returns the draws of its rows in order."""
@@ -162,18 +173,23 @@ class BatchRunner:
             tokens: the N tokens of all spans.
         """
         every = [list(range(span.tokens)) for span in spans]
-        logits = self._logits(mx.array(list(tokens), mx.uint32), spans, every)
+        logits = self._logits(self._outputs(mx.array(list(tokens), mx.uint32), spans), spans, every)
         assert logits is not None
         return logits
 
     # -- parts of a pass -------------------------------------------------------------------------
 
     def _pending(
-        self, rows: tuple[Row, ...], spans: Sequence[Span[Row]], asked: Sequence[list[int]], logits: mx.array | None
+        self,
+        rows: tuple[Row, ...],
+        spans: Sequence[Span[Row]],
+        asked: Sequence[list[int]],
+        logits: mx.array | None,
+        pooled: PooledParts[Row] | None,
     ) -> Pending:
         """Splits the logits into those of prompt tokens and those that tokens are drawn from."""
         if logits is None:
-            return Pending(rows, (), None, None, ())
+            return Pending(rows, (), None, None, (), pooled)
         drawing, scores, last, start = set(map(id, rows)), [], [], 0
         for span, offsets in zip(spans, asked, strict=True):
             stop = start + len(offsets)
@@ -185,15 +201,16 @@ class BatchRunner:
             start = stop
         drawn = logits if len(last) == start else logits[mx.array(last)] if last else None
         plan = self._plan(rows) if rows else None
-        return Pending(rows, tuple(row.drawn for row in rows), drawn, plan, tuple(scores))
+        return Pending(rows, tuple(row.drawn for row in rows), drawn, plan, tuple(scores), pooled)
 
-    def _logits(self, inputs: mx.array, spans: Sequence[Span[KVRow]], asked: Sequence[list[int]]) -> mx.array | None:
+    def _outputs(self, inputs: mx.array, spans: Sequence[Span[KVRow]]) -> mx.array:
+        """What `_run` gives for the tokens of all spans."""
+        return mx.concatenate([self._run(inputs[first:stop], part) for first, stop, part in _calls(spans, self._style)])
+
+    def _logits(self, outputs: mx.array, spans: Sequence[Span[KVRow]], asked: Sequence[list[int]]) -> mx.array | None:
         """Logits after the tokens at `asked`, the numbers of tokens in each span. None if there are none."""
         starts = np.cumsum([0, *(span.tokens for span in spans)])
         wanted = [int(start) + offset for start, offsets in zip(starts, asked, strict=False) for offset in offsets]
-        outputs = mx.concatenate(
-            [self._run(inputs[first:stop], part) for first, stop, part in _calls(spans, self._style)]
-        )
         if not wanted:
             return None
         chosen = outputs if len(wanted) == len(outputs) else outputs[mx.array(wanted)]

@@ -28,6 +28,15 @@ class FinishReason(StrEnum):
     LENGTH = "length"
 
 
+class Pooling(StrEnum):
+    """How one vector is made of a sequence's hidden states after the model's last norm."""
+
+    LAST = "last"
+    """That of the last token, the only one that depends on all tokens."""
+    MEAN = "mean"
+    """The mean over all tokens."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one row draws its tokens. The default value of a parameter turns its stage off.
@@ -133,6 +142,7 @@ class GenerationRequest:
         grammar: each sequence's text must follow it. A sequence ends when the grammar allows no further token.
         visible_specials: ids of special tokens that appear in the text. Other special tokens add no text.
         cache_salt: the prefix cache gives a request only what requests with an equal salt computed.
+        pooling: each prompt gets one vector of its hidden states, and no token is drawn. None: tokens are drawn.
     """
 
     request_id: str
@@ -148,6 +158,7 @@ class GenerationRequest:
     grammar: Grammar | None = None
     visible_specials: frozenset[int] = frozenset()
     cache_salt: str = field(default="", repr=False)
+    pooling: Pooling | None = None
 
     @property
     def sequences(self) -> int:
@@ -203,6 +214,14 @@ class SequenceOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class SequencePooled:
+    """The pooled hidden states of choice `index`, which has ended: little-endian float32 [hidden], not normalised."""
+
+    index: int
+    vector: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class RequestFinished:
     """Terminal: every sequence has ended. Times are seconds on `time.monotonic`'s clock.
 
@@ -233,4 +252,4 @@ class RequestFailed:
     error: Exception
 
 
-Event = PromptScored | SequenceOutput | RequestFinished | RequestFailed
+Event = PromptScored | SequenceOutput | SequencePooled | RequestFinished | RequestFailed

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
-from mlx_parallm.core.requests import WorkClass
+from mlx_parallm.core.requests import Pooling, WorkClass
 
 
 class SequenceStatus(Enum):
@@ -48,6 +48,7 @@ class Sequence:
         served_at: when it last got a chunk in its turn; before the first chunk, `arrived_at`.
         steps_waited: steps that were launched since its last chunk, while it is being prefilled.
         scored: the logprobs of its prompt are wanted, so its chunks keep logits and share no unit with other chunks.
+        pooling: how its hidden states are pooled. The vector takes the place of the only token that it could draw.
     """
 
     sequence_id: int
@@ -63,6 +64,7 @@ class Sequence:
     drawn: int = 0
     started_at: float = 0.0
     scored: bool = False
+    pooling: Pooling | None = None
     served_at: float = 0.0
     steps_waited: int = 0
     prompt_length: int = 0
@@ -87,6 +89,12 @@ class Sequence:
     def to_compute(self) -> int:
         """Pending tokens that a unit has to compute. The last one is among them only if a token is drawn from it."""
         return self.pending if self.may_draw else self.pending - 1
+
+    @property
+    def needs_every_token(self) -> bool:
+        """Whether the prompt is computed from its start, whatever is cached: keys and values are, but not the logits or
+        hidden states of each token."""
+        return self.scored or self.pooling is Pooling.MEAN
 
     @property
     def unread(self) -> int:

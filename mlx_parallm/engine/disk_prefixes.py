@@ -76,7 +76,7 @@ class DiskPrefixes:
         for group in dict.fromkeys(sequence.group for sequence in request.unfinished):
             leader = live(group.members[0])
             root = self._root(leader)
-            if not leader.scored and (names := self._names(leader, root)):
+            if not leader.needs_every_token and (names := self._names(leader, root)):
                 group.awaits_prefix = True
                 self._lookups.append(_Lookup(leader, root, names, time.monotonic() + _PATIENCE_S))
 

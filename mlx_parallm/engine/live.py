@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from mlx_parallm.batch.logit_stages import TokenCounts, has_penalties
+from mlx_parallm.batch.pooling import Vector
 from mlx_parallm.batch.runner import Row
 from mlx_parallm.batch.sampler import RowSampling
 from mlx_parallm.core import (
@@ -42,14 +43,16 @@ class LiveSequence(Row):
     """One choice of a request, with all of its state: counts, row, sampling and text.
 
     `scores`: the prompt's logprobs so far, None for the first token. The list itself is None if the request does not
-    want them or they have been sent. `counts_lookup`: tokens that the row gets from the prefix cache count as hits.
-    False if the prompt was looked up before, for another sequence or before a preemption.
+    want them or they have been sent. `pooled`: the pooled hidden states of the prompt as far as it is computed; for the
+    mean, their sum. `counts_lookup`: tokens that the row gets from the prefix cache count as hits. False if the prompt
+    was looked up before, for another sequence or before a preemption.
     """
 
     index: int
     request: LiveRequest
     text: TextStream
     scores: list[TokenLogprob | None] | None = None
+    pooled: Vector | None = None
     counts_lookup: bool = False
 
     def forget_unread(self) -> None:
@@ -116,13 +119,14 @@ def live_sequence(
     return LiveSequence(
         sequence_id=sequence_id,
         tokens=list(prompt),
-        max_tokens=stopping.max_tokens,
+        max_tokens=stopping.max_tokens if request.pooling is None else 1,  # the vector counts as a draw
         arrived_at=owner.arrived_at,
         group=group,
         work_class=request.work_class,
         adapter=request.adapter,
         priority=request.priority,
         scored=scored,
+        pooling=request.pooling,
         prompt_logprobs=request.prompt_logprobs or 0,
         sampling=RowSampling(
             params=params,

@@ -30,7 +30,7 @@ from mlx_parallm.engine.requests import LiveRequests, PublishEvents
 from mlx_parallm.engine.stats import snapshot
 from mlx_parallm.engine.steps import Forwards
 from mlx_parallm.engine.trace import UnitTrace
-from mlx_parallm.errors import AbortedError, ContextLengthError
+from mlx_parallm.errors import AbortedError, ContextLengthError, InvalidRequestError
 from mlx_parallm.model.device import MemoryLimits
 from mlx_parallm.scheduler.cost import CostModel
 from mlx_parallm.scheduler.scheduler import RLAwareScheduler, SchedulerConfig
@@ -97,6 +97,9 @@ class DeviceLoop:
                     "shorten them or raise --kv-cache-memory"
                 )
                 self._requests.fail(live, ContextLengthError(message))
+            if request.pooling is not None and not self._runner.pools:
+                message = "this model's architecture gives no hidden states that could be pooled to a vector"
+                self._requests.fail(live, InvalidRequestError(message, param="model"))
             if self._disk is not None:
                 self._disk.look_up(live)
             for sequence in tuple(live.unfinished):

@@ -67,13 +67,13 @@ class PoolMemory:
 
     def open(self, sequence: Sequence) -> bool:
         """Opens a row with room for all tokens of the sequence: with the prompt of another row of its group, or with
-        what the prefix cache has of its tokens. A prompt whose logprobs are wanted is computed whole."""
+        what the prefix cache has of its tokens, unless every token of the prompt has to be computed."""
         row = live(sequence)
         source = self._source(row)
         with self._scope.covering([row.request]):
             if source is not None and row.prompt_length - 1 >= self._found(row):
                 opened = self._cache.fork(source, row.prompt_length - 1, row.length, into=row)
-            elif row.scored:
+            elif row.needs_every_token:
                 opened = self._cache.open(row.length, into=row)
             else:
                 opened = self._open_with_prefix(row)
@@ -97,7 +97,7 @@ class PoolMemory:
 
     def share(self, sequence: Sequence) -> Hashable:
         row = live(sequence)
-        if row.scored:
+        if row.needs_every_token:
             return None
         before = row.computed
         with self._scope.covering([row.request]):
@@ -181,10 +181,10 @@ class PoolMemory:
         return next((m for m in members if m is not row and self._cache.holds(m, length)), None)
 
     def _found(self, row: LiveSequence) -> int:
-        """How many tokens of a waiting sequence the prefix cache has. A prompt whose logprobs are wanted is computed
-        whole, and a version that is forgotten and in no slot has no prefixes."""
+        """How many tokens of a waiting sequence its row can get from the prefix cache. A version that is forgotten and
+        in no slot has no prefixes."""
         known = self._adapters.version(row.adapter) is not None
-        return self._cache.cached(self._root(row), row.tokens) if known and not row.scored else 0
+        return self._cache.cached(self._root(row), row.tokens) if known and not row.needs_every_token else 0
 
     def _root(self, row: LiveSequence) -> PrefixRoot:
         version = self._adapters.version(row.adapter)

@@ -6,16 +6,20 @@ import time
 from collections.abc import Callable, Collection
 
 from mlx_parallm.adapters.store import AdapterStore
+from mlx_parallm.batch.pooling import Vector
 from mlx_parallm.batch.readback import Draw
 from mlx_parallm.core import (
     AdapterRef,
     Event,
     FinishReason,
     GenerationRequest,
+    Pooling,
     PromptGroup,
     PromptScored,
     RequestFailed,
     SequenceOutput,
+    SequencePooled,
+    SequenceStatus,
     TokenLogprob,
     WorkClass,
 )
@@ -143,6 +147,19 @@ class LiveRequests:
         """Keeps the logprobs of the prompt tokens from `start` + 1 on. A preempted prompt is scored again."""
         if live.scores is not None:
             live.scores[start + 1 :] = scores
+
+    def add_pooled(self, live: LiveSequence, start: int, stop: int, part: Vector) -> None:
+        """Adds what the chunk from `start` to `stop` gives to the pooled hidden states of a prompt. Its last chunk ends
+        the sequence. A preempted prompt is pooled again from its start."""
+        if live.status is SequenceStatus.FINISHED:
+            return
+        begins = start == 0 or live.pooling is Pooling.LAST
+        live.pooled = part if begins or live.pooled is None else live.pooled + part
+        if stop == live.prompt_length:
+            live.request.recomputed = 0
+            tokens = live.prompt_length if live.pooling is Pooling.MEAN else 1
+            self._emit(live.request, SequencePooled(live.index, (live.pooled / tokens).astype("<f4").tobytes()))
+            self._end(live)
 
     def finish_if_nothing_to_do(self, live: LiveSequence) -> None:
         """Ends a sequence if its `max_tokens` is 0, unless its prompt has yet to be scored. A prompt of one token is

@@ -102,11 +102,14 @@ class Forwards:
         with self._requests.scope.covering(in_flight.requests):
             draws = self._runner.read(in_flight.launched)
             scores = [(live(row), start, part.read()) for row, start, part in in_flight.launched.scores]
+            pooled = in_flight.launched.pooled.read() if in_flight.launched.pooled else []
         now = time.monotonic()
         self._scheduler.record_done(in_flight.unit, now - max(in_flight.at, self._ended_at), now)
         self._ended_at = now
         for row, start, part in scores:
             self._requests.add_scores(row, start, part)
+        for part_of, vector in pooled:
+            self._requests.add_pooled(live(part_of.row), part_of.start, part_of.stop, vector)
         for row, draw in zip(map(live, in_flight.launched.rows), draws, strict=True):
             if row.status is not SequenceStatus.FINISHED:
                 self._requests.accept(row, draw, now)

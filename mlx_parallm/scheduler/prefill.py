@@ -37,6 +37,10 @@ MOST_IN_PREFILL: Mapping[PromptKind, float] = {
 With 8 long prompts, one chunk of each step keeps them all moving, and the other is left to the most urgent prompt. A
 scored prompt is the only prompt in its units, so two of them would only take turns."""
 
+MOST_POOLED, MOST_POOLED_BESIDE_ROWS = 32, 2
+"""How many prompts whose hidden states are pooled may be in prefill at a time: in all, and while rows decode. Every
+prompt in prefill has its guarantee of progress, so many of them would take more of a step than their share."""
+
 Pace = Mapping[PromptKind, int]
 """How many overdue prompts of each kind one step can serve."""
 
@@ -99,7 +103,14 @@ class ChunkPacker:
     cost: CostModel
     max_tokens: int
 
-    def pack(self, prompts: list[Sequence], late: list[Sequence], allowance: float, at_least_one: bool) -> list[Span]:
+    def pack(
+        self,
+        prompts: list[Sequence],
+        late: list[Sequence],
+        allowance: float,
+        at_least_one: bool,
+        pooling: float = math.inf,
+    ) -> list[Span]:
         """The next chunks of `prompts`, which make a unit about `allowance` seconds longer.
 
         Overdue prompts first get a small share each, whatever the predicted time. The rest goes to prompts in their
@@ -109,18 +120,21 @@ class ChunkPacker:
             prompts: in the order in which they are served.
             late: the overdue prompts, which must be in the unit; scored ones first.
             at_least_one: if no prompt is overdue, the first one gets at least the smallest chunk.
+            pooling: the part of the allowance that prompts whose hidden states are pooled may use.
         """
         if late and late[0].scored:
             prompts, late, at_least_one = late[:1], [], True
         shares = self._shares(late)
-        unit = _Chunks(self.cost, allowance, self.max_tokens)
+        unit = _Chunks(self.cost, allowance, self.max_tokens, pooling)
         for prompt, tokens in shares.items():
             unit.put(prompt, tokens)
         for prompt in filter(unit.may_hold, prompts):
-            tokens = self._chunk_tokens(prompt, unit, at_least_one and not unit.tokens)
-            if tokens == 0:
+            limited = prompt.pooling is not None and math.isfinite(pooling)
+            tokens = self._chunk_tokens(prompt, unit, at_least_one and not unit.tokens and not limited)
+            if tokens:
+                unit.put(prompt, tokens)
+            elif not limited:
                 break
-            unit.put(prompt, tokens)
         return [
             Span(prompt, prompt.computed, tokens, in_turn=tokens > shares.get(prompt, 0))
             for prompt, tokens in unit.tokens.items()
@@ -149,10 +163,11 @@ class ChunkPacker:
 class _Chunks:
     """The chunks of one unit while they are chosen. `tokens`: the length of each prompt's chunk."""
 
-    def __init__(self, cost: CostModel, seconds: float, max_tokens: int) -> None:
+    def __init__(self, cost: CostModel, seconds: float, max_tokens: int, pooling_seconds: float) -> None:
         self.tokens: dict[Sequence, int] = {}
         self._cost = cost
         self._seconds_left = seconds
+        self._pooling_left = pooling_seconds  # part of them
         self._tokens_left = max_tokens
         self._kinds: Counter[PromptKind] = Counter()
 
@@ -168,15 +183,18 @@ class _Chunks:
     def put(self, prompt: Sequence, tokens: int) -> None:
         """Sets the length of a prompt's chunk."""
         self._kinds[prompt_kind(prompt)] += prompt not in self.tokens
-        seconds, room = self.left_for(prompt)
-        self._seconds_left = seconds - self._seconds(prompt, tokens)
-        self._tokens_left = room - tokens
+        more = tokens - self.tokens.get(prompt, 0)
+        seconds = self._seconds(prompt, tokens) - self._seconds(prompt, tokens - more)
+        self._seconds_left -= seconds
+        self._pooling_left -= seconds if prompt.pooling is not None else 0.0
+        self._tokens_left -= more
         self.tokens[prompt] = tokens
 
     def left_for(self, prompt: Sequence) -> tuple[float, int]:
         """Seconds and tokens that are left for this prompt beside the others."""
         tokens = self.tokens.get(prompt, 0)
-        return self._seconds_left + self._seconds(prompt, tokens), self._tokens_left + tokens
+        left = self._seconds_left if prompt.pooling is None else min(self._seconds_left, self._pooling_left)
+        return left + self._seconds(prompt, tokens), self._tokens_left + tokens
 
     def _seconds(self, prompt: Sequence, tokens: int) -> float:
         return self._cost.chunk_seconds(Chunk(tokens, prompt.computed))

@@ -6,6 +6,7 @@
 
 A forward unit computes a token of every row that can draw one, and chunks of prompts. The chunks make it longer by
 about `DecodeGap.chunk_s` seconds at most; the prompt with the least left goes first, and waiting counts in its favour.
+Prompts whose hidden states are pooled get a smaller share of the time beside decode rows (`PoolingShare`).
 Between two forward units, staging, which copies adapters into the bank, gets a share of the time, and a training unit
 runs when its share of time is due. Both use all the time that no row can use. Rollouts yield to live requests: they get
 their share of a unit's decode rows, their prompts come last, and their rows are preempted first.
@@ -27,7 +28,15 @@ from dataclasses import dataclass, field
 from mlx_parallm.core import DeviceSchedule, Sequence, SequenceStatus, WorkClass
 from mlx_parallm.scheduler.beside import WorkBesideRequests
 from mlx_parallm.scheduler.cost import Chunk, CostModel
-from mlx_parallm.scheduler.prefill import EVEN, LATE, MOST_IN_PREFILL, ChunkPacker, overdue
+from mlx_parallm.scheduler.prefill import (
+    EVEN,
+    LATE,
+    MOST_IN_PREFILL,
+    MOST_POOLED,
+    MOST_POOLED_BESIDE_ROWS,
+    ChunkPacker,
+    overdue,
+)
 from mlx_parallm.scheduler.sequences import (
     PromptKind,
     Urgency,
@@ -38,6 +47,7 @@ from mlx_parallm.scheduler.sequences import (
     prefilling,
     prompt_kind,
 )
+from mlx_parallm.scheduler.timing import PoolingShare
 from mlx_parallm.scheduler.units import (
     Candidate,
     ForwardUnit,
@@ -84,6 +94,7 @@ class RLAwareScheduler:
         self._waiting = WaitingQueue(self._rank)
         self._rows: list[Sequence] = []  # in order of admission: the last one is the youngest
         self._packer = ChunkPacker(cost, config.max_batched_tokens)
+        self._pooling = PoolingShare()
         self._frozen = False
         self._memory_is_short = False  # True from a preemption for memory until a sequence ends
 
@@ -131,7 +142,8 @@ class RLAwareScheduler:
 
         After a preemption nothing is admitted until a sequence ends. Otherwise the memory taken from a row would be
         given back to the same sequence, and its prompt would be computed again and again. Work classes that already
-        hold their share of rows come last. A prompt waits while `MOST_IN_PREFILL` of its kind are in prefill.
+        hold their share of rows come last. A prompt waits while `MOST_IN_PREFILL` of its kind are in prefill, or, if it
+        is pooled, `MOST_POOLED` of these.
         """
         shares, most = self.schedule.row_shares, self.config.max_rows
         if self._frozen or (self._memory_is_short and self._rows) or len(self._rows) >= most:
@@ -141,14 +153,18 @@ class RLAwareScheduler:
             return
         held = Counter(row.work_class for row in self._rows)
         in_prefill = Counter(map(prompt_kind, prefilling(self._rows)))
+        pooled = sum(row.pooling is not None for row in self._rows)
+        most_pooled = MOST_POOLED_BESIDE_ROWS if decoding(self._rows, shares) else MOST_POOLED
         while len(self._rows) < most:
             over_share = [each for each in WorkClass if held[each] >= shares[each] * most]
             lanes = [lane for lane in lanes if in_prefill[lane.kind] < MOST_IN_PREFILL[lane.kind]]
+            lanes = [lane for lane in lanes if not lane.pools or pooled < most_pooled]
             best = self._waiting.best(lanes, over_share)
             if best is None or not self._open(best):
                 return
             held[best.work_class] += 1
             in_prefill[prompt_kind(best)] += best.status is SequenceStatus.PREFILLING
+            pooled += best.pooling is not None
 
     def _open(self, sequence: Sequence) -> bool:
         """Gives a row to a waiting sequence. Returns False if memory runs out."""
@@ -224,7 +240,8 @@ class RLAwareScheduler:
         fresh = self.gap.is_fresh
         # If training comes next, prompts that would be overdue in the next step are served in this one.
         late = overdue(prompts, EVEN if fresh else LATE, steps=2 if self.gap.training_gave_way else 1)
-        return self._packer.pack(ready, late, self.gap.chunk_s - self.gap.waited_s, at_least_one=fresh)
+        left = self.gap.chunk_s - self.gap.waited_s
+        return self._packer.pack(ready, late, left, at_least_one=fresh, pooling=self._pooling.seconds)
 
     # -- records of what ran ---------------------------------------------------------------------
 
@@ -254,9 +271,11 @@ class RLAwareScheduler:
             seconds: how long the device took: since the launch of the unit, or since the end of the unit before it if
                 that was later.
         """
-        self.cost.observe([span.work for span in unit.spans], len(unit.draws), seconds, now)
+        self.cost.observe([span.work for span in unit.spans], unit.tokens_drawn, seconds, now)
         if unit.decodes:
             self.gap.add_step(seconds, now)
+            pooled = (span.work for span in unit.chunks if span.sequence.pooling is not None)
+            self._pooling.add_step(seconds, sum(map(self.cost.chunk_seconds, pooled)), self.gap.chunk_s)
         else:
             self.gap.no_row_waited()
 

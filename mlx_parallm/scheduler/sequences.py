@@ -1,9 +1,10 @@
 """The scheduler's sequences: those that wait for a row, in the order of admission, and those that hold one.
 
-A lane of the waiting queue holds the prompt groups of one work class, one adapter and one kind of prompt, most urgent
-first. A group is ranked once, by insertion, when it enters its lane. Waiting makes all ranks better at the same rate,
-so their order does not change with time. Whether a class is over its share of rows, whether an adapter is in the bank,
-and whether another prompt of a kind may be prefilled, is checked per lane and not per sequence.
+A lane of the waiting queue holds the prompt groups of one work class, one adapter and one kind of prompt, and either
+those that are pooled or the others, most urgent first. A group is ranked once, by insertion, when it enters its lane.
+Waiting makes all ranks better at the same rate, so their order does not change with time. Whether a class is over its
+share of rows, whether an adapter is in the bank, and whether another prompt of a kind may be prefilled, is checked per
+lane and not per sequence.
 
 A group without a place in a lane is blocked: it is new, or it awaits a prefix from the disk, or its first sequence is
 being prefilled, or the drawn tokens of a preempted sequence have not been read back. Blocked groups are checked on
@@ -54,11 +55,12 @@ Urgency = tuple[int, float]
 
 
 class Lane(NamedTuple):
-    """What all sequences of one lane have in common."""
+    """What all sequences of one lane have in common. `pools`: they have a `pooling`."""
 
     work_class: WorkClass
     adapter: AdapterRef
     kind: PromptKind
+    pools: bool = False
 
 
 class _Entry(NamedTuple):
@@ -120,7 +122,7 @@ class WaitingQueue:
         for group in list(self._blocked):
             if first := _first(group):
                 kind, urgency = self._rank(first)
-                lane = Lane(first.work_class, first.adapter, kind)
+                lane = Lane(first.work_class, first.adapter, kind, first.pooling is not None)
                 entry = _Entry(urgency, next(self._order), group)
                 insort(self._lanes.setdefault(lane, []), entry)
                 self._places[group] = (lane, entry)

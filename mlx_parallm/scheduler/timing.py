@@ -20,6 +20,10 @@ _CHUNK_STALL_S = 0.3
 _NEWEST_STEP = 0.2
 """Weight of the newest step in the running average of a step's own time."""
 
+_POOLING_SHARE = 0.12
+"""Share of the time of steps that prompts whose hidden states are pooled get. Unlike a prompt that waits for its first
+token, they come by the hundred, and nobody reads along."""
+
 _WINDOW_S = 10.0
 """Length of the windows in which training's share of time is measured."""
 
@@ -119,6 +123,21 @@ class DecodeGap:
         self.no_row_waited()
         self.waited_s = self.staged_s = 0.0
         self.trained = False
+
+
+class PoolingShare:
+    """The time that prompts whose hidden states are pooled may take of the next step: their share of the steps so far,
+    less what they took. It is negative after a step in which their guarantee of progress took more.
+
+    seconds: that time; at most `most`, because what was not used is not saved up for long.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def add_step(self, seconds: float, pooled: float, most: float) -> None:
+        """Records a step that took `seconds`, of which these prompts took about `pooled`."""
+        self.seconds = min(self.seconds + _POOLING_SHARE * seconds - pooled, most)
 
 
 class TrainingShare:

@@ -39,8 +39,8 @@ class ForwardUnit:
 
     Attributes:
         spans: decode rows, oldest first, then the chunks of prompts.
-        draws: the sequences that draw a token at the end of the unit, in the order of `spans`: all decode rows, and the
-            prompts whose last chunk this is.
+        draws: the sequences that draw a token at the end of the unit, or whose hidden states are all pooled by then, in
+            the order of `spans`: all decode rows, and the prompts whose last chunk this is.
         decodes: the number of decode rows.
         delayed: staging or training ran since the last forward unit.
     """
@@ -54,6 +54,11 @@ class ForwardUnit:
     def rows(self) -> tuple[Span, ...]:
         """The decode rows, of one token each."""
         return self.spans[: self.decodes]
+
+    @property
+    def tokens_drawn(self) -> int:
+        """The number of tokens that the unit draws."""
+        return sum(sequence.pooling is None for sequence in self.draws)
 
     @property
     def chunks(self) -> tuple[Span, ...]:

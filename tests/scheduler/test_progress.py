@@ -7,7 +7,7 @@ import random
 import pytest
 from driver import STEP, Driver, TokenBudget
 
-from mlx_parallm.core import AdapterRef, DeviceSchedule, PromptGroup, Sequence, SequenceStatus, WorkClass
+from mlx_parallm.core import AdapterRef, DeviceSchedule, Pooling, PromptGroup, Sequence, SequenceStatus, WorkClass
 from mlx_parallm.scheduler.cost import CostModel
 from mlx_parallm.scheduler.prefill import MAX_CHUNKS, MAX_STEPS_WITHOUT_CHUNK
 from mlx_parallm.scheduler.scheduler import RLAwareScheduler, SchedulerConfig
@@ -52,6 +52,8 @@ class Interleaving:
             sequence.sequence_id = id(sequence)
             sequence.work_class, sequence.priority = rng.choice(list(WorkClass)), rng.choice([0, 0, 5])
             sequence.adapter, sequence.scored = rng.choice(ADAPTERS), member == 0 and rng.random() < 0.15
+            if not sequence.scored and rng.random() < 0.15:
+                sequence.pooling, sequence.max_tokens = rng.choice(list(Pooling)), 1
             self.scheduler.add(sequence)
 
     def disturb(self) -> None:
