@@ -51,7 +51,7 @@ async def deltas_of(client, **body):
 def chunk(delta, reason="null"):
     choice = f'{{"index":0,"delta":{delta},"logprobs":null,"finish_reason":{reason}}}'
     fields = '"id":"ID","object":"chat.completion.chunk","created":0,"model":"tiny/byte-model"'
-    return f"data: {{{fields},\"choices\":[{choice}]}}\n\n"
+    return f'data: {{{fields},"choices":[{choice}]}}\n\n'
 
 
 def call_delta(fields):
