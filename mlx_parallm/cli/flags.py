@@ -55,6 +55,7 @@ FLAGS = (
     Flag("--trust-remote-code", "model.trust_remote_code"),
     Flag("--allow-special-tokens", "model.allow_special_tokens"),
     Flag("--served-model-name", "server.served_model_name", "NAME", several=True),
+    Flag("--model-aliases", "server.model_aliases", "PATTERN,PATTERN"),
     Flag("--host", "server.host", "ADDRESS"),
     Flag("--port", "server.port", "PORT"),
     Flag("--mode", "server.mode", "MODE"),

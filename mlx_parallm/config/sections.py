@@ -189,6 +189,10 @@ class ServerConfig(Section):
     """
     served_model_name: OptionalNames = ()
     """Names that requests may give as `model`; answers give the first one. [] and null mean the model's own name."""
+    model_aliases: OptionalNames = ()
+    """Further names that mean the served model, for clients that ask for the models of another company. In each, `*`
+    stands for any text: 'claude-*' serves Claude Code. An adapter with such a name can be named by `lora_adapter`.
+    """
     max_body_bytes: ByteSize = 16 * 2**20
     """Largest request body. A body may hold at most one JSON value for every 16 bytes of this limit. Requests above
     either limit get 413.

@@ -37,6 +37,7 @@ from mlx_parallm.server.api import completions, control, models, ops
 from mlx_parallm.server.api.adapters import route as adapter_routes
 from mlx_parallm.server.api.chat import route as chat
 from mlx_parallm.server.api.chat.history import EpisodeHistories
+from mlx_parallm.server.api.messages import route as messages
 from mlx_parallm.server.api.responses import route as responses
 from mlx_parallm.server.api.responses.conversation import ResponseStore
 from mlx_parallm.server.api.training import average, compare, people, reward_model, schedule
@@ -61,6 +62,7 @@ ROUTES = (
     completions,
     chat,
     responses,
+    messages,
     models,
     adapter_routes,
     training_routes,

@@ -1,6 +1,7 @@
 """How exceptions become HTTP errors: one table of rules, and the handlers that apply it.
 
-Every error body is OpenAI's `{"error": {"message", "type", "param", "code"}}`. A 5xx answer never shows paths,
+Every error body is OpenAI's `{"error": {"message", "type", "param", "code"}}`, or has the form of the API that the path
+belongs to (`error_forms`). A 5xx answer never shows paths,
 addresses or traces: if the exception's text may have any, its rule has a message that is sent in place of the text.
 """
 
@@ -37,7 +38,7 @@ from mlx_parallm.errors import (
     UnknownModelError,
     UnknownTrajectoryError,
 )
-from mlx_parallm.server.api.fields import WireOutput
+from mlx_parallm.server.error_forms import ErrorBody, ErrorDetail, form_of
 from mlx_parallm.server.http.request_log import record_of
 
 RETRY_AFTER_S = 1
@@ -150,26 +151,6 @@ HTTP_MESSAGES: Mapping[int, tuple[str, str]] = {
 }
 
 
-class ErrorDetail(WireOutput):
-    """The error itself."""
-
-    message: str
-    """What is wrong and what to change."""
-    type: str
-    """`invalid_request_error`, `rate_limit_error` or `server_error`."""
-    param: str | None
-    """The field at fault."""
-    code: str | None
-    """The error code, for programs; null for a malformed field."""
-
-
-class ErrorBody(WireOutput):
-    """The body of every answer that is not a success."""
-
-    error: ErrorDetail
-    """What went wrong."""
-
-
 def rule_of(kind: type[Exception]) -> ErrorRule:
     """The rule of the class, or of its nearest ancestor that has one."""
     return next(RULES[ancestor] for ancestor in kind.__mro__ if ancestor in RULES)
@@ -197,14 +178,17 @@ def _type_of(status: int) -> str:
 
 
 class ErrorResponse(Response):
-    """A response with an error body. Sending it writes the error's code into the request's record."""
+    """A response with an error body in the form of the API that the request's path belongs to. Sending it writes the
+    error's code into the request's record."""
 
-    def __init__(self, body: ErrorBody, status: int, headers: Mapping[str, str] | None = None) -> None:
-        super().__init__(body.json_text(), status, headers, media_type="application/json")
-        self._code = body.error.code or body.error.type
+    def __init__(self, error: ErrorBody, status: int, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(None, status, headers, media_type="application/json")
+        self._error = error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        record_of(scope).error = self._code
+        record_of(scope).error = self._error.error.code or self._error.error.type
+        self.body = form_of(scope["path"]).write(self.status_code, self._error).json_text().encode("utf-8")
+        self.headers["content-length"] = str(len(self.body))
         await super().__call__(scope, receive, send)
 
 

@@ -40,7 +40,7 @@ from mlx_parallm.server.services import Services
 log = logging.getLogger(__name__)
 
 PING_INTERVAL_S = 15.0
-"""Longest silence of a stream, in seconds, before a comment is sent to keep the connection open."""
+"""Longest silence of a stream, in seconds, before an event or a comment is sent to keep the connection open."""
 _BYTES_PER_EVENT, _BYTES_PER_LOGPROB = 32, 64
 _SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -50,16 +50,21 @@ _SSE_HEADERS = [
 
 
 class EventStream:
-    """The server-sent events of one response. `headers` are sent in addition to the stream's own."""
+    """The server-sent events of one response. `headers` are sent in addition to the stream's own. `keep_alive`: see
+    `AnswerWriter`."""
 
-    def __init__(self, send: Send, headers: Mapping[str, str]) -> None:
+    def __init__(
+        self, send: Send, headers: Mapping[str, str], keep_alive: Callable[[], WireOutput | None] = lambda: None
+    ) -> None:
         self._send = send
+        self._keep_alive = keep_alive
         self._headers = [*_SSE_HEADERS, *((name.encode(), value.encode()) for name, value in headers.items())]
         self._last_sent = 0.0
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[None]:
-        """Sends the headers. While the block runs, a comment is sent after each `PING_INTERVAL_S` of silence."""
+        """Sends the headers. While the block runs, what keeps the connection open is sent after each `PING_INTERVAL_S`
+        of silence."""
         await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
         self._last_sent = time.monotonic()
         pings = asyncio.create_task(self._ping(PING_INTERVAL_S))
@@ -85,7 +90,12 @@ class EventStream:
     async def _ping(self, interval_s: float) -> None:
         while True:
             silent = time.monotonic() - self._last_sent
-            await asyncio.sleep(interval_s - silent) if silent < interval_s else await self._write(": ping\n\n")
+            if silent < interval_s:
+                await asyncio.sleep(interval_s - silent)
+            elif (event := self._keep_alive()) is not None:
+                await self.event(event)
+            else:
+                await self._write(": ping\n\n")
 
 
 class GenerationResponse(Response):
@@ -124,7 +134,7 @@ class GenerationResponse(Response):
             the errors of `prepare` and `generate`, but none after the status line of a stream was sent.
         """
         services, body, record = self._services, self._body, record_of(scope)
-        selector = select_adapter(body, services.first.names)
+        selector = select_adapter(body, services.model_names)
         base = services.models.find(body.model, selector.name)
         sequences = services.check_sequences(self._prompts, body.n)
         record.set_model(selector.name or base)
@@ -173,7 +183,7 @@ class GenerationResponse(Response):
 
     async def _send_events(self, writer: AnswerWriter, scope: Scope, receive: Receive, send: Send) -> None:
         services, record = self._services, record_of(scope)
-        stream = EventStream(send, record.adapter_header)
+        stream = EventStream(send, record.adapter_header, writer.keep_alive)
         async with stream.opened():
             try:
                 async with while_connected(receive, services.lifecycle.expired):

@@ -31,6 +31,7 @@ from mlx_parallm.errors import (
     UnknownModelError,
 )
 from mlx_parallm.server.api.fields import OpenBody
+from mlx_parallm.server.error_forms import FORMS, OPENAI, form_of
 from mlx_parallm.server.errors import (
     RULES,
     ApiKeyError,
@@ -38,7 +39,6 @@ from mlx_parallm.server.errors import (
     BodyTimeoutError,
     BodyTooLargeError,
     DrainingError,
-    ErrorBody,
     ForbiddenOriginError,
     InferenceDisabledError,
     MediaTypeError,
@@ -55,10 +55,10 @@ Examples = Mapping[str, Mapping[str, Any]]
 DESCRIPTION = """\
 An OpenAI-compatible server on MLX: one base model, many LoRA adapters in one continuous batch, and a trainer.
 
-Every error has the body `{"error": {"message", "type", "param", "code"}}`; `param` names the field at fault. A field
-that is null counts as left out. A declared field with an unsupported value is refused. Where a schema allows undeclared
-fields, they are ignored, and the response header `x-ignored-fields` names them; they are refused in a request with
-`collect_trajectory`, and by a server with `--strict-fields`.
+Every error has the body `{"error": {"message", "type", "param", "code"}}`; `param` names the field at fault. Errors of
+`/v1/messages` have Anthropic's form. A field that is null counts as left out. A declared field with an unsupported
+value is refused. Where a schema allows undeclared fields, they are ignored, and the response header `x-ignored-fields`
+names them; they are refused in a request with `collect_trajectory`, and by a server with `--strict-fields`.
 
 Every GET route accepts HEAD, and every path may end with a slash. A request may have its own `X-Request-Id`, of at most
 128 printable ASCII characters; the response repeats it, or has one that the server made.
@@ -165,8 +165,9 @@ def describe(app: FastAPI, routes: Sequence[Route], strict_fields: bool) -> dict
                 operation["responses"] = _with_headers(_responses(path, operation), opens)
         for unused in ("HTTPValidationError", "ValidationError"):
             schemas.pop(unused, None)
-        error = ErrorBody.model_json_schema(ref_template=REF)
-        schemas |= {**error.pop("$defs"), ErrorBody.__name__: error}
+        for form in (OPENAI, *FORMS.values()):
+            error = form.model.model_json_schema(ref_template=REF)
+            schemas |= {**error.pop("$defs"), form.model.__name__: error}
         for schema in schemas.values():
             for field in schema.get("properties", {}).values():
                 if "const" in field:
@@ -203,7 +204,7 @@ def _responses(path: str, operation: Operation) -> dict[str, Any]:
     kinds = {kind for kind in (*RULES, *GENERATING) if kind.__name__ in named} | set(_of_form(path, operation))
     answers = {status: answer for status, answer in declared.items() if status != "422" and KINDS not in answer}
     for status in sorted({rule_of(kind).status for kind in kinds}):
-        answers[str(status)] = _error(kind for kind in kinds if rule_of(kind).status == status)
+        answers[str(status)] = _error(path, (kind for kind in kinds if rule_of(kind).status == status))
     return answers
 
 
@@ -225,12 +226,12 @@ def _of_form(path: str, operation: Operation) -> Iterator[Kind]:
         yield RequestError
 
 
-def _error(kinds: Iterable[Kind]) -> dict[str, Any]:
-    """The response of one status, with the meaning of each of its codes."""
+def _error(path: str, kinds: Iterable[Kind]) -> dict[str, Any]:
+    """The response of one status of a route, with the meaning of each of its codes."""
     rules = {rule_of(kind): kind for kind in sorted(kinds, key=lambda kind: kind.__name__)}
     meanings = ((rule, rule.message or (kind.__doc__ or "").partition("\n")[0]) for rule, kind in rules.items())
     lines = sorted(f"`{rule.code or 'invalid_request_error'}`: {meaning}" for rule, meaning in meanings)
-    schema = {"$ref": REF.format(model=ErrorBody.__name__)}
+    schema = {"$ref": REF.format(model=form_of(path).model.__name__)}
     return {"description": "\n\n".join(lines), "content": {"application/json": {"schema": schema}}}
 
 
@@ -289,6 +290,11 @@ EXAMPLES: Mapping[str, Examples] = {
         "as a stream": {"input": "Hello", "max_output_tokens": 8, "stream": True},
     },
     "/v1/responses/input_tokens": {"a question": {"input": "What is the capital of France?"}},
+    "/v1/messages": {
+        "a question": {"messages": _MESSAGES, "system": "Be brief.", "max_tokens": 8},
+        "as a stream": {"messages": _MESSAGES, "max_tokens": 8, "stream": True},
+    },
+    "/v1/messages/count_tokens": {"a question": {"messages": _MESSAGES}},
     "/v1/load_lora_adapter": {
         **_LOAD,
         "in place": {"lora_name": "math", "lora_path": "math", "load_inplace": True},

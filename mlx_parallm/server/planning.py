@@ -4,9 +4,10 @@ grammar, and makes the checks that need the model's vocabulary and context lengt
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from mlx_parallm.config import LogprobsMode, ServerConfig, TrafficClass
 from mlx_parallm.core import (
@@ -35,6 +36,20 @@ _WORK_CLASSES = {TrafficClass.LIVE: WorkClass.INFERENCE, TrafficClass.ROLLOUT: W
 
 
 @dataclass(frozen=True, slots=True)
+class ModelNames:
+    """The values of the field `model` that mean the served model and no adapter: `names`, and what fits one of the
+    `aliases`, in which `*` stands for any text."""
+
+    names: frozenset[str]
+    aliases: tuple[str, ...] = ()
+
+    def __contains__(self, name: object) -> bool:
+        if not isinstance(name, str) or len(name) > MAX_ADAPTER_NAME:
+            return False
+        return name in self.names or any(fnmatchcase(name, alias) for alias in self.aliases)
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterSelector:
     """The adapter that a request names. `name` is a selector of `core.AdapterClient`, such as `math` or `math@3`, or
     the path of a folder. `param` is the request field that has it. Both are None if no field names an adapter."""
@@ -48,7 +63,7 @@ class AdapterSelector:
         return self.name if self.param == "adapters" and self.name and "/" in self.name else None
 
 
-def select_adapter(body: GenerationBody, model_names: Collection[str]) -> AdapterSelector:
+def select_adapter(body: GenerationBody, model_names: ModelNames) -> AdapterSelector:
     """The adapter that `model`, `lora_adapter` or `adapters` name. If `model` is one of `model_names`, it names the
     served model and no adapter, so another field may name one.
 

@@ -31,7 +31,7 @@ from mlx_parallm.server.errors import AsleepError, DrainingError, InferenceDisab
 from mlx_parallm.server.http.workers import Workers
 from mlx_parallm.server.lifecycle import Lifecycle, SequenceGate, SleepSwitch
 from mlx_parallm.server.metrics import ServerMetrics
-from mlx_parallm.server.planning import AdapterSelector, adapter_named_by
+from mlx_parallm.server.planning import AdapterSelector, ModelNames, adapter_named_by
 from mlx_parallm.server.protocols.tinker.server import TinkerServer
 
 
@@ -66,6 +66,11 @@ class Services:
     def first(self) -> ServedModel:
         """See `core.BaseModels.first`."""
         return self.models.first
+
+    @property
+    def model_names(self) -> ModelNames:
+        """The values of the field `model` that mean the first base model and no adapter."""
+        return ModelNames(self.first.names, self.config.model_aliases)
 
     def model_for(self, *names: str | None) -> AbstractAsyncContextManager[ServedModel]:
         """The base model that the first of these names means which is not None, loaded until the block ends. The names
@@ -116,7 +121,7 @@ class Services:
 
     def is_base(self, model: str | None) -> bool:
         """Whether `model` is left out or names the base model."""
-        return model is None or model in self.first.names or model == BASE_ADAPTER.name
+        return model is None or model in self.model_names or model == BASE_ADAPTER.name
 
     def check_model(self, name: str | None) -> None:
         """Raises UnknownModelError unless `name` is left out or names the base model or an adapter."""

@@ -7,21 +7,23 @@ from urllib.parse import unquote
 import pytest
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+MESSAGES = "/v1/messages"
 USER = [{"role": "user", "content": "x"}]
 BASE = {COMPLETIONS: {"prompt": "x"}, CHAT: {"messages": USER}, RESPONSES: {"input": "x"}, "/tokenize": {"prompt": "x"}}
+ANTHROPIC = {MESSAGES: {"messages": USER, "max_tokens": 5}}
 TOOL = {"type": "function", "function": {"name": "f"}}
 IGNORED = "mlx_parallm_ignored_fields_total"
 
 
 async def ignored(client, path, **fields):
     """The names that the header has, in order."""
-    response = await client.post(path, json=BASE[path] | fields)
+    response = await client.post(path, json=(BASE | ANTHROPIC)[path] | fields)
     assert response.status_code == 200, response.text
     header = response.headers.get("x-ignored-fields", "")
     return [unquote(name) for name in header.split(", ")] if header else []
 
 
-@pytest.mark.parametrize("path", BASE)
+@pytest.mark.parametrize("path", BASE | ANTHROPIC)
 async def test_an_unknown_field_is_ignored_named_and_counted(client, metric, path):
     assert await ignored(client, path, num_ctx=4096, options={"a": 1}, keep_alive="5m") == [
         "num_ctx",
@@ -59,6 +61,16 @@ async def test_an_unknown_field_is_ignored_named_and_counted(client, metric, pat
         (RESPONSES, {"tools": [{"type": "function", "name": "f", "x": 1}]}, ["tools.x"]),
         (RESPONSES, {"reasoning": {"x": 1}}, ["reasoning.x"]),
         (RESPONSES, {"client_metadata": {"a": 1}}, ["client_metadata"]),
+        (
+            MESSAGES,
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "y": 1}]}]},
+            ["messages.content.y"],
+        ),
+        (
+            MESSAGES,
+            {"system": [{"type": "text", "text": "x", "y": 1}], "mcp_servers": [1]},
+            ["mcp_servers", "system.y"],
+        ),
     ],
     ids=lambda value: json.dumps(value)[:50],
 )

@@ -104,6 +104,10 @@ class AnswerWriter(ABC):
     def whole(self, events: Sequence[Event]) -> WireOutput:
         """The JSON body for all events of a request. The last one is its RequestFinished."""
 
+    def keep_alive(self) -> WireOutput | None:
+        """The event to send when the stream has been silent for long. None: a comment is sent."""
+        return None
+
     def failed(self, error: Exception) -> WireOutput:
         """The chunk that ends a stream whose request failed after the status line was sent."""
         return error_body(error)

@@ -18,6 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_parallm.config import ServerConfig
+from mlx_parallm.server.error_forms import form_of
 from mlx_parallm.server.errors import ApiKeyError, ForbiddenOriginError, error_response, unexpected_response
 from mlx_parallm.server.http import request_log
 from mlx_parallm.server.http.request_log import IGNORED_FIELDS, LORA_ADAPTER, REQUEST_ID, RequestRecord
@@ -71,7 +72,7 @@ class EntryMiddleware:
 
         async def send_answer(message: Message) -> None:
             if message["type"] == "http.response.start":
-                self._start_response(record, message)
+                self._start_response(record, scope["path"], message)
                 await send(message)
                 if is_head:  # a stream sees that as a client's disconnect
                     await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -92,11 +93,13 @@ class EntryMiddleware:
             if self._access_log:
                 request_log.write(record, getattr(scope.get("route"), "path", None))
 
-    def _start_response(self, record: RequestRecord, message: Message) -> None:
+    def _start_response(self, record: RequestRecord, path: str, message: Message) -> None:
         record.status = message["status"]
         self._metrics.responses.labels(str(record.status)).inc()
         headers = MutableHeaders(scope=message)
         headers[REQUEST_ID] = record.request_id
+        if (own_header := form_of(path).id_header) is not None:
+            headers[own_header] = record.request_id
         if record.ignored.names:
             headers[IGNORED_FIELDS] = ", ".join(record.ignored.names)
 

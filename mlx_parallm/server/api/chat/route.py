@@ -102,9 +102,13 @@ def plan_chat(
     model: ServedModel,
     adapter: AdapterRef,
     collection: CollectionSpec | None,
+    default_max_tokens: int | None = None,
 ) -> PlannedChat:
     """Renders and tokenises a conversation, and makes the engine's request. A turn of an episode continues the tokens
     of an earlier one if it can; see `EpisodeHistories`. A prompt that the client gives as token ids is used as it is.
+
+    Args:
+        default_max_tokens: the limit if the body has none; less if the context has less room. None: as many as fit.
     """
     tokenizer, histories = model.tokenizer, services.histories
     conversation = conversation_of(body, model)
@@ -129,6 +133,7 @@ def plan_chat(
         collection=collection,
         grammar=answer_grammar(body, syntax, model.grammars),
         max_tokens=body.max_completion_tokens or body.max_tokens,
+        default_max_tokens=default_max_tokens,
         top_logprobs=body.top,
         prompt_logprobs=body.prompt_logprobs,
         visible_specials=syntax.visible_specials | shown_specials(body, tokenizer),

@@ -23,10 +23,12 @@ from mlx_parallm.core.splitter import MAX_CALLS_PER_ANSWER, AnswerSyntax
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.server.api.fields import WireInput, read_nested, refused
 from mlx_parallm.server.api.generation_fields import GenerationBody
-from mlx_parallm.server.api.grammar_fields import MAX_DESCRIPTION, checked_schema
+from mlx_parallm.server.api.grammar_fields import checked_schema
 from mlx_parallm.server.planning import compile_grammar
 
 MAX_TOOLS = 128
+MAX_TOOL_DESCRIPTION = 64 * 1024
+"""Largest number of characters of a tool's description. Those of coding agents have several thousand."""
 
 _PROMPT_END = 64
 """Number of tokens at the end of a prompt that are decoded to see whether it ends with the start of reasoning."""
@@ -44,9 +46,9 @@ def _parameters(value: object) -> dict[str, Any]:
 class Function(WireInput):
     """A function that the model may call."""
 
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}\z")]
-    """At most 64 letters, digits, _ and -, unique in the request."""
-    description: Annotated[str, Field(max_length=MAX_DESCRIPTION)] | None = None
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,128}\z")]
+    """At most 128 letters, digits, _ and -, unique in the request."""
+    description: Annotated[str, Field(max_length=MAX_TOOL_DESCRIPTION)] | None = None
     """What the function does, for the model."""
     parameters: Annotated[dict[str, Any], PlainValidator(_parameters, json_schema_input_type=dict[str, Any])] | None = (
         None

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Path, Query
-from pydantic import Field, ValidationError
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_parallm.core import AdapterRef, CollectionSpec, ServedModel
 from mlx_parallm.core.splitter import Splitter
-from mlx_parallm.errors import ContextLengthError, InvalidRequestError, RequestError, UnknownModelError
+from mlx_parallm.errors import ContextLengthError, InvalidRequestError, UnknownModelError
 from mlx_parallm.server.api.chat.route import plan_chat, prompt_of
 from mlx_parallm.server.api.chat.schema import ChatBody
+from mlx_parallm.server.api.chat.translated import chat_body, client_names
 from mlx_parallm.server.api.fields import WireQuery
 from mlx_parallm.server.api.responses.conversation import (
     ITEM_LIST,
@@ -32,7 +32,7 @@ from mlx_parallm.server.api.responses.schema import ResponsesBody
 from mlx_parallm.server.api.responses.stream import ResponseWriter
 from mlx_parallm.server.errors import UnknownResponseError
 from mlx_parallm.server.generation import GenerationResponse
-from mlx_parallm.server.http.body import first_fault, json_body
+from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.openapi import raises, streamable
 from mlx_parallm.server.services import Services, ServicesDep
 
@@ -41,6 +41,7 @@ EMPTY_CONVERSATION = StoredResponse(b'{"output":[]}', b"[]")
 ANSWER_SHARE = 4
 """With truncation, the context's length divided by this stays free for an answer whose length is not limited."""
 OWN_NAMES: Mapping[str, str] = {
+    "messages": "input",
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
     "max_completion_tokens": "max_output_tokens",
@@ -48,7 +49,7 @@ OWN_NAMES: Mapping[str, str] = {
     "reasoning_effort": "reasoning.effort",
     ".function": "",
 }
-"""Maps names of chat's fields to the names of the same fields here. Longer names come before their own prefixes."""
+"""Maps names of chat's fields to the names of the same fields here; see `client_names`."""
 
 
 class ResponseQuery(WireQuery):
@@ -156,7 +157,7 @@ def prepare(
         chat: the whole conversation as a chat body.
         earlier: the items of earlier turns.
     """
-    with _own_names():
+    with client_names(OWN_NAMES):
         chat = _fitted(body, chat, model)
         planned = plan_chat(new_id("resp"), chat, services, model, adapter, collection)
     items = [*earlier, *map(listed_item, body.input)]
@@ -220,38 +221,14 @@ def _as_chat(body: ResponsesBody, previous: StoredResponse) -> tuple[list[ItemFi
     """
     earlier = previous.items()
     messages = messages_of(ITEM_LIST.validate_python(earlier))
-    with _own_names():
-        try:
-            return earlier, ChatBody.model_validate(body.for_chat(messages))
-        except ValidationError as error:
-            raise first_fault(error) from None
+    return earlier, chat_body(body.for_chat(messages), OWN_NAMES)
 
 
 def _count_tokens(body: ResponsesBody, previous: StoredResponse, model: ServedModel) -> int:
     """The length of the prompt. Runs in a worker thread."""
     _, chat = _as_chat(body, previous)
-    with _own_names():
+    with client_names(OWN_NAMES):
         return len(prompt_of(_fitted(body, chat, model), model))
-
-
-@contextmanager
-def _own_names() -> Iterator[None]:
-    """Replaces names of chat's fields by this API's in the errors that leave the block."""
-    try:
-        yield
-    except RequestError as error:
-        if error.param is None:
-            raise
-        param = _own_name(error.param)
-        raise type(error)(str(error).replace(error.param, param), param=param) from None
-
-
-def _own_name(param: str) -> str:
-    if param.startswith(("messages", "prompt")):
-        return "input"
-    for theirs, own in OWN_NAMES.items():
-        param = param.replace(theirs, own)
-    return param
 
 
 # ---- truncation ------------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ class TokensWriter(ChoiceWriter[CompletionBody]):
 async def render_chat(body: Chat, request: Request, services: ServicesDep) -> Response:
     """The request that a chat is made of: the tokens of the conversation and the sampling parameters, as a body for
     `/inference/v1/generate`. Nothing is generated."""
-    selector = select_adapter(body, services.first.names)
+    selector = select_adapter(body, services.model_names)
     if selector.name is not None and selector.folder is None:
         with adapter_named_by(selector.param, selector.name):
             services.check_model(selector.name)

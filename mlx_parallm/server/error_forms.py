@@ -1,0 +1,106 @@
+"""How each API writes an error. The path of a request says to which API it belongs, so errors of middlewares and of
+routes that do not exist have the form that the client reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from mlx_parallm.server.api.fields import WireOutput
+
+MESSAGES = "/v1/messages"
+"""The path of Anthropic's Messages API, and the beginning of its other paths."""
+
+
+class ErrorDetail(WireOutput):
+    """The error itself."""
+
+    message: str
+    """What is wrong and what to change."""
+    type: str
+    """`invalid_request_error`, `rate_limit_error` or `server_error`."""
+    param: str | None
+    """The field at fault."""
+    code: str | None
+    """The error code, for programs; null for a malformed field."""
+
+
+class ErrorBody(WireOutput):
+    """The body of every answer that is not a success, as OpenAI writes it."""
+
+    error: ErrorDetail
+    """What went wrong."""
+
+
+MessagesErrorType = Literal[
+    "invalid_request_error",
+    "authentication_error",
+    "permission_error",
+    "not_found_error",
+    "request_too_large",
+    "rate_limit_error",
+    "api_error",
+    "overloaded_error",
+]
+MESSAGES_TYPES: Mapping[int, MessagesErrorType] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    529: "overloaded_error",
+}
+
+
+class MessagesErrorDetail(WireOutput):
+    """The error itself."""
+
+    type: MessagesErrorType
+    """What kind of error it is; the status says the same."""
+    message: str
+    """What is wrong and what to change."""
+
+
+class MessagesError(WireOutput):
+    """The body of every answer that is not a success, as Anthropic writes it. Also the last event of a stream that
+    failed."""
+
+    type: Literal["error"]
+    error: MessagesErrorDetail
+    """What went wrong."""
+
+    @property
+    def event_name(self) -> str:
+        return self.type
+
+
+def messages_error(status: int, body: ErrorBody) -> MessagesError:
+    """The error in Anthropic's form, which has no field for the parameter: the message names it."""
+    error = body.error
+    named = error.param is None or error.param in error.message
+    message = error.message if named else f"{error.param}: {error.message}"
+    other: MessagesErrorType = "api_error" if status >= 500 else "invalid_request_error"
+    detail = MessagesErrorDetail(type=MESSAGES_TYPES.get(status, other), message=message)
+    return MessagesError(type="error", error=detail)
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorForm:
+    """How one API writes errors. `write` makes the body, a `model`, of a status and OpenAI's body. `id_header` is the
+    API's own header with the id of the request; None: it has no other than the server's."""
+
+    model: type[WireOutput]
+    write: Callable[[int, ErrorBody], WireOutput]
+    id_header: str | None = None
+
+
+OPENAI = ErrorForm(ErrorBody, lambda _, body: body)
+FORMS: Mapping[str, ErrorForm] = {MESSAGES: ErrorForm(MessagesError, messages_error, id_header="request-id")}
+"""The forms of APIs other than OpenAI's, by the beginning of their paths."""
+
+
+def form_of(path: str) -> ErrorForm:
+    """The form of the API that the path of a request belongs to."""
+    return next((form for start, form in FORMS.items() if f"{path}/".startswith(f"{start}/")), OPENAI)
