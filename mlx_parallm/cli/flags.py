@@ -70,6 +70,7 @@ FLAGS = (
     Flag("--mlx-cache-limit", "server.mlx_cache_limit", "SIZE"),
     Flag("--max-decode-stall-ms", "server.max_decode_stall_ms", "MILLISECONDS"),
     Flag("--api-key", "server.api_key", "KEY"),
+    Flag("--keys-file", "server.keys_file", "FILE"),
     Flag("--atropos-api", "server.atropos_api"),
     Flag("--strict-fields", "server.strict_fields"),
     Flag("--logprobs-mode", "server.logprobs_mode", "MODE"),

@@ -148,8 +148,12 @@ class ServerConfig(Section):
     shutdown_timeout: Number = Field(default=30.0, ge=0)
     """Time in seconds that running requests get to finish after SIGTERM or Ctrl-C."""
     api_key: ApiKey | None = Field(default=None, repr=False)
-    """Secret that clients send as a bearer token. null means that no key is required. Prefer the environment variable
-    MLX_PARALLM_API_KEY, because flags are visible in the process list.
+    """Secret that clients send as a bearer token. null means that no key is required, unless there is a keys_file.
+    Prefer the environment variable MLX_PARALLM_API_KEY, because flags are visible in the process list.
+    """
+    keys_file: File | None = None
+    """File of named keys, each with a role and limits of its own, which `mlx_parallm keys add` makes. It is read again
+    when it changes. api_key, if set, is one more key, which may do everything. null means no file.
     """
     atropos_api: bool = False
     """Serve Atropos' trajectory API (/register-env, /scored_data and others) in place of run-api. The groups that its

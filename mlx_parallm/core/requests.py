@@ -143,6 +143,7 @@ class GenerationRequest:
         visible_specials: ids of special tokens that appear in the text. Other special tokens add no text.
         cache_salt: the prefix cache gives a request only what requests with an equal salt computed.
         pooling: each prompt gets one vector of its hidden states, and no token is drawn. None: tokens are drawn.
+        key: the name of the API key that sent it. The scheduler is fair between keys.
     """
 
     request_id: str
@@ -159,6 +160,7 @@ class GenerationRequest:
     visible_specials: frozenset[int] = frozenset()
     cache_salt: str = field(default="", repr=False)
     pooling: Pooling | None = None
+    key: str = ""
 
     @property
     def sequences(self) -> int:

@@ -33,7 +33,9 @@ from mlx_parallm.core import (
 )
 from mlx_parallm.errors import ConfigError, EngineDeadError
 from mlx_parallm.rl.atropos.trajectory_api import Registration
-from mlx_parallm.server.api import completions, control, models, ops
+from mlx_parallm.server.access.accounts import Accounts
+from mlx_parallm.server.access.keys import KeyRing
+from mlx_parallm.server.api import completions, control, models, ops, usage
 from mlx_parallm.server.api.adapters import route as adapter_routes
 from mlx_parallm.server.api.chat import route as chat
 from mlx_parallm.server.api.chat.history import EpisodeHistories
@@ -72,6 +74,7 @@ ROUTES = (
     reward_model,
     schedule,
     control,
+    usage,
     ops,
     tokens,
     generate,
@@ -105,7 +108,10 @@ def create_app(
         tinker: limits of the Tinker API.
     """
     gate = SequenceGate(config.max_batch_size + config.max_queued)
-    metrics = ServerMetrics(engine, adapters, training, gate)
+    key = config.api_key
+    ring = KeyRing(None if key is None else key.get_secret_value(), config.keys_file)
+    accounts = Accounts(ring)
+    metrics = ServerMetrics(engine, adapters, training, gate, accounts)
     # FastAPI's own documentation pages load scripts from a CDN; `api.ops` has one that does not.
     app = FastAPI(title="MLX ParaLLM", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.services = Services(
@@ -121,6 +127,7 @@ def create_app(
         ResponseStore(),
         EpisodeHistories(),
         Workers(config.body_timeout),
+        accounts,
         started_at=int(time.time()),
         tinker=None if policies is None else TinkerServer(policies, models.first.card, tinker or TinkerConfig()),
         averages=averages,
@@ -134,7 +141,7 @@ def create_app(
         app.include_router(module.router)
     routes = [route for module in modules for route in module.router.routes if isinstance(route, Route)]
     install_handlers(app, routes)
-    add_middlewares(app, config, metrics)
+    add_middlewares(app, config, metrics, ring)
     app.openapi = partial(describe, app, routes, config.strict_fields)  # type: ignore[method-assign]
     return app
 

@@ -52,6 +52,15 @@ class ForbiddenOriginError(RequestError):
     """The Host or Origin header is not one that the server accepts."""
 
 
+class RoleError(RequestError):
+    """The key's role may not do that."""
+
+    @classmethod
+    def needing(cls, needed: str, role: str, what: str = "This", param: str | None = None) -> RoleError:
+        """The error about `what`, which needs a key with the role `needed`."""
+        return cls(f"{what} needs a key with the role {needed}; the role of this key is {role}.", param=param)
+
+
 class BodyTooLargeError(RequestError):
     """The body is longer than the server accepts."""
 
@@ -107,6 +116,7 @@ RULES: Mapping[type[Exception], ErrorRule] = {
     ContextLengthError: ErrorRule(400, "context_length_exceeded"),
     ApiKeyError: ErrorRule(401, "invalid_api_key"),
     ForbiddenOriginError: ErrorRule(403, "forbidden_origin"),
+    RoleError: ErrorRule(403, "insufficient_role"),
     UnknownModelError: ErrorRule(404, "model_not_found"),
     UnknownTrajectoryError: ErrorRule(404, "trajectory_not_found"),
     UnknownResponseError: ErrorRule(404, "response_not_found"),
@@ -252,7 +262,7 @@ def _headers(status: int, error: Exception) -> dict[str, str]:
         return {"www-authenticate": "Bearer"}
     if status == 408:
         return {"connection": "close"}  # the rest of the body would be read as the next request
-    if status in (409, 501) or isinstance(error, InferenceDisabledError | AsleepError):
+    if status in (403, 409, 501) or isinstance(error, InferenceDisabledError | AsleepError):
         return {"x-should-retry": "false"}  # otherwise OpenAI's clients retry a 409 and a 5xx
     if status in (429, 503):
         return {"retry-after": str(getattr(error, "retry_after_s", RETRY_AFTER_S))}

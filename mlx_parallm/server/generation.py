@@ -25,12 +25,13 @@ from mlx_parallm.core import (
     ServedModel,
 )
 from mlx_parallm.errors import EngineDeadError, EngineError, ParaLLMError
+from mlx_parallm.server.access.permits import as_of, check_permitted
 from mlx_parallm.server.api.answer import AnswerWriter
 from mlx_parallm.server.api.fields import WireOutput
 from mlx_parallm.server.api.generation_fields import GenerationBody
 from mlx_parallm.server.assignment import assignment_key
 from mlx_parallm.server.errors import code_of
-from mlx_parallm.server.http.request_log import RequestRecord, record_of
+from mlx_parallm.server.http.request_log import RequestRecord, key_of, record_of
 from mlx_parallm.server.http.workers import client_of
 from mlx_parallm.server.lifecycle import while_connected
 from mlx_parallm.server.metrics import RequestObserver
@@ -127,13 +128,15 @@ class GenerationResponse(Response):
         """Runs the request from its place in the queue to the last byte of its answer.
 
         Raises:
+            RoleError: see `check_permitted`.
             DrainingError, InferenceDisabledError, AsleepError: see `Services.check_open`.
             EngineDeadError: the device thread is not running.
-            OverloadedError: the queue is full.
+            OverloadedError: the queue is full, or a limit of the key does not allow the request now.
             UnknownModelError: the adapter's name is unknown; there is no fallback to the base model.
             the errors of `prepare` and `generate`, but none after the status line of a stream was sent.
         """
         services, body, record = self._services, self._body, record_of(scope)
+        check_permitted(key_of(scope), body)
         selector = select_adapter(body, services.model_names)
         base = services.models.find(body.model, selector.name)
         sequences = services.check_sequences(self._prompts, body.n)
@@ -141,7 +144,9 @@ class GenerationResponse(Response):
         services.check_open()
         if not services.engine.stats().alive:
             raise EngineDeadError("the device thread is not running")
+        record.account = account = services.accounts.of(key_of(scope))
         async with AsyncExitStack() as held:
+            held.enter_context(account.request())
             held.enter_context(services.gate.reserve(sequences))
             model = await held.enter_async_context(services.models.use(base))
             name = await services.adapter_name(selector)
@@ -211,9 +216,12 @@ async def generate(services: Services, writer: AnswerWriter, record: RequestReco
         EngineError: the events ended without RequestFinished or RequestFailed.
         the error of a RequestFailed.
     """
-    request = writer.request
+    account = record.account
+    assert account is not None
+    request = as_of(account.key, writer.request)
     served = services.metrics.adapters.served(request.adapter)
-    with RequestObserver(services.metrics, served, request.sequences) as observer:
+    account.add_prompt(sum(map(len, request.prompts)))
+    with RequestObserver(services.metrics, served, account, request.sequences) as observer:
         events = services.engine.generate(request)
         if request.collection is not None:
             events = services.require_training().trajectories.collect(request, events)

@@ -24,6 +24,7 @@ from mlx_parallm.core import (
     TrainingClient,
 )
 from mlx_parallm.errors import AbortedError
+from mlx_parallm.server.access.accounts import Account, Accounts
 from mlx_parallm.server.lifecycle import SequenceGate
 from mlx_parallm.server.metrics_collectors import (
     PREFIX,
@@ -33,6 +34,7 @@ from mlx_parallm.server.metrics_collectors import (
     TrainingCollector,
 )
 from mlx_parallm.server.metrics_comparisons import ComparisonCollector
+from mlx_parallm.server.metrics_keys import KeyCollector
 
 REQUEST_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0, 300.0)
 TOKEN_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.75, 1.5, 3.0, 10.0)
@@ -42,7 +44,12 @@ class ServerMetrics:
     """All metrics of one app."""
 
     def __init__(
-        self, engine: EngineClient, adapters: AdapterClient, training: TrainingClient | None, gate: SequenceGate
+        self,
+        engine: EngineClient,
+        adapters: AdapterClient,
+        training: TrainingClient | None,
+        gate: SequenceGate,
+        accounts: Accounts,
     ) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(engine))
@@ -50,6 +57,7 @@ class ServerMetrics:
         self.registry.register(self.adapters)
         self.registry.register(TrainingCollector(training))
         self.registry.register(ComparisonCollector(training))
+        self.registry.register(KeyCollector(accounts))
         self.ttft = self._histogram(
             "time_to_first_token_seconds", "Time from arrival to first token.", REQUEST_BUCKETS_S
         )
@@ -87,12 +95,14 @@ class RequestObserver:
     """Counts one request from its events, in a `with` block. Sequences that have not finished when the block ends count
     as aborted or failed.
 
-    `served` are the counts of the request's adapter version. `unfinished` is the number of its sequences that have not
-    finished; at first, none has. `last_token_at` has the time (`time.monotonic`) of each sequence's last token.
+    `served` are the counts of the request's adapter version, and `account` those of its key. `unfinished` is the number
+    of its sequences that have not finished; at first, none has. `last_token_at` has the time (`time.monotonic`) of each
+    sequence's last token.
     """
 
     metrics: ServerMetrics
     served: ServedCounts
+    account: Account
     unfinished: int
     last_token_at: dict[int, float] = field(default_factory=dict)
 
@@ -119,6 +129,7 @@ class RequestObserver:
                 self.metrics.inter_token.observe((now - before) / len(output.token_ids))
             self.last_token_at[output.index] = now
             self.served.generation_tokens += len(output.token_ids)
+            self.account.add_completion(len(output.token_ids))
         if output.finish_reason:
             self.unfinished -= 1
             self.metrics.finished.labels(output.finish_reason.value).inc()
@@ -127,6 +138,7 @@ class RequestObserver:
         self.served.finished += 1
         self.served.latency_s += end.finished_at - end.arrived_at
         self.served.prompt_tokens += end.prompt_tokens
+        self.account.cached_tokens += end.cached_tokens
         self.metrics.e2e.observe(end.finished_at - end.arrived_at)
         self.metrics.queued.observe(end.started_at - end.arrived_at)
         if end.completion_tokens:

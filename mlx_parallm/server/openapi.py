@@ -30,6 +30,7 @@ from mlx_parallm.errors import (
     TrainingDisabledError,
     UnknownModelError,
 )
+from mlx_parallm.server.access.roles import OPEN_PATHS
 from mlx_parallm.server.api.fields import OpenBody
 from mlx_parallm.server.error_forms import FORMS, OPENAI, form_of
 from mlx_parallm.server.errors import (
@@ -42,10 +43,10 @@ from mlx_parallm.server.errors import (
     ForbiddenOriginError,
     InferenceDisabledError,
     MediaTypeError,
+    RoleError,
     rule_of,
 )
 from mlx_parallm.server.http.body import BodyModel
-from mlx_parallm.server.http.middleware import OPEN_PATHS
 from mlx_parallm.server.http.request_log import IGNORED_FIELDS, LORA_ADAPTER, REQUEST_ID
 
 Operation = dict[str, Any]
@@ -219,7 +220,7 @@ def _of_form(path: str, operation: Operation) -> Iterator[Kind]:
     """Errors that follow from a route's path, body and query."""
     yield from ANY_ROUTE
     if path not in OPEN_PATHS:
-        yield ApiKeyError
+        yield from (ApiKeyError, RoleError)
     if "requestBody" in operation:
         yield from WITH_BODY
     if any(parameter["in"] == "query" for parameter in operation.get("parameters", ())):

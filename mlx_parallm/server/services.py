@@ -24,10 +24,13 @@ from mlx_parallm.core import (
     TrainingClient,
 )
 from mlx_parallm.errors import InvalidRequestError, TrainingDisabledError
+from mlx_parallm.server.access.accounts import Accounts
+from mlx_parallm.server.access.keys import NamedKey
 from mlx_parallm.server.api.chat.history import EpisodeHistories
 from mlx_parallm.server.api.responses.conversation import ResponseStore
 from mlx_parallm.server.api.sampling_fields import MAX_SEQUENCES
 from mlx_parallm.server.errors import AsleepError, DrainingError, InferenceDisabledError
+from mlx_parallm.server.http.request_log import key_of
 from mlx_parallm.server.http.workers import Workers
 from mlx_parallm.server.lifecycle import Lifecycle, SequenceGate, SleepSwitch
 from mlx_parallm.server.metrics import ServerMetrics
@@ -56,6 +59,7 @@ class Services:
     responses: ResponseStore
     histories: EpisodeHistories
     workers: Workers
+    accounts: Accounts
     started_at: int
     tinker: TinkerServer | None = None
     averages: AveragingClient | None = None
@@ -161,6 +165,14 @@ async def services_of(request: Request) -> Services:
 
 
 ServicesDep = Annotated[Services, Depends(services_of)]
+
+
+async def key_of_request(request: Request) -> NamedKey:
+    return key_of(request.scope)
+
+
+KeyDep = Annotated[NamedKey, Depends(key_of_request)]
+"""The key that the request was let in with."""
 
 
 async def training_of(services: ServicesDep) -> TrainingClient:

@@ -3,8 +3,8 @@
 import pytest
 from starlette.routing import Route
 
+from mlx_parallm.server.access.roles import OPEN_PATHS
 from mlx_parallm.server.app import ROUTES
-from mlx_parallm.server.http.middleware import OPEN_PATHS
 
 KEY = "sk-test-key"
 BODY = {"prompt": "x"}

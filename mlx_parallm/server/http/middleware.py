@@ -1,6 +1,6 @@
 """The ASGI middlewares, in the order in which a request passes them:
 
-    request log, HEAD and trailing slash, Host and Origin → CORS (Starlette's) → API key → routes
+    request log, HEAD and trailing slash, Host and Origin → CORS (Starlette's) → key and role → routes
 
 They are plain ASGI, so that a client's disconnect reaches the routes. Loopback is not a trust boundary: a web page can
 call a server on localhost, directly (which the Origin header shows) or through DNS rebinding (which Host shows).
@@ -8,30 +8,28 @@ call a server on localhost, directly (which the Origin header shows) or through 
 
 from __future__ import annotations
 
-import base64
-import hmac
 from urllib.parse import urlsplit
 
 from fastapi import FastAPI
+from fastapi.routing import iter_route_contexts
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_parallm.config import ServerConfig
+from mlx_parallm.server.access.guard import Guard
+from mlx_parallm.server.access.keys import KeyRing
+from mlx_parallm.server.access.roles import RouteTable
 from mlx_parallm.server.error_forms import form_of
-from mlx_parallm.server.errors import ApiKeyError, ForbiddenOriginError, error_response, unexpected_response
+from mlx_parallm.server.errors import ForbiddenOriginError, error_response, unexpected_response
 from mlx_parallm.server.http import request_log
 from mlx_parallm.server.http.request_log import IGNORED_FIELDS, LORA_ADAPTER, REQUEST_ID, RequestRecord
 from mlx_parallm.server.metrics import ServerMetrics
 
-OPEN_PATHS = frozenset({"/health", "/liveness", "/ready"})
-"""Served without a key, because probes send none. Their answers reveal nothing but the status."""
 
-
-def add_middlewares(app: FastAPI, config: ServerConfig, metrics: ServerMetrics) -> None:
-    """Adds all middlewares. The one that is added last sees a request first."""
-    if config.api_key is not None:
-        app.add_middleware(ApiKeyMiddleware, api_key=config.api_key.get_secret_value())
+def add_middlewares(app: FastAPI, config: ServerConfig, metrics: ServerMetrics, ring: KeyRing) -> None:
+    """Adds all middlewares. The one that is added last sees a request first. Call it when `app` has all its routes."""
+    app.add_middleware(Guard, ring=ring, table=RouteTable(routes_of(app)))
     if config.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -41,6 +39,16 @@ def add_middlewares(app: FastAPI, config: ServerConfig, metrics: ServerMetrics) 
             expose_headers=[REQUEST_ID, IGNORED_FIELDS, LORA_ADAPTER],
         )
     app.add_middleware(EntryMiddleware, config=config, metrics=metrics)
+
+
+def routes_of(app: FastAPI) -> list[tuple[str, str]]:
+    """The method and the path pattern of every route."""
+    return [
+        (method, found.path)
+        for found in iter_route_contexts(app.routes)
+        if found.path is not None
+        for method in found.methods or ()
+    ]
 
 
 class EntryMiddleware:
@@ -100,6 +108,8 @@ class EntryMiddleware:
         headers[REQUEST_ID] = record.request_id
         if (own_header := form_of(path).id_header) is not None:
             headers[own_header] = record.request_id
+        if record.account is not None:
+            headers.update(record.account.headers())
         if record.ignored.names:
             headers[IGNORED_FIELDS] = ", ".join(record.ignored.names)
 
@@ -121,41 +131,3 @@ class EntryMiddleware:
         if origin in self._origins or "*" in self._origins:
             return True
         return origin.partition("://")[2].lower() == host.lower()
-
-
-class ApiKeyMiddleware:
-    """Answers 401 unless the header is `Authorization: Bearer <key>` or, as Tinker's SDK sends it, `X-API-Key: <key>`,
-    or the path is one of `OPEN_PATHS`. Clients that can only put the key into a URL, such as
-    http://any:KEY@localhost:8000, send it as the password of HTTP Basic. Keys are compared in constant time."""
-
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
-        self._app = app
-        self._key = api_key.encode("utf-8")
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._authorized(scope):
-            await self._app(scope, receive, send)
-        else:
-            fault = ApiKeyError("Send the API key as `Authorization: Bearer <key>`; it is missing or wrong.")
-            await error_response(fault)(scope, receive, send)
-
-    def _authorized(self, scope: Scope) -> bool:
-        """Compares bytes, so a key or a header that is not ASCII is just a wrong key."""
-        sent = [(name, value) for name, value in scope["headers"] if name in (b"authorization", b"x-api-key")]
-        if len(sent) != 1:
-            return False
-        ((name, key),) = sent
-        if name == b"x-api-key":
-            return hmac.compare_digest(key.strip(), self._key)
-        scheme, _, key = key.partition(b" ")
-        if scheme.lower() == b"basic":
-            return hmac.compare_digest(_password(key.strip()), self._key)
-        return scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._key)
-
-
-def _password(credentials: bytes) -> bytes:
-    """The password of HTTP Basic credentials; empty if they are malformed."""
-    try:
-        return base64.b64decode(credentials, validate=True).partition(b":")[2]
-    except ValueError:
-        return b""

@@ -19,6 +19,8 @@ from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from mlx_parallm.core import BASE_ADAPTER, Event, GenerationRequest, RequestFinished, SequenceOutput
+from mlx_parallm.server.access.accounts import Account
+from mlx_parallm.server.access.keys import ANYONE, NamedKey
 from mlx_parallm.server.api.fields import IgnoredFields
 
 REQUEST_ID, IGNORED_FIELDS, LORA_ADAPTER = "x-request-id", "x-ignored-fields", "x-lora-adapter"
@@ -49,13 +51,16 @@ class RequestRecord:
 
     `request_id` is the value of the response's x-request-id header. If `id_from_client`, the client chose it, and two
     requests may have the same; `engine_id` is unique. `arrived_at` is `time.monotonic`; `queue_s` and `first_token_s`
-    are seconds from the arrival. None means that the request did not get that far.
+    are seconds from the arrival. None means that the request did not get that far. `key`: the key that it was let in
+    with; None before that, and for paths that need none. `account`: that of the key, for requests for answers.
     """
 
     request_id: str = field(default_factory=lambda: f"req-{uuid.uuid4().hex}")
     id_from_client: bool = False
     method: str | None = None
     path: str | None = None
+    key: NamedKey | None = None
+    account: Account | None = None
     arrived_at: float = field(default_factory=time.monotonic)
     status: int | None = None
     error: str | None = None
@@ -128,6 +133,13 @@ def record_of(scope: Scope) -> RequestRecord:
     return cast(RequestRecord, scope["state"]["record"])
 
 
+def key_of(scope: Scope) -> NamedKey:
+    """The key that a request was let in with. Call it in routes that need one."""
+    key = record_of(scope).key
+    assert key is not None
+    return key
+
+
 def new_request_id(prefix: str) -> str:
     return f"{prefix}-{uuid.uuid4().hex}"
 
@@ -147,6 +159,7 @@ def _line(record: RequestRecord, route: str | None) -> dict[str, Any]:
         "method": _cut(record.method),
         "route": route or _cut(record.path),
         "status": record.status or CLIENT_LEFT,
+        **({} if record.key in (None, ANYONE) else {"key": record.key.name}),
         "total_ms": _ms(time.monotonic() - record.arrived_at),
     }
     if record.generates:

@@ -193,10 +193,11 @@ ItemFields = dict[str, Any]
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
     """A response and all its input items, both as JSON. The items include those of earlier turns, so a response stays
-    whole when an earlier one is deleted."""
+    whole when an earlier one is deleted. `owner`: the name of the key that made it."""
 
     response: bytes
     input_items: bytes
+    owner: str = ""
 
     @property
     def size(self) -> int:

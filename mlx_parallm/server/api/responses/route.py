@@ -16,6 +16,7 @@ from starlette.responses import Response
 from mlx_parallm.core import AdapterRef, CollectionSpec, ServedModel
 from mlx_parallm.core.splitter import Splitter
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError, UnknownModelError
+from mlx_parallm.server.access.keys import NamedKey
 from mlx_parallm.server.api.chat.route import plan_chat, prompt_of
 from mlx_parallm.server.api.chat.schema import ChatBody
 from mlx_parallm.server.api.chat.translated import chat_body, client_names
@@ -34,7 +35,7 @@ from mlx_parallm.server.errors import UnknownResponseError
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.openapi import raises, streamable
-from mlx_parallm.server.services import Services, ServicesDep
+from mlx_parallm.server.services import KeyDep, Services, ServicesDep
 
 MAX_ITEM_ID = 128
 EMPTY_CONVERSATION = StoredResponse(b'{"output":[]}', b"[]")
@@ -78,22 +79,22 @@ Body = Annotated[ResponsesBody, Depends(json_body(ResponsesBody))]
 
 
 @router.post("/v1/responses", responses=streamable(ResponseObject, UnknownResponseError))
-async def create_response(body: Body, request: Request, services: ServicesDep) -> Response:
+async def create_response(body: Body, request: Request, services: ServicesDep, key: KeyDep) -> Response:
     """Answers a conversation. Unless `store` is false, the response is stored for the next turn."""
-    stored = _previous(body, services)
+    stored = _previous(body, services, key)
     request.state.body_bytes += stored.size
     earlier, chat = await services.workers.run(request.state.body_bytes, partial(_as_chat, body, stored))
-    return GenerationResponse(services, chat, 1, partial(prepare, body, chat, earlier, services))
+    return GenerationResponse(services, chat, 1, partial(prepare, body, chat, earlier, services, key.name))
 
 
 @router.post(
     "/v1/responses/input_tokens",
     responses=raises(UnknownResponseError, UnknownModelError, ContextLengthError),
 )
-async def count_input_tokens(body: Body, request: Request, services: ServicesDep) -> InputTokens:
+async def count_input_tokens(body: Body, request: Request, services: ServicesDep, key: KeyDep) -> InputTokens:
     """Counts the tokens of the prompt that `POST /v1/responses` would make of the same body. Generates nothing."""
     services.check_model(body.model)
-    stored = _previous(body, services)
+    stored = _previous(body, services, key)
     size = request.state.body_bytes + stored.size
     async with services.model_for(body.model) as model:
         tokens = await services.workers.run(size, partial(_count_tokens, body, stored, model))
@@ -102,10 +103,10 @@ async def count_input_tokens(body: Body, request: Request, services: ServicesDep
 
 @router.get("/v1/responses/{response_id}/input_items", responses=raises(UnknownResponseError))
 async def list_input_items(
-    response_id: ResponseId, services: ServicesDep, query: Annotated[InputItemsQuery, Query()]
+    response_id: ResponseId, services: ServicesDep, key: KeyDep, query: Annotated[InputItemsQuery, Query()]
 ) -> InputItems:
     """The input items of a stored response, including those of earlier turns."""
-    stored = _stored(services, response_id, "response_id")
+    stored = _stored(services, response_id, key, "response_id")
     return await services.workers.run(stored.size, partial(_page_of, stored, query))
 
 
@@ -114,10 +115,10 @@ async def list_input_items(
     response_model=ResponseObject,
     responses=raises(InvalidRequestError, UnknownResponseError),
 )
-async def cancel_response(response_id: ResponseId, services: ServicesDep) -> Response:
+async def cancel_response(response_id: ResponseId, services: ServicesDep, key: KeyDep) -> Response:
     """Always answers with an error, as OpenAI does for a response that does not run in the background. This server has
     no background responses: to end a response, close its connection."""
-    _stored(services, response_id, "response_id")
+    _stored(services, response_id, key, "response_id")
     raise InvalidRequestError(
         "response_id: only a response that runs in the background can be cancelled, and this server has none; close "
         "the connection of a response to end it.",
@@ -127,17 +128,17 @@ async def cancel_response(response_id: ResponseId, services: ServicesDep) -> Res
 
 @router.get("/v1/responses/{response_id}", response_model=ResponseObject, responses=raises(UnknownResponseError))
 async def get_response(
-    response_id: ResponseId, services: ServicesDep, query: Annotated[ResponseQuery, Query()]
+    response_id: ResponseId, services: ServicesDep, key: KeyDep, query: Annotated[ResponseQuery, Query()]
 ) -> Response:
     """A stored response, as it was when it ended."""
-    stored = _stored(services, response_id, "response_id")
+    stored = _stored(services, response_id, key, "response_id")
     return Response(stored.response, media_type="application/json")
 
 
 @router.delete("/v1/responses/{response_id}", responses=raises(UnknownResponseError))
-async def delete_response(response_id: ResponseId, services: ServicesDep) -> DeletedResponse:
+async def delete_response(response_id: ResponseId, services: ServicesDep, key: KeyDep) -> DeletedResponse:
     """Deletes a stored response. Responses that continue it stay whole."""
-    _stored(services, response_id, "response_id")
+    _stored(services, response_id, key, "response_id")
     services.responses.delete(response_id)
     return DeletedResponse(id=response_id, object="response", deleted=True)
 
@@ -147,6 +148,7 @@ def prepare(
     chat: ChatBody,
     earlier: Sequence[ItemFields],
     services: Services,
+    owner: str,
     model: ServedModel,
     adapter: AdapterRef,
     collection: CollectionSpec | None,
@@ -156,12 +158,13 @@ def prepare(
     Args:
         chat: the whole conversation as a chat body.
         earlier: the items of earlier turns.
+        owner: the name of the key that may read the stored response.
     """
     with client_names(OWN_NAMES):
         chat = _fitted(body, chat, model)
         planned = plan_chat(new_id("resp"), chat, services, model, adapter, collection)
     items = [*earlier, *map(listed_item, body.input)]
-    keep = partial(_store, services, items) if body.store else lambda _: None
+    keep = partial(_store, services, items, owner) if body.store else lambda _: None
     return ResponseWriter(
         body=body,
         request=planned.request,
@@ -172,9 +175,9 @@ def prepare(
     )
 
 
-def _store(services: Services, items: Sequence[ItemFields], response: ResponseObject) -> None:
+def _store(services: Services, items: Sequence[ItemFields], owner: str, response: ResponseObject) -> None:
     input_items = json.dumps(items, ensure_ascii=False).encode("utf-8")
-    services.responses.put(response.id, StoredResponse(response.json_text().encode("utf-8"), input_items))
+    services.responses.put(response.id, StoredResponse(response.json_text().encode("utf-8"), input_items, owner))
 
 
 def _page_of(stored: StoredResponse, query: InputItemsQuery) -> InputItems:
@@ -196,21 +199,22 @@ def _page_of(stored: StoredResponse, query: InputItemsQuery) -> InputItems:
     return InputItems(object="list", data=data, first_id=ends[0], last_id=ends[1], has_more=has_more)
 
 
-def _stored(services: Services, response_id: str, param: str) -> StoredResponse:
-    """The stored response. Raises UnknownResponseError, which names `param`, if it is not stored."""
+def _stored(services: Services, response_id: str, key: NamedKey, param: str) -> StoredResponse:
+    """The stored response. Raises UnknownResponseError, which names `param`, if it is not stored, or if `key` may not
+    read it because another one made it."""
     stored = services.responses.find(response_id)
-    if stored is None:
+    if stored is None or not key.may_read(stored.owner):
         raise UnknownResponseError(
             f"{param}: no such response; it was not stored, or newer ones took its place.", param=param
         )
     return stored
 
 
-def _previous(body: ResponsesBody, services: Services) -> StoredResponse:
+def _previous(body: ResponsesBody, services: Services, key: NamedKey) -> StoredResponse:
     """The response that the new one continues. Raises UnknownResponseError if it is not stored."""
     if body.previous_response_id is None:
         return EMPTY_CONVERSATION
-    return _stored(services, body.previous_response_id, "previous_response_id")
+    return _stored(services, body.previous_response_id, key, "previous_response_id")
 
 
 def _as_chat(body: ResponsesBody, previous: StoredResponse) -> tuple[list[ItemFields], ChatBody]:

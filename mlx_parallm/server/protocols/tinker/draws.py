@@ -27,6 +27,7 @@ from mlx_parallm.core import (
     WorkClass,
 )
 from mlx_parallm.errors import ContextLengthError, EngineError
+from mlx_parallm.server.access.accounts import Account
 from mlx_parallm.server.http.request_log import new_request_id
 from mlx_parallm.server.metrics import RequestObserver
 from mlx_parallm.server.planning import SEED_SPACE, check_ids
@@ -89,8 +90,8 @@ class _Row:
     ended: FinishReason | None = None
 
 
-async def draw(services: Services, request: GenerationRequest, body: SampleBody) -> SampleAnswer:
-    """Draws the sequences of a request, which `body` asks for.
+async def draw(services: Services, request: GenerationRequest, body: SampleBody, account: Account) -> SampleAnswer:
+    """Draws the sequences of a request, which `body` asks for, and counts them in the `account` of their key.
 
     Raises:
         EngineError: the engine failed the request.
@@ -99,7 +100,8 @@ async def draw(services: Services, request: GenerationRequest, body: SampleBody)
     prompt: tuple[TokenLogprob | None, ...] = ()
     cached = 0
     served = services.metrics.adapters.served(request.adapter)
-    with RequestObserver(services.metrics, served, request.sequences) as observer:
+    account.add_prompt(sum(map(len, request.prompts)))
+    with RequestObserver(services.metrics, served, account, request.sequences) as observer:
         async with aclosing(cast(AsyncGenerator[Event, None], services.engine.generate(request))) as events:
             async for event in events:
                 if isinstance(event, RequestFailed):

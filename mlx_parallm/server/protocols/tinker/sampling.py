@@ -6,8 +6,11 @@ from contextlib import ExitStack
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends
+from starlette.requests import Request
 
-from mlx_parallm.server.http.request_log import new_request_id
+from mlx_parallm.server.access.accounts import Account
+from mlx_parallm.server.access.permits import as_of
+from mlx_parallm.server.http.request_log import key_of, new_request_id, record_of
 from mlx_parallm.server.protocols.tinker.bodies import Read, json_of
 from mlx_parallm.server.protocols.tinker.dependencies import TinkerDep, check_base
 from mlx_parallm.server.protocols.tinker.draws import draw, generation_request
@@ -41,7 +44,10 @@ async def get_sampler(sampler_id: str, services: ServicesDep, tinker: TinkerDep)
 
 @router.post("/asample")
 async def asample(
-    read: Annotated[Read[SampleBody], Depends(json_of(SampleBody))], services: ServicesDep, tinker: TinkerDep
+    read: Annotated[Read[SampleBody], Depends(json_of(SampleBody))],
+    asked: Request,
+    services: ServicesDep,
+    tinker: TinkerDep,
 ) -> dict[str, Any]:
     """Begins to sample. The sequences take their places in the server's queue now: if it is full, the answer is 429,
     and the SDK tries again."""
@@ -51,20 +57,30 @@ async def asample(
     number = body.seq_id if sampler.sampler_id else None
     request_id = new_request_id("tinker") if number is None else f"{sampler.sampler_id}:{number}"
     if not tinker.futures.repeated(request_id, read.digest):
-        _start(request_id, read, sampler, services, tinker)
+        record = record_of(asked.scope)
+        record.account = services.accounts.of(key_of(asked.scope))
+        _start(request_id, read, sampler, services, tinker, record.account)
     return {"request_id": request_id, "sample_sequence_ids": [f"{request_id}:{at}" for at in range(body.num_samples)]}
 
 
-def _start(request_id: str, read: Read[SampleBody], sampler: Sampler, services: Services, tinker: TinkerServer) -> None:
+def _start(
+    request_id: str,
+    read: Read[SampleBody],
+    sampler: Sampler,
+    services: Services,
+    tinker: TinkerServer,
+    account: Account,
+) -> None:
     """Starts the operation. It holds its places and its version until it ends, however that happens."""
     body = read.body
     tinker.futures.check_room(read.nbytes)
     with ExitStack() as opened:
+        opened.enter_context(account.request())
         opened.enter_context(services.gate.reserve(services.check_sequences(1, body.num_samples)))
         version = opened.enter_context(services.adapters.lease(tinker.selector_of(sampler)))
-        request = generation_request(body, services.first.card, version)
+        request = as_of(account.key, generation_request(body, services.first.card, version))
         owner = sampler.sampler_id.partition(":")[0]
-        work = draw(services, request, body)
+        work = draw(services, request, body, account)
         tinker.futures.start(request_id, owner, read.digest, read.nbytes, work, held=opened.pop_all())
 
 

@@ -1,0 +1,217 @@
+"""Named keys: their file, and the ring that finds the key which a request sends.
+
+The file has the SHA-256 of each key and not the key itself. A key is 256 random bits, so nobody can find it by trying,
+and a hash that is slow on purpose, as passwords need it, would only delay every request.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import logging
+import os
+import secrets
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationError
+
+from mlx_parallm.atomic import replace_file
+from mlx_parallm.config.types import Section
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.server.access.roles import Role
+
+MAX_KEYS = 256
+"""Most keys of a file. Each request is compared with all of them, and each has its own metrics."""
+MAX_FILE_BYTES = 2**20
+KEY_PREFIX = "sk-"
+
+log = logging.getLogger(__name__)
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+Limit = Annotated[int, Field(ge=1)]
+
+
+class NamedKey(Section):
+    """A key as the file has it: who uses it, what it may do, and its limits."""
+
+    name: Name
+    """Who uses it: 1 to 64 of the characters A-Z a-z 0-9 . _ -"""
+    role: Role
+    """What it may do."""
+    sha256: str = Field(repr=False, pattern=r"^[0-9a-f]{64}$")
+    """SHA-256 of the key, in hexadecimal digits."""
+    created: str = ""
+    """When it was made, in ISO 8601."""
+    requests_per_minute: Limit | None = None
+    """Most requests for answers in a minute."""
+    tokens_per_minute: Limit | None = None
+    """Most tokens of prompts and answers in a minute."""
+    max_concurrent: Limit | None = None
+    """Most requests for answers under way at a time."""
+    least_priority: int = 0
+    """The lowest `priority` that its requests may have; lower ones run earlier. An admin key may have any."""
+    own_prefix_cache: bool = False
+    """Whether its prompts are cached apart from those of other keys."""
+
+    def may_read(self, owner: str) -> bool:
+        """Whether it may read what the key of that name has sent and got."""
+        return self.role is Role.ADMIN or self.name == owner
+
+
+def _unhashed(name: str) -> NamedKey:
+    """An admin key that is in no file."""
+    return NamedKey(name=name, role=Role.ADMIN, sha256="0" * 64)
+
+
+ANYONE = _unhashed("anyone")
+"""Stands for every client of a server that requires no key."""
+API_KEY = "api-key"
+"""The name of the key that is set as `server.api_key`."""
+
+
+def digest(key: bytes) -> str:
+    """The SHA-256 of a key, as the file has it."""
+    return hashlib.sha256(key).hexdigest()
+
+
+# -- the file --------------------------------------------------------------------------------------
+
+
+def read_keys(file: Path) -> tuple[NamedKey, ...]:
+    """The keys of a file.
+
+    Raises:
+        ConfigError: it cannot be read, or is not a file of keys.
+    """
+    try:
+        with file.open("rb") as opened:
+            raw = opened.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{file}: the file of keys cannot be read: {error.strerror}") from error
+    if len(raw) > MAX_FILE_BYTES:
+        raise ConfigError(f"{file}: longer than {MAX_FILE_BYTES} bytes, so it is not a file of keys")
+    try:
+        return _checked(json.loads(raw)["keys"])
+    except ValidationError as error:
+        fault = error.errors(include_input=False)[0]
+        where = ".".join(map(str, fault["loc"]))
+        raise ConfigError(f"{file}: {where}: {fault['msg']}; `mlx_parallm keys` writes such files") from None
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{file}: not a file of keys ({error}); `mlx_parallm keys add` makes one") from None
+
+
+def _checked(entries: Any) -> tuple[NamedKey, ...]:
+    keys = tuple(map(NamedKey.model_validate, entries))
+    if len(keys) > MAX_KEYS:
+        raise ValueError(f"{len(keys)} keys; at most {MAX_KEYS} are allowed")
+    if len({key.name for key in keys}) < len(keys):
+        raise ValueError("two keys have the same name")
+    if reserved := {ANYONE.name, API_KEY} & {key.name for key in keys}:
+        raise ValueError(f"the name {min(reserved)} is reserved")
+    return keys
+
+
+def write_keys(file: Path, keys: Sequence[NamedKey]) -> None:
+    """Writes a file of keys, whole or not at all, that only its owner can read.
+
+    Raises:
+        ConfigError: the keys cannot be in one file, or it cannot be written.
+    """
+    entries = [key.model_dump(mode="json", exclude_defaults=True) for key in keys]
+    try:
+        _checked(entries)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(file, (json.dumps({"keys": entries}, indent=2) + "\n").encode(), mode=0o600)
+    except OSError as error:
+        raise ConfigError(f"{file}: the file of keys cannot be written: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{file}: {error}") from None
+
+
+def new_key(name: str, role: Role, **limits: Any) -> tuple[NamedKey, str]:
+    """A new key, and its secret, which is kept nowhere else.
+
+    Args:
+        limits: other fields of `NamedKey`.
+
+    Raises:
+        ConfigError: the name, or a limit, is not allowed.
+    """
+    secret = KEY_PREFIX + secrets.token_urlsafe(32)
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    try:
+        return NamedKey(name=name, role=role, sha256=digest(secret.encode()), created=created, **limits), secret
+    except ValidationError as error:
+        fault = error.errors(include_input=False)[0]
+        raise ConfigError(f"{fault['loc'][0]}: {fault['msg']}") from None
+
+
+# -- the ring --------------------------------------------------------------------------------------
+
+
+class KeyRing:
+    """The keys that a server accepts now. The file is read again when it has changed, so that a new key works, and a
+    removed one does not, from the next request on. Used on the event loop's thread only.
+
+    Args:
+        api_key: the one key of a server without a file, or one more. It is an admin key.
+        file: the file of named keys.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+
+    def __init__(self, api_key: str | None = None, file: Path | None = None) -> None:
+        own = () if api_key is None else (API_KEY, digest(api_key.encode()))
+        self._own = (NamedKey(name=own[0], role=Role.ADMIN, sha256=own[1]),) if own else ()
+        self._file = file
+        self._version = None if file is None else _version_of(file)
+        self._keys = self._own if file is None else (*self._own, *read_keys(file))
+
+    @property
+    def required(self) -> bool:
+        """Whether requests need a key."""
+        return bool(self._own) or self._file is not None
+
+    @property
+    def keys(self) -> tuple[NamedKey, ...]:
+        """All keys that are accepted now."""
+        self._read_if_changed()
+        return self._keys
+
+    def find(self, secret: bytes) -> NamedKey | None:
+        """The key that a client has sent; None if it is none of them."""
+        return self.of_digest(digest(secret))
+
+    def of_digest(self, sha256: str) -> NamedKey | None:
+        """The key with this SHA-256. It is compared with every key, each in constant time, so that the time tells
+        nothing about any of them."""
+        found = None
+        for key in self.keys:
+            if hmac.compare_digest(key.sha256, sha256):
+                found = key
+        return found
+
+    def _read_if_changed(self) -> None:
+        """Reads the file again if it was written since. If it cannot be used, the keys stay as they were, because a
+        slip in the file must not lock everybody out; the log says so once."""
+        if self._file is None or (version := _version_of(self._file)) == self._version:
+            return
+        self._version = version
+        try:
+            self._keys = (*self._own, *read_keys(self._file))
+        except ConfigError as error:
+            log.error("%s; the keys stay as they were", error)
+
+
+def _version_of(file: Path) -> tuple[int, int, int] | None:
+    """Differs after each time that the file was written; None if there is no file."""
+    try:
+        found = os.stat(file)
+    except OSError:  # a missing file is reported when it is read
+        return None
+    return (found.st_mtime_ns, found.st_size, found.st_ino)
