@@ -14,6 +14,7 @@ from server.test_tools import join
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.errors import StepFailedError
 from mlx_parallm.server.app import create_app
+from mlx_parallm.server.one_model import OneModel
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
@@ -27,7 +28,7 @@ ENFORCED = ["required", "named", "strict"]
 @pytest.fixture
 def client(engine, adapters, training):
     card = replace(CARD, context_length=10_000)
-    app = create_app(engine, adapters, training, ByteTokenizer(), card, ServerConfig())
+    app = create_app(engine, adapters, training, OneModel(ByteTokenizer(), card), ServerConfig())
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     return httpx.AsyncClient(transport=transport, base_url="http://localhost:8000")
 
