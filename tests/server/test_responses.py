@@ -176,7 +176,6 @@ async def test_fields_without_effect_are_accepted(client):
 
 REFUSED = [
     ({"input": None}, "input"),
-    ({"input": []}, "input"),
     ({"input": 5}, "input"),
     ({"input": ["x"]}, "input[0]"),
     ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0].type"),
@@ -207,7 +206,10 @@ REFUSED = [
     ({"text": {"format": {"type": "grammar"}}}, "text.format.type"),
     ({"text": {"format": {"type": "json_schema"}}}, "text.format.name"),
     ({"text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": 7}}}}, "text.format"),
-    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"tools": [{"type": 5}]}, "tools[0].type"),
+    ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "web_search"}]}]}, "tools[0].tools[0].type"),
+    ({"include": ["message.output_text.logprobs"]}, "include[0]"),
+    ({"tools": [{"type": "web_search"}], "collect_trajectory": True}, "tools[0].type"),
     ({"tools": [{"type": "function"}]}, "tools[0].name"),
     ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice.type"),
     ({"tool_choice": "any"}, "tool_choice"),

@@ -123,7 +123,8 @@ def assert_sums_up(events):
         elif kind == "output_item.done":
             item = event["item"]
             assert (item["id"], item["type"]) == (items[index]["id"], items[index]["type"])
-            assert texts[index] == (item["arguments"] if "arguments" in item else item["content"][0]["text"])
+            whole = item["content"][0]["text"] if "content" in item else item.get("arguments", item.get("input"))
+            assert texts[index] == whole
             items[index] = item
     assert list(items.values()) == events[-1]["response"]["output"]
 

@@ -60,7 +60,7 @@ async def test_an_unknown_field_is_ignored_named_and_counted(client, metric, pat
         ),
         (RESPONSES, {"tools": [{"type": "function", "name": "f", "x": 1}]}, ["tools.x"]),
         (RESPONSES, {"reasoning": {"x": 1}}, ["reasoning.x"]),
-        (RESPONSES, {"client_metadata": {"a": 1}}, ["client_metadata"]),
+        (RESPONSES, {"audience": {"a": 1}}, ["audience"]),
         (
             MESSAGES,
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "y": 1}]}]},

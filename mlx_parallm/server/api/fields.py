@@ -181,6 +181,14 @@ def read_nested(validate: Validate[Validated], value: object, info: ValidationIn
         return validate(value, context=info.context)
 
 
+def ignored_part(name: str, info: ValidationInfo) -> bool:
+    """Records that a part of a field's value is left out, as unknown fields are. False where these are refused."""
+    with _nested(info) as ignored:
+        if ignored is not None:
+            ignored.add(name, ())
+        return ignored is not None
+
+
 @contextmanager
 def _nested(info: ValidationInfo) -> Iterator[IgnoredFields | None]:
     """The collector of unknown fields, or None where they are refused. In the block, the paths of added fields start

@@ -17,6 +17,7 @@ from pydantic import BeforeValidator, Field, PlainValidator, TypeAdapter, Valida
 
 from mlx_parallm.server.api.fields import Neutral, Validate, WireInput, read_nested, refused
 from mlx_parallm.server.api.responses.objects import new_id
+from mlx_parallm.server.api.responses.tools import INPUT, shown_name
 
 ChatMessageFields = dict[str, Any]
 """The fields of a message, as chat's `Message` validates them."""
@@ -69,33 +70,61 @@ class CallItem(WireInput):
     """A function call that the model made."""
 
     IGNORED: ClassVar[frozenset[str]] = frozenset({"id", "caller"})
-    NEUTRAL: ClassVar[Neutral] = {"async": (False,), "namespace": ()}
+    NEUTRAL: ClassVar[Neutral] = {"async": (False,)}
 
     type: Literal["function_call"]
     call_id: str
     """The id by which the item with the output refers to the call."""
     name: str
     """The function's name."""
+    namespace: str | None = None
+    """The namespace of the function, if it is in one."""
     arguments: str
     """JSON text."""
     status: Literal["in_progress", "completed", "incomplete"] | None = None
     """An `incomplete` call was cut off; it was never run and is left out of the prompt."""
 
     def message(self) -> ChatMessageFields:
-        """The chat message of the call; empty for an incomplete call."""
-        if self.status == "incomplete":
-            return {}
-        function = {"name": self.name, "arguments": self.arguments}
-        return {"role": "assistant", "tool_calls": [{"id": self.call_id, "type": "function", "function": function}]}
+        return _call_message(self, self.arguments)
+
+
+class CustomCallItem(WireInput):
+    """A call of a custom tool that the model made."""
+
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"id", "caller"})
+    NEUTRAL: ClassVar[Neutral] = {"async": (False,)}
+
+    type: Literal["custom_tool_call"]
+    call_id: str
+    """The id by which the item with the output refers to the call."""
+    name: str
+    """The tool's name."""
+    namespace: str | None = None
+    """The namespace of the tool, if it is in one."""
+    input: str
+    """The text for the tool."""
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+    """An `incomplete` call was cut off; it was never run and is left out of the prompt."""
+
+    def message(self) -> ChatMessageFields:
+        return _call_message(self, json.dumps({INPUT: self.input}, ensure_ascii=False))
+
+
+def _call_message(call: CallItem | CustomCallItem, arguments: str) -> ChatMessageFields:
+    """The chat message of a call; empty for an incomplete call."""
+    if call.status == "incomplete":
+        return {}
+    function = {"name": shown_name(call.name, call.namespace), "arguments": arguments}
+    return {"role": "assistant", "tool_calls": [{"id": call.call_id, "type": "function", "function": function}]}
 
 
 class CallOutputItem(WireInput):
-    """The output of a function that was called."""
+    """The output of a function or a custom tool that was called."""
 
-    IGNORED: ClassVar[frozenset[str]] = frozenset({"id", "status", "caller", "name"})
-    NEUTRAL: ClassVar[Neutral] = {"namespace": ()}
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"id", "status", "caller", "name", "namespace"})
 
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    """Either value: the id says which call it was."""
     call_id: str
     """The id of the call."""
     output: Text
@@ -108,7 +137,8 @@ class CallOutputItem(WireInput):
 class ReasoningPart(WireInput):
     """A part of the model's reasoning."""
 
-    type: Literal["reasoning_text"]
+    type: Literal["reasoning_text", "text"]
+    """Either value."""
     text: str
     """The text."""
 
@@ -129,11 +159,13 @@ class ReasoningItem(WireInput):
         return {"role": "assistant", "reasoning_content": reasoning} if reasoning else {}
 
 
-InputItem = MessageItem | CallItem | CallOutputItem | ReasoningItem
+InputItem = MessageItem | CallItem | CustomCallItem | CallOutputItem | ReasoningItem
 ITEM_TYPES: Mapping[object, type[InputItem]] = {
     "message": MessageItem,
     "function_call": CallItem,
     "function_call_output": CallOutputItem,
+    "custom_tool_call": CustomCallItem,
+    "custom_tool_call_output": CallOutputItem,
     "reasoning": ReasoningItem,
 }
 
@@ -183,6 +215,8 @@ ID_PREFIXES: Mapping[str, str] = {
     "message": "msg",
     "function_call": "fc",
     "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
     "reasoning": "rs",
 }
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from mlx_parallm.server.api.fields import WireOutput
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
-ErrorCode = Literal["server_error", "invalid_prompt"]
+ErrorCode = Literal["server_error", "invalid_prompt", "context_length_exceeded"]
 ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed"]
 
 
@@ -74,11 +74,32 @@ class OutputCall(WireOutput):
     """The id by which the item with the output refers to the call."""
     name: str
     """The function's name."""
+    namespace: str | None = None
+    """The namespace of the function, if it is in one."""
     arguments: str
     """JSON text, or its beginning if the call is incomplete; empty in the stream's event that adds the item."""
 
 
-OutputItem = OutputReasoning | OutputMessage | OutputCall
+class OutputCustomCall(WireOutput):
+    """A custom tool that the client is asked to run."""
+
+    id: str
+    """The item's id."""
+    type: Literal["custom_tool_call"]
+    status: ItemStatus
+    """`incomplete` if the token limit cut it off; then the tool must not be run."""
+    call_id: str
+    """The id by which the item with the output refers to the call."""
+    name: str
+    """The tool's name."""
+    namespace: str | None = None
+    """The namespace of the tool, if it is in one."""
+    input: str
+    """The text for the tool, or its beginning if the call is incomplete; empty in the stream's event that adds the
+    item."""
+
+
+OutputItem = OutputReasoning | OutputMessage | OutputCall | OutputCustomCall
 
 
 class InputTokensDetails(WireOutput):
@@ -116,7 +137,8 @@ class ResponseError(WireOutput):
     """Why a response failed."""
 
     code: ErrorCode
-    """`invalid_prompt` if the request must change, and `server_error` otherwise."""
+    """`context_length_exceeded` if the conversation is too long, `invalid_prompt` if the request must change in another
+    way, and `server_error` otherwise."""
     message: str
     """What is wrong and what to change."""
 
@@ -198,6 +220,7 @@ class ResponseEvent(WireOutput):
     text: str | None = None
     name: str | None = None
     arguments: str | None = None
+    input: str | None = None
     logprobs: list[Any] | None = None
 
     @property

@@ -30,7 +30,8 @@ from mlx_parallm.server.api.responses.conversation import (
 )
 from mlx_parallm.server.api.responses.objects import DeletedResponse, InputItems, InputTokens, ResponseObject, new_id
 from mlx_parallm.server.api.responses.schema import ResponsesBody
-from mlx_parallm.server.api.responses.stream import ResponseWriter
+from mlx_parallm.server.api.responses.stream import ResponseWriter, empty_response
+from mlx_parallm.server.api.responses.tools import names_of_tools
 from mlx_parallm.server.errors import UnknownResponseError
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.http.body import json_body
@@ -81,6 +82,8 @@ Body = Annotated[ResponsesBody, Depends(json_body(ResponsesBody))]
 @router.post("/v1/responses", responses=streamable(ResponseObject, UnknownResponseError))
 async def create_response(body: Body, request: Request, services: ServicesDep, key: KeyDep) -> Response:
     """Answers a conversation. Unless `store` is false, the response is stored for the next turn."""
+    if body.is_empty and not body.stream:
+        return await _loaded(body, services)
     stored = _previous(body, services, key)
     request.state.body_bytes += stored.size
     earlier, chat = await services.workers.run(request.state.body_bytes, partial(_as_chat, body, stored))
@@ -143,6 +146,14 @@ async def delete_response(response_id: ResponseId, services: ServicesDep, key: K
     return DeletedResponse(id=response_id, object="response", deleted=True)
 
 
+async def _loaded(body: ResponsesBody, services: Services) -> Response:
+    """The answer to an empty conversation: clients load a model so before they use it."""
+    services.check_model(body.model)
+    async with services.model_for(body.model) as model:
+        response = empty_response(body, model.card.name)
+    return Response(response.json_text(), media_type="application/json")
+
+
 def prepare(
     body: ResponsesBody,
     chat: ChatBody,
@@ -160,7 +171,7 @@ def prepare(
         earlier: the items of earlier turns.
         owner: the name of the key that may read the stored response.
     """
-    with client_names(OWN_NAMES):
+    with client_names(_names(body)):
         chat = _fitted(body, chat, model)
         planned = plan_chat(new_id("resp"), chat, services, model, adapter, collection)
     items = [*earlier, *map(listed_item, body.input)]
@@ -225,14 +236,19 @@ def _as_chat(body: ResponsesBody, previous: StoredResponse) -> tuple[list[ItemFi
     """
     earlier = previous.items()
     messages = messages_of(ITEM_LIST.validate_python(earlier))
-    return earlier, chat_body(body.for_chat(messages), OWN_NAMES)
+    return earlier, chat_body(body.for_chat(messages), _names(body))
 
 
 def _count_tokens(body: ResponsesBody, previous: StoredResponse, model: ServedModel) -> int:
     """The length of the prompt. Runs in a worker thread."""
     _, chat = _as_chat(body, previous)
-    with client_names(OWN_NAMES):
+    with client_names(_names(body)):
         return len(prompt_of(_fitted(body, chat, model), model))
+
+
+def _names(body: ResponsesBody) -> Mapping[str, str]:
+    """This API's names of chat's fields; see `client_names`."""
+    return {**names_of_tools(body.offered()), **OWN_NAMES}
 
 
 # ---- truncation ------------------------------------------------------------------------------------

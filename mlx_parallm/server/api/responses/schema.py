@@ -8,63 +8,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, PlainValidator, ValidationInfo
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from mlx_parallm.server.api.chat.messages import MAX_MESSAGES, TemplateOptions
-from mlx_parallm.server.api.chat.tools import MAX_TOOLS
-from mlx_parallm.server.api.fields import INT32_MAX, Neutral, WireInput, read_nested, refused
+from mlx_parallm.server.api.fields import INT32_MAX, Neutral, WireInput, refused
 from mlx_parallm.server.api.generation_fields import UNSUPPORTED_OPTIONS, SharedBody
 from mlx_parallm.server.api.responses.conversation import ChatMessageFields, Item, messages_of
+from mlx_parallm.server.api.responses.tools import NamedChoice, OfferedTool, ToolChoice, Tools, offered_tools
 from mlx_parallm.server.api.sampling_fields import NO_LIMIT
 
 MAX_RESPONSE_ID = 128
-
-
-class FlatTool(WireInput):
-    """A function that the client runs, in the flat form of this API."""
-
-    IGNORED: ClassVar[frozenset[str]] = frozenset({"output_schema"})
-    NEUTRAL: ClassVar[Neutral] = {"allowed_callers": (["direct"],), "async": (False,), "defer_loading": (False,)}
-
-    type: Literal["function"]
-    name: str
-    """The function's name."""
-    description: str | None = None
-    """What the function does, for the model."""
-    parameters: dict[str, Any] | None = None
-    """The JSON schema of its arguments."""
-    strict: bool | None = None
-    """If one function is strict, the arguments of all calls follow their schemas."""
-
-    def for_chat(self) -> dict[str, Any]:
-        return {"type": "function", "function": self.model_dump(exclude={"type"}, exclude_none=True)}
-
-
-def _flat_tool(value: object, info: ValidationInfo) -> FlatTool:
-    if isinstance(value, dict) and value.get("type") != "function":
-        raise refused("this server runs no tools itself; send functions, and run what the model calls", "type")
-    return read_nested(FlatTool.model_validate, value, info)
-
-
-class NamedFunction(WireInput):
-    """The one function that the answer must call."""
-
-    type: Literal["function"]
-    name: str
-    """The name of one of `tools`."""
-
-    def for_chat(self) -> dict[str, Any]:
-        return {"type": "function", "function": {"name": self.name}}
-
-
-def _flat_tool_choice(value: object, info: ValidationInfo) -> str | NamedFunction:
-    if isinstance(value, str):
-        if value in ("none", "auto", "required"):
-            return value
-        raise refused('must be "none", "auto", "required" or a function')
-    if isinstance(value, dict) and value.get("type") != "function":
-        raise refused("this server runs no tools itself; only a function can be chosen", "type")
-    return read_nested(NamedFunction.model_validate, value, info)
+INCLUDED = (
+    "reasoning.encrypted_content",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+)
+"""Values of `include` that have no effect."""
 
 
 def _as_items(value: object) -> object:
@@ -72,18 +35,16 @@ def _as_items(value: object) -> object:
     return [{"type": "message", "role": "user", "content": value}] if isinstance(value, str) else value
 
 
+def _without_effect(included: str) -> str:
+    if included not in INCLUDED:
+        raise refused(f"not supported by this server; leave it out. These have no effect: {', '.join(INCLUDED)}")
+    return included
+
+
 Items = Annotated[
     list[Item],
     BeforeValidator(_as_items, json_schema_input_type=str | list[Item]),
-    Field(min_length=1, max_length=MAX_MESSAGES),
-]
-FlatTools = Annotated[
-    list[Annotated[FlatTool, PlainValidator(_flat_tool, json_schema_input_type=FlatTool)]],
-    Field(max_length=MAX_TOOLS),
-]
-FlatToolChoice = Annotated[
-    str | NamedFunction,
-    PlainValidator(_flat_tool_choice, json_schema_input_type=Literal["none", "auto", "required"] | NamedFunction),
+    Field(max_length=MAX_MESSAGES),
 ]
 
 
@@ -133,7 +94,7 @@ class ReasoningConfig(WireInput):
 class ResponsesBody(SharedBody):
     """A conversation so far, or its next turn."""
 
-    IGNORED: ClassVar[frozenset[str]] = SharedBody.IGNORED | {"stream_options", "max_tool_calls"}
+    IGNORED: ClassVar[frozenset[str]] = SharedBody.IGNORED | {"client_metadata", "max_tool_calls", "stream_options"}
     NEUTRAL: ClassVar[Neutral] = {
         **UNSUPPORTED_OPTIONS,
         "access_programs": (),
@@ -169,7 +130,8 @@ class ResponsesBody(SharedBody):
     }
 
     input: Items
-    """A message of the user as text, or a list of items: messages, function calls and their outputs, reasoning."""
+    """A message of the user as text, or a list of items: messages, calls and their outputs, reasoning. If the list is
+    empty and there is nothing else to answer, the model is loaded and the response is empty."""
     instructions: str | None = None
     """A system message before all others. It applies to this request only."""
     previous_response_id: Annotated[str, Field(max_length=MAX_RESPONSE_ID)] | None = None
@@ -184,24 +146,37 @@ class ResponsesBody(SharedBody):
     system messages at the beginning and the last message always stay."""
     text: TextConfig = TextConfig()
     """The format of the answer."""
-    tools: FlatTools = Field(default_factory=list)
-    """Functions that the model may call."""
-    tool_choice: FlatToolChoice = "auto"
+    tools: Tools = Field(default_factory=list)
+    """Tools that the model may call and the client runs: functions, alone or in a namespace, and custom tools, which
+    take a text. Tools of other types are left out, and the header x-ignored-fields names them."""
+    tool_choice: ToolChoice = "auto"
     """`none`: the model does not see the tools. `auto`: it may call them. `required`: it must call one or more. An
-    object: it must call that function."""
+    object: it must call that tool."""
     parallel_tool_calls: bool = True
     """Whether an answer may have more than one call."""
     reasoning: ReasoningConfig = ReasoningConfig()
     """Settings of the model's reasoning."""
-    include: Annotated[list[Literal["reasoning.encrypted_content"]], Field(max_length=1)] = Field(default_factory=list)
-    """Only `reasoning.encrypted_content`, which has no effect: reasoning items have their text and can be sent back."""
+    include: Annotated[list[Annotated[str, AfterValidator(_without_effect)]], Field(max_length=16)] = Field(
+        default_factory=list
+    )
+    """Has no effect: reasoning items always have their whole text and can be sent back, and the other values are about
+    tools that this server does not run."""
     chat_template_kwargs: TemplateOptions = TemplateOptions()
     """Switches of the chat template."""
+
+    def offered(self) -> list[OfferedTool]:
+        """The tools as the model sees them."""
+        return offered_tools(self.tools)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to answer."""
+        return not self.input and self.instructions is None and self.previous_response_id is None
 
     def for_chat(self, earlier: Sequence[ChatMessageFields]) -> dict[str, Any]:
         """The same request as a chat body, with the messages of `earlier` turns before those of `input`."""
         same = {*SharedBody.model_fields, "parallel_tool_calls", "chat_template_kwargs"}
-        choice = self.tool_choice.for_chat() if isinstance(self.tool_choice, NamedFunction) else self.tool_choice
+        choice = self.tool_choice.for_chat() if isinstance(self.tool_choice, NamedChoice) else self.tool_choice
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         return {
             **self.model_dump(include=same, exclude_unset=True),
@@ -209,7 +184,7 @@ class ResponsesBody(SharedBody):
             "max_completion_tokens": self.max_output_tokens,
             "response_format": self.text.format.for_chat(),
             "reasoning_effort": self.reasoning.effort,
-            "tools": [tool.for_chat() for tool in self.tools] or None,
+            "tools": [{"type": "function", "function": tool.function} for tool in self.offered()] or None,
             "tool_choice": choice if "tool_choice" in self.model_fields_set else None,
         }
 
@@ -223,8 +198,8 @@ class ResponsesBody(SharedBody):
             "temperature": self.temperature,
             "top_p": self.top_p,
             "text": {"format": self.text.format.sent()},
-            "tools": [tool.model_dump(exclude_none=True) for tool in self.tools],
-            "tool_choice": choice.model_dump() if isinstance(choice, NamedFunction) else choice,
+            "tools": [tool.sent() for tool in self.tools if tool is not None],
+            "tool_choice": choice.model_dump(exclude_none=True) if isinstance(choice, NamedChoice) else choice,
             "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning": {"effort": self.reasoning.effort, "summary": None},
             # The metadata of a collected request is for its scorer and may be long: it is not returned.

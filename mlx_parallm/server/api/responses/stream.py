@@ -1,39 +1,24 @@
-"""Turns the engine's events into a response: one object, or a stream of typed, numbered events.
-
-The output items of a response have these events while they are generated:
-
-    reasoning  added, content_part.added, reasoning_text.delta …, reasoning_text.done, content_part.done, done
-    message    added, content_part.added, output_text.delta …, output_text.done, content_part.done, done
-    call       added, function_call_arguments.delta …, function_call_arguments.done, done
-
-One item is open at a time. A part of the answer that does not belong to it ends it.
-"""
+"""Turns the engine's events into a response: one object, or a stream of typed, numbered events."""
 
 from __future__ import annotations
 
 import itertools
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from mlx_parallm.core import Event, FinishReason, GenerationRequest, RequestFinished, SequenceOutput
 from mlx_parallm.core.splitter import AnswerPart, Splitter
-from mlx_parallm.errors import RequestError
+from mlx_parallm.errors import ContextLengthError, RequestError
 from mlx_parallm.server.api.answer import AnswerWriter, Watch, collected_fields, cut_off, served_by
+from mlx_parallm.server.api.responses.items import ItemEvent, OutputItems
 from mlx_parallm.server.api.responses.objects import (
     ErrorCode,
     IncompleteDetails,
     InputTokensDetails,
     ItemStatus,
-    OutputCall,
-    OutputItem,
-    OutputMessage,
-    OutputReasoning,
-    OutputText,
     OutputTokensDetails,
-    ReasoningText,
     ResponseError,
     ResponseEvent,
     ResponseObject,
@@ -43,157 +28,6 @@ from mlx_parallm.server.api.responses.objects import (
 )
 from mlx_parallm.server.api.responses.schema import ResponsesBody
 from mlx_parallm.server.errors import error_body
-
-ItemEvent = tuple[str, dict[str, Any]]
-"""The type of an event, and its fields without the sequence number."""
-
-
-class OutputItems:
-    """The items of one response: those that are `done`, and the open one."""
-
-    def __init__(self) -> None:
-        self.done: list[OutputItem] = []
-        self._open: _OpenItem | None = None
-
-    def add(self, part: AnswerPart) -> Iterator[ItemEvent]:
-        """Adds a part to the open item, or ends that item and opens another."""
-        if self._open is None or not self._open.takes(part):
-            yield from self.close("completed")
-            kind = _OpenCall if part.call else _OpenReasoning if part.reasoning else _OpenMessage
-            self._open = kind(part, len(self.done))
-            yield from self._open.added()
-        yield from self._open.extend(part)
-
-    def close(self, status: ItemStatus) -> Iterator[ItemEvent]:
-        """Ends the open item, if there is one."""
-        if self._open is not None:
-            yield from self._open.closed(status)
-            self.done.append(self._open.item(status))
-            self._open = None
-
-
-class _OpenItem(ABC):
-    PREFIX: ClassVar[str]
-
-    def __init__(self, first: AnswerPart, index: int) -> None:
-        self.id = new_id(self.PREFIX)
-        self.position: dict[str, Any] = {"item_id": self.id, "output_index": index}
-        self._texts: list[str] = []
-
-    @property
-    def text(self) -> str:
-        return "".join(self._texts)
-
-    @abstractmethod
-    def takes(self, part: AnswerPart) -> bool:
-        """Whether the part belongs to this item."""
-
-    @abstractmethod
-    def extend(self, part: AnswerPart) -> Iterator[ItemEvent]:
-        """Adds a part that belongs to this item."""
-
-    @abstractmethod
-    def item(self, status: ItemStatus) -> OutputItem:
-        """The item as it is now. One that is in progress has no content yet."""
-
-    def added(self) -> Iterator[ItemEvent]:
-        yield "response.output_item.added", self._item_fields("in_progress")
-
-    def closed(self, status: ItemStatus) -> Iterator[ItemEvent]:
-        yield "response.output_item.done", self._item_fields(status)
-
-    def _item_fields(self, status: ItemStatus) -> dict[str, Any]:
-        return {"output_index": self.position["output_index"], "item": self.item(status)}
-
-
-class _OpenText(_OpenItem):
-    """An item that consists of one text."""
-
-    EVENT: ClassVar[str]
-    EXTRA: ClassVar[dict[str, Any]] = {}
-    """Further fields of the events about the text."""
-
-    def __init__(self, first: AnswerPart, index: int) -> None:
-        super().__init__(first, index)
-        self.position |= {"content_index": 0}
-
-    @abstractmethod
-    def content(self) -> OutputText | ReasoningText: ...
-
-    def added(self) -> Iterator[ItemEvent]:
-        yield from super().added()
-        yield "response.content_part.added", {**self.position, "part": self.content()}
-
-    def extend(self, part: AnswerPart) -> Iterator[ItemEvent]:
-        if text := part.reasoning or part.text:
-            self._texts.append(text)
-            yield f"{self.EVENT}.delta", {**self.position, "delta": text, **self.EXTRA}
-
-    def closed(self, status: ItemStatus) -> Iterator[ItemEvent]:
-        yield f"{self.EVENT}.done", {**self.position, "text": self.text, **self.EXTRA}
-        yield "response.content_part.done", {**self.position, "part": self.content()}
-        yield from super().closed(status)
-
-
-class _OpenReasoning(_OpenText):
-    PREFIX, EVENT = "rs", "response.reasoning_text"
-
-    def takes(self, part: AnswerPart) -> bool:
-        return bool(part.reasoning)
-
-    def content(self) -> ReasoningText:
-        return ReasoningText(type="reasoning_text", text=self.text)
-
-    def item(self, status: ItemStatus) -> OutputReasoning:
-        content = [] if status == "in_progress" else [self.content()]
-        return OutputReasoning(id=self.id, type="reasoning", status=status, summary=[], content=content)
-
-
-class _OpenMessage(_OpenText):
-    PREFIX, EVENT, EXTRA = "msg", "response.output_text", {"logprobs": []}
-
-    def takes(self, part: AnswerPart) -> bool:
-        return part.call is None and not part.reasoning
-
-    def content(self) -> OutputText:
-        return OutputText(type="output_text", text=self.text, annotations=[])
-
-    def item(self, status: ItemStatus) -> OutputMessage:
-        content = [] if status == "in_progress" else [self.content()]
-        return OutputMessage(id=self.id, type="message", status=status, role="assistant", content=content)
-
-
-class _OpenCall(_OpenItem):
-    PREFIX = "fc"
-
-    def __init__(self, first: AnswerPart, index: int) -> None:
-        super().__init__(first, index)
-        assert first.call is not None
-        self._call = first.call
-        self._complete = True
-
-    def takes(self, part: AnswerPart) -> bool:
-        return part.call is not None and part.call.position == self._call.position
-
-    def extend(self, part: AnswerPart) -> Iterator[ItemEvent]:
-        if part.call is None:
-            return
-        self._complete = part.call.complete
-        if part.call.arguments:
-            self._texts.append(part.call.arguments)
-            yield "response.function_call_arguments.delta", {**self.position, "delta": part.call.arguments}
-
-    def closed(self, status: ItemStatus) -> Iterator[ItemEvent]:
-        fields = {**self.position, "name": self._call.name, "arguments": self.text}
-        yield "response.function_call_arguments.done", fields
-        yield from super().closed(status)
-
-    def item(self, status: ItemStatus) -> OutputCall:
-        """A closed call has a status of its own: it may be complete even if the response was cut off after it."""
-        if status != "in_progress":
-            status = "completed" if self._complete else "incomplete"
-        called = {"call_id": self._call.call_id, "name": self._call.name, "arguments": self.text}
-        return OutputCall.model_validate({"id": self.id, "type": "function_call", "status": status, **called})
 
 
 @dataclass(kw_only=True, eq=False)
@@ -213,11 +47,14 @@ class ResponseWriter(AnswerWriter):
     keep: Callable[[ResponseObject], None]
     watch: Watch | None = None
     created_at: int = field(default_factory=lambda: int(time.time()))
-    _items: OutputItems = field(default_factory=OutputItems, init=False)
+    _items: OutputItems = field(init=False)
     _numbers: Iterator[int] = field(default_factory=itertools.count, init=False)
     _reason: FinishReason | None = field(default=None, init=False)
     _uncounted_tokens: int = field(default=0, init=False)
     _reasoning_tokens: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self._items = OutputItems({tool.function["name"]: tool for tool in self.body.offered()})
 
     def opening_chunks(self) -> Iterator[ResponseEvent]:
         response = self._response("in_progress")
@@ -235,9 +72,12 @@ class ResponseWriter(AnswerWriter):
         assert last.response is not None
         return last.response
 
+    def keep_alive(self) -> ResponseEvent:
+        """Clients such as Codex measure the silence of a stream between its events, and do not count comments."""
+        return self._event("response.in_progress", response=self._response("in_progress"))
+
     def failed(self, error: Exception) -> ResponseEvent:
-        code: ErrorCode = "invalid_prompt" if isinstance(error, RequestError) else "server_error"
-        response_error = ResponseError(code=code, message=error_body(error).error.message)
+        response_error = ResponseError(code=_code_of(error), message=error_body(error).error.message)
         return self._event("response.failed", response=self._response("failed", error=response_error))
 
     def _add(self, output: SequenceOutput) -> Iterator[ItemEvent]:
@@ -275,22 +115,45 @@ class ResponseWriter(AnswerWriter):
             yield from self._items.close(ended)
 
     def _usage(self, finished: RequestFinished) -> ResponseUsage:
-        return ResponseUsage(
-            input_tokens=finished.prompt_tokens,
-            input_tokens_details=InputTokensDetails(cached_tokens=finished.cached_tokens, cache_write_tokens=0),
-            output_tokens=finished.completion_tokens,
-            output_tokens_details=OutputTokensDetails(reasoning_tokens=self._reasoning_tokens),
-            total_tokens=finished.prompt_tokens + finished.completion_tokens,
-        )
+        reasoning = self._reasoning_tokens
+        return _usage(finished.prompt_tokens, finished.cached_tokens, finished.completion_tokens, reasoning)
 
     def _response(self, status: ResponseStatus, **more: Any) -> ResponseObject:
-        fields = {"id": self.request.request_id, "object": "response", "created_at": self.created_at, "status": status}
-        results = {"error": None, "incomplete_details": None, "usage": None, "output": list(self._items.done)}
+        fields = {"id": self.request.request_id, "created_at": self.created_at, "status": status, "usage": None}
         served = served_by(self.request, self.model)
-        return ResponseObject.model_validate({**fields, **served, **self.body.returned(), **results, **more})
+        return _response_object(self.body, output=list(self._items.done), **{**fields, **served, **more})
 
     def _numbered(self, events: Iterator[ItemEvent]) -> Iterator[ResponseEvent]:
         return (self._event(kind, **fields) for kind, fields in events)
 
     def _event(self, kind: str, **fields: Any) -> ResponseEvent:
         return ResponseEvent(type=kind, sequence_number=next(self._numbers), **fields)
+
+
+def empty_response(body: ResponsesBody, model: str) -> ResponseObject:
+    """The response to a request without a conversation: nothing was generated."""
+    fields = {"id": new_id("resp"), "created_at": int(time.time()), "status": "completed", "usage": _usage(0, 0, 0, 0)}
+    return _response_object(body, model=model, output=[], **fields)
+
+
+def _response_object(body: ResponsesBody, **fields: Any) -> ResponseObject:
+    """The response with these fields and those of its request. It has neither failed nor is it incomplete, unless a
+    field says so."""
+    same = {"object": "response", "error": None, "incomplete_details": None}
+    return ResponseObject.model_validate({**same, **body.returned(), **fields})
+
+
+def _usage(prompt_tokens: int, cached_tokens: int, completion_tokens: int, reasoning_tokens: int) -> ResponseUsage:
+    return ResponseUsage(
+        input_tokens=prompt_tokens,
+        input_tokens_details=InputTokensDetails(cached_tokens=cached_tokens, cache_write_tokens=0),
+        output_tokens=completion_tokens,
+        output_tokens_details=OutputTokensDetails(reasoning_tokens=reasoning_tokens),
+        total_tokens=prompt_tokens + completion_tokens,
+    )
+
+
+def _code_of(error: Exception) -> ErrorCode:
+    if isinstance(error, ContextLengthError):
+        return "context_length_exceeded"
+    return "invalid_prompt" if isinstance(error, RequestError) else "server_error"

@@ -1,0 +1,207 @@
+"""What Codex sends to `/v1/responses`, and what it reads of the answer."""
+
+import json
+import re
+from dataclasses import replace
+
+import httpx
+import pytest
+from openai.types.responses import Response
+from server.fakes import CARD
+from server.test_responses_stream import assert_sums_up, events_of, said
+from server.test_responses_tools import RecordingTokenizer
+
+from mlx_parallm.config import ServerConfig
+from mlx_parallm.errors import ContextLengthError
+from mlx_parallm.server import generation
+from mlx_parallm.server.api.responses.items import InputText
+from mlx_parallm.server.app import create_app
+from mlx_parallm.server.one_model import OneModel
+
+URL = "/v1/responses"
+NOW = {"type": "function", "name": "now", "description": "d", "parameters": {"type": "object", "properties": {}}}
+AGENTS = {"type": "namespace", "name": "agents", "description": "Other agents.", "tools": [NOW]}
+PATCH = {
+    "type": "custom",
+    "name": "apply_patch",
+    "description": "Edits files.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"},
+}
+SEARCH = {"type": "web_search", "external_web_access": False}
+TURN = {
+    "input": [
+        {"type": "message", "id": "msg_1", "role": "developer", "content": [{"type": "input_text", "text": "Edit."}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Go on."}]},
+    ],
+    "tools": [SEARCH, NOW, AGENTS, PATCH, {"type": "tool_search"}],
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "reasoning": {"summary": "auto"},
+    "store": False,
+    "include": ["reasoning.encrypted_content"],
+    "prompt_cache_key": "k",
+    "client_metadata": {"x-codex-installation-id": "i"},
+    "text": {"verbosity": "low"},
+}
+"""A turn as Codex 0.169 sends it, with fewer tools."""
+
+
+def written(name, arguments):
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
+
+
+@pytest.fixture
+def tokenizer():
+    return RecordingTokenizer()
+
+
+@pytest.fixture
+def client(engine, adapters, training, tokenizer):
+    card = replace(CARD, context_length=10_000)
+    app = create_app(engine, adapters, training, OneModel(tokenizer, card), ServerConfig())
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url="http://localhost:8000")
+
+
+async def respond(client, **fields):
+    response = await client.post(URL, json=TURN | fields)
+    assert response.status_code == 200, response.text
+    Response.model_validate(response.json())
+    return response.json()
+
+
+async def test_tools_that_only_other_servers_run_are_left_out_and_named(client, tokenizer):
+    response = await client.post(URL, json=TURN)
+    assert response.headers["x-ignored-fields"] == "tools.web_search, tools.tool_search"
+    assert [tool["type"] for tool in response.json()["tools"]] == ["function", "namespace", "custom"]
+    shown = [tool["function"] for tool in tokenizer.given[1]["tools"]]
+    assert [function["name"] for function in shown] == ["now", "agents__now", "apply_patch"]
+    assert shown[1] == {**shown[0], "name": "agents__now"}
+    text = {"type": "string", "description": "A text of this grammar:\nstart: /.+/"}
+    assert shown[2]["parameters"] == {"type": "object", "properties": {"input": text}, "required": ["input"]}
+
+
+async def test_messages_of_the_developer_need_no_instructions(client, tokenizer):
+    await respond(client)
+    assert list(tokenizer.given[0]) == [
+        {"role": "system", "content": "Edit."},
+        {"role": "user", "content": "Go on."},
+    ]
+
+
+async def test_a_function_of_a_namespace_is_answered_with_both_names(client, engine, tokenizer):
+    engine.text = written("agents__now", {})
+    got = await respond(client)
+    (call,) = got["output"]
+    assert (call["type"], call["namespace"], call["name"]) == ("function_call", "agents", "now")
+    output = {"type": "function_call_output", "call_id": call["call_id"], "output": "noon"}
+    await respond(client, input=[*TURN["input"], call, output])
+    _, _, turn, result = tokenizer.given[0]
+    assert turn["tool_calls"][0]["function"] == {"name": "agents__now", "arguments": {}}
+    assert result["content"] == "noon"
+
+
+async def test_a_custom_tool_gets_a_text(client, engine, tokenizer):
+    engine.text = written("apply_patch", {"input": "*** Begin\n“ä”\n"})
+    got = await respond(client)
+    (call,) = got["output"]
+    assert call.pop("id").startswith("ctc_")
+    kept = {"type": "custom_tool_call", "status": "completed", "call_id": call["call_id"], "name": "apply_patch"}
+    assert call == {**kept, "input": "*** Begin\n“ä”\n"}
+    output = {"type": "custom_tool_call_output", "call_id": call["call_id"], "output": "Done."}
+    await respond(client, input=[*TURN["input"], call, output])
+    _, _, turn, result = tokenizer.given[0]
+    assert turn["tool_calls"][0]["function"] == {"name": "apply_patch", "arguments": {"input": "*** Begin\n“ä”\n"}}
+    assert result["content"] == "Done."
+
+
+async def test_the_text_of_a_custom_tool_is_streamed(client, engine):
+    engine.text = written("apply_patch", {"input": 'a\n"'})
+    body = {**TURN, "tool_choice": {"type": "custom", "name": "apply_patch"}, "stream": True}
+    text = (await client.post(URL, json=body)).text
+    assert_sums_up(events_of(text))
+    text = re.sub('"(ctc|call)_[0-9a-f]+"', '"ID"', text)
+    where, item = '"output_index":0,"item_id":"ID"', '"item":{"id":"ID","type":"custom_tool_call","status":"%s",'
+    item = f'"output_index":0,{item}"call_id":"ID","name":"apply_patch","input":%s}}'
+    expected = said("response.output_item.added", 2, item % ("in_progress", '""'))
+    for number, piece in enumerate(["a", "\\n", '\\"'], 3):
+        expected += said("response.custom_tool_call_input.delta", number, f'{where},"delta":"{piece}"')
+    expected += said("response.custom_tool_call_input.done", 6, f'{where},"input":"a\\n\\""')
+    expected += said("response.output_item.done", 7, item % ("completed", '"a\\n\\""'))
+    assert text[text.index("event: response.output_item.added") : text.index("event: response.completed")] == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["plain", '\\ and "', "a\nb\té “ 😀", "\ud83d\ude00".encode("utf-16", "surrogatepass").decode("utf-16")]
+)
+@pytest.mark.parametrize("ascii_only", [True, False])
+def test_the_text_is_the_same_however_its_json_is_cut(text, ascii_only):
+    arguments = json.dumps({"input": text}, ensure_ascii=ascii_only)
+    for size in range(1, len(arguments) + 1):
+        parts = [arguments[at : at + size] for at in range(0, len(arguments), size)]
+        reader = InputText()
+        assert "".join(reader.add(part, part is parts[-1]) for part in parts) == text
+
+
+def test_other_arguments_of_a_custom_tool_are_the_text():
+    assert InputText().add('{"patch": "x"}', complete=True) == '{"patch": "x"}'
+
+
+@pytest.mark.parametrize(
+    ("tool", "param"),
+    [
+        ({**NOW, "name": "a b"}, "tools[4].name"),
+        ({**AGENTS, "name": "more", "tools": [NOW, {**NOW, "name": "b", "parameters": {"type": 5}}]},
+         "tools[4].tools[1].parameters"),
+        ({**PATCH, "name": "a b"}, "tools[4].name"),
+        (AGENTS, "tools"),
+    ],
+    ids=str,
+)  # fmt: skip
+async def test_an_error_names_the_tool_as_it_was_sent(client, fault, tool, param):
+    body = {**TURN, "tools": [SEARCH, NOW, AGENTS, PATCH, tool], "tool_choice": "required"}
+    response = await client.post(URL, json=body)
+    assert (response.status_code, fault(response)["param"]) == (400, param)
+
+
+async def test_a_stream_is_kept_open_by_events(serving, engine, monkeypatch):
+    """Codex measures the silence between events, and comments are none."""
+    monkeypatch.setattr(generation, "PING_INTERVAL_S", 0.02)
+    engine.pause_before = 0
+    async with serving() as server, httpx.AsyncClient() as client:
+        body = {"input": "hi", "stream": True}
+        text = ""
+        async with client.stream("POST", f"{server.url}{URL}", json=body) as response:
+            async for piece in response.aiter_text():
+                text += piece
+                if text.count("event: response.in_progress") == 3:
+                    engine.go_on.set()
+    kinds = [event["type"] for event in events_of(text)]
+    assert kinds[:4] == ["response.created", *["response.in_progress"] * 3]
+    assert kinds[-1] == "response.completed"
+    assert ": ping" not in text
+
+
+async def test_a_conversation_that_is_too_long_has_the_code_that_clients_know(client, engine):
+    engine.fail_before, engine.error = 0, ContextLengthError("too long")
+    text = (await client.post(URL, json={"input": "hi", "stream": True})).text
+    *_, event, data = text.rstrip("\n").split("\n")
+    assert event == "event: response.failed"
+    error = json.loads(data.removeprefix("data: "))["response"]["error"]
+    assert error == {"code": "context_length_exceeded", "message": "too long"}
+
+
+async def test_an_empty_conversation_loads_the_model(client, engine, fault):
+    response = await client.post(URL, json={"input": []})
+    got = response.json()
+    Response.model_validate(got)
+    assert (got["status"], got["output"], got["usage"]["total_tokens"]) == ("completed", [], 0)
+    assert not engine.requests
+    unknown = await client.post(URL, json={"input": [], "model": "nobody"})
+    assert (unknown.status_code, fault(unknown)["code"]) == (404, "model_not_found")
+
+
+async def test_an_empty_turn_continues_a_conversation(client, tokenizer):
+    first = await respond(client, store=True)
+    await respond(client, input=[], previous_response_id=first["id"], store=False)
+    assert [turn["role"] for turn in tokenizer.given[0]] == ["system", "user", "assistant"]
