@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from mlx_parallm.adapters.checkpoints.runs import named_run
-from mlx_parallm.config import KEYS, Config, Key, Setting
+from mlx_parallm.config import KEYS, Key, Setting
 from mlx_parallm.errors import ConfigError
+
+_NULL = re.compile(r"\bnull means")
+_WORDS = {"null": "not set", "[]": "none", "true": "on", "false": "off"}
+"""Values of YAML in words, for the help."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +37,18 @@ class Flag:
 
     @property
     def help(self) -> str:
-        text = f"{self.key.description} Default: {self.key.default_text}. [{self.key.env_name}]"
-        return text.replace("%", "%%")
+        description = _NULL.sub("Not set means", self.key.description)
+        default = _WORDS.get(self.key.default_text, self.key.default_text)
+        return f"{description} Default: {default}. [{self.key.env_name}]".replace("%", "%%")
+
+
+@dataclass(frozen=True, slots=True)
+class FlagGroup:
+    """Flags of one subject. They stand together in the help, below `title` and `description`."""
+
+    title: str
+    description: str
+    flags: tuple[Flag, ...]
 
 
 _RESUME, _FOLDER = "checkpointing.resume", "checkpointing.checkpoint_dir"
@@ -46,89 +60,140 @@ TRAIN_ONLY = frozenset(
 )
 """Keys whose flags only `mlx_parallm_train` has."""
 
-FLAGS = (
-    Flag("--model-path", "model.base_model_path", "DIR_OR_HUB_ID"),
-    Flag("--max-model-len", "model.max_model_len", "TOKENS"),
-    Flag("--lora-rank", "model.lora_rank", "RANK"),
-    Flag("--lora-alpha", "model.lora_alpha", "NUMBER"),
-    Flag("--lora-target-modules", "model.lora_target_modules", "NAME,NAME"),
-    Flag("--trust-remote-code", "model.trust_remote_code"),
-    Flag("--allow-special-tokens", "model.allow_special_tokens"),
-    Flag("--served-model-name", "server.served_model_name", "NAME", several=True),
-    Flag("--model-aliases", "server.model_aliases", "PATTERN,PATTERN"),
-    Flag("--host", "server.host", "ADDRESS"),
-    Flag("--port", "server.port", "PORT"),
-    Flag("--mode", "server.mode", "MODE"),
-    Flag("--max-batch-size", "server.max_batch_size", "ROWS"),
-    Flag("--max-batched-tokens", "server.max_batched_tokens", "TOKENS"),
-    Flag("--max-queued", "server.max_queued", "SEQUENCES"),
-    Flag("--kv-cache-memory", "server.kv_cache_memory", "SIZE"),
-    Flag("--prefix-cache", "server.prefix_cache"),
-    Flag("--prefix-cache-dir", "server.prefix_cache_dir", "DIR"),
-    Flag("--prefix-cache-disk", "server.prefix_cache_disk", "SIZE"),
-    Flag("--mlx-memory-limit", "server.mlx_memory_limit", "SIZE"),
-    Flag("--mlx-cache-limit", "server.mlx_cache_limit", "SIZE"),
-    Flag("--max-decode-stall-ms", "server.max_decode_stall_ms", "MILLISECONDS"),
-    Flag("--api-key", "server.api_key", "KEY"),
-    Flag("--keys-file", "server.keys_file", "FILE"),
-    Flag("--atropos-api", "server.atropos_api"),
-    Flag("--strict-fields", "server.strict_fields"),
-    Flag("--logprobs-mode", "server.logprobs_mode", "MODE"),
-    Flag("--max-prompt-logprobs", "server.max_prompt_logprobs", "CANDIDATES"),
-    Flag("--return-tokens-as-token-ids", "server.return_tokens_as_token_ids"),
-    Flag("--allowed-hosts", "server.allowed_hosts", "NAME,NAME"),
-    Flag("--cors-origins", "server.cors_origins", "ORIGIN,ORIGIN"),
-    Flag("--shutdown-timeout", "server.shutdown_timeout", "SECONDS"),
-    Flag("--log-level", "server.log_level", "LEVEL"),
-    Flag("--access-log", "server.access_log", "BOOL"),
-    Flag("--adapter-dir", "adapters.adapter_dir", "DIR"),
-    Flag("--allowed-adapter-roots", "adapters.allowed_adapter_roots", "DIR,DIR"),
-    Flag("--max-loras", "adapters.max_loras", "VERSIONS"),
-    Flag("--max-cpu-loras", "adapters.max_cpu_loras", "VERSIONS"),
-    Flag("--max-lora-rank", "adapters.max_lora_rank", "RANK"),
-    Flag("--default-adapter", "adapters.default_adapter", "NAME"),
-    Flag("--serve-adapter", "adapters.serve", "NAME_OR_CHECKPOINT"),
-    Flag("--serve-adapter-folder", "adapters.serve_folder", "DIR"),
-    Flag("--checkpoint-dir", "checkpointing.checkpoint_dir", "DIR", alias="--run"),
-    Flag("--checkpoint-interval", "checkpointing.interval", "UPDATES"),
-    Flag("--checkpoint-minutes", "checkpointing.minutes", "MINUTES"),
-    Flag("--resume", "checkpointing.resume"),
-    Flag("--keep-n-checkpoints", "checkpointing.keep_n_checkpoints", "CHECKPOINTS"),
-    Flag("--enable-rl-training", "rl_training.enabled"),
-    Flag("--rl-algorithm", "rl_training.algorithm", "NAME"),
-    Flag("--learning-rate", "rl_training.optimizer.learning_rate", "NUMBER"),
-    Flag("--kl-coef", "rl_training.loss.kl_coef", "NUMBER"),
-    Flag("--update-frequency", "rl_training.update_frequency", "TRAJECTORIES"),
-    Flag("--max-staleness", "rl_training.max_staleness", "VERSIONS"),
-    Flag("--training-time-share", "rl_training.training_time_share", "SHARE"),
-    Flag("--micro-batch-tokens", "rl_training.micro_batch_tokens", "TOKENS"),
-    Flag("--trajectory-buffer-size", "rl_training.trajectory_buffer_size", "TRAJECTORIES"),
-    Flag("--trajectory-log", "rl_training.trajectory_log", "FILE"),
-    Flag("--trackers", "rl_training.trackers", "NAME,NAME"),
-    Flag("--environment", "rl_training.environment", "FILE_OR_NAME"),
-    Flag("--server-rollouts", "rl_training.server_rollouts"),
-    Flag("--rollout-group-size", "rl_training.rollout_group_size", "N"),
-    Flag("--rollout-timeout", "rl_training.rollout_timeout_s", "SECONDS"),
-    Flag("--curriculum", "rl_training.curriculum.enabled"),
-    Flag("--reward", "rl_training.reward", "FILE.py:NAME"),
-    Flag("--judge-url", "rl_training.judge.url", "URL"),
-    Flag("--judge-model", "rl_training.judge.model", "NAME"),
-    Flag("--max-tokens", "rl_training.max_completion_tokens", "TOKENS"),
-    Flag("--temperature", "rl_training.rollout_temperature", "NUMBER"),
-    Flag("--system-prompt", "rl_training.system_prompt", "TEXT_OR_@FILE"),
-    Flag("--eval-every", "rl_training.evaluation.every", "UPDATES"),
-    Flag("--eval-tasks", "rl_training.evaluation.tasks", "FILE_OR_NAME"),
-    Flag("--eval-size", "rl_training.evaluation.size", "TASKS"),
-    Flag("--atropos-url", "rl_training.atropos_url", "URL"),
-    Flag("--seed", "rl_training.seed", "SEED"),
-    Flag("--inference-engine", "inference.engine", "NAME"),
-    Flag("--inference-url", "inference.url", "URL"),
-    Flag("--inference-model", "inference.model", "NAME"),
-    Flag("--inference-adapter-dir", "inference.adapter_dir", "DIR"),
-    Flag("--debug", "debug.check_when_idle"),
-    Flag("--debug-trace", "debug.trace", "FILE"),
+GROUPS = (
+    FlagGroup(
+        "model",
+        "Which model is served, and under which names.",
+        (
+            Flag("--model-path", "model.base_model_path", "DIR_OR_HUB_ID"),
+            Flag("--served-model-name", "server.served_model_name", "NAME", several=True),
+            Flag("--model-aliases", "server.model_aliases", "PATTERN,PATTERN"),
+            Flag("--max-model-len", "model.max_model_len", "TOKENS"),
+            Flag("--trust-remote-code", "model.trust_remote_code"),
+            Flag("--allow-special-tokens", "model.allow_special_tokens"),
+        ),
+    ),
+    FlagGroup(
+        "network",
+        "Where the server listens, and who may use it.",
+        (
+            Flag("--host", "server.host", "ADDRESS"),
+            Flag("--port", "server.port", "PORT"),
+            Flag("--api-key", "server.api_key", "KEY"),
+            Flag("--keys-file", "server.keys_file", "FILE"),
+            Flag("--allowed-hosts", "server.allowed_hosts", "NAME,NAME"),
+            Flag("--cors-origins", "server.cors_origins", "ORIGIN,ORIGIN"),
+            Flag("--shutdown-timeout", "server.shutdown_timeout", "SECONDS"),
+        ),
+    ),
+    FlagGroup(
+        "requests",
+        "How requests share the batch, and what they may ask for.",
+        (
+            Flag("--max-batch-size", "server.max_batch_size", "ROWS"),
+            Flag("--max-batched-tokens", "server.max_batched_tokens", "TOKENS"),
+            Flag("--max-queued", "server.max_queued", "SEQUENCES"),
+            Flag("--max-decode-stall-ms", "server.max_decode_stall_ms", "MILLISECONDS"),
+            Flag("--strict-fields", "server.strict_fields"),
+            Flag("--logprobs-mode", "server.logprobs_mode", "MODE"),
+            Flag("--max-prompt-logprobs", "server.max_prompt_logprobs", "CANDIDATES"),
+            Flag("--return-tokens-as-token-ids", "server.return_tokens_as_token_ids"),
+        ),
+    ),
+    FlagGroup(
+        "memory",
+        "What MLX, the KV cache and cached prefixes may take.",
+        (
+            Flag("--kv-cache-memory", "server.kv_cache_memory", "SIZE"),
+            Flag("--prefix-cache", "server.prefix_cache"),
+            Flag("--prefix-cache-dir", "server.prefix_cache_dir", "DIR"),
+            Flag("--prefix-cache-disk", "server.prefix_cache_disk", "SIZE"),
+            Flag("--mlx-memory-limit", "server.mlx_memory_limit", "SIZE"),
+            Flag("--mlx-cache-limit", "server.mlx_cache_limit", "SIZE"),
+        ),
+    ),
+    FlagGroup(
+        "adapters",
+        "LoRA adapters: where they are, how many are served at once, and the shape of those that training makes.",
+        (
+            Flag("--adapter-dir", "adapters.adapter_dir", "DIR"),
+            Flag("--allowed-adapter-roots", "adapters.allowed_adapter_roots", "DIR,DIR"),
+            Flag("--max-loras", "adapters.max_loras", "VERSIONS"),
+            Flag("--max-cpu-loras", "adapters.max_cpu_loras", "VERSIONS"),
+            Flag("--max-lora-rank", "adapters.max_lora_rank", "RANK"),
+            Flag("--default-adapter", "adapters.default_adapter", "NAME"),
+            Flag("--serve-adapter", "adapters.serve", "NAME_OR_CHECKPOINT"),
+            Flag("--serve-adapter-folder", "adapters.serve_folder", "DIR"),
+            Flag("--lora-rank", "model.lora_rank", "RANK"),
+            Flag("--lora-alpha", "model.lora_alpha", "NUMBER"),
+            Flag("--lora-target-modules", "model.lora_target_modules", "NAME,NAME"),
+        ),
+    ),
+    FlagGroup(
+        "training",
+        "Whether and how adapters are trained, on what, and where checkpoints are kept.",
+        (
+            Flag("--mode", "server.mode", "MODE"),
+            Flag("--enable-rl-training", "rl_training.enabled"),
+            Flag("--rl-algorithm", "rl_training.algorithm", "NAME"),
+            Flag("--learning-rate", "rl_training.optimizer.learning_rate", "NUMBER"),
+            Flag("--kl-coef", "rl_training.loss.kl_coef", "NUMBER"),
+            Flag("--update-frequency", "rl_training.update_frequency", "TRAJECTORIES"),
+            Flag("--max-staleness", "rl_training.max_staleness", "VERSIONS"),
+            Flag("--training-time-share", "rl_training.training_time_share", "SHARE"),
+            Flag("--micro-batch-tokens", "rl_training.micro_batch_tokens", "TOKENS"),
+            Flag("--trajectory-buffer-size", "rl_training.trajectory_buffer_size", "TRAJECTORIES"),
+            Flag("--seed", "rl_training.seed", "SEED"),
+            Flag("--environment", "rl_training.environment", "FILE_OR_NAME"),
+            Flag("--server-rollouts", "rl_training.server_rollouts"),
+            Flag("--rollout-group-size", "rl_training.rollout_group_size", "N"),
+            Flag("--rollout-timeout", "rl_training.rollout_timeout_s", "SECONDS"),
+            Flag("--curriculum", "rl_training.curriculum.enabled"),
+            Flag("--reward", "rl_training.reward", "FILE.py:NAME"),
+            Flag("--judge-url", "rl_training.judge.url", "URL"),
+            Flag("--judge-model", "rl_training.judge.model", "NAME"),
+            Flag("--max-tokens", "rl_training.max_completion_tokens", "TOKENS"),
+            Flag("--temperature", "rl_training.rollout_temperature", "NUMBER"),
+            Flag("--system-prompt", "rl_training.system_prompt", "TEXT_OR_@FILE"),
+            Flag("--eval-every", "rl_training.evaluation.every", "UPDATES"),
+            Flag("--eval-tasks", "rl_training.evaluation.tasks", "FILE_OR_NAME"),
+            Flag("--eval-size", "rl_training.evaluation.size", "TASKS"),
+            Flag("--atropos-url", "rl_training.atropos_url", "URL"),
+            Flag("--atropos-api", "server.atropos_api"),
+            Flag("--checkpoint-dir", "checkpointing.checkpoint_dir", "DIR", alias="--run"),
+            Flag("--checkpoint-interval", "checkpointing.interval", "UPDATES"),
+            Flag("--checkpoint-minutes", "checkpointing.minutes", "MINUTES"),
+            Flag("--resume", "checkpointing.resume"),
+            Flag("--keep-n-checkpoints", "checkpointing.keep_n_checkpoints", "CHECKPOINTS"),
+        ),
+    ),
+    FlagGroup(
+        "rollouts by another server",
+        "Which server draws the samples that this process trains on.",
+        (
+            Flag("--inference-engine", "inference.engine", "NAME"),
+            Flag("--inference-url", "inference.url", "URL"),
+            Flag("--inference-model", "inference.model", "NAME"),
+            Flag("--inference-adapter-dir", "inference.adapter_dir", "DIR"),
+        ),
+    ),
+    FlagGroup(
+        "logs",
+        "What is logged, where, and what is checked at run time.",
+        (
+            Flag("--log-level", "server.log_level", "LEVEL"),
+            Flag("--access-log", "server.access_log", "BOOL"),
+            Flag("--trajectory-log", "rl_training.trajectory_log", "FILE"),
+            Flag("--trackers", "rl_training.trackers", "NAME,NAME"),
+            Flag("--debug", "debug.check_when_idle"),
+            Flag("--debug-trace", "debug.trace", "FILE"),
+        ),
+    ),
 )
-"""In the order of the help, which has a group for each section of the configuration."""
+"""In the order of the help."""
+
+FLAGS = tuple(flag for group in GROUPS for flag in group.flags)
+
 
 _SEVERAL_NODES = "Not available in this version: several nodes with one model."
 
@@ -148,11 +213,9 @@ def add_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) ->
     )
     for name in ("--connect-to", "--share-model"):
         parser.add_argument(name, nargs="?", action=_RefuseSeveralNodes, help=_SEVERAL_NODES)
-    for section, flags in groupby(FLAGS, key=lambda flag: flag.path.partition(".")[0]):
-        group = parser.add_argument_group(section, Config.model_fields[section].annotation.__doc__)
-        for flag in flags:
-            if flag.path not in without:
-                _add_flag(group, flag)
+    for group in GROUPS:
+        paths = {flag.path for flag in group.flags}.difference(without)
+        add_chosen_flags(parser.add_argument_group(group.title, group.description), paths)
 
 
 def add_chosen_flags(group: argparse._ActionsContainer, paths: Collection[str]) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from argparse import Namespace
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from mlx_parallm.adapters.checkpoints.runs import ROOT
-from mlx_parallm.cli.table import table
+from mlx_parallm.cli.table import show, table
 from mlx_parallm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,8 +29,8 @@ def list_runs(args: Namespace) -> int:
     if args.folder is not None and not folder.is_dir():
         raise ConfigError(f"{folder} is no folder; name the one that holds runs, or the folder of one run")
     found = listing.list_runs(folder)
-    print(table([_COLUMNS, *map(_row, found)]) if found else f"no runs below {folder}; mlx_parallm_train makes one")
-    return 0
+    none = f"no runs below {folder}; mlx_parallm_train makes one"
+    return show(args, [asdict(one) for one in found], lambda: table([_COLUMNS, *map(_row, found)]) if found else none)
 
 
 def _row(run: RunSummary) -> tuple[str, ...]:

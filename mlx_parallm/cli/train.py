@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from mlx_parallm.cli.curves import draw_curves
 from mlx_parallm.cli.flags import add_flags, settings
+from mlx_parallm.cli.parser import at_least
 from mlx_parallm.cli.train_table import summary
 from mlx_parallm.cli.train_view import RichTrainView
 from mlx_parallm.config import Config, Mode, Resolved, Setting, render, resolve
@@ -38,18 +39,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("run")
     add = group.add_argument
     steps = "Required. Number of updates of the whole run. A resumed run makes those that are left."
-    add("--steps", type=_at_least(1), metavar="N", help=steps)
-    add("--group-size", type=_at_least(2), default=8, metavar="N", help="Samples of each prompt. Default: %(default)s.")
+    add("--steps", type=at_least(1), metavar="N", help=steps)
+    add("--group-size", type=at_least(2), default=8, metavar="N", help="Samples of each prompt. Default: %(default)s.")
     add(
         "--prompts-per-step",
-        type=_at_least(1),
+        type=at_least(1),
         default=4,
         metavar="N",
         help="Prompts for each update. Default: %(default)s.",
     )
     add(
         "--warm-up",
-        type=_at_least(0),
+        type=at_least(0),
         default=0,
         metavar="N",
         help="Examples of the environment that the adapter imitates before the first step. Default: %(default)s.",
@@ -165,12 +166,3 @@ class _RecordingView(RichTrainView):
     def updated(self, report: UpdateReport) -> None:
         super().updated(report)
         self.reports.append(report)
-
-
-def _at_least(least: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        if not text.isascii() or not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"must be a whole number, {least} at least, got {text!r}")
-        return int(text)
-
-    return parse

@@ -145,8 +145,22 @@ _REPEATS = 7
 _ENOUGH_GFLOPS = 100.0
 
 
-def report(measured: Mapping[str, str] = MappingProxyType({})) -> str:
-    """Describes the device, the BLAS and its speed, the memory and the bundled model; warnings come last.
+@dataclass(frozen=True, slots=True)
+class DeviceReport:
+    """What `mlx_parallm doctor` finds. `facts`: by their names, in order."""
+
+    facts: Mapping[str, str]
+    warnings: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """One line for each fact; the warnings come last."""
+        lines = [f"{name:<14} {value}" for name, value in self.facts.items()]
+        return "\n".join(lines + [f"warning: {text}" for text in self.warnings])
+
+
+def report(measured: Mapping[str, str] = MappingProxyType({})) -> DeviceReport:
+    """Describes the device, the BLAS and its speed, the memory and the bundled model.
 
     `measured`: further lines by their names.
 
@@ -174,8 +188,7 @@ def report(measured: Mapping[str, str] = MappingProxyType({})) -> str:
         **measured,
         "bundled model": model,
     }
-    lines = [f"{name:<14} {value}" for name, value in facts.items()]
-    return "\n".join(lines + [f"warning: {text}" for text in warnings])
+    return DeviceReport(facts, tuple(warnings))
 
 
 def _limits_text(limits: MemoryLimits) -> str:

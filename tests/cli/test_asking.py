@@ -1,12 +1,12 @@
-"""The commands that talk to a running server: ps, and adapters list, load, unload."""
+"""The commands that ask a running server: ps, adapters list, load and unload, and training."""
 
 import json
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import httpx
 import pytest
 
-from mlx_parallm.cli import commands
 from mlx_parallm.cli.main import main
 
 KV_BYTES = {"kv_bytes_held": 2**20, "kv_bytes_budget": 2**30, "kv_bytes_cached": 3 * 2**20}
@@ -140,9 +140,105 @@ def test_adapter_commands_refuse_another_server(server, answers, capsys, command
     assert output.out == ""
 
 
+# ---- training ------------------------------------------------------------------------------------
+
+STATUS = {
+    "training_enabled": True,
+    "lora_adapter": "default",
+    "state": "running",
+    "live_lora": "default@3",
+    "best_lora": "default@2",
+    "updates_total": 3,
+    "step": 13,
+    "last_update": "2026-01-02T03:04:05Z",
+    "reward_mean": 0.5,
+    "reward_running_mean": None,
+    "trajectories_collected": 96,
+    "trajectories_waiting": 4,
+    "groups_ready": 2,
+    "drops": {"stale": 8},
+    "skips": {},
+    "divergences": [{"signal": "kl"}],
+}
+UPDATED = {"status": "published", "reason": "", "lora_adapter": "default@4", "step": 14, "checkpoint": "checkpoint-14"}
+
+
+def test_training_status_in_a_few_lines(server, answers, capsys):
+    answers["/v1/training/status"] = json.dumps(STATUS).encode()
+    assert main(["training", "status", "--url", server.url]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "training    default, running",
+        "live        default@3",
+        "best        default@2",
+        "updates     3 since the start, 13 steps in all",
+        "last        2026-01-02T03:04:05Z",
+        "reward      0.500, running mean -",
+        "collected   96 answers; 4 wait for a reward, 2 groups for an update",
+        "dropped     stale 8",
+        "skipped     none",
+        "divergences kl",
+    ]
+
+
+def test_training_status_of_a_server_that_does_not_train(server, answers, capsys):
+    answers["/v1/training/status"] = json.dumps(STATUS | {"training_enabled": False}).encode()
+    assert main(["training", "status", "--url", server.url]) == 0
+    assert capsys.readouterr().out == f"{server.url} does not train; start it with --enable-rl-training\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "path", "body"),
+    [
+        (["pause"], "pause", {}),
+        (["resume", "--adapter", "tone"], "resume", {"lora_adapter": "tone"}),
+        (["start", "--adapter", "tone"], "start", {"lora_adapter": "tone"}),
+        (["rollback"], "rollback", {}),
+        (["rollback", "--to", "checkpoint-2"], "rollback", {"to": "checkpoint-2"}),
+    ],
+)
+def test_training_is_controlled(server, answers, capsys, command, path, body):
+    answers[f"/v1/training/{path}"] = json.dumps(STATUS).encode()
+    assert main(["training", *command, "--url", server.url]) == 0
+    assert server.posted == [(f"/v1/training/{path}", "application/json", body)]
+    assert "default, running" in capsys.readouterr().out
+
+
+def test_an_update_says_what_became_of_it(server, answers, capsys):
+    answers["/v1/training/update"] = json.dumps(UPDATED).encode()
+    assert main(["training", "update", "--checkpoint", "mine", "--url", server.url]) == 0
+    assert capsys.readouterr().out == "published: default@4 at step 14, saved as checkpoint-14\n"
+    ((_, _, body),) = server.posted
+    assert body == {"checkpoint_name": "mine"}
+    held = {"status": "held", "reason": "gate_kl", "lora_adapter": None, "step": 13, "checkpoint": None}
+    answers["/v1/training/update"] = json.dumps(held).encode()
+    assert main(["training", "update", "--url", server.url]) == 0
+    assert capsys.readouterr().out == "held (gate_kl): no version at step 13\n"
+
+
 # ---- all of them -------------------------------------------------------------------------------
 
-EVERY = (["ps"], *(["adapters", *command] for command in COMMANDS))
+
+@pytest.mark.parametrize(
+    ("command", "path", "answer"),
+    [
+        (["adapters", "list"], "/v1/adapters", NO_ADAPTERS),
+        (["training", "status"], "/v1/training/status", STATUS),
+        (["training", "update"], "/v1/training/update", UPDATED),
+    ],
+)
+def test_json_is_the_servers_answer(server, answers, capsys, command, path, answer):
+    answers[path] = json.dumps(answer).encode()
+    assert main([*command, "--json", "--url", server.url]) == 0
+    assert json.loads(capsys.readouterr().out) == answer
+
+
+def test_json_of_ps_has_all_its_answers(server, capsys):
+    assert main(["ps", "--json", "--url", server.url]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == {"url": server.url, "models": {"data": [{"id": "m"}]}, "adapters": NO_ADAPTERS, "state": STATE}
+
+
+EVERY = (["ps"], *(["adapters", *command] for command in COMMANDS), ["training", "status"], ["training", "pause"])
 
 
 @pytest.mark.parametrize("command", EVERY)
@@ -157,7 +253,8 @@ def test_wrong_key_exits_2_and_does_not_show_it(server, capsys, command):
 @pytest.mark.parametrize("command", EVERY)
 def test_refused_host_exits_2_with_the_servers_words(server, answers, capsys, command):
     body = (403, b'{"error": {"message": "not that Host (allowed_hosts)"}}')
-    answers |= dict.fromkeys([*answers, "/v1/load_lora_adapter", "/v1/unload_lora_adapter"], body)
+    paths = ("load_lora_adapter", "unload_lora_adapter", "training/status", "training/pause")
+    answers |= dict.fromkeys([*answers, *(f"/v1/{path}" for path in paths)], body)
     assert main([*command, "--url", server.url]) == 2
     assert capsys.readouterr().err == "error: not that Host (allowed_hosts)\n"
 
@@ -177,9 +274,9 @@ def test_url_must_be_an_http_address(capsys, url):
 
 
 def test_a_server_that_does_not_answer_in_time_is_not_called_absent(server, monkeypatch, capsys):
-    def silent(request, timeout):
-        raise TimeoutError
+    def silent(*args, **options):
+        raise httpx.ReadTimeout("")
 
-    monkeypatch.setattr(commands, "urlopen", silent)
+    monkeypatch.setattr(httpx, "request", silent)
     assert main(["adapters", "list", "--url", server.url]) == 1
     assert capsys.readouterr().err == f"error: {server.url} did not answer within 5 s\n"

@@ -198,8 +198,8 @@ def test_list_shows_bundled_and_downloaded_models(capsys, monkeypatch):
     monkeypatch.setattr("huggingface_hub.scan_cache_dir", lambda: SimpleNamespace(repos=repositories))
     assert main(["list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["SmolLM2-135M-Instruct", "o/alpha", "o/zeta"]
-    assert lines[2].split()[1:] == ["1.0", "GiB", "/hub/o/zeta"]
+    assert [line.split()[0] for line in lines] == ["model", "SmolLM2-135M-Instruct", "o/alpha", "o/zeta"]
+    assert lines[3].split()[1:] == ["1.0", "GiB", "/hub/o/zeta"]
 
 
 @pytest.fixture

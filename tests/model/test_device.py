@@ -73,7 +73,7 @@ def test_metal_is_told_what_to_wire(restored, monkeypatch):
 
 
 def test_matmul_is_fast_here_and_the_report_says_so():
-    text = report()
+    text = report().text
     speed = re.search(r"^1024³ matmul +(\d+) GFLOP/s \(NumPy: (\d+)\)$", text, re.MULTILINE)
     assert speed
     assert int(speed[1]) >= 100 or int(speed[1]) >= int(speed[2]) / 2
@@ -93,7 +93,7 @@ def test_a_slow_blas_and_a_missing_model_are_warned_of(monkeypatch):
     monkeypatch.setattr("mlx_parallm.model.device.matmul_gflops", lambda: 6.0)
     monkeypatch.setattr("mlx_parallm.model.device.numpy_gflops", lambda: 200.0)
     monkeypatch.setattr("mlx_parallm.model.bundled.PACKAGE", "no_such_package")
-    *facts, blas, model = report().splitlines()
+    *facts, blas, model = report().text.splitlines()
     assert facts[-1].split() == ["bundled", "model", "not", "installed"]
     assert blas.startswith("warning: ")
     assert "libopenblas" in blas

@@ -1,0 +1,122 @@
+"""The commands about this machine: version, doctor, list, pull, completion, and tokenizer save."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+from argparse import Namespace
+from importlib import metadata
+from pathlib import Path
+
+from mlx_parallm import __version__
+from mlx_parallm.cli.parser import AddCommand, subcommands
+from mlx_parallm.cli.table import add_json_argument, show, table
+from mlx_parallm.config import human_bytes
+from mlx_parallm.errors import ModelNotFoundError
+
+_MODEL_COLUMNS = ("model", "size", "where")
+
+
+def add_commands(add: AddCommand) -> None:
+    """Adds the commands, except `completion`, which has to know the parsers of all scripts."""
+    _add(add, "version", "Print the versions to give in a bug report.", version)
+    _add(add, "doctor", "Check the device, the BLAS and its speed.", doctor)
+    _add(add, "list", "List the models on this machine.", list_models)
+    pulling = _add(add, "pull", "Download a model from the hub, so that a server starts with it at once.", pull)
+    pulling.add_argument("model", metavar="HUB_ID", help="The model, such as mlx-community/Qwen3-4B-4bit.")
+    tokenizer = add("tokenizer", "Write the tokenizer of a model for clients that tokenise by themselves.")
+    saving = subcommands(tokenizer)("save", "Write a folder that Transformers reads without a network.")
+    saving.add_argument("output", type=Path, metavar="DIR", help="The folder to write. It must not exist.")
+    saving.add_argument("--model-path", metavar="DIR_OR_HUB_ID", help="The model. Default: the bundled one.")
+    saving.add_argument("--trust-remote-code", action="store_true", help="Run Python code that comes with the model.")
+    saving.set_defaults(run=save_tokenizer)
+
+
+def _add(add: AddCommand, name: str, text: str, run: object) -> argparse.ArgumentParser:
+    parser = add(name, text)
+    add_json_argument(parser)
+    parser.set_defaults(run=run)
+    return parser
+
+
+def version(args: Namespace) -> int:
+    """Prints the versions of this package, MLX, mlx-lm and Python."""
+    packages = {"mlx_parallm": __version__} | {name: metadata.version(name) for name in ("mlx", "mlx-lm")}
+    system = {"python": platform.python_version(), "platform": platform.platform(terse=True)}
+    lines = [f"{name} {number}" for name, number in packages.items()]
+    return show(
+        args, packages | system, lambda: "\n".join([*lines, f"python {system['python']} on {system['platform']}"])
+    )
+
+
+def doctor(args: Namespace) -> int:
+    """Prints a report about this machine. Warnings are part of the report and do not change the exit status."""
+    from mlx_parallm.batch.attention_times import typical_attention
+    from mlx_parallm.model.device import report
+
+    found = report({"attention": typical_attention().text})
+    return show(args, {**found.facts, "warnings": list(found.warnings)}, lambda: found.text)
+
+
+# -- models --------------------------------------------------------------------------------------
+
+
+def list_models(args: Namespace) -> int:
+    """Prints the bundled model and those in the Hugging Face cache, with their sizes on disk."""
+    models = [*_bundled_model(), *_cached_models()]
+    data = [{"model": name, "bytes": size, "where": where} for name, size, where in models]
+    return show(args, data, lambda: _models_text(models))
+
+
+def _models_text(models: list[tuple[str, int, str]]) -> str:
+    if not models:
+        return "no models on this machine; `mlx_parallm pull` downloads one"
+    return table([_MODEL_COLUMNS, *((name, human_bytes(size), where) for name, size, where in models)])
+
+
+def _bundled_model() -> list[tuple[str, int, str]]:
+    from mlx_parallm.model.bundled import BUNDLED_NAME, bundled_path
+
+    try:
+        size = bundled_path().stat().st_size
+    except ModelNotFoundError:  # its package is not installed; the other models are still listed
+        return []
+    return [(BUNDLED_NAME, size, "bundled: served when no --model-path is given")]
+
+
+def _cached_models() -> list[tuple[str, int, str]]:
+    from huggingface_hub import CacheNotFound, scan_cache_dir
+
+    try:
+        repositories = scan_cache_dir().repos
+    except CacheNotFound:  # nothing was ever downloaded
+        return []
+    models = sorted((repo for repo in repositories if repo.repo_type == "model"), key=lambda repo: repo.repo_id)
+    return [(repo.repo_id, repo.size_on_disk, str(repo.repo_path)) for repo in models]
+
+
+def pull(args: Namespace) -> int:
+    """Downloads a model's files that are not in the cache. Loads nothing.
+
+    Raises:
+        ModelNotFoundError: there is no such model, or the hub cannot be reached.
+    """
+    from mlx_parallm.model.loading import find_model
+
+    folder = find_model(args.model)
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    serve = f"serve it with `mlx_parallm serve --model-path {args.model}`"
+    data = {"model": args.model, "bytes": size, "where": str(folder)}
+    return show(args, data, lambda: f"{args.model}: {human_bytes(size)} in {folder}; {serve}")
+
+
+# -- the tokenizer -------------------------------------------------------------------------------
+
+
+def save_tokenizer(args: Namespace) -> int:
+    """Writes the tokenizer of a model into a folder of its own."""
+    from mlx_parallm.model.tokenizer_folder import save_tokenizer as save
+
+    save(args.model_path, args.output, trust_remote_code=args.trust_remote_code)
+    print(f"wrote {args.output}; read it with transformers.AutoTokenizer.from_pretrained({str(args.output)!r})")
+    return 0
