@@ -9,7 +9,7 @@ import pytest
 import yaml
 from docs.pages import PAGES, ROOT, anchors_of, blocks_of, lines_of, links_of, spans_of
 
-from mlx_parallm.cli.main import main_parser, serve_parser, train_parser
+from mlx_parallm.cli.main import main_parser, serve, serve_parser, train_parser
 from mlx_parallm.config import KEYS
 
 MOST_README_BYTES = 8000
