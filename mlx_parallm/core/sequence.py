@@ -47,6 +47,7 @@ class Sequence:
         started_at: when the first unit of work for the sequence was launched; 0.0 before.
         served_at: when it last got a chunk in its turn; before the first chunk, `arrived_at`.
         steps_waited: steps that were launched since its last chunk, while it is being prefilled.
+        key: the name of the API key that asked for it.
         scored: the logprobs of its prompt are wanted, so its chunks keep logits and share no unit with other chunks.
         pooling: how its hidden states are pooled. The vector takes the place of the only token that it could draw.
     """
@@ -59,6 +60,7 @@ class Sequence:
     work_class: WorkClass = WorkClass.INFERENCE
     adapter: AdapterRef = BASE_ADAPTER
     priority: int = 0
+    key: str = ""
     status: SequenceStatus = SequenceStatus.WAITING
     computed: int = 0
     drawn: int = 0

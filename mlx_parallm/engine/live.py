@@ -125,6 +125,7 @@ def live_sequence(
         work_class=request.work_class,
         adapter=request.adapter,
         priority=request.priority,
+        key=request.key,
         scored=scored,
         pooling=request.pooling,
         prompt_logprobs=request.prompt_logprobs or 0,

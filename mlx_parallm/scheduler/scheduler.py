@@ -9,7 +9,8 @@ about `DecodeGap.chunk_s` seconds at most; the prompt with the least left goes f
 Prompts whose hidden states are pooled get a smaller share of the time beside decode rows (`PoolingShare`).
 Between two forward units, staging, which copies adapters into the bank, gets a share of the time, and a training unit
 runs when its share of time is due. Both use all the time that no row can use. Rollouts yield to live requests: they get
-their share of a unit's decode rows, their prompts come last, and their rows are preempted first.
+their share of a unit's decode rows, their prompts come last, and their rows are preempted first. Within a class and a
+priority, API keys get rows in turns, by their tokens (`fairness`). A key that holds none gets its first row at once.
 
 Invariants:
 - Units cannot be interrupted. Therefore all that delays the rows of a step, which is the work before it and the chunks
@@ -27,7 +28,9 @@ from dataclasses import dataclass, field
 
 from mlx_parallm.core import DeviceSchedule, Sequence, SequenceStatus, WorkClass
 from mlx_parallm.scheduler.beside import WorkBesideRequests
-from mlx_parallm.scheduler.cost import Chunk, CostModel
+from mlx_parallm.scheduler.cost import CostModel
+from mlx_parallm.scheduler.fairness import TokenShares
+from mlx_parallm.scheduler.order import PromptOrder
 from mlx_parallm.scheduler.prefill import (
     EVEN,
     LATE,
@@ -38,8 +41,8 @@ from mlx_parallm.scheduler.prefill import (
     overdue,
 )
 from mlx_parallm.scheduler.sequences import (
+    Lane,
     PromptKind,
-    Urgency,
     WaitingQueue,
     advance,
     check_rows,
@@ -57,10 +60,6 @@ from mlx_parallm.scheduler.units import (
     UnlimitedMemory,
     forward_unit,
 )
-
-_WAIT_CREDIT = 10.0
-"""Seconds of remaining prefill that one second of waiting outweighs. A chunk served in turn restarts the wait, so a
-long prompt beside a stream of short ones gets a chunk now and then, and not all the time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +90,9 @@ class RLAwareScheduler:
         self.preemptions = 0
         self.paused = False
         self._memory = memory or UnlimitedMemory()
-        self._waiting = WaitingQueue(self._rank)
+        self._shares = TokenShares()
+        self._order = PromptOrder(cost, self._memory, self._shares)
+        self._waiting = WaitingQueue(self._order.rank, self._shares)
         self._rows: list[Sequence] = []  # in order of admission: the last one is the youngest
         self._packer = ChunkPacker(cost, config.max_batched_tokens)
         self._pooling = PoolingShare()
@@ -125,6 +126,8 @@ class RLAwareScheduler:
             self._waiting.remove(sequence)
         else:
             self._free_row(sequence)
+        if not self._rows and not len(self._waiting):
+            self._shares.reset()
 
     def preempt(self, sequence: Sequence) -> None:
         """Takes a live sequence's row away. It waits again, keeps its age, and is computed from its start."""
@@ -135,10 +138,12 @@ class RLAwareScheduler:
 
     def _free_row(self, sequence: Sequence) -> None:
         self._rows.remove(sequence)
+        self._shares.release(sequence)
         self._memory.close(sequence)
 
     def admit(self) -> None:
-        """Gives rows to waiting sequences, best first, until rows or memory run out.
+        """Gives rows to waiting sequences, best first, until rows or memory run out. Then other keys give way to a key
+        that holds no row.
 
         After a preemption nothing is admitted until a sequence ends. Otherwise the memory taken from a row would be
         given back to the same sequence, and its prompt would be computed again and again. Work classes that already
@@ -146,34 +151,49 @@ class RLAwareScheduler:
         is pooled, `MOST_POOLED` of these.
         """
         shares, most = self.schedule.row_shares, self.config.max_rows
-        if self._frozen or (self._memory_is_short and self._rows) or len(self._rows) >= most:
+        if self._frozen or (self._memory_is_short and self._rows):
             return
         lanes = [lane for lane in self._waiting.lanes() if self._memory.ready(lane.adapter)]
         if not lanes:
             return
-        held = Counter(row.work_class for row in self._rows)
         in_prefill = Counter(map(prompt_kind, prefilling(self._rows)))
         pooled = sum(row.pooling is not None for row in self._rows)
         most_pooled = MOST_POOLED_BESIDE_ROWS if decoding(self._rows, shares) else MOST_POOLED
-        while len(self._rows) < most:
-            over_share = [each for each in WorkClass if held[each] >= shares[each] * most]
-            lanes = [lane for lane in lanes if in_prefill[lane.kind] < MOST_IN_PREFILL[lane.kind]]
+        while True:
+            over_share = [each for each in WorkClass if self._shares.rows[each,] >= shares[each] * most]
+            lanes = [lane for lane in lanes if in_prefill[lane.kind] < self._most_in_prefill(lane)]
             lanes = [lane for lane in lanes if not lane.pools or pooled < most_pooled]
             best = self._waiting.best(lanes, over_share)
-            if best is None or not self._open(best):
+            if best is None or not self._open_at_once(best):
                 return
-            held[best.work_class] += 1
             in_prefill[prompt_kind(best)] += best.status is SequenceStatus.PREFILLING
             pooled += best.pooling is not None
 
+    def _most_in_prefill(self, lane: Lane) -> float:
+        """How many prompts of its kind may be in prefill when one of this lane begins. They are more for the first row
+        of a key, so that the prompts of others do not keep it waiting."""
+        first = not self._shares.rows[lane.work_class, lane.key] and lane.kind is not PromptKind.SCORED
+        return MOST_IN_PREFILL[lane.kind] * (2 if first else 1)
+
+    def _open_at_once(self, sequence: Sequence) -> bool:
+        """Gives a row to a waiting sequence; if there is none left, other keys give way, if its key holds none. Returns
+        False if it gets none."""
+        while not self._open(sequence):
+            row = self._shares.row_to_yield(self._rows, sequence)
+            if row is None:
+                return False
+            self.preempt(row)
+        return True
+
     def _open(self, sequence: Sequence) -> bool:
-        """Gives a row to a waiting sequence. Returns False if memory runs out."""
-        if not self._memory.open(sequence):
+        """Gives a row to a waiting sequence. Returns False if all rows are held, or memory runs out."""
+        if len(self._rows) >= self.config.max_rows or not self._memory.open(sequence):
             return False
         sequence.steps_waited = 0
         advance(sequence, 0)
         self._waiting.remove(sequence)
         self._rows.append(sequence)
+        self._shares.hold(sequence)
         return True
 
     # -- the next unit ---------------------------------------------------------------------------
@@ -233,7 +253,7 @@ class RLAwareScheduler:
         prompts that are overdue.
         """
         prompts = prefilling(self._rows)
-        prompts.sort(key=lambda s: (s.work_class is WorkClass.TRAINING, self._urgency(s, s.computed)))
+        prompts.sort(key=self._order.in_prefill)
         ready = [prompt for prompt in prompts if prompt not in followers]
         if not rows_wait:
             return self._packer.pack(ready, [], self.gap.chunk_s - self.cost.seconds(), at_least_one=True)
@@ -256,6 +276,7 @@ class RLAwareScheduler:
             sequence.drawn += 1
         for span in unit.spans:
             span.sequence.started_at = span.sequence.started_at or now
+            self._shares.charge(span.sequence, span.tokens)
             advance(span.sequence, span.tokens)
         if unit.decodes:
             for prompt in prefilling(self._rows):
@@ -299,19 +320,6 @@ class RLAwareScheduler:
         """Raises AssertionError if the queue, the rows and the sequences' states disagree."""
         self._waiting.check_integrity()
         check_rows(self._rows)
+        self._shares.check_integrity(self._rows)
         assert len(self._rows) <= self.config.max_rows
         assert not set(self._rows) & set(self._waiting)
-
-    def _rank(self, sequence: Sequence) -> tuple[PromptKind, Urgency]:
-        """The place of a waiting sequence in the queue. It depends on what is left to compute, not on the length."""
-        cached = self._memory.cached(sequence)
-        return prompt_kind(sequence, cached), self._urgency(sequence, cached)
-
-    def _urgency(self, sequence: Sequence, computed: int) -> Urgency:
-        """Orders prompts: by priority, then by seconds of prefill left, minus a credit for the time waited.
-
-        Instead of subtracting the time waited, which changes all the time, it adds the time since which the sequence
-        waits. The order is the same, because all sequences age at the same rate.
-        """
-        left = self.cost.chunk_seconds(Chunk(sequence.length - computed, computed))
-        return (sequence.priority, left + _WAIT_CREDIT * sequence.served_at)

@@ -1,7 +1,8 @@
 """The scheduler's sequences: those that wait for a row, in the order of admission, and those that hold one.
 
-A lane of the waiting queue holds the prompt groups of one work class, one adapter and one kind of prompt, and either
-those that are pooled or the others, most urgent first. A group is ranked once, by insertion, when it enters its lane.
+A lane of the waiting queue holds the prompt groups of one work class, one API key, one adapter and one kind of prompt,
+and either those that are pooled or the others, most urgent first. A group is ranked once, by insertion, when it enters
+its lane.
 Waiting makes all ranks better at the same rate, so their order does not change with time. Whether a class is over its
 share of rows, whether an adapter is in the bank, and whether another prompt of a kind may be prefilled, is checked per
 lane and not per sequence.
@@ -22,6 +23,7 @@ from itertools import count
 from typing import NamedTuple
 
 from mlx_parallm.core import AdapterRef, PromptGroup, Sequence, SequenceStatus, WorkClass
+from mlx_parallm.scheduler.fairness import TokenShares
 
 # ---- kinds of prompts --------------------------------------------------------------------------
 
@@ -58,6 +60,7 @@ class Lane(NamedTuple):
     """What all sequences of one lane have in common. `pools`: they have a `pooling`."""
 
     work_class: WorkClass
+    key: str
     adapter: AdapterRef
     kind: PromptKind
     pools: bool = False
@@ -71,15 +74,25 @@ class _Entry(NamedTuple):
     group: PromptGroup
 
 
+class _Head(NamedTuple):
+    """The first group of a lane. `tier`: whether its class is over its share, and its priority."""
+
+    tier: tuple[bool, int]
+    lane: Lane
+    entry: _Entry
+
+
 class WaitingQueue:
     """Sequences without a row. Adding and removing one takes few comparisons: logarithmic in the length of its lane.
 
     Args:
         rank: the kind of a sequence's prompt, and its urgency; called once each time that a group enters a lane.
+        shares: what keys and adapters have got.
     """
 
-    def __init__(self, rank: Callable[[Sequence], tuple[PromptKind, Urgency]]) -> None:
+    def __init__(self, rank: Callable[[Sequence], tuple[PromptKind, Urgency]], shares: TokenShares) -> None:
         self._rank = rank
+        self._shares = shares
         self._order = count()
         self._waiting: Counter[PromptGroup] = Counter()  # sequences that wait
         self._lanes: dict[Lane, list[_Entry]] = {}
@@ -122,7 +135,7 @@ class WaitingQueue:
         for group in list(self._blocked):
             if first := _first(group):
                 kind, urgency = self._rank(first)
-                lane = Lane(first.work_class, first.adapter, kind, first.pooling is not None)
+                lane = Lane(first.work_class, first.key, first.adapter, kind, first.pooling is not None)
                 entry = _Entry(urgency, next(self._order), group)
                 insort(self._lanes.setdefault(lane, []), entry)
                 self._places[group] = (lane, entry)
@@ -132,15 +145,31 @@ class WaitingQueue:
     def best(self, lanes: Iterable[Lane], over_share: Container[WorkClass]) -> Sequence | None:
         """The next sequence to admit from these lanes, or None.
 
-        Classes that are not `over_share` come first, then the most urgent sequence.
+        Classes that are not `over_share` come first, then the best priority. Of each class, it is the turn of the key
+        that is behind, then of that key's adapter that is behind, then of the most urgent sequence.
         """
-        heads = []
+        heads: list[_Head] = []
         for lane in lanes:
             while (entries := self._lanes.get(lane)) and _first(entries[0].group) is None:
                 self._block(entries[0].group)
             if entries:
-                heads.append((lane.work_class in over_share, entries[0]))
-        return _first(min(heads)[1].group) if heads else None
+                heads.append(_Head((lane.work_class in over_share, entries[0].urgency[0]), lane, entries[0]))
+        if not heads:
+            return None
+        best = min(head.tier for head in heads)
+        in_turn = self._in_turn([head for head in heads if head.tier == best])
+        return _first(min(head.entry for head in in_turn).group)
+
+    def _in_turn(self, heads: list[_Head]) -> list[_Head]:
+        """Those of the heads that belong to the adapters whose turn it is, of each class."""
+        turn: list[_Head] = []
+        for work_class in {head.lane.work_class for head in heads}:
+            own = [head for head in heads if head.lane.work_class is work_class]
+            keys = self._shares.behind(own, lambda head: head.lane[:2])
+            for key in {head.lane.key for head in keys}:
+                of_key = [head for head in keys if head.lane.key == key]
+                turn += self._shares.behind(of_key, lambda head: (*head.lane[:2], head.lane.adapter.name))
+        return turn
 
     def _block(self, group: PromptGroup) -> None:
         self._blocked[group] = None

@@ -147,7 +147,7 @@ class GenerationResponse(Response):
         record.account = account = services.accounts.of(key_of(scope))
         async with AsyncExitStack() as held:
             held.enter_context(account.request())
-            held.enter_context(services.gate.reserve(sequences))
+            held.enter_context(services.gate.reserve(sequences, account.queue_name))
             model = await held.enter_async_context(services.models.use(base))
             name = await services.adapter_name(selector)
             with adapter_named_by(selector.param, name):

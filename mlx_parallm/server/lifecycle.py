@@ -6,6 +6,7 @@ serving → draining (requests under way may finish) → expired (they are ended
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
@@ -19,6 +20,8 @@ from mlx_parallm.server.errors import DrainingError
 
 T = TypeVar("T")
 
+PLACES_FOR_EACH_FREE = 4
+"""How many places in the queue one key may hold for each that is free: a key alone holds at most four fifths."""
 _SLEEP_CHECK_S = 0.05
 
 
@@ -67,26 +70,46 @@ class SequenceGate:
     last byte of its answer. Used on the event loop's thread only, so that no other request comes between the check and
     the count.
 
+    One of several keys holds at most `PLACES_FOR_EACH_FREE` places for each that is free. So however many of them flood
+    the server, some places are left for the next one. (These are the dynamic thresholds of Choudhury and Hahne, 1998.)
+
     Invariant: 0 <= held <= limit.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.held = 0
+        self._of_keys: Counter[str] = Counter()
 
     @contextmanager
-    def reserve(self, sequences: int) -> Iterator[None]:
-        """Holds `sequences` places while the block runs. Raises OverloadedError if fewer are free."""
-        if self.held + sequences > self.limit:
+    def reserve(self, sequences: int, key: str | None = None) -> Iterator[None]:
+        """Holds `sequences` places while the block runs.
+
+        Args:
+            key: the name of the key whose places they are; None if there are no other keys.
+
+        Raises:
+            OverloadedError: fewer are free, or the key would hold too many of them.
+        """
+        free = self.limit - self.held - sequences
+        if free < 0:
             raise OverloadedError(
                 f"The queue is full: {self.held} of {self.limit} sequences are held and this request needs "
                 f"{sequences}. Try again shortly."
             )
+        if key is not None and self._of_keys[key] + sequences > PLACES_FOR_EACH_FREE * free:
+            raise OverloadedError(
+                f"This key holds {self._of_keys[key]} of {self.limit} places in the queue, and the others are kept for "
+                "other keys. Try again shortly."
+            )
         self.held += sequences
+        self._of_keys[key or ""] += sequences
         try:
             yield
         finally:
             self.held -= sequences
+            self._of_keys[key or ""] -= sequences
+            self._of_keys = +self._of_keys  # drops those that hold none
 
 
 class SleepSwitch:

@@ -82,7 +82,7 @@ ENGINE_GAUGES: Table[EngineStats] = {
 }
 ENGINE_COUNTERS: Table[EngineStats] = {
     "num_preemptions": (
-        "Rows recomputed because KV memory ran out or a unit of device work failed.",
+        "Rows recomputed because KV memory ran out, a unit of device work failed, or a key had no row.",
         lambda stats: stats.preemptions_total,
     ),
     "prefix_cache_queries": (

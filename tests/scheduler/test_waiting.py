@@ -9,7 +9,7 @@ from driver import Driver
 
 from mlx_parallm.core import AdapterRef, PromptGroup, Sequence, SequenceStatus, WorkClass
 from mlx_parallm.scheduler.cost import CostModel
-from mlx_parallm.scheduler.scheduler import RLAwareScheduler
+from mlx_parallm.scheduler.order import PromptOrder
 from mlx_parallm.scheduler.sequences import WaitingQueue
 
 LIVE, ROLLOUT = WorkClass.INFERENCE, WorkClass.TRAINING
@@ -30,7 +30,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         monkeypatch.setattr(owner, name, count)
 
-    counted(RLAwareScheduler, "_urgency")
+    counted(PromptOrder, "urgency")
     counted(WaitingQueue, "best")
     counted(CostModel, "chunk_seconds")
     return counts
@@ -61,7 +61,7 @@ def test_a_pass_of_admission_costs_the_same_however_many_wait(work: Counter[str]
         assert len(driver.scheduler.live) == 64
         costs.append(work.copy())
     assert costs[0] == costs[1]
-    assert costs[1]["_urgency"] == costs[1]["chunk_seconds"] == 0, "ranks are kept"
+    assert costs[1]["urgency"] == costs[1]["chunk_seconds"] == 0, "ranks are kept"
     assert costs[1]["best"] == 10
 
 
@@ -70,7 +70,7 @@ def test_a_sequence_is_ranked_once_while_it_waits(work: Counter[str]) -> None:
     work.clear()
     for _ in range(20):
         driver.scheduler.admit()
-    assert work["_urgency"] == 1000
+    assert work["urgency"] == 1000
 
 
 def test_a_group_is_ranked_as_one(work: Counter[str]) -> None:
@@ -81,7 +81,7 @@ def test_a_group_is_ranked_as_one(work: Counter[str]) -> None:
         driver.add(200, group=group)
     for _ in range(20):
         driver.scheduler.admit()
-    assert work["_urgency"] == 1
+    assert work["urgency"] == 1
 
 
 def test_aborting_thousands_ranks_none_of_them(work: Counter[str]) -> None:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from mlx_parallm.errors import OverloadedError
-from mlx_parallm.server.access.keys import KeyRing, NamedKey
+from mlx_parallm.server.access.keys import ANYONE, API_KEY, KeyRing, NamedKey
 
 Clock = Callable[[], float]
 _MINUTE_S = 60.0
@@ -90,6 +90,11 @@ class Account:
     def _bucket(self, kind: str, limit: int) -> Bucket:
         before = self._buckets.get(kind)
         return before if before is not None and before.per_minute == limit else Bucket(limit, self.clock)
+
+    @property
+    def queue_name(self) -> str | None:
+        """The name under which the queue counts its places; None for the key of a server that may have only one."""
+        return None if self.key.name in (ANYONE.name, API_KEY) else self.key.name
 
     @contextmanager
     def request(self) -> Iterator[None]:

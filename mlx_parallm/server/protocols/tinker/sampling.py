@@ -76,7 +76,7 @@ def _start(
     tinker.futures.check_room(read.nbytes)
     with ExitStack() as opened:
         opened.enter_context(account.request())
-        opened.enter_context(services.gate.reserve(services.check_sequences(1, body.num_samples)))
+        opened.enter_context(services.gate.reserve(services.check_sequences(1, body.num_samples), account.queue_name))
         version = opened.enter_context(services.adapters.lease(tinker.selector_of(sampler)))
         request = as_of(account.key, generation_request(body, services.first.card, version))
         owner = sampler.sampler_id.partition(":")[0]

@@ -1,0 +1,176 @@
+"""The limits and the usage of each key."""
+
+import asyncio
+
+import pytest
+from server.keys import key_file
+
+from mlx_parallm.errors import OverloadedError
+from mlx_parallm.server.access.accounts import Accounts
+from mlx_parallm.server.access.keys import KeyRing, new_key, write_keys
+from mlx_parallm.server.access.roles import Role
+from mlx_parallm.server.lifecycle import SequenceGate
+
+BODY = {"prompt": "abcde", "max_tokens": 3}
+
+
+@pytest.fixture
+def clock():
+    class Clock:
+        now = 0.0
+
+        def __call__(self):
+            return self.now
+
+    return Clock()
+
+
+@pytest.fixture
+def account(tmp_path, clock):
+    """`account(**limits)` → the account of a key with these limits."""
+
+    def make(**limits):
+        key, _ = new_key("app", Role.INFERENCE, **limits)
+        write_keys(tmp_path / "keys.json", [key])
+        return Accounts(KeyRing(file=tmp_path / "keys.json"), clock).of(key)
+
+    return make
+
+
+def begin(account):
+    with account.request():
+        pass
+
+
+def test_requests_per_minute(account, clock):
+    app = account(requests_per_minute=6)
+    for _ in range(6):
+        begin(app)
+    with pytest.raises(OverloadedError, match="6 requests a minute; try again in 10 s") as raised:
+        begin(app)
+    assert raised.value.retry_after_s == 10
+    clock.now = 10.0
+    begin(app)
+    clock.now = 1000.0
+    assert app.headers() == {
+        "x-ratelimit-limit-requests": "6",
+        "x-ratelimit-remaining-requests": "6",
+        "x-ratelimit-reset-requests": "0.000s",
+    }
+    assert (app.requests, app.refused) == (7, 1)
+
+
+def test_tokens_per_minute_may_be_owed_and_are_then_waited_for(account, clock):
+    app = account(tokens_per_minute=60)
+    app.add_prompt(50)
+    begin(app)
+    app.add_completion(30)
+    assert app.headers()["x-ratelimit-remaining-tokens"] == "0"
+    assert app.headers()["x-ratelimit-reset-tokens"] == "80.000s"
+    with pytest.raises(OverloadedError, match="60 tokens a minute; try again in 21 s"):
+        begin(app)
+    clock.now = 21.0
+    begin(app)
+
+
+def test_a_new_limit_applies_and_an_old_one_keeps_its_level(account):
+    app = account(requests_per_minute=2, tokens_per_minute=100)
+    begin(app)
+    begin(app)
+    app.add_prompt(40)
+    app.set_limits(app.key.model_copy(update={"requests_per_minute": 5}))
+    begin(app)
+    assert app.headers()["x-ratelimit-remaining-tokens"] == "60"
+    app.set_limits(app.key.model_copy(update={"requests_per_minute": None, "tokens_per_minute": None}))
+    assert app.headers() == {}
+
+
+async def test_headers_and_refusals_over_http(make_client, tmp_path, fault, metric):
+    limits = {"requests_per_minute": 2, "tokens_per_minute": 1000}
+    file, sent = key_file(tmp_path, app=("inference", limits), other="inference", boss="admin")
+    client = make_client(keys_file=file)
+    answer = await client.post("/v1/completions", json=BODY, headers=sent["app"])
+    assert answer.headers["x-ratelimit-limit-requests"] == "2"
+    assert answer.headers["x-ratelimit-remaining-requests"] == "1"
+    assert answer.headers["x-ratelimit-limit-tokens"] == "1000"
+    assert answer.headers["x-ratelimit-remaining-tokens"] == "992"
+    await client.post("/v1/completions", json={**BODY, "stream": True}, headers=sent["app"])
+    refused = await client.post("/v1/completions", json=BODY, headers=sent["app"])
+    assert (refused.status_code, fault(refused)["code"]) == (429, "rate_limit_exceeded")
+    assert fault(refused)["type"] == "rate_limit_error"
+    assert 1 <= int(refused.headers["retry-after"]) <= 30
+    assert refused.headers["x-ratelimit-remaining-requests"] == "0"
+    assert refused.headers["x-ratelimit-reset-requests"].endswith("s")
+    answer = await client.post("/v1/completions", json=BODY, headers=sent["other"])
+    assert answer.status_code == 200
+    assert not [name for name in answer.headers if name.startswith("x-ratelimit")]
+    assert (await client.get("/v1/models", headers=sent["app"])).status_code == 200, "only answers are limited"
+    text = (await client.get("/metrics", headers=sent["boss"])).text
+    assert 'mlx_parallm_key_requests_total{key="app"} 2.0' in text
+    assert 'mlx_parallm_key_requests_refused_total{key="app"} 1.0' in text
+    assert 'mlx_parallm_key_prompt_tokens_total{key="app"} 10.0' in text
+    assert 'mlx_parallm_key_generation_tokens_total{key="app"} 6.0' in text
+
+
+async def test_requests_under_way_at_a_time(make_client, tmp_path, fault, engine):
+    file, sent = key_file(tmp_path, app=("inference", {"max_concurrent": 1}))
+    client = make_client(keys_file=file)
+    engine.pause_before = 1
+    first = asyncio.create_task(client.post("/v1/completions", json=BODY, headers=sent["app"]))
+    await engine.paused.wait()
+    refused = await client.post("/v1/completions", json=BODY, headers=sent["app"])
+    assert refused.status_code == 429
+    assert refused.headers["retry-after"] == "1"
+    assert "1 requests under way" in fault(refused)["message"]
+    engine.go_on.set()
+    assert (await first).status_code == 200
+    assert (await client.post("/v1/completions", json=BODY, headers=sent["app"])).status_code == 200
+
+
+async def test_usage_is_ones_own_or_an_admins_to_read(make_client, tmp_path, engine):
+    file, sent = key_file(tmp_path, app="inference", other="train", boss="admin")
+    client = make_client(keys_file=file)
+    engine.cached_tokens = 2
+    for name in ("app", "app", "other"):
+        await client.post("/v1/completions", json=BODY, headers=sent[name])
+    (own,) = (await client.get("/v1/usage", headers=sent["app"])).json()["data"]
+    assert (own["key"], own["role"], own["requests"], own["running"], own["refused"]) == ("app", "inference", 2, 0, 0)
+    assert (own["prompt_tokens"], own["cached_tokens"], own["completion_tokens"]) == (10, 4, 6)
+    every = (await client.get("/v1/usage", headers=sent["boss"])).json()["data"]
+    assert [each["key"] for each in every] == ["app", "other"]
+
+
+async def test_the_series_of_a_removed_key_go(make_client, tmp_path):
+    file, sent = key_file(tmp_path, gone="inference", boss="admin")
+    client = make_client(keys_file=file)
+    await client.post("/v1/completions", json=BODY, headers=sent["gone"])
+    assert 'key="gone"' in (await client.get("/metrics", headers=sent["boss"])).text
+    from mlx_parallm.server.access.keys import read_keys
+
+    write_keys(file, [key for key in read_keys(file) if key.name != "gone"])
+    assert 'key="gone"' not in (await client.get("/metrics", headers=sent["boss"])).text
+
+
+def test_keys_that_flood_the_queue_leave_places_for_the_next():
+    gate = SequenceGate(640)
+    held = []
+
+    def fill(key):
+        before = gate.held
+        try:
+            while True:
+                place = gate.reserve(1, key)
+                place.__enter__()
+                held.append(place)
+        except OverloadedError:
+            return gate.held - before
+
+    assert fill("one") >= 500
+    assert fill("two") > 50
+    for number in range(3):
+        assert fill(f"key-{number}") > 0
+    for place in held:
+        place.__exit__(None, None, None)
+    assert gate.held == 0
+    with gate.reserve(640):
+        assert gate.held == gate.limit, "the one key of a server may hold all"
