@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from mlx_parallm import BLAS, __version__
-from mlx_parallm.config import Config, ServerConfig, human_bytes, is_loopback
+from mlx_parallm.config import Config, GenerationConfig, ServerConfig, human_bytes, is_loopback
+from mlx_parallm.core import ModelCard
 
 if TYPE_CHECKING:  # `cli` imports this module, and must not import MLX with it
     from mlx_parallm.adapters.checkpoints.runs import Run
@@ -38,6 +39,7 @@ def render(served: Served, config: Config, port: int) -> str:
         "model": f"{card.name}, {card.parameters / 1e6:,.0f}M parameters",
         "weights": f"{card.dtype}, quantization {card.quantization}",
         "context": f"{card.context_length:,} tokens",
+        "defaults": _defaults(card, server),
         "adapters": f"{live} ({config.adapters.max_loras} slots, rank up to {config.adapters.max_lora_rank})",
         "checkpoints": checkpoints_text(served.run),
         "memory": f"weights {human_bytes(card.weight_bytes)}, KV cache up to {human_bytes(kv_bytes)}",
@@ -80,6 +82,14 @@ def checkpoints_text(run: Run | None) -> str:
 def _access(server: ServerConfig) -> str:
     reach = "this machine only" if is_loopback(server.host) else f"beyond this machine (bound to {server.host})"
     return f"{reach}, {'API key required' if server.api_key else 'no API key'}"
+
+
+def _defaults(card: ModelCard, server: ServerConfig) -> str:
+    """What sampling fields are that a request leaves out."""
+    if server.generation_config is GenerationConfig.NONE or not card.generation_defaults:
+        return "temperature 1, no filters, no penalties"
+    given = ", ".join(f"{name} {value:g}" for name, value in card.generation_defaults.items())
+    return f"{given} (from the model; --generation-config none for OpenAI's)"
 
 
 def _curl(server: ServerConfig, url: str) -> str:

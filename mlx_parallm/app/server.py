@@ -19,6 +19,7 @@ from mlx_parallm.config import Config, LoRAConfig, RLConfig, configure
 from mlx_parallm.rl.atropos.source import AtroposSource
 from mlx_parallm.rl.environments import Environment
 from mlx_parallm.rl.tracking.tracking import Tracking
+from mlx_parallm.server.api.chat.template import read_templates
 from mlx_parallm.server.app import create_app, serve
 from mlx_parallm.server.http import request_log
 from mlx_parallm.server.one_model import OneModel
@@ -87,13 +88,14 @@ class IntegratedServer:
         server = self._config.server
         server = server.model_copy(update={"host": host or server.host, "port": server.port if port is None else port})
         config = self._config.model_copy(update={"server": server})
+        templates = read_templates(server.chat_template_dir)
         try:
             served = await self._load()
             app = create_app(
                 served.engine,
                 served.adapters,
                 served.training.service if served.training else None,
-                OneModel(served.tokenizer, served.card),
+                OneModel(served.tokenizer, served.card, templates),
                 server,
                 registration(config, served, step=0) if server.atropos_api else None,
                 served.training.policies if served.training else None,

@@ -1,4 +1,4 @@
-"""Stages of sampling that change a batch's logits: penalties, bias and end-token bans, and grammar masks."""
+"""Stages of sampling that change a batch's logits: penalties, bias and end-token bans."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_parallm.batch.rowwise import RowSubset
-from mlx_parallm.core import GrammarState, SamplingParams
+from mlx_parallm.core import SamplingParams
 
 # ---- penalties ---------------------------------------------------------------------------------
 
@@ -146,34 +146,3 @@ class LogitEdits:
         if not live.any():
             return logits
         return logits.at[self._mx_rows, self._tokens].add(mx.array(np.where(live, self._values, np.float32(0))))
-
-
-# ---- grammars ----------------------------------------------------------------------------------
-
-_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-_BIAS_OF_BYTE = np.where(_BITS, 0, -np.inf).astype(np.float32)
-"""[256, 8]: the bias of eight tokens for each value of a mask's byte, 0 for a set bit and -inf for a clear one."""
-
-
-class TokenMasks:
-    """Grammar masks of a batch, computed on the host for every token.
-
-    Args:
-        states: of the rows with grammars. Each must have accepted every token of its row before `apply`.
-        chosen: the numbers of these rows in the batch, ascending.
-        rows: the number of rows in the batch.
-    """
-
-    def __init__(self, states: Sequence[GrammarState], chosen: Sequence[int], rows: int, vocab_size: int) -> None:
-        self._states = states
-        self._rows = RowSubset.of(chosen, rows)
-        self._vocab_size = vocab_size
-        self._bias_of_byte = mx.array(_BIAS_OF_BYTE)
-
-    def apply(self, logits: mx.array) -> mx.array:
-        """fp32 [R, V] → fp32 [R, V], -inf for tokens that the grammar does not allow."""
-        words = np.zeros((len(self._states), -(-self._vocab_size // 32)), "<u4")
-        for state, mask in zip(self._states, words, strict=True):
-            state.fill(mask.data)
-        bias = self._bias_of_byte[mx.array(words.view(np.uint8))].flatten(1)[:, : self._vocab_size]
-        return self._rows.put(self._rows.take(logits) + bias, logits)

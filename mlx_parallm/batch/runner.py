@@ -64,8 +64,9 @@ class Pending:
 
     @property
     def needs_previous_tokens(self) -> bool:
-        """Whether the tokens of the pass before must be read back before `draw`, because a row has a grammar."""
-        return self.plan is not None and self.plan.masks is not None
+        """Whether the tokens of the pass before must be read back before `draw`, because a row has a grammar, for
+        example."""
+        return self.plan is not None and self.plan.needs_previous_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,39 +1,32 @@
 """Draws one token for every row of a batch in one vectorised pass, with each row's own options.
 
-    raw logits ─ penalties ─ logit_bias, min_tokens ─ grammar ─┬─ argmax ──────────────────────────────┬─ tokens
-                                                               └─ temperature ─ filters ─ inverse CDF ─┘
+    raw logits ─ penalties ─ logit_bias, min_tokens ─ allowed tokens, grammar, bad words ─┐
+               ┌──────────────────────────────────────────────────────────────────────────┘
+               ├─ argmax ──────────────────────────────┬─ tokens
+               └─ temperature ─ filters ─ inverse CDF ─┘
     raw logits, or the processed ones that a row draws from ─ logprobs, top logprobs
 
 `plan_sampling` reads the options once per batch composition, and leaves out the stages that no row uses. `sample` only
 builds a lazy graph: it evaluates nothing and reads nothing back, so the next forward pass can be launched before the
-tokens of this one are known. The exception is a row with a grammar, whose mask depends on the token before.
+tokens of this one are known. The exceptions are rows with a grammar or with bad words of several tokens: what they may
+draw depends on the token before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
 from mlx_parallm.batch.filters import Filters
-from mlx_parallm.batch.logit_stages import LogitEdit, LogitEdits, Penalties, TokenCounts, TokenMasks, has_penalties
-from mlx_parallm.batch.rowwise import (
-    RowSubset,
-    draw,
-    exp,
-    log_normaliser,
-    streams,
-    token_logprobs,
-    top_logprobs,
-    uniforms,
-)
+from mlx_parallm.batch.logit_stages import LogitEdit, LogitEdits, Penalties, TokenCounts, has_penalties
+from mlx_parallm.batch.reported_logprobs import COLDEST, ReportedLogprobs
+from mlx_parallm.batch.rowwise import RowSubset, draw, exp, streams, uniforms
+from mlx_parallm.batch.token_bans import AllowedTokens, BadWordBans, BadWords, TokenMasks
 from mlx_parallm.core import GrammarState, SamplingParams
-
-COLDEST = 1e-5
-"""Temperatures below this are greedy (vLLM's limit)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +39,7 @@ class RowSampling:
         sampling_logprobs: return the logprobs of the distribution that draws the tokens.
         counts: exists if `has_penalties(params)`. `sample` adds the tokens that it draws.
         grammar: its state, which accepts each token after the token has been read back.
+        bad_words: what it must not write, and its tokens that have been read back.
     """
 
     params: SamplingParams
@@ -54,6 +48,7 @@ class RowSampling:
     sampling_logprobs: bool = False
     counts: TokenCounts | None = None
     grammar: GrammarState | None = None
+    bad_words: BadWords | None = None
 
     @property
     def is_greedy(self) -> bool:
@@ -77,33 +72,23 @@ class DrawnRows:
 
 
 @dataclass(frozen=True, slots=True)
-class ProcessedRows:
-    """The P rows of a batch whose logprobs are of the distribution that draws their tokens.
-
-    `temperature`: fp32 [P, 1], 1 in greedy rows. `filters`: None if none of them filters.
-    """
-
-    rows: RowSubset
-    temperature: mx.array
-    filters: Filters | None
-
-
-@dataclass(frozen=True, slots=True)
 class SamplingPlan:
-    """The stages of one batch composition; None for a stage that no row uses. Valid until a row joins or leaves.
-
-    With `masks`, tokens can be drawn only after those of the pass before have been read back.
-    """
+    """The stages of one batch composition; None for a stage that no row uses. Valid until a row joins or leaves."""
 
     rows: int
     penalties: Penalties | None
     edits: LogitEdits | None
+    allowed: AllowedTokens | None
     masks: TokenMasks | None
+    bad_words: BadWordBans | None
     drawn: DrawnRows | None
     sampling_logprobs: bool
-    logprobs: RowSubset | None
-    processed: ProcessedRows | None
-    any_top: bool
+    logprobs: ReportedLogprobs | None
+
+    @property
+    def needs_previous_tokens(self) -> bool:
+        """Whether tokens can be drawn only after those of the pass before have been read back."""
+        return self.masks is not None or (self.bad_words is not None and self.bad_words.needs_previous_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,17 +119,16 @@ class Sampled:
 
 def plan_sampling(rows: Sequence[RowSampling], vocab_size: int) -> SamplingPlan:
     """The stages that these rows need. The rows are in the order of the logits' rows."""
-    with_logprobs = [i for i, row in enumerate(rows) if row.params.top_logprobs is not None]
     return SamplingPlan(
         rows=len(rows),
         penalties=_plan_penalties(rows),
         edits=_plan_edits(rows),
+        allowed=AllowedTokens.of([row.params.allowed_tokens for row in rows], vocab_size),
         masks=_plan_masks(rows, vocab_size),
+        bad_words=BadWordBans.of([row.bad_words for row in rows]),
         drawn=_plan_drawn(rows, vocab_size),
         sampling_logprobs=any(row.sampling_logprobs for row in rows),
-        logprobs=RowSubset.of(with_logprobs, len(rows)) if with_logprobs else None,
-        processed=_plan_processed(rows, vocab_size),
-        any_top=any(row.params.top_logprobs for row in rows),
+        logprobs=ReportedLogprobs.of([row.params for row in rows], vocab_size),
     )
 
 
@@ -167,8 +151,8 @@ def sample(logits: mx.array, plan: SamplingPlan, positions: Sequence[int]) -> Sa
     tokens, sampling_logprobs = _choose(edited, plan, at)
     if plan.penalties is not None:
         plan.penalties.count(tokens)
-    logprobs, top_ids, best = _logprobs(_reported(raw, edited, plan), tokens, plan)
-    return Sampled(tokens, logprobs, sampling_logprobs, top_ids, best)
+    reported = (None, None, None) if plan.logprobs is None else plan.logprobs.of_tokens(raw, edited, tokens)
+    return Sampled(tokens, reported[0], sampling_logprobs, *reported[1:])
 
 
 def _plan_penalties(rows: Sequence[RowSampling]) -> Penalties | None:
@@ -210,30 +194,17 @@ def _plan_drawn(rows: Sequence[RowSampling], vocab_size: int) -> DrawnRows | Non
     )
 
 
-def _plan_processed(rows: Sequence[RowSampling], vocab_size: int) -> ProcessedRows | None:
-    chosen = [i for i, row in enumerate(rows) if row.params.processed_logprobs and row.params.top_logprobs is not None]
-    if not chosen:
-        return None
-    params = [_processing(rows[i].params) for i in chosen]
-    return ProcessedRows(
-        rows=RowSubset.of(chosen, len(rows)),
-        temperature=mx.array([[each.temperature] for each in params], mx.float32),
-        filters=Filters.of(params, vocab_size),
-    )
-
-
-def _processing(params: SamplingParams) -> SamplingParams:
-    """The temperature and filters that logprobs are computed with. As in vLLM, temperature 0 counts as 1 here."""
-    return params if params.temperature >= COLDEST else replace(params, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
-
-
 def _edited(logits: mx.array, plan: SamplingPlan, positions: NDArray[np.int64]) -> mx.array:
     if plan.penalties is not None:
         logits = plan.penalties.apply(logits)
     if plan.edits is not None:
         logits = plan.edits.apply(logits, positions)
+    if plan.allowed is not None:
+        logits = plan.allowed.apply(logits)
     if plan.masks is not None:
         logits = plan.masks.apply(logits)
+    if plan.bad_words is not None:
+        logits = plan.bad_words.apply(logits)
     return logits
 
 
@@ -263,36 +234,3 @@ def _draw(
     u = mx.array(uniforms(drawn.starts, positions[drawn.numbers]))
     tokens, total = draw(weights, u[:, None])
     return tokens, mx.take_along_axis(scaled, tokens[:, None], -1).squeeze(-1) - mx.log(total)
-
-
-def _reported(raw: mx.array, edited: mx.array, plan: SamplingPlan) -> mx.array:
-    """The logits [R, V] that logprobs are computed from: the raw ones, and in processed rows those that tokens are
-    drawn from, -inf for tokens that the filters drop."""
-    if plan.processed is None:
-        return raw
-    logits = plan.processed.rows.take(edited)
-    scaled = (logits - logits.max(-1, keepdims=True)) / plan.processed.temperature
-    if plan.processed.filters is not None:
-        kept = plan.processed.filters.apply(exp(scaled)) > 0
-        scaled = mx.where(kept, scaled, -mx.inf)
-    return plan.processed.rows.put(scaled, raw)
-
-
-def _logprobs(reported: mx.array, tokens: mx.array, plan: SamplingPlan) -> tuple[mx.array | None, ...]:
-    """Logprobs of the drawn tokens [R], and the best ids and their logprobs [R, K]; None if not needed."""
-    if plan.logprobs is None:
-        return None, None, None
-    logits, rows = plan.logprobs.take(reported), plan.logprobs
-    normaliser = log_normaliser(logits)
-    found = rows.put(
-        token_logprobs(logits, rows.take(tokens), normaliser), mx.full((plan.rows,), float("nan"), mx.float32)
-    )
-    if not plan.any_top:
-        return found, None, None
-    ids, best = top_logprobs(logits, normaliser)
-    shape = (plan.rows, ids.shape[-1])
-    return (
-        found,
-        rows.put(ids, mx.zeros(shape, mx.int32)),
-        rows.put(best, mx.full(shape, float("nan"), mx.float32)),
-    )

@@ -96,6 +96,8 @@ GROUPS = (
             Flag("--max-decode-stall-ms", "server.max_decode_stall_ms", "MILLISECONDS"),
             Flag("--strict-fields", "server.strict_fields"),
             Flag("--logprobs-mode", "server.logprobs_mode", "MODE"),
+            Flag("--generation-config", "server.generation_config", "auto|none"),
+            Flag("--chat-template-dir", "server.chat_template_dir", "DIR"),
             Flag("--max-prompt-logprobs", "server.max_prompt_logprobs", "CANDIDATES"),
             Flag("--return-tokens-as-token-ids", "server.return_tokens_as_token_ids"),
         ),

@@ -22,6 +22,7 @@ from mlx_parallm.config.sections import (
     CheckpointingConfig,
     Config,
     DebugConfig,
+    GenerationConfig,
     LogprobsMode,
     Mode,
     ModelConfig,

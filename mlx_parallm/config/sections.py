@@ -74,6 +74,17 @@ class LogprobsMode(StrEnum):
     PROCESSED = "processed_logprobs"
 
 
+class GenerationConfig(StrEnum):
+    """Whether the model's own generation_config.json gives the values of sampling fields that a request leaves out."""
+
+    AUTO = "auto"
+    NONE = "none"
+
+
+def _named_as_in_vllm(value: object) -> object:
+    return GenerationConfig.NONE if value == "vllm" else value
+
+
 class PriorityRatios(Section):
     """How the rows of the batch are divided while live requests and rollouts both wait. When only one kind waits, it
     may use all rows. The two ratios add up to 1."""
@@ -175,6 +186,18 @@ class ServerConfig(Section):
     """What the logprobs of generated tokens are of. raw_logprobs: the model itself. processed_logprobs: the
     distribution that drew the token, after penalties, bias, temperature and filters, as programs for reinforcement
     learning need it. The logprobs of collected trajectories are always of that distribution.
+    """
+    generation_config: Annotated[GenerationConfig, BeforeValidator(_named_as_in_vllm), BeforeValidator(lower)] = (
+        GenerationConfig.AUTO
+    )
+    """What sampling fields are that a request leaves out. auto: what the model's generation_config.json says
+    (temperature, top_k, top_p, min_p, penalties, and max_new_tokens in chats). none, or vLLM's name for it, vllm:
+    OpenAI's defaults. Trajectories and routes that take token ids always have OpenAI's. In either case, the file's
+    end-of-sequence tokens count.
+    """
+    chat_template_dir: Folder | None = None
+    """Folder of chat templates, NAME.jinja, that a request may choose by name or text with chat_template. null means
+    that only the model's own is used.
     """
     max_prompt_logprobs: Integer = Field(default=20, ge=20, le=LARGEST_PROMPT_LOGPROBS)
     """Largest number of candidates that a request may ask for at each token of its prompt, with prompt_logprobs."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from mlx_parallm.core.engine import ModelCard
@@ -21,12 +22,14 @@ class ServedModel:
     Attributes:
         grammars: compiles grammars for the model's vocabulary.
         names: values of the field `model` that mean this base model and no adapter.
+        templates: the chat templates besides the model's own that requests may choose, by name.
     """
 
     card: ModelCard
     tokenizer: TextTokenizer
     grammars: GrammarCompiler
     names: frozenset[str]
+    templates: Mapping[str, str] = field(default_factory=dict)
 
 
 class BaseModels(Protocol):

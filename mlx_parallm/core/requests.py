@@ -44,6 +44,9 @@ class SamplingParams:
     The stages run in vLLM's order: penalties, logit_bias, temperature, top_k, top_p, min_p. `temperature` 0 is greedy
     (argmax after penalties and bias). `seed` is the key of a counter-based generator, so equal seeds give equal tokens
     in any batch.
+
+    `allowed_tokens` is a bit mask of the tokens that may be drawn: bit `id % 8` of byte `id // 8`; empty means all.
+    `bad_words` are token sequences that are not written: after the beginning of one, its last token is not drawn.
     """
 
     temperature: float = 1.0
@@ -55,6 +58,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_tokens: bytes = b""
+    bad_words: tuple[tuple[int, ...], ...] = ()
     top_logprobs: int | None = None
     """None: no logprobs. k >= 0: logprobs of the drawn token and of the k best tokens."""
     processed_logprobs: bool = False
@@ -65,7 +70,8 @@ class SamplingParams:
 @dataclass(frozen=True, slots=True)
 class StopParams:
     """When one row ends. `max_tokens` counts generated tokens; 0 only scores the prompt. A token of `stop_token_ids`
-    ends the text and adds nothing to it, also with `ignore_eos`.
+    ends the text and adds nothing to it, also with `ignore_eos`. With `include_stop`, the text has the stop string or
+    the token that ended it.
 
     `fallbacks` are the failure tables of the search for stop strings (Knuth, Morris and Pratt, 1977), computed here to
     save time on the device thread. When character `k` of `stop[i]` does not match, the search continues at character
@@ -77,6 +83,7 @@ class StopParams:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    include_stop: bool = False
     fallbacks: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -175,9 +175,13 @@ class TextTokenizer(Protocol):
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         at_most: int | None = None,
+        *,
+        template: str | None = None,
+        continue_final_message: bool = False,
         **kwargs: Any,
     ) -> list[int]:
-        """Renders the model's chat template in a sandbox and encodes the result.
+        """Renders a chat template, by default the model's own, in a sandbox and encodes the result. With
+        `continue_final_message`, the result ends with the text of the last message.
 
         Raises:
             InvalidRequestError: the model has no template, or the template refuses the messages.

@@ -15,6 +15,7 @@ from mlx_parallm.batch.logit_stages import TokenCounts, has_penalties
 from mlx_parallm.batch.pooling import Vector
 from mlx_parallm.batch.runner import Row
 from mlx_parallm.batch.sampler import RowSampling
+from mlx_parallm.batch.token_bans import BadWords
 from mlx_parallm.core import (
     DeviceWork,
     GenerationRequest,
@@ -116,9 +117,10 @@ def live_sequence(
     params = replace(request.sampling, seed=request.sampling.seed + sample)
     grammar = None if request.grammar is None else request.grammar.start()
     scored = request.prompt_logprobs is not None and sample == 0
+    tokens = list(prompt)
     return LiveSequence(
         sequence_id=sequence_id,
-        tokens=list(prompt),
+        tokens=tokens,
         max_tokens=stopping.max_tokens if request.pooling is None else 1,  # the vector counts as a draw
         arrived_at=owner.arrived_at,
         group=group,
@@ -136,6 +138,7 @@ def live_sequence(
             sampling_logprobs=request.collection is not None,
             counts=TokenCounts(prompt, (), vocabulary.size) if has_penalties(params) else None,
             grammar=grammar,
+            bad_words=BadWords(params.bad_words, tokens, len(prompt)) if params.bad_words else None,
         ),
         index=index,
         request=owner,

@@ -29,12 +29,14 @@ class StopMatcher:
     """Finds the first stop string in a text that comes in pieces.
 
     The first one is the one that ends first; of several that end there, the longest. Text that may be the start of a
-    stop string is held back until it cannot be one any more. This runs on the device thread, so each character takes at
-    most two comparisons for each stop string, however long the stop string is.
+    stop string is held back until it cannot be one any more, unless stop strings are part of the text. This runs on the
+    device thread, so each character takes at most two comparisons for each stop string, however long the stop string
+    is.
     """
 
     def __init__(self, stopping: StopParams) -> None:
         self._stops = tuple(map(_OneStop, stopping.stop, stopping.fallbacks))
+        self._include_stop = stopping.include_stop
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, str | None]:
@@ -45,8 +47,9 @@ class StopMatcher:
         ends = [(end, -len(one.stop), one.stop) for one in self._stops if (end := one.feed(text)) is not None]
         if ends:
             end, _, stop = min(ends)
-            return self._release(before + end - len(stop), keeps=False), stop
-        return self._release(len(self._held) - max(one.matched for one in self._stops)), None
+            return self._release(before + end - (0 if self._include_stop else len(stop)), keeps=False), stop
+        may_be_stop = 0 if self._include_stop else max(one.matched for one in self._stops)
+        return self._release(len(self._held) - may_be_stop), None
 
     def flush(self) -> str:
         """Returns the text still held back, at the end of the sequence."""
@@ -103,7 +106,8 @@ class TextStream:
     generated: int = 0
 
     def accept(self, token: int) -> TextDelta:
-        """Takes one drawn token. The end-of-sequence token and `stop_token_ids` end the text and are not part of it.
+        """Takes one drawn token. The end-of-sequence token and `stop_token_ids` end the text, and are part of it only
+        with `include_stop`.
 
         Raises:
             GrammarError: the grammar does not allow the token here.
@@ -112,9 +116,9 @@ class TextStream:
         if self.grammar is not None:
             self.grammar.accept(token)
         if token in self.end_ids:
-            return TextDelta(self._rest(), FinishReason.STOP)
+            return TextDelta(self._last(token), FinishReason.STOP)
         if token in self.stopping.stop_token_ids:
-            return TextDelta(self._rest(), FinishReason.STOP, token)
+            return TextDelta(self._last(token), FinishReason.STOP, token)
         text = self.detokenizer.add(token)
         if self.generated < self.stopping.min_tokens:
             return TextDelta(text)
@@ -126,6 +130,11 @@ class TextStream:
         if self.generated >= self.stopping.max_tokens:
             return TextDelta(released + self._rest(), FinishReason.LENGTH)
         return TextDelta(released)
+
+    def _last(self, token: int) -> str:
+        """The end of a text that `token` ends."""
+        own = self.detokenizer.add(token) if self.stopping.include_stop else ""
+        return self.matcher.flush() + own + self.detokenizer.finish()
 
     def _rest(self) -> str:
         """The text still held back: an incomplete character, and text that looked like a stop string."""

@@ -28,6 +28,7 @@ from mlx_parallm.errors import UnknownModelError, UnsupportedModelError
 from mlx_parallm.model.cpu import adapt_to_cpu
 from mlx_parallm.model.device import on_cpu, prepare_device
 from mlx_parallm.model.families import Support, classify, probe
+from mlx_parallm.model.generation_defaults import generation_defaults
 from mlx_parallm.model.hooks import adapter_layout, install_adapters
 from mlx_parallm.model.loading import LoadedModel, load, materialize
 from mlx_parallm.model.tokenizer import Tokenizer
@@ -94,6 +95,7 @@ class SharedModelManager:
             parameters=get_total_parameters(self.model),
             weight_bytes=sum(array.nbytes for _, array in tree_flatten(self.model.parameters())),
             tokenizer=str(loaded.source.resolve()) if loaded.source.is_dir() else "",
+            generation_defaults=generation_defaults(loaded.source),
         )
         self._loaded = loaded
         self._bank: AdapterBank | None = None

@@ -81,38 +81,46 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         at_most: int | None = None,
+        *,
+        template: str | None = None,
+        continue_final_message: bool = False,
         **kwargs: Any,
     ) -> list[int]:
-        """Renders the model's chat template (in Transformers' Jinja sandbox) and encodes it.
+        """Renders a chat template, by default the model's own, in Transformers' Jinja sandbox and encodes it.
 
         The template writes the BOS token, if any. Only the template itself can write control tokens: their text in a
         message or in `kwargs` stays text (see `control_text`). `kwargs` are variables of the template; the caller
-        decides which of them a client may set.
+        decides which of them a client may set. With `continue_final_message`, what the template writes after the text
+        of the last message is cut off.
 
         Raises:
             InvalidRequestError: the model has no template, or the template refuses the messages.
             ContextLengthError: the rendered text has more than `at_most` tokens.
         """
-        if not self._hf.has_chat_template:
+        if template is None and not self._hf.has_chat_template:
             raise InvalidRequestError("this model has no chat template: use /v1/completions", param="messages")
+        options: dict[str, Any] = {
+            "chat_template": template,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+        }
         control = self._control_text
         guarded = control.guard(messages, kwargs) if control is not None else None
         if control is None or guarded is None:
-            text = self._render(messages, add_generation_prompt, kwargs)
+            text = self._render(messages, kwargs, options)
             ids = self.encode(text, add_special_tokens=False, at_most=at_most)
             return control.encode(text, {}) if control is not None and control.misread(ids, text) else ids
-        text = self._render(guarded.messages, add_generation_prompt, guarded.variables)
+        text = self._render(guarded.messages, guarded.variables, options)
         if self._length_bound is not None and at_most is not None:
             self._length_bound.check(text, at_most)
         return control.encode(text, guarded.stand_ins)
 
     def _render(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, variables: Mapping[str, Any]
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], options: Mapping[str, Any]
     ) -> str:
         turns = [dict(message) for message in messages]
-        options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": add_generation_prompt, **variables}
         try:
-            text: str = self._hf.apply_chat_template(turns, **options)
+            text: str = self._hf.apply_chat_template(turns, **{**variables, **options, "tokenize": False})
         except Exception as error:  # a template is the model author's program: it may raise anything
             raise InvalidRequestError(f"the chat template refused the messages: {error}", param="messages") from error
         return text

@@ -158,7 +158,9 @@ class GenerationResponse(Response):
                 writer = await services.workers.compile(client_of(scope), prepare)
             else:
                 writer = await services.workers.run(scope["state"]["body_bytes"], prepare)
-            record.set_request(writer.request)
+            record.set_request(writer.request, body.request_id)
+            if record.id_from_client:
+                writer.name_after(record.request_id)
             try:
                 await (self._send_events if body.stream else self._send_whole)(writer, scope, receive, send)
             except ClientDisconnect:

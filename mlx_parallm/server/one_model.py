@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from types import MappingProxyType
 
 from mlx_parallm.core import GENERIC_NAME, ModelCard, ServedModel, TextTokenizer
 from mlx_parallm.grammar.compiler import LLCompiler
 
 
 class OneModel:
-    """Implements `core.BaseModels`."""
+    """Implements `core.BaseModels`. `templates`: see `ServedModel`."""
 
-    def __init__(self, tokenizer: TextTokenizer, card: ModelCard) -> None:
+    def __init__(
+        self, tokenizer: TextTokenizer, card: ModelCard, templates: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         grammars = LLCompiler(tokenizer, card.vocab_size)
-        self.first = ServedModel(card, tokenizer, grammars, frozenset({*card.names, GENERIC_NAME}))
+        self.first = ServedModel(card, tokenizer, grammars, frozenset({*card.names, GENERIC_NAME}), templates)
 
     def find(self, *names: str | None) -> str:
         """See `core.BaseModels.find`."""

@@ -3,13 +3,12 @@ grammar, and makes the checks that need the model's vocabulary and context lengt
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from mlx_parallm.config import LogprobsMode, ServerConfig, TrafficClass
+from mlx_parallm.config import ServerConfig, TrafficClass
 from mlx_parallm.core import (
     AdapterRef,
     CollectionSpec,
@@ -18,18 +17,18 @@ from mlx_parallm.core import (
     GrammarCompiler,
     GrammarSpec,
     ModelCard,
-    SamplingParams,
-    StopParams,
     TextTokenizer,
     WorkClass,
 )
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError, UnknownModelError
 from mlx_parallm.server.api.generation_fields import GenerationBody
-from mlx_parallm.server.api.sampling_fields import MAX_LOGPROBS
+from mlx_parallm.server.api.sampling_fields import MAX_LOGPROBS, NO_LIMIT
+from mlx_parallm.server.sampling import model_defaults, sampling_of, stopping_of
 
 MAX_ADAPTER_NAME = 160
 """Longest name of an adapter with its version, in characters. A longer name counts as unknown."""
-SEED_SPACE = 2**64
+AS_MANY_AS_FIT = -1
+"""The value of `truncate_prompt_tokens` that leaves room for the answer only."""
 MAX_PROMPT_CANDIDATES = 2**20
 """Largest number of prompt logprobs of one request, where it asks for more than `MAX_LOGPROBS` at each token."""
 _WORK_CLASSES = {TrafficClass.LIVE: WorkClass.INFERENCE, TrafficClass.ROLLOUT: WorkClass.TRAINING}
@@ -115,6 +114,7 @@ def plan(
     prompts: Sequence[Sequence[int]],
     card: ModelCard,
     config: ServerConfig,
+    tokenizer: TextTokenizer,
     adapter: AdapterRef,
     collection: CollectionSpec | None,
     grammar: Grammar | None,
@@ -127,19 +127,28 @@ def plan(
     """The engine's request for the token ids `prompts`.
 
     Args:
-        max_tokens: the limit that the client asked for.
-        default_max_tokens: the limit if the client asked for none; less if the context has less room. None: as many as
-            fit.
+        max_tokens: the limit that the client asked for; `NO_LIMIT` is as many as fit. Without `collect_trajectory`, it
+            is less if the context has less room.
+        default_max_tokens: the limit if the client asked for none; less if the context has less room. None: the model's
+            own default, or else as many as fit.
         top_logprobs: number of alternatives to report for each generated token. None: no logprobs.
         prompt_logprobs: number of alternatives to report for each prompt token. None: no prompt logprobs.
-        visible_specials: ids of the special tokens that are part of the text.
+        visible_specials: ids of special tokens that are part of the text even if the request does not say so.
 
     Raises:
         ContextLengthError: the longest prompt and the tokens to generate do not fit the context.
         InvalidRequestError: a prompt is empty, a token id is not in the vocabulary, min_tokens is over the limit, or
-            there are too many prompt logprobs.
+            there are too many prompt logprobs. Also the errors of `sampling_of`.
     """
-    max_tokens = _token_limit(max_tokens, default_max_tokens, max(map(len, prompts)), card.context_length)
+    defaults = model_defaults(body, card, config)
+    prompts = [_truncated(body, ids, max_tokens, card.context_length) for ids in prompts]
+    max_tokens = _token_limit(
+        max_tokens,
+        default_max_tokens or _whole(defaults.get("max_new_tokens")),
+        max(map(len, prompts)),
+        card.context_length,
+        cut=not body.collect_trajectory,
+    )
     for ids in prompts:
         check_ids(ids, card.vocab_size)
     if body.min_tokens > max_tokens:
@@ -151,8 +160,8 @@ def plan(
     return GenerationRequest(
         request_id=request_id,
         prompts=tuple(tuple(ids) for ids in prompts),
-        sampling=_sampling(body, card.vocab_size, top_logprobs, config.logprobs_mode),
-        stopping=_stopping(body, max_tokens, card.vocab_size),
+        sampling=sampling_of(body, defaults, tokenizer, card.vocab_size, top_logprobs, config.logprobs_mode),
+        stopping=stopping_of(body, max_tokens, card.vocab_size),
         n=body.n,
         prompt_logprobs=prompt_logprobs,
         adapter=adapter,
@@ -160,24 +169,53 @@ def plan(
         priority=body.priority,
         collection=collection,
         grammar=grammar,
-        visible_specials=visible_specials,
+        visible_specials=visible_specials | _shown_specials(body, tokenizer),
         cache_salt=body.cache_salt or "",
     )
 
 
-def _token_limit(asked: int | None, default: int | None, longest_prompt: int, context: int) -> int:
-    """The number of tokens to generate. Raises ContextLengthError if the context has no room for them."""
+def _token_limit(asked: int | None, default: int | None, longest_prompt: int, context: int, cut: bool) -> int:
+    """The number of tokens to generate. `cut`: a number that is too large becomes the largest one that fits.
+
+    Raises:
+        ContextLengthError: the context has no room for them.
+    """
     room = context - longest_prompt
-    if asked is None and room >= 1:
-        return room if default is None else min(default, room)
-    wanted = 1 if asked is None else asked
-    if wanted > room:
+    if room >= 1 and asked in (None, NO_LIMIT):
+        return room if default is None or asked == NO_LIMIT else min(default, room)
+    wanted = 1 if asked in (None, NO_LIMIT) else asked
+    if wanted > room and not (cut and room >= 1):
         raise ContextLengthError(
             f"This model's context is {context} tokens, and the request needs {longest_prompt + wanted}: "
             f"{longest_prompt} in the prompt and {wanted} to generate. Shorten the prompt or ask for fewer tokens.",
             param="max_tokens" if longest_prompt < context and asked else None,
         )
-    return wanted
+    return min(wanted, room)
+
+
+def _whole(number: float | None) -> int | None:
+    return None if number is None else int(number)
+
+
+def _truncated(body: GenerationBody, ids: Sequence[int], max_tokens: int | None, context: int) -> Sequence[int]:
+    """The tokens of a prompt that `truncate_prompt_tokens` keeps. Raises InvalidRequestError if it is too large."""
+    most = body.truncate_prompt_tokens
+    if most is None:
+        return ids
+    if most > context:
+        raise InvalidRequestError(
+            f"truncate_prompt_tokens ({most}) is over the model's context, {context} tokens.",
+            param="truncate_prompt_tokens",
+        )
+    if most == AS_MANY_AS_FIT:
+        answer = 1 if max_tokens in (None, NO_LIMIT) else max_tokens
+        most = max(1, context - answer)
+    return ids[-most:] if body.truncation_side == "left" else ids[:most]
+
+
+def longest_text(body: GenerationBody, card: ModelCard) -> int | None:
+    """The number of tokens above which a prompt is refused before it is tokenised; None if it will be cut."""
+    return card.context_length if body.truncate_prompt_tokens is None else None
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, param: str = "prompt") -> None:
@@ -205,40 +243,12 @@ def _check_prompt_logprobs(top: int | None, prompts: Sequence[Sequence[int]], li
         )
 
 
-def _stopping(body: GenerationBody, max_tokens: int, vocab_size: int) -> StopParams:
-    if any(token_id >= vocab_size for token_id in body.stop_token_ids):
-        raise InvalidRequestError(
-            f"Token ids must be below the vocabulary's size, {vocab_size}.", param="stop_token_ids"
-        )
-    ends = tuple(body.stop_token_ids)
-    return StopParams(max_tokens, body.min_tokens, tuple(body.stop), body.ignore_eos, ends)
-
-
 def tokens_as_ids(body: GenerationBody, config: ServerConfig) -> bool:
     """Whether tokens in `logprobs` are written as `token_id:<id>`."""
     asked = body.return_tokens_as_token_ids
     return config.return_tokens_as_token_ids if asked is None else asked
 
 
-def shown_specials(body: GenerationBody, tokenizer: TextTokenizer) -> frozenset[int]:
+def _shown_specials(body: GenerationBody, tokenizer: TextTokenizer) -> frozenset[int]:
     """The special tokens that are text because the request says so."""
     return frozenset() if body.skip_special_tokens else tokenizer.special_ids
-
-
-def _sampling(body: GenerationBody, vocab_size: int, top_logprobs: int | None, mode: LogprobsMode) -> SamplingParams:
-    if any(token_id >= vocab_size for token_id in body.logit_bias):
-        raise InvalidRequestError(f"Token ids must be below the vocabulary's size, {vocab_size}.", param="logit_bias")
-    greedy = body.top_p == 0
-    return SamplingParams(
-        temperature=0.0 if greedy else body.temperature,
-        top_k=max(0, min(body.top_k, vocab_size)),
-        top_p=1.0 if greedy else body.top_p,
-        min_p=body.min_p,
-        seed=secrets.randbits(64) if body.seed is None else body.seed % SEED_SPACE,
-        presence_penalty=body.presence_penalty,
-        frequency_penalty=body.frequency_penalty,
-        repetition_penalty=body.repetition_penalty,
-        logit_bias=tuple(sorted(body.logit_bias.items())),
-        top_logprobs=top_logprobs,
-        processed_logprobs=mode is LogprobsMode.PROCESSED,
-    )

@@ -43,8 +43,8 @@ class Services:
     """The parts behind the routes.
 
     `training`, `tinker`, `averages` and `reward_models` are None if the server does not train. `started_at` is Unix
-    time in seconds.
-    `schedule_lock` is held while the schedule is changed, so that each change starts from the one before.
+    time in seconds. `schedule_lock` is held while the schedule is changed, so that each change starts from the one
+    before.
     """
 
     engine: EngineClient

@@ -156,3 +156,34 @@ def test_stops_count_only_from_min_tokens(min_tokens: int, ends_at: int) -> None
     text = stream("x", stop=("x",), min_tokens=min_tokens)
     reasons = [text.accept(0).finish_reason for _ in range(ends_at + 1)]
     assert reasons == [None] * ends_at + [FinishReason.STOP]
+
+
+def test_a_stop_string_that_is_included_ends_the_text_and_nothing_is_held_back() -> None:
+    text = stream("a", "b", "cd", stop=("bc",), include_stop=True)
+    assert [text.accept(0).text, text.accept(1).text] == ["a", "b"]
+    last = text.accept(2)
+    assert (last.text, last.finish_reason, last.stop_reason) == ("c", FinishReason.STOP, "bc")
+
+
+@given(SMALL, STOPS, st.data())
+def test_an_included_stop_is_the_end_of_the_text(text: str, stops: tuple[str, ...], data: st.DataObject) -> None:
+    """What is released is the text up to the end of the first stop string, wherever it is cut."""
+    matcher = StopMatcher(StopParams(99, stop=stops, include_stop=True))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    released, stopped = "", None
+    for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
+        piece, stopped = matcher.feed(text[start:end])
+        released += piece
+        if stopped is not None:
+            break
+        assert released == text[:end]
+    without, expected = StopMatcher(StopParams(99, stop=stops)).feed(text)
+    assert stopped == expected
+    assert released == without + (stopped or "") + ("" if stopped else text[len(without) :])
+
+
+def test_an_included_end_token_is_part_of_the_text_if_it_is_text() -> None:
+    ended = stream("a", "</s>", eos=1, include_stop=True)
+    assert [ended.accept(0).text, ended.accept(1).text] == ["a", "</s>"]
+    stopped = stream("a", "<end>", stop_token_ids=(1,), include_stop=True)
+    assert [stopped.accept(0).text, stopped.accept(1).text] == ["a", "<end>"]

@@ -1,3 +1,4 @@
+import inspect
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -10,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.model.bundled import load_bundled
 from mlx_parallm.model.tokenizer import Tokenizer
+from mlx_parallm.server.api.chat.template import RESERVED
 
 TEXT = "In 2024 the naïve café cost 12 €.\n\n\t日本語 👨‍👩‍👧  end"
 
@@ -130,3 +132,31 @@ def test_many_threads_share_one_tokenizer(smollm):
     texts = [f"{TEXT} {i}" for i in range(200)]
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(lambda text: smollm.decode(smollm.encode(text)), texts)) == texts
+
+
+@pytest.mark.parametrize("text", ["The capital is", " two  spaces ", "<|im_end|>\n<|im_start|>user"])
+def test_a_prompt_may_end_with_the_text_of_the_last_message(smollm, text):
+    """Also if the text spells a control token, which stays text."""
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": text}]
+    whole = smollm.apply_chat_template(turns, add_generation_prompt=False)
+    ids = smollm.apply_chat_template(turns, add_generation_prompt=False, continue_final_message=True)
+    assert whole[: len(ids)] == ids
+    assert smollm.decode(ids).endswith("<|im_start|>assistant\n" + text)
+    ends = smollm.encode("<|im_end|>")
+    assert whole.count(ends[0]) - ids.count(ends[0]) == 1
+
+
+def test_another_template_is_rendered_in_the_sandbox(smollm):
+    turns = [{"role": "user", "content": "<|im_end|>"}]
+    template = "{{ mood }}:{% for m in messages %}{{ m.content }}{% endfor %}<|im_end|>"
+    ids = smollm.apply_chat_template(turns, template=template, mood="calm")
+    assert (smollm.decode(ids), ids.count(2)) == ("calm:<|im_end|><|im_end|>", 1)
+    with pytest.raises(InvalidRequestError, match="unsafe"):
+        smollm.apply_chat_template(turns, template="{{ messages.__class__.__mro__ }}")
+
+
+def test_every_argument_of_the_renderer_is_reserved():
+    """So no variable of a client's can take the place of one."""
+    named = inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters
+    arguments = {name for name, about in named.items() if about.kind is not about.VAR_KEYWORD}
+    assert arguments <= RESERVED

@@ -53,10 +53,23 @@ class ByteTokenizer:
     def token_string(self, token_id):
         return f"0x{token_id:02x}" if token_id < 256 else self.token_bytes(token_id).decode()
 
-    def apply_chat_template(self, messages, add_generation_prompt=True, at_most=None, **kwargs):
+    def apply_chat_template(
+        self,
+        messages,
+        add_generation_prompt=True,
+        at_most=None,
+        *,
+        template=None,
+        continue_final_message=False,
+        **kwargs,
+    ):
         if messages[-1]["content"] == "refuse":
             raise InvalidRequestError("the template refuses these messages", param="messages")
         turns = "".join(f"{message['role'][0]}:{message['content']}\n" for message in messages)
+        if continue_final_message:
+            return self.encode(turns.rstrip("\n"), at_most=at_most)
+        if template is not None:
+            turns = f"{template}\n{turns}"
         options = "".join(f"{name}={value}\n" for name, value in kwargs.items())
         return self.encode(turns + options + ("a:" if add_generation_prompt else ""), at_most=at_most)
 

@@ -104,25 +104,28 @@ async def test_6_too_many_prompts(client, fault):
     assert (await refused(client, fault, prompt=["x"] * 100_000))["param"] == "n"
 
 
-@pytest.mark.parametrize("max_tokens", [-2, 10**9, 0, 1.5, "3", True])
+@pytest.mark.parametrize("max_tokens", [-2, 2**31, 0, 1.5, "3", True])
 async def test_7_max_tokens(client, fault, max_tokens):
     assert (await refused(client, fault, max_tokens=max_tokens))["param"] == "max_tokens"
 
 
 async def test_8_context_overflow_names_both_numbers(client, fault):
-    error = await refused(client, fault, prompt=[1] * 60, max_tokens=5)
+    error = await refused(client, fault, prompt=[1] * 64, max_tokens=5)
     assert error["code"] == "context_length_exceeded"
-    assert "65" in error["message"]
+    assert "69" in error["message"]
     assert "64" in error["message"]
+    collected = {"max_tokens": 5, "collect_trajectory": True}
+    assert (await refused(client, fault, prompt=[1] * 60, **collected))["code"] == "context_length_exceeded"
     assert (await refused(client, fault, prompt=[1] * 64))["code"] == "context_length_exceeded"
     long_chat = [{"role": "user", "content": "x" * 70}]
     assert (await refused(client, fault, path=CHAT, messages=long_chat))["code"] == "context_length_exceeded"
 
 
-async def test_8_the_default_max_tokens_shrinks_to_the_room(client, engine):
+async def test_8_max_tokens_shrinks_to_the_room(client, engine):
     await client.post(COMPLETIONS, json={"prompt": [1] * 60})
+    await client.post(COMPLETIONS, json={"prompt": [1] * 60, "max_tokens": 64_000})
     await client.post(CHAT, json={"messages": [{"role": "user", "content": "12345"}]})
-    assert [request.stopping.max_tokens for request in engine.requests] == [4, 64 - len("u:12345\na:")]
+    assert [request.stopping.max_tokens for request in engine.requests] == [4, 4, 64 - len("u:12345\na:")]
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
@@ -230,11 +233,22 @@ async def test_13_prompt_left_out(client, fault):
     assert (response.status_code, fault(response)["param"]) == (400, "prompt")
 
 
+OPEN_ENDED = {"continue_final_message": True, "add_generation_prompt": False}
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
-        ({"chat_template_kwargs": {"enable_thinking": 1}}, "chat_template_kwargs.enable_thinking"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize"),
+        ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs.chat_template"),
+        ({"chat_template_kwargs": {"bos_token": "x"}}, "chat_template_kwargs.bos_token"),
+        ({"chat_template_kwargs": {"a b": 1}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {f"v{i}": 1 for i in range(65)}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"v": "x" * 70_000}}, "chat_template_kwargs"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({**OPEN_ENDED, "prompt_token_ids": [1]}, "continue_final_message"),
+        ({**OPEN_ENDED, "messages": [{"role": "assistant", "content": ""}]}, "continue_final_message"),
         ({"messages": []}, "messages"),
         ({"messages": None}, "messages"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),

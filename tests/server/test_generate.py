@@ -154,7 +154,7 @@ async def test_every_form_is_collected_if_a_header_says_so(client, training, bod
         ({"prompt": "a", "prompt_logprobs": 21}, "prompt_logprobs"),
         ({"input_ids": [97], "temperature": 0.5}, "temperature"),
         ({"input_ids": [97], "sampling_params": {"temperature": 9}}, "sampling_params.temperature"),
-        ({"input_ids": [97], "sampling_params": {"max_new_tokens": 64}}, "sampling_params.max_new_tokens"),
+        ({"input_ids": [97], "sampling_params": {"max_new_tokens": 2**31}}, "sampling_params.max_new_tokens"),
         ({"input_ids": [97], "sampling_params": {"regex": "a"}}, "sampling_params.regex"),
         ({"input_ids": [[97], []]}, "input_ids"),
         ({"input_ids": [999]}, "input_ids"),

@@ -192,7 +192,7 @@ REFUSED = [
     ({"top_p": -1}, "top_p"),
     ({"seed": 2**64}, "seed"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
-    ({"max_output_tokens": 10**9}, "max_output_tokens"),
+    ({"max_output_tokens": 2**31}, "max_output_tokens"),
     ({"max_tokens": 5}, "max_tokens"),
     ({"messages": ["x"]}, "messages"),
     ({"n": 2}, "n"),

@@ -123,7 +123,7 @@ async def test_it_is_collected_like_completions(client, engine, training, given)
         ({"sampling_params": {"stop_token_ids": "2"}}, "sampling_params.stop_token_ids"),
         ({"sampling_params": {"prompt_logprobs": 21}}, "sampling_params.prompt_logprobs"),
         ({"sampling_params": {"max_tokens": 0}}, "sampling_params.max_tokens"),
-        ({"sampling_params": {"max_tokens": 64}}, "sampling_params.max_tokens"),
+        ({"sampling_params": {"max_tokens": 2**31}}, "sampling_params.max_tokens"),
         ({"sampling_params": {"logits_processors": ["x"]}}, "sampling_params.logits_processors"),
         ({"collect_trajectory": True, "sampling_params": {"top_p": 0.5}}, "sampling_params.top_p"),
         ({"collect_trajectory": True, "sampling_params": {"unheard_of": 1}}, "sampling_params.unheard_of"),

@@ -57,7 +57,7 @@ class AnswerObject(WireOutput):
     """A whole answer, or one chunk of a stream. Subclasses declare the types of `object` and `choices`."""
 
     id: str
-    """The request's id, which is also in the header x-request-id."""
+    """The id in the header x-request-id of the answer; if the client chose it, after a word for the route."""
     object: str
     """The kind of this object."""
     created: int
@@ -107,6 +107,9 @@ class AnswerWriter(ABC):
     def keep_alive(self) -> WireOutput | None:
         """The event to send when the stream has been silent for long. None: a comment is sent."""
         return None
+
+    def name_after(self, chosen_id: str) -> None:  # noqa: B027 - answers that are kept have ids of the server only
+        """Uses an id that the client chose for the answer's own."""
 
     def failed(self, error: Exception) -> WireOutput:
         """The chunk that ends a stream whose request failed after the status line was sent."""
@@ -163,10 +166,15 @@ class ChoiceWriter(AnswerWriter, Generic[Body]):
     tokens_as_ids: bool = False
     watch: Watch | None = None
     created: int = field(default_factory=lambda: int(time.time()))
+    _answer_id: str = field(default="", init=False)
     _begun: set[int] = field(default_factory=set, init=False)
     _ended: int = field(default=0, init=False)
     _last_piece: ChoicePiece | None = field(default=None, init=False)
     _completion_tokens: int = field(default=0, init=False)
+
+    def name_after(self, chosen_id: str) -> None:
+        """As vLLM does, `chatcmpl-` or the like comes before it."""
+        self._answer_id = f"{self.request.request_id.partition('-')[0]}-{chosen_id}"
 
     def opening_chunks(self) -> Iterator[WireOutput]:
         return (self._chunk([piece], self._chunk_fields()) for piece in self._opening_pieces())
@@ -219,7 +227,8 @@ class ChoiceWriter(AnswerWriter, Generic[Body]):
 
     def _fields(self) -> dict[str, Any]:
         """The fields of the whole answer and of every chunk, except `object` and `choices`."""
-        fields = {"id": self.request.request_id, "created": self.created, **served_by(self.request, self.model)}
+        own_id = self._answer_id or self.request.request_id
+        fields = {"id": own_id, "created": self.created, **served_by(self.request, self.model)}
         # The metadata of a collected request is for its scorer and may be long: it is not returned.
         if self.body.metadata is not None and not self.body.collect_trajectory:
             fields["metadata"] = self.body.metadata

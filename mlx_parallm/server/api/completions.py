@@ -27,7 +27,7 @@ from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.http.request_log import new_request_id
 from mlx_parallm.server.openapi import streamable
-from mlx_parallm.server.planning import compile_grammar, plan, shown_specials, tokens_as_ids
+from mlx_parallm.server.planning import compile_grammar, longest_text, plan, tokens_as_ids
 from mlx_parallm.server.services import Services, ServicesDep
 
 DEFAULT_MAX_TOKENS = 16
@@ -86,6 +86,8 @@ class CompletionBody(GenerationBody):
             raise refused("0 generates nothing: it needs echo or prompt_logprobs", "max_tokens")
         if self.max_tokens == 0 and self.collect_trajectory:
             raise refused("0 generates nothing that could be collected", "max_tokens")
+        if self.echo and self.truncate_prompt_tokens is not None:
+            raise refused("cannot be combined with echo", "truncate_prompt_tokens")
         if self.episode_id is not None and len(self.prompt) > 1:
             raise refused("must be one prompt with episode_id: an episode has one answer a turn", "prompt")
         if self.stream and self.prompt_logprobs is not None:
@@ -169,26 +171,25 @@ def plan_completion(
     default_max_tokens: int = DEFAULT_MAX_TOKENS,
 ) -> GenerationRequest:
     """Tokenises the prompts, and makes the engine's request. `default_max_tokens`: as for `plan`."""
-    tokenizer, context = model.tokenizer, model.card.context_length
-    unlimited = body.max_tokens == NO_LIMIT
+    tokenizer, at_most = model.tokenizer, longest_text(body, model.card)
     scored = [body.prompt_logprobs, body.logprobs if body.echo else None]
     return plan(
         request_id=request_id,
         body=body,
         prompts=[
-            tokenizer.encode(prompt, body.add_special_tokens, context) if isinstance(prompt, str) else prompt
+            tokenizer.encode(prompt, body.add_special_tokens, at_most) if isinstance(prompt, str) else prompt
             for prompt in body.prompt
         ],
         card=model.card,
         config=services.config,
+        tokenizer=tokenizer,
         adapter=adapter,
         collection=collection and replace(collection, prompt_text=body.task_prompt or ""),
         grammar=compile_grammar(*body.grammar, model.grammars) if body.grammar else None,
-        max_tokens=None if unlimited else body.max_tokens,
-        default_max_tokens=None if unlimited else default_max_tokens,
+        max_tokens=body.max_tokens,
+        default_max_tokens=default_max_tokens,
         top_logprobs=body.logprobs,
         prompt_logprobs=max((top for top in scored if top is not None), default=None),
-        visible_specials=shown_specials(body, tokenizer),
     )
 
 

@@ -10,7 +10,8 @@ from pydantic import Field, model_validator
 
 from mlx_parallm.server.api.fields import INT32_MAX, Neutral, OpenBody, WireInput, refused
 from mlx_parallm.server.api.grammar_fields import StructuredBody, is_shallow
-from mlx_parallm.server.api.sampling_fields import MAX_SEQUENCES, BasicSampling, SamplingFields
+from mlx_parallm.server.api.sampling_fields import MAX_SEQUENCES, BasicSampling, PromptLength, SamplingFields
+from mlx_parallm.server.http.request_log import ACCEPTED_ID
 
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
 MAX_COLLECTED_METADATA_BYTES, MAX_COLLECTED_METADATA_DEPTH = 64 * 1024, 32
@@ -44,24 +45,21 @@ BIASING_OPTIONS: Mapping[str, tuple[object, ...]] = {
     "logit_bias": ({},),
     "min_tokens": (0,),
     "ignore_eos": (False,),
+    "bad_words": ([],),
+    "allowed_token_ids": (None,),
 }
 """Options that bias the sampling distribution, and the values that they may have with `collect_trajectory`."""
 COLLECTION_RULE = "a trajectory is sampled from the model's own distribution at its temperature"
 
 UNSUPPORTED_OPTIONS: Neutral = {
-    "allowed_token_ids": (),
-    "bad_words": (),
     "early_stopping": (False,),
     "grammar": (),
     "guided_whitespace_pattern": (),
-    "include_stop_str_in_output": (False,),
     "json_schema": (),
     "length_penalty": (1.0,),
     "logits_processors": (),
     "response_format": ({},),
-    "spaces_between_special_tokens": (True,),
     "structured_outputs": ({},),
-    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }
 """The part of `NEUTRAL` that all generating routes share."""
@@ -167,9 +165,13 @@ class GenerationBody(SharedBody, SamplingFields, StructuredBody):
     """The fields that completions and chat share."""
 
     IGNORED: ClassVar[frozenset[str]] = (
-        SharedBody.IGNORED | StructuredBody.IGNORED | {"store", "thinking", "reasoning_effort", "verbosity"}
+        SharedBody.IGNORED
+        | StructuredBody.IGNORED
+        | {"kv_transfer_params", "reasoning_effort", "store", "thinking", "verbosity", "vllm_xargs"}
     )
     NEUTRAL: ClassVar[Neutral] = UNSUPPORTED_OPTIONS
+    MODEL_DEFAULTS: ClassVar[bool] = True
+    """Whether the model's own defaults count for fields that are left out; see `ModelCard.generation_defaults`."""
 
     adapters: str | None = None
     """mlx-lm's name for `lora_adapter`, or the path of an adapter's folder under the operator's adapter roots, which is
@@ -178,6 +180,14 @@ class GenerationBody(SharedBody, SamplingFields, StructuredBody):
     """Must be 1 or equal to `n`: all answers that are generated are returned."""
     stream_options: StreamOptions = StreamOptions()
     """What a stream reports about usage. It has no effect without `stream`."""
+    request_id: Annotated[str, Field(pattern=f"^{ACCEPTED_ID.pattern}$")] | None = None
+    """An id of the client's choice, which the answer's `id` ends with, and which is in the header `x-request-id` of the
+    answer. A header of that name that the client sends takes precedence."""
+    truncate_prompt_tokens: PromptLength | None = None
+    """Keep only this many tokens of each prompt; -1 keeps as many as leave room for the answer. By default, nothing is
+    cut off, and a prompt that is too long is refused."""
+    truncation_side: Literal["left", "right"] = "left"
+    """The side on which `truncate_prompt_tokens` cuts: `left` keeps the last tokens, `right` the first ones."""
     priority: Priority = 0
     """Requests with lower values run earlier."""
     return_token_ids: bool = False
@@ -195,6 +205,8 @@ class GenerationBody(SharedBody, SamplingFields, StructuredBody):
     def _check_options(self) -> Self:
         if self.best_of not in (None, 1, self.n):
             raise refused("not supported by this server except as 1 or the same as n; leave it out", "best_of")
+        if self.truncate_prompt_tokens == 0:
+            raise refused("must be at least 1, or -1", "truncate_prompt_tokens")
         if self._grammar is not None:
             self.check_grammar_options(self._grammar[0])
         if self.collect_trajectory:
@@ -212,6 +224,8 @@ class GenerationBody(SharedBody, SamplingFields, StructuredBody):
         for name in ("min_tokens", "ignore_eos", "stop_token_ids"):
             if getattr(self, name):
                 raise refused(f"cannot be combined with {param}, which decides where the text ends", name)
+        if self.allowed_token_ids is not None:
+            raise refused(f"cannot be combined with {param}, which decides which tokens may come", "allowed_token_ids")
 
     def _check_collected(self) -> None:
         _check_collected_metadata(self.metadata or {})
@@ -223,6 +237,8 @@ class GenerationBody(SharedBody, SamplingFields, StructuredBody):
                 raise refused(f"needs {needed}", name)
         if self.episode_id is not None and self.n > 1:
             raise refused("must be 1 with episode_id: an episode has one answer a turn", "n")
+        if self.episode_id is not None and self.truncate_prompt_tokens is not None:
+            raise refused("not supported with episode_id, whose turns continue each other", "truncate_prompt_tokens")
         if self.temperature < MIN_COLLECTED_TEMPERATURE:
             least = f"must be at least {MIN_COLLECTED_TEMPERATURE} with collect_trajectory"
             raise refused(f"{least}: {COLLECTION_RULE}", "temperature")

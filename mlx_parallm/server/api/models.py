@@ -6,13 +6,14 @@ from functools import partial
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Path
-from pydantic import model_validator
+from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_parallm.core import BASE_ADAPTER, AdapterCard, ServedModel
 from mlx_parallm.errors import ContextLengthError, UnknownModelError
-from mlx_parallm.server.api.chat.messages import Conversation, Messages, TemplateOptions
+from mlx_parallm.server.api.chat.messages import Conversation, Messages
+from mlx_parallm.server.api.chat.template import TemplateVariables, chosen_template
 from mlx_parallm.server.api.fields import OpenBody, TokenIds, WireOutput, refused
 from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.openapi import raises
@@ -114,8 +115,12 @@ class TokenizeBody(OpenBody):
     """Whether the tokenizer may add special tokens to a text."""
     add_generation_prompt: bool = True
     """Whether a conversation ends with the start of the assistant's turn."""
-    chat_template_kwargs: TemplateOptions = TemplateOptions()
-    """Switches of the chat template."""
+    continue_final_message: bool = False
+    """Whether a conversation ends with the text of its last message. It needs `add_generation_prompt` false."""
+    chat_template: Annotated[str, Field(min_length=1)] | None = None
+    """As in chat."""
+    chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
+    """Variables of the chat template, such as `enable_thinking`."""
     return_token_strs: bool = False
     """Whether the answer has each token as the vocabulary writes it too."""
 
@@ -123,6 +128,8 @@ class TokenizeBody(OpenBody):
     def _one_input(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
             raise refused("send either prompt or messages", "prompt")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise refused("needs add_generation_prompt: false", "continue_final_message")
         return self
 
 
@@ -210,8 +217,9 @@ def _tokenize(body: TokenizeBody, model: ServedModel) -> Response:
     if body.messages is None:
         ids = tokenizer.encode(body.prompt or "", body.add_special_tokens, context)
     else:
-        options = body.chat_template_kwargs
-        conversation = Conversation.of(body.messages, (), tokenizer, options)
+        template = chosen_template(body.chat_template, tokenizer.chat_template, model.templates)
+        variables, open_ended = body.chat_template_kwargs, body.continue_final_message
+        conversation = Conversation.of(body.messages, (), tokenizer, variables, template, open_ended)
         ids = conversation.render(tokenizer, body.add_generation_prompt, context)
     strings = {"token_strs": [tokenizer.token_string(token) for token in ids]} if body.return_token_strs else {}
     return _json(Tokens(tokens=ids, count=len(ids), max_model_len=context, **strings))

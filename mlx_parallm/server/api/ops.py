@@ -13,7 +13,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.responses import HTMLResponse, Response
 
 from mlx_parallm import __version__
-from mlx_parallm.config import Mode
+from mlx_parallm.config import GenerationConfig, Mode
 from mlx_parallm.core import EngineStats
 from mlx_parallm.errors import EngineDeadError
 from mlx_parallm.server.api.fields import WireOutput, WireQuery
@@ -111,6 +111,9 @@ class ModelInfo(WireOutput):
     """Other names that `model` accepts for it."""
     tokenizer: str
     """The folder from which programs on this machine can load its tokenizer; empty if there is none."""
+    generation_defaults: dict[str, float]
+    """The values of sampling fields that a request leaves out, where they are not OpenAI's, and `max_new_tokens`, the
+    number of tokens in chats."""
 
 
 class ServerLimits(WireOutput):
@@ -167,7 +170,7 @@ async def server_info(services: ServicesDep, _: Annotated[ServerInfoQuery, Query
         version=__version__,
         versions={"python": platform.python_version(), **{package: version_of(package) for package in PACKAGES}},
         system=f"{platform.system()} {platform.machine()}",
-        model=ModelInfo(**asdict(services.first.card)),
+        model=_model_info(services),
         limits=ServerLimits(
             max_batch_size=config.max_batch_size,
             max_queued=config.max_queued,
@@ -184,6 +187,12 @@ async def server_info(services: ServicesDep, _: Annotated[ServerInfoQuery, Query
         inference=config.mode is not Mode.TRAINING_ONLY,
         training=services.training is not None,
     )
+
+
+def _model_info(services: Services) -> ModelInfo:
+    used = services.config.generation_config is GenerationConfig.AUTO
+    fields = asdict(services.first.card)
+    return ModelInfo(**{**fields, "generation_defaults": fields["generation_defaults"] if used else {}})
 
 
 def _mode(services: Services) -> ServerMode:

@@ -7,13 +7,14 @@ from typing import Annotated, Any
 
 from pydantic import Field, PlainValidator
 
-from mlx_parallm.server.api.fields import INT32_MAX, TokenId, WireInput, is_token_ids, refused
+from mlx_parallm.server.api.fields import INT32_MAX, NonEmptyTokenIds, TokenId, WireInput, is_token_ids, refused
 
 MAX_LOGPROBS = 20
 MAX_SEQUENCES = 128
 """Largest number of sequences of one request, which is `n` times its prompts."""
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 1024
 MAX_STOP_TOKEN_IDS = 128
+MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS = 128, 1024
 MAX_BIASES, MAX_BIAS = 1024, 100.0
 NO_LIMIT = -1
 """The number of tokens to generate that means: as many as fit the context."""
@@ -39,6 +40,14 @@ def _stop_token_ids(value: object) -> list[int]:
     return value
 
 
+def _bad_words(value: object) -> list[str]:
+    if not isinstance(value, list) or len(value) > MAX_BAD_WORDS:
+        raise refused(f"must be a list of at most {MAX_BAD_WORDS} strings")
+    if not all(isinstance(word, str) and word.strip() and len(word) <= MAX_BAD_WORD_CHARACTERS for word in value):
+        raise refused(f"each must be a text of at most {MAX_BAD_WORD_CHARACTERS} characters, not only of white space")
+    return value
+
+
 def _biases(value: object) -> dict[int, float]:
     if not isinstance(value, dict) or len(value) > MAX_BIASES:
         raise refused(f"must map at most {MAX_BIASES} token ids to numbers")
@@ -61,6 +70,11 @@ StopTokenIds = Annotated[
         _stop_token_ids, json_schema_input_type=Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)]
     ),
 ]
+_BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS, pattern=r"\S")]
+BadWords = Annotated[
+    list[str],
+    PlainValidator(_bad_words, json_schema_input_type=Annotated[list[_BadWord], Field(max_length=MAX_BAD_WORDS)]),
+]
 _BiasId = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,9})$")]
 _Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
 _Biases = Annotated[
@@ -68,6 +82,7 @@ _Biases = Annotated[
 ]
 LogitBias = Annotated[dict[int, float], PlainValidator(_biases, json_schema_input_type=_Biases)]
 TopLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+PromptLength = Annotated[int, Field(ge=-1, le=INT32_MAX, json_schema_extra={"not": {"const": 0}})]
 PromptCandidates = Annotated[int, Field(ge=0, le=INT32_MAX)]
 TokenLimit = Annotated[int, Field(ge=NO_LIMIT, le=INT32_MAX)]
 Temperature = Annotated[float, Field(ge=0, le=2)]
@@ -117,9 +132,20 @@ class SamplingFields(BasicSampling):
     """Values added to logits: maps token ids, in decimal digits, to numbers."""
     min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] = 0
     """Number of tokens before the answer may end by itself."""
+    bad_words: BadWords = Field(default_factory=list)
+    """Texts that the answer must not have, with or without a space before them: after the first tokens of one, its last
+    token is not drawn. If nothing else can be drawn, it is drawn after all."""
+    allowed_token_ids: NonEmptyTokenIds | None = None
+    """The only token ids that may be drawn. If the end-of-sequence token is not among them, the answer ends by another
+    rule."""
+    include_stop_str_in_output: bool = False
+    """Whether the text has the stop string or the special token that ended it. No text is held back then, so a stream
+    may have sent the beginning of a stop string already."""
     skip_special_tokens: bool = True
-    """Whether special tokens add no text. With false, they are part of the text, except the token that ends the
-    answer."""
+    """Whether special tokens add no text. With false, they are part of the text. The token that ends the answer is part
+    of it only with `include_stop_str_in_output`."""
+    spaces_between_special_tokens: bool = True
+    """Has no effect: special tokens are written without spaces between them."""
     prompt_logprobs: PromptCandidates | None = None
     """Return the logprobs of the prompt's tokens and, at each position, of this many most likely tokens: at most 20,
     unless the operator allows more with `--max-prompt-logprobs`."""

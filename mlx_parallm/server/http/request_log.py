@@ -92,11 +92,12 @@ class RequestRecord:
         self.generates = True
         self.model = model
 
-    def set_request(self, request: GenerationRequest) -> None:
-        """Notes the engine's request. Its id becomes the response's, unless the client chose one."""
+    def set_request(self, request: GenerationRequest, chosen_id: str | None = None) -> None:
+        """Notes the engine's request. Its id becomes the response's, unless the client chose one by a header or, with
+        `chosen_id`, in the body."""
         self.engine_id = request.request_id
         if not self.id_from_client:
-            self.request_id = request.request_id
+            self.request_id, self.id_from_client = chosen_id or request.request_id, chosen_id is not None
         self.adapter = None if request.adapter == BASE_ADAPTER else str(request.adapter)
         self.prompt_tokens = sum(map(len, request.prompts))
 

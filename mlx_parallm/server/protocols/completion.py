@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import ValidationError
 
@@ -16,6 +16,12 @@ from mlx_parallm.errors import RequestError
 from mlx_parallm.server.api.completions import CompletionBody
 from mlx_parallm.server.api.generation_fields import CollectableBody
 from mlx_parallm.server.http.body import first_fault
+
+
+class ProtocolBody(CompletionBody):
+    """A completion for a program that says itself how tokens are drawn."""
+
+    MODEL_DEFAULTS: ClassVar[bool] = False
 
 
 def sent_collection(body: CollectableBody) -> dict[str, Any]:
@@ -34,7 +40,7 @@ def completion_body(fields: Mapping[str, Any], names: Mapping[str, str]) -> Comp
     """
     with client_names(names):
         try:
-            return CompletionBody.model_validate({name: value for name, value in fields.items() if value is not None})
+            return ProtocolBody.model_validate({name: value for name, value in fields.items() if value is not None})
         except ValidationError as error:
             raise first_fault(error) from None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationInfo, model_validator
@@ -123,27 +124,20 @@ class Message(WireInput):
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
-class TemplateOptions(WireInput):
-    """Template variables that a client may set: switches for reasoning."""
-
-    enable_thinking: bool | None = None
-    """Whether the model reasons before it answers."""
-    thinking: bool | None = None
-    """The name of `enable_thinking` in other model families."""
-    reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
-    """How much the model reasons: a value that its chat template knows."""
-
-
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """What a prompt is rendered from: messages as the model's chat template takes them, and the template's variables.
 
     `tool_format`: how the model writes calls. If its template does not support tools, `turns` has them as text.
+    `template`: the template; None is the model's own. `open_ended`: the prompt ends with the text of the last message,
+    which the answer continues.
     """
 
     turns: tuple[TemplateMessage, ...]
     variables: Mapping[str, Any]
     tool_format: ToolFormat
+    template: str | None = None
+    open_ended: bool = False
 
     @classmethod
     def of(
@@ -151,16 +145,18 @@ class Conversation:
         messages: Sequence[Message],
         tools: Sequence[Tool],
         tokenizer: TextTokenizer,
-        options: TemplateOptions,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+        template: str | None = None,
+        open_ended: bool = False,
     ) -> Conversation:
         """The conversation of a request."""
         turns: Sequence[TemplateMessage] = [message.for_template() for message in messages]
-        variables, tool_format = options.model_dump(exclude_none=True), tokenizer.tool_format
+        variables, tool_format = dict(variables), tokenizer.tool_format
         if not tool_format.in_template:
             turns = tools_as_text(turns, tools, tool_format)
         elif tools:
             variables["tools"] = list(tools)
-        return cls(tuple(turns), variables, tool_format)
+        return cls(tuple(turns), variables, tool_format, template, open_ended)
 
     def first(self, count: int) -> Conversation:
         """The conversation up to its first `count` messages."""
@@ -181,4 +177,11 @@ class Conversation:
             ContextLengthError: the prompt has far more than `at_most` token ids.
             Also the other errors of `TextTokenizer.apply_chat_template`.
         """
-        return tokenizer.apply_chat_template(self.turns, add_generation_prompt, at_most, **self.variables)
+        return tokenizer.apply_chat_template(
+            self.turns,
+            add_generation_prompt,
+            at_most,
+            template=self.template,
+            continue_final_message=self.open_ended,
+            **self.variables,
+        )

@@ -21,7 +21,6 @@ from mlx_parallm.core import (
     ServedModel,
 )
 from mlx_parallm.core.splitter import AnswerSyntax, CallPart, JoinedParts, Splitter, join_parts
-from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.server.api.answer import ChoicePiece, ChoiceWriter, Watch, cut_off, ending
 from mlx_parallm.server.api.chat.history import PlannedTurn
 from mlx_parallm.server.api.chat.messages import Conversation
@@ -38,13 +37,14 @@ from mlx_parallm.server.api.chat.schema import (
     ChatMessage,
     ChatTokensBody,
 )
+from mlx_parallm.server.api.chat.template import chosen_template
 from mlx_parallm.server.api.chat.tools import NamedTool, answer_grammar, answer_syntax
 from mlx_parallm.server.api.logprobs import chat_logprobs, prompt_logprobs, scored_prompt
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.http.request_log import new_request_id
 from mlx_parallm.server.openapi import streamable
-from mlx_parallm.server.planning import plan, shown_specials, tokens_as_ids
+from mlx_parallm.server.planning import longest_text, plan, tokens_as_ids
 from mlx_parallm.server.services import Services, ServicesDep
 
 router = APIRouter()
@@ -113,7 +113,7 @@ def plan_chat(
     tokenizer, histories = model.tokenizer, services.histories
     conversation = conversation_of(body, model)
     prompt = rendered = body.given_prompt or conversation.render(
-        tokenizer, body.add_generation_prompt, model.card.context_length
+        tokenizer, body.add_generation_prompt, longest_text(body, model.card)
     )
     if collection is not None:
         collection = replace(collection, messages=tuple(message.for_template() for message in body.messages))
@@ -129,14 +129,15 @@ def plan_chat(
         prompts=[prompt],
         card=model.card,
         config=services.config,
+        tokenizer=tokenizer,
         adapter=adapter,
         collection=collection,
         grammar=answer_grammar(body, syntax, model.grammars),
-        max_tokens=body.max_completion_tokens or body.max_tokens,
+        max_tokens=body.token_limit,
         default_max_tokens=default_max_tokens,
         top_logprobs=body.top,
         prompt_logprobs=body.prompt_logprobs,
-        visible_specials=syntax.visible_specials | shown_specials(body, tokenizer),
+        visible_specials=syntax.visible_specials,
     )
     if key is None:
         return PlannedChat(request, syntax)
@@ -145,15 +146,16 @@ def plan_chat(
 
 
 def conversation_of(body: ChatBody, model: ServedModel) -> Conversation:
-    """Raises InvalidRequestError if the body has another template than the model's own."""
-    if body.chat_template not in (None, model.tokenizer.chat_template):
-        raise InvalidRequestError(
-            "chat_template: this is not the model's own template, which GET /tokenizer_info has. A template is a "
-            "program, so that of a client is not run: leave it out, start the server on a model folder that has it, or "
-            "render it yourself and send the token ids to /v1/completions.",
-            param="chat_template",
-        )
-    return Conversation.of(body.messages, body.callable_tools, model.tokenizer, body.chat_template_kwargs)
+    """Raises InvalidRequestError if the body asks for a chat template that is not allowed."""
+    tokenizer = model.tokenizer
+    return Conversation.of(
+        body.messages,
+        body.callable_tools,
+        tokenizer,
+        body.chat_template_kwargs,
+        chosen_template(body.chat_template, tokenizer.chat_template, model.templates),
+        body.continue_final_message,
+    )
 
 
 def prompt_of(body: ChatBody, model: ServedModel) -> list[int]:
@@ -163,7 +165,7 @@ def prompt_of(body: ChatBody, model: ServedModel) -> list[int]:
         InvalidRequestError: the model has no template, or the template refuses the messages.
         ContextLengthError: the conversation is far too long.
     """
-    conversation, at_most = conversation_of(body, model), model.card.context_length
+    conversation, at_most = conversation_of(body, model), longest_text(body, model.card)
     return conversation.render(model.tokenizer, body.add_generation_prompt, at_most)
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, PlainValidator, model_validator
+from pydantic import AfterValidator, Field, PlainValidator, model_validator
 
 from mlx_parallm.server.api.answer import AnswerObject, FinishReasonText, Usage
-from mlx_parallm.server.api.chat.messages import Messages, TemplateOptions
+from mlx_parallm.server.api.chat.messages import Messages
+from mlx_parallm.server.api.chat.template import TemplateVariables
 from mlx_parallm.server.api.chat.tools import ToolCallingBody
 from mlx_parallm.server.api.fields import INT32_MAX, Neutral, NonEmptyTokenIds, WireOutput, refused
 from mlx_parallm.server.api.generation_fields import UNSUPPORTED_OPTIONS
@@ -21,6 +22,15 @@ def _logprobs(value: object) -> bool | int:
     raise refused(f"must be true, false or a number from 0 to {MAX_LOGPROBS}")
 
 
+def _not_zero(value: int) -> int:
+    if value == 0:
+        raise refused("must be at least 1, or -1")
+    return value
+
+
+AnswerLimit = Annotated[
+    int, Field(ge=NO_LIMIT, le=INT32_MAX, json_schema_extra={"not": {"const": 0}}), AfterValidator(_not_zero)
+]
 SwitchOrTop = Annotated[bool | int, PlainValidator(_logprobs, json_schema_input_type=bool | TopLogprobs)]
 
 
@@ -30,14 +40,11 @@ class ChatBody(ToolCallingBody):
     NEUTRAL: ClassVar[Neutral] = {
         **UNSUPPORTED_OPTIONS,
         "audio": (),
-        "continue_final_message": (False,),
         "documents": (),
         "echo": (False,),
         "function_call": ("none", "auto"),
         "functions": (),
         "include_reasoning": (True,),
-        "max_completion_tokens": (NO_LIMIT,),
-        "max_tokens": (NO_LIMIT,),
         "modalities": (["text"],),
         "prediction": (),
         "web_search_options": (),
@@ -47,9 +54,10 @@ class ChatBody(ToolCallingBody):
     """The conversation so far."""
     prompt_token_ids: NonEmptyTokenIds | None = None
     """The token ids of the whole prompt, which are used as they are instead of rendering `messages`."""
-    max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
-    """Maximum number of tokens to generate. If it is left out or -1, only the context limits the answer."""
-    max_completion_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    max_tokens: AnswerLimit | None = None
+    """Maximum number of tokens to generate. If it is left out, the model's own default or the context limits the
+    answer; with -1, only the context does."""
+    max_completion_tokens: AnswerLimit | None = None
     """The newer name of `max_tokens`."""
     logprobs: SwitchOrTop = False
     """Whether to return the logprobs of the generated tokens. A number means what it means in completions: return them,
@@ -58,10 +66,14 @@ class ChatBody(ToolCallingBody):
     """Number of most likely tokens to return at each position as well; needs `logprobs`."""
     add_generation_prompt: bool = True
     """Whether the prompt ends with the beginning of the assistant's message."""
+    continue_final_message: bool = False
+    """Whether the answer continues the text of the last message, which the template does not end then. It needs
+    `add_generation_prompt` false. The answer has only what is new."""
     chat_template: Annotated[str, Field(min_length=1)] | None = None
-    """Only the model's own, which `/tokenizer_info` has: a template is a program, and a client's is not run."""
-    chat_template_kwargs: TemplateOptions = TemplateOptions()
-    """Switches of the chat template."""
+    """The name or the text of a template that the operator allows with `--chat-template-dir`, or the text of the
+    model's own, which `/tokenizer_info` has: a template is a program, and a client's is not run."""
+    chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
+    """Variables of the chat template, such as `enable_thinking`."""
 
     @property
     def task_prompt(self) -> str | None:
@@ -72,6 +84,12 @@ class ChatBody(ToolCallingBody):
     def given_prompt(self) -> list[int] | None:
         """The token ids of the prompt, if the client gives them."""
         return self.prompt_token_ids
+
+    @property
+    def token_limit(self) -> int | None:
+        """The number of tokens that the client asks for at most; None if it does not say."""
+        given = [limit for limit in (self.max_completion_tokens, self.max_tokens) if limit is not None]
+        return next((limit for limit in given if limit != NO_LIMIT), given[0] if given else None)
 
     @property
     def top(self) -> int | None:
@@ -86,9 +104,23 @@ class ChatBody(ToolCallingBody):
             raise refused("needs logprobs: true", "top_logprobs")
         if self.stream and self.prompt_logprobs is not None:
             raise refused("not available with stream", "prompt_logprobs")
-        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+        limits = {self.max_tokens, self.max_completion_tokens} - {None, NO_LIMIT}
+        if len(limits) > 1:
             raise refused("differs from max_completion_tokens, its newer name; send one", "max_tokens")
+        if self.continue_final_message:
+            self._check_continued()
+        if self.episode_id is not None and (self.continue_final_message or self.chat_template is not None):
+            name = "continue_final_message" if self.continue_final_message else "chat_template"
+            raise refused("not supported with episode_id, whose turns the server renders", name)
         return self
+
+    def _check_continued(self) -> None:
+        if self.add_generation_prompt:
+            raise refused("needs add_generation_prompt: false", "continue_final_message")
+        if self.given_prompt is not None:
+            raise refused("needs messages, not token ids", "continue_final_message")
+        if not self.messages[-1].content or self.messages[-1].tool_calls:
+            raise refused("the last message must have a text and no calls", "continue_final_message")
 
 
 class ChatTokensBody(ChatBody):

@@ -10,7 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from mlx_parallm.server.api.chat.messages import MAX_MESSAGES, TemplateOptions
+from mlx_parallm.server.api.chat.messages import MAX_MESSAGES
+from mlx_parallm.server.api.chat.template import TemplateVariables
 from mlx_parallm.server.api.fields import INT32_MAX, Neutral, WireInput, refused
 from mlx_parallm.server.api.generation_fields import UNSUPPORTED_OPTIONS, SharedBody
 from mlx_parallm.server.api.responses.conversation import ChatMessageFields, Item, messages_of
@@ -161,8 +162,8 @@ class ResponsesBody(SharedBody):
     )
     """Has no effect: reasoning items always have their whole text and can be sent back, and the other values are about
     tools that this server does not run."""
-    chat_template_kwargs: TemplateOptions = TemplateOptions()
-    """Switches of the chat template."""
+    chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
+    """Variables of the chat template, such as `enable_thinking`."""
 
     def offered(self) -> list[OfferedTool]:
         """The tools as the model sees them."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from mlx_parallm.core import Edit, FoundTrajectory, control_ids, end_id
 from mlx_parallm.errors import ConflictError, ContextLengthError, InvalidRequestError
-from mlx_parallm.server.api.chat.messages import Conversation, TemplateOptions
+from mlx_parallm.server.api.chat.messages import Conversation
 from mlx_parallm.server.api.training.people_schema import PreferenceBody
 from mlx_parallm.server.planning import check_ids
 from mlx_parallm.server.services import Services
@@ -65,7 +65,7 @@ def edit_of(body: PreferenceBody, found: Mapping[str, FoundTrajectory], adapter:
 def _prompt(body: PreferenceBody, found: Mapping[str, FoundTrajectory], services: Services) -> tuple[int, ...]:
     card, tokenizer = services.first.card, services.first.tokenizer
     if body.messages is not None:
-        conversation = Conversation.of(body.messages, (), tokenizer, TemplateOptions())
+        conversation = Conversation.of(body.messages, (), tokenizer)
         return tuple(conversation.render(tokenizer, at_most=card.context_length))
     if body.prompt is not None or body.prompt_token_ids is not None:
         ids = body.prompt_token_ids or tokenizer.encode(body.prompt or "", True, card.context_length)

@@ -30,9 +30,10 @@ from mlx_parallm.errors import ContextLengthError, EngineError
 from mlx_parallm.server.access.accounts import Account
 from mlx_parallm.server.http.request_log import new_request_id
 from mlx_parallm.server.metrics import RequestObserver
-from mlx_parallm.server.planning import SEED_SPACE, check_ids
+from mlx_parallm.server.planning import check_ids
 from mlx_parallm.server.protocols.tinker.answers import SampleAnswer, Sampled, TopLogprobs
 from mlx_parallm.server.protocols.tinker.schema import SampleBody
+from mlx_parallm.server.sampling import SEED_SPACE
 from mlx_parallm.server.services import Services
 
 

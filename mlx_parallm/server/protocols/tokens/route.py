@@ -120,8 +120,7 @@ def _render(body: ChatBody, model: ServedModel) -> RenderedChat:
     if body.compiles:
         param = body.grammar[0] if body.grammar else "tool_choice"
         raise InvalidRequestError(f"{param}: a rendered request has no grammar; leave it out", param=param)
-    most = body.max_completion_tokens or body.max_tokens
-    sampling = {**sent_sampling(body), "max_tokens": most, "logprobs": body.top}
+    sampling = {**sent_sampling(body), "max_tokens": body.token_limit, "logprobs": body.top}
     names = [name for name in ("model", "lora_adapter", "cache_salt") if name in body.model_fields_set]
     return RenderedChat(
         token_ids=body.given_prompt or prompt_of(body, model),

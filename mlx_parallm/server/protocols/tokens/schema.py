@@ -42,7 +42,8 @@ class TokenSampling(SamplingFields):
 class TokensBody(CollectableBody):
     """The tokens of a prompt, and how to continue them."""
 
-    NEUTRAL: ClassVar[Neutral] = {"content_parts": (), "features": (), "kv_transfer_params": ()}
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"kv_transfer_params", "vllm_xargs"})
+    NEUTRAL: ClassVar[Neutral] = {"content_parts": (), "features": ()}
 
     token_ids: NonEmptyTokenIds
     """The token ids of the prompt, used as they are."""
