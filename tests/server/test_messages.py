@@ -31,7 +31,16 @@ class RecordingTokenizer(ByteTokenizer):
 
     system_first = False
 
-    def apply_chat_template(self, messages, add_generation_prompt=True, at_most=None, **kwargs):
+    def apply_chat_template(
+        self,
+        messages,
+        add_generation_prompt=True,
+        at_most=None,
+        *,
+        template=None,
+        continue_final_message=False,
+        **kwargs,
+    ):
         if self.system_first and any(message["role"] == "system" for message in messages[1:]):
             raise InvalidRequestError("system must be first", param="messages")
         self.given = (messages, kwargs)
