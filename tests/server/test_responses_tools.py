@@ -36,7 +36,16 @@ class RecordingTokenizer(ByteTokenizer):
 
     reasoning = Reasoning("{think}", "{/think}")
 
-    def apply_chat_template(self, messages, add_generation_prompt=True, at_most=None, **kwargs):
+    def apply_chat_template(
+        self,
+        messages,
+        add_generation_prompt=True,
+        at_most=None,
+        *,
+        template=None,
+        continue_final_message=False,
+        **kwargs,
+    ):
         self.given = (messages, kwargs)
         return super().apply_chat_template(messages, add_generation_prompt)
 
