@@ -6,6 +6,7 @@ The docstring under a field is the field's description in the OpenAPI document.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,6 +32,8 @@ Neutral = Mapping[str, tuple[Any, ...]]
 EMPTY: tuple[Any, ...] = ("", [], {})
 """Values that, like null, have no effect in any unsupported field."""
 INT32_MAX = 2**31 - 1
+CHOSEN_ID = re.compile(r"[ -~]{1,128}")
+"""Ids of requests that clients may choose: printable ASCII."""
 MAX_NAMES, MAX_NAME = 20, 64
 """Largest number of unknown fields that are reported for one body, and of characters of each name."""
 MISSPELLED = 0.85

@@ -8,10 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from mlx_parallm.server.api.fields import INT32_MAX, Neutral, OpenBody, WireInput, refused
+from mlx_parallm.server.api.fields import CHOSEN_ID, INT32_MAX, Neutral, OpenBody, WireInput, refused
 from mlx_parallm.server.api.grammar_fields import StructuredBody, is_shallow
 from mlx_parallm.server.api.sampling_fields import MAX_SEQUENCES, BasicSampling, PromptLength, SamplingFields
-from mlx_parallm.server.http.request_log import ACCEPTED_ID
 
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
 MAX_COLLECTED_METADATA_BYTES, MAX_COLLECTED_METADATA_DEPTH = 64 * 1024, 32
@@ -180,7 +179,7 @@ class GenerationBody(SharedBody, SamplingFields, StructuredBody):
     """Must be 1 or equal to `n`: all answers that are generated are returned."""
     stream_options: StreamOptions = StreamOptions()
     """What a stream reports about usage. It has no effect without `stream`."""
-    request_id: Annotated[str, Field(pattern=f"^{ACCEPTED_ID.pattern}$")] | None = None
+    request_id: Annotated[str, Field(pattern=f"^{CHOSEN_ID.pattern}$")] | None = None
     """An id of the client's choice, which the answer's `id` ends with, and which is in the header `x-request-id` of the
     answer. A header of that name that the client sends takes precedence."""
     truncate_prompt_tokens: PromptLength | None = None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import time
 import uuid
 from dataclasses import dataclass, field
@@ -21,12 +20,10 @@ from starlette.types import Scope
 from mlx_parallm.core import BASE_ADAPTER, Event, GenerationRequest, RequestFinished, SequenceOutput
 from mlx_parallm.server.access.accounts import Account
 from mlx_parallm.server.access.keys import ANYONE, NamedKey
-from mlx_parallm.server.api.fields import IgnoredFields
+from mlx_parallm.server.api.fields import CHOSEN_ID, IgnoredFields
 
 REQUEST_ID, IGNORED_FIELDS, LORA_ADAPTER = "x-request-id", "x-ignored-fields", "x-lora-adapter"
 """Response headers. A client may send the first one too."""
-ACCEPTED_ID = re.compile(r"[ -~]{1,128}")
-"""Ids that clients may choose: printable ASCII. Any other id is replaced."""
 
 CLIENT_LEFT = 499
 """The status in the log if the client disconnected before the response began; nginx uses the same number."""
@@ -82,7 +79,7 @@ class RequestRecord:
         """Makes the record of a request that has just arrived and keeps it in `scope` for `record_of`."""
         record = cls(method=scope["method"], path=scope["path"])
         sent = Headers(scope=scope).get(REQUEST_ID, "")
-        if ACCEPTED_ID.fullmatch(sent):
+        if CHOSEN_ID.fullmatch(sent):  # any other id is replaced
             record.request_id, record.id_from_client = sent, True
         scope.setdefault("state", {})["record"] = record
         return record
