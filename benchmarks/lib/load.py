@@ -147,6 +147,18 @@ async def get(port: int, path: str) -> bytes:
             writer.close()
 
 
+async def post_json(port: int, path: str, body: Body) -> Any:
+    """The JSON answer to a POST request. Raises OSError if its status is not 200."""
+    async with asyncio.timeout(LOAD_LIMIT_S):
+        reader, writer = await asyncio.open_connection(HOST, port)
+        try:
+            writer.write(_http("POST", path, json.dumps(body).encode()))
+            await _headers(reader)
+            return json.loads(await reader.read())
+        finally:
+            writer.close()
+
+
 async def _client(port: int, waiting: deque[Body], attempts: int, load: Load) -> None:
     while waiting:
         await _deliver(port, waiting.popleft(), attempts, load)

@@ -100,6 +100,7 @@ GROUPS = (
             Flag("--chat-template-dir", "server.chat_template_dir", "DIR"),
             Flag("--max-prompt-logprobs", "server.max_prompt_logprobs", "CANDIDATES"),
             Flag("--return-tokens-as-token-ids", "server.return_tokens_as_token_ids"),
+            Flag("--embedding-pooling", "server.embedding_pooling", "last|mean"),
         ),
     ),
     FlagGroup(

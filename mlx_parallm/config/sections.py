@@ -208,6 +208,10 @@ class ServerConfig(Section):
     """Whether requests with collect_trajectory count as rollout or as live in priority_ratios. A request's own
     traffic_class takes precedence. All other requests are live.
     """
+    embedding_pooling: Annotated[Literal["last", "mean"], BeforeValidator(lower)] = "last"
+    """Which hidden states make an embedding: last is that of the text's last token, mean their mean over all tokens. A
+    request may choose. mean computes every token, also of texts whose beginning is in the prefix cache.
+    """
     log_level: Annotated[Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(lower)] = "info"
     """Lowest level that is logged: debug, info, warning, error or critical."""
     access_log: bool = True

@@ -40,6 +40,7 @@ from mlx_parallm.server.api.adapters import route as adapter_routes
 from mlx_parallm.server.api.chat import route as chat
 from mlx_parallm.server.api.chat.history import EpisodeHistories
 from mlx_parallm.server.api.messages import route as messages
+from mlx_parallm.server.api.pooling import embeddings, scores
 from mlx_parallm.server.api.responses import route as responses
 from mlx_parallm.server.api.responses.conversation import ResponseStore
 from mlx_parallm.server.api.training import average, compare, people, reward_model, schedule
@@ -65,6 +66,8 @@ ROUTES = (
     chat,
     responses,
     messages,
+    embeddings,
+    scores,
     models,
     adapter_routes,
     training_routes,

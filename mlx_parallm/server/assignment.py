@@ -8,11 +8,12 @@ from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from mlx_parallm.server.api.generation_fields import GenerationBody
+from mlx_parallm.server.api.pooling.fields import PoolingBody
 
 SESSION_HEADER = "x-session-id"
 
 
-def assignment_key(scope: Scope, body: GenerationBody) -> str:
+def assignment_key(scope: Scope, body: GenerationBody | PoolingBody) -> str:
     """The group or episode of a request, since one version must draw all of it; else its session (the header
     X-Session-Id) or user. A request that names none of them is drawn by itself."""
     named = (

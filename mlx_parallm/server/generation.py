@@ -22,6 +22,7 @@ from mlx_parallm.core import (
     RequestFailed,
     RequestFinished,
     SequenceOutput,
+    SequencePooled,
     ServedModel,
 )
 from mlx_parallm.errors import EngineDeadError, EngineError, ParaLLMError
@@ -29,6 +30,7 @@ from mlx_parallm.server.access.permits import as_of, check_permitted
 from mlx_parallm.server.api.answer import AnswerWriter
 from mlx_parallm.server.api.fields import WireOutput
 from mlx_parallm.server.api.generation_fields import GenerationBody
+from mlx_parallm.server.api.pooling.fields import PoolingBody
 from mlx_parallm.server.assignment import assignment_key
 from mlx_parallm.server.errors import code_of
 from mlx_parallm.server.http.request_log import RequestRecord, key_of, record_of
@@ -42,7 +44,7 @@ log = logging.getLogger(__name__)
 
 PING_INTERVAL_S = 15.0
 """Longest silence of a stream, in seconds, before an event or a comment is sent to keep the connection open."""
-_BYTES_PER_EVENT, _BYTES_PER_LOGPROB = 32, 64
+_BYTES_PER_EVENT, _BYTES_PER_LOGPROB, _BYTES_PER_BYTE = 32, 64, 5
 _SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -114,7 +116,7 @@ class GenerationResponse(Response):
     def __init__(
         self,
         services: Services,
-        body: GenerationBody,
+        body: GenerationBody | PoolingBody,
         prompts: int,
         prepare: Callable[[ServedModel, AdapterRef, CollectionSpec | None], AnswerWriter],
     ) -> None:
@@ -152,7 +154,7 @@ class GenerationResponse(Response):
             name = await services.adapter_name(selector)
             with adapter_named_by(selector.param, name):
                 adapter = held.enter_context(services.adapters.lease(name, assignment_key(scope, body)))
-            collection = await self._collection(scope, adapter) if body.collect_trajectory else None
+            collection = await self._collection(scope, adapter)
             prepare = partial(self._prepare, model, adapter, collection)
             if body.compiles:
                 writer = await services.workers.compile(client_of(scope), prepare)
@@ -167,8 +169,10 @@ class GenerationResponse(Response):
                 record.disconnected = True
                 services.metrics.client_disconnects.inc()
 
-    async def _collection(self, scope: Scope, adapter: AdapterRef) -> CollectionSpec:
+    async def _collection(self, scope: Scope, adapter: AdapterRef) -> CollectionSpec | None:
         body = self._body
+        if isinstance(body, PoolingBody) or not body.collect_trajectory:
+            return None
         collection = CollectionSpec(
             body.scoring_function,
             body.metadata or {},
@@ -252,4 +256,5 @@ def _answer_bytes(events: Sequence[Event]) -> int:
     """A rough estimate of the answer's length in bytes."""
     scored = (event for event in events if isinstance(event, SequenceOutput | PromptScored))
     logprobs = sum(len(token.top) + 1 for event in scored for token in event.logprobs if token is not None)
-    return _BYTES_PER_EVENT * len(events) + _BYTES_PER_LOGPROB * logprobs
+    vectors = sum(len(event.vector) for event in events if isinstance(event, SequencePooled))
+    return _BYTES_PER_EVENT * len(events) + _BYTES_PER_LOGPROB * logprobs + _BYTES_PER_BYTE * vectors

@@ -19,8 +19,10 @@ from mlx_parallm.core import (
     AdapterClient,
     EngineClient,
     Event,
+    FinishReason,
     RequestFinished,
     SequenceOutput,
+    SequencePooled,
     TrainingClient,
 )
 from mlx_parallm.errors import AbortedError
@@ -119,6 +121,8 @@ class RequestObserver:
     def observe(self, event: Event) -> None:
         if isinstance(event, SequenceOutput):
             self._observe_output(event)
+        elif isinstance(event, SequencePooled):
+            self._count_end(FinishReason.STOP)
         elif isinstance(event, RequestFinished):
             self._observe_end(event)
 
@@ -131,8 +135,11 @@ class RequestObserver:
             self.served.generation_tokens += len(output.token_ids)
             self.account.add_completion(len(output.token_ids))
         if output.finish_reason:
-            self.unfinished -= 1
-            self.metrics.finished.labels(output.finish_reason.value).inc()
+            self._count_end(output.finish_reason)
+
+    def _count_end(self, reason: FinishReason) -> None:
+        self.unfinished -= 1
+        self.metrics.finished.labels(reason.value).inc()
 
     def _observe_end(self, end: RequestFinished) -> None:
         self.served.finished += 1

@@ -240,6 +240,8 @@ def _error(path: str, kinds: Iterable[Kind]) -> dict[str, Any]:
 # with a trajectory id or a folder need one of that name.
 
 _MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
+_SCORE: Examples = {"two endings": {"text_1": "The sky is", "text_2": [" blue.", " loud."]}}
+_RERANK: Examples = {"the best of two": {"query": "Is it wet?", "documents": ["It rains.", "It snows."], "top_n": 1}}
 _LOAD: Examples = {"from a folder": {"lora_name": "tone", "lora_path": "tone"}}
 _UNLOAD: Examples = {"all versions": {"lora_name": "math"}}
 _CONTROL: Examples = {"default adapter": {}}
@@ -296,6 +298,14 @@ EXAMPLES: Mapping[str, Examples] = {
         "as a stream": {"messages": _MESSAGES, "max_tokens": 8, "stream": True},
     },
     "/v1/messages/count_tokens": {"a question": {"messages": _MESSAGES}},
+    "/v1/embeddings": {
+        "two texts": {"input": ["A cat sleeps.", "A dog runs."]},
+        "token ids, as base64": {"input": [1, 2, 3], "encoding_format": "base64", "pooling": "mean", "dimensions": 2},
+    },
+    "/v1/score": _SCORE,
+    "/score": _SCORE,
+    "/v1/rerank": _RERANK,
+    "/rerank": _RERANK,
     "/v1/load_lora_adapter": {
         **_LOAD,
         "in place": {"lora_name": "math", "lora_path": "math", "load_inplace": True},

@@ -22,6 +22,7 @@ from mlx_parallm.core import (
 )
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError, UnknownModelError
 from mlx_parallm.server.api.generation_fields import GenerationBody
+from mlx_parallm.server.api.pooling.fields import PoolingBody
 from mlx_parallm.server.api.sampling_fields import MAX_LOGPROBS, NO_LIMIT
 from mlx_parallm.server.sampling import model_defaults, sampling_of, stopping_of
 
@@ -62,7 +63,7 @@ class AdapterSelector:
         return self.name if self.param == "adapters" and self.name and "/" in self.name else None
 
 
-def select_adapter(body: GenerationBody, model_names: ModelNames) -> AdapterSelector:
+def select_adapter(body: GenerationBody | PoolingBody, model_names: ModelNames) -> AdapterSelector:
     """The adapter that `model`, `lora_adapter` or `adapters` name. If `model` is one of `model_names`, it names the
     served model and no adapter, so another field may name one.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,11 +18,13 @@ from mlx_parallm.adapters.reward_models import RewardModelFolder
 from mlx_parallm.core import CollectionSpec, RewardModelSpec, Signal, Trajectory
 from mlx_parallm.errors import ConflictError, InvalidRequestError
 from mlx_parallm.rl.reward_models.learning import RewardModelDevice
+from mlx_parallm.rl.reward_models.service import RewardModels
 from mlx_parallm.rl.reward_models.trainer import RewardModelTrainer
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.runs.store import JournalFile
 
 LOUD, QUIET, END = 40, 41, 257
+TOKENIZER = SimpleNamespace(eos_token_ids=frozenset({END}), eos_token="<end>", token_string=lambda _: "<end>")
 SPEC = RewardModelSpec("loud", held_out=0.25, epochs=3, batch_size=4, learning_rate=0.01, seed=0)
 
 
@@ -49,7 +52,8 @@ async def run(tmp_path: Path):
     """The trainer, the journal that it reads, and the folder of its reward models."""
     work, _ = made()
     journal, folder = Journal(JournalFile(tmp_path / "journal.sqlite")), RewardModelFolder(tmp_path / "adapters")
-    yield RewardModelTrainer(RewardModelDevice(Device(work), work), folder, journal, LORA), journal, folder
+    models = RewardModels(RewardModelDevice(Device(work), work), folder, TOKENIZER)
+    yield RewardModelTrainer(models, journal, LORA), journal, folder
     await journal.close()
 
 

@@ -224,7 +224,8 @@ class FakeAverages:
 
 
 class FakeRewardModels:
-    """Trains every reward model at once. `asked`: the specs; `error`: what is raised instead."""
+    """Trains every reward model at once, and gives a row its length. `asked`: the specs, and the names with their rows;
+    `error`: what is raised instead."""
 
     def __init__(self):
         self.asked = []
@@ -235,6 +236,12 @@ class FakeRewardModels:
         if self.error:
             raise self.error
         return RewardModelCard(spec.name, 90, 12, 0.25, 0.875, 10, 0.9, 0.6, 0.98)
+
+    async def score(self, name, rows):
+        self.asked.append((name, rows))
+        if self.error:
+            raise self.error
+        return [float(len(row)) for row in rows]
 
 
 class FakeTraining:

@@ -3,6 +3,7 @@
 import asyncio
 import codecs
 import time
+from array import array
 from dataclasses import replace
 
 from mlx_parallm.core import (
@@ -13,6 +14,7 @@ from mlx_parallm.core import (
     RequestFailed,
     RequestFinished,
     SequenceOutput,
+    SequencePooled,
     TokenLogprob,
 )
 from mlx_parallm.errors import (
@@ -81,7 +83,8 @@ def logprob_of(token_id, top, rank=None):
 
 
 class FakeEngine:
-    """Says `text` on every choice, one byte a step, cut at max_tokens.
+    """Says `text` on every choice, one byte a step, cut at max_tokens. Pools a prompt to its length, the sum of its
+    tokens, and `rest`.
 
     `pause_before` k: stops before the k-th event of each request until `go_on` is set, and sets `paused`.
     `fail_before` k: the k-th event is RequestFailed(`error`).
@@ -92,6 +95,7 @@ class FakeEngine:
 
     def __init__(self):
         self.text = "Hi ä!"
+        self.rest = [0.0, 2.0]
         self.stop_reason = None
         self.silent_end = False  # the last token adds no text, as EOS does not
         self.pause_before = None
@@ -174,6 +178,11 @@ class FakeEngine:
             self.aborted += not finished
 
     def _events(self, request):
+        if request.pooling is not None:
+            for index, prompt in reversed(list(enumerate(request.prompts))):
+                yield SequencePooled(index, array("f", [len(prompt), sum(prompt), *self.rest]).tobytes())
+            yield self._finished(request, 0)
+            return
         if request.prompt_logprobs is not None:
             for number, prompt in enumerate(request.prompts):
                 scores = tuple(logprob_of(token, request.prompt_logprobs, rank=1) for token in prompt[1:])

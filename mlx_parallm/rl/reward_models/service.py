@@ -37,12 +37,20 @@ class RewardModels:
 
     async def rewards(self, name: str, group: Sequence[Trajectory]) -> Sequence[float]:
         """See `RewardModelScorers.rewards`."""
-        return await self.device.score(await self._model(name), [self._row(each) for each in group])
+        return await self.score(name, [each.prompt_ids + each.completion_ids for each in group])
 
-    def _row(self, trajectory: Trajectory) -> tuple[int, ...]:
-        """Prompt and answer, which ends with the end-of-sequence token even if it was cut off: reward models know
-        nothing of other ends."""
-        row = trajectory.prompt_ids + trajectory.completion_ids
+    async def score(self, name: str, rows: Sequence[tuple[int, ...]]) -> Sequence[float]:
+        """The rewards of rows, each a prompt with its answer.
+
+        Raises:
+            InvalidRequestError: it cannot be loaded.
+            StepFailedError: they could not be computed.
+        """
+        return await self.device.score(await self._model(name), [self._ended(row) for row in rows])
+
+    def _ended(self, row: tuple[int, ...]) -> tuple[int, ...]:
+        """The row with the end-of-sequence token at its end, even if the answer was cut off: reward models know nothing
+        of other ends."""
         return row if row[-1] in self._ends else (*row, self._end)
 
     async def _model(self, name: str) -> RewardModel:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from mlx_parallm.adapters.reward_models import RewardModelFolder
 from mlx_parallm.config import ModelConfig
 from mlx_parallm.core import RewardModelCard, RewardModelSpec, Signal, Trajectory
 from mlx_parallm.errors import ConfigError, ConflictError, InvalidRequestError
 from mlx_parallm.rl.collect.groups import DropReason
-from mlx_parallm.rl.reward_models.learning import FitResult, FitSettings, RewardModelDevice, fit
+from mlx_parallm.rl.reward_models.learning import FitResult, FitSettings, fit
 from mlx_parallm.rl.reward_models.preferences import Preference, split
+from mlx_parallm.rl.reward_models.service import RewardModels
 from mlx_parallm.rl.runs.journal import Journal
 
 MOST_PREFERENCES = 4096
@@ -23,13 +23,13 @@ class RewardModelTrainer:
     training with the updates of adapters.
 
     Args:
+        models: the reward models that are there, by which rows are scored.
         lora: rank, alpha and target modules of the adapters of reward models.
     """
 
-    def __init__(
-        self, device: RewardModelDevice, folder: RewardModelFolder, journal: Journal, lora: ModelConfig
-    ) -> None:
-        self._device, self._folder, self._journal, self._lora = device, folder, journal, lora
+    def __init__(self, models: RewardModels, journal: Journal, lora: ModelConfig) -> None:
+        self._models, self._device, self._folder = models, models.device, models.folder
+        self._journal, self._lora = journal, lora
         self._one_at_a_time = asyncio.Lock()
 
     async def train(self, spec: RewardModelSpec) -> RewardModelCard:
@@ -49,6 +49,11 @@ class RewardModelTrainer:
             layout = self._device.work.trainable.layout
             await asyncio.to_thread(self._folder.save, spec.name, weights, layout, result.metrics)
             return _card(spec.name, result)
+
+    async def score(self, name: str, rows: Sequence[tuple[int, ...]]) -> Sequence[float]:
+        """See `core.RewardModelClient.score`."""
+        await asyncio.to_thread(self._models.check, name)
+        return await self._models.score(name, rows)
 
     async def _collected(self) -> list[Preference]:
         """The preferences of the run, whatever became of them, but for those that a later one of the same user has

@@ -9,10 +9,11 @@ from mlx_parallm.core import GenerationRequest
 from mlx_parallm.server.access.keys import NamedKey
 from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.api.generation_fields import GenerationBody
+from mlx_parallm.server.api.pooling.fields import PoolingBody
 from mlx_parallm.server.errors import RoleError
 
 
-def check_permitted(key: NamedKey, body: GenerationBody) -> None:
+def check_permitted(key: NamedKey, body: GenerationBody | PoolingBody) -> None:
     """Raises RoleError if the body asks for something that the key may not do: another priority than its own allows, or
     to be learnt from."""
     if body.priority < key.least_priority and key.role is not Role.ADMIN:

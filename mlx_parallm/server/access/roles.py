@@ -63,6 +63,11 @@ ROUTES: tuple[tuple[Access, str], ...] = (
         DELETE /v1/responses/{response_id}
         GET /v1/responses/{response_id}/input_items
         POST /v1/responses/{response_id}/cancel
+        POST /v1/embeddings
+        POST /v1/score
+        POST /score
+        POST /v1/rerank
+        POST /rerank
         POST /tokenize
         POST /detokenize
         GET /tokenizer_info

@@ -194,7 +194,7 @@ class ChoiceWriter(AnswerWriter, Generic[Body]):
         if self._last_piece is not None:
             yield self._chunk([self._last_piece], self._chunk_fields() | collected_fields(self.request, finished))
         if self.body.stream_options.include_usage:
-            yield self._chunk([], self._fields() | {"usage": _usage_of(finished)})
+            yield self._chunk([], self._fields() | {"usage": usage_of(finished)})
 
     def whole(self, events: Sequence[Event]) -> WireOutput:
         finished = events[-1]
@@ -204,7 +204,7 @@ class ChoiceWriter(AnswerWriter, Generic[Body]):
             pieces[piece.index].append(piece)
         choices = [_joined(index, own) for index, own in enumerate(pieces)]
         scored = {event.prompt_index: event for event in events if isinstance(event, PromptScored)}
-        fields = {**self._fields(), "usage": _usage_of(finished), **collected_fields(self.request, finished)}
+        fields = {**self._fields(), "usage": usage_of(finished), **collected_fields(self.request, finished)}
         return self._whole(choices, scored, fields)
 
     def _opening_pieces(self) -> Iterator[ChoicePiece]:
@@ -242,7 +242,7 @@ class ChoiceWriter(AnswerWriter, Generic[Body]):
             return self._fields()
         if not options.continuous_usage_stats:
             return self._fields() | {"usage": None}
-        return self._fields() | {"usage": _usage(sum(map(len, self.request.prompts)), self._completion_tokens)}
+        return self._fields() | {"usage": token_usage(sum(map(len, self.request.prompts)), self._completion_tokens)}
 
     @abstractmethod
     def _chunk(self, pieces: Sequence[ChoicePiece], fields: dict[str, Any]) -> WireOutput:
@@ -281,11 +281,13 @@ def cut_off(last: ChoicePiece | SequenceOutput) -> bool:
     return last.finish_reason is FinishReason.LENGTH or isinstance(last.stop_reason, str)
 
 
-def _usage(prompt_tokens: int, completion_tokens: int, **more: Any) -> Usage:
+def token_usage(prompt_tokens: int, completion_tokens: int, **more: Any) -> Usage:
+    """The usage of so many tokens."""
     total = prompt_tokens + completion_tokens
     return Usage(prompt_tokens=prompt_tokens, completion_tokens=completion_tokens, total_tokens=total, **more)
 
 
-def _usage_of(finished: RequestFinished) -> Usage:
+def usage_of(finished: RequestFinished) -> Usage:
+    """The numbers of tokens of a request that has finished."""
     details = PromptTokensDetails(cached_tokens=finished.cached_tokens)
-    return _usage(finished.prompt_tokens, finished.completion_tokens, prompt_tokens_details=details)
+    return token_usage(finished.prompt_tokens, finished.completion_tokens, prompt_tokens_details=details)

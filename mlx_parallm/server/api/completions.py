@@ -36,7 +36,8 @@ Prompt = str | list[int]
 # ---- the body and the answer ---------------------------------------------------------------------
 
 
-def _prompts(value: object) -> list[Prompt]:
+def prompts_of(value: object) -> list[Prompt]:
+    """One text, one list of token ids, or a list of either, as a list. Raises the error of `refused` for others."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:
@@ -51,7 +52,7 @@ _Ids = Annotated[list[TokenId], Field(min_length=1)]
 _Texts = Annotated[list[str], Field(min_length=1)]
 Prompts = Annotated[
     list[Prompt],
-    PlainValidator(_prompts, json_schema_input_type=str | _Texts | _Ids | Annotated[list[_Ids], Field(min_length=1)]),
+    PlainValidator(prompts_of, json_schema_input_type=str | _Texts | _Ids | Annotated[list[_Ids], Field(min_length=1)]),
 ]
 
 

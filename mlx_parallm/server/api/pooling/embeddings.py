@@ -1,0 +1,225 @@
+"""`POST /v1/embeddings`: vectors of texts, from the hidden states of the served model or of an adapter."""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Annotated, ClassVar, Literal, cast
+
+import numpy as np
+from fastapi import APIRouter, Depends
+from numpy.typing import NDArray
+from pydantic import Field, PlainValidator
+from starlette.responses import Response
+
+from mlx_parallm.config import ServerConfig
+from mlx_parallm.core import (
+    AdapterRef,
+    CollectionSpec,
+    Event,
+    GenerationRequest,
+    Pooling,
+    RequestFinished,
+    SamplingParams,
+    SequencePooled,
+    ServedModel,
+    StopParams,
+)
+from mlx_parallm.errors import ContextLengthError, EngineError, InvalidRequestError
+from mlx_parallm.server.api.answer import AnswerWriter, Usage, Watch, served_by, usage_of
+from mlx_parallm.server.api.completions import Prompt, Prompts, prompts_of
+from mlx_parallm.server.api.fields import INT32_MAX, Neutral, WireOutput, refused
+from mlx_parallm.server.api.pooling.fields import MAX_INPUTS, PoolingBody
+from mlx_parallm.server.generation import GenerationResponse
+from mlx_parallm.server.http.body import json_body
+from mlx_parallm.server.http.request_log import new_request_id
+from mlx_parallm.server.openapi import generating
+from mlx_parallm.server.planning import check_ids
+from mlx_parallm.server.services import Services, ServicesDep
+
+Vector = NDArray[np.float32]
+PoolingName = Literal["last", "mean"]
+
+# ---- the body and the answer ---------------------------------------------------------------------
+
+
+def _inputs(value: object) -> list[Prompt]:
+    inputs = prompts_of(value)
+    if len(inputs) > MAX_INPUTS:
+        raise refused(f"has {len(inputs)} texts; at most {MAX_INPUTS} fit one request")
+    return inputs
+
+
+class EmbeddingsBody(PoolingBody):
+    """The texts, and the form of their vectors."""
+
+    NEUTRAL: ClassVar[Neutral] = {"embed_dtype": ("float32",), "endianness": ("native", "little"), "messages": ()}
+
+    input: Annotated[Prompts, PlainValidator(_inputs, json_schema_input_type=Prompts)]
+    """A text, a list of token ids, or a list of at most 128 of either. Each gets one vector."""
+    encoding_format: Literal["float", "base64"] = "float"
+    """Whether a vector is a list of numbers, or the base64 text of its little-endian float32 values."""
+    dimensions: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    """Only the first so many values of each vector, at length 1 again. The model was not trained for that, so it costs
+    accuracy."""
+    pooling: PoolingName | None = None
+    """Which hidden states make the vector: that of the last token, or the mean over all tokens. If it is left out,
+    `--embedding-pooling` decides."""
+    normalize: bool = True
+    """Whether the vector has length 1, so that the product of two vectors is the cosine of their angle."""
+    use_activation: bool | None = None
+    """vLLM's name of `normalize`. false in either of them turns it off."""
+    truncation_side: Literal["left", "right"] = "right"
+    """The side on which `truncate_prompt_tokens` cuts a text."""
+    add_special_tokens: bool = True
+    """Whether the tokenizer may add special tokens to a text. Token ids are used as they are."""
+
+    @property
+    def normalises(self) -> bool:
+        return self.normalize and self.use_activation is not False
+
+
+class EmbeddingObject(WireOutput):
+    """The vector of one text."""
+
+    object: Literal["embedding"]
+    index: int
+    """The text's place in `input`."""
+    embedding: list[float] | str
+    """The vector: numbers, or base64 of little-endian float32."""
+
+
+class Embeddings(WireOutput):
+    """The vectors of all texts, in their order."""
+
+    LONG: ClassVar[bool] = True
+
+    id: str
+    """The request's id, which is also in the header x-request-id."""
+    object: Literal["list"]
+    created: int
+    """Unix time in seconds."""
+    model: str
+    """The served model, or the adapter's name."""
+    data: list[EmbeddingObject]
+    """One vector for each text."""
+    usage: Usage
+    """Numbers of tokens. None is generated."""
+    lora_adapter: str | None = None
+    """`name@version` of the adapter; absent for the base."""
+
+
+# ---- the route -------------------------------------------------------------------------------------
+
+router = APIRouter()
+
+
+@router.post("/v1/embeddings", responses=generating(Embeddings))
+async def create_embeddings(
+    body: Annotated[EmbeddingsBody, Depends(json_body(EmbeddingsBody))], services: ServicesDep
+) -> Response:
+    """Makes a vector of each text. Texts that mean alike get vectors in similar directions, as far as a model can do
+    that which was trained to continue texts."""
+    return GenerationResponse(services, body, len(body.input), partial(prepare, body, services))
+
+
+def prepare(
+    body: EmbeddingsBody, services: Services, model: ServedModel, adapter: AdapterRef, _: CollectionSpec | None
+) -> EmbeddingsWriter:
+    """Tokenises the texts, and makes the engine's request. Runs in a worker thread."""
+    request = GenerationRequest(
+        request_id=new_request_id("embd"),
+        prompts=tuple(tuple(_ids(body, text, model)) for text in body.input),
+        sampling=SamplingParams(),
+        stopping=StopParams(max_tokens=0),
+        adapter=adapter,
+        priority=body.priority,
+        cache_salt=body.cache_salt or "",
+        pooling=pooling_of(body, services.config),
+    )
+    return EmbeddingsWriter(body=body, request=request, model=model.card.name)
+
+
+def pooling_of(body: EmbeddingsBody, config: ServerConfig) -> Pooling:
+    return Pooling(body.pooling or config.embedding_pooling)
+
+
+def _ids(body: EmbeddingsBody, text: Prompt, model: ServedModel) -> Sequence[int]:
+    """The tokens of one text, cut as the body says.
+
+    Raises:
+        ContextLengthError: the text is longer than the context, and is not to be cut.
+        InvalidRequestError: it has no tokens, or a token is not in the vocabulary.
+    """
+    context, ids = model.card.context_length, text
+    most = body.most_tokens(context)
+    if isinstance(ids, str):
+        ids = model.tokenizer.encode(ids, body.add_special_tokens, context if most is None else None)
+    check_ids(ids, model.card.vocab_size, "input")
+    if most is not None:
+        return ids[:most] if body.truncation_side == "right" else ids[-most:]
+    if len(ids) > context:
+        raise ContextLengthError(
+            f"A text has {len(ids)} tokens, and the model's context {context}: shorten it, or send "
+            "truncate_prompt_tokens: -1.",
+            param="input",
+        )
+    return ids
+
+
+@dataclass(kw_only=True, eq=False)
+class EmbeddingsWriter(AnswerWriter):
+    """Writes the vectors. There is no stream of them."""
+
+    body: EmbeddingsBody
+    request: GenerationRequest
+    model: str
+    watch: Watch | None = field(default=None, init=False)
+
+    def opening_chunks(self) -> Iterator[WireOutput]:
+        return iter(())
+
+    def chunks(self, event: Event) -> Iterator[WireOutput]:
+        return iter(())
+
+    def whole(self, events: Sequence[Event]) -> Embeddings:
+        finished = events[-1]
+        assert isinstance(finished, RequestFinished)
+        pooled = sorted((e for e in events if isinstance(e, SequencePooled)), key=lambda event: event.index)
+        return Embeddings(
+            id=self.request.request_id,
+            object="list",
+            created=int(time.time()),
+            data=[self._object(event) for event in pooled],
+            usage=usage_of(finished),
+            **served_by(self.request, self.model),
+        )
+
+    def _object(self, event: SequencePooled) -> EmbeddingObject:
+        vector = finished_vector(event.vector, self.body.dimensions, self.body.normalises)
+        encoded = _base64(vector) if self.body.encoding_format == "base64" else cast(list[float], vector.tolist())
+        return EmbeddingObject(object="embedding", index=event.index, embedding=encoded)
+
+
+def finished_vector(pooled: bytes, dimensions: int | None, normalises: bool) -> Vector:
+    """The vector of pooled hidden states: cut, and brought to length 1. That of zeros stays as it is.
+
+    Raises:
+        InvalidRequestError: it has fewer dimensions.
+        EngineError: it has a value that is not finite.
+    """
+    vector = np.frombuffer(pooled, "<f4")
+    if dimensions is not None and dimensions > len(vector):
+        raise InvalidRequestError(f"{dimensions} is more than the model's {len(vector)}.", param="dimensions")
+    vector = vector[:dimensions]
+    if not np.isfinite(vector).all():
+        raise EngineError("the model's hidden states are not finite")
+    length = float(np.linalg.norm(vector.astype(np.float64)))
+    return (vector / length).astype("<f4") if normalises and length else vector
+
+
+def _base64(vector: Vector) -> str:
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode("ascii")

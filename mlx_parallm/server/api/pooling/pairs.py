@@ -1,0 +1,204 @@
+"""Scores of pairs of texts: how likely the model finds the second after the first, or what a reward model gives it."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Annotated, Any, ClassVar, NamedTuple
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mlx_parallm.core import (
+    AdapterRef,
+    CollectionSpec,
+    Event,
+    GenerationRequest,
+    PromptScored,
+    RequestFinished,
+    SamplingParams,
+    ServedModel,
+    StopParams,
+)
+from mlx_parallm.errors import ContextLengthError, InvalidRequestError
+from mlx_parallm.server.access.permits import check_permitted
+from mlx_parallm.server.api.answer import AnswerWriter, Watch, served_by, token_usage, usage_of
+from mlx_parallm.server.api.fields import Neutral, WireOutput
+from mlx_parallm.server.api.pooling.fields import MAX_INPUTS, PoolingBody
+from mlx_parallm.server.generation import GenerationResponse
+from mlx_parallm.server.http.request_log import key_of, new_request_id, record_of
+from mlx_parallm.server.lifecycle import while_connected
+from mlx_parallm.server.planning import check_ids
+from mlx_parallm.server.services import Services
+
+REWARD_MODEL = "reward_model:"
+
+Text = Annotated[str, Field(min_length=1)]
+Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS)]
+
+
+class Pair(NamedTuple):
+    """Two texts: the likelihood of `scored` after `context` is the score."""
+
+    context: str
+    scored: str
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """The scores of all pairs, in their order, and the fields that every answer has. `tokens`: how many tokens of each
+    pair were scored."""
+
+    scores: Sequence[float]
+    tokens: Sequence[int]
+    fields: dict[str, Any]
+
+
+class PairsBody(PoolingBody):
+    """A body whose texts make pairs."""
+
+    NEUTRAL: ClassVar[Neutral] = {"activation": (False,), "use_activation": (False,), "softmax": (False,)}
+    CONTEXT: ClassVar[str]
+    SCORED: ClassVar[str]
+    """The names of the fields that have the texts of a pair."""
+
+    @property
+    @abstractmethod
+    def pairs(self) -> list[Pair]:
+        """All pairs, of which there is at least one."""
+
+    @property
+    @abstractmethod
+    def judged(self) -> list[Pair]:
+        """The same pairs for a reward model: a question, and an answer to it."""
+
+    @abstractmethod
+    def answer(self, scored: Scored) -> WireOutput:
+        """The answer with these scores."""
+
+    @property
+    def reward_model(self) -> str | None:
+        """The reward model that `model` names; None: the pairs are scored by likelihood."""
+        name = self.model or ""
+        return name.removeprefix(REWARD_MODEL) if name.startswith(REWARD_MODEL) else None
+
+
+async def scored_response(body: PairsBody, services: Services, request: Request) -> Response:
+    """The answer to a body, by likelihood or by a reward model."""
+    pairs = body.pairs
+    if body.reward_model is None:
+        return GenerationResponse(services, body, len(pairs), partial(_prepare, body, pairs))
+    scored = await _rewards(body, body.reward_model, services, request)
+    return Response(body.answer(scored).json_text(), media_type="application/json")
+
+
+# ---- by likelihood ---------------------------------------------------------------------------------
+
+
+def _prepare(
+    body: PairsBody, pairs: Sequence[Pair], model: ServedModel, adapter: AdapterRef, _: CollectionSpec | None
+) -> PairsWriter:
+    """Tokenises the pairs, and makes the engine's request. Runs in a worker thread."""
+    tokens = [_tokens(body, pair, model) for pair in pairs]
+    request = GenerationRequest(
+        request_id=new_request_id("score"),
+        prompts=tuple((*context, *scored) for context, scored in tokens),
+        sampling=SamplingParams(),
+        stopping=StopParams(max_tokens=0),
+        prompt_logprobs=0,
+        adapter=adapter,
+        priority=body.priority,
+        cache_salt=body.cache_salt or "",
+    )
+    return PairsWriter(body, request, model.card.name, [len(scored) for _, scored in tokens])
+
+
+def _tokens(body: PairsBody, pair: Pair, model: ServedModel) -> tuple[Sequence[int], Sequence[int]]:
+    """The tokens of a pair. If both are longer than they may be, the end of the context's text is what is lost.
+
+    Raises:
+        ContextLengthError: they are longer than the model's context and are not to be cut, or what is scored alone is.
+        InvalidRequestError: one of them has no tokens.
+    """
+    limit, most = model.card.context_length, body.most_tokens(model.card.context_length)
+    context = model.tokenizer.encode(pair.context, True, limit if most is None else None)
+    scored = model.tokenizer.encode(pair.scored, False, limit)
+    check_ids(context, model.card.vocab_size, body.CONTEXT)
+    check_ids(scored, model.card.vocab_size, body.SCORED)
+    room = (limit if most is None else most) - len(scored)
+    if room < 1 or (most is None and room < len(context)):
+        raise ContextLengthError(
+            f"A pair has {len(context)} and {len(scored)} tokens, and there is room for {room + len(scored)}: shorten "
+            f"them. With truncate_prompt_tokens, {body.CONTEXT} is cut, and {body.SCORED} is not.",
+            param=body.SCORED if room < 1 else body.CONTEXT,
+        )
+    return context[:room], scored
+
+
+@dataclass(eq=False)
+class PairsWriter(AnswerWriter):
+    """Writes scores: the mean logprob of the tokens that are scored. `scored`: how many they are, in each pair. There
+    is no stream of them."""
+
+    body: PairsBody
+    request: GenerationRequest
+    model: str
+    scored: Sequence[int]
+    watch: Watch | None = field(default=None, init=False)
+
+    def opening_chunks(self) -> Iterator[WireOutput]:
+        return iter(())
+
+    def chunks(self, event: Event) -> Iterator[WireOutput]:
+        return iter(())
+
+    def whole(self, events: Sequence[Event]) -> WireOutput:
+        finished = events[-1]
+        assert isinstance(finished, RequestFinished)
+        prompts = {event.prompt_index: event.logprobs for event in events if isinstance(event, PromptScored)}
+        scores = []
+        for index, tokens in enumerate(self.scored):
+            logprobs = [token.logprob for token in prompts[index][-tokens:] if token is not None]
+            scores.append(sum(logprobs) / tokens)
+        fields = {"id": self.request.request_id, "usage": usage_of(finished), **served_by(self.request, self.model)}
+        return self.body.answer(Scored(scores, self.scored, fields))
+
+
+# ---- by a reward model -----------------------------------------------------------------------------
+
+
+async def _rewards(body: PairsBody, name: str, services: Services, request: Request) -> Scored:
+    """What the reward model of this name gives each pair."""
+    if body.truncate_prompt_tokens is not None:
+        message = "truncate_prompt_tokens: not with a reward model, which judges whole answers; leave it out"
+        raise InvalidRequestError(message, param="truncate_prompt_tokens")
+    record, key = record_of(request.scope), key_of(request.scope)
+    check_permitted(key, body)
+    record.set_model(body.model or name)
+    services.check_open()
+    models, request_id = services.require_reward_models(), new_request_id("score")
+    with services.accounts.of(key).request(), services.gate.reserve(len(body.judged)):
+        rows = await services.workers.run(request.state.body_bytes, partial(_rows, body, services.first))
+        async with while_connected(request.receive, services.lifecycle.expired):
+            rewards = await models.score(name, [(*question, *answer) for question, answer in rows])
+    usage = token_usage(sum(len(question) + len(answer) for question, answer in rows), 0)
+    fields = {"id": request_id, "usage": usage, "model": body.model}
+    return Scored(rewards, [len(answer) for _, answer in rows], fields)
+
+
+def _rows(body: PairsBody, model: ServedModel) -> list[tuple[list[int], list[int]]]:
+    """The tokens of each question, as a message of the user, and of its answer. Runs in a worker thread."""
+    context, rows = model.card.context_length, []
+    for question, answer in body.judged:
+        asked = model.tokenizer.apply_chat_template([{"role": "user", "content": question}], at_most=context)
+        answered = model.tokenizer.encode(answer, False, context)
+        if len(asked) + len(answered) >= context:
+            raise ContextLengthError(
+                f"A pair has {len(asked) + len(answered)} tokens, and the model's context {context}; shorten it.",
+                param=body.CONTEXT,
+            )
+        rows.append((asked, answered))
+    return rows

@@ -1,0 +1,189 @@
+"""`/v1/embeddings`: bodies, vectors, and the openai client. What is pooled is in `tests/engine/test_pooling.py`."""
+
+import base64
+
+import numpy as np
+import openai
+import pytest
+
+from mlx_parallm.core import BASE_ADAPTER, Pooling
+from mlx_parallm.errors import InvalidRequestError, StepFailedError
+from mlx_parallm.server.api.pooling.embeddings import finished_vector
+
+URL = "/v1/embeddings"
+MODEL = "tiny/byte-model"
+
+
+async def embed(client, body, url=URL):
+    response = await client.post(url, json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def of(text, rest=(0.0, 2.0)):
+    """What the fake engine pools `text` to, at length 1."""
+    ids = list(text.encode()) if isinstance(text, str) else text
+    vector = np.array([len(ids), sum(ids), *rest])
+    return vector / np.linalg.norm(vector)
+
+
+async def test_each_text_gets_a_vector_in_its_order(client, engine):
+    answer = await embed(client, {"input": ["ab", "c"], "model": MODEL})
+    (request,) = engine.requests
+    assert (request.prompts, request.pooling, request.adapter) == (((97, 98), (99,)), Pooling.LAST, BASE_ADAPTER)
+    data = answer.pop("data")
+    assert [(item["object"], item["index"]) for item in data] == [("embedding", 0), ("embedding", 1)]
+    for item, text in zip(data, ["ab", "c"], strict=True):
+        assert item["embedding"] == pytest.approx(of(text), abs=1e-6)
+    assert (answer["id"], answer["object"], answer["model"]) == (request.request_id, "list", MODEL)
+    assert answer["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 0,
+        "total_tokens": 3,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+
+
+@pytest.mark.parametrize(
+    ("sent", "prompts"),
+    [
+        ("ab", ((97, 98),)),
+        ([1, 2], ((1, 2),)),
+        ([[1, 2], [3]], ((1, 2), (3,))),
+        (["a", "b"], ((97,), (98,))),
+    ],
+)
+async def test_an_input_is_text_or_tokens_or_several(client, engine, sent, prompts):
+    await embed(client, {"input": sent})
+    assert engine.requests[0].prompts == prompts
+
+
+@pytest.mark.parametrize("form", ["float", "base64"])
+async def test_dimensions_are_cut_before_the_length_becomes_1(client, form):
+    answer = await embed(client, {"input": "ab", "dimensions": 2, "encoding_format": form})
+    vector = answer["data"][0]["embedding"]
+    if form == "base64":
+        vector = np.frombuffer(base64.b64decode(vector), "<f4")
+    expected = np.array([2, 195]) / np.linalg.norm([2, 195])
+    assert list(vector) == pytest.approx(list(expected), abs=1e-6)
+
+
+@pytest.mark.parametrize("field", ["normalize", "use_activation"])
+async def test_vectors_keep_their_length_if_asked(client, field):
+    answer = await embed(client, {"input": "ab", field: False})
+    assert answer["data"][0]["embedding"] == [2.0, 195.0, 0.0, 2.0]
+
+
+def test_a_vector_of_zeros_stays_one():
+    assert finished_vector(bytes(8), None, normalises=True).tolist() == [0.0, 0.0]
+
+
+async def test_states_that_are_not_finite_are_an_error(client, engine, fault):
+    engine.rest = [float("nan")]
+    response = await client.post(URL, json={"input": "a"})
+    assert (response.status_code, fault(response)["code"]) == (500, "engine_error")
+
+
+async def test_the_server_has_a_pooling_and_a_request_may_choose(make_client, engine):
+    client = make_client(embedding_pooling="mean")
+    await embed(client, {"input": "a"})
+    await embed(client, {"input": "a", "pooling": "last"})
+    assert [request.pooling for request in engine.requests] == [Pooling.MEAN, Pooling.LAST]
+
+
+@pytest.mark.parametrize(
+    ("fields", "tokens"),
+    [
+        ({"truncate_prompt_tokens": 3}, b"012"),
+        ({"truncate_prompt_tokens": 3, "truncation_side": "left"}, b"789"),
+        ({"truncate_prompt_tokens": -1}, b"0123456789"),
+        ({"truncate_prompt_tokens": 64}, b"0123456789"),
+    ],
+)
+async def test_texts_are_cut_if_asked(client, engine, fields, tokens):
+    await embed(client, {"input": "0123456789", **fields})
+    await embed(client, {"input": list(b"0123456789"), **fields})
+    assert [request.prompts for request in engine.requests] == [(tuple(tokens),)] * 2
+
+
+async def test_minus_1_cuts_to_the_context(client, engine):
+    await embed(client, {"input": "x" * 1000, "truncate_prompt_tokens": -1})
+    assert len(engine.requests[0].prompts[0]) == 64
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"input": None}, "input", None),
+        ({"input": ""}, "input", None),
+        ({"input": []}, "input", None),
+        ({"input": ["a", [1]]}, "input", None),
+        ({"input": ["a"] * 129}, "input", None),
+        ({"input": [300]}, "input", None),
+        ({"input": [5] * 65}, "input", "context_length_exceeded"),
+        ({"encoding_format": "int8"}, "encoding_format", None),
+        ({"dimensions": 0}, "dimensions", None),
+        ({"dimensions": 5}, "dimensions", None),
+        ({"pooling": "cls"}, "pooling", None),
+        ({"embed_dtype": "float16"}, "embed_dtype", None),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", None),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", None),
+        ({"truncate_prompt_tokens": 65}, "truncate_prompt_tokens", None),
+        ({"truncation_side": "middle"}, "truncation_side", None),
+        ({"messages": [{"role": "user", "content": "hi"}]}, "messages", None),
+    ],
+)
+async def test_a_bad_field_is_named(client, fault, fields, param, code):
+    response = await client.post(URL, json={"input": "a", **fields})
+    error = fault(response)
+    assert (response.status_code, error["param"], error["code"]) == (400, param, code)
+
+
+async def test_a_text_longer_than_the_context_is_an_error(client, fault):
+    response = await client.post(URL, json={"input": ["a", "x" * 65]})
+    assert (response.status_code, fault(response)["code"]) == (400, "context_length_exceeded")
+
+
+async def test_an_adapter_is_a_model(client, engine, adapters):
+    math = adapters.publish("math")
+    for fields in ({"model": "math"}, {"model": MODEL, "lora_adapter": "math@1"}):
+        answer = await embed(client, {"input": "a", **fields})
+        assert (answer["model"], answer["lora_adapter"]) == ("math", "math@1")
+        assert engine.requests[-1].adapter == math
+
+
+async def test_an_unknown_model_is_404(client, fault):
+    response = await client.post(URL, json={"input": "a", "model": "text-embedding-3-small"})
+    assert (response.status_code, fault(response)["param"]) == (404, "model")
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(StepFailedError("oops"), 500), (InvalidRequestError("no", "model"), 400)]
+)
+async def test_what_the_engine_fails_is_told(client, engine, fault, error, status):
+    engine.fail_before, engine.error = 0, error
+    response = await client.post(URL, json={"input": "a"})
+    assert response.status_code == status
+    fault(response)
+
+
+async def test_metrics_and_places(client, engine):
+    await embed(client, {"input": ["a", "b"]})
+    text = (await client.get("/metrics")).text
+    assert 'mlx_parallm_request_success_total{finished_reason="stop"} 2.0' in text
+    assert "mlx_parallm_queue_sequences_held 0.0" in text
+
+
+@pytest.mark.parametrize("form", ["float", "base64", None])
+async def test_the_openai_client(serving, form):
+    """By default it asks for base64, and decodes it."""
+    async with (
+        serving() as server,
+        openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client,
+    ):
+        options = {} if form is None else {"encoding_format": form}
+        answer = await client.embeddings.create(model=MODEL, input=["ab", "c"], **options)
+        for item, text in zip(answer.data, ["ab", "c"], strict=True):
+            vector = np.frombuffer(base64.b64decode(item.embedding), "<f4") if form == "base64" else item.embedding
+            assert list(vector) == pytest.approx(list(of(text)), abs=1e-6)
+        assert answer.usage.prompt_tokens == 3
