@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
-
-import mlx.core as mx
 
 from mlx_parallm.rl.learn.accumulation import Accumulated, Accumulation
 from mlx_parallm.rl.learn.forwards import MicroStepInput, Stage, TrainingForwards
+from mlx_parallm.rl.learn.job_memory import JobMemory
 from mlx_parallm.rl.learn.logprobs import Logprobs
 from mlx_parallm.rl.learn.model import Span
 from mlx_parallm.rl.learn.pacing import Pacer
@@ -30,25 +29,20 @@ class Job:
     tokens: the tokens of all that it works on. Its device time is charged in these proportions.
     parts: each step of the iterator runs one part, within one unit.
     finishes: what is finished after it, if anything.
-    kept_bytes: what its parts have left allocated. most_bytes: the most that was allocated for it at one time. Other
-        work uses the device between the parts, so only what the parts themselves allocate is counted.
     """
 
     tokens: Mapping[Work, int]
     parts: Iterator[None]
     finishes: Work | None = None
-    kept_bytes: int = 0
-    most_bytes: int = 0
+    memory: JobMemory = field(default_factory=JobMemory)
 
     def run(self) -> bool:
         """Runs the next part, and measures its time and its memory. Returns whether it was the last one."""
-        started, before = time.monotonic(), mx.get_active_memory()
-        mx.reset_peak_memory()
+        started = time.monotonic()
         try:
-            return next(self.parts, self) is self
+            with self.memory.part():
+                return next(self.parts, self) is self
         finally:
-            self.most_bytes = max(self.most_bytes, self.kept_bytes + mx.get_peak_memory() - before)
-            self.kept_bytes += mx.get_active_memory() - before
             seconds_per_token = (time.monotonic() - started) / sum(self.tokens.values())
             for work, tokens in self.tokens.items():
                 work.device_seconds += tokens * seconds_per_token

@@ -191,7 +191,7 @@ class GRPOTrainer:
             return 0
         learning = {work.policy for work in self._queue if not isinstance(work, Logprobs)}
         gradients = 4 * sum(policy.parameters for policy in learning)
-        return gradients + max(*self._job_bytes, self._job.most_bytes if self._job else 0)
+        return gradients + max(*self._job_bytes, self._job.memory.most if self._job else 0)
 
     @property
     def peak_bytes(self) -> int:
@@ -255,7 +255,7 @@ class GRPOTrainer:
 
     def _forget_job(self) -> None:
         if self._job is not None:
-            self._job_bytes.append(self._job.most_bytes - max(self._job.kept_bytes, 0))
+            self._job_bytes.append(self._job.memory.most - max(self._job.memory.kept, 0))
         self._job = None
 
     def _fail(self, works: Sequence[Work]) -> None:

@@ -20,6 +20,7 @@ from mlx.utils import tree_map
 
 from mlx_parallm.errors import StepFailedError, TrainingFailedError
 from mlx_parallm.rl.learn.forwards import Stage, StageKind
+from mlx_parallm.rl.learn.job_memory import JobMemory
 from mlx_parallm.rl.learn.layout import Row as LaidOutRow
 from mlx_parallm.rl.learn.layout import laid_out
 from mlx_parallm.rl.learn.model import TrainableModel
@@ -47,23 +48,16 @@ class StepLoss:
 
 @dataclass(eq=False, slots=True)
 class _Job:
-    """`parts`: each step runs one part, within one unit; the result is what it returns. `kept_bytes`, `most_bytes`: as
-    in `learn.jobs.Job`."""
+    """`parts`: each step runs one part, within one unit; the result is what it returns."""
 
     parts: Generator[None, None, Any]
     future: Future[Any] = field(default_factory=Future)
-    kept_bytes: int = 0
-    most_bytes: int = 0
+    memory: JobMemory = field(default_factory=JobMemory)
 
     def run(self) -> None:
         """Runs the next part, and measures its memory. Raises StopIteration, with the result, after the last one."""
-        before = mx.get_active_memory()
-        mx.reset_peak_memory()
-        try:
+        with self.memory.part():
             next(self.parts)
-        finally:
-            self.most_bytes = max(self.most_bytes, self.kept_bytes + mx.get_peak_memory() - before)
-            self.kept_bytes += mx.get_active_memory() - before
 
 
 class RewardModelWork:
@@ -113,7 +107,7 @@ class RewardModelWork:
 
     def _leave(self, job: _Job) -> None:
         self._queue.remove(job)
-        self._job_bytes.append(job.most_bytes)
+        self._job_bytes.append(job.memory.most)
 
     # -- device work -----------------------------------------------------------------------------
 
@@ -156,7 +150,7 @@ class RewardModelWork:
     @property
     def bytes_of_updates(self) -> int:
         """While jobs wait: the most that a job has allocated."""
-        return max(*self._job_bytes, self._queue[0].most_bytes) if self._queue else 0
+        return max(*self._job_bytes, self._queue[0].memory.most) if self._queue else 0
 
     @property
     def peak_bytes(self) -> int:
