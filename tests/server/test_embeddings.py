@@ -187,3 +187,8 @@ async def test_the_openai_client(serving, form):
             vector = np.frombuffer(base64.b64decode(item.embedding), "<f4") if form == "base64" else item.embedding
             assert list(vector) == pytest.approx(list(of(text)), abs=1e-6)
         assert answer.usage.prompt_tokens == 3
+
+
+async def test_the_answer_may_have_an_id_of_the_clients_choice(client):
+    response = await client.post(URL, json={"input": "a", "request_id": "mine"})
+    assert (response.json()["id"], response.headers["x-request-id"]) == ("embd-mine", "mine")

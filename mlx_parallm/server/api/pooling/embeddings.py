@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import base64
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, ClassVar, Literal, cast
 
@@ -22,17 +22,17 @@ from mlx_parallm.core import (
     Event,
     GenerationRequest,
     Pooling,
-    RequestFinished,
     SamplingParams,
     SequencePooled,
     ServedModel,
     StopParams,
 )
 from mlx_parallm.errors import ContextLengthError, EngineError, InvalidRequestError
-from mlx_parallm.server.api.answer import AnswerWriter, Usage, Watch, served_by, usage_of
+from mlx_parallm.server.api.answer import Usage
 from mlx_parallm.server.api.completions import Prompt, Prompts, prompts_of
 from mlx_parallm.server.api.fields import INT32_MAX, Neutral, WireOutput, refused
 from mlx_parallm.server.api.pooling.fields import MAX_INPUTS, PoolingBody
+from mlx_parallm.server.api.pooling.writer import WholeAnswerWriter
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.http.request_log import new_request_id
@@ -171,32 +171,15 @@ def _ids(body: EmbeddingsBody, text: Prompt, model: ServedModel) -> Sequence[int
 
 
 @dataclass(kw_only=True, eq=False)
-class EmbeddingsWriter(AnswerWriter):
-    """Writes the vectors. There is no stream of them."""
+class EmbeddingsWriter(WholeAnswerWriter):
+    """Writes the vectors."""
 
     body: EmbeddingsBody
-    request: GenerationRequest
-    model: str
-    watch: Watch | None = field(default=None, init=False)
-
-    def opening_chunks(self) -> Iterator[WireOutput]:
-        return iter(())
-
-    def chunks(self, event: Event) -> Iterator[WireOutput]:
-        return iter(())
 
     def whole(self, events: Sequence[Event]) -> Embeddings:
-        finished = events[-1]
-        assert isinstance(finished, RequestFinished)
         pooled = sorted((e for e in events if isinstance(e, SequencePooled)), key=lambda event: event.index)
-        return Embeddings(
-            id=self.request.request_id,
-            object="list",
-            created=int(time.time()),
-            data=[self._object(event) for event in pooled],
-            usage=usage_of(finished),
-            **served_by(self.request, self.model),
-        )
+        data = [self._object(event) for event in pooled]
+        return Embeddings(object="list", created=int(time.time()), data=data, **self.fields(events[-1]))
 
     def _object(self, event: SequencePooled) -> EmbeddingObject:
         vector = finished_vector(event.vector, self.body.dimensions, self.body.normalises)

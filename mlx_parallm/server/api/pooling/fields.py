@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 from pydantic import AfterValidator, Field
 
 from mlx_parallm.errors import InvalidRequestError
-from mlx_parallm.server.api.fields import INT32_MAX, OpenBody, refused
+from mlx_parallm.server.api.fields import CHOSEN_ID, INT32_MAX, OpenBody, refused
 from mlx_parallm.server.api.generation_fields import MAX_CACHE_SALT, Priority
 from mlx_parallm.server.api.sampling_fields import MAX_SEQUENCES
 
@@ -30,7 +30,7 @@ Truncation = Annotated[int, Field(ge=WHOLE_CONTEXT, le=INT32_MAX), AfterValidato
 class PoolingBody(OpenBody):
     """The model, and how long texts may be. The constants stand for the fields that only a generation has."""
 
-    IGNORED: ClassVar[frozenset[str]] = frozenset({"request_id", "mm_processor_kwargs"})
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"mm_processor_kwargs"})
 
     adapters: ClassVar[None] = None
     n: ClassVar[int] = 1
@@ -48,6 +48,8 @@ class PoolingBody(OpenBody):
     """An adapter, named as in `model`. `model` may name the served model at the same time."""
     user: str | None = None
     """The user. While two versions of an adapter are compared, all requests of a user get the same one."""
+    request_id: Annotated[str, Field(pattern=f"^{CHOSEN_ID.pattern}$")] | None = None
+    """An id of the client's choice, as in completions."""
     priority: Priority = 0
     """Requests with lower values run earlier."""
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT)] | None = None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, ClassVar, NamedTuple
 
@@ -18,16 +18,16 @@ from mlx_parallm.core import (
     Event,
     GenerationRequest,
     PromptScored,
-    RequestFinished,
     SamplingParams,
     ServedModel,
     StopParams,
 )
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError
 from mlx_parallm.server.access.permits import check_permitted
-from mlx_parallm.server.api.answer import AnswerWriter, Watch, served_by, token_usage, usage_of
+from mlx_parallm.server.api.answer import token_usage
 from mlx_parallm.server.api.fields import Neutral, WireOutput
 from mlx_parallm.server.api.pooling.fields import MAX_INPUTS, PoolingBody
+from mlx_parallm.server.api.pooling.writer import WholeAnswerWriter
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.http.request_log import key_of, new_request_id, record_of
 from mlx_parallm.server.lifecycle import while_connected
@@ -113,7 +113,8 @@ def _prepare(
         priority=body.priority,
         cache_salt=body.cache_salt or "",
     )
-    return PairsWriter(body, request, model.card.name, [len(scored) for _, scored in tokens])
+    lengths = [len(scored) for _, scored in tokens]
+    return PairsWriter(body=body, request=request, model=model.card.name, scored=lengths)
 
 
 def _tokens(body: PairsBody, pair: Pair, model: ServedModel) -> tuple[Sequence[int], Sequence[int]]:
@@ -138,33 +139,20 @@ def _tokens(body: PairsBody, pair: Pair, model: ServedModel) -> tuple[Sequence[i
     return context[:room], scored
 
 
-@dataclass(eq=False)
-class PairsWriter(AnswerWriter):
-    """Writes scores: the mean logprob of the tokens that are scored. `scored`: how many they are, in each pair. There
-    is no stream of them."""
+@dataclass(kw_only=True, eq=False)
+class PairsWriter(WholeAnswerWriter):
+    """Writes scores: the mean logprob of the tokens that are scored. `scored`: how many they are, in each pair."""
 
     body: PairsBody
-    request: GenerationRequest
-    model: str
     scored: Sequence[int]
-    watch: Watch | None = field(default=None, init=False)
-
-    def opening_chunks(self) -> Iterator[WireOutput]:
-        return iter(())
-
-    def chunks(self, event: Event) -> Iterator[WireOutput]:
-        return iter(())
 
     def whole(self, events: Sequence[Event]) -> WireOutput:
-        finished = events[-1]
-        assert isinstance(finished, RequestFinished)
         prompts = {event.prompt_index: event.logprobs for event in events if isinstance(event, PromptScored)}
         scores = []
         for index, tokens in enumerate(self.scored):
             logprobs = [token.logprob for token in prompts[index][-tokens:] if token is not None]
             scores.append(sum(logprobs) / tokens)
-        fields = {"id": self.request.request_id, "usage": usage_of(finished), **served_by(self.request, self.model)}
-        return self.body.answer(Scored(scores, self.scored, fields))
+        return self.body.answer(Scored(scores, self.scored, self.fields(events[-1])))
 
 
 # ---- by a reward model -----------------------------------------------------------------------------
@@ -179,8 +167,8 @@ async def _rewards(body: PairsBody, name: str, services: Services, request: Requ
     check_permitted(key, body)
     record.set_model(body.model or name)
     services.check_open()
-    models, request_id = services.require_reward_models(), new_request_id("score")
-    with services.accounts.of(key).request(), services.gate.reserve(len(body.judged)):
+    models, request_id, account = services.require_reward_models(), new_request_id("score"), services.accounts.of(key)
+    with account.request(), services.gate.reserve(len(body.judged), account.queue_name):
         rows = await services.workers.run(request.state.body_bytes, partial(_rows, body, services.first))
         async with while_connected(request.receive, services.lifecycle.expired):
             rewards = await models.score(name, [(*question, *answer) for question, answer in rows])
