@@ -41,6 +41,7 @@ class EngineStats:
         kv_bytes_held, kv_bytes_budget: the memory of the KV pool that rows hold, and the pool's limit.
         kv_bytes_cached: the memory of cached prefixes that no row uses. It is not part of `kv_bytes_held`, because rows
             get it when they need it.
+        kv_block_tokens, kv_blocks: tokens of a block of the KV pool, and the blocks that fit its limit.
         memory_bytes: device memory by what it is held for; see `core.memory.Account`.
         prefix_cache_queries_total, prefix_cache_hits_total: prompt tokens that were looked up in the prefix cache, and
             those whose keys and values were taken from it. They count as `RequestFinished.cached_tokens` does.
@@ -59,6 +60,8 @@ class EngineStats:
     kv_bytes_budget: int = 0
     kv_bytes_cached: int = 0
     kv_tokens_used: int = 0
+    kv_block_tokens: int = 0
+    kv_blocks: int = 0
     memory_bytes: Mapping[str, int] = field(default_factory=dict)
     prefix_cache_queries_total: int = 0
     prefix_cache_hits_total: int = 0

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 
 import mlx.core as mx
 
+from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
 from mlx_parallm.core import EngineStats
 from mlx_parallm.engine.disk_prefixes import DiskPrefixes
@@ -53,6 +54,8 @@ def snapshot(
         kv_bytes_held=cache.bytes_used,
         kv_bytes_budget=cache.device.budget_bytes,
         kv_tokens_used=cache.tokens_used,
+        kv_block_tokens=BLOCK_TOKENS,
+        kv_blocks=cache.device.budget_bytes // (BLOCK_TOKENS * cache.layout.bytes_per_token),
         kv_bytes_cached=cache.bytes_cached,
         memory_bytes={str(account): held for account, held in cache.device.bytes_by_account().items()},
         prefix_cache_queries_total=cache.queries,

@@ -114,7 +114,7 @@ def create_app(
     key = config.api_key
     ring = KeyRing(None if key is None else key.get_secret_value(), config.keys_file)
     accounts = Accounts(ring)
-    metrics = ServerMetrics(engine, adapters, training, gate, accounts)
+    metrics = ServerMetrics(engine, adapters, training, gate, accounts, models.first.card.name)
     # FastAPI's own documentation pages load scripts from a CDN; `api.ops` has one that does not.
     app = FastAPI(title="MLX ParaLLM", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.services = Services(

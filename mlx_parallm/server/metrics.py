@@ -1,19 +1,20 @@
 """Prometheus metrics that the HTTP server counts itself, all named `mlx_parallm_*`: requests, latencies and responses.
 
-Where vLLM has the same metric, the name after the prefix and the meaning are vLLM's. `metrics_collectors` has the
-metrics that are read from the engine, the adapters and training on each scrape. The registry belongs to the app, not to
-the process.
+Where vLLM has the same metric, the name after the prefix and the meaning are vLLM's, and `metrics_vllm` exports it
+under that name too. `metrics_collectors` and its like have the metrics that are read from the engine, the adapters and
+training on each scrape. The registry belongs to the app, not to the process.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter as Counts
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import Counter, Gauge, Histogram, generate_latest
 
 from mlx_parallm.core import (
     AdapterClient,
@@ -33,12 +34,14 @@ from mlx_parallm.server.metrics_collectors import (
     AdapterCollector,
     EngineCollector,
     ServedCounts,
-    TrainingCollector,
 )
 from mlx_parallm.server.metrics_comparisons import ComparisonCollector
 from mlx_parallm.server.metrics_keys import KeyCollector
+from mlx_parallm.server.metrics_training import TrainingCollector
+from mlx_parallm.server.metrics_vllm import VLLMNamesRegistry
 
 REQUEST_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0, 300.0)
+LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 TOKEN_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.75, 1.5, 3.0, 10.0)
 
 
@@ -52,8 +55,9 @@ class ServerMetrics:
         training: TrainingClient | None,
         gate: SequenceGate,
         accounts: Accounts,
+        model_name: str,
     ) -> None:
-        self.registry = CollectorRegistry()
+        self.registry = VLLMNamesRegistry(model_name)
         self.registry.register(EngineCollector(engine))
         self.adapters = AdapterCollector(adapters)
         self.registry.register(self.adapters)
@@ -66,6 +70,23 @@ class ServerMetrics:
         self.e2e = self._histogram("e2e_request_latency_seconds", "Time from arrival to last token.", REQUEST_BUCKETS_S)
         self.queued = self._histogram(
             "request_queue_time_seconds", "Time from arrival to first prefill.", REQUEST_BUCKETS_S
+        )
+        self.prefill = self._histogram(
+            "request_prefill_time_seconds", "Time from first prefill to first token.", REQUEST_BUCKETS_S
+        )
+        self.decode = self._histogram(
+            "request_decode_time_seconds", "Time from first token to last token.", REQUEST_BUCKETS_S
+        )
+        self.inference = self._histogram(
+            "request_inference_time_seconds", "Time from first prefill to last token.", REQUEST_BUCKETS_S
+        )
+        self.prompt_lengths = self._histogram("request_prompt_tokens", "Tokens of a request's prompts.", LENGTHS)
+        self.lengths = self._histogram("request_generation_tokens", "Tokens generated for a request.", LENGTHS)
+        self.longest = self._histogram(
+            "request_max_num_generation_tokens", "Tokens of the longest sequence of a request.", LENGTHS
+        )
+        self.per_token = self._histogram(
+            "request_time_per_output_token_seconds", "Mean time between two tokens of a sequence.", TOKEN_BUCKETS_S
         )
         self.inter_token = self._histogram(
             "inter_token_latency_seconds", "Time between two tokens of a sequence.", TOKEN_BUCKETS_S
@@ -98,14 +119,16 @@ class RequestObserver:
     as aborted or failed.
 
     `served` are the counts of the request's adapter version, and `account` those of its key. `unfinished` is the number
-    of its sequences that have not finished; at first, none has. `last_token_at` has the time (`time.monotonic`) of each
-    sequence's last token.
+    of its sequences that have not finished; at first, none has. `tokens` has the tokens of each sequence, and
+    `first_token_at` and `last_token_at` the times (`time.monotonic`) of its first and its last one.
     """
 
     metrics: ServerMetrics
     served: ServedCounts
     account: Account
     unfinished: int
+    tokens: Counts[int] = field(default_factory=Counts)
+    first_token_at: dict[int, float] = field(default_factory=dict)
     last_token_at: dict[int, float] = field(default_factory=dict)
 
     def __enter__(self) -> Self:
@@ -131,15 +154,22 @@ class RequestObserver:
             now = time.monotonic()
             if (before := self.last_token_at.get(output.index)) is not None:
                 self.metrics.inter_token.observe((now - before) / len(output.token_ids))
+            self.first_token_at.setdefault(output.index, now)
             self.last_token_at[output.index] = now
+            self.tokens[output.index] += len(output.token_ids)
             self.served.generation_tokens += len(output.token_ids)
             self.account.add_completion(len(output.token_ids))
         if output.finish_reason:
             self._count_end(output.finish_reason)
+            self._observe_pace(output.index)
 
     def _count_end(self, reason: FinishReason) -> None:
         self.unfinished -= 1
         self.metrics.finished.labels(reason.value).inc()
+
+    def _observe_pace(self, index: int) -> None:
+        if (later := self.tokens[index] - 1) > 0:
+            self.metrics.per_token.observe((self.last_token_at[index] - self.first_token_at[index]) / later)
 
     def _observe_end(self, end: RequestFinished) -> None:
         self.served.finished += 1
@@ -148,5 +178,11 @@ class RequestObserver:
         self.account.cached_tokens += end.cached_tokens
         self.metrics.e2e.observe(end.finished_at - end.arrived_at)
         self.metrics.queued.observe(end.started_at - end.arrived_at)
+        self.metrics.inference.observe(end.finished_at - end.started_at)
+        self.metrics.prompt_lengths.observe(end.prompt_tokens)
+        self.metrics.lengths.observe(end.completion_tokens)
         if end.completion_tokens:
+            self.metrics.longest.observe(max(self.tokens.values(), default=0))
             self.metrics.ttft.observe(end.first_token_at - end.arrived_at)
+            self.metrics.prefill.observe(end.first_token_at - end.started_at)
+            self.metrics.decode.observe(end.finished_at - end.first_token_at)

@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from mlx_parallm.core import TrainingClient
-from mlx_parallm.server.metrics_collectors import RL_PREFIX, training_statuses
+from mlx_parallm.server.metrics_training import RL_PREFIX, training_statuses
 
 
 class ComparisonCollector(Collector):
