@@ -58,8 +58,9 @@ def script(name: str, url: str, asked: Mapping[str, Any], parts: tuple[str, ...]
     return answers
 
 
-def install_node() -> None:
-    printed("npm", "install", "--no-package-lock", "--no-audit", "--no-fund", at=NODE)
+def install_node(folder: Path = NODE) -> None:
+    """Installs what `package.json` in the folder names."""
+    printed("npm", "install", "--no-package-lock", "--no-audit", "--no-fund", at=folder)
 
 
 def wait_until_idle(server: Server) -> None:

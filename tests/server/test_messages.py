@@ -244,7 +244,13 @@ async def test_a_strict_tool_and_a_format_are_enforced(client, engine):
 
 async def test_what_an_agent_sends_beside_is_accepted_unread(client):
     body = {
-        "messages": [{"role": "user", "content": [text("x", citations=[], cache_control={"type": "ephemeral"})]}],
+        "messages": [
+            {
+                "role": "user",
+                "content": [text("x", citations=[], cache_control={"type": "ephemeral"})],
+                "output_config": {"effort": "medium"},
+            }
+        ],
         "max_tokens": 5,
         "cache_control": {"type": "ephemeral"},
         "metadata": {"user_id": "u" * 2000},

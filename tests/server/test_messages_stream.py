@@ -153,9 +153,11 @@ def test_a_call_may_come_in_pieces():
     "text", ["Hi", "{think}Hm.{/think}Hi", CALL + CALL, f"{{think}}Hm.{{/think}}I look.{CALL} End"]
 )
 @pytest.mark.parametrize("limit", [1000, 12, 40, 60])
-async def test_a_stream_sums_up_to_the_whole(client, engine, text, limit):
+@pytest.mark.parametrize("strict", [False, True])
+async def test_a_stream_sums_up_to_the_whole(client, engine, text, limit, strict):
+    """With a strict tool, the grammar makes calls certain, so that they come in pieces."""
     engine.text = text
-    asked = {"tools": [NOW], "max_tokens": limit}
+    asked = {"tools": [{**NOW, "strict": strict}], "max_tokens": limit}
     response = await client.post(URL, json={**ASKED, **asked})
     whole = re.sub("(msg|call)_[0-9a-f]{24,32}", r"\1_ID", response.text)
     assert json.loads(whole) == summed_up(await transcript(client, **asked))

@@ -167,9 +167,9 @@ Content = Annotated[
 
 
 class MessageParam(WireInput):
-    """A message of the conversation."""
+    """A message of the conversation. Claude Code sends the effort of a turn in `output_config`."""
 
-    IGNORED: ClassVar[frozenset[str]] = Block.IGNORED
+    IGNORED: ClassVar[frozenset[str]] = Block.IGNORED | {"output_config"}
 
     role: Literal["user", "assistant", "system"]
     """The author. A message of the role `system` may come anywhere."""
