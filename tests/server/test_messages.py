@@ -44,7 +44,9 @@ class RecordingTokenizer(ByteTokenizer):
         if self.system_first and any(message["role"] == "system" for message in messages[1:]):
             raise InvalidRequestError("system must be first", param="messages")
         self.given = (messages, kwargs)
-        return super().apply_chat_template(messages, add_generation_prompt, at_most)
+        return super().apply_chat_template(
+            messages, add_generation_prompt, at_most, continue_final_message=continue_final_message
+        )
 
 
 @pytest.fixture
@@ -179,6 +181,11 @@ async def test_a_template_that_needs_the_system_first_gets_it_first(client, toke
     assert said == ({"role": "system", "content": "first\nlater"}, {"role": "user", "content": "hi\nmore"})
 
 
+async def test_the_answer_continues_a_message_of_the_assistant(client, engine):
+    await answer(client, messages=[*USER, {"role": "assistant", "content": [text("The answer is ")]}])
+    assert bytes(engine.requests[0].prompts[0]).decode() == "u:hi\na:The answer is "
+
+
 @pytest.mark.parametrize(
     ("thinking", "variables"),
     [
@@ -300,7 +307,10 @@ BAD_BODIES = [
     (user({"type": "search_result"}), "messages[0].content[0].type: not a supported type of content blocks"),
     (user({"type": "tool_use", "id": "c", "name": "x", "input": {}}), "messages[0].content[0]: only messages of"),
     ({"system": [IMAGE]}, "system[0]: this model reads only text"),
-    ({"messages": [*USER, {"role": "assistant", "content": "The"}]}, "messages[1]: an answer cannot be begun"),
+    (
+        {"messages": [*USER, {"role": "assistant", "content": [{"type": "thinking", "thinking": "x"}]}]},
+        "messages: the last",
+    ),
     ({"tools": [{**ADD, "name": "a b"}]}, "tools[0].name: "),
     (
         {"tools": [{**ADD, "input_schema": {"type": "array"}}], "tool_choice": {"type": "any"}},

@@ -28,6 +28,7 @@ from mlx_parallm.server.services import Services, ServicesDep
 
 OWN_NAMES: Mapping[str, str] = {
     "messages": "messages",
+    "continue_final_message": "messages",
     "response_format.json_schema": "output_config.format",
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",

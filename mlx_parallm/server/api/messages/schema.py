@@ -131,7 +131,7 @@ class ConversationBody(SharedBody):
     """Its `user_id` has the meaning of `user`. With `collect_trajectory`, any JSON of at most 64 KiB and 32 levels, for
     the scorer, as in chat."""
     messages: Annotated[list[MessageParam], Field(min_length=1, max_length=MAX_MESSAGES)]
-    """The conversation so far. The last message is the user's or the system's."""
+    """The conversation so far. If the last message is the assistant's, the answer continues its text."""
     system: TextBlocks = Field(default_factory=list)
     """A system message before all others: a text, or a list of text blocks."""
     tools: Annotated[list[Tool], BeforeValidator(_client_tools), Field(max_length=MAX_TOOLS)] = Field(
@@ -150,13 +150,6 @@ class ConversationBody(SharedBody):
     stop_sequences: Stops = Field(default_factory=list)
     """Texts. The answer ends before the first one that the model writes."""
 
-    @model_validator(mode="after")
-    def _check_last(self) -> ConversationBody:
-        if self.messages[-1].role == "assistant":
-            last = f"messages[{len(self.messages) - 1}]"
-            raise refused("an answer cannot be begun by the client: the last message must be the user's", last)
-        return self
-
     @property
     def has_later_system(self) -> bool:
         """Whether a message of the role `system` comes after one of another role."""
@@ -166,7 +159,7 @@ class ConversationBody(SharedBody):
     def for_chat(self, system_first: bool) -> dict[str, Any]:
         """The same request as a chat body. `system_first`: see `chat_messages`."""
         same = self.model_dump(include={*SharedBody.model_fields, "top_k"} - {"metadata"}, exclude_unset=True)
-        metadata = self.metadata or {}
+        metadata, begun = self.metadata or {}, self.messages[-1].role == "assistant"
         output = self.output_config
         return {
             **({"user": metadata.get("user_id")} if isinstance(metadata.get("user_id"), str) else {}),
@@ -174,6 +167,8 @@ class ConversationBody(SharedBody):
             # A client's metadata is about the user. Only a scorer needs it as it is.
             "metadata": metadata if self.collect_trajectory else None,
             "messages": chat_messages(self.system, self.messages, system_first),
+            "add_generation_prompt": not begun,
+            "continue_final_message": begun,
             "stop": self.stop_sequences,
             "tools": [tool.for_chat() for tool in self.tools] or None,
             "tool_choice": self.tool_choice.for_chat() if "tool_choice" in self.model_fields_set else None,
