@@ -67,6 +67,10 @@ async def test_it_agrees_with_preferences_that_were_held_out(run: Any) -> None:
     assert (card.held_out, card.held_out_agreement, card.high) == (3, 1.0, 1.0)
     assert card.loss < 0.3
     assert folder.names() == ("loud",)
+    loud, quiet = await trainer.score("loud", [(1, 30, 130, LOUD), (1, 30, 130, QUIET, END)])
+    assert loud > quiet
+    with pytest.raises(InvalidRequestError, match="silent"):
+        await trainer.score("silent", [(1, LOUD)])
     with pytest.raises(ConflictError, match="exists; choose another name"):
         await trainer.train(SPEC)
 
