@@ -1,0 +1,204 @@
+"""Codex CLI 0.169, unmodified, in its non-interactive mode against `/v1/responses`.
+
+The bundled model makes one edit: the call is enforced by grammar, and the client's own settings cut its prompt and
+tools to what fits 8,192 tokens. A tiny random model with a context of 64k gets the client's requests at full size.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clients.relay import Body, Exchange, Relay, relaying
+from clients.running import HERE, install_node
+from main_job.serving import Server, start, stop
+from server.test_responses_stream import assert_sums_up, events_of
+from tiny import save_tiny
+
+pytestmark = pytest.mark.timeout(1800)
+
+INSTALLED = HERE / "codex"
+LIMIT_S = 900
+PROVIDER = """
+model = "base"
+model_provider = "parallm"
+check_for_update_on_startup = false
+analytics.enabled = false
+features.plugins = false
+
+[model_providers.parallm]
+name = "MLX ParaLLM"
+base_url = "{url}/v1"
+wire_api = "responses"
+request_max_retries = 0
+stream_max_retries = 0
+"""
+CUT = """
+web_search = "disabled"
+model_instructions_file = "{instructions}"
+include_permissions_instructions = false
+include_apps_instructions = false
+include_environment_context = false
+skills.include_instructions = false
+agents.enabled = false
+features.goals = false
+features.view_image = false
+"""
+"""The client's own settings that leave out most of its prompt and tools."""
+COMMAND = r"^sed -i s/Hallo/[A-Za-z]{1,12}/ greeting\.txt$"
+DONE = {
+    "type": "object",
+    "properties": {"done": {"type": "boolean"}},
+    "required": ["done"],
+    "additionalProperties": False,
+}
+LEAST_BODY_BYTES = 35_000
+
+Told = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def codex() -> str:
+    if shutil.which("npm") is None:
+        pytest.skip("no npm")
+    install_node(INSTALLED)
+    return str(INSTALLED / "node_modules" / ".bin" / "codex")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The folder that the client works in."""
+    made = tmp_path / "work"
+    made.mkdir()
+    (made / "greeting.txt").write_text("Hallo, world!\n")
+    return made
+
+
+@pytest.fixture(scope="module")
+def long_context(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A tiny random model whose context has 65,536 tokens, each of them a byte."""
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    shape = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    save_tiny("llama", path, max_position_embeddings=65536, **shape)
+    running = start("--model-path", str(path))
+    yield running
+    stop(running)
+
+
+def told_by(codex: str, relay: Relay, folder: Path, settings: str, *command: str) -> Told:
+    """What `codex exec` printed: a JSON object a line. It may connect to no other host."""
+    home = folder.parent / "codex"
+    home.mkdir()
+    (home / "instructions.md").write_text("You edit files.")
+    texts = (settings.format(instructions=home / "instructions.md"), PROVIDER.format(url=relay.url))
+    (home / "config.toml").write_text("".join(texts))
+    flags = ("exec", "--json", "--strict-config", "--skip-git-repo-check", "--sandbox", "danger-full-access")
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        proxy.setblocking(False)
+        elsewhere = f"http://127.0.0.1:{proxy.getsockname()[1]}"
+        own = {"HOME": str(folder.parent), "CODEX_HOME": str(home), "NO_PROXY": "127.0.0.1"}
+        done = subprocess.run(
+            [codex, *flags, *command],
+            cwd=folder,
+            env=os.environ | own | {"HTTPS_PROXY": elsewhere, "HTTP_PROXY": elsewhere},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
+        with pytest.raises(BlockingIOError):  # nobody has connected
+            proxy.accept()
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def answered(exchange: Exchange) -> dict[str, Any]:
+    """Checks each event of an answer, and returns the response that they make."""
+    assert exchange.status == 200, exchange.answer
+    events = events_of(exchange.answer)
+    assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
+    assert_sums_up(events)
+    assert events[-1]["type"] == "response.completed"
+    response: dict[str, Any] = events[-1]["response"]
+    return response
+
+
+def items(told: Told, kind: str) -> Told:
+    """The finished items of one type."""
+    return [line["item"] for line in told if line["type"] == "item.completed" and line["item"]["type"] == kind]
+
+
+def first_turn_calls(call: Body) -> Any:
+    """Changes the client's requests: the first one must be answered by this call, and the others by text."""
+
+    def change(body: Body) -> Body:
+        outputs = [item for item in body["input"] if item["type"] == "function_call_output"]
+        return {**body, "seed": 1, **({"tool_choice": "none"} if outputs else call)}
+
+    return change
+
+
+def test_the_bundled_model_edits_a_file(codex: str, server: Server, folder: Path) -> None:
+    """The call of `exec_command` is required, and its schema allows one command with a word of the model's choice.
+    After the result, the final text follows the schema that the client sends."""
+    (folder / "done.json").write_text(json.dumps(DONE))
+    command = {"cmd": {"type": "string", "pattern": COMMAND}}
+    schema = {"type": "object", "properties": command, "required": ["cmd"], "additionalProperties": False}
+    tool = {"type": "function", "name": "exec_command", "description": "Runs a command.", "parameters": schema}
+    call = {"tools": [tool], "tool_choice": {"type": "function", "name": "exec_command"}, "temperature": 0}
+    flags = ("--output-schema", str(folder / "done.json"))
+    with relaying(server.url, first_turn_calls(call)) as relay:
+        told = told_by(codex, relay, folder, CUT, *flags, "In greeting.txt, replace Hallo by Hello.")
+    first, second = map(answered, relay.exchanges)
+    (edit,) = first["output"]
+    asked = json.loads(edit["arguments"])["cmd"]
+    assert re.fullmatch(COMMAND, asked)
+    assert (folder / "greeting.txt").read_text() == f"{asked.split('/')[2]}, world!\n"
+    assert relay.exchanges[0].answer.count("event: response.function_call_arguments.delta") > 1
+    (ran,) = items(told, "command_execution")
+    assert (ran["exit_code"], ran["status"]) == (0, "completed")
+    assert asked in ran["command"]
+    said = items(told, "agent_message")[-1]["text"]
+    assert json.loads(said)["done"] in (True, False)
+    assert told[-1]["type"] == "turn.completed"
+    assert max(response["usage"]["input_tokens"] for response in (first, second)) < 8192
+    sent = relay.exchanges[1].body["input"]
+    assert [item["type"] for item in sent][-2:] == ["function_call", "function_call_output"]
+
+
+def test_full_size_text(codex: str, long_context: Server, folder: Path) -> None:
+    """The client's own prompt and tools. What a random model says is not looked at."""
+    (folder / "AGENTS.md").write_text("Write British English.\n" * 100)
+    with relaying(long_context.url) as relay:
+        told = told_by(codex, relay, folder, "", "Say hello.")
+    (exchange,) = relay.exchanges
+    response = answered(exchange)
+    assert LEAST_BODY_BYTES < exchange.size < response["usage"]["input_tokens"] * 2
+    assert exchange.ignored == "tools.web_search"
+    assert "namespace" in [tool["type"] for tool in exchange.body["tools"]]
+    assert told[-1]["type"] == "turn.completed"
+    text = "".join(part["text"] for item in response["output"] for part in item["content"])
+    assert items(told, "agent_message")[-1]["text"].strip() == text.strip()
+
+
+def test_full_size_call_in_a_namespace(codex: str, long_context: Server, folder: Path) -> None:
+    """The client finds the tool by the namespace and the name of the call. Its schema becomes a grammar as it is."""
+    named = {"type": "function", "namespace": "multi_agent_v1", "name": "close_agent"}
+    with relaying(long_context.url, first_turn_calls({"tool_choice": named})) as relay:
+        told = told_by(codex, relay, folder, "", "Say hello.")
+    first, second = map(answered, relay.exchanges)
+    (call,) = first["output"]
+    assert (call["namespace"], call["name"]) == ("multi_agent_v1", "close_agent")
+    assert second["output"][-1]["type"] == "message"
+    *_, sent, result = relay.exchanges[1].body["input"]
+    assert (sent["namespace"], sent["name"], sent["arguments"]) == (call["namespace"], call["name"], call["arguments"])
+    assert "unsupported call" not in result["output"]
+    assert told[-1]["type"] == "turn.completed"
