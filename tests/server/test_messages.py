@@ -1,5 +1,6 @@
 """`/v1/messages`: what a body becomes for the chat template and the engine, whole answers, counts and errors."""
 
+import json
 from dataclasses import replace
 
 import httpx
@@ -297,6 +298,7 @@ def user(*content):
 
 
 RESULT = {"type": "tool_result", "tool_use_id": "c"}
+DEEP = {"type": "tool_use", "id": "c", "name": "x", "input": json.loads('{"a":' * 65 + "1" + "}" * 65)}
 BAD_BODIES = [
     ({"max_tokens": None}, "max_tokens: Field required"),
     ({"max_tokens": 0}, "max_tokens: "),
@@ -306,6 +308,7 @@ BAD_BODIES = [
     (user({**RESULT, "content": [text("x"), IMAGE]}), "messages[0].content[0].content[1]: this model reads only text"),
     (user({"type": "search_result"}), "messages[0].content[0].type: not a supported type of content blocks"),
     (user({"type": "tool_use", "id": "c", "name": "x", "input": {}}), "messages[0].content[0]: only messages of"),
+    ({"messages": [*USER, {"role": "assistant", "content": [DEEP]}, *USER]}, "messages[1].content[0].input: is nested"),
     ({"system": [IMAGE]}, "system[0]: this model reads only text"),
     (
         {"messages": [*USER, {"role": "assistant", "content": [{"type": "thinking", "thinking": "x"}]}]},
