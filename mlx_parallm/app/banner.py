@@ -22,16 +22,16 @@ _REACHABLE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """An address that means every interface → the address by which a client on this machine connects."""
 
 
-def base_url(host: str, port: int) -> str:
-    """The address by which a client on this machine reaches a server bound to `host`, without a trailing slash."""
-    address = _REACHABLE.get(host, host)
-    return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+def base_url(server: ServerConfig, port: int) -> str:
+    """The address by which a client on this machine reaches the server, without a trailing slash."""
+    address = _REACHABLE.get(server.host, server.host)
+    return f"{server.scheme}://[{address}]:{port}" if ":" in address else f"{server.scheme}://{address}:{port}"
 
 
 def render(served: Served, config: Config, port: int) -> str:
     """The banner as plain text. Each warning is one line that starts with WARNING. `port` is the one that was bound."""
     card, limits, server = served.card, served.limits, config.server
-    url = base_url(server.host, port)
+    url = base_url(server, port)
     live = listed([adapter.ref.name for adapter in served.adapters.cards() if adapter.live])
     kv_bytes = served.engine.stats().kv_bytes_budget
     wired = "none wired" if limits.wired is None else f"{human_bytes(limits.wired)} wired"
@@ -81,7 +81,9 @@ def checkpoints_text(run: Run | None) -> str:
 
 def _access(server: ServerConfig) -> str:
     reach = "this machine only" if is_loopback(server.host) else f"beyond this machine (bound to {server.host})"
-    return f"{reach}, {'API key required' if server.api_key else 'no API key'}"
+    named = [f"keys in {server.keys_file}"] if server.keys_file else []
+    keys = [*(["API key required"] if server.api_key or named else ["no API key"]), *named]
+    return ", ".join([reach, *keys])
 
 
 def _defaults(card: ModelCard, server: ServerConfig) -> str:
@@ -93,15 +95,15 @@ def _defaults(card: ModelCard, server: ServerConfig) -> str:
 
 
 def _curl(server: ServerConfig, url: str) -> str:
-    key = ' -H "Authorization: Bearer $MLX_PARALLM_API_KEY"' if server.api_key else ""
+    key = ' -H "Authorization: Bearer $MLX_PARALLM_API_KEY"' if server.api_key or server.keys_file else ""
     return f"curl {shlex.quote(f'{url}/v1/completions')}{key} -d {shlex.quote(_EXAMPLE)}"
 
 
 def _warnings(server: ServerConfig) -> Iterator[str]:
-    if not server.api_key and not is_loopback(server.host):
+    if not server.api_key and not server.keys_file and not is_loopback(server.host):
         yield (
             f"bound to {server.host} without an API key: anyone who can reach this machine can use it. "
-            "Set MLX_PARALLM_API_KEY, or bind to 127.0.0.1."
+            "Set MLX_PARALLM_API_KEY or --keys-file, or bind to 127.0.0.1."
         )
     if not BLAS.fast:
         yield BLAS.problem

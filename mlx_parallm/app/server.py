@@ -47,7 +47,7 @@ def _started(served: Served, config: Config, port: int) -> None:
     """Shows the banner, and has judges that are this server itself ask it on `port`."""
     if served.training is not None:
         key = config.server.api_key
-        url = f"{banner.base_url(config.server.host, port)}/v1"
+        url = f"{banner.base_url(config.server, port)}/v1"
         served.training.scorers.judge_by(url, key.get_secret_value() if key else "")
     banner.show(served, config, port)
 

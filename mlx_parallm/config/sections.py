@@ -10,7 +10,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, SecretStr, model_validator
 
 from mlx_parallm.config.inference import InferenceConfig
 from mlx_parallm.config.training import RLTrainingConfig
@@ -32,10 +32,15 @@ from mlx_parallm.config.types import (
     Section,
     Selector,
     Text,
+    is_loopback,
     lower,
+    machine_names,
 )
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
+CONTAINER_HOSTS = ("host.docker.internal", "host.containers.internal")
+"""Names by which containers call the machine that runs them. No web page can be at such a name, because they are not in
+the public DNS."""
 OTHER_CONNECTIONS = 256
 """Connections in addition to those of running and queued requests, for probes and idle clients."""
 LARGEST_PROMPT_LOGPROBS = 1000
@@ -166,6 +171,18 @@ class ServerConfig(Section):
     """File of named keys, each with a role and limits of its own, which `mlx_parallm keys add` makes. It is read again
     when it changes. api_key, if set, is one more key, which may do everything. null means no file.
     """
+    audit_log: File | None = None
+    """File to which a line of JSON is added for each control action, such as loading an adapter or pausing the server:
+    who asked for it, when, and what came of it. null means no file.
+    """
+    ssl_certfile: File | None = None
+    """File with the certificate for HTTPS, and those of its issuers, in PEM form. null means HTTP."""
+    ssl_keyfile: File | None = None
+    """File with the private key of ssl_certfile, in PEM form. null means that it is in ssl_certfile."""
+    ssl_keyfile_password: SecretStr | None = Field(default=None, repr=False)
+    """Password of ssl_keyfile. Prefer the environment variable MLX_PARALLM_SERVER__SSL_KEYFILE_PASSWORD, because flags
+    are visible in the process list.
+    """
     atropos_api: bool = False
     """Serve Atropos' trajectory API (/register-env, /scored_data and others) in place of run-api. The groups that its
     environments send wait for training here. Environments send no bearer token: with api_key, give them a
@@ -173,7 +190,8 @@ class ServerConfig(Section):
     """
     allowed_hosts: Hosts = ()
     """Names and addresses, without a port, that the Host header of a request may have, in addition to localhost,
-    127.0.0.1, ::1 and `host`. '*' allows any.
+    127.0.0.1, ::1, host.docker.internal, host.containers.internal and `host`; and, if `host` is not a loopback address,
+    to the names of this machine. '*' allows any.
     """
     cors_origins: Origins = ()
     """Web origins whose pages may call this server, such as https://example.org."""
@@ -242,7 +260,13 @@ class ServerConfig(Section):
     @property
     def accepted_hosts(self) -> tuple[str, ...]:
         """Names that the Host header of a request may have, without port; `*` is any name."""
-        return (*LOOPBACK_HOSTS, self.host, *self.allowed_hosts)
+        own = () if is_loopback(self.host) else machine_names()
+        return (*LOOPBACK_HOSTS, *CONTAINER_HOSTS, self.host, *own, *self.allowed_hosts)
+
+    @property
+    def scheme(self) -> str:
+        """`https` or `http`."""
+        return "http" if self.ssl_certfile is None else "https"
 
     @property
     def connection_limit(self) -> int:

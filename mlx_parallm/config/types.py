@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import socket
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -84,6 +85,14 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host.lower() == "localhost"
+
+
+def machine_names() -> tuple[str, ...]:
+    """The names by which other machines of a local network may call this one: the host name, with and without its
+    domain, and the name in the domain .local (Bonjour)."""
+    name = socket.gethostname().lower()
+    short = name.partition(".")[0]
+    return (name, short, f"{short}.local") if short else ()
 
 
 def _check_host(host: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -35,7 +36,8 @@ from mlx_parallm.errors import ConfigError, EngineDeadError
 from mlx_parallm.rl.atropos.trajectory_api import Registration
 from mlx_parallm.server.access.accounts import Accounts
 from mlx_parallm.server.access.keys import KeyRing
-from mlx_parallm.server.api import completions, control, models, ops, usage
+from mlx_parallm.server.access.sessions import Sessions
+from mlx_parallm.server.api import completions, control, login, models, ops, usage
 from mlx_parallm.server.api.adapters import route as adapter_routes
 from mlx_parallm.server.api.chat import route as chat
 from mlx_parallm.server.api.chat.history import EpisodeHistories
@@ -78,6 +80,7 @@ ROUTES = (
     schedule,
     control,
     usage,
+    login,
     ops,
     tokens,
     generate,
@@ -113,7 +116,7 @@ def create_app(
     gate = SequenceGate(config.max_batch_size + config.max_queued)
     key = config.api_key
     ring = KeyRing(None if key is None else key.get_secret_value(), config.keys_file)
-    accounts = Accounts(ring)
+    accounts, sessions = Accounts(ring), Sessions(ring)
     metrics = ServerMetrics(engine, adapters, training, gate, accounts, models.first.card.name)
     # FastAPI's own documentation pages load scripts from a CDN; `api.ops` has one that does not.
     app = FastAPI(title="MLX ParaLLM", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
@@ -131,6 +134,7 @@ def create_app(
         EpisodeHistories(),
         Workers(config.body_timeout),
         accounts,
+        sessions,
         started_at=int(time.time()),
         tinker=None if policies is None else TinkerServer(policies, models.first.card, tinker or TinkerConfig()),
         averages=averages,
@@ -144,7 +148,7 @@ def create_app(
         app.include_router(module.router)
     routes = [route for module in modules for route in module.router.routes if isinstance(route, Route)]
     install_handlers(app, routes)
-    add_middlewares(app, config, metrics, ring)
+    add_middlewares(app, config, metrics, ring, sessions)
     app.openapi = partial(describe, app, routes, config.strict_fields)  # type: ignore[method-assign]
     return app
 
@@ -160,9 +164,10 @@ async def serve(app: FastAPI, on_started: Callable[[int], None]) -> int:
         on_started: called with the bound port, which the system chooses if port 0 is configured.
 
     Raises:
-        ConfigError: the host and port cannot be bound.
+        ConfigError: the host and port cannot be bound, or the certificate cannot be used.
     """
     services: Services = app.state.services
+    check_certificate(services.config)
     listening = bind(services.config.host, services.config.port)
     server = DrainingServer(app, lambda: on_started(listening.getsockname()[1]))
     try:
@@ -183,6 +188,24 @@ def bind(host: str, port: int) -> socket.socket:
         return listening
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port} ({error.strerror}); choose another host or port") from error
+
+
+def check_certificate(config: ServerConfig) -> None:
+    """Raises ConfigError if HTTPS is configured and its files or its password cannot be used. uvicorn reads them once
+    more."""
+    if config.ssl_certfile is None:
+        if config.ssl_keyfile is not None:
+            raise ConfigError("ssl_keyfile: set ssl_certfile too, the certificate of that key")
+        return
+    password = config.ssl_keyfile_password
+    secret = "" if password is None else password.get_secret_value()  # with None, OpenSSL asks on the terminal
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.ssl_certfile, config.ssl_keyfile, secret)
+    except OSError as error:  # ssl.SSLError is one
+        reason = error.strerror or str(error)
+        raise ConfigError(
+            f"ssl_certfile, ssl_keyfile or ssl_keyfile_password: the certificate cannot be used: {reason}"
+        ) from error
 
 
 class DrainingServer(uvicorn.Server):
@@ -236,6 +259,7 @@ def _uvicorn_config(app: FastAPI) -> uvicorn.Config:
     configures logging."""
     services: Services = app.state.services
     config = services.config
+    password = config.ssl_keyfile_password
     limits = ConnectionLimits(
         reserve_open_files(config.connection_limit), config.header_timeout, config.write_timeout, config.access_log
     )
@@ -247,6 +271,9 @@ def _uvicorn_config(app: FastAPI) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         server_header=False,
+        ssl_certfile=config.ssl_certfile,
+        ssl_keyfile=config.ssl_keyfile,
+        ssl_keyfile_password=None if password is None else password.get_secret_value(),
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         timeout_graceful_shutdown=CLOSING_S,
     )

@@ -26,6 +26,7 @@ from mlx_parallm.core import (
 from mlx_parallm.errors import InvalidRequestError, TrainingDisabledError
 from mlx_parallm.server.access.accounts import Accounts
 from mlx_parallm.server.access.keys import NamedKey
+from mlx_parallm.server.access.sessions import Sessions
 from mlx_parallm.server.api.chat.history import EpisodeHistories
 from mlx_parallm.server.api.responses.conversation import ResponseStore
 from mlx_parallm.server.api.sampling_fields import MAX_SEQUENCES
@@ -60,6 +61,7 @@ class Services:
     histories: EpisodeHistories
     workers: Workers
     accounts: Accounts
+    sessions: Sessions
     started_at: int
     tinker: TinkerServer | None = None
     averages: AveragingClient | None = None

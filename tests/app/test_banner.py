@@ -11,7 +11,7 @@ from mlx_parallm.adapters.checkpoints.runs import Run
 from mlx_parallm.app import banner
 from mlx_parallm.app.banner import base_url, render, show
 from mlx_parallm.blas import Blas
-from mlx_parallm.config import configure
+from mlx_parallm.config import ServerConfig, configure
 from mlx_parallm.core import ModelCard
 from mlx_parallm.model.device import MemoryLimits
 
@@ -121,7 +121,8 @@ def test_curl_can_be_pasted():
     ],
 )
 def test_base_url_is_one_a_client_here_can_use(host, url):
-    assert base_url(host, 80) == url
+    assert base_url(ServerConfig(host=host), 80) == url
+    assert base_url(ServerConfig(host=host, ssl_certfile="c.pem"), 80) == url.replace("http", "https")
     assert curl(80, server__host=host)[1] == f"{url}/v1/completions"
 
 

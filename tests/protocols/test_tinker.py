@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,6 +13,7 @@ import pytest
 from protocols.fake_policies import FakePolicies
 from server.fake_control import FakeAdapters, FakeTraining
 from server.fakes import CARD, ByteTokenizer, FakeEngine
+from server.keys import key_file
 
 from mlx_parallm.config import ServerConfig, TinkerConfig
 from mlx_parallm.core import SummedLoss, TargetedTokens, TokenLoss
@@ -57,9 +60,15 @@ class Client:
 
 @pytest.fixture
 async def client() -> AsyncIterator[Client]:
+    async with client_of(ServerConfig(max_batch_size=4, max_queued=4)) as client:
+        yield client
+
+
+@asynccontextmanager
+async def client_of(config: ServerConfig) -> AsyncIterator[Client]:
+    """A client of a server over fakes."""
     policies, engine = FakePolicies(), FakeEngine()
     limits = TinkerConfig(max_sessions=3)
-    config = ServerConfig(max_batch_size=4, max_queued=4)
     app = create_app(
         engine,
         FakeAdapters(),
@@ -423,3 +432,20 @@ async def test_protobuf_needs_the_package(client: Client, monkeypatch: pytest.Mo
     accepts = {"accept": "application/x-protobuf, application/json"}
     answer = await client.http.post("/api/v1/retrieve_future", json={"request_id": asked}, headers=accepts)
     assert answer.headers["content-type"] == "application/json"
+
+
+async def test_what_one_key_draws_is_not_anothers_to_read(tmp_path: Path) -> None:
+    file, sent = key_file(tmp_path, mine="train", other="train", boss="admin")
+    async with client_of(ServerConfig(keys_file=file)) as client:
+        client.http.headers = sent["mine"]
+        await client.start()
+        made = {"session_id": client.session, "sampling_session_seq_id": 0, "base_model": NAME}
+        sampler = await client.post("create_sampling_session", {**made, "type": "create_sampling_session"})
+        asked = (await client.post("asample", sampling(sampler["sampling_session_id"])))["request_id"]
+        client.http.headers = sent["other"]
+        await client.post("retrieve_future", {"request_id": asked}, status=410)
+        await client.post("cancel_future", {"request_id": asked}, status=410)
+        assert (await client.http.get("/api/v1/sessions")).status_code == 403
+        for name in ("mine", "boss"):
+            client.http.headers = sent[name]
+            assert "sequences" in await client.result(asked)

@@ -10,6 +10,7 @@ from mlx_parallm.rl.atropos.trajectory_api import Registration
 from mlx_parallm.server.access.guard import Guard
 from mlx_parallm.server.access.keys import KeyRing
 from mlx_parallm.server.access.roles import OPEN_PATHS, ROUTES, RouteTable
+from mlx_parallm.server.access.sessions import Sessions
 from mlx_parallm.server.app import create_app
 from mlx_parallm.server.http.middleware import routes_of
 from mlx_parallm.server.http.request_log import RequestRecord
@@ -70,6 +71,11 @@ async def call(guard, method, path, headers):
     return answer["status"], dict(answer["headers"])
 
 
+def guard_of(file, routes):
+    ring = KeyRing(file=file)
+    return Guard(always, ring, Sessions(ring), RouteTable(routes))
+
+
 async def always(scope, receive, send):
     await send({"type": "http.response.start", "status": 200, "headers": []})
 
@@ -78,7 +84,7 @@ async def always(scope, receive, send):
 async def test_the_matrix_of_roles_and_routes(tmp_path, routes, role):
     """A role may use exactly the routes that need it or a lower one, whatever stands in the place of a parameter."""
     file, sent = key_file(tmp_path, someone=role)
-    guard = Guard(always, KeyRing(file=file), RouteTable(routes))
+    guard = guard_of(file, routes)
     headers = [(name.encode(), value.encode()) for name, value in sent["someone"].items()]
     needs = {line.strip(): access.role for access, text in ROUTES for line in text.strip().splitlines()}
     refused = set()
@@ -100,7 +106,7 @@ async def test_the_matrix_of_roles_and_routes(tmp_path, routes, role):
 
 async def test_a_route_that_is_not_declared_needs_admin(tmp_path):
     file, sent = key_file(tmp_path, small="train", great="admin")
-    guard = Guard(always, KeyRing(file=file), RouteTable([("POST", "/new/{name}")]))
+    guard = guard_of(file, [("POST", "/new/{name}")])
     for name, expected in (("small", 403), ("great", 200)):
         headers = [(b"authorization", sent[name]["authorization"].encode())]
         assert (await call(guard, "POST", "/new/thing", headers))[0] == expected

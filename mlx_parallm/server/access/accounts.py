@@ -153,7 +153,7 @@ class Accounts:
     """
 
     def __init__(self, ring: KeyRing, clock: Clock = time.monotonic) -> None:
-        self._ring = ring
+        self.ring = ring
         self._clock = clock
         self._accounts: dict[str, Account] = {}
 
@@ -173,6 +173,6 @@ class Accounts:
         return [self._accounts[name] for name in sorted(self._accounts)]
 
     def _drop_removed(self) -> None:
-        if self._ring.required:
-            names = {key.name for key in self._ring.keys}
+        if self.ring.required:
+            names = {key.name for key in self.ring.keys}
             self._accounts = {name: account for name, account in self._accounts.items() if name in names}

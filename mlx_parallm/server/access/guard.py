@@ -4,11 +4,16 @@ the route needs."""
 from __future__ import annotations
 
 import base64
+from urllib.parse import quote
 
+from starlette.datastructures import Headers
+from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from mlx_parallm.server.access.audit import AuditLog
 from mlx_parallm.server.access.keys import ANYONE, KeyRing, NamedKey
-from mlx_parallm.server.access.roles import OPEN_PATHS, RouteTable
+from mlx_parallm.server.access.roles import OPEN_PATHS, Access, RouteTable
+from mlx_parallm.server.access.sessions import LOGIN, PAGES, Sessions, from_own_page
 from mlx_parallm.server.errors import ApiKeyError, RoleError, error_response
 from mlx_parallm.server.http.request_log import record_of
 
@@ -19,25 +24,38 @@ class Guard:
 
     A key is sent as `Authorization: Bearer <key>` or, as the SDKs of Tinker and Anthropic do, as `X-API-Key: <key>`.
     Clients that can only put the key into a URL, such as http://any:KEY@localhost:8000, send it as the password of HTTP
-    Basic.
+    Basic. People who have logged in have a cookie instead, which counts only where no key is sent.
+
+    Args:
+        audit: gets a line for each control action, also for those that are refused. None: there is no such log.
     """
 
-    def __init__(self, app: ASGIApp, ring: KeyRing, table: RouteTable) -> None:
+    def __init__(
+        self, app: ASGIApp, ring: KeyRing, sessions: Sessions, table: RouteTable, audit: AuditLog | None = None
+    ) -> None:
         self._app = app
         self._ring = ring
+        self._sessions = sessions
         self._table = table
+        self._audit = audit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
+        needed = self._table.needed(scope["method"], scope["path"])
+        try:
+            await self._let_in(scope, receive, send, needed)
+        finally:
+            if self._audit is not None and needed is not None and needed.audited:
+                self._audit.write(record_of(scope), scope)
+
+    async def _let_in(self, scope: Scope, receive: Receive, send: Send, needed: Access | None) -> None:
         key = self._key_of(scope)
         if key is None:
-            fault = ApiKeyError("Send the API key as `Authorization: Bearer <key>`; it is missing or wrong.")
-            await error_response(fault)(scope, receive, send)
+            await _unauthorized(scope)(scope, receive, send)
             return
         record_of(scope).key = key
-        needed = self._table.needed(scope["method"], scope["path"])
         if needed is None or key.role.allows(needed.role):
             await self._app(scope, receive, send)
         else:
@@ -47,7 +65,18 @@ class Guard:
         if not self._ring.required:
             return ANYONE
         sent = _sent_key(scope)
-        return None if sent is None else self._ring.find(sent)
+        if sent is not None:
+            return self._ring.find(sent)
+        headers = Headers(scope=scope)
+        return self._sessions.key_of(headers) if from_own_page(scope["method"], scope["path"], headers) else None
+
+
+def _unauthorized(scope: Scope) -> Response:
+    """401, or for a browser that opens a page, the way to the login page."""
+    path, headers = scope["path"], Headers(scope=scope)
+    if path in PAGES and "text/html" in headers.get("accept", ""):
+        return RedirectResponse(f"{LOGIN}?next={quote(path)}", status_code=303)
+    return error_response(ApiKeyError("Send the API key as `Authorization: Bearer <key>`; it is missing or wrong."))
 
 
 def _sent_key(scope: Scope) -> bytes | None:

@@ -42,8 +42,8 @@ class Access:
 UNDECLARED = Access(Role.ADMIN, audited=True)
 
 
-OPEN_PATHS = frozenset({"/health", "/liveness", "/ready"})
-"""Served without a key, because probes send none. Their answers reveal nothing but the status."""
+OPEN_PATHS = frozenset({"/health", "/liveness", "/ready", "/login", "/logout"})
+"""Served without a key: probes send none, and people have to log in. The answers reveal nothing but the status."""
 
 ROUTES: tuple[tuple[Access, str], ...] = (
     (

@@ -246,7 +246,8 @@ def _engine_state(stats: EngineStats) -> dict[str, Any]:
 
 DOCS_HEADERS = {
     "content-security-policy": "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; "
-    "style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    "style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "referrer-policy": "same-origin",  # with it, what the page asks for shows that the page asked
 }
 
 

@@ -8,6 +8,7 @@ call a server on localhost, directly (which the Origin header shows) or through 
 
 from __future__ import annotations
 
+import re
 from urllib.parse import urlsplit
 
 from fastapi import FastAPI
@@ -17,19 +18,27 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_parallm.config import ServerConfig
+from mlx_parallm.server.access.audit import AuditLog
 from mlx_parallm.server.access.guard import Guard
 from mlx_parallm.server.access.keys import KeyRing
 from mlx_parallm.server.access.roles import RouteTable
+from mlx_parallm.server.access.sessions import Sessions
 from mlx_parallm.server.error_forms import form_of
 from mlx_parallm.server.errors import ForbiddenOriginError, error_response, unexpected_response
 from mlx_parallm.server.http import request_log
 from mlx_parallm.server.http.request_log import IGNORED_FIELDS, LORA_ADAPTER, REQUEST_ID, RequestRecord
 from mlx_parallm.server.metrics import ServerMetrics
 
+_HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,252}", re.ASCII)
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]{0,31}://[A-Za-z0-9\[][A-Za-z0-9._:\]-]{0,252}", re.ASCII)
 
-def add_middlewares(app: FastAPI, config: ServerConfig, metrics: ServerMetrics, ring: KeyRing) -> None:
+
+def add_middlewares(
+    app: FastAPI, config: ServerConfig, metrics: ServerMetrics, ring: KeyRing, sessions: Sessions
+) -> None:
     """Adds all middlewares. The one that is added last sees a request first. Call it when `app` has all its routes."""
-    app.add_middleware(Guard, ring=ring, table=RouteTable(routes_of(app)))
+    audit = None if config.audit_log is None else AuditLog(config.audit_log)
+    app.add_middleware(Guard, ring=ring, sessions=sessions, table=RouteTable(routes_of(app)), audit=audit)
     if config.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -122,12 +131,25 @@ class EntryMiddleware:
         except ValueError:  # malformed
             name = ""
         if "*" not in self._hosts and name not in self._hosts:
-            return "This server does not answer to that Host; the operator can allow it (allowed_hosts)."
-        if not all(self._same_site(origin, host) for origin in headers.getlist("origin")):
-            return "Requests from that Origin are not allowed; the operator can allow it (cors_origins)."
+            return f"This server does not answer to that Host; its operator can allow it with {host_flag(name)}."
+        for origin in headers.getlist("origin"):
+            if not self._same_site(origin, host):
+                flag = origin_flag(origin)
+                return f"This server takes no requests from that Origin; its operator can allow it with {flag}."
         return None
 
     def _same_site(self, origin: str, host: str) -> bool:
         if origin in self._origins or "*" in self._origins:
             return True
         return origin.partition("://")[2].lower() == host.lower()
+
+
+def host_flag(name: str | None) -> str:
+    """The flag that allows this Host. A name that cannot be one is not repeated, because people copy the flag into a
+    shell."""
+    return f"--allowed-hosts {name if name and _HOST.fullmatch(name) else 'NAME'}"
+
+
+def origin_flag(origin: str) -> str:
+    """The flag that allows this Origin, with the same care."""
+    return f"--cors-origins {origin if _ORIGIN.fullmatch(origin) else 'ORIGIN'}"

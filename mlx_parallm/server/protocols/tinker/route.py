@@ -42,7 +42,7 @@ from mlx_parallm.server.protocols.tinker.schema import (
     SessionBody,
 )
 from mlx_parallm.server.protocols.tinker.server import TinkerServer
-from mlx_parallm.server.services import Services, ServicesDep
+from mlx_parallm.server.services import KeyDep, Services, ServicesDep
 
 POLL_S = 25.0
 """How long `retrieve_future` waits for a result. The SDK gives up after 45 s."""
@@ -89,10 +89,13 @@ async def capabilities(services: ServicesDep, tinker: TinkerDep) -> dict[str, An
 
 @router.post("/create_session")
 async def create_session(
-    body: Annotated[Read[SessionBody], Depends(json_of(SessionBody))], services: ServicesDep, tinker: TinkerDep
+    body: Annotated[Read[SessionBody], Depends(json_of(SessionBody))],
+    services: ServicesDep,
+    tinker: TinkerDep,
+    key: KeyDep,
 ) -> dict[str, Any]:
     services.check_open()
-    answer = {"session_id": tinker.open_session().session_id, "type": "create_session"}
+    answer = {"session_id": tinker.open_session(key.name).session_id, "type": "create_session"}
     if not tinker.policies.head_can_be_trained:
         answer["warning_message"] = (
             "The output head of this model cannot be trained here: train_unembed has no effect, and the attention and "
@@ -227,9 +230,11 @@ async def retrieve_future(
     request: Request,
     services: ServicesDep,
     tinker: TinkerDep,
+    key: KeyDep,
 ) -> Response:
     """Waits for a result, for a while. A client that gets `try_again` asks again at once."""
     request_id = read.body.request_id
+    tinker.check_reader(request_id, key)
     answer = await tinker.futures.result(request_id, POLL_S)
     if answer is None:
         return JSONResponse({"type": "try_again", "request_id": request_id, "queue_state": "active"})
@@ -246,8 +251,9 @@ def _written(answer: Answer, as_protobuf: bool) -> tuple[bytes, str]:
 
 @router.post("/cancel_future")
 async def cancel_future(
-    read: Annotated[Read[FutureBody], Depends(json_of(FutureBody))], tinker: TinkerDep
+    read: Annotated[Read[FutureBody], Depends(json_of(FutureBody))], tinker: TinkerDep, key: KeyDep
 ) -> dict[str, Any]:
     """Ends sampling early. Operations of a model keep their place in its order and are not cancelled."""
+    tinker.check_reader(read.body.request_id, key)
     tinker.cancel(read.body.request_id)
     return {}

@@ -16,6 +16,8 @@ from contextlib import suppress
 from mlx_parallm.config import TinkerConfig
 from mlx_parallm.core import BASE_ADAPTER, AdamSettings, Layers, ModelCard, PolicyClient, PolicySpec
 from mlx_parallm.errors import InvalidRequestError, ParaLLMError, UnknownModelError
+from mlx_parallm.server.access.keys import NamedKey
+from mlx_parallm.server.errors import ExpiredError
 from mlx_parallm.server.protocols.tinker.answers import Answer, Fields, LossAnswer
 from mlx_parallm.server.protocols.tinker.futures import Futures
 from mlx_parallm.server.protocols.tinker.losses import LossInput, summed_loss, targeted_tokens
@@ -56,9 +58,9 @@ class TinkerServer:
 
     # -- sessions --------------------------------------------------------------------------------
 
-    def open_session(self) -> Session:
+    def open_session(self, key: str) -> Session:
         """See `Sessions.open`. While there are sessions, those that fall silent are looked for."""
-        session = self.sessions.open()
+        session = self.sessions.open(key)
         if self._sweeper is None or self._sweeper.done():
             self._sweeper = asyncio.create_task(self._sweep())
         return session
@@ -265,6 +267,12 @@ class TinkerServer:
         saved = sampler.saved
         version = sampler.version if saved is None else self.policies.saved(saved.adapter, saved.tag)
         return version.name if version == BASE_ADAPTER else str(version)
+
+    def check_reader(self, request_id: str, key: NamedKey) -> None:
+        """Raises ExpiredError if the operation belongs to a session of another key, and `key` may not read it."""
+        owner = self.sessions.owner(request_id.partition(":")[0])
+        if owner is not None and not key.may_read(owner):
+            raise ExpiredError(f"No operation {request_id[:100]!r} is known, or its result is not kept any more.")
 
     def cancel(self, request_id: str) -> None:
         """Ends an operation early, if it samples. Those of a model have a place in its order."""

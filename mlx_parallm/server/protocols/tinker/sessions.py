@@ -137,9 +137,11 @@ class Sampler:
 
 @dataclass(eq=False, slots=True)
 class Session:
-    """One client. `seen_at`: when it was last heard of, in seconds of `time.monotonic`."""
+    """One client. `key`: the name of its API key. `seen_at`: when it was last heard of, in seconds of
+    `time.monotonic`."""
 
     session_id: str
+    key: str
     seen_at: float = field(default_factory=time.monotonic)
     models: dict[str, Model] = field(default_factory=dict)
     samplers: dict[str, Sampler] = field(default_factory=dict)
@@ -180,14 +182,14 @@ class Sessions:
     def __iter__(self) -> Iterator[Session]:
         return iter(list(self._open.values()))
 
-    def open(self) -> Session:
-        """A new session. Raises OverloadedError if there are too many."""
+    def open(self, key: str) -> Session:
+        """A new session of the API key of that name. Raises OverloadedError if there are too many."""
         if len(self._open) >= self._most:
             raise OverloadedError(
                 f"{self._most} Tinker sessions are open, which is the limit: end one, or raise "
                 "rl_training.tinker.max_sessions"
             )
-        session = Session(f"tinker-{secrets.token_hex(6)}")
+        session = Session(f"tinker-{secrets.token_hex(6)}", key)
         self._open[session.session_id] = session
         return session
 
@@ -198,6 +200,11 @@ class Sessions:
             raise ExpiredError(f"There is no session {session_id[:100]!r}, or it has ended; create a new one.")
         session.seen_at = time.monotonic()
         return session
+
+    def owner(self, session_id: str) -> str | None:
+        """The name of the API key of a session; None if there is no such session."""
+        session = self._open.get(session_id)
+        return None if session is None else session.key
 
     def model(self, model_id: str) -> Model:
         """A model in training. Raises ExpiredError if there is none."""

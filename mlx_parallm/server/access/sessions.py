@@ -1,0 +1,109 @@
+"""Sessions of people who have opened a page of the server with their key: a random id in a cookie, so that the browser
+need not keep the key, and no URL has it.
+
+    GET /docs ──▶ 303 /login ──▶ POST key ──▶ cookie, 303 /docs
+
+A browser sends the cookie by itself, so a request that has only the cookie must show that a page of this server made
+it (see `from_own_page`). Sessions are in memory. They end with the server, after `LIFETIME_S`, or when their key is
+removed.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from http.cookies import CookieError, SimpleCookie
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+
+from mlx_parallm.server.access.keys import KeyRing, NamedKey
+
+COOKIE = "mlx_parallm_session"
+LIFETIME_S = 12 * 3600
+MAX_SESSIONS = 1000
+MOST_FAILURES, FAILURES_WITHIN_S = 10, 60.0
+"""How many wrong keys one client may send to the login page within so many seconds."""
+MAX_CLIENTS = 1000
+
+PAGES = frozenset({"/docs"})
+"""Pages that people open in a browser. Without a key, a browser is sent to the login page."""
+LOGIN = "/login"
+
+
+class Sessions:
+    """Who is logged in, and who has failed to. Used on the event loop's thread only.
+
+    Invariant: at most `MAX_SESSIONS` sessions, and failures of at most `MAX_CLIENTS` clients; the oldest are forgotten.
+    """
+
+    def __init__(self, ring: KeyRing, clock: Callable[[], float] = time.monotonic) -> None:
+        self._ring = ring
+        self._clock = clock
+        self._sessions: OrderedDict[str, tuple[str, float]] = OrderedDict()  # the digest of the key, and when it ends
+        self._failures: OrderedDict[str, list[float]] = OrderedDict()
+
+    def open(self, key: NamedKey) -> str:
+        """The id of a new session of this key."""
+        session_id = secrets.token_urlsafe(32)
+        self._sessions[session_id] = (key.sha256, self._clock() + LIFETIME_S)
+        while len(self._sessions) > MAX_SESSIONS:
+            self._sessions.popitem(last=False)
+        return session_id
+
+    def key_of(self, headers: Headers) -> NamedKey | None:
+        """The key whose session the cookie names; None if there is none, or not any more."""
+        session_id = _cookie(headers)
+        digest, until = self._sessions.get(session_id, ("", 0.0))
+        if until > self._clock():
+            return self._ring.of_digest(digest)
+        self._sessions.pop(session_id, None)
+        return None
+
+    def close(self, headers: Headers) -> None:
+        """Ends the session that the cookie names, if there is one."""
+        self._sessions.pop(_cookie(headers), None)
+
+    def wait_s(self, client: str) -> float:
+        """Seconds until a client may try another key."""
+        failures = self._recent(client)
+        return max(0.0, failures[0] + FAILURES_WITHIN_S - self._clock()) if len(failures) >= MOST_FAILURES else 0.0
+
+    def failed(self, client: str) -> None:
+        """Notes that a client has sent a wrong key."""
+        self._failures[client] = [*self._recent(client), self._clock()]
+        self._failures.move_to_end(client)
+        while len(self._failures) > MAX_CLIENTS:
+            self._failures.popitem(last=False)
+
+    def _recent(self, client: str) -> list[float]:
+        return [at for at in self._failures.get(client, ()) if at > self._clock() - FAILURES_WITHIN_S]
+
+
+def _cookie(headers: Headers) -> str:
+    """The id in the cookie; empty if there is none."""
+    try:
+        cookie = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
+    except CookieError:  # another program's cookie is malformed
+        return ""
+    return "" if cookie is None else cookie.value
+
+
+def from_own_page(method: str, path: str, headers: Headers) -> bool:
+    """Whether a request that has only a cookie comes from a page of this server, or opens one of its pages.
+
+    `SameSite=Strict` keeps the pages of other sites from using the cookie, but programs at other ports of the same
+    machine are the same site. Origin, Sec-Fetch-Site and Referer tell them apart; the first one that was sent counts.
+    """
+    host = headers.get("host", "").lower()
+    if "origin" in headers:
+        return all(urlsplit(origin).netloc.lower() == host for origin in headers.getlist("origin"))
+    opens_page = method == "GET" and path in PAGES
+    if "sec-fetch-site" in headers:
+        site = headers["sec-fetch-site"]
+        return site == "same-origin" or (opens_page and site == "none")
+    if "referer" in headers:
+        return urlsplit(headers["referer"]).netloc.lower() == host
+    return opens_page

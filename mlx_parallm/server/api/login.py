@@ -1,0 +1,90 @@
+"""`/login` and `/logout`: people open the pages of the server with their key."""
+
+from __future__ import annotations
+
+import html
+import math
+from importlib.resources import files
+from urllib.parse import parse_qs
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, RedirectResponse, Response
+
+from mlx_parallm.server.access.sessions import COOKIE, LIFETIME_S, LOGIN, PAGES
+from mlx_parallm.server.errors import ForbiddenOriginError
+from mlx_parallm.server.http.workers import client_of
+from mlx_parallm.server.services import ServicesDep
+
+MAX_FORM_BYTES = 4096
+FIRST_PAGE = "/docs"
+HEADERS = {
+    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'self'; "
+    "frame-ancestors 'none'",
+    "cache-control": "no-store",
+    "referrer-policy": "same-origin",
+}
+
+router = APIRouter(include_in_schema=False)
+
+
+@router.get(LOGIN)
+async def show_login(request: Request) -> HTMLResponse:
+    """The form that asks for the key."""
+    return _page(request.query_params.get("next", FIRST_PAGE))
+
+
+@router.post(LOGIN)
+async def log_in(request: Request, services: ServicesDep) -> Response:
+    """Begins a session with the key of the form, and opens the page that it names. The Origin header must be sent,
+    which browsers always do; `EntryMiddleware` has checked that it is this server's."""
+    if "origin" not in request.headers:
+        raise ForbiddenOriginError("This is for browsers; programs send the key as `Authorization: Bearer <key>`.")
+    form = await _form(request)
+    page, client, sessions = form.get("next", [FIRST_PAGE])[0], client_of(request.scope), services.sessions
+    if wait_s := sessions.wait_s(client):
+        seconds = math.ceil(wait_s)
+        return _page(page, f"Too many wrong keys; try again in {seconds} s.", 429, {"retry-after": str(seconds)})
+    key = services.accounts.ring.find(form.get("key", [""])[0].strip().encode())
+    if key is None:
+        sessions.failed(client)
+        return _page(page, "That is not a key of this server.", 401)
+    answer = RedirectResponse(page if page in PAGES else FIRST_PAGE, status_code=303)
+    answer.set_cookie(
+        COOKIE,
+        sessions.open(key),
+        max_age=LIFETIME_S,
+        httponly=True,
+        samesite="strict",
+        secure=request.url.scheme == "https",
+    )
+    return answer
+
+
+@router.post("/logout")
+async def log_out(request: Request, services: ServicesDep) -> Response:
+    """Ends the session."""
+    services.sessions.close(request.headers)
+    answer = RedirectResponse(LOGIN, status_code=303)
+    answer.delete_cookie(COOKIE)
+    return answer
+
+
+async def _form(request: Request) -> dict[str, list[str]]:
+    """The fields of the form; none if there is more than the form of the login page can have."""
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_FORM_BYTES:
+            return {}
+    try:
+        return parse_qs(body.decode("ascii", "replace"), max_num_fields=8)
+    except ValueError:  # too many fields
+        return {}
+
+
+def _page(page: str, fault: str = "", status: int = 200, headers: dict[str, str] | None = None) -> HTMLResponse:
+    text = files("mlx_parallm.server").joinpath("login.html").read_text("utf-8")
+    shown = page if page in PAGES else FIRST_PAGE
+    text = text.replace("{next}", html.escape(shown)).replace("{fault}", html.escape(fault))
+    return HTMLResponse(text, status, {**HEADERS, **(headers or {})})

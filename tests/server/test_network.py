@@ -1,0 +1,152 @@
+"""At home on a local network: names of this machine, flags in refusals, HTTPS, the audit log."""
+
+import json
+import os
+import shutil
+import socket
+import ssl
+import stat
+import subprocess
+
+import httpx
+import pytest
+from server.keys import key_file
+
+from mlx_parallm.config import ServerConfig
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.server.app import check_certificate
+
+
+@pytest.mark.parametrize("host", ["host.docker.internal:8000", "host.containers.internal"])
+async def test_containers_may_call(client, host):
+    assert (await client.get("/health", headers={"host": host})).status_code == 200
+
+
+async def test_the_machines_own_names_count_where_it_can_be_reached(make_client, monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "Studio.home.arpa")
+    for bound, expected in (("0.0.0.0", 200), ("192.168.1.7", 200), ("127.0.0.1", 403)):
+        client = make_client(host=bound)
+        for name in ("studio.local:8000", "STUDIO.local", "studio", "studio.home.arpa"):
+            assert (await client.get("/health", headers={"host": name})).status_code == expected, (bound, name)
+        assert (await client.get("/health", headers={"host": "other.local"})).status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("headers", "flag"),
+    [
+        ({"host": "mac.lan:8000"}, "--allowed-hosts mac.lan."),
+        ({"host": "x$(reboot).lan"}, "--allowed-hosts NAME."),
+        ({"host": "a" * 300}, "--allowed-hosts NAME."),
+        ({"host": ""}, "--allowed-hosts NAME."),
+        ({"origin": "https://ui.example:3000"}, "--cors-origins https://ui.example:3000."),
+        ({"origin": "app://obsidian.md"}, "--cors-origins app://obsidian.md."),
+        ({"origin": "null"}, "--cors-origins ORIGIN."),
+        ({"origin": "https://ui.example/`reboot`"}, "--cors-origins ORIGIN."),
+        ({"origin": "https://" + "a" * 300}, "--cors-origins ORIGIN."),
+    ],
+)
+async def test_a_refusal_names_the_flag(client, fault, headers, flag):
+    answer = await client.get("/health", headers=headers)
+    assert answer.status_code == 403
+    assert fault(answer)["message"].endswith(flag)
+
+
+async def test_the_flags_that_are_named_are_accepted(make_client):
+    client = make_client(allowed_hosts=("mac.lan",), cors_origins=("app://obsidian.md",))
+    assert (await client.get("/health", headers={"host": "mac.lan:8000"})).status_code == 200
+    assert (await client.get("/health", headers={"origin": "app://obsidian.md"})).status_code == 200
+
+
+# ---- HTTPS ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    """A folder with a certificate for localhost, and its key, which has the password `hidden`."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    folder = tmp_path_factory.mktemp("tls")
+    files = ("-keyout", str(folder / "key.pem"), "-out", str(folder / "cert.pem"))
+    subject = ("-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost", "-days", "2")
+    kind = ("-x509", "-newkey", "rsa:2048", "-passout", "pass:hidden")
+    subprocess.run(["openssl", "req", *kind, *files, *subject], check=True, capture_output=True)
+    return folder
+
+
+async def test_https(serving, certificate):
+    files = {"ssl_certfile": certificate / "cert.pem", "ssl_keyfile": certificate / "key.pem"}
+    async with serving(**files, ssl_keyfile_password="hidden", api_key="secret") as server:
+        context = ssl.create_default_context(cafile=str(certificate / "cert.pem"))
+        async with httpx.AsyncClient(verify=context, base_url=f"https://localhost:{server.port}") as client:
+            headers = {"authorization": "Bearer secret"}
+            answer = await client.post("/v1/completions", json={"prompt": "x"}, headers=headers)
+            assert answer.status_code == 200
+            origin = {"origin": f"https://localhost:{server.port}"}
+            logged_in = await client.post("/login", data={"key": "secret"}, headers=origin)
+            assert "secure" in logged_in.headers["set-cookie"].lower().split("; ")
+            assert (await client.get("/docs")).status_code == 200
+
+
+def test_a_password_that_is_wrong_or_missing(certificate):
+    files = {"ssl_certfile": certificate / "cert.pem", "ssl_keyfile": certificate / "key.pem"}
+    check_certificate(ServerConfig(**files, ssl_keyfile_password="hidden"))
+    for password in ({}, {"ssl_keyfile_password": "wrong"}):
+        with pytest.raises(ConfigError, match="ssl_keyfile_password"):
+            check_certificate(ServerConfig(**files, **password))
+
+
+def test_certificates_that_cannot_be_used(tmp_path):
+    with pytest.raises(ConfigError, match="ssl_keyfile: set ssl_certfile too"):
+        check_certificate(ServerConfig(ssl_keyfile=tmp_path / "key.pem"))
+    with pytest.raises(ConfigError, match="cannot be used: No such file"):
+        check_certificate(ServerConfig(ssl_certfile=tmp_path / "cert.pem"))
+    (tmp_path / "cert.pem").write_text("not a certificate")
+    with pytest.raises(ConfigError, match="cannot be used"):
+        check_certificate(ServerConfig(ssl_certfile=tmp_path / "cert.pem"))
+
+
+# ---- the audit log -------------------------------------------------------------------------------
+
+
+async def test_control_actions_are_audited_and_prompts_are_not(make_client, tmp_path):
+    file, sent = key_file(tmp_path, app="inference", boss="admin")
+    log = tmp_path / "logs" / "audit.jsonl"
+    client = make_client(keys_file=file, audit_log=log)
+    await client.post("/v1/completions", json={"prompt": "a secret prompt"}, headers=sent["boss"])
+    await client.get("/debug/state", headers=sent["boss"])
+    assert (await client.post("/pause?mode=keep", headers=sent["app"])).status_code == 403
+    assert (await client.post("/pause?mode=keep", headers=sent["boss"])).status_code == 200
+    assert (await client.post("/sleep")).status_code == 401
+    body = {"lora_name": "private name", "lora_path": "x"}
+    await client.post("/v1/load_lora_adapter", json=body, headers=sent["boss"])
+    text = log.read_text()
+    assert "secret prompt" not in text
+    assert "private name" not in text
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert [(line["key"], line["method"], line["path"], line["status"]) for line in lines[:3]] == [
+        ("app", "POST", "/pause", 403),
+        ("boss", "POST", "/pause", 200),
+        (None, "POST", "/sleep", 401),
+    ]
+    assert lines[0]["error"] == "insufficient_role"
+    assert lines[1]["query"] == "mode=keep"
+    assert lines[1]["time"].endswith("+00:00")
+    assert lines[3]["path"] == "/v1/load_lora_adapter"
+    assert len(lines) == 4
+    assert stat.S_IMODE(os.stat(log).st_mode) == 0o600
+
+
+async def test_an_audit_log_that_was_moved_away_is_made_again(make_client, tmp_path):
+    log = tmp_path / "audit.jsonl"
+    client = make_client(audit_log=log)
+    await client.post("/pause")
+    log.rename(tmp_path / "audit.1")
+    await client.post("/resume")
+    assert "/resume" in log.read_text()
+    assert "/pause" in (tmp_path / "audit.1").read_text()
+
+
+def test_an_audit_log_that_cannot_be_written_stops_the_start(make_client, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"audit_log: .* cannot be written"):
+        make_client(audit_log=tmp_path / "file" / "audit.jsonl")
