@@ -93,8 +93,8 @@ def long_context(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     stop(running)
 
 
-def told_by(codex: str, relay: Relay, folder: Path, settings: str, *command: str) -> Told:
-    """What `codex exec` printed: a JSON object a line. It may connect to no other host."""
+def told_by(codex: str, relay: Relay, folder: Path, settings: str, *command: str, fails: bool = False) -> Told:
+    """What `codex exec` printed: a JSON object a line. It may connect to no other host. `fails`: its turn does."""
     home = folder.parent / "codex"
     home.mkdir()
     (home / "instructions.md").write_text("You edit files.")
@@ -116,7 +116,7 @@ def told_by(codex: str, relay: Relay, folder: Path, settings: str, *command: str
         )
         with pytest.raises(BlockingIOError):  # nobody has connected
             proxy.accept()
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert done.returncode == int(fails), f"{done.stdout}\n{done.stderr}"
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
@@ -172,6 +172,17 @@ def test_the_bundled_model_edits_a_file(codex: str, server: Server, folder: Path
     assert max(response["usage"]["input_tokens"] for response in (first, second)) < 8192
     sent = relay.exchanges[1].body["input"]
     assert [item["type"] for item in sent][-2:] == ["function_call", "function_call_output"]
+
+
+def test_a_prompt_beyond_the_context_is_not_sent_again(codex: str, server: Server, folder: Path) -> None:
+    """The client reads the error's code, and says what to do."""
+    (folder / "AGENTS.md").write_text("Write British English.\n" * 1000)
+    with relaying(server.url) as relay:
+        told = told_by(codex, relay, folder, "", "Say hello.", fails=True)
+    (exchange,) = relay.exchanges
+    assert (exchange.status, json.loads(exchange.answer)["error"]["code"]) == (400, "context_length_exceeded")
+    assert told[-1]["type"] == "turn.failed"
+    assert "ran out of room in the model's context window" in told[-1]["error"]["message"]
 
 
 def test_full_size_text(codex: str, long_context: Server, folder: Path) -> None:
