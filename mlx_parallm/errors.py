@@ -23,6 +23,7 @@
         ├── AbortedError            the operator aborted the request
         ├── StorageError            a file cannot be written
         ├── QueueFullError          the trajectories that wait for training leave no room
+        ├── ModelUnavailableError   the base model cannot be loaded
         ├── AdapterUnavailableError the weights of the adapter version are gone
         ├── DeviceLostError         every call to the device fails
         └── EngineDeadError         the device thread has stopped or is shutting down
@@ -135,6 +136,10 @@ class DeviceLostError(EngineError):
 
 class AbortedError(EngineError):
     """The operator aborted the request, alone or with others, before it finished."""
+
+
+class ModelUnavailableError(EngineError):
+    """The base model cannot be loaded now. The message says why, and names no path."""
 
 
 class AdapterUnavailableError(EngineError):

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +37,7 @@ class AdapterLibrary:
         folder: each subfolder is an adapter, served by the subfolder's name.
         roots: more folders that adapters may be read from by path.
         checkpoints: None if there is no checkpoint folder.
+        belongs: whether the adapter in a subfolder of `folder` is for this base model.
     """
 
     def __init__(
@@ -46,7 +47,9 @@ class AdapterLibrary:
         folder: Path | None = None,
         roots: Sequence[Path] = (),
         checkpoints: CheckpointStore | None = None,
+        belongs: Callable[[Path], bool] = lambda folder: True,
     ) -> None:
+        self._belongs = belongs
         self.layout = layout
         self.max_rank = max_rank
         self.checkpoints = checkpoints
@@ -108,7 +111,7 @@ class AdapterLibrary:
         """Yields the name and the content of each adapter in the folder. Skips reward models, which are scorers, and
         unusable adapters with a warning."""
         for path in sorted(self._folder.iterdir()) if self._folder else ():
-            if not has_adapter(path):
+            if not has_adapter(path) or not self._belongs(path):
                 continue
             try:
                 if is_reward_model(path):

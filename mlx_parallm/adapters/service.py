@@ -62,6 +62,11 @@ class AdapterService:
         self._loading_folder = asyncio.Lock()
         self._folders = LoadedFolders(store.registry)
 
+    def attach(self, store: AdapterStore) -> None:
+        """Uses the store of a base model that was loaded again. Its registry is the same."""
+        assert store.registry is self._registry
+        self._store = store
+
     # -- selectors -------------------------------------------------------------------------------
 
     @contextmanager

@@ -87,6 +87,10 @@ class Copies:
         """Drops the copy of a version, if there is one."""
         self._weights.pop(version, None)
 
+    def clear(self) -> None:
+        """Drops all copies."""
+        self._weights.clear()
+
 
 @dataclass(eq=False, slots=True)
 class PendingLoad:

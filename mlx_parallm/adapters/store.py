@@ -184,6 +184,13 @@ class AdapterStore:
         self._job = None
         self.slots.clear()
 
+    def put_away(self) -> None:
+        """Frees the bank and all copies for good, when the base model is put away. Loads under way fail."""
+        for load in list(self._loads.values()):
+            self._fail(load, AdapterUnavailableError(f"the base model of {load.version.ref} was put away"))
+        self.reset()
+        self.copies.clear()
+
     @property
     def bytes_held(self) -> int:
         """The size of the bank. Any thread may ask."""

@@ -1,11 +1,13 @@
-"""Builds the adapter store, with the versions of a run's checkpoints and of an adapter folder."""
+"""Finds the adapters of a base model: the versions of a run's checkpoints and of an adapter folder."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.checkpoints.runs import Run
@@ -20,16 +22,33 @@ from mlx_parallm.model.manager import SharedModelManager
 _log = logging.getLogger(__name__)
 
 
-def build_store(
+@dataclass(frozen=True, slots=True)
+class KnownAdapters:
+    """The adapters of one base model, without their weights on the device. `reader`: the thread that reads files."""
+
+    registry: AdapterRegistry
+    library: AdapterLibrary
+    reader: Executor
+
+    def store(self, bank: AdapterBank, copies: int, wake: Callable[[], None]) -> AdapterStore:
+        """A store that brings them into `bank`."""
+        return AdapterStore(bank, self.registry, self.library.read_again, self.reader, copies, wake)
+
+
+def find_adapters(
     manager: SharedModelManager,
-    bank: AdapterBank,
     config: Config,
-    run: Run | None,
-    wake: Callable[[], None],
+    run: Run | None = None,
     model_names: Sequence[str] = (),
-) -> tuple[AdapterStore, AdapterLibrary]:
-    """The adapter store and library, with the checkpoints of `run` and the adapters of `adapter_dir` registered.
-    `model_names`: see `AdapterRegistry`.
+    belongs: Callable[[Path], bool] = lambda folder: True,
+    first: bool = True,
+) -> KnownAdapters:
+    """The checkpoints of `run` and the adapters of `adapter_dir`.
+
+    Args:
+        model_names: see `AdapterRegistry`.
+        belongs: whether an adapter of `adapter_dir` is for this base model.
+        first: it is the first base model, which answers requests that name none.
 
     Raises:
         ConfigError: a folder cannot be used, or `adapters.serve` names no adapter or checkpoint.
@@ -40,10 +59,11 @@ def build_store(
             f"adapters.adapter_dir: {adapters.adapter_dir} is no folder; make it, or correct --adapter-dir"
         )
     keep = config.checkpointing.keep_n_checkpoints
-    checkpoints = CheckpointStore(run.path, bank.layout, manager.fingerprint, bank.max_rank, keep) if run else None
+    layout, rank = manager.adapter_layout, adapters.max_lora_rank
+    checkpoints = CheckpointStore(run.path, layout, manager.fingerprint, rank, keep) if run else None
     others = (adapters.adapter_dir, adapters.serve_folder)
     roots = (*adapters.allowed_adapter_roots, *(folder for folder in others if folder))
-    library = AdapterLibrary(bank.layout, bank.max_rank, adapters.adapter_dir, roots, checkpoints)
+    library = AdapterLibrary(layout, rank, adapters.adapter_dir, roots, checkpoints, belongs)
     registry = AdapterRegistry(
         adapters.default_adapter,
         library.find_checkpoint,
@@ -57,10 +77,9 @@ def build_store(
     for name, file in library.discover():
         if registry.live(name) is None:
             registry.flip(registry.add(name, info_of_file(file)).ref)
-    if adapters.serve is not None:
+    if first and adapters.serve is not None:
         _route(registry, adapters.serve)
-    reader = ThreadPoolExecutor(1, thread_name_prefix="adapter-reader")
-    return AdapterStore(bank, registry, library.read_again, reader, adapters.max_cpu_loras, wake), library
+    return KnownAdapters(registry, library, ThreadPoolExecutor(1, thread_name_prefix="adapter-reader"))
 
 
 def _restore(checkpoints: CheckpointStore, registry: AdapterRegistry) -> None:

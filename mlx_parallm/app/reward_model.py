@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_parallm.adapters.reward_models import RewardModelFolder
-from mlx_parallm.app.build import build_memory, device_schedule, mlx_limits
+from mlx_parallm.app.device import device_schedule, kv_budget, mlx_limits
 from mlx_parallm.app.training import micro_steps_sized, trainable
 from mlx_parallm.config import Config
 from mlx_parallm.errors import ConfigError
@@ -76,7 +76,7 @@ def train_reward_model(
 
 def _work(manager: SharedModelManager, config: Config) -> RewardModelWork:
     bank = manager.install_bank(slots=0, max_rank=1)
-    memory = build_memory(manager.card, config).budget_bytes
+    memory = kv_budget(manager.card.weight_bytes, config)
     stall_s = device_schedule(config, on_cpu()).max_decode_stall_s
     training = micro_steps_sized(config.rl_training, manager, bank, memory, stall_s)
     return RewardModelWork(trainable(training, manager, bank, memory), training.micro_batch_tokens)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from mlx_parallm.app import banner
 from mlx_parallm.app.atropos import open_source, registration
+from mlx_parallm.app.base_loader import build_base_set
 from mlx_parallm.app.build import Engine, Served
 from mlx_parallm.app.server_rollouts import ServerRollouts, environment_of
 from mlx_parallm.app.tracking import start_tracking
@@ -22,7 +23,6 @@ from mlx_parallm.rl.tracking.tracking import Tracking
 from mlx_parallm.server.api.chat.template import read_templates
 from mlx_parallm.server.app import create_app, serve
 from mlx_parallm.server.http import request_log
-from mlx_parallm.server.one_model import OneModel
 
 
 def run(config: Config) -> int:
@@ -91,11 +91,12 @@ class IntegratedServer:
         templates = read_templates(server.chat_template_dir)
         try:
             served = await self._load()
+            models, adapters = await asyncio.to_thread(build_base_set, self._engine, templates)
             app = create_app(
                 served.engine,
-                served.adapters,
+                adapters,
                 served.training.service if served.training else None,
-                OneModel(served.tokenizer, served.card, templates),
+                models,
                 server,
                 registration(config, served, step=0) if server.atropos_api else None,
                 served.training.policies if served.training else None,
@@ -108,7 +109,8 @@ class IntegratedServer:
             if self._rollouts is not None:
                 self._rollouts.held_back = lambda: app.state.services.sleep.asleep
             with self._engine.failures_recorded():
-                return await serve(app, partial(_started, served, config))
+                async with models.kept_up():
+                    return await serve(app, partial(_started, served, config))
         finally:
             self._inference_ended.set()
             await self._stop()

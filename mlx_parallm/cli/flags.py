@@ -51,6 +51,7 @@ class FlagGroup:
     flags: tuple[Flag, ...]
 
 
+_BASE, _OTHER_BASES = "model.base_model_path", "model.other_base_models"
 _RESUME, _FOLDER = "checkpointing.resume", "checkpointing.checkpoint_dir"
 TRAIN_ONLY = frozenset(
     (
@@ -65,7 +66,8 @@ GROUPS = (
         "model",
         "Which model is served, and under which names.",
         (
-            Flag("--model-path", "model.base_model_path", "DIR_OR_HUB_ID"),
+            Flag("--model-path", _BASE, "DIR_OR_HUB_ID", several=True),
+            Flag("--idle-unload", "model.idle_unload", "SECONDS"),
             Flag("--served-model-name", "server.served_model_name", "NAME", several=True),
             Flag("--model-aliases", "server.model_aliases", "PATTERN,PATTERN"),
             Flag("--max-model-len", "model.max_model_len", "TOKENS"),
@@ -271,6 +273,10 @@ def settings(args: argparse.Namespace) -> dict[str, Setting]:
     found = {
         flag.path: Setting(_text(value), flag.name) for flag in FLAGS if (value := given.get(flag.path)) is not None
     }
+    if paths := given.get(_BASE):
+        found[_BASE] = Setting(paths[0], found[_BASE].source)
+        if others := paths[1:]:
+            found[_OTHER_BASES] = Setting(others, found[_BASE].source)
     run = found.get(_RESUME)
     if run is not None and isinstance(run.value, str):
         if _FOLDER in found:

@@ -133,7 +133,8 @@ class ServerConfig(Section):
     kv_cache_memory: AutoByteSize = None
     """Memory for the KV cache, such as 4GB or 512MiB. The adapter bank and training take what they need of it first.
     auto takes 80 % of the part of mlx_memory_limit that the weights and mlx_cache_limit leave free, and on a CPU at
-    most a quarter of RAM.
+    most a quarter of RAM. With several base models, which share this memory, the weights count as half of
+    mlx_memory_limit at least.
     """
     prefix_cache: bool = True
     """Keep the keys and values of prompts and answers, so that a later prompt of the same adapter version that begins
@@ -278,7 +279,18 @@ class ModelConfig(Section):
     """The base model, and the LoRA adapters that training makes for it."""
 
     base_model_path: Text | None = None
-    """Model directory or Hugging Face hub id. null means the bundled SmolLM2-135M-Instruct."""
+    """Model directory or Hugging Face hub id; or a directory whose subdirectories are models, of which the first is
+    loaded at start. null means the bundled SmolLM2-135M-Instruct.
+    """
+    other_base_models: OptionalNames = ()
+    """More base models, each a directory, a hub id, or a directory whose subdirectories are models. Each is loaded when
+    a request first names it, and the one used least recently is put away when the memory does not hold them all. The
+    flag --model-path, with several values, sets base_model_path to the first of them and this to the others.
+    """
+    idle_unload: Number | None = Field(default=None, gt=0)
+    """Time in seconds after which a base model that nobody has used is put away. Its next request loads it again. The
+    base model that trains stays loaded. null means never.
+    """
     trust_remote_code: bool = False
     """Run Python code that comes with a model."""
     allow_special_tokens: bool = False

@@ -101,6 +101,7 @@ class AdapterCard:
         created: Unix time in seconds.
         leases: requests that hold this version.
         checkpoint: the name of its checkpoint, if it has one.
+        base: the name of its base model; empty if there is only one.
     """
 
     ref: AdapterRef
@@ -114,6 +115,7 @@ class AdapterCard:
     created: int
     leases: int = 0
     checkpoint: str | None = None
+    base: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,9 @@ Rows take free blocks first. When there are none and the pool may not grow, memo
 When the reserved part grows, the KV pool gives back free blocks and cached prefixes between units. What rows read stays
 with them; they give way when the next row needs a block. A row that is alone may use the reserved part too, so that
 every request that fits the budget is served.
+
+Base models that are loaded side by side share one budget. Each has a DeviceMemory of its own, which counts what the
+others hold as taken. Free blocks and cached prefixes of the others are given back at once when a row needs them.
 """
 
 from __future__ import annotations
@@ -88,12 +91,50 @@ class DeviceMemory:
     Attributes:
         budget_bytes: what the KV pool, adapters and training share.
         shortages: the last shortages, oldest first.
+        give_back: called to free blocks and cached prefixes until `excess` is 0, or none are left.
+
+    Args:
+        sharing: of the base models that are loaded, which share the budget. Empty for the first one.
     """
 
-    def __init__(self, budget_bytes: int) -> None:
+    def __init__(self, budget_bytes: int, sharing: list[DeviceMemory] | None = None) -> None:
         self.budget_bytes = budget_bytes
         self.shortages: deque[Shortage] = deque(maxlen=_REMEMBERED)
+        self.give_back: Callable[[], object] = lambda: None
         self._accounts: dict[Account, Callable[[], int]] = {}
+        self._sharing = [] if sharing is None else sharing
+        self._sharing.append(self)
+        self._asked = 0  # bytes that another base model needs now
+
+    # -- several base models ---------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """Ends the sharing, when the base model is put away."""
+        self._sharing.remove(self)
+
+    def ask_others(self, nbytes: int, must: bool) -> None:
+        """Has other base models give back memory, so that `nbytes` more fit the budget here.
+
+        Args:
+            must: ask all. Otherwise only those are asked that hold more than an equal part of the budget, and only up
+                to an equal part for this one. So nobody's cached prefixes keep the others from having any.
+        """
+        part = self.budget_bytes // len(self._sharing)
+        if not must and self._held + nbytes > part:
+            return
+        for other in self._others:
+            if must or other._held > part:
+                other._asked = nbytes
+                other.give_back()
+                other._asked = 0
+
+    @property
+    def _others(self) -> list[DeviceMemory]:
+        return [other for other in self._sharing if other is not self]
+
+    @property
+    def _held(self) -> int:
+        return self._sum(_POOL) + self._sum(_RESERVED)
 
     def open_account(self, account: Account, read: Callable[[], int]) -> None:
         """Sets the function that returns the bytes of an account, in place of an earlier one."""
@@ -107,8 +148,8 @@ class DeviceMemory:
 
     @property
     def reserved(self) -> int:
-        """Bytes of the budget that adapters and training hold now, so that rows find less memory."""
-        return self._sum(_RESERVED)
+        """Bytes of the budget that adapters, training and other base models hold now, so that rows find less memory."""
+        return self._sum(_RESERVED) + self._asked + sum(other._held for other in self._others)
 
     @property
     def excess(self) -> int:
@@ -117,7 +158,7 @@ class DeviceMemory:
 
     def pool_limit(self, alone: bool) -> int:
         """Bytes that the KV pool may take for a row. `alone`: there is no other row."""
-        return self.budget_bytes - (0 if alone else self.reserved)
+        return self.budget_bytes - (sum(other._sum(_POOL) for other in self._others) if alone else self.reserved)
 
     def _sum(self, accounts: Sequence[Account]) -> int:
         return sum(self._accounts[account]() for account in accounts if account in self._accounts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Protocol
 
 from mlx_parallm.core.engine import ModelCard
@@ -32,6 +33,37 @@ class ServedModel:
     templates: Mapping[str, str] = field(default_factory=dict)
 
 
+class ModelState(StrEnum):
+    """Whether a base model is in memory."""
+
+    LOADED = "loaded"
+    LOADING = "loading"
+    """It is being loaded, or waits until another base model has given way."""
+    LEAVING = "leaving"
+    """It is put away for another base model as soon as its requests have ended. New ones wait."""
+    IDLE = "idle"
+    """It is on the disk only. The next request loads it."""
+    FAILED = "failed"
+    """It could not be loaded. A request some time later tries again."""
+
+
+@dataclass(frozen=True, slots=True)
+class BaseStatus:
+    """A base model of a server.
+
+    Attributes:
+        card: None until it has been loaded once.
+        adapters: names of its adapters in the adapter folder, until it has been loaded once.
+        error: why it could not be loaded; empty if it could.
+    """
+
+    name: str
+    state: ModelState
+    card: ModelCard | None = None
+    adapters: tuple[str, ...] = ()
+    error: str = ""
+
+
 class BaseModels(Protocol):
     """The base models of a server. Used on the event loop's thread only."""
 
@@ -40,13 +72,36 @@ class BaseModels(Protocol):
         """The one that trains, and that answers requests which name no model."""
         ...
 
+    @property
+    def names(self) -> frozenset[str]:
+        """Values of the field `model` that mean a base model and no adapter."""
+        ...
+
     def find(self, *names: str | None) -> str:
-        """The name of the base model that the first of these names means which is not None: its own name, or that of
-        one of its adapters. The first base model, if they are all None or unknown."""
+        """The name of the base model that these names mean: its own names, or those of its adapters. The first base
+        model, if they are all None or unknown.
+
+        Raises:
+            InvalidRequestError: they mean different ones.
+        """
         ...
 
     def use(self, base: str) -> AbstractAsyncContextManager[ServedModel]:
-        """The base model with this name, which `find` has returned. It stays loaded until the block ends."""
+        """The base model with this name, which `find` has returned. It is loaded if it is not, and stays loaded until
+        the block ends.
+
+        Raises:
+            ModelUnavailableError: it cannot be loaded.
+            QueueTimeoutError: others kept the memory for too long.
+        """
+        ...
+
+    def is_ready(self, base: str) -> bool:
+        """Whether `use` returns at once."""
+        ...
+
+    def statuses(self) -> tuple[BaseStatus, ...]:
+        """All base models, the first one first."""
         ...
 
     def close(self) -> None:

@@ -151,6 +151,7 @@ class GenerationRequest:
         cache_salt: the prefix cache gives a request only what requests with an equal salt computed.
         pooling: each prompt gets one vector of its hidden states, and no token is drawn. None: tokens are drawn.
         key: the name of the API key that sent it. The scheduler is fair between keys.
+        base: the name of the base model, which must be loaded. Empty: the first one.
     """
 
     request_id: str
@@ -168,6 +169,7 @@ class GenerationRequest:
     cache_salt: str = field(default="", repr=False)
     pooling: Pooling | None = None
     key: str = ""
+    base: str = ""
 
     @property
     def sequences(self) -> int:

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 
 from mlx_parallm.adapters.store import AdapterStore
 from mlx_parallm.batch.kv.disk import PrefixStore
 from mlx_parallm.batch.runner import BatchRunner
-from mlx_parallm.core import EngineStats, GenerationRequest, PauseMode, TrainingWork, complete, completed, then
+from mlx_parallm.core import EngineStats, GenerationRequest, PauseMode, TrainingWork, completed, then
 from mlx_parallm.engine.disk_prefixes import DiskPrefixes
 from mlx_parallm.engine.faults import Recovery
 from mlx_parallm.engine.live import FaultScope, Vocabulary, live
@@ -41,10 +40,10 @@ from mlx_parallm.scheduler.units import Candidate, ForwardUnit, StagingUnit, Tra
 class EngineParts:
     """The parts of the engine, which the device thread builds before it serves.
 
-    `training`: None if this server does not train. `lookahead`: see `Forwards`. `queue_timeout_s`: longest time that an
-    inference request may wait for its first forward unit; None for no limit. `limits`: the limits set on MLX's memory,
-    for `/debug/state`. `prefix_store`: None if cached prefixes are kept in memory only. `trace` and `check_every_unit`:
-    see `config.DebugConfig`.
+    `base`: the base model's name. `training`: None if this server does not train. `lookahead`: see `Forwards`.
+    `queue_timeout_s`: longest time that an inference request may wait for its first forward unit; None for no limit.
+    `limits`: the limits set on MLX's memory, for `/debug/state`. `prefix_store`: None if cached prefixes are kept in
+    memory only. `trace` and `check_every_unit`: see `config.DebugConfig`.
     """
 
     runner: BatchRunner
@@ -59,12 +58,18 @@ class EngineParts:
     prefix_store: PrefixStore | None = None
     trace: Path | None = None
     check_every_unit: bool = False
+    base: str = ""
 
 
 class DeviceLoop:
-    """Owns scheduler, runner and live requests. Every method runs on the device thread."""
+    """Owns scheduler, runner and live requests of one base model. Every method runs on the device thread.
+
+    Attributes:
+        others_run: another base model has rows, so that training may not take all time which the rows here leave.
+    """
 
     def __init__(self, parts: EngineParts, publish: PublishEvents) -> None:
+        self.others_run = False
         self._scope = scope = FaultScope()
         self._runner = runner = parts.runner
         self.adapters = adapters = parts.adapters
@@ -117,17 +122,15 @@ class DeviceLoop:
         with self.surviving():
             self._requests.abort(request_id)
 
-    def call(self, function: Callable[[DeviceLoop], Any], done: Future[Any]) -> None:
-        """Runs `function` and completes `done`. An error concerns the caller only, because no row's arrays are written
-        and no forward unit is in flight whose error could show here."""
-        started = time.monotonic()
-        self._read_in_flight()
-        complete(done, lambda: function(self))
-        self.scheduler.gap.add_wait_time(time.monotonic() - started)
+    def after_call(self, seconds: float) -> None:
+        """Call this when the device thread has done something else for `seconds`, between two units."""
+        self.scheduler.gap.add_wait_time(seconds)
         with self.surviving():
             self._tidy()
 
-    def _read_in_flight(self) -> None:
+    def rest(self) -> None:
+        """Reads the unit in flight. Afterwards the device thread may do other things than `step`: no error of this loop
+        can show there."""
         with self.surviving():
             self._forwards.commit()
             self._requests.flush()
@@ -137,7 +140,7 @@ class DeviceLoop:
         self.scheduler.pause(freeze=mode is PauseMode.KEEP)
         if mode is PauseMode.WAIT:
             return
-        self._read_in_flight()  # its tokens are published
+        self.rest()  # its tokens are published
         if mode is PauseMode.ABORT:
             self._requests.fail_all(AbortedError("the server was paused"))
         self._requests.flush()
@@ -192,7 +195,7 @@ class DeviceLoop:
             self._recovery.survive(error)
 
     def _run_next(self, now: float) -> bool:
-        unit = self.scheduler.next_unit(now, self._candidates(now))
+        unit = self.scheduler.next_unit(now, self._candidates(now), self.others_run)
         if self._forwards.in_flight and not isinstance(unit, ForwardUnit):
             with self._trace.span("read tokens"):
                 self._forwards.commit()  # the next call schedules again, with the tokens that were drawn
@@ -239,6 +242,17 @@ class DeviceLoop:
     def close(self) -> None:
         """Closes the debug trace. Called once, after the last step."""
         self._trace.close()
+
+    def put_away(self) -> None:
+        """Empties the adapter bank, and ends the sharing of memory. There must be no request. Nothing may be called
+        afterwards, and the arrays are freed with this object."""
+        self._runner.cache.device.leave()
+        self.adapters.put_away()
+        self.close()
+
+    @property
+    def has_rows(self) -> bool:
+        return bool(self.scheduler.live)
 
     # -- adapters and training -------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """ContinuousBatchProcessor: runs the engine on a thread of its own, the device thread, for callers on the event loop.
 
     event loop                         device thread
-    generate(), run() ──▶ inbox ──────▶ DeviceLoop.step(), again and again
+    generate(), run() ──▶ inbox ──────▶ DeviceLoops.step(), again and again
         ▲                                  │
         └─ one asyncio.Queue per request ◀─┘ call_soon_threadsafe(events of one unit)
 
@@ -32,7 +32,8 @@ from mlx_parallm.core import (
     RequestFailed,
     RequestFinished,
 )
-from mlx_parallm.engine.loop import DeviceLoop, EngineParts
+from mlx_parallm.engine.loop import EngineParts
+from mlx_parallm.engine.loops import DeviceLoops, Loading
 from mlx_parallm.errors import EngineDeadError
 
 T = TypeVar("T")
@@ -46,7 +47,7 @@ _SNAPSHOT_S = 0.1
 """While the loop is busy, it takes a new snapshot for `stats` when the last one is older than this, in seconds."""
 _DEAD = "the device thread has stopped; restart the server"
 
-_Message = Callable[[DeviceLoop], object]
+_Message = Callable[[DeviceLoops], object]
 """A call that the device thread makes between two units."""
 
 
@@ -55,9 +56,9 @@ class ContinuousBatchProcessor:
     `core.DeviceThread`.
 
     Args:
-        build: loads the model and makes the engine's parts. Runs on the device thread, because MLX arrays belong to the
-            thread that makes them.
-        debug: run `DeviceLoop.check_integrity` whenever the loop is idle. If a check fails, the error is logged and
+        build: loads the first base model and makes its parts of the engine. Runs on the device thread, because MLX
+            arrays belong to the thread that makes them.
+        debug: run `DeviceLoops.check_integrity` whenever the device is idle. If a check fails, the error is logged and
             the device thread ends.
     """
 
@@ -94,7 +95,7 @@ class ContinuousBatchProcessor:
 
     def wake(self) -> None:
         """Wakes the loop if it is idle."""
-        self._inbox.put(lambda loop: None)
+        self._inbox.put(lambda loops: None)
 
     # -- the event loop's thread -----------------------------------------------------------------
 
@@ -105,7 +106,7 @@ class ContinuousBatchProcessor:
             raise EngineDeadError(_DEAD)
         events: asyncio.Queue[Event] = asyncio.Queue()
         self._queues[request.request_id] = events
-        self._inbox.put(lambda loop: loop.submit(request))
+        self._inbox.put(lambda loops: loops.submit(request))
         ended = False
         try:
             while not ended:
@@ -115,28 +116,28 @@ class ContinuousBatchProcessor:
         finally:
             del self._queues[request.request_id]
             if not ended:
-                self._inbox.put(lambda loop: loop.abort(request.request_id))
+                self._inbox.put(lambda loops: loops.abort(request.request_id))
 
     async def reschedule(self, schedule: DeviceSchedule) -> None:
         """See `core.EngineClient.reschedule`."""
-        await self._change(lambda loop: loop.scheduler.reschedule(schedule))
+        await self._change(lambda loops: loops.reschedule(schedule))
 
     async def pause(self, mode: PauseMode) -> None:
         """See `core.EngineClient.pause`."""
         self._pauses += 1
         this_pause, under_way = self._pauses, set(self._queues)
-        await self._change(lambda loop: loop.pause(mode))
+        await self._change(lambda loops: loops.pause(mode))
         while mode is PauseMode.WAIT and this_pause == self._pauses and under_way & self._queues.keys():
             await asyncio.sleep(_DRAIN_CHECK_S)
 
     async def resume(self) -> None:
         """See `core.EngineClient.resume`."""
         self._pauses += 1
-        await self._change(lambda loop: loop.scheduler.resume())
+        await self._change(lambda loops: loops.resume())
 
     async def reset_prefix_cache(self, files: bool = False) -> int:
         """See `core.EngineClient.reset_prefix_cache`."""
-        tokens: int = await self._run(lambda loop: loop.reset_prefix_cache(files))
+        tokens: int = await self._run(lambda loops: loops.reset_prefix_cache(files))
         return tokens
 
     async def sleep(self, bank: bool = False) -> None:
@@ -144,9 +145,9 @@ class ContinuousBatchProcessor:
         while self._queues:
             await asyncio.sleep(_DRAIN_CHECK_S)
         if bank:
-            await self._run(lambda loop: loop.adapters.evict_idle())
+            await self._run(lambda loops: loops.evict_idle_adapters())
         await self.reset_prefix_cache()
-        await self._change(lambda loop: loop.give_back_memory())
+        await self._change(lambda loops: loops.give_back_memory())
 
     @overload
     async def run(self, call: Callable[[], Future[T]]) -> T: ...
@@ -158,18 +159,37 @@ class ContinuousBatchProcessor:
         """See `core.DeviceThread.run`."""
         return await self._run(lambda _: call())
 
-    async def _change(self, change: Callable[[DeviceLoop], None]) -> None:
+    async def load(self, building: Loading) -> None:
+        """Loads another base model, in turn with the units of those that are loaded.
+
+        Raises:
+            Exception: what `building` raises; others are not affected.
+            EngineDeadError: the device thread has stopped.
+        """
+
+        def begin(loops: DeviceLoops) -> Future[None]:
+            loaded: Future[None] = Future()
+            loops.load(building, loaded)
+            return loaded
+
+        await self._run(begin)
+
+    async def unload(self, base: str) -> None:
+        """Puts away a base model without requests, and frees its memory."""
+        await self._change(lambda loops: loops.unload(base))
+
+    async def _change(self, change: Callable[[DeviceLoops], None]) -> None:
         """Applies `change` between two units. When it returns, `stats` shows the change."""
 
-        def change_and_measure(loop: DeviceLoop) -> None:
-            change(loop)
-            self._stats = loop.stats()
+        def change_and_measure(loops: DeviceLoops) -> None:
+            change(loops)
+            self._stats = loops.stats()
 
         await self._run(change_and_measure)
 
-    async def _run(self, function: Callable[[DeviceLoop], Any]) -> Any:
+    async def _run(self, function: Callable[[DeviceLoops], Any]) -> Any:
         done: Future[Any] = Future()
-        self._inbox.put(lambda loop: loop.call(function, done))
+        self._inbox.put(lambda loops: loops.call(function, done))
         waiting = asyncio.wrap_future(done)
         waiting.add_done_callback(asyncio.Future.exception)  # so that asyncio does not warn if the caller is cancelled
         while not waiting.done():
@@ -197,8 +217,8 @@ class ContinuousBatchProcessor:
 
     def _build_and_serve(self) -> None:
         try:
-            loop = DeviceLoop(self._build(), self._publish_events)
-            self._stats = loop.stats()
+            loops = DeviceLoops(self._build(), self._publish_events)
+            self._stats = loops.stats()
         except BaseException as error:  # noqa: BLE001 - handed to the thread that called start(), which raises it
             self._start_error = error
             self._stats = EngineStats(alive=False, ready=False)
@@ -206,33 +226,31 @@ class ContinuousBatchProcessor:
         finally:
             self._started.set()
         try:
-            self._serve(loop)
+            self._serve(loops)
         except Exception:  # noqa: BLE001 - the device is lost, or check_integrity failed: log it and end the thread
             _log.exception("the device thread failed")
         finally:
             self._stats = replace(self._stats, alive=False, ready=False)
             self._call_soon(self._fail_all, EngineDeadError(_DEAD))
-            loop.close()
+            loops.close()
 
-    def _serve(self, loop: DeviceLoop) -> None:
+    def _serve(self, loops: DeviceLoops) -> None:
         taken_at, busy = 0.0, True
-        while self._take_messages(loop, wait_s=0.0 if busy else _IDLE_WAIT_S):
-            busy = loop.step()
+        while self._take_messages(loops, wait_s=0.0 if busy else _IDLE_WAIT_S):
+            busy = loops.step()
             now = time.monotonic()
             if not busy or now - taken_at > _SNAPSHOT_S:
-                with loop.surviving():
-                    loop.fail_overdue(now)
-                    self._stats, taken_at = loop.stats(), now
+                self._stats, taken_at = loops.refresh(now), now
             if self._debug and not busy:
-                loop.check_integrity()
+                loops.check_integrity()
 
-    def _take_messages(self, loop: DeviceLoop, wait_s: float) -> bool:
+    def _take_messages(self, loops: DeviceLoops, wait_s: float) -> bool:
         """Runs the messages in the inbox, after waiting up to `wait_s` seconds for the first one. Returns False if the
         thread is to end."""
         try:
             message = self._inbox.get(block=wait_s > 0.0, timeout=wait_s or None)
             while message is not None:
-                message(loop)
+                message(loops)
                 message = self._inbox.get_nowait()
         except queue.Empty:
             return True

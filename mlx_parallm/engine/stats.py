@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import reduce
 
 import mlx.core as mx
 
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
-from mlx_parallm.core import EngineStats
+from mlx_parallm.core import EngineStats, Histogram
 from mlx_parallm.engine.disk_prefixes import DiskPrefixes
 from mlx_parallm.engine.live import LiveSequence
 from mlx_parallm.model.device import MemoryLimits
@@ -96,6 +97,31 @@ def snapshot(
             "sequences": [_describe(live) for live in lives],
         },
     )
+
+
+_TOTALS = tuple(field.name for field in fields(EngineStats) if field.name.endswith("_total"))
+_GAUGES = ("running", "waiting", "kv_bytes_held", "kv_bytes_cached", "kv_tokens_used")
+
+
+def total(each: Sequence[EngineStats]) -> EngineStats:
+    """The statistics of several base models together; those of the first where there is nothing to add."""
+    first, *others = each
+    if not others:
+        return first
+    accounts = dict.fromkeys(account for stats in each for account in stats.memory_bytes)
+    return replace(
+        first,
+        **{name: sum(getattr(stats, name) for stats in each) for name in (*_TOTALS, *_GAUGES)},
+        memory_bytes={account: sum(stats.memory_bytes.get(account, 0) for stats in each) for account in accounts},
+        decode_gaps=reduce(Histogram.plus, [stats.decode_gaps for stats in each]),
+    )
+
+
+def counters_of(stats: EngineStats) -> EngineStats:
+    """What counts on when a base model has been put away: what only grows."""
+    totals = {name: getattr(stats, name) for name in _TOTALS}
+    budget, gaps = stats.kv_bytes_budget, stats.decode_gaps
+    return EngineStats(alive=True, ready=True, kv_bytes_budget=budget, decode_gaps=gaps, **totals)
 
 
 def _describe(live: LiveSequence) -> dict[str, object]:

@@ -71,8 +71,15 @@ def load(
         wrapped = TokenizerWrapper(tokenizer, eos_token_ids=[config["eos_token_id"]])
         return LoadedModel(BUNDLED_NAME, model, wrapped, config, bundled_path())
     source = find_model(path_or_id, progress)
-    name = source.resolve().name if Path(path_or_id).expanduser().exists() else path_or_id
-    return LoadedModel(name, *_load_directory(source, dequantize, trust_remote_code), source)
+    return LoadedModel(name_of(path_or_id), *_load_directory(source, dequantize, trust_remote_code), source)
+
+
+def name_of(path_or_id: str | None) -> str:
+    """The name of a model: the directory's, the hub id, or the bundled model's."""
+    if path_or_id is None:
+        return BUNDLED_NAME
+    folder = Path(path_or_id).expanduser()
+    return folder.resolve().name if folder.exists() else path_or_id
 
 
 def find_model(path_or_id: str, progress: bool = True) -> Path:
@@ -152,7 +159,14 @@ Advance = Callable[[int], None]
 
 
 def materialize(model: nn.Module, name: str, show: bool) -> None:
+    """Evaluates the weights; see `materializing`."""
+    for _ in materializing(model, name, show):
+        pass
+
+
+def materializing(model: nn.Module, name: str, show: bool) -> Iterator[None]:
     """Evaluates the weights one tensor at a time, so that the arrays from which a tensor is made are freed at once.
+    Yields after each.
 
     With `show`, reports on stderr: a bar on a terminal, otherwise a line every few seconds.
     """
@@ -162,6 +176,7 @@ def materialize(model: nn.Module, name: str, show: bool) -> None:
         for array in tensors:
             mx.eval(array)
             advance(array.nbytes)
+            yield
 
 
 @contextmanager

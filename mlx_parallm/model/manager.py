@@ -55,6 +55,7 @@ class SharedModelManager:
         trust_remote_code: whether Python code that comes with the model may run.
         allow_special_tokens: see `Tokenizer`.
         progress: whether to report progress on stderr.
+        loaded: the model of `path_or_id` as `load` returns it; None: it is loaded here.
 
     Raises:
         ModelNotFoundError: there is no such directory or hub model.
@@ -68,9 +69,10 @@ class SharedModelManager:
         trust_remote_code: bool = False,
         allow_special_tokens: bool = False,
         progress: bool = True,
+        loaded: LoadedModel | None = None,
     ) -> None:
         prepare_device()
-        loaded = load(
+        loaded = loaded or load(
             None if path_or_id is None else str(path_or_id),
             dequantize=on_cpu(),
             trust_remote_code=trust_remote_code,

@@ -56,12 +56,15 @@ class WorkBesideRequests:
             return TrainingUnit(min(self._training.seconds, self.gap.remaining_s if decoding else self.gap.stall_s))
         return None
 
-    def idle_unit(self) -> StagingUnit | TrainingUnit | None:
-        """The unit to run when no request can use the time, or None."""
+    def idle_unit(self, others_run: bool = False) -> StagingUnit | TrainingUnit | None:
+        """The unit to run when no request of this base model can use the time, or None. `others_run`: those of another
+        one can."""
         self.gap.idle()
         if self._staging:
             return StagingUnit(0.0)
-        return TrainingUnit(min(self._training.seconds, self.gap.stall_s)) if self._training else None
+        if self._training is None or (others_run and not self._training_is_due):
+            return None
+        return TrainingUnit(min(self._training.seconds, self.gap.stall_s))
 
     def record_training(self, seconds: float, now: float) -> None:
         """Records a training unit that took `seconds` and ended at `now`."""

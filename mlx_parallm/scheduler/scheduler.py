@@ -198,23 +198,24 @@ class RLAwareScheduler:
 
     # -- the next unit ---------------------------------------------------------------------------
 
-    def next_unit(self, now: float, candidates: Iterable[Candidate] = ()) -> Unit | None:
+    def next_unit(self, now: float, candidates: Iterable[Candidate] = (), others_run: bool = False) -> Unit | None:
         """Chooses the next unit of device work. Call `admit` before.
 
         Args:
             now: `time.monotonic()`.
             candidates: the work that waits beside requests.
+            others_run: rows of another base model use the device too, so training takes its share of time only.
 
         Returns:
             None when there is nothing to do but wait.
         """
-        self._beside.update(now, candidates, requests_run=bool(self._rows) and not self._frozen)
+        self._beside.update(now, candidates, others_run or (bool(self._rows) and not self._frozen))
         if self._frozen:
-            return self._beside.idle_unit()
+            return self._beside.idle_unit(others_run)
         followers = self._share_prefixes()
         rows, prompts = decoding(self._rows, self.schedule.row_shares), prefilling(self._rows)
         before = self._beside.next_unit(now, bool(self._rows), rows, prompts)
-        return before or self._next_forward(rows, followers) or self._beside.idle_unit()
+        return before or self._next_forward(rows, followers) or self._beside.idle_unit(others_run)
 
     def _share_prefixes(self) -> set[Sequence]:
         """Gives prompts in prefill what others have computed of them.

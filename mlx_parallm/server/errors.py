@@ -28,6 +28,7 @@ from mlx_parallm.errors import (
     DeviceMemoryError,
     EngineDeadError,
     EngineError,
+    ModelUnavailableError,
     OverloadedError,
     QueueFullError,
     QueueTimeoutError,
@@ -139,6 +140,7 @@ RULES: Mapping[type[Exception], ErrorRule] = {
     EngineError: ErrorRule(500, "engine_error", "The engine failed this request; try again."),
     StorageError: ErrorRule(507, "storage_failed"),
     QueueFullError: ErrorRule(503, "training_queue_full"),
+    ModelUnavailableError: ErrorRule(503, "model_unavailable"),
     AdapterUnavailableError: ErrorRule(
         503,
         "adapter_unavailable",

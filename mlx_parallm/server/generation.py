@@ -37,7 +37,7 @@ from mlx_parallm.server.http.request_log import RequestRecord, key_of, record_of
 from mlx_parallm.server.http.workers import client_of
 from mlx_parallm.server.lifecycle import while_connected
 from mlx_parallm.server.metrics import RequestObserver
-from mlx_parallm.server.planning import adapter_named_by, select_adapter
+from mlx_parallm.server.planning import AdapterSelector, adapter_named_by, select_adapter
 from mlx_parallm.server.services import Services
 
 log = logging.getLogger(__name__)
@@ -134,6 +134,7 @@ class GenerationResponse(Response):
             DrainingError, InferenceDisabledError, AsleepError: see `Services.check_open`.
             EngineDeadError: the device thread is not running.
             OverloadedError: the queue is full, or a limit of the key does not allow the request now.
+            ModelUnavailableError: the base model cannot be loaded.
             UnknownModelError: the adapter's name is unknown; there is no fallback to the base model.
             the errors of `prepare` and `generate`, but none after the status line of a stream was sent.
         """
@@ -146,12 +147,24 @@ class GenerationResponse(Response):
         services.check_open()
         if not services.engine.stats().alive:
             raise EngineDeadError("the device thread is not running")
-        record.account = account = services.accounts.of(key_of(scope))
+        record.account = services.accounts.of(key_of(scope))
+        try:
+            await self._run(base, selector, sequences, scope, receive, send)
+        except ClientDisconnect:
+            record.disconnected = True
+            services.metrics.client_disconnects.inc()
+
+    async def _run(
+        self, base: str, selector: AdapterSelector, sequences: int, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Holds a place in the queue, the base model and the adapter version while the request is answered."""
+        services, body, record = self._services, self._body, record_of(scope)
+        account = services.accounts.of(key_of(scope))
         async with AsyncExitStack() as held:
             held.enter_context(account.request())
             held.enter_context(services.gate.reserve(sequences, account.queue_name))
-            model = await held.enter_async_context(services.models.use(base))
-            name = await services.adapter_name(selector)
+            model = await held.enter_async_context(self._loaded(base, receive))
+            name = await services.adapter_name(selector, base)
             with adapter_named_by(selector.param, name):
                 adapter = held.enter_context(services.adapters.lease(name, assignment_key(scope, body)))
             collection = await self._collection(scope, adapter)
@@ -163,11 +176,19 @@ class GenerationResponse(Response):
             record.set_request(writer.request, body.request_id)
             if record.id_from_client:
                 writer.name_after(record.request_id)
-            try:
-                await (self._send_events if body.stream else self._send_whole)(writer, scope, receive, send)
-            except ClientDisconnect:
-                record.disconnected = True
-                services.metrics.client_disconnects.inc()
+            await (self._send_events if body.stream else self._send_whole)(writer, scope, receive, send)
+
+    @asynccontextmanager
+    async def _loaded(self, base: str, receive: Receive) -> AsyncIterator[ServedModel]:
+        """The base model, loaded until the block ends. While it is not, the request waits, unless its client leaves."""
+        services = self._services
+        async with AsyncExitStack() as using:
+            if services.models.is_ready(base):
+                model = await using.enter_async_context(services.models.use(base))
+            else:
+                async with while_connected(receive, services.lifecycle.expired):
+                    model = await using.enter_async_context(services.models.use(base))
+            yield model
 
     async def _collection(self, scope: Scope, adapter: AdapterRef) -> CollectionSpec | None:
         body = self._body

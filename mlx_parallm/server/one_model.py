@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from types import MappingProxyType
 
-from mlx_parallm.core import GENERIC_NAME, ModelCard, ServedModel, TextTokenizer
+from mlx_parallm.core import GENERIC_NAME, BaseStatus, ModelCard, ModelState, ServedModel, TextTokenizer
 from mlx_parallm.grammar.compiler import LLCompiler
 
 
@@ -22,6 +22,19 @@ class OneModel:
     def find(self, *names: str | None) -> str:
         """See `core.BaseModels.find`."""
         return self.first.card.name
+
+    @property
+    def names(self) -> frozenset[str]:
+        """See `core.BaseModels.names`."""
+        return self.first.names
+
+    def is_ready(self, base: str) -> bool:
+        """See `core.BaseModels.is_ready`."""
+        return True
+
+    def statuses(self) -> tuple[BaseStatus, ...]:
+        """See `core.BaseModels.statuses`."""
+        return (BaseStatus(self.first.card.name, ModelState.LOADED, self.first.card),)
 
     @asynccontextmanager
     async def use(self, base: str) -> AsyncIterator[ServedModel]:

@@ -172,6 +172,7 @@ def plan(
         grammar=grammar,
         visible_specials=visible_specials | _shown_specials(body, tokenizer),
         cache_salt=body.cache_salt or "",
+        base=card.name,
     )
 
 

@@ -75,8 +75,8 @@ class Services:
 
     @property
     def model_names(self) -> ModelNames:
-        """The values of the field `model` that mean the first base model and no adapter."""
-        return ModelNames(self.first.names, self.config.model_aliases)
+        """The values of the field `model` that mean a base model and no adapter."""
+        return ModelNames(self.models.names, self.config.model_aliases)
 
     def model_for(self, *names: str | None) -> AbstractAsyncContextManager[ServedModel]:
         """The base model that the first of these names means which is not None, loaded until the block ends. The names
@@ -98,14 +98,16 @@ class Services:
         if self.sleep.asleep:
             raise AsleepError("asleep")
 
-    async def adapter_name(self, selector: AdapterSelector) -> str | None:
-        """What `AdapterClient.lease` needs for a request: the name that it has, or that of a folder's adapter, which is
-        loaded if it is not loaded yet.
+    async def adapter_name(self, selector: AdapterSelector, base: str) -> str | None:
+        """What `AdapterClient.lease` needs for a request of a base model: the name that it has, or that of a folder's
+        adapter, which is loaded if it is not loaded yet. Only of the first base model can there be a default adapter.
 
         Raises:
             InvalidRequestError: the folder cannot be loaded; the error names the field `adapters` if that has it.
         """
         folder = selector.folder
+        if selector.name is None and base != self.first.card.name:
+            return BASE_ADAPTER.name
         if folder is None and (selector.name is not None or not self.adapters.has_default_folder):
             return selector.name
         loading = self.adapters.default_name() if folder is None else self.adapters.load_folder(folder)
@@ -126,12 +128,15 @@ class Services:
         return None if selector == BASE_ADAPTER.name else self.adapters.find(selector).ref
 
     def is_base(self, model: str | None) -> bool:
-        """Whether `model` is left out or names the base model."""
-        return model is None or model in self.model_names or model == BASE_ADAPTER.name
+        """Whether `model` is left out or names the first base model."""
+        first = ModelNames(self.first.names, self.config.model_aliases)
+        return model is None or model in first or model == BASE_ADAPTER.name
 
     def check_model(self, name: str | None) -> None:
-        """Raises UnknownModelError unless `name` is left out or names the base model or an adapter."""
-        if name is not None and not self.is_base(name):
+        """Raises UnknownModelError unless `name` is left out or names a base model or an adapter."""
+        if name is None or self.is_base(name) or name in self.models.names:
+            return
+        if not any(name in status.adapters for status in self.models.statuses()):
             self.find(name, "model")
 
     def check_sequences(self, prompts: int, n: int) -> int:

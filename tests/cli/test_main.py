@@ -50,6 +50,16 @@ def test_several_names_for_the_served_model(app, argv):
 
 
 @pytest.mark.parametrize(
+    "argv",
+    [["--model-path", "a", "b, c", "d"], ["--model-path", "a", "--model-path", "b, c", "--model-path", "d"]],
+)
+def test_several_base_models(app, argv):
+    assert serve(argv) == 0
+    model = app.started[0].model
+    assert (model.base_model_path, model.other_base_models) == ("a", ("b, c", "d"))
+
+
+@pytest.mark.parametrize(
     ("command", "argv"),
     [
         (serve, ["--mode", "inference", "--share-model"]),
@@ -77,7 +87,7 @@ def test_every_flag_sets_its_own_key(app):
     numbers += ("--rollout-group-size", "--rollout-timeout")
     values |= dict.fromkeys(numbers, "7")
     values |= {"--eval-every": "7", "--eval-size": "7", "--trackers": "wandb"}
-    floats = ("--learning-rate", "--kl-coef", "--training-time-share", "--checkpoint-minutes")
+    floats = ("--learning-rate", "--kl-coef", "--training-time-share", "--checkpoint-minutes", "--idle-unload")
     values |= dict.fromkeys(floats, "5e-4")
     others = {"--prefix-cache-disk": ["--prefix-cache-dir", "text"], "--eval-tasks": ["--eval-every", "7"]}
     others |= {"--eval-every": ["--environment", "text"], "--judge-url": ["--judge-model", "m"]}

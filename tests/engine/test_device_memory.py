@@ -189,7 +189,8 @@ def test_an_update_waits_until_cached_prefixes_have_given_it_memory(monkeypatch:
     before = sum(array.nbytes for array in cache.arrays())
     assert before >= 24 * block
     active = mx.get_active_memory()
-    harness.loop.call(lambda loop: setattr(training, "update", 30 * block), _Ignored())
+    training.update = 30 * block
+    harness.loop.after_call(0.0)
     while not training.ran:
         assert harness.loop.step()
         harness.loop.check_integrity()

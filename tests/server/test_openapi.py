@@ -85,6 +85,7 @@ async def test_the_errors_of_a_route_are_those_it_can_give(document):
         "draining",
         "engine_dead",
         "inference_disabled",
+        "model_unavailable",
         "out_of_memory",
         "queue_timeout",
     }

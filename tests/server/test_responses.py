@@ -182,7 +182,7 @@ REFUSED = [
     ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type"),
     ({"input": [{"type": ["message"]}]}, "input[0].type"),
     ({"input": [{"role": "user", "content": "x"}, {"role": "tool", "content": "x"}]}, "input[1].role"),
-    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0]"),
     ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
     ({"input": [{"role": "user"}]}, "input[0].content"),
     ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),

@@ -22,7 +22,7 @@ from lib.rows import begin, open_row, rewind
 from mlx.utils import tree_unflatten
 
 from mlx_parallm.adapters.bank import AdapterBank
-from mlx_parallm.app.build import build_runner
+from mlx_parallm.app.device import build_runner
 from mlx_parallm.batch.runner import Launched
 from mlx_parallm.config import Config
 from mlx_parallm.core import SamplingParams

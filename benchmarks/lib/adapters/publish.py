@@ -28,8 +28,8 @@ from lib.figures import percentile
 from lib.prompts import short_prompts
 
 from mlx_parallm.adapters.weights import VersionInfo
-from mlx_parallm.app.adapters import build_store
-from mlx_parallm.app.build import build_runner
+from mlx_parallm.app.adapters import find_adapters
+from mlx_parallm.app.device import build_runner
 from mlx_parallm.config import AdaptersConfig, Config
 from mlx_parallm.core import AdapterRef, Residence, then
 from mlx_parallm.engine.live import Vocabulary
@@ -257,7 +257,7 @@ def _parts(manager: SharedModelManager, watch: Stopwatch) -> EngineParts:
     config = Config(adapters=AdaptersConfig(max_loras=SLOTS))
     bank = manager.install_bank(config.adapters.max_loras, config.adapters.max_lora_rank)
     runner = build_runner(manager, bank, config)
-    store, _ = build_store(manager, bank, config, run=None, wake=lambda: None)
+    store = find_adapters(manager, config).store(bank, config.adapters.max_cpu_loras, wake=lambda: None)
     tokenizer = manager.tokenizer
     vocabulary = Vocabulary(manager.card.vocab_size, tokenizer.eos_token_ids, detokenizer_for(tokenizer))
     timed: tuple[Any, Any] = TimedRunner(runner, watch), TimedStore(store, watch)

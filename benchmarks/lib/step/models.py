@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models import llama
 
 from mlx_parallm.adapters.bank import AdapterBank
-from mlx_parallm.app.build import build_runner
+from mlx_parallm.app.device import build_runner
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.config import Config, ServerConfig
 from mlx_parallm.core import ModelCard

@@ -25,7 +25,7 @@ from lib.step.decode import Decoder, Rows
 from lib.step.models import SLOTS
 from mlx_lm.models import llama
 
-from mlx_parallm.app.build import build_runner
+from mlx_parallm.app.device import build_runner
 from mlx_parallm.config import Config
 from mlx_parallm.model.hooks import AdaptedLinear
 from mlx_parallm.model.manager import SharedModelManager

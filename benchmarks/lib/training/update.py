@@ -17,7 +17,7 @@ from lib.training.batch import samples
 from lib.training.plain_trainer import Gradients, PlainTrainer
 
 from mlx_parallm.adapters.bank import AdapterBank
-from mlx_parallm.app.build import device_schedule, mlx_limits
+from mlx_parallm.app.device import device_schedule, mlx_limits
 from mlx_parallm.app.training import micro_steps_sized, trainable
 from mlx_parallm.config import Config, ModelConfig, OptimizerConfig, RLTrainingConfig
 from mlx_parallm.core import default_budget

@@ -10,6 +10,7 @@ The invariant for writing: after `extend(row, tokens)` has returned True, every 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Hashable, Sequence
 
 import mlx.core as mx
@@ -56,6 +57,7 @@ class LoRABatchedKVCache:
         device.open_account(Account.ROWS, lambda: self._memory.bytes_used)
         device.open_account(Account.PREFIXES, lambda: self._memory.bytes_cached)
         device.open_account(Account.FREE_BLOCKS, lambda: self._memory.bytes_free)
+        device.give_back = lambda: tidy(self._memory, sys.maxsize, quiet=False)
 
     # -- rows ------------------------------------------------------------------------------------
 

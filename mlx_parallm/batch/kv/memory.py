@@ -126,8 +126,13 @@ class BlockMemory:
         """
         if all(group.places.free >= need for group, need in zip(self.groups, needs, strict=True)):
             return True
+        each = list(zip(self.groups, needs, strict=True))
+        missing = sum(max(0, need - group.places.free) * group.arena.block_bytes for group, need in each)
+        self.device.ask_others(missing, must=False)
+        used = sum((group.places.used + need) * group.arena.block_bytes for group, need in each)
+        if used > self.device.pool_limit(alone):
+            self.device.ask_others(missing, must=True)
         limit = self.device.pool_limit(alone)
-        used = sum((g.places.used + need) * g.arena.block_bytes for g, need in zip(self.groups, needs, strict=True))
         if used > limit:
             return False
         self._refusal = None

@@ -25,6 +25,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError, to_json
 
+from mlx_parallm.errors import shown
+
 Validated = TypeVar("Validated", covariant=True)
 Neutral = Mapping[str, tuple[Any, ...]]
 """Maps names of fields to the values that have no effect; see `WireInput.NEUTRAL`."""
@@ -43,9 +45,22 @@ ANNOTATIONS = ("title", "description", "default", "examples")
 """JSON Schema keywords that describe a field as a whole and not one of its alternatives."""
 
 
-def refused(reason: str, field: str | None = None) -> PydanticCustomError:
-    """The error for a validator to raise: `reason` is about the value under validation, or about its `field`."""
+def refused(reason: str, field: str | int | None = None) -> PydanticCustomError:
+    """The error for a validator to raise: `reason` is about the value under validation, its `field` or its item."""
     return PydanticCustomError("refused", "{reason}", {"reason": reason, "field": field})
+
+
+def check_text_parts(parts: Sequence[object], *types: str) -> None:
+    """Raises an error that names the first part which is no text, such as an image. `types`: of parts with text."""
+    for number, part in enumerate(parts):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in types:
+            what = f"the part of type {shown(kind)}" if isinstance(kind, str) else "what is no part"
+            raise refused(
+                f'this model reads only text; leave out {what}, or send {{"type": "{types[0]}", "text": …}} in its '
+                "place",
+                number,
+            )
 
 
 # ---- request bodies ------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlx_parallm.core import BASE_ADAPTER, AdapterCard, ServedModel
+from mlx_parallm.core import BASE_ADAPTER, AdapterCard, BaseStatus, ModelState, ServedModel
 from mlx_parallm.errors import ContextLengthError, UnknownModelError
 from mlx_parallm.server.api.chat.messages import Conversation, Messages
 from mlx_parallm.server.api.chat.template import TemplateVariables, chosen_template
@@ -40,10 +40,13 @@ class Model(WireOutput):
     """For an adapter, the folder that it was loaded from. For the base model, its name."""
     parent: str | None
     """For an adapter, the base model's name."""
-    max_model_len: int
-    """Maximum number of tokens of prompt and answer together."""
+    max_model_len: int | None
+    """Maximum number of tokens of prompt and answer together; null for a base model that was not loaded yet."""
     version: int | None = None
     """For an adapter, its version."""
+    state: ModelState | None = None
+    """For a base model, whether it is in memory. `idle`: its next request loads it. `leaving`: it is put away for
+    another base model when its requests have ended. `failed`: it could not be loaded."""
 
 
 class ModelList(WireOutput):
@@ -51,39 +54,67 @@ class ModelList(WireOutput):
 
     object: Literal["list"]
     data: list[Model]
-    """The base model first."""
+    """The first base model, the other ones, and then adapters."""
 
 
-Name = Annotated[str, Path(description="The served model, `base`, an adapter, or `name@version`.")]
+Name = Annotated[str, Path(description="A base model, `base`, an adapter, or `name@version`.")]
 
 
 @router.get("/v1/models", response_model_exclude_unset=True)
 async def list_models(services: ServicesDep) -> ModelList:
-    """The names that `model` accepts: first those of the base model, then one for the live version of each adapter."""
+    """The names that `model` accepts: those of the first base model, one for each other base model, and one for the
+    live version of each adapter."""
+    first, *others = services.models.statuses()
     names = dict.fromkeys((*services.first.card.names, *sorted(services.first.names), BASE_ADAPTER.name))
-    base = [_base(name, services) for name in names]
+    bases = [*(_base(name, first, services) for name in names), *(_base(one.name, one, services) for one in others)]
     live = [_adapter(card, services) for card in services.adapters.cards() if card.live]
-    return ModelList(object="list", data=[*base, *live])
+    unread = [_unread(name, one, services) for one in others for name in one.adapters]
+    return ModelList(object="list", data=[*bases, *live, *unread])
 
 
 @router.get("/v1/models/{name:path}", response_model_exclude_unset=True, responses=raises(UnknownModelError))
 async def get_model(name: Name, services: ServicesDep) -> Model:
     """One model or adapter version. The name may have a slash, as hub ids do."""
-    if not services.is_base(name):
-        return _adapter(services.find(name, "model"), services)
-    return _base(name, services)
+    statuses = services.models.statuses()
+    if services.is_base(name):
+        return _base(name, statuses[0], services)
+    for status in statuses:
+        if name == status.name:
+            return _base(name, status, services)
+        if name in status.adapters:
+            return _unread(name, status, services)
+    return _adapter(services.find(name, "model"), services)
 
 
-def _base(name: str, services: Services) -> Model:
+def _base(name: str, status: BaseStatus, services: Services) -> Model:
     return Model(
         id=name,
         object="model",
         created=services.started_at,
         owned_by="mlx_parallm",
-        root=services.first.card.name,
+        root=status.name,
         parent=None,
-        max_model_len=services.first.card.context_length,
+        max_model_len=status.card.context_length if status.card else None,
+        state=status.state,
     )
+
+
+def _unread(name: str, status: BaseStatus, services: Services) -> Model:
+    """An adapter whose base model was not loaded yet."""
+    return Model(
+        id=name,
+        object="model",
+        created=services.started_at,
+        owned_by="mlx_parallm",
+        root=name,
+        parent=status.name,
+        max_model_len=None,
+    )
+
+
+def _context_of(base: str, services: Services) -> int | None:
+    card = next((status.card for status in services.models.statuses() if status.name == base), services.first.card)
+    return card.context_length if card else None
 
 
 def _adapter(card: AdapterCard, services: Services) -> Model:
@@ -93,8 +124,8 @@ def _adapter(card: AdapterCard, services: Services) -> Model:
         created=card.created,
         owned_by="mlx_parallm",
         root=card.root or card.ref.name,
-        parent=services.first.card.name,
-        max_model_len=services.first.card.context_length,
+        parent=card.base or services.first.card.name,
+        max_model_len=_context_of(card.base, services),
         version=card.ref.version,
     )
 
@@ -106,7 +137,7 @@ class TokenizeBody(OpenBody):
     """A text or a conversation to tokenise: exactly one of `prompt` and `messages`."""
 
     model: str | None = None
-    """Must be a known name. It has no effect, because all adapters share one tokenizer."""
+    """Must be a known name. Its base model tokenises; the adapters of a base model share one tokenizer."""
     prompt: str | None = None
     """The text."""
     messages: Messages | None = None
@@ -150,7 +181,7 @@ class DetokenizeBody(OpenBody):
     """Token ids to decode."""
 
     model: str | None = None
-    """Must be a known name. It has no effect, because all adapters share one tokenizer."""
+    """Must be a known name. Its base model tokenises; the adapters of a base model share one tokenizer."""
     tokens: TokenIds
     """Token ids, smaller than the size of the vocabulary."""
 

@@ -307,6 +307,6 @@ def first_fault(error: ValidationError) -> InvalidRequestError:
     """The first problem that pydantic found, with the path of its field as `param`."""
     fault = error.errors(include_url=False, include_input=False)[0]
     named = fault.get("ctx", {}).get("field")
-    path = (*fault["loc"], named) if named else fault["loc"]
+    path = fault["loc"] if named is None else (*fault["loc"], named)
     param = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).lstrip(".")
     return InvalidRequestError(f"{param}: {fault['msg']}" if param else fault["msg"], param=param or None)

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, TypeAdapter, ValidationInfo, model_
 
 from mlx_parallm.core import TextTokenizer, Tool, ToolFormat
 from mlx_parallm.core.tool_text import TemplateMessage, calls_as_text, tools_as_text
-from mlx_parallm.server.api.fields import Neutral, WireInput, read_nested, refused
+from mlx_parallm.server.api.fields import Neutral, WireInput, check_text_parts, read_nested, refused
 
 MAX_MESSAGES = 4096
 MAX_CALLS = 128
@@ -35,9 +35,7 @@ def _joined_parts(value: object, info: ValidationInfo) -> object:
     """The text of all parts, one part per line. Other values are returned unchanged."""
     if not isinstance(value, list):
         return value
-    for part in value:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise refused('each part must be {"type": "text", "text": …}: this model reads only text')
+    check_text_parts(value, "text")
     return "\n".join(part.text for part in read_nested(_TEXT_PARTS.validate_python, value, info))
 
 

@@ -138,6 +138,7 @@ def prepare(
         adapter=adapter,
         priority=body.priority,
         cache_salt=body.cache_salt or "",
+        base=model.card.name,
         pooling=pooling_of(body, services.config),
     )
     return EmbeddingsWriter(body=body, request=request, model=model.card.name)

@@ -112,6 +112,7 @@ def _prepare(
         adapter=adapter,
         priority=body.priority,
         cache_salt=body.cache_salt or "",
+        base=model.card.name,
     )
     lengths = [len(scored) for _, scored in tokens]
     return PairsWriter(body=body, request=request, model=model.card.name, scored=lengths)

@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator, TypeAdapter, ValidationInfo
 
-from mlx_parallm.server.api.fields import Neutral, Validate, WireInput, read_nested, refused
+from mlx_parallm.server.api.fields import Neutral, Validate, WireInput, check_text_parts, read_nested, refused
 from mlx_parallm.server.api.responses.objects import new_id
 from mlx_parallm.server.api.responses.tools import INPUT, shown_name
 
@@ -41,9 +41,7 @@ def _joined_parts(value: object, info: ValidationInfo) -> object:
     """The text of all parts, one part per line, as in chat. Other values are returned unchanged."""
     if not isinstance(value, list):
         return value
-    for part in value:
-        if not isinstance(part, dict) or part.get("type") not in ("input_text", "output_text"):
-            raise refused('each part must be {"type": "input_text", "text": …}: this model reads only text')
+    check_text_parts(value, "input_text", "output_text")
     return "\n".join(part.text for part in read_nested(_TEXT_PARTS.validate_python, value, info))
 
 

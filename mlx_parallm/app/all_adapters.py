@@ -1,0 +1,150 @@
+"""AllAdapters: the adapters of all base models as one, for routes. Their names are unique on a server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import fields, replace
+from pathlib import Path
+
+from mlx_parallm.app.base_model import BaseModel
+from mlx_parallm.core import (
+    BASE_ADAPTER,
+    AdapterCard,
+    AdapterRef,
+    AdapterStats,
+    BaseModels,
+    CheckpointCard,
+    name_and_step,
+)
+from mlx_parallm.errors import InvalidRequestError
+
+_SUMS = ("slots", "slots_used", "slots_pinned", "bank_bytes", "copies")
+
+
+class AllAdapters:
+    """Implements `core.AdapterClient`. What needs the weights of an adapter loads its base model first.
+
+    Args:
+        owner: the name of the base model that has an adapter; None if there is no such adapter.
+        base_of: the name of the base model for which the adapter in a folder was made. Blocks on the disk.
+    """
+
+    def __init__(
+        self,
+        bases: Sequence[BaseModel],
+        models: BaseModels,
+        owner: Callable[[str], str | None],
+        base_of: Callable[[Path], str],
+    ) -> None:
+        self._owner = owner
+        self._bases = {base.name: base for base in bases}
+        self._models = models
+        self._base_of = base_of
+        self._first = bases[0]
+
+    def _of(self, selector: str | None) -> BaseModel:
+        """The base model of an adapter: the first one if no other has it."""
+        base = self._bases[self._models.find(selector)]
+        return base if base.described else self._first
+
+    def _described(self) -> list[BaseModel]:
+        return [base for base in self._bases.values() if base.described]
+
+    # -- selectors -------------------------------------------------------------------------------
+
+    def lease(self, selector: str | None, key: str | None = None) -> AbstractContextManager[AdapterRef]:
+        """See `core.AdapterClient.lease`."""
+        return self._of(selector).adapters.lease(selector, key)
+
+    def find(self, selector: str) -> AdapterCard:
+        """See `core.AdapterClient.find`."""
+        base = self._of(selector)
+        return replace(base.adapters.find(selector), base=base.name)
+
+    def cards(self) -> tuple[AdapterCard, ...]:
+        """See `core.AdapterClient.cards`."""
+        return tuple(replace(card, base=base.name) for base in self._described() for card in base.adapters.cards())
+
+    def stats(self) -> AdapterStats:
+        """See `core.AdapterClient.stats`."""
+        each = [base.adapters.stats() for base in self._described()]
+        totals = [field.name for field in fields(AdapterStats) if field.name.endswith("_total")]
+        return replace(
+            each[0],
+            **{name: sum(getattr(stats, name) for stats in each) for name in (*_SUMS, *totals)},
+            running=tuple(sorted({name for stats in each for name in stats.running})),
+            waiting=tuple(sorted({name for stats in each for name in stats.waiting})),
+        )
+
+    # -- loading and unloading -------------------------------------------------------------------
+
+    async def load(self, name: str, path: str, replace: bool) -> AdapterCard:
+        """See `core.AdapterClient.load`. The adapter is for the base model that its files name, else for the first."""
+        folder = await asyncio.to_thread(self._first.known.library.resolve, path)
+        base = await asyncio.to_thread(self._base_of, folder)
+        adapter, _ = name_and_step(name)
+        owner = self._owner(adapter)
+        if owner not in (None, base):
+            raise InvalidRequestError(
+                f"lora_name: {adapter!r} is an adapter of {owner}, and this one is for {base}; choose another name",
+                "lora_name",
+            )
+        async with self._models.use(base):
+            return await self._bases[base].adapters.load(name, path, replace)
+
+    async def load_folder(self, path: str) -> str:
+        """See `core.AdapterClient.load_folder`. The adapter is for the first base model."""
+        async with self._models.use(self._first.name):
+            return await self._first.adapters.load_folder(path)
+
+    @property
+    def has_default_folder(self) -> bool:
+        """See `core.AdapterClient.has_default_folder`."""
+        return self._first.adapters.has_default_folder
+
+    async def default_name(self) -> str | None:
+        """See `core.AdapterClient.default_name`."""
+        async with self._models.use(self._first.name):
+            return await self._first.adapters.default_name()
+
+    async def unload(self, selector: str) -> tuple[AdapterRef, ...]:
+        """See `core.AdapterClient.unload`."""
+        return await self._of(selector).adapters.unload(selector)
+
+    # -- the route, which is the first base model's ----------------------------------------------
+
+    def route(self) -> Mapping[str, float]:
+        """See `core.AdapterClient.route`."""
+        return self._first.adapters.route()
+
+    async def set_route(self, weights: Mapping[str, float]) -> Mapping[str, float]:
+        """See `core.AdapterClient.set_route`."""
+        for selector in weights:
+            if selector != BASE_ADAPTER.name and (owner := self._models.find(selector)) != self._first.name:
+                raise InvalidRequestError(
+                    f"weights: {selector!r} is an adapter of {owner}, and requests that name no adapter get one of "
+                    f"{self._first.name}.",
+                    param="weights",
+                )
+        async with self._models.use(self._first.name):
+            return await self._first.adapters.set_route(weights)
+
+    async def rollback(self, name: str | None) -> tuple[AdapterRef, Mapping[str, float]]:
+        """See `core.AdapterClient.rollback`."""
+        return await self._of(name).adapters.rollback(name)
+
+    # -- checkpoints, which are the first base model's -------------------------------------------
+
+    def checkpoints(self) -> tuple[CheckpointCard, ...]:
+        """See `core.AdapterClient.checkpoints`."""
+        return self._first.adapters.checkpoints()
+
+    async def save_checkpoint(
+        self, selector: str | None, step: int | None, tags: Sequence[str], metrics: Mapping[str, float]
+    ) -> CheckpointCard:
+        """See `core.AdapterClient.save_checkpoint`."""
+        base = self._of(selector)
+        async with self._models.use(base.name):
+            return await base.adapters.save_checkpoint(selector, step, tags, metrics)

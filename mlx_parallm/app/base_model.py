@@ -1,0 +1,228 @@
+"""BaseModel: one base model of a server. Builds its part of the engine whenever it is loaded, and keeps what needs no
+device memory while it is put away: its card, its tokenizer, and which adapters and versions there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from mlx.utils import tree_flatten
+
+from mlx_parallm.adapters.bank import AdapterBank
+from mlx_parallm.adapters.checkpoints.runs import Run
+from mlx_parallm.adapters.service import AdapterService
+from mlx_parallm.adapters.store import AdapterStore
+from mlx_parallm.app.adapters import KnownAdapters, find_adapters
+from mlx_parallm.app.base_paths import BasePath, base_of_adapter
+from mlx_parallm.app.device import build_runner, device_schedule, kv_budget, mlx_limits
+from mlx_parallm.batch.kv.disk import PrefixStore
+from mlx_parallm.batch.runner import BatchRunner
+from mlx_parallm.config import Config
+from mlx_parallm.core import DeviceMemory, ModelCard, TrainingWork
+from mlx_parallm.engine.live import Vocabulary
+from mlx_parallm.engine.loop import EngineParts
+from mlx_parallm.engine.loops import Loading
+from mlx_parallm.engine.processor import ContinuousBatchProcessor
+from mlx_parallm.engine.startup import calibrate, choose_attention
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.model.device import on_cpu
+from mlx_parallm.model.loading import LoadedModel, load, materializing
+from mlx_parallm.model.manager import SharedModelManager
+from mlx_parallm.model.tokenizer import Tokenizer, detokenizer_for
+from mlx_parallm.scheduler.cost import CostModel
+from mlx_parallm.scheduler.scheduler import SchedulerConfig
+
+
+@dataclass
+class SharedDevice:
+    """What the base models of a process share.
+
+    `budget`: bytes for KV pools, adapters and training, known when the first one is loaded. `memories`: of those that
+    are loaded.
+    """
+
+    config: Config
+    processor: ContinuousBatchProcessor
+    bases: tuple[BasePath, ...]
+    budget: int = 0
+    memories: list[DeviceMemory] = field(default_factory=list)
+
+    def open_memory(self, card: ModelCard) -> DeviceMemory:
+        """The accounts of one more base model."""
+        self.budget = self.budget or kv_budget(card.weight_bytes, self.config, several=len(self.bases) > 1)
+        return DeviceMemory(self.budget, self.memories)
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """What a base model has on the device while it is loaded."""
+
+    manager: SharedModelManager
+    bank: AdapterBank
+    runner: BatchRunner
+    store: AdapterStore
+
+
+class BaseModel:
+    """One base model.
+
+    Attributes:
+        card, tokenizer, adapters, known: set when it is loaded for the first time, and kept from then on.
+    """
+
+    card: ModelCard
+    tokenizer: Tokenizer
+    adapters: AdapterService
+    known: KnownAdapters
+
+    def __init__(self, at: BasePath, shared: SharedDevice) -> None:
+        self.at, self.name = at, at.name
+        self.first = at is shared.bases[0]
+        self._shared, self._config = shared, shared.config
+        self._cost: CostModel | None = None
+        self._dense_rows = 0.0
+        self._prefix_store: PrefixStore | None = None
+
+    @property
+    def described(self) -> bool:
+        """Whether it has been loaded before, so that `card` and the others are set."""
+        return hasattr(self, "card")
+
+    # -- on the device thread --------------------------------------------------------------------
+
+    def open(self) -> LoadedModel:
+        """The model with lazy weights, which take no memory yet."""
+        return load(
+            self.at.path,
+            dequantize=on_cpu(),
+            trust_remote_code=self._config.model.trust_remote_code,
+            progress=False,
+        )
+
+    def loading(self) -> Loading:
+        """Loads the weights, one tensor at a time, and builds the parts of the engine."""
+        loaded = self.open()
+        for _ in materializing(loaded.model, self.name, show=True):
+            yield
+        built = self.build(self._manager(loaded))
+        return self.parts(built)
+
+    def build(self, manager: SharedModelManager | None = None, run: Run | None = None) -> Built:
+        """What the base model has on the device. `manager`: None loads it in one go.
+
+        Raises:
+            ModelError, ConfigError: it cannot be loaded, or cannot be used with this configuration.
+        """
+        config, shared = self._config, self._shared
+        manager = manager or self._manager()
+        bank = manager.install_bank(config.adapters.max_loras, config.adapters.max_lora_rank)
+        memory = shared.open_memory(manager.card)
+        try:
+            runner = build_runner(manager, bank, config, memory, exact_length=self.first)
+            if self.described:
+                store = self._open_store(bank)
+                self.adapters.attach(store)
+            else:
+                store = self._describe(manager, bank, runner, run)
+        except BaseException:  # whatever it is: the others must not count its memory
+            memory.leave()
+            raise
+        return Built(manager, bank, runner, store)
+
+    def _open_store(self, bank: AdapterBank) -> AdapterStore:
+        return self.known.store(bank, self._config.adapters.max_cpu_loras, self._shared.processor.wake)
+
+    def _manager(self, loaded: LoadedModel | None = None) -> SharedModelManager:
+        model = self._config.model
+        return SharedModelManager(
+            self.at.path,
+            trust_remote_code=model.trust_remote_code,
+            allow_special_tokens=model.allow_special_tokens,
+            progress=loaded is None,
+            loaded=loaded,
+        )
+
+    def _describe(
+        self, manager: SharedModelManager, bank: AdapterBank, runner: BatchRunner, run: Run | None
+    ) -> AdapterStore:
+        """Sets what is kept from now on. Returns the store of its adapters."""
+        config, shared = self._config, self._shared
+        aliases = config.server.served_model_name[1:] if self.first else ()
+        context = runner.cache.longest_row
+        card = replace(manager.card, name=self.name, aliases=tuple(aliases), context_length=context)
+        self.known = find_adapters(manager, config, run, card.names, self._has_adapter, self.first)
+        reserved = frozenset({*card.names, *(base.name for base in shared.bases)})
+        folder = config.adapters.serve_folder if self.first else None
+        store = self._open_store(bank)
+        self.adapters = AdapterService(shared.processor, store, self.known.library, reserved, folder)
+        self.tokenizer, self.card = manager.tokenizer, card
+        return store
+
+    def _has_adapter(self, folder: Path) -> bool:
+        return base_of_adapter(folder, self._shared.bases) == self.name
+
+    def parts(self, built: Built, work: TrainingWork | None = None) -> EngineParts:
+        """The parts of the engine. `work`: of training, if this base model trains."""
+        config = self._config
+        return EngineParts(
+            built.runner,
+            built.store,
+            Vocabulary(self.card.vocab_size, self.tokenizer.eos_token_ids, detokenizer_for(self.tokenizer)),
+            SchedulerConfig(
+                max_rows=config.server.max_batch_size,
+                max_batched_tokens=config.server.max_batched_tokens,
+                schedule=device_schedule(config, on_cpu()),
+            ),
+            self._measured(built.runner),
+            work,
+            lookahead=not on_cpu() if config.debug.lookahead is None else config.debug.lookahead,
+            trace=config.debug.trace if self.first else None,
+            check_every_unit=config.debug.check_every_unit,
+            queue_timeout_s=config.server.queue_timeout,
+            limits=mlx_limits(config),
+            prefix_store=self._opened_prefix_store(built.manager),
+            base=self.name,
+        )
+
+    def _measured(self, runner: BatchRunner) -> CostModel:
+        """The cost model. It is measured when the base model is first loaded, as is the faster kind of attention."""
+        if self._cost is None:
+            choose_attention(runner)
+            self._dense_rows, self._cost = runner.dense_rows, calibrate(runner)
+        runner.dense_rows = self._dense_rows
+        return self._cost
+
+    def _opened_prefix_store(self, manager: SharedModelManager) -> PrefixStore | None:
+        if self._prefix_store is None:
+            self._prefix_store = build_prefix_store(manager, self._config, self._shared.processor.wake)
+        return self._prefix_store
+
+
+def weight_bytes(loaded: LoadedModel) -> int:
+    """The memory that the weights will take."""
+    return sum(array.nbytes for _, array in tree_flatten(loaded.model.parameters()))
+
+
+def build_prefix_store(manager: SharedModelManager, config: Config, wake: Callable[[], None]) -> PrefixStore | None:
+    """The files of the prefix cache, None if it is kept in memory only. `wake`: see `PrefixStore`.
+
+    Raises:
+        ConfigError: the folder cannot be used, or there is no prefix cache.
+    """
+    folder = config.server.prefix_cache_dir
+    if folder is None:
+        return None
+    if not config.server.prefix_cache:
+        raise ConfigError("--prefix-cache-dir keeps the prefix cache on the disk; leave --no-prefix-cache out")
+    worker = ThreadPoolExecutor(1, thread_name_prefix="prefix-cache")
+    try:
+        return PrefixStore(
+            folder, manager.fingerprint, manager.kv_layout, config.server.prefix_cache_disk, worker, wake
+        )
+    except OSError as error:
+        raise ConfigError(
+            f"cached prefixes cannot be kept in {folder} ({error.strerror}): give --prefix-cache-dir a folder that "
+            "this user can write"
+        ) from error

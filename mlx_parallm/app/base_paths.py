@@ -1,0 +1,73 @@
+"""Which base models a server has: the paths of `model.base_model_path` and `model.other_base_models`, and their names.
+
+A folder that is no model itself stands for the models in its subfolders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlx_parallm.adapters.files.disk import CONFIG_FILE, read_config
+from mlx_parallm.config import Config
+from mlx_parallm.errors import AdapterFileError, ConfigError
+from mlx_parallm.model.loading import name_of
+
+_BASE_KEYS = ("base_model_name_or_path", "model")
+"""Keys of an adapter_config.json that name its base model: PEFT's and mlx-lm's."""
+
+
+@dataclass(frozen=True, slots=True)
+class BasePath:
+    """A base model before it is loaded. `path`: a directory or a hub id; None for the bundled model."""
+
+    path: str | None
+    name: str
+
+
+def base_paths(config: Config) -> tuple[BasePath, ...]:
+    """The base models in the order of the configuration.
+
+    Raises:
+        ConfigError: two of them have the same name.
+    """
+    model = config.model
+    given = (model.base_model_path, *model.other_base_models)
+    bases = [BasePath(path, name_of(path)) for each in given for path in _models_of(each)]
+    if config.server.served_model_name:
+        bases[0] = BasePath(bases[0].path, config.server.served_model_name[0])
+    names = [*(base.name for base in bases), *config.server.served_model_name[1:]]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(
+            f"--model-path: two base models are called {twice[0]!r}; rename a folder, or name the first with "
+            "--served-model-name"
+        )
+    return tuple(bases)
+
+
+def _models_of(path: str | None) -> Iterator[str | None]:
+    folder = None if path is None else Path(path).expanduser()
+    models: list[str] = []
+    if folder is not None and folder.is_dir() and not (folder / "config.json").exists():
+        models = sorted(str(sub) for sub in folder.iterdir() if (sub / "config.json").exists())
+    yield from models or (path,)  # whoever loads the path says what is wrong with it
+
+
+def base_of_adapter(folder: Path, bases: tuple[BasePath, ...]) -> str:
+    """The name of the base model for which the adapter in `folder` was made, as its adapter_config.json says. The first
+    base model, if that names none of `bases`. Blocks on the disk."""
+    if len(bases) == 1:
+        return bases[0].name
+    try:
+        settings = read_config(folder, None) if (folder / CONFIG_FILE).is_file() else {}
+    except AdapterFileError:
+        settings = {}  # whoever reads the adapter is told what is wrong with it
+    declared = next((settings[key] for key in _BASE_KEYS if isinstance(settings.get(key), str)), "")
+    return next((base.name for base in bases if declared and _is(base, declared)), bases[0].name)
+
+
+def _is(base: BasePath, declared: str) -> bool:
+    """Whether an adapter's file means this base model: by its name, its path, or the last part of either."""
+    paths = {base.name, base.path or base.name}
+    return declared in paths or Path(declared).name in {Path(path).name for path in paths}

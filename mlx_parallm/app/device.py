@@ -1,0 +1,109 @@
+"""The device that the base models of a process share: limits of memory, the KV pool's budget, and the schedule."""
+
+from __future__ import annotations
+
+from mlx_parallm.adapters.bank import AdapterBank
+from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
+from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
+from mlx_parallm.batch.runner import BatchRunner
+from mlx_parallm.config import Config
+from mlx_parallm.core import (
+    MODE_SHARES,
+    Account,
+    DeviceMemory,
+    DeviceSchedule,
+    ModelCard,
+    WorkClass,
+    default_budget,
+)
+from mlx_parallm.engine.startup import check_unproved
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.model.device import MemoryLimits, machine_memory, memory_limits, on_cpu
+from mlx_parallm.model.hooks import install_hook
+from mlx_parallm.model.manager import SharedModelManager
+
+_DECODE_STALL_S, _CPU_DECODE_STALL_S = 0.1, 0.5
+"""Defaults of max_decode_stall_ms, in seconds. On a CPU, a single decode step takes most of 0.1 s."""
+
+
+def mlx_limits(config: Config) -> MemoryLimits:
+    """The memory that MLX may take on this device, as configured."""
+    return memory_limits(machine_memory(), config.server.mlx_memory_limit, config.server.mlx_cache_limit)
+
+
+def build_runner(
+    manager: SharedModelManager,
+    bank: AdapterBank,
+    config: Config,
+    device: DeviceMemory | None = None,
+    exact_length: bool = True,
+) -> BatchRunner:
+    """The runner with its KV pool, checked for this architecture. On the device thread.
+
+    Args:
+        device: the accounts of the memory; None: those of a process that has this base model only.
+        exact_length: `max_model_len` may not be longer than the model's own context. Otherwise the shorter one counts.
+
+    Raises:
+        ConfigError: the memory budget does not hold one short row.
+        UnsupportedModelError: the architecture cannot be batched.
+    """
+    layout = manager.kv_layout
+    device = device or DeviceMemory(kv_budget(manager.card.weight_bytes, config))
+    weights = manager.card.weight_bytes
+    device.open_account(Account.WEIGHTS, lambda: weights)
+    length = _context_length(manager.card, config, exact_length)
+    cache = LoRABatchedKVCache(layout, device, length, keep_prefixes=config.server.prefix_cache)
+    if not cache.longest_row:
+        raise ConfigError(
+            f"kv_cache_memory of {device.budget_bytes} bytes is less than one block of this model; "
+            f"give at least {BLOCK_TOKENS * layout.bytes_per_token}"
+        )
+    runner = BatchRunner(manager.model, cache, bank, install_hook(manager.model), manager.card.vocab_size)
+    check_unproved(manager, runner)
+    return runner
+
+
+def kv_budget(weight_bytes: int, config: Config, several: bool = False) -> int:
+    """The memory that KV pools, adapters and training share: the configured budget or the default one, in bytes.
+
+    Args:
+        weight_bytes: of the base model that the process starts with.
+        several: there are several base models, so that at least half of the memory is for weights.
+    """
+    limits, cpu_ram = mlx_limits(config), machine_memory().ram if on_cpu() else None
+    weights = max(weight_bytes, limits.memory // 2) if several else weight_bytes
+    return config.server.kv_cache_memory or default_budget(limits.memory, limits.cache, weights, cpu_ram)
+
+
+def room_for_weights(budget: int, config: Config) -> int:
+    """The memory that the weights of all loaded base models may take beside the KV cache, in bytes."""
+    limits = mlx_limits(config)
+    return limits.memory - limits.cache - budget
+
+
+def _context_length(card: ModelCard, config: Config, exact: bool) -> int:
+    wanted = config.model.max_model_len or card.context_length
+    if not exact:
+        return min(wanted, card.context_length)
+    if wanted > card.context_length:
+        raise ConfigError(f"max_model_len {wanted} is more than the model's context of {card.context_length}; lower it")
+    return wanted
+
+
+# -- scheduling ----------------------------------------------------------------------------------
+
+
+def device_schedule(config: Config, cpu: bool) -> DeviceSchedule:
+    """How the device is shared, with the defaults of the mode and the device. `cpu`: MLX computes on the CPU."""
+    server = config.server
+    mode_share = MODE_SHARES.get(server.mode.value, DeviceSchedule().training_time_share)
+    stall_ms = server.max_decode_stall_ms
+    return DeviceSchedule(
+        training_time_share=config.rl_training.training_time_share or mode_share,
+        max_decode_stall_s=stall_ms / 1000 if stall_ms else _CPU_DECODE_STALL_S if cpu else _DECODE_STALL_S,
+        row_shares={
+            WorkClass.INFERENCE: server.priority_ratios.inference,
+            WorkClass.TRAINING: server.priority_ratios.training,
+        },
+    )

@@ -1,0 +1,208 @@
+"""A server with two base models, of which only one fits beside the KV cache."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import httpx
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from harness import assert_same_tokens, solo
+from lora import layout_of, random_adapter
+from mlx.utils import tree_flatten
+from tiny import save_tiny
+
+from mlx_parallm.adapters.files.write import write_peft
+from mlx_parallm.app.base_loader import DeviceLoader
+from mlx_parallm.app.server import IntegratedServer
+from mlx_parallm.config import configure
+
+KV, BUFFERS = 1 << 20, 1 << 20
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, nn.Module]]:
+    """The folder of two models of different families, and the models themselves."""
+    folder = tmp_path_factory.mktemp("models")
+    return folder, {
+        "one": save_tiny("llama", folder / "one", seed=1),
+        "two": save_tiny("qwen3", folder / "two", seed=2),
+    }
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def limits_restored():
+    memory, cache = mx.set_memory_limit(1 << 40), mx.set_cache_limit(1 << 30)
+    yield
+    mx.set_memory_limit(memory)
+    mx.set_cache_limit(cache)
+
+
+def bytes_of(model: nn.Module) -> int:
+    return sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+
+
+@asynccontextmanager
+async def serving(
+    folder: Path, weights: int, **keys: object
+) -> AsyncIterator[tuple[httpx.AsyncClient, IntegratedServer]]:
+    """A server of the models in `folder` with room for so many bytes of weights."""
+    keys = {"rl_training__enabled": False, "server__kv_cache_memory": KV, "server__mlx_cache_limit": BUFFERS, **keys}
+    keys["server__mlx_memory_limit"] = KV + BUFFERS + weights
+    server, port = IntegratedServer(configure(folder, **keys)), free_port()
+    running = asyncio.create_task(server.run_inference(port=port))
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+        while not running.done():
+            with suppress(httpx.TransportError):
+                await client.get("/health")
+                break
+            await asyncio.sleep(0.02)
+        assert not running.done(), running.exception()
+        yield client, server
+    running.cancel()
+    with suppress(asyncio.CancelledError):
+        await running
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was loaded and put away, in order."""
+    log: list[str] = []
+    load, unload = DeviceLoader.load, DeviceLoader.unload
+
+    async def logged_load(self: DeviceLoader, base: str):
+        log.append(f"+{base}")
+        return await load(self, base)
+
+    async def logged_unload(self: DeviceLoader, base: str) -> None:
+        await unload(self, base)
+        log.append(f"-{base}")
+
+    monkeypatch.setattr(DeviceLoader, "load", logged_load)
+    monkeypatch.setattr(DeviceLoader, "unload", logged_unload)
+    return log
+
+
+def body(model: str, number: int, max_tokens: int = 6, **fields: object) -> dict[str, object]:
+    prompt = [3 + number, 1, 4, 1, 5, 9]
+    greedy = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    return {"model": model, "prompt": prompt, "max_tokens": max_tokens, **greedy, **fields}
+
+
+async def ask(client: httpx.AsyncClient, sent: dict[str, object]) -> dict[str, object]:
+    response = await client.post("/v1/completions", json=sent)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def states(client: httpx.AsyncClient) -> dict[str, str]:
+    listed = (await client.get("/v1/models")).json()["data"]
+    return {model["id"]: model["state"] for model in listed if model["id"] in ("one", "two")}
+
+
+@pytest.mark.timeout(120)
+async def test_two_base_models_take_turns(models, loads, limits_restored) -> None:
+    folder, each = models
+    most = max(map(bytes_of, each.values()))
+    async with serving(folder, weights=int(1.5 * most)) as (client, _):
+        assert await states(client) == {"one": "loaded", "two": "idle"}
+        sent = [body("two" if number % 3 else "one", number) for number in range(12)]
+        answers = await asyncio.gather(*(ask(client, request) for request in sent))
+        for request, answer in zip(sent, answers, strict=True):
+            assert answer["model"] == request["model"]
+            expected = solo(each[str(request["model"])], request["prompt"], 6)
+            assert_same_tokens(answer["choices"][0]["token_ids"], expected, TOLERANCE)
+        assert loads.count("+two") == 1, "all that waited for it were served together"
+        assert sorted((await states(client)).values()) == ["idle", "loaded"]
+        assert (await client.get("/debug/state")).json()["engine"]["failed_steps_total"] == 0
+
+
+@pytest.mark.timeout(120)
+async def test_rows_in_flight_end_before_their_base_model_is_put_away(models, loads, limits_restored) -> None:
+    folder, each = models
+    async with serving(folder, weights=int(1.5 * max(map(bytes_of, each.values())))) as (client, server):
+        server._engine.load_seconds = 0.0
+        ended: list[str] = []
+
+        async def asked(name: str, max_tokens: int) -> None:
+            answer = await ask(client, body(name, 1, max_tokens))
+            assert answer["usage"]["completion_tokens"] == max_tokens
+            ended.append(name)
+            if name == "one":
+                assert loads == [], "it was loaded until its rows had ended"
+
+        long = asyncio.create_task(asked("one", 80))
+        while (await client.get("/debug/state")).json()["engine"]["running"] != 1:
+            await asyncio.sleep(0.01)
+        await asyncio.gather(long, asked("two", 3))
+        assert ended == ["one", "two"]
+        assert loads == ["-one", "+two"]
+
+
+@pytest.mark.timeout(120)
+async def test_memory_is_given_back(models, loads, limits_restored) -> None:
+    folder, each = models
+    sizes = {name: bytes_of(model) for name, model in each.items()}
+    async with serving(folder, weights=sum(sizes.values()), model__idle_unload=0.05) as (client, _):
+        await asyncio.gather(ask(client, body("one", 1)), ask(client, body("two", 1)))
+        held = mx.get_active_memory()
+        while await states(client) != {"one": "idle", "two": "idle"}:
+            await asyncio.sleep(0.02)
+        gc.collect()
+        assert held - mx.get_active_memory() >= sum(sizes.values())
+        assert (await client.get("/health")).status_code == 200
+        await ask(client, body("one", 1))
+        assert (await client.get("/metrics")).status_code == 200
+
+
+@pytest.mark.timeout(120)
+async def test_adapters_belong_to_their_base_model(models, tmp_path, limits_restored) -> None:
+    folder, each = models
+    for name, base in (("tone", "one"), ("math", "two")):
+        layout = layout_of(each[base])
+        (tmp_path / name).mkdir()
+        write_peft(tmp_path / name, random_adapter(layout, seed=1, size=2.0), layout, base_model=f"org/{base}")
+    room = sum(map(bytes_of, each.values()))
+    async with serving(folder, weights=room, adapters__adapter_dir=str(tmp_path)) as (client, _):
+        listed = {model["id"]: model["parent"] for model in (await client.get("/v1/models")).json()["data"]}
+        assert (listed["tone"], listed["math"]) == ("one", "two")
+        answer = await ask(client, body("math", 1))
+        assert answer["lora_adapter"] == "math@1"
+        plain = await ask(client, body("two", 1))
+        assert answer["choices"][0]["token_ids"] != plain["choices"][0]["token_ids"]
+        assert (await ask(client, body("two", 1, lora_adapter="math")))["lora_adapter"] == "math@1"
+        refused = await client.post("/v1/completions", json=body("one", 1, lora_adapter="math"))
+        assert refused.status_code == 400
+        assert "belongs to the base model two" in refused.json()["error"]["message"]
+        unknown = await client.post("/v1/completions", json=body("nobody", 1))
+        assert unknown.status_code == 404
+
+
+@pytest.mark.timeout(120)
+async def test_a_base_model_that_cannot_be_loaded_costs_only_its_requests(tmp_path, limits_restored) -> None:
+    save_tiny("llama", tmp_path / "one", seed=1)
+    save_tiny("llama", tmp_path / "two", seed=1)
+    async with serving(tmp_path, weights=1 << 30) as (client, _):
+        (tmp_path / "two/model.safetensors").write_bytes(b"no weights")
+        answers = await asyncio.gather(
+            *(client.post("/v1/completions", json=body(name, 1)) for name in ("one", "two", "one"))
+        )
+        assert [answer.status_code for answer in answers] == [200, 503, 200]
+        error = answers[1].json()["error"]
+        assert error["code"] == "model_unavailable"
+        assert str(tmp_path) not in json.dumps(error)
+        assert await states(client) == {"one": "loaded", "two": "failed"}
