@@ -28,12 +28,14 @@ class Stream:
     """One streaming completion, of a chat if its body has messages. `arrivals` has the time of each event with text or
     tokens so far.
 
-    Times are `time.perf_counter` seconds. `usage` is the server's own count, which comes at the end.
+    Times are `time.perf_counter` seconds. `usage` is the server's own count, which comes at the end. `key`: the API key
+    to send; empty for none.
     """
 
-    def __init__(self, port: int, body: Body) -> None:
+    def __init__(self, port: int, body: Body, key: str = "") -> None:
         self.port = port
         self.body = body
+        self.key = key
         self.sent = 0.0
         self.arrivals: list[float] = []
         self.text = ""
@@ -64,7 +66,7 @@ class Stream:
         self.sent = time.perf_counter()
         reader, writer = await asyncio.open_connection(HOST, self.port, limit=LINE_LIMIT)
         try:
-            writer.write(_http("POST", path, json.dumps(self.body).encode()))
+            writer.write(_http("POST", path, json.dumps(self.body).encode(), self.key))
             await _headers(reader)
             await self._read(reader)
         finally:
@@ -188,8 +190,9 @@ def _text(choice: Mapping[str, Any]) -> str:
     return str(choice.get("text") or choice.get("delta", {}).get("content") or "")
 
 
-def _http(method: str, path: str, body: bytes = b"") -> bytes:
+def _http(method: str, path: str, body: bytes = b"", key: str = "") -> bytes:
     head = f"{method} {path} HTTP/1.0\r\nHost: {HOST}\r\nContent-Type: application/json\r\n"
+    head += f"Authorization: Bearer {key}\r\n" if key else ""
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 

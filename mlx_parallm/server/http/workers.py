@@ -33,7 +33,7 @@ _MIN_SLEEP_S = 0.01
 
 
 def client_of(scope: Scope) -> str:
-    """Identifies the client by its address. All clients share one API key, so the key does not tell them apart."""
+    """Identifies the client by its address, because many clients may share one API key."""
     client = scope.get("client")
     return client[0] if client else ""
 
