@@ -97,6 +97,7 @@ GROUPS = (
             Flag("--max-queued", "server.max_queued", "SEQUENCES"),
             Flag("--max-decode-stall-ms", "server.max_decode_stall_ms", "MILLISECONDS"),
             Flag("--strict-fields", "server.strict_fields"),
+            Flag("--ollama-api", "server.ollama_api"),
             Flag("--logprobs-mode", "server.logprobs_mode", "MODE"),
             Flag("--generation-config", "server.generation_config", "auto|none"),
             Flag("--chat-template-dir", "server.chat_template_dir", "DIR"),

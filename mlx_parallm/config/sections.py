@@ -189,6 +189,10 @@ class ServerConfig(Section):
     environments send wait for training here. Environments send no bearer token: with api_key, give them a
     rollout_server_url of the form http://any:KEY@localhost:8000.
     """
+    ollama_api: bool = True
+    """Serve Ollama's API (/api/chat, /api/generate and others), for programs that know no other. GET / then answers
+    `Ollama is running`, unless atropos_api has an answer of its own.
+    """
     allowed_hosts: Hosts = ()
     """Names and addresses, without a port, that the Host header of a request may have, in addition to localhost,
     127.0.0.1, ::1, host.docker.internal, host.containers.internal and `host`; and, if `host` is not a loopback address,

@@ -12,9 +12,15 @@ from mlx_parallm.core.requests import Event, GenerationRequest
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """The base model's properties for the model list. `aliases`: more names that requests may give for it. `tokenizer`:
-    the folder from which clients on this machine can load its tokenizer; empty if there is none. `generation_defaults`:
-    the values that the model's authors recommend for the sampling fields of these names, and for `max_new_tokens`."""
+    """The base model's properties for the model list.
+
+    Attributes:
+        aliases: more names that requests may give for it.
+        tokenizer: the folder from which clients on this machine can load its tokenizer; empty if there is none.
+        generation_defaults: the values that the model's authors recommend for the sampling fields of these names, and
+            for `max_new_tokens`.
+        architecture: the model's family, such as `llama`; empty if it is not known.
+    """
 
     name: str
     context_length: int
@@ -26,6 +32,7 @@ class ModelCard:
     aliases: tuple[str, ...] = ()
     tokenizer: str = ""
     generation_defaults: Mapping[str, float] = field(default_factory=dict)
+    architecture: str = ""
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -98,6 +98,7 @@ class SharedModelManager:
             weight_bytes=sum(array.nbytes for _, array in tree_flatten(self.model.parameters())),
             tokenizer=str(loaded.source.resolve()) if loaded.source.is_dir() else "",
             generation_defaults=generation_defaults(loaded.source),
+            architecture=self.family.name,
         )
         self._loaded = loaded
         self._bank: AdapterBank | None = None

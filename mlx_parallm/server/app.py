@@ -58,6 +58,10 @@ from mlx_parallm.server.protocols import trainers
 from mlx_parallm.server.protocols.atropos import route as atropos_routes
 from mlx_parallm.server.protocols.atropos.route import AtroposParts
 from mlx_parallm.server.protocols.generate import route as generate
+from mlx_parallm.server.protocols.ollama import embed as ollama_embed
+from mlx_parallm.server.protocols.ollama import models as ollama_models
+from mlx_parallm.server.protocols.ollama import root as ollama_root
+from mlx_parallm.server.protocols.ollama import route as ollama_routes
 from mlx_parallm.server.protocols.tinker import route as tinker_routes
 from mlx_parallm.server.protocols.tinker.server import TinkerServer
 from mlx_parallm.server.protocols.tokens import route as tokens
@@ -87,6 +91,7 @@ ROUTES = (
     trainers,
     tinker_routes,
 )
+OLLAMA_ROUTES = (ollama_routes, ollama_embed, ollama_models)
 
 MAX_HEADER_BYTES = 64 * 1024
 CLOSING_S = 3
@@ -140,10 +145,12 @@ def create_app(
         averages=averages,
         reward_models=reward_models,
     )
-    modules: tuple[ModuleType, ...] = ROUTES
+    modules: tuple[ModuleType, ...] = (*ROUTES, *(OLLAMA_ROUTES if config.ollama_api else ()))
     if atropos is not None and training is not None:
         app.state.atropos = AtroposParts.of(atropos, training, models.first.card)
-        modules = (*ROUTES, atropos_routes)
+        modules += (atropos_routes,)
+    elif config.ollama_api:
+        modules += (ollama_root,)
     for module in modules:
         app.include_router(module.router)
     routes = [route for module in modules for route in module.router.routes if isinstance(route, Route)]

@@ -11,6 +11,8 @@ from mlx_parallm.server.api.fields import WireOutput
 
 MESSAGES = "/v1/messages"
 """The path of Anthropic's Messages API, and the beginning of its other paths."""
+TINKER, OLLAMA = "/api/v1", "/api"
+"""The beginnings of the paths of these APIs."""
 
 
 class ErrorDetail(WireOutput):
@@ -76,14 +78,31 @@ class MessagesError(WireOutput):
         return self.type
 
 
+class OllamaError(WireOutput):
+    """The body of every answer that is not a success, as Ollama writes it. Also the last line of a stream that
+    failed."""
+
+    error: str
+    """What is wrong and what to change."""
+
+
 def messages_error(status: int, body: ErrorBody) -> MessagesError:
-    """The error in Anthropic's form, which has no field for the parameter: the message names it."""
+    """The error in Anthropic's form."""
+    other: MessagesErrorType = "api_error" if status >= 500 else "invalid_request_error"
+    detail = MessagesErrorDetail(type=MESSAGES_TYPES.get(status, other), message=_message(body))
+    return MessagesError(type="error", error=detail)
+
+
+def ollama_error(_: int, body: ErrorBody) -> OllamaError:
+    """The error in Ollama's form."""
+    return OllamaError(error=_message(body))
+
+
+def _message(body: ErrorBody) -> str:
+    """The message for a form that has no field for the parameter: it names it."""
     error = body.error
     named = error.param is None or error.param in error.message
-    message = error.message if named else f"{error.param}: {error.message}"
-    other: MessagesErrorType = "api_error" if status >= 500 else "invalid_request_error"
-    detail = MessagesErrorDetail(type=MESSAGES_TYPES.get(status, other), message=message)
-    return MessagesError(type="error", error=detail)
+    return error.message if named else f"{error.param}: {error.message}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +116,12 @@ class ErrorForm:
 
 
 OPENAI = ErrorForm(ErrorBody, lambda _, body: body)
-FORMS: Mapping[str, ErrorForm] = {MESSAGES: ErrorForm(MessagesError, messages_error, id_header="request-id")}
-"""The forms of APIs other than OpenAI's, by the beginning of their paths."""
+FORMS: Mapping[str, ErrorForm] = {
+    MESSAGES: ErrorForm(MessagesError, messages_error, id_header="request-id"),
+    TINKER: OPENAI,
+    OLLAMA: ErrorForm(OllamaError, ollama_error),
+}
+"""The forms of other APIs than OpenAI's, by the beginning of their paths. The first that fits counts."""
 
 
 def form_of(path: str) -> ErrorForm:

@@ -33,6 +33,7 @@ from mlx_parallm.server.api.generation_fields import GenerationBody
 from mlx_parallm.server.api.pooling.fields import PoolingBody
 from mlx_parallm.server.assignment import assignment_key
 from mlx_parallm.server.errors import code_of
+from mlx_parallm.server.http.framing import EVENTS, Framing
 from mlx_parallm.server.http.request_log import RequestRecord, key_of, record_of
 from mlx_parallm.server.http.workers import client_of
 from mlx_parallm.server.lifecycle import while_connected
@@ -45,23 +46,25 @@ log = logging.getLogger(__name__)
 PING_INTERVAL_S = 15.0
 """Longest silence of a stream, in seconds, before an event or a comment is sent to keep the connection open."""
 _BYTES_PER_EVENT, _BYTES_PER_LOGPROB, _BYTES_PER_BYTE = 32, 64, 5
-_SSE_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
+_STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 class EventStream:
-    """The server-sent events of one response. `headers` are sent in addition to the stream's own. `keep_alive`: see
+    """The objects of one streamed response. `headers` are sent in addition to the stream's own. `keep_alive`: see
     `AnswerWriter`."""
 
     def __init__(
-        self, send: Send, headers: Mapping[str, str], keep_alive: Callable[[], WireOutput | None] = lambda: None
+        self,
+        send: Send,
+        headers: Mapping[str, str],
+        framing: Framing = EVENTS,
+        keep_alive: Callable[[], WireOutput | None] = lambda: None,
     ) -> None:
         self._send = send
+        self._framing = framing
         self._keep_alive = keep_alive
-        self._headers = [*_SSE_HEADERS, *((name.encode(), value.encode()) for name, value in headers.items())]
+        every = {"content-type": framing.content_type, **_STREAM_HEADERS, **headers}
+        self._headers = [(name.encode(), value.encode()) for name, value in every.items()]
         self._last_sent = 0.0
 
     @asynccontextmanager
@@ -77,28 +80,26 @@ class EventStream:
             pings.cancel()
 
     async def event(self, data: WireOutput, kind: str = "") -> None:
-        """Sends one event. Its `event` field is `kind` or the `event_name` of `data`, if either is given."""
-        kind = kind or data.event_name
-        name = f"event: {kind}\n" if kind else ""
-        await self._write(f"{name}data: {data.json_text()}\n\n")
+        """Sends one object. `kind` takes the place of its `event_name`, in a form of streams that has names."""
+        await self._write(self._framing.write(data, kind))
 
-    async def end(self, done: bool = False) -> None:
-        """Ends the stream. If `done`, its last line is `data: [DONE]`, as in OpenAI's completions."""
-        await self._write("data: [DONE]\n\n" if done else "", last=True)
+    async def end(self) -> None:
+        """Ends the stream."""
+        await self._write(self._framing.end, last=True)
 
     async def _write(self, text: str, last: bool = False) -> None:
         self._last_sent = time.monotonic()
         await self._send({"type": "http.response.body", "body": text.encode("utf-8"), "more_body": not last})
 
     async def _ping(self, interval_s: float) -> None:
-        while True:
+        while self._framing.comment:
             silent = time.monotonic() - self._last_sent
             if silent < interval_s:
                 await asyncio.sleep(interval_s - silent)
             elif (event := self._keep_alive()) is not None:
                 await self.event(event)
             else:
-                await self._write(": ping\n\n")
+                await self._write(self._framing.comment)
 
 
 class GenerationResponse(Response):
@@ -215,7 +216,7 @@ class GenerationResponse(Response):
 
     async def _send_events(self, writer: AnswerWriter, scope: Scope, receive: Receive, send: Send) -> None:
         services, record = self._services, record_of(scope)
-        stream = EventStream(send, record.adapter_header, writer.keep_alive)
+        stream = EventStream(send, record.adapter_header, writer.FRAMING, writer.keep_alive)
         async with stream.opened():
             try:
                 async with while_connected(receive, services.lifecycle.expired):
@@ -232,7 +233,7 @@ class GenerationResponse(Response):
                     log.exception("a stream failed")
                 record.error = code_of(error)
                 await stream.event(writer.failed(error))
-            await stream.end(writer.ENDS_WITH_DONE)
+            await stream.end()
 
 
 async def generate(services: Services, writer: AnswerWriter, record: RequestRecord) -> AsyncGenerator[Event, None]:

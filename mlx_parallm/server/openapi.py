@@ -58,9 +58,10 @@ DESCRIPTION = """\
 An OpenAI-compatible server on MLX: one base model, many LoRA adapters in one continuous batch, and a trainer.
 
 Every error has the body `{"error": {"message", "type", "param", "code"}}`; `param` names the field at fault. Errors of
-`/v1/messages` have Anthropic's form. A field that is null counts as left out. A declared field with an unsupported
-value is refused. Where a schema allows undeclared fields, they are ignored, and the response header `x-ignored-fields`
-names them; they are refused in a request with `collect_trajectory`, and by a server with `--strict-fields`.
+`/v1/messages` have Anthropic's form, and those of `/api/chat` and its like Ollama's. A field that is null counts as
+left out. A declared field with an unsupported value is refused. Where a schema allows undeclared fields, they are
+ignored, and the response header `x-ignored-fields` names them; they are refused in a request with `collect_trajectory`,
+and by a server with `--strict-fields`.
 
 Every GET route accepts HEAD, and every path may end with a slash. A request may have its own `X-Request-Id`, of at most
 128 printable ASCII characters; the response repeats it, or has one that the server made.
@@ -94,6 +95,13 @@ EVENTS: dict[str, Any] = {
     }
 }
 """The `content` of a route that answers with server-sent events; the schema is that of one event."""
+
+LINES: dict[str, Any] = {
+    "application/x-ndjson": {
+        "schema": {"description": "One line: an object with the same fields, or an error.", "type": "object"}
+    }
+}
+"""The `content` of a route that answers with lines of JSON; the schema is that of one line."""
 
 REF = "#/components/schemas/{model}"
 KINDS = "x-raises"
@@ -141,6 +149,13 @@ def streamable(whole: type[BaseModel], *kinds: Kind) -> dict[int | str, dict[str
     return described
 
 
+def in_lines(whole: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    """The `responses` of a generating route of Ollama's API, whose streams are lines of JSON."""
+    described = generating(whole)
+    described[200] |= {"content": deepcopy(LINES), "description": "One body, or lines of JSON."}
+    return described
+
+
 def generating(whole: Any, *kinds: Kind) -> dict[int | str, dict[str, Any]]:
     """The `responses` of a generating route that does not stream. `whole`: the answer's model, or a union of models."""
     answer = {"model": whole, "description": "The answers.", "headers": {LORA_ADAPTER: LORA_ADAPTER_HEADER}}
@@ -170,7 +185,7 @@ def describe(app: FastAPI, routes: Sequence[Route], strict_fields: bool) -> dict
             schemas.pop(unused, None)
         for form in (OPENAI, *FORMS.values()):
             error = form.model.model_json_schema(ref_template=REF)
-            schemas |= {**error.pop("$defs"), form.model.__name__: error}
+            schemas |= {**error.pop("$defs", {}), form.model.__name__: error}
         for schema in schemas.values():
             for field in schema.get("properties", {}).values():
                 if "const" in field:
@@ -300,6 +315,17 @@ EXAMPLES: Mapping[str, Examples] = {
         "as a stream": {"messages": _MESSAGES, "max_tokens": 8, "stream": True},
     },
     "/v1/messages/count_tokens": {"a question": {"messages": _MESSAGES}},
+    "/api/chat": {
+        "a question": {"model": "base", "messages": _MESSAGES, "options": {"num_predict": 8}},
+        "in one piece": {"model": "base", "messages": _MESSAGES, "stream": False, "options": {"num_predict": 8}},
+        "load": {"model": "base"},
+    },
+    "/api/generate": {
+        "a question": {"model": "base", "prompt": "Hello", "options": {"num_predict": 8}},
+        "continue a text": {"model": "base", "prompt": "Once", "raw": True, "stream": False},
+    },
+    "/api/embed": {"two texts": {"model": "base", "input": ["A cat sleeps.", "A dog runs."]}},
+    "/api/show": {"an adapter": {"model": "math"}},
     "/v1/embeddings": {
         "two texts": {"input": ["A cat sleeps.", "A dog runs."]},
         "token ids, as base64": {"input": [1, 2, 3], "encoding_format": "base64", "pooling": "mean", "dimensions": 2},

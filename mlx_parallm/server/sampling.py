@@ -15,11 +15,15 @@ SEED_SPACE = 2**64
 NO_DEFAULTS: Mapping[str, float] = MappingProxyType({})
 
 
+def used_defaults(card: ModelCard, config: ServerConfig) -> Mapping[str, float]:
+    """The model's own values of sampling fields, unless the operator turned them off."""
+    return card.generation_defaults if config.generation_config is GenerationConfig.AUTO else NO_DEFAULTS
+
+
 def model_defaults(body: GenerationBody, card: ModelCard, config: ServerConfig) -> Mapping[str, float]:
     """The model's own values of fields that `body` may leave out; none for a trajectory, which is drawn from the
     model's distribution."""
-    used = config.generation_config is GenerationConfig.AUTO and body.MODEL_DEFAULTS and not body.collect_trajectory
-    return card.generation_defaults if used else NO_DEFAULTS
+    return used_defaults(card, config) if body.MODEL_DEFAULTS and not body.collect_trajectory else NO_DEFAULTS
 
 
 def sampling_of(

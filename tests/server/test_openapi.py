@@ -10,6 +10,7 @@ from mlx_parallm.server.openapi import EXAMPLES, KINDS
 EVENTS = "/v1/training/events"
 CANCEL = "/v1/responses/{response_id}/cancel"
 """Always an error."""
+FORMS = {"/v1/messages": "MessagesError", "/api/v1": "ErrorBody", "/api": "OllamaError"}
 
 
 def operations(document):
@@ -63,7 +64,7 @@ async def test_every_error_status_names_its_codes(document):
         for status, answer in said["responses"].items():
             if status == "200":
                 continue
-            model = "MessagesError" if path.startswith("/v1/messages") else "ErrorBody"
+            model = next((form for start, form in FORMS.items() if path.startswith(start)), "ErrorBody")
             assert answer["content"]["application/json"]["schema"] == {"$ref": f"#/components/schemas/{model}"}
             assert re.match(r"`\w+`: .", answer["description"]), (path, status)
         statuses = set(said["responses"])

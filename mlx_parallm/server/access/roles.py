@@ -68,6 +68,14 @@ ROUTES: tuple[tuple[Access, str], ...] = (
         POST /score
         POST /v1/rerank
         POST /rerank
+        POST /api/chat
+        POST /api/generate
+        POST /api/embed
+        POST /api/show
+        GET /api/tags
+        GET /api/ps
+        GET /api/version
+        GET /
         POST /tokenize
         POST /detokenize
         GET /tokenizer_info
@@ -112,7 +120,6 @@ ROUTES: tuple[tuple[Access, str], ...] = (
         POST /update_weights_from_disk
         POST /update_weights_from_distributed
         POST /update_weights_from_tensor
-        GET /
         GET /info
         GET /status
         GET /status-env

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
+from pydantic_core import from_json
+
 from mlx_parallm.core import (
     BASE_ADAPTER,
     Event,
@@ -28,6 +30,7 @@ from mlx_parallm.server.api.fields import WireOutput
 from mlx_parallm.server.api.generation_fields import GenerationBody
 from mlx_parallm.server.api.logprobs import ScoredToken
 from mlx_parallm.server.errors import error_body
+from mlx_parallm.server.http.framing import OPENAI_EVENTS, Framing
 
 Body = TypeVar("Body", bound=GenerationBody)
 FinishReasonText = Literal["stop", "length"]
@@ -86,8 +89,8 @@ class AnswerWriter(ABC):
     """Writes the answer to one request. Used once: either `opening_chunks` and then `chunks` for each event in order,
     or `whole` for all events together. `watch`: sees the events before they are written; None: nothing does."""
 
-    ENDS_WITH_DONE: ClassVar[bool] = True
-    """Whether `data: [DONE]` ends the stream."""
+    FRAMING: ClassVar[Framing] = OPENAI_EVENTS
+    """The form of a stream."""
 
     request: GenerationRequest
     watch: Watch | None
@@ -105,7 +108,7 @@ class AnswerWriter(ABC):
         """The JSON body for all events of a request. The last one is its RequestFinished."""
 
     def keep_alive(self) -> WireOutput | None:
-        """The event to send when the stream has been silent for long. None: a comment is sent."""
+        """The event to send when the stream has been silent for long. None: a comment is sent, if the form has any."""
         return None
 
     def name_after(self, chosen_id: str) -> None:  # noqa: B027 - answers that are kept have ids of the server only
@@ -279,6 +282,16 @@ def ending(piece: ChoicePiece) -> dict[str, Any]:
 def cut_off(last: ChoicePiece | SequenceOutput) -> bool:
     """Whether a stop string or the token limit ended the text, and not the model."""
     return last.finish_reason is FinishReason.LENGTH or isinstance(last.stop_reason, str)
+
+
+def call_arguments(text: str) -> dict[str, Any]:
+    """The arguments of a tool call as an object. Of those that were cut off, it has what is complete, as Anthropic's
+    SDK does."""
+    try:
+        value = from_json(text, allow_partial=True)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def token_usage(prompt_tokens: int, completion_tokens: int, **more: Any) -> Usage:

@@ -169,7 +169,7 @@ def plan_completion(
     model: ServedModel,
     adapter: AdapterRef,
     collection: CollectionSpec | None,
-    default_max_tokens: int = DEFAULT_MAX_TOKENS,
+    default_max_tokens: int | None = DEFAULT_MAX_TOKENS,
 ) -> GenerationRequest:
     """Tokenises the prompts, and makes the engine's request. `default_max_tokens`: as for `plan`."""
     tokenizer, at_most = model.tokenizer, longest_text(body, model.card)

@@ -13,7 +13,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.responses import HTMLResponse, Response
 
 from mlx_parallm import __version__
-from mlx_parallm.config import GenerationConfig, Mode
+from mlx_parallm.config import Mode
 from mlx_parallm.core import EngineStats
 from mlx_parallm.errors import EngineDeadError
 from mlx_parallm.server.api.fields import WireOutput, WireQuery
@@ -22,6 +22,7 @@ from mlx_parallm.server.api.training.schedule import ModeName, mode_of, schedule
 from mlx_parallm.server.errors import AsleepError, DrainingError, InferenceDisabledError, NotReadyError
 from mlx_parallm.server.openapi import raises
 from mlx_parallm.server.protocols.vllm_config import VLLMConfig, vllm_config
+from mlx_parallm.server.sampling import used_defaults
 from mlx_parallm.server.services import Services, ServicesDep
 
 ServerMode = Literal["inference_only", "training_only"] | ModeName
@@ -114,6 +115,8 @@ class ModelInfo(WireOutput):
     generation_defaults: dict[str, float]
     """The values of sampling fields that a request leaves out, where they are not OpenAI's, and `max_new_tokens`, the
     number of tokens in chats."""
+    architecture: str
+    """The model's family, such as `llama`."""
 
 
 class ServerLimits(WireOutput):
@@ -190,9 +193,8 @@ async def server_info(services: ServicesDep, _: Annotated[ServerInfoQuery, Query
 
 
 def _model_info(services: Services) -> ModelInfo:
-    used = services.config.generation_config is GenerationConfig.AUTO
-    fields = asdict(services.first.card)
-    return ModelInfo(**{**fields, "generation_defaults": fields["generation_defaults"] if used else {}})
+    card = services.first.card
+    return ModelInfo(**{**asdict(card), "generation_defaults": dict(used_defaults(card, services.config))})
 
 
 def _mode(services: Services) -> ServerMode:

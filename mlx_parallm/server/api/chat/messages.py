@@ -8,16 +8,30 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, TypeAdapter, ValidationInfo, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationInfo, model_validator
 
 from mlx_parallm.core import TextTokenizer, Tool, ToolFormat
 from mlx_parallm.core.tool_text import TemplateMessage, calls_as_text, tools_as_text
 from mlx_parallm.server.api.fields import Neutral, WireInput, check_text_parts, read_nested, refused
+from mlx_parallm.server.api.grammar_fields import is_shallow
 
 MAX_MESSAGES = 4096
 MAX_CALLS = 128
 """Largest number of calls in one message."""
 MAX_CALL_NAME, MAX_CALL_ID, MAX_ARGUMENTS = 256, 256, 1024 * 1024
+
+
+MAX_ARGUMENT_DEPTH = 64
+
+
+def _shallow(arguments: dict[str, Any]) -> dict[str, Any]:
+    if not is_shallow(arguments, MAX_ARGUMENT_DEPTH):
+        raise refused(f"is nested deeper than {MAX_ARGUMENT_DEPTH} levels")
+    return arguments
+
+
+CallArguments = Annotated[dict[str, Any], AfterValidator(_shallow)]
+"""The arguments of a call in APIs that have them as an object."""
 
 
 class TextPart(WireInput):

@@ -7,15 +7,14 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, ValidationInfo, model_validator
+from pydantic import BeforeValidator, Field, PlainValidator, ValidationInfo, model_validator
 
+from mlx_parallm.server.api.chat.messages import CallArguments
 from mlx_parallm.server.api.fields import Validate, WireInput, read_nested, refused
-from mlx_parallm.server.api.grammar_fields import is_shallow
 
 ChatMessageFields = dict[str, Any]
 """The fields of a message, as chat's `Message` validates them."""
 
-MAX_ARGUMENT_DEPTH = 64
 BILLING_NOTE = "x-anthropic-billing-header"
 """Claude Code puts this line, which differs from request to request, at the beginning of its system prompt. It is left
 out, because with it no prompt would begin like an earlier one, and the prefix cache would be of no use."""
@@ -75,12 +74,6 @@ class RedactedThinkingBlock(Block):
         return {}
 
 
-def _shallow(arguments: dict[str, Any]) -> dict[str, Any]:
-    if not is_shallow(arguments, MAX_ARGUMENT_DEPTH):
-        raise refused(f"is nested deeper than {MAX_ARGUMENT_DEPTH} levels")
-    return arguments
-
-
 class ToolUseBlock(Block):
     """A tool call that the model made."""
 
@@ -91,7 +84,7 @@ class ToolUseBlock(Block):
     """The id by which the block with the result refers to the call."""
     name: str
     """The tool's name."""
-    input: Annotated[dict[str, Any], AfterValidator(_shallow)]
+    input: CallArguments
     """The tool's arguments; at most 64 levels."""
 
     def message(self, role: str) -> ChatMessageFields:

@@ -14,11 +14,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from pydantic_core import from_json
-
 from mlx_parallm.core import Event, FinishReason, GenerationRequest, RequestFinished, SequenceOutput
 from mlx_parallm.core.splitter import AnswerPart, Splitter
-from mlx_parallm.server.api.answer import AnswerWriter, Watch, collected_fields, cut_off, served_by
+from mlx_parallm.server.api.answer import AnswerWriter, Watch, call_arguments, collected_fields, cut_off, served_by
 from mlx_parallm.server.api.messages.objects import (
     BlockDelta,
     ContentBlock,
@@ -33,6 +31,7 @@ from mlx_parallm.server.api.messages.objects import (
 )
 from mlx_parallm.server.error_forms import MessagesError, messages_error
 from mlx_parallm.server.errors import error_body, rule_of
+from mlx_parallm.server.http.framing import EVENTS, Framing
 
 
 class Blocks:
@@ -142,7 +141,7 @@ class _OpenToolUse(_OpenBlock):
         return ToolUseContent(type="tool_use", **self._called, input={})
 
     def content(self) -> ToolUseContent:
-        return ToolUseContent(type="tool_use", **self._called, input=_object(self.text))
+        return ToolUseContent(type="tool_use", **self._called, input=call_arguments(self.text))
 
     def extend(self, part: AnswerPart) -> BlockDelta | None:
         if part.call is None or not part.call.arguments:
@@ -160,15 +159,6 @@ def _opened(part: AnswerPart) -> _OpenBlock:
     return _OpenThinking() if part.reasoning else _OpenText()
 
 
-def _object(text: str) -> dict[str, Any]:
-    """The arguments of a call. Of those that were cut off, it has what is complete, as Anthropic's SDK does."""
-    try:
-        value = from_json(text, allow_partial=True)
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
 @dataclass(kw_only=True, eq=False)
 class MessageWriter(AnswerWriter):
     """Writes a message. The whole message has the blocks of the stream, so the two cannot differ.
@@ -176,7 +166,7 @@ class MessageWriter(AnswerWriter):
     `model` is the base model's name.
     """
 
-    ENDS_WITH_DONE: ClassVar[bool] = False
+    FRAMING: ClassVar[Framing] = EVENTS
 
     request: GenerationRequest
     model: str

@@ -130,7 +130,20 @@ def prepare(
     body: EmbeddingsBody, services: Services, model: ServedModel, adapter: AdapterRef, _: CollectionSpec | None
 ) -> EmbeddingsWriter:
     """Tokenises the texts, and makes the engine's request. Runs in a worker thread."""
-    request = GenerationRequest(
+    request = plan_embeddings(body, services.config, model, adapter)
+    return EmbeddingsWriter(body=body, request=request, model=model.card.name)
+
+
+def plan_embeddings(
+    body: EmbeddingsBody, config: ServerConfig, model: ServedModel, adapter: AdapterRef
+) -> GenerationRequest:
+    """Tokenises the texts, and makes the engine's request. Call it in a worker thread.
+
+    Raises:
+        ContextLengthError: a text is longer than the context, and is not to be cut.
+        InvalidRequestError: one has no tokens, or a token is not in the vocabulary.
+    """
+    return GenerationRequest(
         request_id=new_request_id("embd"),
         prompts=tuple(tuple(_ids(body, text, model)) for text in body.input),
         sampling=SamplingParams(),
@@ -139,9 +152,8 @@ def prepare(
         priority=body.priority,
         cache_salt=body.cache_salt or "",
         base=model.card.name,
-        pooling=pooling_of(body, services.config),
+        pooling=pooling_of(body, config),
     )
-    return EmbeddingsWriter(body=body, request=request, model=model.card.name)
 
 
 def pooling_of(body: EmbeddingsBody, config: ServerConfig) -> Pooling:
@@ -149,12 +161,7 @@ def pooling_of(body: EmbeddingsBody, config: ServerConfig) -> Pooling:
 
 
 def _ids(body: EmbeddingsBody, text: Prompt, model: ServedModel) -> Sequence[int]:
-    """The tokens of one text, cut as the body says.
-
-    Raises:
-        ContextLengthError: the text is longer than the context, and is not to be cut.
-        InvalidRequestError: it has no tokens, or a token is not in the vocabulary.
-    """
+    """The tokens of one text, cut as the body says. Raises the errors of `plan_embeddings`."""
     context, ids = model.card.context_length, text
     most = body.most_tokens(context)
     if isinstance(ids, str):
@@ -177,15 +184,18 @@ class EmbeddingsWriter(WholeAnswerWriter):
 
     body: EmbeddingsBody
 
-    def whole(self, events: Sequence[Event]) -> Embeddings:
-        pooled = sorted((e for e in events if isinstance(e, SequencePooled)), key=lambda event: event.index)
-        data = [self._object(event) for event in pooled]
+    def whole(self, events: Sequence[Event]) -> WireOutput:
+        data = [self._object(index, vector) for index, vector in enumerate(self.vectors(events))]
         return Embeddings(object="list", created=int(time.time()), data=data, **self.fields(events[-1]))
 
-    def _object(self, event: SequencePooled) -> EmbeddingObject:
-        vector = finished_vector(event.vector, self.body.dimensions, self.body.normalises)
+    def vectors(self, events: Sequence[Event]) -> list[Vector]:
+        """The vectors of all texts, in their order."""
+        pooled = sorted((e for e in events if isinstance(e, SequencePooled)), key=lambda event: event.index)
+        return [finished_vector(event.vector, self.body.dimensions, self.body.normalises) for event in pooled]
+
+    def _object(self, index: int, vector: Vector) -> EmbeddingObject:
         encoded = _base64(vector) if self.body.encoding_format == "base64" else cast(list[float], vector.tolist())
-        return EmbeddingObject(object="embedding", index=event.index, embedding=encoded)
+        return EmbeddingObject(object="embedding", index=index, embedding=encoded)
 
 
 def finished_vector(pooled: bytes, dimensions: int | None, normalises: bool) -> Vector:

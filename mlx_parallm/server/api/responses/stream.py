@@ -28,6 +28,7 @@ from mlx_parallm.server.api.responses.objects import (
 )
 from mlx_parallm.server.api.responses.schema import ResponsesBody
 from mlx_parallm.server.errors import error_body
+from mlx_parallm.server.http.framing import EVENTS, Framing
 
 
 @dataclass(kw_only=True, eq=False)
@@ -38,7 +39,7 @@ class ResponseWriter(AnswerWriter):
     `created_at` is Unix time in seconds.
     """
 
-    ENDS_WITH_DONE: ClassVar[bool] = False
+    FRAMING: ClassVar[Framing] = EVENTS
 
     body: ResponsesBody
     request: GenerationRequest

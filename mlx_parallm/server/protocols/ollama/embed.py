@@ -1,0 +1,69 @@
+"""`POST /api/embed`: Ollama's API for vectors of texts, on top of `/v1/embeddings`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Annotated
+
+from fastapi import APIRouter, Depends
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mlx_parallm.core import AdapterRef, CollectionSpec, Event, RequestFinished, ServedModel
+from mlx_parallm.errors import ContextLengthError
+from mlx_parallm.server.api.answer import served_by
+from mlx_parallm.server.api.pooling import embeddings
+from mlx_parallm.server.api.pooling.embeddings import EmbeddingsBody, EmbeddingsWriter
+from mlx_parallm.server.generation import GenerationResponse
+from mlx_parallm.server.http.body import json_body, validated
+from mlx_parallm.server.openapi import generating
+from mlx_parallm.server.protocols.ollama.models import known_name, load
+from mlx_parallm.server.protocols.ollama.objects import EmbedAnswer
+from mlx_parallm.server.protocols.ollama.schema import EmbedBody
+from mlx_parallm.server.protocols.ollama.writer import durations
+from mlx_parallm.server.services import Services, ServicesDep
+
+router = APIRouter(tags=["Ollama"])
+
+
+@router.post("/api/embed", responses=generating(EmbedAnswer))
+async def embed(
+    body: Annotated[EmbedBody, Depends(json_body(EmbedBody))], request: Request, services: ServicesDep
+) -> Response:
+    """Makes a vector of each text, as `/v1/embeddings` does. Without texts, it loads the model."""
+    if not body.input:
+        answer = EmbedAnswer(model=await load(body.model, services), embeddings=[])
+        return Response(answer.json_text(), media_type="application/json")
+    fields = {**body.for_embeddings(), "model": known_name(body.model, services)}
+    asked = await services.workers.run(request.state.body_bytes, partial(validated, EmbeddingsBody, fields))
+    return GenerationResponse(services, asked, len(asked.input), partial(prepare, asked, services))
+
+
+def prepare(
+    asked: EmbeddingsBody, services: Services, model: ServedModel, adapter: AdapterRef, _: CollectionSpec | None
+) -> EmbedWriter:
+    """Tokenises the texts, and makes the engine's request. Runs in a worker thread."""
+    try:
+        request = embeddings.plan_embeddings(asked, services.config, model, adapter)
+    except ContextLengthError:
+        raise ContextLengthError(
+            f"A text is longer than the model's context of {model.card.context_length} tokens: shorten it, or leave "
+            "truncate out.",
+            param="input",
+        ) from None
+    return EmbedWriter(body=asked, request=request, model=model.card.name)
+
+
+class EmbedWriter(EmbeddingsWriter):
+    """Writes the vectors in Ollama's form."""
+
+    def whole(self, events: Sequence[Event]) -> EmbedAnswer:
+        finished = events[-1]
+        assert isinstance(finished, RequestFinished)
+        return EmbedAnswer(
+            model=served_by(self.request, self.model)["model"],
+            embeddings=[vector.tolist() for vector in self.vectors(events)],
+            prompt_eval_count=finished.prompt_tokens,
+            **durations(finished),
+        )

@@ -1,0 +1,182 @@
+"""Streams of Ollama's API, byte for byte, and their agreement with the whole answer."""
+
+import asyncio
+import json
+import re
+from dataclasses import replace
+from itertools import chain
+
+import httpx
+import pytest
+from server.fakes import CARD, ByteTokenizer
+
+from mlx_parallm.config import ServerConfig
+from mlx_parallm.core import Reasoning
+from mlx_parallm.errors import OverloadedError, StepFailedError
+from mlx_parallm.server.app import create_app
+from mlx_parallm.server.one_model import OneModel
+
+CHAT, GENERATE = "/api/chat", "/api/generate"
+USER = [{"role": "user", "content": "hi"}]
+NOW = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
+CALL = '<tool_call>\n{"name": "now", "arguments": {"at": 1}}\n</tool_call>'
+WRITTEN_CALL = '{"id":"call_ID","function":{"name":"now","arguments":{"at":1}}}'
+HEAD = '{"model":"tiny/byte-model","created_at":"NOW",'
+DURATIONS = '"total_duration":400000000,"load_duration":100000000'
+
+
+class ThinkingTokenizer(ByteTokenizer):
+    reasoning = Reasoning("{think}", "{/think}")
+
+
+@pytest.fixture
+def client(engine, adapters, training):
+    card = replace(CARD, context_length=10_000)
+    app = create_app(engine, adapters, training, OneModel(ThinkingTokenizer(), card), ServerConfig())
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url="http://localhost:8000")
+
+
+def fixed(text):
+    """The text with times written as NOW and ids as ID."""
+    text = re.sub(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z", "NOW", text)
+    return re.sub("call_[0-9a-f]{24}", "call_ID", text)
+
+
+async def transcript(client, path=CHAT, **body):
+    asked = {"model": "base", **({"messages": USER} if path == CHAT else {"prompt": "hi"}), **body}
+    response = await client.post(path, json=asked)
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"] == "application/x-ndjson"
+    return fixed(response.text)
+
+
+def message(content, more="", end='"done":false'):
+    return f'{HEAD}"message":{{"role":"assistant","content":"{content}"{more}}},{end}}}\n'
+
+
+def response(text, more="", end='"done":false'):
+    return f'{HEAD}"response":"{text}"{more},{end}}}\n'
+
+
+def done(tokens, reason="stop", prompt=7):
+    return (
+        f'"done":true,"done_reason":"{reason}",{DURATIONS},"prompt_eval_count":{prompt},'
+        f'"prompt_eval_duration":100000000,"eval_count":{tokens},"eval_duration":200000000'
+    )
+
+
+async def test_a_chat_streams_by_default(client, engine):
+    engine.text = "Ä!"
+    assert await transcript(client) == message("Ä") + message("!") + message("", end=done(3))
+
+
+async def test_thinking_text_and_a_call(client, engine):
+    engine.text = "{think}H{/think}I" + CALL
+    prompt = len(f"u:hi\ntools=[{NOW}]\na:")
+    assert await transcript(client, tools=[NOW]) == (
+        message("", ',"thinking":"H"')
+        + message("I")
+        + message("", f',"tool_calls":[{WRITTEN_CALL}]')
+        + message("", end=done(len(engine.text), prompt=prompt))
+    )
+
+
+async def test_a_prompt(client, engine):
+    engine.text = "{think}H{/think}I"
+    assert await transcript(client, GENERATE) == (
+        response("", ',"thinking":"H"') + response("I") + response("", end=done(len(engine.text)))
+    )
+    assert fixed(await whole_text(client, GENERATE)) == response("I", ',"thinking":"H"', done(17)).rstrip("\n")
+
+
+async def test_the_limit_and_the_raw_prompt(client, engine):
+    engine.text = "AB"
+    got = await transcript(client, GENERATE, raw=True, options={"num_predict": 1})
+    assert got == response("A") + response("", end=done(1, "length", prompt=2))
+    assert bytes(engine.requests[0].prompts[0]) == b"hi"
+
+
+async def test_logprobs_come_with_the_text_of_their_tokens(client, engine):
+    engine.text = "ä"  # two tokens, of which the first one adds no text
+    lines = (await transcript(client, logprobs=True, top_logprobs=1)).splitlines()
+    assert [len(json.loads(line).get("logprobs", ())) for line in lines] == [2, 0]
+    first = {"token": "\ufffd", "logprob": -0.5, "bytes": [0xC3]}
+    assert json.loads(lines[0])["logprobs"][0] == {**first, "top_logprobs": [first]}
+
+
+async def test_a_call_in_pieces_is_one_line(client, engine):
+    """A format with tools is enforced, so calls come in pieces."""
+    engine.text = CALL + CALL
+    lines = (await transcript(client, tools=[NOW], format="json")).splitlines()
+    assert [line.count(WRITTEN_CALL) for line in lines] == [1, 1, 0]
+
+
+@pytest.mark.parametrize("path", [CHAT, GENERATE])
+@pytest.mark.parametrize(
+    "text", ["Hi", "{think}Hm.{/think}Hi", CALL + CALL, f"{{think}}Hm.{{/think}}I look.{CALL} End"]
+)
+@pytest.mark.parametrize("limit", [1000, 12, 53, 60])
+async def test_a_stream_sums_up_to_the_whole(client, engine, path, text, limit):
+    engine.text = text
+    asked = {"options": {"num_predict": limit}, **({"tools": [NOW]} if path == CHAT else {})}
+    whole = json.loads(fixed(await whole_text(client, path, **asked)))
+    assert whole == summed_up(await transcript(client, path, **asked))
+
+
+async def whole_text(client, path, **body):
+    asked = {"model": "base", "stream": False, **({"messages": USER} if path == CHAT else {"prompt": "hi"}), **body}
+    response = await client.post(path, json=asked)
+    assert response.headers["content-type"] == "application/json"
+    return response.text
+
+
+def summed_up(text):
+    """The answer, put together from the lines of a stream."""
+    *lines, last = map(json.loads, text.splitlines())
+    said = last.get("message", last)
+    for name in ("content", "response", "thinking", "tool_calls"):
+        parts = [part[name] for line in lines if name in (part := line.get("message", line))]
+        if parts:
+            said[name] = list(chain(*parts)) if name == "tool_calls" else "".join(parts)
+    return last
+
+
+async def test_a_call_that_was_cut_off_has_what_is_complete(client, engine):
+    engine.text = CALL.replace("1", '"noon", "in": "Rome"')
+    body = {"tools": [NOW], "format": "json", "options": {"num_predict": engine.text.rindex('me"')}}
+    *_, call, last = map(json.loads, (await transcript(client, **body)).splitlines())
+    assert call["message"]["tool_calls"][0]["function"]["arguments"] == {"at": "noon"}
+    assert last["done_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (StepFailedError("at /home/x: 0x7f"), "The step that carried this request failed; try again."),
+        (RuntimeError("secret"), "The server failed; its log says why."),
+        (OverloadedError("try later"), "try later"),
+    ],
+)
+async def test_failure_in_mid_stream_is_the_last_line(client, engine, error, text):
+    engine.text, engine.fail_before, engine.error = "AB", 1, error
+    assert await transcript(client) == message("A") + f'{{"error":"{text}"}}\n'
+
+
+async def test_a_silent_stream_sends_nothing(monkeypatch, engine, serving):
+    """Clients read every line as JSON, so there is none that keeps a silent stream open."""
+    monkeypatch.setattr("mlx_parallm.server.generation.PING_INTERVAL_S", 0.001)
+    engine.text, engine.pause_before = "AB", 1
+    asked = {"method": "POST", "url": CHAT, "json": {"messages": USER}}
+    async with (
+        serving() as server,
+        httpx.AsyncClient(base_url=server.url, timeout=10) as client,
+        client.stream(**asked) as response,
+    ):
+        lines = response.aiter_lines()
+        assert json.loads(await anext(lines))["message"]["content"] == "A"
+        await engine.paused.wait()
+        await asyncio.sleep(0.02)
+        engine.go_on.set()
+        rest = [json.loads(line) async for line in lines]
+    assert [line["done"] for line in rest] == [False, True]
