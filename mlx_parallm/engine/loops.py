@@ -129,7 +129,7 @@ class DeviceLoops:
             error = ModelUnavailableError(f"the base model {base} is not loaded")
             self._publish([(request.request_id, RequestFailed(error))])
             return
-        self._turns[base].busy = True
+        self._wake(self._turns[base])
         self._loops[base].submit(request)
 
     def abort(self, request_id: str) -> None:
@@ -190,9 +190,9 @@ class DeviceLoops:
 
     def step(self) -> bool:
         """Runs the next unit of device work. False if there is none."""
-        now, busy = time.monotonic(), any(turns.busy for turns in self._turns.values())
-        due = [turns for turns in self._turns.values() if turns.busy or not busy or turns.ask_at <= now]
-        return any(self._run(turns) for turns in sorted(due, key=lambda turns: turns.seconds))
+        now, turns = time.monotonic(), sorted(self._turns.values(), key=lambda each: each.seconds)
+        due = [each for each in turns if each.busy or each.ask_at <= now]
+        return any(map(self._run, due)) or any(self._run(each) for each in turns if each not in due)
 
     def _run(self, turns: _Turns) -> bool:
         if self._current is not None and self._current is not turns:
@@ -200,12 +200,18 @@ class DeviceLoops:
         self._current, started = turns, time.monotonic()
         for loop in self._loops.values():
             loop.others_run = any(other.has_rows for other in self._loops.values() if other is not loop)
-        least, was_busy = self._least_seconds(), turns.busy
-        turns.busy = turns.step()
+        worked = turns.step()
         now = time.monotonic()
-        turns.seconds = (turns.seconds if was_busy else max(turns.seconds, least)) + now - started
-        turns.ask_at = now + _ASK_AGAIN_S
-        return turns.busy
+        if worked:
+            self._wake(turns)
+        turns.busy, turns.ask_at = worked, now + _ASK_AGAIN_S
+        turns.seconds += now - started
+        return worked
+
+    def _wake(self, turns: _Turns) -> None:
+        """Notes that there is work again."""
+        if not turns.busy:
+            turns.busy, turns.seconds = True, max(turns.seconds, self._least_seconds())
 
     # -- state -----------------------------------------------------------------------------------
 

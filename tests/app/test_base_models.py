@@ -6,7 +6,8 @@ import asyncio
 import gc
 import json
 import socket
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
@@ -206,3 +207,26 @@ async def test_a_base_model_that_cannot_be_loaded_costs_only_its_requests(tmp_pa
         assert error["code"] == "model_unavailable"
         assert str(tmp_path) not in json.dumps(error)
         assert await states(client) == {"one": "loaded", "two": "failed"}
+
+
+@pytest.mark.timeout(120)
+async def test_others_are_served_during_a_load_and_the_server_can_end_in_it(
+    models, monkeypatch, limits_restored
+) -> None:
+    folder, each = models
+
+    def endless(*_: object, **__: object) -> Iterator[None]:
+        while True:
+            time.sleep(0.002)
+            yield
+
+    monkeypatch.setattr("mlx_parallm.app.base_model.materializing", endless)
+    async with serving(folder, weights=sum(map(bytes_of, each.values()))) as (client, server):
+        waiting = asyncio.create_task(client.post("/v1/completions", json=body("two", 1)))
+        while await states(client) != {"one": "loaded", "two": "loading"}:
+            await asyncio.sleep(0.01)
+        assert (await ask(client, body("one", 1)))["model"] == "one"
+        assert not waiting.done()
+    assert not server._engine.processor.stats().alive
+    with suppress(httpx.TransportError):
+        assert (await waiting).status_code == 503

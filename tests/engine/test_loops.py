@@ -1,0 +1,219 @@
+"""Base models that are loaded side by side: turns on the device, one budget of memory, loads that come and go."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from harness import GREEDY, Harness, PlainText, assert_same_tokens, make_harness, solo
+from mlx.utils import tree_flatten
+from tiny import tiny_model
+
+from mlx_parallm.core import DeviceMemory, Event, GenerationRequest, PauseMode, RequestFailed, StopParams
+from mlx_parallm.engine.live import Vocabulary
+from mlx_parallm.engine.loop import EngineParts
+from mlx_parallm.engine.loops import DeviceLoops, Loading
+from mlx_parallm.scheduler.cost import CostModel
+from mlx_parallm.scheduler.scheduler import SchedulerConfig
+
+TOLERANCE = 1e-5
+VOCABULARY = Vocabulary(263, frozenset(), lambda *_: PlainText())
+
+
+def parts(base: str, model: nn.Module, sharing: list[DeviceMemory], **options: Any) -> EngineParts:
+    """The parts of a base model. `options` go to `make_harness`, or are `training`."""
+    training = options.pop("training", None)
+    harness: Harness = make_harness(model, sharing=sharing, **options)
+    cost = CostModel(0.01, 1e-4, 1e-8)
+    return EngineParts(harness.runner, harness.adapters, VOCABULARY, SchedulerConfig(), cost, training, base=base)
+
+
+def loading(made: EngineParts) -> Loading:
+    yield
+    return made
+
+
+class Two:
+    """The base models a and b, and what they published."""
+
+    def __init__(self, **options: Any) -> None:
+        self.models = {"a": tiny_model("llama", seed=1), "b": tiny_model("qwen3", seed=2)}
+        self.events: list[tuple[str, Event]] = []
+        self.sharing: list[DeviceMemory] = []
+        self.loops = DeviceLoops(parts("a", self.models["a"], self.sharing, **options), self.events.extend)
+        self.load("b", **{**options, "training": None})
+
+    def load(self, base: str, **options: Any) -> None:
+        done: Future[None] = Future()
+        self.loops.load(loading(parts(base, self.models[base], self.sharing, **options)), done)
+        while not done.done():
+            self.loops.step()
+        done.result()
+
+    def submit(self, base: str, name: str, prompt: Sequence[int], max_tokens: int = 8) -> None:
+        stopping = StopParams(max_tokens)
+        self.loops.submit(GenerationRequest(name, (tuple(prompt),), GREEDY, stopping, base=base))
+
+    def run(self) -> None:
+        while self.loops.step():
+            self.loops.check_integrity()
+
+    def tokens(self, name: str) -> list[int]:
+        return [token for at, event in self.events if at == name for token in getattr(event, "token_ids", ())]
+
+
+def prompt(number: int, length: int = 20) -> list[int]:
+    return [(number * 31 + at * 7) % 250 for at in range(length)]
+
+
+def test_rows_of_two_base_models_equal_their_solo_runs() -> None:
+    two = Two()
+    for number in range(6):
+        two.submit("ab"[number % 2], f"{number}", prompt(number), 12)
+    two.run()
+    for number in range(6):
+        expected = solo(two.models["ab"[number % 2]], prompt(number), 12)
+        assert_same_tokens(two.tokens(f"{number}"), expected, TOLERANCE)
+
+
+def test_they_take_turns_by_device_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much one of them has had while the other was idle. A unit of b takes as long as two of a."""
+    two, ran, clock = Two(), list[str](), [0.0]
+    two.run()
+    monkeypatch.setattr("mlx_parallm.engine.loops.time.monotonic", lambda: clock[0])
+
+    def unit(base: str) -> bool:
+        ran.append(base)
+        clock[0] += {"a": 1.0, "b": 2.0}[base]
+        return True
+
+    for base, turns in two.loops._turns.items():
+        turns.step = partial(unit, base)
+    two.loops._turns["a"].seconds = 1000.0
+    for base in "ab":
+        two.submit(base, base, prompt(1))
+    for _ in range(30):
+        two.loops.step()
+    assert (ran.count("a"), ran.count("b")) == (20, 10)
+
+
+def test_a_request_for_what_is_not_loaded_fails_and_is_not_answered_by_another() -> None:
+    two = Two()
+    two.loops.unload("b")
+    two.submit("b", "late", prompt(1))
+    (event,) = [event for name, event in two.events if name == "late"]
+    assert isinstance(event, RequestFailed)
+
+
+def test_what_is_put_away_frees_its_memory_and_counts_on() -> None:
+    two = Two()
+    two.submit("b", "one", prompt(1), 8)
+    two.run()
+    before, held = two.loops.stats(), mx.get_active_memory()
+    weights = sum(array.nbytes for _, array in tree_flatten(two.models["b"].parameters()))
+    del two.models["b"]
+    two.loops.unload("b")
+    gc.collect()
+    assert held - mx.get_active_memory() >= weights
+    assert len(two.sharing) == 1
+    assert two.loops.stats().generation_tokens_total == before.generation_tokens_total == 8
+
+
+def test_a_row_gets_the_memory_of_another_base_models_cached_prefixes() -> None:
+    """The budget is 16 blocks of 64 tokens, of which the cached prefixes of a fill most."""
+    two = Two(budget_tokens=16 * 64, max_length=1024)
+    for number in range(7):
+        two.submit("a", f"{number}", prompt(number, 120), 4)
+        two.run()
+    cached = two.loops.stats().kv_bytes_cached
+    assert cached > two.sharing[0].budget_bytes // 2
+    two.submit("b", "long", prompt(9, 800), 4)
+    two.run()
+    assert len(two.tokens("long")) == 4
+    assert sum(memory._held for memory in two.sharing) <= two.sharing[0].budget_bytes
+    assert two.loops.stats().preemptions_total == 0
+
+
+def test_a_row_waits_for_the_rows_of_another_base_model() -> None:
+    two = Two(budget_tokens=16 * 64, max_length=1024)
+    two.submit("a", "a", prompt(1, 600), 8)
+    two.submit("b", "b", prompt(2, 600), 8)
+    two.run()
+    assert (len(two.tokens("a")), len(two.tokens("b"))) == (8, 8)
+
+
+def test_a_load_that_fails_leaves_the_others_serving() -> None:
+    two = Two()
+    two.submit("a", "a", prompt(1), 30)
+
+    def failing() -> Loading:
+        yield
+        raise RuntimeError("[malloc] no memory")
+
+    done: Future[None] = Future()
+    two.loops.load(failing(), done)
+    two.run()
+    assert isinstance(done.exception(), RuntimeError)
+    assert len(two.tokens("a")) == 30
+
+
+def test_a_pause_holds_what_is_loaded_meanwhile() -> None:
+    two = Two()
+    two.loops.unload("b")
+    two.loops.pause(PauseMode.KEEP)
+    two.load("b")
+    two.submit("b", "b", prompt(1), 3)
+    two.run()
+    assert two.loops.stats().paused
+    assert not two.tokens("b")
+    two.loops.resume()
+    two.run()
+    assert len(two.tokens("b")) == 3
+
+
+class EndlessTraining:
+    """Training that always has a unit to run; `units` counts them."""
+
+    units = 0
+    bytes_held = bytes_of_updates = peak_bytes = 0
+
+    def waits(self) -> bool:
+        return True
+
+    def pace(self, seconds: float) -> None:
+        pass
+
+    def advance(self) -> None:
+        self.units += 1
+        mx.eval(mx.ones((400, 400)) @ mx.ones((400, 400)))
+
+    def reset(self) -> None:
+        pass
+
+
+def test_training_takes_its_share_only_while_another_base_model_has_rows() -> None:
+    training = EndlessTraining()
+    two = Two(training=training)
+    two.submit("b", "b", prompt(1), 60)
+    before, steps = training.units, 0
+    while len(two.tokens("b")) < 60:
+        two.loops.step()
+        steps += 1
+    assert two.loops._turns["a"].seconds < two.loops._turns["b"].seconds
+    assert training.units - before < 60
+
+
+@pytest.mark.parametrize("others_run", [False, True])
+def test_an_idle_base_model_trains_all_the_time_unless_others_have_rows(others_run: bool) -> None:
+    training = EndlessTraining()
+    harness = make_harness(training=training)
+    harness.loop.others_run = others_run
+    steps = [harness.loop.step() for _ in range(20)]
+    assert (training.units == 20) is not others_run
+    assert all(steps) is not others_run
