@@ -37,6 +37,7 @@ def render(served: Served, config: Config, port: int) -> str:
     wired = "none wired" if limits.wired is None else f"{human_bytes(limits.wired)} wired"
     facts = {
         "model": f"{card.name}, {card.parameters / 1e6:,.0f}M parameters",
+        **({"on demand": listed(served.others)} if served.others else {}),
         "weights": f"{card.dtype}, quantization {card.quantization}",
         "context": f"{card.context_length:,} tokens",
         "defaults": _defaults(card, server),

@@ -46,6 +46,7 @@ class Served:
     engine: answers generation requests
     training: None if the server does not train
     run: the folder of checkpoints; None if no checkpoints are saved
+    others: names of the other base models, which are loaded when they are asked for
     """
 
     card: ModelCard
@@ -56,6 +57,7 @@ class Served:
     engine: EngineClient
     training: TrainingRuntime | None
     run: Run | None
+    others: tuple[str, ...] = ()
 
     def generate(self, request: GenerationRequest) -> AsyncIterator[Event]:
         """Answers a request (see `core.EngineClient`), and collects it for training if it has a `collection`."""
@@ -163,7 +165,10 @@ def build(base: BaseModel, shared: SharedDevice, run: Run | None) -> tuple[Engin
     set_limits(limits)
     built = base.build(run=run)
     training, work = _training(base, built, shared, run)
-    served = Served(base.card, base.tokenizer, device_name(), limits, base.adapters, shared.processor, training, run)
+    others = tuple(other.name for other in shared.bases[1:])
+    served = Served(
+        base.card, base.tokenizer, device_name(), limits, base.adapters, shared.processor, training, run, others
+    )
     parts = base.parts(built, work)
     mx.reset_peak_memory()
     return parts, served

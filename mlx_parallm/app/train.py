@@ -18,6 +18,7 @@ from mlx_parallm.app.inference import check_inference
 from mlx_parallm.app.tracking import start_tracking
 from mlx_parallm.app.train_progress import TrainOptions, TrainView
 from mlx_parallm.config import Config
+from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl.environments import environment, read_system_prompt
 from mlx_parallm.rl.runs.record import RunState
 
@@ -39,6 +40,8 @@ def run(config: Config, options: TrainOptions, view: TrainView) -> int:
         EngineError: the device thread ended, or could not draw.
     """
     logging.basicConfig(level=config.server.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    if config.model.other_base_models:
+        raise ConfigError("model.other_base_models: a run trains one base model; give --model-path one value")
     training = config.rl_training
     source = None
     if training.atropos_url is None:

@@ -37,6 +37,7 @@ class Served:
     limits: MemoryLimits = LIMITS
     device: str = "CPU"
     run: Run | None = None
+    others: tuple[str, ...] = ()
 
     @property
     def adapters(self) -> SimpleNamespace:
@@ -57,6 +58,11 @@ def _fast_blas(monkeypatch):
 
 def text_of(served: Served = Served(), port: int = 8000, **settings: object) -> str:
     return render(served, configure(**settings), port)
+
+
+def test_names_the_models_that_are_loaded_on_demand():
+    assert "on demand   qwen, phi\n" in text_of(Served(others=("qwen", "phi")))
+    assert "on demand" not in text_of()
 
 
 def test_says_what_is_served_and_where():

@@ -21,9 +21,12 @@ from mlx.utils import tree_flatten
 from tiny import save_tiny
 
 from mlx_parallm.adapters.files.write import write_peft
+from mlx_parallm.app import train
 from mlx_parallm.app.base_loader import DeviceLoader
 from mlx_parallm.app.server import IntegratedServer
+from mlx_parallm.app.train_progress import TrainOptions
 from mlx_parallm.config import configure
+from mlx_parallm.errors import ConfigError
 
 KV, BUFFERS = 1 << 20, 1 << 20
 TOLERANCE = 1e-5
@@ -230,3 +233,9 @@ async def test_others_are_served_during_a_load_and_the_server_can_end_in_it(
     assert not server._engine.processor.stats().alive
     with suppress(httpx.TransportError):
         assert (await waiting).status_code == 503
+
+
+def test_a_training_run_has_one_base_model(tmp_path) -> None:
+    config = configure(tmp_path / "one", model__other_base_models=str(tmp_path / "two"))
+    with pytest.raises(ConfigError, match="--model-path"):
+        train.run(config, TrainOptions("gsm8k", 1, 1, 1), None)  # type: ignore[arg-type]
