@@ -27,11 +27,10 @@ VOCABULARY = Vocabulary(263, frozenset(), lambda *_: PlainText())
 
 
 def parts(base: str, model: nn.Module, sharing: list[DeviceMemory], **options: Any) -> EngineParts:
-    """The parts of a base model. `options` go to `make_harness`, or are `training`."""
-    training = options.pop("training", None)
+    """The parts of a base model. `options` go to `make_harness`."""
     harness: Harness = make_harness(model, sharing=sharing, **options)
     cost = CostModel(0.01, 1e-4, 1e-8)
-    return EngineParts(harness.runner, harness.adapters, VOCABULARY, SchedulerConfig(), cost, training, base=base)
+    return EngineParts(harness.runner, harness.adapters, VOCABULARY, SchedulerConfig(), cost, base=base)
 
 
 def loading(made: EngineParts) -> Loading:
@@ -47,7 +46,7 @@ class Two:
         self.events: list[tuple[str, Event]] = []
         self.sharing: list[DeviceMemory] = []
         self.loops = DeviceLoops(parts("a", self.models["a"], self.sharing, **options), self.events.extend)
-        self.load("b", **{**options, "training": None})
+        self.load("b", **options)
 
     def load(self, base: str, **options: Any) -> None:
         done: Future[None] = Future()
@@ -177,43 +176,12 @@ def test_a_pause_holds_what_is_loaded_meanwhile() -> None:
     assert len(two.tokens("b")) == 3
 
 
-class EndlessTraining:
-    """Training that always has a unit to run; `units` counts them."""
-
-    units = 0
-    bytes_held = bytes_of_updates = peak_bytes = 0
-
-    def waits(self) -> bool:
-        return True
-
-    def pace(self, seconds: float) -> None:
-        pass
-
-    def advance(self) -> None:
-        self.units += 1
-        mx.eval(mx.ones((400, 400)) @ mx.ones((400, 400)))
-
-    def reset(self) -> None:
-        pass
-
-
-def test_training_takes_its_share_only_while_another_base_model_has_rows() -> None:
-    training = EndlessTraining()
-    two = Two(training=training)
-    two.submit("b", "b", prompt(1), 60)
-    before, steps = training.units, 0
-    while len(two.tokens("b")) < 60:
-        two.loops.step()
-        steps += 1
-    assert two.loops._turns["a"].seconds < two.loops._turns["b"].seconds
-    assert training.units - before < 60
-
-
-@pytest.mark.parametrize("others_run", [False, True])
-def test_an_idle_base_model_trains_all_the_time_unless_others_have_rows(others_run: bool) -> None:
-    training = EndlessTraining()
-    harness = make_harness(training=training)
-    harness.loop.others_run = others_run
-    steps = [harness.loop.step() for _ in range(20)]
-    assert (training.units == 20) is not others_run
-    assert all(steps) is not others_run
+def test_a_base_model_knows_whether_others_have_rows() -> None:
+    two = Two()
+    two.submit("b", "b", prompt(1), 3)
+    two.loops.step()
+    two.loops.step()
+    loops = two.loops._loops
+    assert (loops["a"].others_run, loops["b"].others_run) == (True, False)
+    two.run()
+    assert not loops["a"].others_run

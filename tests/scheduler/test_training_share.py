@@ -6,7 +6,8 @@ import pytest
 from driver import STEP, Driver
 
 from mlx_parallm.core import AdapterRef, Sequence, SequenceStatus
-from mlx_parallm.scheduler.units import ForwardUnit, StagingUnit, TrainingUnit
+from mlx_parallm.scheduler.scheduler import RLAwareScheduler
+from mlx_parallm.scheduler.units import Candidate, ForwardUnit, StagingUnit, TrainingUnit, WorkKind
 
 ENDLESS = 10**9
 
@@ -152,3 +153,13 @@ def test_preempted_rows_come_back_beside_training() -> None:
         driver.step()
         assert driver.now < 60.0
     assert driver.scheduler.preemptions > 0
+
+
+def test_without_rows_training_takes_its_share_only_while_another_base_model_has_some() -> None:
+    scheduler, waits = RLAwareScheduler(), [Candidate(WorkKind.TRAINING)]
+    share = scheduler.schedule.training_time_share
+    assert isinstance(scheduler.next_unit(10.0, waits, others_run=True), TrainingUnit)
+    scheduler.record_training(1.0, now=11.0)
+    assert scheduler.next_unit(12.0, waits, others_run=True) is None
+    assert isinstance(scheduler.next_unit(12.0, waits), TrainingUnit)
+    assert isinstance(scheduler.next_unit(10.1 + 1.0 / share, waits, others_run=True), TrainingUnit)
