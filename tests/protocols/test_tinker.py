@@ -14,12 +14,12 @@ from protocols.fake_policies import FakePolicies
 from server.fake_control import FakeAdapters, FakeTraining
 from server.fakes import CARD, ByteTokenizer, FakeEngine
 from server.keys import key_file
+from server.one_model import OneModel
 
 from mlx_parallm.config import ServerConfig, TinkerConfig
 from mlx_parallm.core import SummedLoss, TargetedTokens, TokenLoss
 from mlx_parallm.errors import EngineError, InvalidRequestError
 from mlx_parallm.server.app import create_app
-from mlx_parallm.server.one_model import OneModel
 from mlx_parallm.server.protocols.tinker import route, server
 
 NAME = CARD.name

@@ -8,11 +8,11 @@ import httpx
 import pytest
 from server.fake_control import FakeAdapters, FakeAverages, FakeRewardModels, FakeTraining
 from server.fakes import CARD, ByteTokenizer, FakeEngine
+from server.one_model import OneModel
 
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.grammar.trial import Trial
 from mlx_parallm.server.app import DrainingServer, bind, create_app
-from mlx_parallm.server.one_model import OneModel
 
 
 class SharedTrial(Trial):

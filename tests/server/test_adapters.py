@@ -7,12 +7,12 @@ from dataclasses import replace
 import httpx
 import pytest
 from server.fakes import CARD, ByteTokenizer
+from server.one_model import OneModel
 
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.core import BASE_ADAPTER, AdapterRef
 from mlx_parallm.errors import AdapterFileError, AdapterUnavailableError, InvalidRequestError, StepFailedError
 from mlx_parallm.server.app import create_app
-from mlx_parallm.server.one_model import OneModel
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 BODIES = {COMPLETIONS: {"prompt": "x"}, CHAT: {"messages": [{"role": "user", "content": "x"}]}}

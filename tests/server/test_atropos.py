@@ -9,12 +9,12 @@ from dataclasses import replace
 import httpx
 import pytest
 from server.fakes import CARD, ByteTokenizer
+from server.one_model import OneModel
 
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.errors import InvalidRequestError, QueueFullError, StorageError
 from mlx_parallm.rl.atropos.trajectory_api import Registration
 from mlx_parallm.server.app import create_app
-from mlx_parallm.server.one_model import OneModel
 
 TRAINER = Registration(32, CARD.context_length, "/runs/one", 10, 0, 10**9, "run-1", "mlx-parallm")
 JSON = {"content-type": "application/json"}

@@ -6,12 +6,12 @@ from dataclasses import replace
 import httpx
 import pytest
 from server.fakes import CARD, ByteTokenizer
+from server.one_model import OneModel
 from walks import follows
 
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.server.app import create_app
-from mlx_parallm.server.one_model import OneModel
 
 URL, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 USER = [{"role": "user", "content": "hi"}]

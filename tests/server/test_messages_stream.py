@@ -9,6 +9,7 @@ import httpx
 import pytest
 from pydantic_core import from_json
 from server.fakes import CARD, ByteTokenizer
+from server.one_model import OneModel
 
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.core import Reasoning
@@ -16,7 +17,6 @@ from mlx_parallm.core.splitter import AnswerPart, CallPart
 from mlx_parallm.errors import OverloadedError, StepFailedError
 from mlx_parallm.server.api.messages.stream import Blocks
 from mlx_parallm.server.app import create_app
-from mlx_parallm.server.one_model import OneModel
 
 URL = "/v1/messages"
 ASKED = {"model": "base", "max_tokens": 1000, "messages": [{"role": "user", "content": "hi"}]}

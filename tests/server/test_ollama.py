@@ -7,12 +7,12 @@ from dataclasses import replace
 import httpx
 import pytest
 from server.fakes import CARD, ByteTokenizer
+from server.one_model import OneModel
 
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.core import Reasoning
 from mlx_parallm.rl.atropos.trajectory_api import Registration
 from mlx_parallm.server.app import create_app
-from mlx_parallm.server.one_model import OneModel
 
 CHAT, GENERATE = "/api/chat", "/api/generate"
 USER = [{"role": "user", "content": "hi"}]

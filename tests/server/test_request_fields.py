@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 from server.fakes import CARD, EOS, VOCAB, ByteTokenizer
+from server.one_model import OneModel
 
 from mlx_parallm.core import SamplingParams
 from mlx_parallm.server.api.chat.template import read_templates
-from mlx_parallm.server.one_model import OneModel
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]

@@ -8,6 +8,7 @@ import httpx
 import pytest
 from openai.types.responses import Response
 from server.fakes import CARD
+from server.one_model import OneModel
 from server.test_responses_stream import assert_sums_up, events_of, said
 from server.test_responses_tools import RecordingTokenizer
 
@@ -16,7 +17,6 @@ from mlx_parallm.errors import ContextLengthError
 from mlx_parallm.server import generation
 from mlx_parallm.server.api.responses.items import InputText
 from mlx_parallm.server.app import create_app
-from mlx_parallm.server.one_model import OneModel
 
 URL = "/v1/responses"
 NOW = {"type": "function", "name": "now", "description": "d", "parameters": {"type": "object", "properties": {}}}

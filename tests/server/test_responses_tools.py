@@ -9,6 +9,7 @@ import pytest
 from openai.types.responses import Response
 from pydantic import BaseModel
 from server.fakes import CARD, ByteTokenizer
+from server.one_model import OneModel
 from server.test_responses_stream import assert_sums_up, events_of
 from walks import follows
 
@@ -16,7 +17,6 @@ from mlx_parallm.config import ServerConfig
 from mlx_parallm.core import Reasoning
 from mlx_parallm.server.api.responses.conversation import ITEM_LIST, messages_of
 from mlx_parallm.server.app import create_app
-from mlx_parallm.server.one_model import OneModel
 
 URL = "/v1/responses"
 NOW = {"type": "function", "name": "now", "description": "d", "parameters": {"type": "object", "properties": {}}}

@@ -4,6 +4,7 @@ import pytest
 from server.fake_control import FakeAdapters, FakeTraining
 from server.fakes import CARD, ByteTokenizer, FakeEngine
 from server.keys import key_file
+from server.one_model import OneModel
 
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.rl.atropos.trajectory_api import Registration
@@ -14,7 +15,6 @@ from mlx_parallm.server.access.sessions import Sessions
 from mlx_parallm.server.app import create_app
 from mlx_parallm.server.http.middleware import routes_of
 from mlx_parallm.server.http.request_log import RequestRecord
-from mlx_parallm.server.one_model import OneModel
 
 ROLES = ("inference", "train", "admin")
 FORBIDDEN = {

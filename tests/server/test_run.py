@@ -22,7 +22,7 @@ from server.fake_control import FakeAdapters, FakeTraining
 from server.fakes import CARD, ByteTokenizer, FakeEngine
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.server.app import create_app
-from mlx_parallm.server.one_model import OneModel
+from server.one_model import OneModel
 engine = FakeEngine()
 engine.pause_before = int(sys.argv[2])
 if sys.argv[3] == "dies":

@@ -7,6 +7,7 @@ import httpx
 import openai
 import pytest
 from server.fakes import CARD, ByteTokenizer
+from server.one_model import OneModel
 from tool_families import ASKED, FAMILIES, TEXTS, TOOLS, tool
 from walks import follows
 
@@ -14,7 +15,6 @@ from mlx_parallm.config import ServerConfig
 from mlx_parallm.core import Reasoning
 from mlx_parallm.model.tools.formats import HERMES
 from mlx_parallm.server.app import create_app
-from mlx_parallm.server.one_model import OneModel
 
 URL = "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]

@@ -8,13 +8,13 @@ from dataclasses import replace
 import httpx
 import pytest
 from server.fakes import CARD, ByteTokenizer
+from server.one_model import OneModel
 from server.test_responses_stream import assert_sums_up, events_of, said
 from server.test_tools import join
 
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.errors import StepFailedError
 from mlx_parallm.server.app import create_app
-from mlx_parallm.server.one_model import OneModel
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
