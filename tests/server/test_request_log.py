@@ -224,7 +224,7 @@ async def test_a_slash_at_the_end_changes_nothing(client, lines):
     response = await client.post(COMPLETIONS + "/", json={"prompt": "x"})
     assert response.status_code == 200
     assert lines()[-1]["route"] == COMPLETIONS
-    assert (await client.get("/")).status_code == 404
+    assert (await client.get("/")).text == "Ollama is running"
 
 
 async def test_a_slash_opens_no_guarded_route(make_client):

@@ -23,11 +23,16 @@ def all_routes(client):
 
 
 def code_of(response, fault):
-    """The code of the error. Errors of Anthropic's API have only a type, which stands for a code here."""
-    if not response.request.url.path.startswith("/v1/messages"):
-        return fault(response)["code"]
-    codes = {"authentication_error": "invalid_api_key", "permission_error": "forbidden_origin"}
-    return codes[response.json()["error"]["type"]]
+    """The code of the error. Errors of Anthropic's API have only a type, and those of Ollama's only a text; these stand
+    for a code here."""
+    path = response.request.url.path
+    if path.startswith("/v1/messages"):
+        codes = {"authentication_error": "invalid_api_key", "permission_error": "forbidden_origin"}
+        return codes[response.json()["error"]["type"]]
+    if path.startswith("/api/") and not path.startswith("/api/v1/"):
+        text = response.json()["error"]
+        return "invalid_api_key" if text.startswith("Send the API key") else "forbidden_origin"
+    return fault(response)["code"]
 
 
 async def test_every_route_is_guarded_or_on_the_allow_list(make_client, fault):
