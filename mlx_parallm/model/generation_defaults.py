@@ -25,11 +25,12 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
 WHOLE = frozenset({"top_k", "max_new_tokens"})
 
 
-def generation_defaults(folder: Path) -> dict[str, float]:
-    """The options in the folder's file; none if there is no file. Those that cannot be used are logged and left out."""
+def generation_defaults(source: Path) -> dict[str, float]:
+    """The options in the file of a model's folder; none if there is no file, as for a model that is one file itself.
+    Those that cannot be used are logged and left out."""
     try:
-        options = json.loads((folder / FILE).read_text("utf-8"))
-    except FileNotFoundError:
+        options = json.loads((source / FILE).read_text("utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError, RecursionError) as error:
         log.warning("%s is not used: %s", FILE, error)

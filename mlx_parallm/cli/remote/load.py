@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -88,9 +89,8 @@ class Level:
         return self.completion_tokens / self.seconds
 
 
-def prompt(seed: int, words: int) -> str:
-    """A text of so many common words, most of which are one token. Every seed has its own, so that no server has it in
-    its prefix cache."""
+def prompt(seed: str, words: int) -> str:
+    """A text of so many common words, most of which are one token. Every seed has its own."""
     drawn = random.Random(seed)
     return " ".join(drawn.choice(_WORDS) for _ in range(words))
 
@@ -98,12 +98,13 @@ def prompt(seed: int, words: int) -> str:
 async def measure(
     client: Client, models: Sequence[str | None], options: Mapping[str, Any], words: int, concurrency: int, count: int
 ) -> Level:
-    """Sends `count` requests, `concurrency` at a time. `models`: names that the requests have in turn.
+    """Sends `count` requests, `concurrency` at a time. No two calls send the same prompt, so that no server has one in
+    its prefix cache. `models`: names that the requests have in turn.
 
     Raises:
         ConfigError: the server refuses the requests: their key, or their Host header.
     """
-    limits = httpx.Limits(max_connections=concurrency)
+    limits, call = httpx.Limits(max_connections=concurrency), secrets.token_hex(8)
     numbers = iter(range(count))
     answers: list[Answer] = []
     errors: list[str] = []
@@ -112,7 +113,7 @@ async def measure(
         for number in numbers:
             model = models[number % len(models)]
             body = {**options, **({"model": model} if model else {})}
-            body["messages"] = [{"role": "user", "content": prompt(number, words)}]
+            body["messages"] = [{"role": "user", "content": prompt(f"{call} {number}", words)}]
             try:
                 answers.append(await _answer(client, http, body))
             except ConfigError:
