@@ -1,7 +1,7 @@
 """Merges the settings of all sources into one checked, frozen Config, and prints a Config as commented yaml.
 
 flags > environment > yaml file > defaults
-    → sections check their fields (`sections.py`, `training.py`)
+    → sections check their fields (`server.py`, `sections.py`, `training.py`)
     → `server.mode` and `rl_training.enabled` are made to agree
     → the adapter bank gets room for the rank of training
     → keys of different sections are checked against each other
@@ -18,7 +18,8 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from mlx_parallm.config.sections import LARGEST_RANK, Config, Mode
+from mlx_parallm.config.sections import LARGEST_RANK, Config
+from mlx_parallm.config.server import Mode
 from mlx_parallm.config.sources import KEYS, Setting, from_environment, from_yaml, section_of, yaml_text
 from mlx_parallm.config.types import Section
 from mlx_parallm.errors import ConfigError
