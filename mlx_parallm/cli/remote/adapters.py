@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mlx_parallm.cli.parser import AddCommand
-from mlx_parallm.cli.remote.client import Client, add_server_arguments
-from mlx_parallm.cli.table import add_json_argument, show, table
+from mlx_parallm.cli.remote.client import Client, add_request_arguments
+from mlx_parallm.cli.table import show, table
 from mlx_parallm.config import human_bytes
 
 _LOAD_TIMEOUT_S = 600.0
@@ -21,7 +20,7 @@ _COLUMNS = ("id", "live", "residence", "rank", "targets", "bytes", "root")
 def add_commands(add: AddCommand) -> None:
     """Adds the commands."""
     listing = add("list", "List the adapters of a running server, its route and its slots.")
-    _add_arguments(listing, list_adapters)
+    add_request_arguments(listing, list_adapters)
 
     loading = add("load", "Load an adapter into a running server.")
     loading.add_argument("name", metavar="NAME", help="The name by which requests select it.")
@@ -29,17 +28,11 @@ def add_commands(add: AddCommand) -> None:
         "path", metavar="PATH", help="Its folder on this machine, or a path under the server's adapter folders."
     )
     loading.add_argument("--replace", action="store_true", help="Replace the adapter that has NAME (load_inplace).")
-    _add_arguments(loading, load_adapter)
+    add_request_arguments(loading, load_adapter)
 
     unloading = add("unload", "Remove an adapter from a running server. Running requests finish with it.")
     unloading.add_argument("name", metavar="NAME", help="A name, or one version of it: NAME@VERSION.")
-    _add_arguments(unloading, unload_adapter)
-
-
-def _add_arguments(parser: argparse.ArgumentParser, run: object) -> None:
-    add_server_arguments(parser)
-    add_json_argument(parser)
-    parser.set_defaults(run=run)
+    add_request_arguments(unloading, unload_adapter)
 
 
 def list_adapters(args: Namespace) -> int:

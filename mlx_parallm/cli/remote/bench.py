@@ -10,8 +10,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from mlx_parallm.cli.parser import at_least
-from mlx_parallm.cli.remote.client import Client, add_server_arguments
-from mlx_parallm.cli.table import add_json_argument, show, table
+from mlx_parallm.cli.remote.client import Client, add_request_arguments
+from mlx_parallm.cli.table import show, table
 
 if TYPE_CHECKING:
     from mlx_parallm.cli.remote.load import Level, Spread
@@ -36,9 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", nargs="+", default=[None], metavar="NAME", help=models)
     ends = "Let answers end where the model ends them, for servers that refuse the field ignore_eos."
     add("--no-ignore-eos", dest="ignore_eos", action="store_false", help=ends)
-    add_server_arguments(parser)
-    add_json_argument(parser)
-    parser.set_defaults(run=bench)
+    add_request_arguments(parser, bench)
 
 
 def bench(args: Namespace) -> int:

@@ -6,11 +6,12 @@ import argparse
 import json
 import os
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from mlx_parallm import __version__
+from mlx_parallm.cli.table import add_json_argument
 from mlx_parallm.config import API_KEY_VARIABLE
 from mlx_parallm.errors import ConfigError, ParaLLMError
 
@@ -24,6 +25,13 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds --url and --api-key."""
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="The server's address. Default: %(default)s.")
     parser.add_argument("--api-key", metavar="KEY", help=f"The server's key. Default: ${API_KEY_VARIABLE}.")
+
+
+def add_request_arguments(parser: argparse.ArgumentParser, run: Callable[[Namespace], int]) -> None:
+    """Adds the arguments of a command that asks a server and can print its answer as JSON. `run`: the command."""
+    add_server_arguments(parser)
+    add_json_argument(parser)
+    parser.set_defaults(run=run)
 
 
 class Client:

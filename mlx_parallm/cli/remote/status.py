@@ -8,16 +8,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlx_parallm.app.banner import listed
-from mlx_parallm.cli.remote.client import Client, add_server_arguments
-from mlx_parallm.cli.table import add_json_argument, show
+from mlx_parallm.cli.remote.client import Client, add_request_arguments
+from mlx_parallm.cli.table import show
 from mlx_parallm.config import human_bytes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the command."""
-    add_server_arguments(parser)
-    add_json_argument(parser)
-    parser.set_defaults(run=ps)
+    add_request_arguments(parser, ps)
 
 
 def ps(args: Namespace) -> int:

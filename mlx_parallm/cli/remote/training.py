@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from mlx_parallm.cli.parser import AddCommand
-from mlx_parallm.cli.remote.client import Client, add_server_arguments
-from mlx_parallm.cli.table import add_json_argument, show
+from mlx_parallm.cli.remote.client import Client, add_request_arguments
+from mlx_parallm.cli.table import show
 
 _UPDATE_TIMEOUT_S = 3600.0
 """An update, and a rollback, wait for the update that is being made, and for their turns between requests."""
@@ -34,11 +34,9 @@ def add_commands(add: AddCommand) -> None:
     _add_arguments(rolling, roll_back)
 
 
-def _add_arguments(parser: argparse.ArgumentParser, run: object) -> None:
+def _add_arguments(parser: argparse.ArgumentParser, run: Callable[[Namespace], int]) -> None:
     parser.add_argument("--adapter", metavar="NAME", help="A trained adapter. Default: the default adapter.")
-    add_server_arguments(parser)
-    add_json_argument(parser)
-    parser.set_defaults(run=run)
+    add_request_arguments(parser, run)
 
 
 def status(args: Namespace) -> int:

@@ -8,8 +8,8 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
-from mlx_parallm.cli.remote.client import Client, add_server_arguments
-from mlx_parallm.cli.table import add_json_argument, show, table
+from mlx_parallm.cli.remote.client import Client, add_request_arguments
+from mlx_parallm.cli.table import show, table
 
 _COLUMNS = ("key", "role", "requests", "running", "refused", "prompt tokens", "of them cached", "answer tokens")
 _FIELDS = ("key", "role", "requests", "running", "refused", "prompt_tokens", "cached_tokens", "completion_tokens")
@@ -17,9 +17,7 @@ _FIELDS = ("key", "role", "requests", "running", "refused", "prompt_tokens", "ca
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the command."""
-    add_server_arguments(parser)
-    add_json_argument(parser)
-    parser.set_defaults(run=usage)
+    add_request_arguments(parser, usage)
 
 
 def usage(args: Namespace) -> int:
