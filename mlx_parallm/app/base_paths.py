@@ -51,7 +51,7 @@ def _models_of(path: str | None) -> Iterator[str | None]:
     models: list[str] = []
     if folder is not None and folder.is_dir() and not (folder / "config.json").exists():
         models = sorted(str(sub) for sub in folder.iterdir() if (sub / "config.json").exists())
-    yield from models or (path,)  # whoever loads the path says what is wrong with it
+    yield from models or (path,)  # loading the path reports what is wrong with it
 
 
 def base_of_adapter(folder: Path, bases: tuple[BasePath, ...]) -> str:
@@ -62,7 +62,7 @@ def base_of_adapter(folder: Path, bases: tuple[BasePath, ...]) -> str:
     try:
         settings = read_config(folder, None) if (folder / CONFIG_FILE).is_file() else {}
     except AdapterFileError:
-        settings = {}  # whoever reads the adapter is told what is wrong with it
+        settings = {}  # loading the adapter reports what is wrong with it
     declared = next((settings[key] for key in _BASE_KEYS if isinstance(settings.get(key), str)), "")
     return next((base.name for base in bases if declared and _is(base, declared)), bases[0].name)
 

@@ -246,7 +246,7 @@ class BaseSet:
         """Has others give way until `wanted` fits. False if nobody waits for it any more.
 
         Raises:
-            ModelUnavailableError: it does not fit, whoever gives way.
+            ModelUnavailableError: it does not fit, even if every base model that may be put away is.
         """
         wanted.weight_bytes = wanted.weight_bytes or await self._loader.weigh(wanted.name)
         if not self._residency.fits(wanted):

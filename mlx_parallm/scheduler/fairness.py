@@ -1,11 +1,12 @@
 """Divides the rows of one work class between API keys, and those of a key between its adapters, by their tokens.
 
-It is deficit round robin with the deficits written as what each has got: of those that wait, the one that has got the
-fewest tokens gets the next row. Deficit round robin would have to know the length of an answer before it gives the row.
-Here tokens count when they are computed, and a row counts as `ROW_TOKENS` in advance as long as it is held, so that one
-key cannot take all rows before its first token is counted.
+It is a form of deficit round robin: of the owners that wait, the one for which the fewest tokens were computed gets the
+next row. Deficit round robin itself would have to know the length of an answer before the row is given. Here tokens
+count when they are computed, and a row counts as `ROW_TOKENS` in advance as long as it is held, so that one key cannot
+take all rows before its first token is counted.
 
-Nobody saves up what it did not use: whoever begins to wait counts as having got what the one behind all others has got.
+An unused share is not saved up: an owner that begins to wait starts with the count of the owner with the fewest tokens
+among those that wait.
 """
 
 from __future__ import annotations

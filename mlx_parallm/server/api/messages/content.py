@@ -4,6 +4,7 @@ they stand for."""
 from __future__ import annotations
 
 import json
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -32,9 +33,9 @@ class Block(WireInput):
 
     IGNORED: ClassVar[frozenset[str]] = frozenset({"cache_control"})
 
+    @abstractmethod
     def message(self, role: str) -> ChatMessageFields:
         """The block as a chat message of its own, in a message of `role`. Empty if it adds nothing to the prompt."""
-        raise NotImplementedError
 
 
 class TextBlock(Block):
