@@ -1,4 +1,5 @@
-"""The sections of the configuration, apart from `server` and `rl_training`: every setting, its type, default and description.
+"""The sections of the configuration, apart from `server` and `rl_training`: every setting, its type, default and
+description.
 
 The string below a field is its description. A new setting is declared here and nowhere else: `--print-config`,
 server_config.yaml and the environment variables are derived from these classes. A flag for it is one line in

@@ -26,7 +26,7 @@ from mlx_parallm.server.sampling import used_defaults
 from mlx_parallm.server.services import Services, ServicesDep
 
 API_VERSION = "0.14.0"
-"""The first version of Ollama with all parts of its API, OpenAI's and Anthropic's that this server has too."""
+"""What `/api/version` answers. Clients compare it with the oldest version of Ollama that they support."""
 LATEST = ":latest"
 IN_MEMORY = (ModelState.LOADED, ModelState.LEAVING)
 MODELFILE_NAMES = {"max_new_tokens": "num_predict", "repetition_penalty": "repeat_penalty"}
