@@ -4,16 +4,18 @@
     step n+1                                tasks 4-7 ── answers ──▶ rewards · ▶ update n+1
 
 The version that answers the tasks of step n+1 is then one version old when they are trained on. It is never older: at
-most one batch is drawn ahead, and a step begins no second one.
+most one batch is drawn ahead, and a step begins no second one. A batch that was drawn ahead and has waited meanwhile
+is followed by another one before its own update, because that one would have to wait as well.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mlx_parallm.app.environment_rollouts import EnvironmentRollouts
 from mlx_parallm.config import RLTrainingConfig
@@ -38,6 +40,8 @@ class Batch:
         began: monotonic time when the first one was asked.
         drawn: answers or episodes that have ended.
         seconds: from `began` until all had ended.
+        waited: whether nothing was drawn for `draw_ahead_after_s` seconds before it had all rewards.
+        rewarded: done when all answers are drawn and have their rewards.
     """
 
     first: int
@@ -47,6 +51,8 @@ class Batch:
     began: float
     drawn: int = 0
     seconds: float = 0.0
+    waited: bool = False
+    rewarded: asyncio.Task[DrawResult] = field(init=False)
 
 
 class StepRollouts:
@@ -127,14 +133,12 @@ class StepRollouts:
         Raises:
             EngineDeadError: the device thread has stopped.
         """
-        while not batch.drawing.done():
-            await self._look(batch)
-            await asyncio.wait((batch.drawing,), timeout=_POLL_S)
-        drawn = await batch.drawing
-        while self._waits_for_rewards(batch):
-            await self._look(batch)
-            await asyncio.sleep(_POLL_S)
-        return drawn
+        while not batch.rewarded.done():
+            self._check_alive()
+            await self._draw_ahead(batch)
+            await asyncio.wait((batch.rewarded,), timeout=_POLL_S)
+        await self._draw_ahead(batch)
+        return await batch.rewarded
 
     def unscored(self, batch: Batch) -> int:
         """Tasks of a batch whose answers could not be scored."""
@@ -163,11 +167,9 @@ class StepRollouts:
 
     # -- batches ---------------------------------------------------------------------------------
 
-    async def _look(self, batch: Batch) -> None:
-        """Begins to draw ahead when nothing has been drawn for long enough."""
-        self._check_alive()
-        quiet = min(self._rollouts.quiet_s, time.monotonic() - batch.began)
-        if self._draws_ahead and quiet >= (self._config.draw_ahead_after_s or 0.0):
+    async def _draw_ahead(self, batch: Batch) -> None:
+        """Begins to draw the next batch if this one has waited."""
+        if self._draws_ahead and batch.waited:
             self._draws_ahead = False
             try:
                 self._ahead = await self._begin(self._groups)
@@ -179,7 +181,16 @@ class StepRollouts:
         drawing = asyncio.create_task(self._rollouts.answer(taken, version))
         batch = Batch(taken.first, taken.end, version, drawing, time.monotonic())
         drawing.add_done_callback(lambda _: _stop_clock(batch))
+        batch.rewarded = asyncio.create_task(self._follow(batch))
         return batch
+
+    async def _follow(self, batch: Batch) -> DrawResult:
+        """Returns when all answers of a batch are drawn and have their rewards. Notes whether it has waited."""
+        longest = math.inf if self._config.draw_ahead_after_s is None else self._config.draw_ahead_after_s
+        while not batch.drawing.done() or self._waits_for_rewards(batch):
+            batch.waited |= min(self._rollouts.quiet_s, time.monotonic() - batch.began) >= longest
+            await asyncio.sleep(_POLL_S)
+        return await batch.drawing
 
     def _waits_for_rewards(self, batch: Batch) -> bool:
         numbers = (self._rollouts.number_of(card.group_id) for card in self._service.groups() if not card.complete)
@@ -194,9 +205,10 @@ class StepRollouts:
                     self._on_drawn(count)
 
     async def _end(self, *batches: Batch) -> None:
-        for batch in batches:
-            batch.drawing.cancel()
-        await asyncio.gather(*(batch.drawing for batch in batches), return_exceptions=True)
+        tasks = [task for batch in batches for task in (batch.drawing, batch.rewarded)]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def _on_event(self, event: TrainingEvent) -> None:
         if event.kind == "dropped" and event.data["reasons"].get(DropReason.SCORING_FAILED.value):

@@ -179,6 +179,50 @@ async def test_the_next_step_is_drawn_while_rewards_are_awaited_and_the_one_afte
     assert world.update() == range(4, 6)
 
 
+async def test_a_batch_that_was_drawn_ahead_and_has_waited_is_followed_by_another_one(world: World) -> None:
+    """Otherwise every second step would have to wait for its rewards."""
+    _, ended = await world.begin()
+    await world.draw(2, 3)
+    await until(lambda: len(world.begun) == 3)
+    await world.draw(4, 5)
+    world.reward(2, 3)
+    await ended
+    assert world.update() == range(2, 4)
+    await a_while()  # of the update
+    world.reward(4, 5)
+    for first in (4, 6):
+        batch, ended = await world.begin()
+        assert batch.first == first
+        await ended
+        await until(lambda following=first + 2: world.begun[-1][0] == following)
+        assert world.begun[-1][1] == world.rollouts.live.version, "before the update, so that it is one version old"
+        await world.draw(first + 2, first + 3)
+        world.update()
+        await a_while()
+        world.reward(first + 2, first + 3)
+    world.rollouts.quiet_s = 0.0
+    assert (await world.begin())[0].first == 8
+
+
+async def test_it_is_not_if_its_rewards_came_at_once() -> None:
+    world = World(draw_ahead_after_s=0.5)
+    await world.whole_step()
+    _, ended = await world.begin()
+    await world.draw(2, 3)
+    await until(lambda: len(world.begun) == 3)
+    world.rollouts.quiet_s = 0.0
+    world.reward(2, 3)
+    await ended
+    world.update()
+    _, ended = await world.begin()
+    await world.draw(4, 5)
+    world.reward(4, 5)
+    await ended
+    world.update()
+    assert [first for first, _ in world.begun] == [0, 2, 4]
+    await world.steps.close()
+
+
 async def test_nothing_is_drawn_ahead_if_nothing_waits(world: World) -> None:
     for first in (2, 4, 6):
         world.rollouts.quiet_s = 0.0
