@@ -7,10 +7,12 @@
 default. In `scorer`, the reward of an answer comes after --wait seconds, in which its process sleeps; in `tool`, an
 environment's tool sleeps so long between the two turns of an episode; in `neither`, nothing waits, and both should take
 the same time. The two runs of a seed come one after the other, in turn the one and the other first. Compared is the
-time of all steps, and the mean reward of the last five. About 20 minutes on two cores.
+time of all steps, and the mean reward of the last five. About 20 minutes on two cores. A part that is not run again
+keeps its runs in the file.
 """
 
 import argparse
+import json
 import signal
 import sys
 import tempfile
@@ -105,18 +107,25 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     machine.warn_if_busy()
     before = machine.describe()
-    runs = [
+    runs = [run for run in _earlier(arguments.out) if run.kind not in arguments.only]
+    runs += [
         _run(kind, seed, ahead, arguments)
         for kind in arguments.only
         for number, seed in enumerate(arguments.seeds)
         for ahead in ((False, True) if number % 2 == 0 else (True, False))
     ]
-    figures = [figure for kind in arguments.only for figure in _figures(kind, runs)]
+    kinds = [kind for kind in KINDS if any(run.kind == kind for run in runs)]
+    figures = [figure for kind in kinds for figure in _figures(kind, runs)]
     report.show(figures)
     record = {"machine": before, "setting": report.setting(arguments), "runs": [asdict(run) for run in runs]}
     report.write(arguments.out, record, figures)
     print(f"written to {arguments.out}")
     return int(any(figure.met is False for figure in figures))
+
+
+def _earlier(file: Path) -> list[Run]:
+    """The runs in the file."""
+    return [Run(**run) for run in json.loads(file.read_text())["runs"]] if file.exists() else []
 
 
 def _figures(kind: str, runs: Sequence[Run]) -> Iterator[Figure]:
