@@ -120,7 +120,8 @@ class ChunkPacker:
             prompts: in the order in which they are served.
             late: the overdue prompts, which must be in the unit; scored ones first.
             at_least_one: if no prompt is overdue, the first one gets at least the smallest chunk.
-            pooling: the part of the allowance that prompts whose hidden states are pooled may use.
+            pooling: what is left of the share of prompts whose hidden states are pooled, in seconds. If anything is
+                left, they may use the whole allowance, because small chunks cost much more per token.
         """
         if late and late[0].scored:
             prompts, late, at_least_one = late[:1], [], True
@@ -167,7 +168,7 @@ class _Chunks:
         self.tokens: dict[Sequence, int] = {}
         self._cost = cost
         self._seconds_left = seconds
-        self._pooling_left = pooling_seconds  # part of them
+        self._pooling_left = pooling_seconds
         self._tokens_left = max_tokens
         self._kinds: Counter[PromptKind] = Counter()
 
@@ -193,7 +194,8 @@ class _Chunks:
     def left_for(self, prompt: Sequence) -> tuple[float, int]:
         """Seconds and tokens that are left for this prompt beside the others."""
         tokens = self.tokens.get(prompt, 0)
-        left = self._seconds_left if prompt.pooling is None else min(self._seconds_left, self._pooling_left)
+        may_use = prompt.pooling is None or self._pooling_left > 0.0
+        left = self._seconds_left if may_use else 0.0
         return left + self._seconds(prompt, tokens), self._tokens_left + tokens
 
     def _seconds(self, prompt: Sequence, tokens: int) -> float:

@@ -20,7 +20,7 @@ _CHUNK_STALL_S = 0.3
 _NEWEST_STEP = 0.2
 """Weight of the newest step in the running average of a step's own time."""
 
-_POOLING_SHARE = 0.12
+_POOLING_SHARE = 0.15
 """Share of the time of steps that prompts whose hidden states are pooled get. Unlike a prompt that waits for its first
 token, they come by the hundred, and nobody reads along."""
 
@@ -126,10 +126,11 @@ class DecodeGap:
 
 
 class PoolingShare:
-    """The time that prompts whose hidden states are pooled may take of the next step: their share of the steps so far,
-    less what they took. It is negative after a step in which their guarantee of progress took more.
+    """The share of time of prompts whose hidden states are pooled: that of the steps so far, less what they took.
 
-    seconds: that time; at most `most`, because what was not used is not saved up for long.
+    As long as something is left, they may take a whole chunk, and then wait until their share has made up for it.
+
+    seconds: what is left; at most `most`, because what was not used is not saved up for long.
     """
 
     def __init__(self) -> None:
