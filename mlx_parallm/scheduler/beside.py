@@ -40,6 +40,11 @@ class WorkBesideRequests:
         self._training_is_due = self._share.is_due(now, self._training is not None)
         self.share_meter.update(now, contended=self._training is not None and requests_run)
 
+    @property
+    def training_waits(self) -> bool:
+        """Whether training has a unit to run."""
+        return self._training is not None
+
     def next_unit(
         self, now: float, live: bool, decoding: list[Sequence], prompts: list[Sequence]
     ) -> StagingUnit | TrainingUnit | None:

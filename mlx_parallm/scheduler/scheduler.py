@@ -9,8 +9,9 @@ about `DecodeGap.chunk_s` seconds at most; the prompt with the least left goes f
 Prompts whose hidden states are pooled get a smaller share of the time beside decode rows (`PoolingShare`).
 Between two forward units, staging, which copies adapters into the bank, gets a share of the time, and a training unit
 runs when its share of time is due. Both use all the time that no row can use. Rollouts yield to live requests: they get
-their share of a unit's decode rows, their prompts come last, and their rows are preempted first. Within a class and a
-priority, API keys get rows in turns, by their tokens (`fairness`). A key that holds none gets its first row at once.
+their share of a unit's decode rows, or one row while training waits, their prompts come last, and their rows are
+preempted first. Within a class and a priority, API keys get rows in turns, by their tokens (`fairness`). A key that
+holds none gets its first row at once.
 
 Invariants:
 - Units cannot be interrupted. Therefore all that delays the rows of a step, which is the work before it and the chunks
@@ -213,7 +214,8 @@ class RLAwareScheduler:
         if self._frozen:
             return self._beside.idle_unit(others_run)
         followers = self._share_prefixes()
-        rows, prompts = decoding(self._rows, self.schedule.row_shares), prefilling(self._rows)
+        rows = decoding(self._rows, self.schedule.row_shares, self._beside.training_waits)
+        prompts = prefilling(self._rows)
         before = self._beside.next_unit(now, bool(self._rows), rows, prompts)
         return before or self._next_forward(rows, followers) or self._beside.idle_unit(others_run)
 

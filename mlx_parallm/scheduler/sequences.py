@@ -224,19 +224,22 @@ def prefilling(rows: Iterable[Sequence]) -> list[Sequence]:
     return [row for row in rows if row.status is SequenceStatus.PREFILLING]
 
 
-def decoding(rows: Iterable[Sequence], shares: Mapping[WorkClass, float]) -> list[Sequence]:
+def decoding(
+    rows: Iterable[Sequence], shares: Mapping[WorkClass, float], training_waits: bool = False
+) -> list[Sequence]:
     """The decode rows of the next forward unit.
 
     Each additional row makes a unit longer. Therefore rollouts beside live requests get only their share of the rows,
-    at least one, and the oldest rollouts first. The other rollouts keep their rows and wait.
+    at least one, and the oldest rollouts first. The other rollouts keep their rows and wait. If training wants the
+    device too, rollouts get one row: live requests give way to one of the two at a time.
     """
     rows = [row for row in rows if row.status is SequenceStatus.RUNNING and row.may_draw]
     live = sum(row.work_class is WorkClass.INFERENCE for row in rows)
     if live == 0 or live == len(rows) or shares[WorkClass.INFERENCE] == 0:
         return rows
-    places = max(1, int(live * shares[WorkClass.TRAINING] / shares[WorkClass.INFERENCE]))
+    share = 0 if training_waits else int(live * shares[WorkClass.TRAINING] / shares[WorkClass.INFERENCE])
     rollouts = [row for row in rows if row.work_class is WorkClass.TRAINING]
-    waiting = set(rollouts[places:])
+    waiting = set(rollouts[max(1, share) :])
     return [row for row in rows if row not in waiting]
 
 

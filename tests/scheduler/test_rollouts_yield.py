@@ -40,6 +40,18 @@ def test_beside_live_requests_rollouts_draw_by_their_share(live: int, drawing: i
     assert classes(decoding(driver)) == {LIVE: live, ROLLOUT: drawing}
 
 
+def test_beside_live_requests_rollouts_have_one_row_while_training_waits() -> None:
+    driver = Driver()
+    for work_class in (ROLLOUT, LIVE):
+        for _ in range(8):
+            driver.add(5, max_tokens=ENDLESS, work_class=work_class)
+    assert classes(decoding(driver)) == {LIVE: 8, ROLLOUT: 3}
+    driver.micro_steps = 1000
+    assert classes(decoding(driver)) == {LIVE: 8, ROLLOUT: 1}
+    driver.micro_steps = 0
+    assert classes(decoding(driver)) == {LIVE: 8, ROLLOUT: 3}
+
+
 def test_the_oldest_rollouts_draw_and_all_end_beside_endless_requests() -> None:
     driver = Driver()
     driver.add(5, max_tokens=ENDLESS)
