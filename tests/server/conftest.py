@@ -80,6 +80,21 @@ def client(make_client):
     return make_client()
 
 
+@pytest.fixture
+def post_json(make_client):
+    """`post_json(path, content, headers)` → the response, without an event loop around it. All requests go to one app,
+    because making one takes much longer than a request."""
+    with asyncio.Runner() as runner:
+        client = make_client()
+
+        def send(path, content, headers=None):
+            given = {"content-type": "application/json"} if headers is None else headers
+            return runner.run(client.post(path, content=content, headers=given))
+
+        yield send
+        runner.run(client.aclose())
+
+
 @pytest.fixture(scope="session")
 def document():
     """The OpenAPI document, which takes long to make. Not to be changed."""

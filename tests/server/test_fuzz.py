@@ -1,211 +1,165 @@
-"""Random fields: every answer is a success or an error body, and never a 5xx."""
+"""Random fields in every API that answers a prompt: each answer is a success or that API's error, and never a 5xx."""
 
-import asyncio
 import json
+from dataclasses import dataclass, field
 
-import httpx
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from server.fuzzing import bodies, fuzzed, objects, scalars, values
 
-from mlx_parallm.server.api.adapters import schema as wire
 from mlx_parallm.server.api.chat.schema import ChatBody, ChatCompletion
 from mlx_parallm.server.api.completions import Completion, CompletionBody
+from mlx_parallm.server.api.fields import WireInput, WireOutput
+from mlx_parallm.server.api.messages.objects import MessageObject, TokenCount
+from mlx_parallm.server.api.messages.schema import CountTokensBody, MessagesBody
+from mlx_parallm.server.api.pooling.embeddings import Embeddings, EmbeddingsBody
+from mlx_parallm.server.api.pooling.scores import Ranking, RerankBody, ScoreBody, Scores
 from mlx_parallm.server.api.responses.objects import ResponseObject
 from mlx_parallm.server.api.responses.schema import ResponsesBody
-from mlx_parallm.server.api.training import objects as training_objects
-from mlx_parallm.server.api.training import people_schema as people_wire
-from mlx_parallm.server.api.training import schedule as schedule_wire
-from mlx_parallm.server.api.training import schema as training_wire
+from mlx_parallm.server.error_forms import ErrorBody, MessagesError, OllamaError
+from mlx_parallm.server.protocols.ollama.objects import ChatAnswer, EmbedAnswer, GenerateAnswer, ShownModel
+from mlx_parallm.server.protocols.ollama.options import OllamaOptions
+from mlx_parallm.server.protocols.ollama.schema import EmbedBody, OllamaChatBody, OllamaGenerateBody, ShowBody
+from mlx_parallm.server.protocols.tokens.schema import TokenCompletion, TokensBody
 
-scalars = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-(2**70), 2**70),
-    st.integers(-2, 3),
-    st.floats(),
-    st.text(st.characters(exclude_categories=()), max_size=8),
+USER = [{"role": "user", "content": "x"}]
+ROLES = ("user", "assistant", "system", "tool")
+COLLECTED = {"prompt": "x", "collect_trajectory": True, "scoring_function": "exact"}
+
+
+@dataclass(frozen=True)
+class Route:
+    """A route with a body that it answers, its answer when it is not streamed, and its error. `nested`: the objects of
+    a list in the body, by the list's name."""
+
+    path: str
+    model: type[WireInput]
+    base: dict
+    answer: type[WireOutput]
+    error: type[WireOutput] = ErrorBody
+    nested: dict = field(default_factory=dict)
+
+
+def messages(*names):
+    """Messages of a conversation, which may have any text."""
+    return st.lists(objects(["role", "content", *names], ROLES), min_size=1, max_size=3)
+
+
+BLOCKS = st.lists(
+    objects(
+        ["type", "text", "thinking", "id", "name", "input", "tool_use_id", "content", "source"],
+        ["text", "thinking", "tool_use", "tool_result", "image"],
+    ),
+    max_size=3,
 )
-values = st.recursive(
-    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+ROUTES = (
+    Route("/v1/completions", CompletionBody, {"prompt": "x"}, Completion),
+    Route("/v1/completions", CompletionBody, COLLECTED, Completion, nested={"metadata": objects(["answer", "x"])}),
+    Route(
+        "/v1/chat/completions",
+        ChatBody,
+        {"messages": USER},
+        ChatCompletion,
+        nested={"messages": messages("tool_calls", "tool_call_id", "name", "reasoning_content")},
+    ),
+    Route(
+        "/v1/responses",
+        ResponsesBody,
+        {"input": "x"},
+        ResponseObject,
+        nested={
+            "input": st.lists(
+                objects(
+                    ["type", "role", "content", "call_id", "name", "arguments", "output"],
+                    ["message", "function_call", "function_call_output", "reasoning", "user"],
+                ),
+                max_size=3,
+            )
+        },
+    ),
+    Route(
+        "/v1/messages",
+        MessagesBody,
+        {"max_tokens": 4, "messages": USER},
+        MessageObject,
+        MessagesError,
+        {"messages": st.lists(st.fixed_dictionaries({"role": st.sampled_from(ROLES), "content": BLOCKS}), max_size=3)},
+    ),
+    Route("/v1/messages/count_tokens", CountTokensBody, {"messages": USER}, TokenCount, MessagesError),
+    Route(
+        "/api/chat",
+        OllamaChatBody,
+        {"messages": USER, "stream": False},
+        ChatAnswer,
+        OllamaError,
+        {
+            "messages": messages("tool_calls", "tool_name", "thinking", "images"),
+            "options": bodies(OllamaOptions, {}),
+        },
+    ),
+    Route(
+        "/api/generate",
+        OllamaGenerateBody,
+        {"prompt": "x"},
+        GenerateAnswer,
+        OllamaError,
+        {"options": bodies(OllamaOptions, {}), "keep_alive": scalars},
+    ),
+    Route(
+        "/api/embed", EmbedBody, {"input": ["x"]}, EmbedAnswer, OllamaError, {"input": st.lists(scalars, max_size=3)}
+    ),
+    Route("/api/show", ShowBody, {}, ShownModel, OllamaError),
+    Route("/v1/embeddings", EmbeddingsBody, {"input": "x"}, Embeddings, nested={"input": st.lists(values, max_size=3)}),
+    Route("/v1/score", ScoreBody, {"text_1": "x", "text_2": ["y"]}, Scores, nested={"text_2": st.lists(st.text())}),
+    Route(
+        "/v1/rerank",
+        RerankBody,
+        {"query": "x", "documents": ["y"]},
+        Ranking,
+        nested={"documents": st.lists(objects(["text"]) | st.text(), max_size=3)},
+    ),
+    Route("/inference/v1/generate", TokensBody, {"token_ids": [1], "sampling_params": {}}, TokenCompletion),
 )
 
 
-def bodies(model, base):
-    names = [*model.model_fields, *model.IGNORED, *model.NEUTRAL, "x"]
-    return st.dictionaries(st.sampled_from(names), values, max_size=4).map(lambda fields: {**base, **fields})
-
-
-def check(make_client, engine, path, answer, body):
-    async def post():
-        async with make_client() as client:
-            return await client.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
-
-    response = asyncio.run(post())
-    if response.status_code == 200:
-        if body.get("stream") is not True:
-            answer.model_validate_json(response.text)
-        assert not engine.live
-    else:
+def check(route, engine, response):
+    """Checks that an answer is one of the route's, and that nothing is left of the request."""
+    if response.status_code != 200:
         assert response.status_code in (400, 404), response.text
-        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+        route.error.model_validate_json(response.text)
         response.text.encode()
-
-
-fuzzed = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-@fuzzed
-@given(body=bodies(CompletionBody, {"prompt": "x"}))
-def test_completions(make_client, engine, body):
-    check(make_client, engine, "/v1/completions", Completion, body)
-
-
-@fuzzed
-@given(body=bodies(ChatBody, {"messages": [{"role": "user", "content": "x"}]}))
-def test_chat(make_client, engine, body):
-    check(make_client, engine, "/v1/chat/completions", ChatCompletion, body)
-
-
-@fuzzed
-@given(
-    body=bodies(ResponsesBody, {"input": "x"})
-    | st.lists(
-        st.dictionaries(
-            st.sampled_from(["type", "role", "content", "call_id", "name", "arguments", "output"]),
-            values | st.sampled_from(["message", "function_call", "function_call_output", "reasoning", "user"]),
-            max_size=5,
-        ),
-        max_size=3,
-    ).map(lambda items: {"input": items})
-)
-def test_responses(make_client, engine, body):
-    check(make_client, engine, "/v1/responses", ResponseObject, body)
-
-
-def check_change(make_client, adapters, path, answer, body):
-    async def post():
-        async with make_client() as client:
-            return await client.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
-
-    adapters.known.clear()
-    adapters.publish("math")
-    response = asyncio.run(post())
-    if response.status_code == 200:
-        answer.model_validate_json(response.text)
+    elif response.headers["content-type"].startswith("application/json"):
+        route.answer.model_validate_json(response.text)
     else:
-        assert response.status_code in (400, 404, 409), response.text
-        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
-    assert adapters.leased == 0
+        for line in response.text.splitlines():
+            if line.startswith(("data: {", "{")):
+                json.loads(line.removeprefix("data: "))
+    assert not engine.live
 
 
+@pytest.mark.parametrize("route", ROUTES, ids=[route.path for route in ROUTES])
 @fuzzed
-@given(body=bodies(wire.LoadLoraBody, {"lora_name": "x", "lora_path": "x"}))
-def test_load(make_client, adapters, body):
-    check_change(make_client, adapters, "/v1/load_lora_adapter", wire.LoadedLora, body)
-
-
-@fuzzed
-@given(body=bodies(wire.UnloadLoraBody, {"lora_name": "math"}))
-def test_unload(make_client, adapters, body):
-    adapters.shares = {"base": 1.0}
-    check_change(make_client, adapters, "/v1/unload_lora_adapter", wire.UnloadedLora, body)
-
-
-@fuzzed
-@given(
-    body=bodies(wire.RouteBody, {"weights": {"math": 1}})
-    | st.dictionaries(st.sampled_from(["math", "base", "x"]), values, max_size=3).map(
-        lambda shares: {"weights": shares}
-    )
-)
-def test_route(make_client, adapters, body):
-    check_change(make_client, adapters, "/v1/adapters/route", wire.AdapterRoute, body)
-
-
-@fuzzed
-@given(body=bodies(wire.RollbackBody, {}))
-def test_rollback(make_client, adapters, body):
-    adapters.before, adapters.shares = [], {"base": 1.0}
-    check_change(make_client, adapters, "/v1/adapters/rollback", wire.RolledBack, body)
-
-
-@fuzzed
-@given(body=bodies(wire.SwitchLoraBody, {"version": "math"}))
-def test_switch(make_client, adapters, body):
-    check_change(make_client, adapters, "/v1/model/switch-lora", wire.SwitchedLora, body)
-
-
-@fuzzed
-@given(
-    body=bodies(wire.SaveCheckpointBody, {})
-    | st.dictionaries(st.text(max_size=5), values, max_size=3).map(lambda metrics: {"metrics": metrics})
-)
-def test_save(make_client, adapters, body):
-    check_change(make_client, adapters, "/v1/training/checkpoint", wire.Checkpoint, body)
-
-
-@fuzzed
-@given(
-    body=bodies(training_wire.UpdateBody, {})
-    | bodies(training_wire.GivenTrajectoryBody, {"prompt_token_ids": [1], "completion_token_ids": [2]}).map(
-        lambda given: {"trajectories": [given]}
-    )
-)
-def test_update(make_client, adapters, body):
-    check_change(make_client, adapters, "/v1/training/update", training_objects.UpdateObject, body)
-
-
-@fuzzed
-@given(body=bodies(training_wire.TrainingRollbackBody, {}))
-def test_training_rollback(make_client, adapters, body):
-    check_change(make_client, adapters, "/v1/training/rollback", training_objects.TrainingObject, body)
-
-
-@fuzzed
-@given(body=bodies(training_wire.FeedbackBody, {"trajectory_id": "traj-0", "score": 1}))
-def test_feedback(make_client, adapters, body):
-    check_change(make_client, adapters, "/v1/training/feedback", training_objects.FeedbackObject, body)
-
-
-@fuzzed
-@given(body=bodies(people_wire.PreferenceBody, {"prompt": "x", "chosen": "a", "rejected": "b"}))
-def test_preference(make_client, adapters, body):
-    check_change(make_client, adapters, "/v1/training/preference", people_wire.PreferenceObject, body)
-
-
-@fuzzed
-@given(
-    body=bodies(schedule_wire.ScheduleBody, {})
-    | bodies(schedule_wire.PriorityRatiosBody, {}).map(lambda ratios: {"priority_ratios": ratios})
-)
-def test_schedule(make_client, adapters, engine, body):
-    check_change(make_client, adapters, "/v1/training/schedule", schedule_wire.ScheduleObject, body)
-    for schedule in engine.schedules:
-        assert 0 < schedule.training_time_share <= 1
-        assert 0 < schedule.max_decode_stall_s <= 60
-        assert sum(schedule.row_shares.values()) == pytest.approx(1, abs=1e-5)
-
-
-collected = {"prompt": "x", "collect_trajectory": True, "scoring_function": "exact"}
-
-
-@fuzzed
-@given(
-    body=bodies(CompletionBody, collected)
-    | st.dictionaries(st.text(max_size=5), values, max_size=3).map(
-        lambda given: {**collected, "metadata": {**given, "answer": 1}}
-    )
-)
-def test_collected_completions(make_client, engine, body):
-    check(make_client, engine, "/v1/completions", Completion, body)
+@given(data=st.data())
+def test_random_fields(post_json, engine, route, data):
+    body = data.draw(bodies(route.model, route.base))
+    for name, nested in route.nested.items():
+        if data.draw(st.booleans()):
+            body[name] = data.draw(nested)
+    check(route, engine, post_json(route.path, json.dumps(body)))
 
 
 @fuzzed
 @given(raw=st.binary(max_size=60) | st.text(max_size=60).map(str.encode) | values.map(lambda v: json.dumps(v).encode()))
-def test_raw_bodies(make_client, raw):
-    async def post() -> httpx.Response:
-        async with make_client() as client:
-            return await client.post("/v1/completions", content=raw, headers={"content-type": "application/json"})
+def test_raw_bodies(post_json, raw):
+    assert post_json("/v1/completions", raw).status_code == 400
 
-    assert asyncio.run(post()).status_code == 400
+
+@fuzzed
+@given(form=st.binary(max_size=60) | st.text(max_size=60).map(lambda key: f"key={key}".encode()))
+def test_no_form_opens_a_session(post_json, form):
+    """The server has no keys, so none of them can be right."""
+    headers = {"origin": "http://localhost:8000", "content-type": "application/x-www-form-urlencoded"}
+    response = post_json("/login", form, headers)
+    assert response.status_code in (401, 429)
+    assert "set-cookie" not in response.headers
