@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
+from mlx_parallm import logs
 from mlx_parallm.app import banner
 from mlx_parallm.app.atropos import open_source, registration
 from mlx_parallm.app.base_loader import build_base_set
@@ -31,8 +31,9 @@ def run(config: Config) -> int:
     Raises:
         ConfigError, ModelError: before anything is served.
     """
-    logging.basicConfig(level=config.server.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
-    request_log.write_plain_lines()
+    logs.set_up(config.server.log_level, config.server.log_format == "json")
+    if config.server.log_format == "text":
+        request_log.write_plain_lines()
     return asyncio.run(_run(config))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import signal
 import sys
@@ -11,6 +10,7 @@ from collections.abc import Coroutine
 from dataclasses import asdict
 from typing import Any, NoReturn
 
+from mlx_parallm import logs
 from mlx_parallm.app.atropos_run import AtroposRun
 from mlx_parallm.app.build import Engine
 from mlx_parallm.app.environment_run import EnvironmentRun
@@ -39,7 +39,7 @@ def run(config: Config, options: TrainOptions, view: TrainView) -> int:
         StorageError: the last updates could not be saved.
         EngineError: the device thread ended, or could not draw.
     """
-    logging.basicConfig(level=config.server.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    logs.set_up(config.server.log_level, config.server.log_format == "json")
     if config.model.other_base_models:
         raise ConfigError("model.other_base_models: a run trains one base model; give --model-path one value")
     training = config.rl_training

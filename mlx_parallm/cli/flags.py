@@ -192,6 +192,7 @@ GROUPS = (
         "What is logged, where, and what is checked at run time.",
         (
             Flag("--log-level", "server.log_level", "LEVEL"),
+            Flag("--log-format", "server.log_format", "text|json"),
             Flag("--access-log", "server.access_log", "BOOL"),
             Flag("--trajectory-log", "rl_training.trajectory_log", "FILE"),
             Flag("--trackers", "rl_training.trackers", "NAME,NAME"),

@@ -223,6 +223,10 @@ class ServerConfig(Section):
     """
     log_level: Annotated[Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(lower)] = "info"
     """Lowest level that is logged: debug, info, warning, error or critical."""
+    log_format: Annotated[Literal["text", "json"], BeforeValidator(lower)] = "text"
+    """text, or json for one JSON object on each line: time, level, logger, message, the ids of the request and of its
+    trace, the adapter, and an exception with its stack.
+    """
     access_log: bool = True
     """Log one line of JSON for each request, at level info. It has no text of prompts or answers. Successful probes
     (/health, /ready, /metrics) are logged at level debug.

@@ -13,7 +13,7 @@ from mlx_parallm.errors import StepFailedError
 from mlx_parallm.server.http import request_log
 
 COMPLETIONS = "/v1/completions"
-EVERY_LINE = {"time", "id", "method", "route", "status", "total_ms"}
+EVERY_LINE = {"time", "request_id", "method", "route", "status", "total_ms"}
 GENERATION = {
     *("model", "adapter", "prompt_tokens", "cached_tokens", "completion_tokens"),
     *("queue_ms", "first_token_ms", "finish"),
@@ -41,7 +41,7 @@ async def test_a_generation_leaves_one_line(client, engine, adapters, lines):
     response = await client.post(COMPLETIONS, json=body)
     (line,) = lines()
     assert set(line) == EVERY_LINE | GENERATION
-    assert line["id"] == response.json()["id"] == response.headers["x-request-id"]
+    assert line["request_id"] == response.json()["id"] == response.headers["x-request-id"]
     assert (line["method"], line["route"], line["status"]) == ("POST", COMPLETIONS, 200)
     assert (line["model"], line["adapter"]) == ("math", str(AdapterRef("math", 1)))
     assert (line["prompt_tokens"], line["cached_tokens"], line["completion_tokens"]) == (6, 1, 6)
@@ -69,7 +69,7 @@ async def test_a_refusal_leaves_one_line_and_has_an_id(client, lines, ask, route
     (line,) = lines()
     assert (line["route"], line["status"], line["error"]) == (route, status, error)
     assert response.status_code == status
-    assert line["id"] == response.headers["x-request-id"]
+    assert line["request_id"] == response.headers["x-request-id"]
     assert line.get("finish") is None
 
 
@@ -78,7 +78,7 @@ async def test_refusals_before_the_routes_leave_a_line(make_client, lines):
     for headers, error in (({"host": "evil"}, "forbidden_origin"), ({}, "invalid_api_key")):
         response = await client.get("/v1/models", headers=headers)
         (line,) = lines()
-        assert (line["error"], line["id"]) == (error, response.headers["x-request-id"])
+        assert (line["error"], line["request_id"]) == (error, response.headers["x-request-id"])
 
 
 async def test_a_failure_nobody_foresaw_has_an_id_and_a_line(client, engine, lines, fault):
@@ -86,7 +86,8 @@ async def test_a_failure_nobody_foresaw_has_an_id_and_a_line(client, engine, lin
     response = await client.get("/health")
     (line,) = lines()
     assert (response.status_code, fault(response)["code"]) == (500, "internal_error")
-    assert (line["status"], line["error"], line["id"]) == (500, "internal_error", response.headers["x-request-id"])
+    assert (line["status"], line["error"]) == (500, "internal_error")
+    assert line["request_id"] == response.headers["x-request-id"]
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -120,7 +121,7 @@ async def test_what_is_not_http_has_an_id_and_a_line(serving, lines):
         writer.close()
     (line,) = lines()
     assert (line["status"], line["error"]) == (400, "invalid_http")
-    assert f"x-request-id: {line['id']}\r\n".encode() in answer.lower()
+    assert f"x-request-id: {line['request_id']}\r\n".encode() in answer.lower()
 
 
 async def test_probes_are_quiet_unless_they_fail(client, engine, lines, caplog):
@@ -176,7 +177,7 @@ async def test_a_clients_request_id_is_kept(client, engine, lines):
     assert {answer.headers["x-request-id"] for answer in answers} == {"mine 1/2"}
     assert len({request.request_id for request in engine.requests}) == 3
     said = lines()
-    assert {line["id"] for line in said} == {"mine 1/2"}
+    assert {line["request_id"] for line in said} == {"mine 1/2"}
     assert [line["engine_id"] for line in said] == [request.request_id for request in engine.requests]
     refused = await client.get("/nope", headers={"X-Request-Id": "mine"})
     assert refused.headers["x-request-id"] == "mine"

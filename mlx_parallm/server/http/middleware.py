@@ -18,6 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_parallm.config import ServerConfig
+from mlx_parallm.logs import log_context
 from mlx_parallm.server.access.audit import AuditLog
 from mlx_parallm.server.access.guard import Guard
 from mlx_parallm.server.access.keys import KeyRing
@@ -82,6 +83,7 @@ class EntryMiddleware:
             await self._app(scope, receive, send)
             return
         record = RequestRecord.begin(scope)
+        log_context.set(record.log_fields)  # for what is logged in this task, also by uvicorn after this call
         is_head = scope["method"] == "HEAD"
         # Changed in place: the router puts the matched route, which the log needs, into this scope.
         scope["method"] = "GET" if is_head else scope["method"]

@@ -1,23 +1,24 @@
 """The request log: a record of each HTTP request, and the line of JSON that is written when the request ends.
 
+The line is the same in both formats of the log; among lines of JSON, it also has what each of them has.
+
 A line never contains text of a prompt or an answer. Names, ids and paths that a client sent are escaped and
 shortened.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 import uuid
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from typing import Any, cast
 
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from mlx_parallm.core import BASE_ADAPTER, Event, GenerationRequest, RequestFinished, SequenceOutput
+from mlx_parallm.logs import StructuredMessage, timestamp
 from mlx_parallm.server.access.accounts import Account
 from mlx_parallm.server.access.keys import ANYONE, NamedKey
 from mlx_parallm.server.api.fields import CHOSEN_ID, IgnoredFields
@@ -35,7 +36,8 @@ log = logging.getLogger("mlx_parallm.access")
 
 
 def write_plain_lines() -> None:
-    """Writes the log's lines to stderr without a prefix, so that every line is JSON from its first character."""
+    """Writes the log's lines to stderr without a prefix, so that each is JSON from its first character also if the rest
+    of the log is text."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(message)s"))
     log.handlers = [handler]
@@ -116,6 +118,10 @@ class RequestRecord:
             self.queue_s = event.started_at - event.arrived_at if event.started_at else None
             self.first_token_s = event.first_token_at - event.arrived_at if event.completion_tokens else None
 
+    def log_fields(self) -> dict[str, str]:
+        """The fields of other lines of the log that belong to this request; see `logs.log_context`."""
+        return {"request_id": self.request_id, **({} if self.adapter is None else {"adapter": self.adapter})}
+
     @property
     def finish(self) -> str | None:
         """How the generation ended, for all sequences together; None if nothing was generated."""
@@ -147,13 +153,15 @@ def write(record: RequestRecord, route: str | None) -> None:
     succeeded = record.status is not None and record.status < 400
     level = logging.DEBUG if route in PROBES and succeeded else logging.INFO
     if log.isEnabledFor(level):
-        log.log(level, "%s", json.dumps(_line(record, route), separators=(",", ":")))
+        line = _line(record, route)
+        summary = " ".join(str(line[name]) for name in ("method", "route", "status") if line[name] is not None)
+        log.log(level, StructuredMessage(summary, line))
 
 
 def _line(record: RequestRecord, route: str | None) -> dict[str, Any]:
     line: dict[str, Any] = {
-        "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
-        "id": record.request_id,
+        "time": timestamp(time.time()),
+        "request_id": record.request_id,
         "method": _cut(record.method),
         "route": route or _cut(record.path),
         "status": record.status or CLIENT_LEFT,

@@ -1,0 +1,109 @@
+"""Logs as JSON: each line is one object, whoever wrote it, and says which request it belongs to."""
+
+import asyncio
+import io
+import json
+import logging
+
+import httpx
+import pytest
+
+from mlx_parallm import logs
+
+COMPLETIONS = "/v1/completions"
+
+
+@pytest.fixture
+def log():
+    """A stream with the lines of JSON of all loggers at level info. `lines(log)` parses it."""
+    stream, root = io.StringIO(), logging.getLogger()
+    handler, level = logging.StreamHandler(stream), root.level
+    handler.setFormatter(logs.JsonFormatter())
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    yield stream
+    root.removeHandler(handler)
+    root.setLevel(level)
+
+
+def lines(stream):
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def test_a_line_has_time_level_logger_and_message(log):
+    logging.getLogger("mlx_parallm.some").warning("%d of %s\n", 3, "ä\u2028\nb")
+    (line,) = lines(log)
+    assert set(line) == {"time", "level", "logger", "message"}
+    assert (line["level"], line["logger"], line["message"]) == ("warning", "mlx_parallm.some", "3 of ä\u2028\nb")
+    assert line["time"].endswith("+00:00")
+
+
+def test_an_exception_is_part_of_its_line_and_its_stack_is_bounded(log):
+    def fall(depth):
+        return fall(depth - 1) if depth else 1 / 0
+
+    try:
+        fall(300)
+    except ZeroDivisionError:
+        logging.getLogger("x").exception("it failed: %s", "y" * 10_000)
+    (line,) = lines(log)
+    assert line["exception"] == "ZeroDivisionError: division by zero"
+    assert line["stack"].rstrip().endswith("ZeroDivisionError: division by zero")
+    assert "1 / 0" in line["stack"]
+    assert len(line["stack"]) <= logs.MAX_STACK
+    assert len(line["message"]) == logs.MAX_MESSAGE
+
+
+def test_no_exception_where_there_is_none(log):
+    logging.getLogger("x").warning("what", exc_info=True)
+    assert set(lines(log)[0]) == {"time", "level", "logger", "message"}
+
+
+async def test_the_line_of_a_request_has_its_fields_once(client, adapters, log):
+    adapters.publish("tone")
+    response = await client.post(COMPLETIONS, json={"prompt": "a secret", "model": "tone"})
+    (line,) = (line for line in lines(log) if line["logger"] == "mlx_parallm.access")
+    assert list(line)[:4] == ["time", "level", "logger", "message"]
+    assert (line["level"], line["message"]) == ("info", f"POST {COMPLETIONS} 200")
+    assert (line["request_id"], line["adapter"]) == (response.headers["x-request-id"], "tone@1")
+    assert line["completion_tokens"] > 0
+    assert "secret" not in log.getvalue()
+
+
+async def test_what_is_logged_inside_a_request_names_it(client, engine, log, monkeypatch):
+    stats = engine.stats
+    monkeypatch.setattr(engine, "stats", lambda: logging.getLogger("deep").warning("looked") or stats())
+    one, two = await asyncio.gather(client.get("/health"), client.get("/ready"))
+    said = [line["request_id"] for line in lines(log) if line["logger"] == "deep"]
+    assert set(said) == {one.headers["x-request-id"], two.headers["x-request-id"]}
+
+
+async def test_the_lines_of_uvicorn_are_json_and_name_the_request(serving, engine, log, monkeypatch):
+    for name in ("uvicorn", "uvicorn.error"):
+        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
+    async with serving() as server, httpx.AsyncClient(base_url=server.url) as client:
+        monkeypatch.setattr(engine, "stats", lambda: 1 / 0)
+        response = await client.get("/health", headers={"authorization": "Bearer a-key"})
+        monkeypatch.undo()
+    failed = [line for line in lines(log) if "stack" in line]
+    assert [(line["logger"], line["level"], line["exception"]) for line in failed] == [
+        ("uvicorn.error", "error", "ZeroDivisionError: division by zero")
+    ]
+    assert failed[0]["message"] == "Exception in ASGI application"
+    assert failed[0]["request_id"] == response.headers["x-request-id"]
+    assert "a-key" not in log.getvalue()
+
+
+@pytest.mark.parametrize(("as_json", "start"), [(True, '{"time":'), (False, "WARNING x: late")])
+def test_set_up_writes_to_stderr_from_the_level_on(capsys, monkeypatch, as_json, start):
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setattr(root, "level", root.level)
+    try:
+        logs.set_up("warning", as_json)
+        logging.getLogger("x").info("early")
+        logging.getLogger("x").warning("late")
+    finally:
+        logging.captureWarnings(False)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(start)
