@@ -20,22 +20,20 @@ def reward_of(config: Config) -> RewardSpec | None:
     training = config.rl_training
     if training.reward is None:
         return None
-    key = training.judge.api_key
-    reward = RewardSpec(
-        read_reward(training.reward),
-        Judge(
-            training.judge.url or "",
-            training.judge.model or BASE_ADAPTER.name,
-            training.judge.instruction or "",
-            key.get_secret_value() if key else "",
-        ),
-    )
+    reward = RewardSpec(read_reward(training.reward), judge_of(config))
     if reward.asks_judge and not reward.judge.url and config.server.mode is Mode.TRAINING_ONLY:
         raise ConfigError(
             "rl_training.judge.url: a judge needs a server, and this process answers no requests; name one with "
             "--judge-url and --judge-model"
         )
     return reward
+
+
+def judge_of(config: Config) -> Judge:
+    """The configured judge. Its URL is empty if it is this server, which `ScoringService.judge_by` tells."""
+    judge = config.rl_training.judge
+    key = judge.api_key.get_secret_value() if judge.api_key else ""
+    return Judge(judge.url or "", judge.model or BASE_ADAPTER.name, judge.instruction or "", key)
 
 
 def check_reward(config: Config) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from mlx_parallm.app import banner
 from mlx_parallm.app.atropos import open_source, registration
 from mlx_parallm.app.base_loader import build_base_set
 from mlx_parallm.app.build import Engine, Served
+from mlx_parallm.app.lessons import Lessons
 from mlx_parallm.app.server_rollouts import ServerRollouts, environment_of
 from mlx_parallm.app.tracking import start_tracking
 from mlx_parallm.app.training import TrainingRuntime
@@ -75,6 +76,8 @@ class IntegratedServer:
         self._taking_batches: asyncio.Task[None] | None = None
         self._environment: Environment | None = None
         self._rollouts: ServerRollouts | None = None
+        self._lessons: Lessons | None = None
+        self._is_asleep: Callable[[], bool] = lambda: False
 
     async def run_inference(self, host: str | None = None, port: int | None = None) -> int:
         """Serves HTTP until SIGTERM or SIGINT, and returns the process's exit code. `run_training_loop` ends with it.
@@ -104,11 +107,11 @@ class IntegratedServer:
                 config.rl_training.tinker,
                 served.training.averages if served.training else None,
                 served.training.reward_models if served.training else None,
+                self._lessons,
             )
             if self._trains:  # requests can only be collected once the adapter is trained
                 await self._training_started.wait()
-            if self._rollouts is not None:
-                self._rollouts.held_back = lambda: app.state.services.sleep.asleep
+            self._is_asleep = lambda: app.state.services.sleep.asleep
             with self._engine.failures_recorded():
                 async with models.kept_up():
                     return await serve(app, partial(_started, served, config))
@@ -163,6 +166,9 @@ class IntegratedServer:
                 # What cannot be imported is refused before the model is loaded.
                 self._environment = await asyncio.to_thread(environment_of, self._config)
                 self._served = await asyncio.to_thread(self._engine.start)
+                if (training := self._served.training) is not None:
+                    own = self._config.rl_training.own_environment if self._environment is not None else None
+                    self._lessons = Lessons(self._config, self._served, training, own, lambda: self._is_asleep())
             return self._served
 
     async def _stop(self) -> None:
@@ -183,7 +189,9 @@ class IntegratedServer:
             self._atropos = open_source(self._config, served, training.service, registered)
             self._taking_batches = asyncio.create_task(self._atropos.run())
         if self._environment is not None:
-            self._rollouts = ServerRollouts(self._config, served, training, self._environment)
+            self._rollouts = ServerRollouts(
+                self._config, served, training, self._environment, lambda: self._is_asleep()
+            )
             await self._rollouts.open()
             training.service.own_rollouts = self._rollouts.status
             training.service.note_progress(self._rollouts.progress)
@@ -196,6 +204,8 @@ class IntegratedServer:
                 return
             self._training_closed = True
             try:
+                if self._lessons is not None:
+                    await self._lessons.close()
                 if self._rollouts is not None:
                     await self._rollouts.close()
                 if self._atropos is not None and self._taking_batches is not None:

@@ -13,7 +13,7 @@ from mlx_parallm.adapters.service import AdapterService
 from mlx_parallm.adapters.store import AdapterStore
 from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.app.evaluation import evaluator_of, held_out_of
-from mlx_parallm.app.reward import reward_of
+from mlx_parallm.app.reward import judge_of, reward_of
 from mlx_parallm.config import Config, Mode, ResolvedTraining, RLTrainingConfig
 from mlx_parallm.core import AdapterRef, TextTokenizer, TrainingWork
 from mlx_parallm.engine.processor import ContinuousBatchProcessor
@@ -165,7 +165,12 @@ def build_training(
     training, default = trainer.config, config.adapters.default_adapter
     reward = reward_of(config)
     scorers = ScoringService(
-        training.scoring_processes, training.scoring_batch_size, training.scoring_timeout_s, reward, reward_models
+        training.scoring_processes,
+        training.scoring_batch_size,
+        training.scoring_timeout_s,
+        reward,
+        reward_models,
+        judge_of(config),
     )
 
     scorers.catalogue.check_reward_models()

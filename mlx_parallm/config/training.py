@@ -59,6 +59,13 @@ class OptimizerConfig(Section):
     max_grad_norm: Number = Field(default=1.0, gt=0)
     """Gradients are scaled down to this global norm."""
 
+    def at(self, learning_rate: float | None) -> OptimizerConfig:
+        """These settings with a learning rate that does not change; None: these settings."""
+        if learning_rate is None:
+            return self
+        constant = {"schedule": LearningRateSchedule.CONSTANT, "warmup_updates": 0}
+        return self.model_copy(update={"learning_rate": learning_rate, **constant})
+
 
 class GateConfig(Section):
     """When a new version does not go live, besides those that diverged (rl_training.divergence)."""

@@ -69,6 +69,17 @@ from mlx_parallm.core.grammar import (
     parts_of,
     with_bounded_integers,
 )
+from mlx_parallm.core.lessons import (
+    LessonAnswer,
+    LessonCard,
+    LessonClient,
+    LessonOutcome,
+    LessonPoint,
+    LessonRule,
+    LessonSamples,
+    LessonSpec,
+    RuleKind,
+)
 from mlx_parallm.core.levels import LEVEL_PREFIX, LevelCard
 from mlx_parallm.core.memory import Account, DeviceMemory, default_budget, to_preempt
 from mlx_parallm.core.models import GENERIC_NAME, BaseModels, BaseStatus, ModelState, ServedModel

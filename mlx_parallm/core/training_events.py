@@ -33,8 +33,9 @@ class TrainingEvent:
     """One entry of the event stream. `at`: Unix time in seconds.
 
     `kind` is collected, closed (a group that requests have named), scored, dropped, update, held, skipped, evaluation,
-    evaluation_failed, divergence, rollback, comparison_started, comparison_ended, checkpoint, paused, resumed, started,
-    or events_lost. The last one replaces events that a slow listener has missed; `data["events"]` is their number.
+    evaluation_failed, divergence, rollback, comparison_started, comparison_ended, lesson_started, lesson_ended,
+    checkpoint, paused, resumed, started, or events_lost. The last one replaces events that a slow listener has missed;
+    `data["events"]` is their number.
     """
 
     kind: str

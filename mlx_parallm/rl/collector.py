@@ -285,6 +285,18 @@ class Collector:
         """The groups of an adapter that are in the buffer, oldest first."""
         return tuple(map(_card, self.buffer.of(adapter)))
 
+    def drop(self, adapter: str, prefix: str, reason: DropReason) -> None:
+        """Drops the groups of an adapter whose ids begin with `prefix`, unless an update has taken them."""
+        for group in [*self.buffer.of(adapter)]:
+            if group.group_id.startswith(prefix) and not group.taken:
+                self.buffer.drop(group, reason)
+
+    def answers(self, group_id: str) -> Sequence[tuple[str, float]]:
+        """The texts of a group's answers and their rewards, while the group is in the buffer."""
+        group = self.buffer.find(group_id)
+        members = () if group is None else group.members
+        return [(member.trajectory.text, member.reward) for member in members if member.reward is not None]
+
     async def enter(self, entry: GroupEntry) -> TrajectoryGroup:
         """Writes an entry into the journal, and applies it. Returns its group.
 

@@ -29,6 +29,7 @@ from mlx_parallm.core import (
     check_tag,
 )
 from mlx_parallm.errors import UnknownModelError
+from mlx_parallm.rl.collect.groups import DropReason
 from mlx_parallm.rl.collect.log import TrajectoryLog
 from mlx_parallm.rl.collect.sources import SourceLedger
 from mlx_parallm.rl.collector import Collector
@@ -36,7 +37,7 @@ from mlx_parallm.rl.competition.service import CompetitionService
 from mlx_parallm.rl.competition.trained import TrainedAdapter
 from mlx_parallm.rl.divergence.webhook import Webhook
 from mlx_parallm.rl.evaluation.evaluator import Evaluator
-from mlx_parallm.rl.events import EventHub, Listener
+from mlx_parallm.rl.events import Emit, EventHub, Listener
 from mlx_parallm.rl.learn.learner import Learner
 from mlx_parallm.rl.people import People
 from mlx_parallm.rl.runs.journal import Journal
@@ -47,6 +48,8 @@ from mlx_parallm.rl.updates.adapter_training import AdapterTraining
 from mlx_parallm.rl.updates.checkpoints import PolicyCheckpoints, PolicyOf
 from mlx_parallm.rl.updates.gate import Gate
 from mlx_parallm.rl.updates.loop import TrainingLoop
+from mlx_parallm.rl.updates.needs import AdapterNeeds
+from mlx_parallm.rl.updates.pace import Pace
 from mlx_parallm.rl.updates.parts import AdapterTrainingParts
 from mlx_parallm.rl.updates.turns import Chosen
 
@@ -187,6 +190,11 @@ class TrainingService:
 
     # -- what waits ------------------------------------------------------------------------------
 
+    def needs(self, adapter: str | None = None) -> AdapterNeeds:
+        """What the next update of an adapter waits for. Raises UnknownModelError if it is not trained."""
+        scoring = self.trajectories
+        return AdapterNeeds(self._loop(adapter), scoring.buffer, lambda: scoring.groups_in_scoring)
+
     @property
     def wants_groups(self) -> bool:
         """Whether the next update of the default adapter waits for more trajectories."""
@@ -197,28 +205,13 @@ class TrainingService:
         """Trajectories that the next update of the default adapter can learn from."""
         return self._loop(None).with_signal
 
-    @property
-    def groups_in_scoring(self) -> int:
-        """Groups whose scoring functions are at work."""
-        return self.trajectories.groups_in_scoring
-
     def groups(self) -> tuple[GroupCard, ...]:
         """The groups of the default adapter that are neither trained on nor dropped, oldest first."""
         return self.trajectories.groups(self._default)
 
-    @property
-    def trajectories_held(self) -> int:
-        """Trajectories of the default adapter that no update has taken yet."""
-        return self.trajectories.buffer.waiting(self._default)
-
     def trains_on(self, version: AdapterRef) -> bool:
         """Whether what this version draws can be trained on now, by the default adapter."""
         return self._loop(None).reason_against(version) is None
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether the default adapter gets no automatic updates now."""
-        return self._loop(None).pause_reason is not None
 
     async def newest_groups(self, prefix: str, count: int) -> Sequence[str]:
         """The ids of the last groups that begin with `prefix`, in earlier processes too; newest first."""
@@ -314,6 +307,37 @@ class TrainingService:
         """See `core.TrainingClient.save`."""
         tags = [check_tag(tag) for tag in tags]
         return await self._finished(self._loop(adapter).save(step, tags, metrics))
+
+    # -- lessons ---------------------------------------------------------------------------------
+
+    async def begin_lesson(self, adapter: str, pace: Pace, tag: str) -> CheckpointCard:
+        """Makes the updates of an adapter at the pace of a lesson until `end_lesson`. Its training is started, or
+        resumed.
+
+        Returns:
+            The checkpoint of the adapter as it is before the lesson, which gets this tag.
+
+        Raises:
+            ConflictError: two of its versions are being compared.
+            StorageError: it could not be saved.
+            Also what `start_adapter` raises.
+        """
+        await self._finished(self.start_adapter(adapter))
+        self.competition.check_idle(adapter)
+        return await self._finished(self._loop(adapter).begin_lesson(pace, tag))
+
+    async def end_lesson(self, adapter: str, prefix: str) -> None:
+        """Makes the updates of an adapter as configured again, and drops the lesson's groups that no update has taken:
+        those whose ids begin with `prefix`."""
+        self.trajectories.drop(adapter, prefix, DropReason.STOPPED)
+        await self._finished(self._loop(adapter).end_lesson())
+
+    # -- events ----------------------------------------------------------------------------------
+
+    @property
+    def emit(self) -> Emit:
+        """Sends an event to all listeners."""
+        return self._hub.emit
 
     def events(self) -> Listener:
         """See `core.TrainingClient.events`."""

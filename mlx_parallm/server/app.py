@@ -28,6 +28,7 @@ from mlx_parallm.core import (
     AveragingClient,
     BaseModels,
     EngineClient,
+    LessonClient,
     PolicyClient,
     RewardModelClient,
     TrainingClient,
@@ -46,6 +47,7 @@ from mlx_parallm.server.api.pooling import embeddings, scores
 from mlx_parallm.server.api.responses import route as responses
 from mlx_parallm.server.api.responses.conversation import ResponseStore
 from mlx_parallm.server.api.training import average, compare, people, reward_model, schedule
+from mlx_parallm.server.api.training import lessons as lesson_routes
 from mlx_parallm.server.api.training import route as training_routes
 from mlx_parallm.server.errors import install_handlers
 from mlx_parallm.server.http.connection import ConnectionLimits, LimitedProtocol, reserve_open_files
@@ -81,6 +83,7 @@ ROUTES = (
     compare,
     average,
     reward_model,
+    lesson_routes,
     schedule,
     control,
     usage,
@@ -110,9 +113,10 @@ def create_app(
     tinker: TinkerConfig | None = None,
     averages: AveragingClient | None = None,
     reward_models: RewardModelClient | None = None,
+    lessons: LessonClient | None = None,
 ) -> FastAPI:
     """The HTTP server of these parts, which routes find on `app.state.services` (a `Services`). `training`, `policies`,
-    `averages` and `reward_models` are None if the server does not train.
+    `averages`, `reward_models` and `lessons` are None if the server does not train.
 
     Args:
         atropos: how this trainer describes itself to environments of Atropos; None: its API is not served.
@@ -144,6 +148,7 @@ def create_app(
         tinker=None if policies is None else TinkerServer(policies, models.first.card, tinker or TinkerConfig()),
         averages=averages,
         reward_models=reward_models,
+        lessons=lessons,
     )
     modules: tuple[ModuleType, ...] = (*ROUTES, *(OLLAMA_ROUTES if config.ollama_api else ()))
     if atropos is not None and training is not None:

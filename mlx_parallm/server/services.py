@@ -19,6 +19,7 @@ from mlx_parallm.core import (
     AveragingClient,
     BaseModels,
     EngineClient,
+    LessonClient,
     RewardModelClient,
     ServedModel,
     TrainingClient,
@@ -38,14 +39,16 @@ from mlx_parallm.server.metrics import ServerMetrics
 from mlx_parallm.server.planning import AdapterSelector, ModelNames, adapter_named_by
 from mlx_parallm.server.protocols.tinker.server import TinkerServer
 
+DOES_NOT_TRAIN = "This server does not train; start it with --enable-rl-training."
+
 
 @dataclass(frozen=True, slots=True)
 class Services:
     """The parts behind the routes.
 
-    `training`, `tinker`, `averages` and `reward_models` are None if the server does not train. `started_at` is Unix
-    time in seconds. `schedule_lock` is held while the schedule is changed, so that each change starts from the one
-    before.
+    `training`, `tinker`, `averages`, `reward_models` and `lessons` are None if the server does not train. `started_at`
+    is Unix time in seconds. `schedule_lock` is held while the schedule is changed, so that each change starts from the
+    one before.
     """
 
     engine: EngineClient
@@ -66,6 +69,7 @@ class Services:
     tinker: TinkerServer | None = None
     averages: AveragingClient | None = None
     reward_models: RewardModelClient | None = None
+    lessons: LessonClient | None = None
     schedule_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
@@ -151,19 +155,25 @@ class Services:
     def require_training(self, param: str | None = None) -> TrainingClient:
         """The training client. Raises TrainingDisabledError, naming `param`, if the server does not train."""
         if self.training is None:
-            raise TrainingDisabledError("This server does not train; start it with --enable-rl-training.", param=param)
+            raise TrainingDisabledError(DOES_NOT_TRAIN, param=param)
         return self.training
+
+    def require_lessons(self) -> LessonClient:
+        """What gives lessons. Raises TrainingDisabledError if the server does not train."""
+        if self.lessons is None:
+            raise TrainingDisabledError(DOES_NOT_TRAIN)
+        return self.lessons
 
     def require_averages(self) -> AveragingClient:
         """What averages adapters. Raises TrainingDisabledError if the server does not train."""
         if self.averages is None:
-            raise TrainingDisabledError("This server does not train; start it with --enable-rl-training.")
+            raise TrainingDisabledError(DOES_NOT_TRAIN)
         return self.averages
 
     def require_reward_models(self) -> RewardModelClient:
         """What trains reward models. Raises TrainingDisabledError if the server does not train."""
         if self.reward_models is None:
-            raise TrainingDisabledError("This server does not train; start it with --enable-rl-training.")
+            raise TrainingDisabledError(DOES_NOT_TRAIN)
         return self.reward_models
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
-from server.fake_control import FakeAdapters, FakeAverages, FakeRewardModels, FakeTraining
+from server.fake_control import FakeAdapters, FakeAverages, FakeLessons, FakeRewardModels, FakeTraining
 from server.fakes import CARD, ByteTokenizer, FakeEngine
 from server.one_model import OneModel
 
@@ -61,12 +61,17 @@ def reward_models(training):
 
 
 @pytest.fixture
-def make_client(engine, adapters, training, averages, reward_models):
+def lessons(training):
+    return training and FakeLessons()
+
+
+@pytest.fixture
+def make_client(engine, adapters, training, averages, reward_models, lessons):
     """`make_client(**settings)` → an httpx client on an in-process app; `client.app` is the app."""
 
     def make(**settings):
         parts = (engine, adapters, training, OneModel(ByteTokenizer(), CARD), ServerConfig(**settings))
-        app = create_app(*parts, averages=averages, reward_models=reward_models)
+        app = create_app(*parts, averages=averages, reward_models=reward_models, lessons=lessons)
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         client = httpx.AsyncClient(transport=transport, base_url="http://localhost:8000")
         client.app = app

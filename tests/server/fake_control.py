@@ -16,6 +16,9 @@ from mlx_parallm.core import (
     FeedbackCard,
     FoundTrajectory,
     GroupCard,
+    LessonCard,
+    LessonOutcome,
+    LessonSamples,
     Residence,
     RewardModelCard,
     SignalReport,
@@ -242,6 +245,39 @@ class FakeRewardModels:
         if self.error:
             raise self.error
         return [float(len(row)) for row in rows]
+
+
+class FakeLessons:
+    """Begins every lesson at once. `asked`: the specs; `error`: what is raised instead; `last`: the card."""
+
+    def __init__(self):
+        self.asked = []
+        self.error = None
+        self.last = None
+        self.said = ""
+
+    def obstacle(self):
+        return self.said
+
+    def card(self):
+        return self.last
+
+    async def start(self, spec):
+        self.asked.append(spec)
+        if self.error:
+            raise self.error
+        samples = (LessonSamples(),) * len(spec.prompts)
+        name = spec.adapter or "policy"
+        begun = ("lesson-1", spec, "drawing", name, "", 24, "checkpoint-0")
+        self.last = LessonCard(*begun, 0, 0, (), samples, None, "", "", 1_800_000_000.0)
+        return self.last
+
+    async def stop(self):
+        if self.error:
+            raise self.error
+        stopped = {"outcome": LessonOutcome.STOPPED, "reason": "it was stopped", "ended": 1_800_000_060.0}
+        self.last = replace(self.last, state="ended", **stopped)
+        return self.last
 
 
 class FakeTraining:

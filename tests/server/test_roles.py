@@ -26,6 +26,7 @@ FORBIDDEN = {
         *("POST /v1/training/update", "POST /v1/training/rollback", "POST /v1/training/pause"),
         *("POST /v1/training/feedback", "POST /v1/training/schedule", "POST /api/v1/optim_step"),
         *("GET /debug/state", "GET /debug/training", "GET /debug/trajectories", "GET /latest_example"),
+        *("GET /v1/training/lesson", "POST /v1/training/lesson", "DELETE /v1/training/lesson"),
         *("GET /v1/training/events", "GET /api/v1/sessions", "POST /scored_data"),
     },
     "train": {

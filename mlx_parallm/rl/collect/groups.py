@@ -36,7 +36,8 @@ class DropReason(StrEnum):
     does not exceed the threshold. ABORTED: its request did not finish. UNKNOWN_VERSION: the version that drew it is not
     in the version history of its adapter. SKIPPED: its update was skipped. HELD: the gate refused its update. REPLACED:
     the same turn of its episode came again. UNREWARDED: its group was closed before it had a reward. CLOSED: its group
-    had been closed before it came. NOT_RECORDED: the journal of the run could not be written when it came.
+    had been closed before it came. NOT_RECORDED: the journal of the run could not be written when it came. STOPPED: its
+    lesson has ended.
     """
 
     BUFFER_FULL = "buffer_full"
@@ -54,6 +55,7 @@ class DropReason(StrEnum):
     UNREWARDED = "unrewarded"
     CLOSED = "closed"
     NOT_RECORDED = "not_recorded"
+    STOPPED = "stopped"
 
 
 NEVER_COLLECTED = (DropReason.ABORTED, DropReason.NOT_RECORDED)

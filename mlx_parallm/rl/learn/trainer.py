@@ -145,16 +145,16 @@ class GRPOTrainer:
         """Accumulates a batch and makes a step, with its loss and the configured optimizer; or several steps, if so
         many minibatches are configured. See `step` for the future."""
         config = self.config
-        loss = batch.loss or config.loss
+        loss, optimizer = batch.loss or config.loss, config.optimizer.at(batch.learning_rate)
         measures_kl = loss.compares and config.divergence.kl_step.limit is not None
         parts = minibatches(batch.samples, config.minibatches)
         if len(parts) > 1:
-            update = Update(policy, batch, parts, config, measures_kl)
+            update = Update(policy, batch, parts, config, optimizer, measures_kl)
             self._queue += update.works
             return update.future
         gradients = Accumulation(policy, batch.samples, loss, config.micro_batch_tokens)
         measured = [gradients] if measures_kl else []
-        step = Step(policy, config.optimizer, batch.step_scale, batch.metrics, needs=[gradients], measured=measured)
+        step = Step(policy, optimizer, batch.step_scale, batch.metrics, needs=[gradients], measured=measured)
         self._queue += gradients, step
         return step.future
 

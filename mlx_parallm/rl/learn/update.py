@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 
-from mlx_parallm.config import ResolvedTraining
+from mlx_parallm.config import OptimizerConfig, ResolvedTraining
 from mlx_parallm.rl.events import UpdateOutcome
 from mlx_parallm.rl.learn.accumulation import Accumulation
 from mlx_parallm.rl.learn.jobs import Work
@@ -42,6 +42,7 @@ class Update:
         batch: UpdateBatch,
         parts: Sequence[Sequence[Sample]],
         config: ResolvedTraining,
+        optimizer: OptimizerConfig,
         measures_kl: bool = False,
     ) -> None:
         self.future: Future[UpdateOutcome] = Future()
@@ -58,7 +59,7 @@ class Update:
             each = Accumulation(policy, part, batch.loss or config.loss, tokens, before=self._before, needs=earlier)
             gradients.append(each)
             measured = gradients if measures_kl and number == len(parts) else []
-            self._steps.append(Step(policy, config.optimizer, batch.step_scale, needs=[each], measured=measured))
+            self._steps.append(Step(policy, optimizer, batch.step_scale, needs=[each], measured=measured))
             self.works += each, self._steps[-1]
         self._steps[-1].future.add_done_callback(self._complete)
 

@@ -26,13 +26,14 @@ class UpdateBatch:
 
     `loss`: None is the configured one. `step_scale`: the factor by which the step is multiplied, 0 to 1; below 1 if
     only a part of the batch has a signal. The step itself is scaled, since AdamW makes nearly the same step for
-    gradients of any size.
+    gradients of any size. `learning_rate`: of this step; None: that of the configured schedule.
     """
 
     samples: tuple[Sample, ...]
     metrics: Mapping[str, float] = field(default_factory=dict)
     step_scale: float = 1.0
     loss: ResolvedLoss | None = None
+    learning_rate: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,6 +135,7 @@ class Update:
         publish: whether a version was to be made of it.
         version: number of that version; None if there is none.
         progress: see `AdapterTraining.progress`.
+        learning_rate: see `objectives.batches.UpdateBatch`.
     """
 
     groups: tuple[TrainedGroup, ...]
@@ -145,6 +146,7 @@ class Update:
     step: int
     metrics: Mapping[str, float] = field(default_factory=dict)
     progress: Mapping[str, float] = field(default_factory=dict)
+    learning_rate: float | None = None
 
     @property
     def trajectory_ids(self) -> tuple[str, ...]:

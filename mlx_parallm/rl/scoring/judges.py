@@ -93,8 +93,13 @@ def ranker(judge: Judge) -> GroupScorer:
     return score
 
 
-JUDGES: Mapping[str, Callable[[Judge], GroupScorer]] = {"judge": grader, "rank": ranker}
+JUDGE = "judge"
+
+JUDGES: Mapping[str, Callable[[Judge], GroupScorer]] = {JUDGE: grader, "rank": ranker}
 """Names in the configured reward. A request cannot use them."""
+
+INSTRUCTION = "instruction"
+"""The key of `metadata` for the judge's instruction, if a lesson has JUDGE as its scorer."""
 
 
 # ---- what the model is asked ---------------------------------------------------------------------

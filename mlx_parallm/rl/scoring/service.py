@@ -25,9 +25,11 @@ from mlx_parallm.core import CollectionSpec, Trajectory
 from mlx_parallm.errors import EngineError, InvalidRequestError, OverloadedError
 from mlx_parallm.rl.scoring import sample
 from mlx_parallm.rl.scoring.catalogue import ScorerCatalogue
+from mlx_parallm.rl.scoring.judges import INSTRUCTION, JUDGE, Judge
 from mlx_parallm.rl.scoring.pool import ScoringError, ScoringJob, ScoringPool
 from mlx_parallm.rl.scoring.queue import Rule
-from mlx_parallm.rl.scoring.reward import RewardSpec, names_reward
+from mlx_parallm.rl.scoring.registry import Term
+from mlx_parallm.rl.scoring.reward import REWARD, RewardSpec, names_reward
 from mlx_parallm.rl.scoring.reward_models import PREFIX, NoRewardModels, RewardModelScorers
 from mlx_parallm.rl.scoring.sample import ScorerInput
 
@@ -49,6 +51,7 @@ class ScoringService:
         timeout_s: how long a group may take, not counting the import of its scorer.
         reward: what the scorer `reward` stands for; None: there is none of that name.
         reward_models: those that requests may name; None: there are none.
+        judge: the model that grades the answers of lessons.
 
     Attributes:
         catalogue: the scorers that there are.
@@ -63,10 +66,11 @@ class ScoringService:
         timeout_s: float,
         reward: RewardSpec | None = None,
         reward_models: RewardModelScorers | None = None,
+        judge: Judge | None = None,
     ) -> None:
         self.last_fault = ""
         self.on_device = 0
-        self._reward = reward
+        self._reward, self._judge = reward, judge or Judge()
         self._timeout_s = timeout_s
         self._pool = ScoringPool(processes, batch_size, timeout_s)
         self._checks = ScoringPool(1, 1, _CHECK_S)
@@ -110,15 +114,26 @@ class ScoringService:
 
     def _message(self, group: Sequence[Trajectory], given: Mapping[str, Sequence[float]]) -> Mapping[str, Any]:
         """What a scoring process needs to score the group. `given`: the rewards of reward models."""
-        whole = self._reward is not None and names_reward(group[0].collection)
-        samples = [ScorerInput.to_json(trajectory, whole) for trajectory in group]
+        collection = group[0].collection
+        reward = self._reward_of(collection)
+        samples = [ScorerInput.to_json(trajectory, reward is not None) for trajectory in group]
         for at, sample_of in enumerate(samples):
             sample_of["reward_models"] = {name: rewards[at] for name, rewards in given.items()}
-        reward = {"reward": self._reward.to_json()} if self._reward is not None and whole else {}
-        return {"scorer": group[0].collection.scorer, "samples": samples, **reward}
+        if reward is None:
+            return {"scorer": collection.scorer, "samples": samples}
+        scorer = REWARD if collection.scorer == JUDGE else collection.scorer
+        return {"scorer": scorer, "samples": samples, "reward": reward.to_json()}
+
+    def _reward_of(self, collection: CollectionSpec) -> RewardSpec | None:
+        """What the scorer `reward` stands for: the configured reward, or a lesson's judge. None: neither is used."""
+        if collection.scorer == JUDGE:
+            return RewardSpec((Term(1.0, JUDGE),), replace(self._judge, instruction=collection.metadata[INSTRUCTION]))
+        return self._reward if names_reward(collection) else None
 
     def judge_by(self, url: str, api_key: str) -> None:
         """Sets the server that judges are asked on, if the configuration names none: this one."""
+        if not self._judge.url:
+            self._judge = replace(self._judge, url=url, api_key=api_key)
         if self._reward is not None and not self._reward.judge.url:
             judge = replace(self._reward.judge, url=url, api_key=api_key)
             self._reward = replace(self._reward, judge=judge)

@@ -28,6 +28,7 @@ from mlx_parallm.rl.objectives.batches import UpdateBatch
 from mlx_parallm.rl.objectives.rewards import RewardHistory
 from mlx_parallm.rl.runs.replay import StartPoint
 from mlx_parallm.rl.updates.checkpoints import BEST, AdapterCheckpoints, TrainedVersion
+from mlx_parallm.rl.updates.pace import Pace
 from mlx_parallm.rl.updates.parts import AdapterTrainingParts
 
 CHANGE = "journal_change"
@@ -45,6 +46,7 @@ class AdapterTraining:
             replaces the values that it names.
         change: number of the last change of the policy. `PolicyJournal` counts them.
         start: where training started; set by `open`.
+        pace: of its updates of rewards.
         checkpoints: those of the adapter, and its best version: the one with the best evaluation or, without
             evaluations, the one that was the latest when the running mean reward was highest.
 
@@ -65,6 +67,7 @@ class AdapterTraining:
         self.progress: Mapping[str, float] = {}
         self.change = 0
         self.start = StartPoint()
+        self.pace = Pace(parts.config.update_frequency)
         self.checkpoints = AdapterCheckpoints(
             name, parts.learner, parts.adapters, parts.checkpoints, parts.checkpointing, parts.emit, parts.policy_of
         )
@@ -125,6 +128,16 @@ class AdapterTraining:
                 self.versions.append(ref)
                 self._undo = None
         self._parts.emit("started", adapter=self.name, version=str(self.versions.latest), step=self.reports.step)
+
+    def begin_lesson(self, pace: Pace) -> None:
+        """Makes the next updates of rewards at this pace, until `end_lesson`. What was known of earlier rewards and
+        answers is forgotten, because a lesson has other ones, and worse rewards than those would not be a fall."""
+        self.pace = pace
+        self.rewards.restart()
+        self.watch.restart()
+
+    def end_lesson(self) -> None:
+        self.pace = Pace(self._parts.config.update_frequency)
 
     # -- an update -------------------------------------------------------------------------------
 

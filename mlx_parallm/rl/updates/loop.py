@@ -31,6 +31,7 @@ from mlx_parallm.rl.objectives.batches import PreparedBatch, ScoredGroup
 from mlx_parallm.rl.objectives.signals import loss_of, prepare_signal, signal_of
 from mlx_parallm.rl.updates.adapter_training import AdapterTraining
 from mlx_parallm.rl.updates.given import check_loss, given_groups
+from mlx_parallm.rl.updates.pace import OF_LESSONS, Pace
 from mlx_parallm.rl.updates.recovery import CHANGED, PolicyJournal
 from mlx_parallm.rl.updates.response import DivergenceResponse
 from mlx_parallm.rl.updates.selection import GroupSelection
@@ -234,6 +235,21 @@ class TrainingLoop:
             self._changes.begin()
             return await self.training.save(step, tags, metrics)
 
+    async def begin_lesson(self, pace: Pace, tag: str) -> CheckpointCard:
+        """See `AdapterTraining.begin_lesson`. Before it, saves the policy as it is with this tag."""
+        async with self._lock:
+            self._changes.begin()
+            card = await self.training.save(tags=[tag])
+            self.training.begin_lesson(pace)
+            self._selection.restart()
+            return card
+
+    async def end_lesson(self) -> None:
+        """See `AdapterTraining.end_lesson`. An update in progress still finishes at the lesson's pace."""
+        async with self._lock:
+            self.training.end_lesson()
+        self.wake()
+
     async def evaluate_if_due(self, early: bool = False) -> EvaluationResult | None:
         """See `AdapterTraining.evaluate_if_due`."""
         async with self._lock:
@@ -299,9 +315,10 @@ class TrainingLoop:
             if not prepared.batch.samples:
                 return training.reports.skipped(training.live, "no_signal", metrics=prepared.batch.metrics)
             await training.evaluate_if_due()  # the version that training starts from
-            report = await training.learn(prepared.batch, publish, progress)
+            rate = training.pace.learning_rate if signal_of(groups) in OF_LESSONS else None
+            report = await training.learn(replace(prepared.batch, learning_rate=rate), publish, progress)
             if report.status in CHANGED:
-                await self._pausing.recorded(self._changes.updated(groups, wanted, publish, progress, report))
+                await self._pausing.recorded(self._changes.updated(groups, wanted, publish, progress, report, rate))
             if report.divergences:
                 await self._response.to(report.divergences)
                 report = replace(report, adapter=training.live, step=training.reports.step)
@@ -352,8 +369,13 @@ class TrainingLoop:
         }
         return training_status(self.training, self._buffer, self._state(), detail)
 
+    @property
+    def is_changing(self) -> bool:
+        """Whether the policy is being updated, saved or replaced."""
+        return self._lock.locked()
+
     def _state(self) -> str:
-        if self._lock.locked():
+        if self.is_changing:
             return "updating"
         if self._pausing.reason is not None:
             return "paused"

@@ -59,6 +59,7 @@ class PolicyJournal:
         publish: bool,
         progress: Mapping[str, float] | None,
         report: UpdateReport,
+        learning_rate: float | None = None,
     ) -> None:
         """An update on these groups has changed the policy."""
         published = report.status == "published" and report.adapter is not None
@@ -72,6 +73,7 @@ class PolicyJournal:
                 step=report.step,
                 metrics=dict(report.metrics),
                 progress=dict(progress or {}),
+                learning_rate=learning_rate,
             )
         )
 
@@ -151,7 +153,8 @@ class PolicyJournal:
             await training.mark_best()
             if update.version is not None:
                 training.number_versions_from(update.version)
-            report = await training.learn(prepared.batch, update.publish, update.progress or None, again=True)
+            batch = replace(prepared.batch, learning_rate=update.learning_rate)
+            report = await training.learn(batch, update.publish, update.progress or None, again=True)
             if report.status == "published":
                 await training.evaluate_if_due()
         except (ParaLLMError, LookupError) as error:

@@ -26,7 +26,6 @@ class GroupSelection:
     def __init__(self, training: AdapterTraining, buffer: TrajectoryBuffer, config: ResolvedTraining) -> None:
         self._training = training
         self._buffer = buffer
-        self._wanted = config.update_frequency
         self._imitates = config.loss.imitates  # then every group has a signal
         self._threshold = config.loss.imitation_threshold
         self._without_signal: dict[str, ScoredGroup] = {}  # by group id: dropped since the last update, oldest first
@@ -44,8 +43,8 @@ class GroupSelection:
     @property
     def enough(self) -> bool:
         """Whether an update is due: there is a whole batch, or so many groups had no signal that it waits no longer."""
-        with_signal = self.with_signal
-        return with_signal >= self._wanted or with_signal + self.without_signal >= (1 + REFILLS) * self._wanted
+        with_signal, wanted = self.with_signal, self._training.pace.trajectories
+        return with_signal >= wanted or with_signal + self.without_signal >= (1 + REFILLS) * wanted
 
     def look(self) -> None:
         """Observes the rewards of groups that have become complete, and drops those without a signal."""
@@ -59,7 +58,7 @@ class GroupSelection:
             if scored.is_compared and (reason := no_signal(scored.rewards)):
                 self._without_signal[group.group_id] = scored
                 self._buffer.drop(group, reason)
-        while self.without_signal > (1 + REFILLS) * self._wanted:  # training is paused
+        while self.without_signal > (1 + REFILLS) * self._training.pace.trajectories:  # training is paused
             del self._without_signal[next(iter(self._without_signal))]
 
     def take(

@@ -45,7 +45,7 @@ class UpdateTurns:
     def wanted(self, signal: Signal) -> int:
         """The trajectories that make a whole update."""
         if signal is Signal.REWARDS:
-            return self._config.update_frequency
+            return self._training.pace.trajectories
         edits = self._config.people.update_frequency
         return 2 * edits if signal is Signal.PREFERENCES else edits
 

@@ -107,6 +107,7 @@ ROUTES: tuple[tuple[Access, str], ...] = (
         GET /v1/training/report
         GET /v1/training/compare
         GET /v1/training/schedule
+        GET /v1/training/lesson
         POST /init_weight_transfer_engine
         POST /start_weight_update
         POST /update_weights
@@ -183,6 +184,8 @@ ROUTES: tuple[tuple[Access, str], ...] = (
         POST /v1/training/compare/stop
         POST /v1/training/average
         POST /v1/training/reward_model
+        POST /v1/training/lesson
+        DELETE /v1/training/lesson
         """,
     ),
     (

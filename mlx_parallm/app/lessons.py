@@ -1,0 +1,192 @@
+"""Lessons: what clients teach the server while it runs, one lesson at a time. Implements `core.LessonClient`.
+
+    prompts, rule ─▶ Lesson ─▶ RolloutDriver ─▶ engine ─▶ trajectory buffer ─▶ TrainingLoop, at the lesson's pace
+                       ▲                                        │
+                       └──────────── rewards, updates ──────────┘
+
+A lesson is noted in the run's folder when it begins, after each update and when it ends. After a crash its updates are
+made again from the journal, as all others are, and the lesson counts as interrupted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any
+
+from mlx_parallm.app.build import Served
+from mlx_parallm.app.lesson import Lesson
+from mlx_parallm.app.training import TrainingRuntime
+from mlx_parallm.config import Config
+from mlx_parallm.core import LessonCard, LessonOutcome, LessonSpec, RuleKind, TrainingEvent
+from mlx_parallm.errors import ConflictError, ContextLengthError, InvalidRequestError
+from mlx_parallm.rl.lessons.record import interrupted, read_lesson, write_lesson
+from mlx_parallm.rl.lessons.rules import answers_per_update, collection_of
+from mlx_parallm.rl.updates.pace import Pace
+
+TAG = "before-lesson"
+"""Of the checkpoint of an adapter as it was before its last lesson."""
+
+
+class Lessons:
+    """Event loop's thread only.
+
+    Args:
+        own_environment: the environment whose rollouts the server draws by itself; None: it draws none.
+        is_held_back: whether the server wants no rollouts now, because it sleeps.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        served: Served,
+        training: TrainingRuntime,
+        own_environment: str | None,
+        is_held_back: Callable[[], bool],
+    ) -> None:
+        assert served.run is not None  # a server that trains keeps checkpoints
+        self._config, self._served, self._training = config, served, training
+        self._service, self._folder = training.service, served.run.path
+        self._own_environment, self._is_held_back = own_environment, is_held_back
+        self._lesson: Lesson | None = None
+        self._last = read_lesson(self._folder)
+        self._changing, self._writing = asyncio.Lock(), asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
+        self._service.add_sink(self._on_event)
+
+    # -- what clients ask for --------------------------------------------------------------------
+
+    def obstacle(self) -> str:
+        if self._own_environment is None:
+            return ""
+        return (
+            f"This server draws rollouts of its environment {self._own_environment} by itself; start it with "
+            "--no-server-rollouts to give it lessons."
+        )
+
+    def card(self) -> LessonCard | None:
+        return self._last if self._lesson is None else self._lesson.card()
+
+    async def start(self, spec: LessonSpec) -> LessonCard:
+        async with self._changing:
+            if obstacle := self.obstacle():
+                raise ConflictError(obstacle)
+            if self._lesson is not None:
+                raise ConflictError(
+                    f"A lesson for {self._lesson.adapter} runs. Stop it first, with DELETE /v1/training/lesson."
+                )
+            await self._check(spec)
+            lesson = await self._begun(spec)
+            if self._closed:  # meanwhile
+                raise ConflictError("The server is ending.")
+            self._lesson = lesson
+            self._lesson.start()
+            await self._note(card := self._lesson.card())
+            self._service.emit("lesson_started", adapter=card.adapter, lesson=card.lesson_id)
+            return card
+
+    async def stop(self) -> LessonCard:
+        async with self._changing:
+            if self._lesson is None:
+                raise ConflictError("No lesson runs.")
+            self._lesson.progress.end(LessonOutcome.STOPPED, "it was stopped")
+            return await self._end(self._lesson)
+
+    async def close(self) -> None:
+        """Ends the lesson that runs, before training ends."""
+        self._closed = True
+        for task in tuple(self._tasks):
+            task.cancel()  # one may wait until an update is made, which training gives up when it ends
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        lesson, self._lesson = self._lesson, None
+        if lesson is not None:
+            await lesson.close()
+            self._last = interrupted(lesson.card())
+            await self._note(self._last)
+
+    # -- beginning -------------------------------------------------------------------------------
+
+    async def _check(self, spec: LessonSpec) -> None:
+        """Raises what `start` does about the lesson itself."""
+        most, wanted = self._config.rl_training.trajectory_buffer_size, answers_per_update(spec)
+        if wanted > most:
+            raise InvalidRequestError(
+                f"{wanted} answers make an update of this lesson, and rl_training.trajectory_buffer_size is {most}: "
+                "send fewer prompts, or a smaller group_size",
+                "prompts",
+            )
+        await asyncio.to_thread(self._check_prompts, spec)
+        if spec.rule.kind is not RuleKind.JUDGE:
+            try:
+                await self._training.scorers.check(collection_of(spec.rule))
+            except InvalidRequestError as error:
+                message = str(error).removeprefix("metadata.pattern")
+                raise InvalidRequestError(f"reward.{spec.rule.kind}{message}", f"reward.{spec.rule.kind}") from error
+
+    def _check_prompts(self, spec: LessonSpec) -> None:
+        context, tokenizer = self._served.card.context_length, self._served.tokenizer
+        if tokenizer.chat_template is None:
+            raise InvalidRequestError("prompts: this model has no chat template, so it takes no lessons", "prompts")
+        for number, messages in enumerate(spec.prompts):
+            tokens = len(tokenizer.apply_chat_template(messages, at_most=context)) + spec.max_tokens
+            if tokens > context:
+                raise ContextLengthError(
+                    f"prompts[{number}] and max_tokens are {tokens} tokens, and this model's context is {context}.",
+                    f"prompts[{number}]",
+                )
+
+    async def _begun(self, spec: LessonSpec) -> Lesson:
+        adapter = spec.adapter or self._training.default_adapter
+        pace = Pace(answers_per_update(spec), spec.learning_rate)
+        checkpoint = await self._service.begin_lesson(adapter, pace, TAG)
+        return Lesson(
+            spec,
+            adapter,
+            self._config,
+            self._served,
+            self._service,
+            checkpoint,
+            lambda: self._training.scorers.last_fault,
+            lambda: self._is_held_back() or self._served.engine.stats().paused,
+            self._on_change,
+        )
+
+    # -- going on and ending ---------------------------------------------------------------------
+
+    def _on_event(self, event: TrainingEvent) -> None:
+        if self._lesson is not None:
+            self._lesson.on_event(event)
+
+    def _on_change(self) -> None:
+        """An update of the lesson was made, or it should end."""
+        lesson = self._lesson
+        if lesson is None:
+            return
+        ends = lesson.progress.outcome is not None
+        self._spawn(self._end_if_running(lesson) if ends else self._note(lesson.card()))
+
+    async def _end_if_running(self, lesson: Lesson) -> None:
+        async with self._changing:
+            if lesson is self._lesson:
+                await self._end(lesson)
+
+    async def _end(self, lesson: Lesson) -> LessonCard:
+        await lesson.close()
+        self._last, self._lesson = lesson.card(), None
+        await self._note(self._last)
+        await self._service.end_lesson(lesson.adapter, lesson.prefix)
+        outcome = str(self._last.outcome)
+        self._service.emit("lesson_ended", adapter=lesson.adapter, lesson=self._last.lesson_id, outcome=outcome)
+        return self._last
+
+    async def _note(self, card: LessonCard) -> None:
+        """Writes the lesson into its file."""
+        async with self._writing:
+            await asyncio.to_thread(partial(write_lesson, self._folder, card))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

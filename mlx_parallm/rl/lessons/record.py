@@ -1,0 +1,45 @@
+"""lesson.json: the last lesson of a run, in its folder. It is replaced as a whole whenever the lesson changes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from mlx_parallm import atomic
+from mlx_parallm.core import LessonCard, LessonOutcome
+
+_FILE = "lesson.json"
+_LESSON = TypeAdapter(LessonCard)
+
+_log = logging.getLogger(__name__)
+
+
+def write_lesson(folder: Path, card: LessonCard) -> None:
+    """Writes the lesson. A fault of the disk is only logged: the updates of the lesson are in the journal."""
+    try:
+        atomic.replace_file(folder / _FILE, _LESSON.dump_json(card))
+    except OSError as error:
+        _log.warning("%s could not be written: %s", _FILE, error.strerror)
+
+
+def read_lesson(folder: Path) -> LessonCard | None:
+    """The last lesson of the run, which has ended. None: there was none, or its file cannot be read."""
+    try:
+        card = _LESSON.validate_python(json.loads((folder / _FILE).read_bytes()))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        _log.warning("%s cannot be read, and is left out: %s", _FILE, error)
+        return None
+    return interrupted(card) if card.is_running else card
+
+
+def interrupted(card: LessonCard) -> LessonCard:
+    """The lesson, ended with its process."""
+    reason = "the server has ended; what the lesson has taught is kept"
+    return replace(card, state="ended", outcome=LessonOutcome.INTERRUPTED, reason=reason, ended=time.time())

@@ -1,0 +1,117 @@
+"""Lessons on a server of a tiny random model: they draw, learn, end and leave nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from app.test_server import LORA, RL, free_port, running
+from tiny import save_tiny
+
+from mlx_parallm import RLIntegratedServer
+
+ROUTE = "/v1/training/lesson"
+LESSON = {"prompts": ["abc", "def"], "reward": {"pattern": "[a-m]"}, "max_tokens": 4, "group_size": 4, "temperature": 1}
+"""Random text has such a letter now and then."""
+
+
+def make(folder: Path, **keys: Any) -> RLIntegratedServer:
+    if not (folder / "model").exists():
+        save_tiny("llama", folder / "model")
+    run = folder / "run"
+    keys = {"server__kv_cache_memory": "16MB", "checkpointing__checkpoint_dir": run, **keys}
+    return RLIntegratedServer(folder / "model", LORA, RL, **keys)
+
+
+async def lesson_when(client: httpx.AsyncClient, true) -> dict[str, Any]:
+    while not true(lesson := (await client.get(ROUTE)).json()["lesson"]):
+        await asyncio.sleep(0.05)
+    return lesson
+
+
+@pytest.mark.timeout(240)
+async def test_it_learns_while_the_server_answers_and_is_stopped(tmp_path: Path) -> None:
+    server, port = make(tmp_path), free_port()
+    async with running(server.run_training_loop(), server.run_inference(port=port), port=port) as client:
+        begun = await client.post(ROUTE, json=LESSON)
+        assert begun.status_code == 200, begun.text
+        assert begun.json()["answers_per_update"] == 24
+        again = await client.post(ROUTE, json=LESSON)
+        assert (again.status_code, again.headers["x-should-retry"]) == (409, "false")
+        lesson = await lesson_when(client, lambda lesson: lesson["updates"] >= 2)
+        assert (await client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 2})).status_code == 200
+        assert lesson["points"][0]["update"] == 0
+        assert sum(point["answers"] for point in lesson["points"]) >= 48
+        assert all(len(prompt["before"]) == len(prompt["now"]) == 4 for prompt in lesson["prompts"])
+        status = (await client.get("/v1/training/status")).json()
+        assert status["metrics"]["learning_rate"] == pytest.approx(5e-4), "not the configured 1e-3"
+        stopped = (await client.delete(ROUTE)).json()
+        assert (stopped["state"], stopped["outcome"]) == ("ended", "stopped")
+        assert stopped["live_lora"].startswith("default@")
+        assert (await client.delete(ROUTE)).status_code == 409
+        await asyncio.sleep(0.5)
+        after = (await client.get("/v1/training/status")).json()
+        assert (after["groups_ready"], after["trajectories_waiting"]) == (0, 0), "nothing of it is left to train on"
+        undone = await client.post("/v1/training/rollback", json={"to": stopped["checkpoint"]})
+        assert undone.status_code == 200
+        assert undone.json()["step"] == 0
+        another = {**LESSON, "lora_adapter": "other", "updates": 1}
+        assert (await client.post(ROUTE, json=another)).json()["lora_adapter"] == "other"
+        ended = await lesson_when(client, lambda lesson: lesson["state"] == "ended")
+        assert (ended["outcome"], ended["updates"]) == ("finished", 1)
+
+
+@pytest.mark.timeout(240)
+async def test_it_pauses_and_ends_with_the_server_and_a_restart_shows_it(tmp_path: Path) -> None:
+    server, port = make(tmp_path), free_port()
+    async with running(server.run_training_loop(), server.run_inference(port=port), port=port) as client:
+        assert (await client.post(ROUTE, json=LESSON)).status_code == 200
+        await lesson_when(client, lambda lesson: lesson["updates"] >= 1)
+        await client.post("/v1/training/pause", json={})
+        paused = await lesson_when(client, lambda lesson: lesson["state"] == "paused")
+        assert paused["reason"] == "asked"
+        await client.post("/v1/training/resume", json={})
+        await lesson_when(client, lambda lesson: lesson["state"] != "paused")
+        assert (await client.post("/sleep")).status_code == 200
+        await lesson_when(client, lambda lesson: lesson["state"] == "paused")
+        assert (await client.post("/wake_up")).status_code == 200
+        await lesson_when(client, lambda lesson: lesson["state"] != "paused")
+    noted = json.loads((tmp_path / "run" / "lesson.json").read_text())
+    assert noted["outcome"] == "interrupted"
+    server, port = make(tmp_path), free_port()
+    async with running(server.run_training_loop(), server.run_inference(port=port), port=port) as client:
+        lesson = (await client.get(ROUTE)).json()["lesson"]
+        assert (lesson["outcome"], lesson["updates"]) == ("interrupted", noted["updates"])
+        assert (await client.get("/v1/training/status")).json()["step"] == noted["updates"], "its updates are kept"
+
+
+@pytest.mark.timeout(120)
+async def test_rules_without_a_signal_end_it_and_bad_ones_do_not_begin(tmp_path: Path) -> None:
+    server, port = make(tmp_path, rl_training__trajectory_buffer_size=100), free_port()
+    async with running(server.run_training_loop(), server.run_inference(port=port), port=port) as client:
+        bad = await client.post(ROUTE, json={**LESSON, "reward": {"pattern": "(a"}})
+        assert (bad.status_code, bad.json()["error"]["param"]) == (400, "reward.pattern")
+        many = await client.post(ROUTE, json={**LESSON, "prompts": ["a"] * 16, "group_size": 32})
+        assert (many.status_code, many.json()["error"]["param"]) == (400, "prompts")
+        long = await client.post(ROUTE, json={**LESSON, "prompts": ["a" * 4000], "max_tokens": 512})
+        assert (long.status_code, long.json()["error"]["param"]) == (400, "prompts[0]")
+        assert (await client.post(ROUTE, json={**LESSON, "reward": {"word": "please"}})).status_code == 200
+        ended = await lesson_when(client, lambda lesson: lesson["state"] == "ended")
+        assert (ended["outcome"], ended["updates"]) == ("no_signal", 0)
+        assert "No answer has earned a reward" in ended["advice"]
+        status = (await client.get("/v1/training/status")).json()
+        assert (status["state"], status["skips"]) == ("idle", {})
+
+
+@pytest.mark.timeout(120)
+async def test_a_server_that_draws_by_itself_takes_none(tmp_path: Path) -> None:
+    server, port = make(tmp_path, rl_training__environment="words"), free_port()
+    async with running(server.run_training_loop(), server.run_inference(port=port), port=port) as client:
+        assert "--no-server-rollouts" in (await client.get(ROUTE)).json()["obstacle"]
+        refused = await client.post(ROUTE, json=LESSON)
+        assert refused.status_code == 409
+        assert "words" in refused.json()["error"]["message"]

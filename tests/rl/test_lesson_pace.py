@@ -1,0 +1,75 @@
+"""What a lesson changes in the training of its adapter, and that it changes back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from configs import changed
+from rl.rig import SETTINGS, opened, running, settle
+from rl.service_rig import until, world
+from rl.test_recovery import Run
+
+from mlx_parallm.config import LearningRateSchedule, OptimizerConfig
+from mlx_parallm.core import BASE_ADAPTER
+from mlx_parallm.rl.collect.groups import DropReason
+from mlx_parallm.rl.updates.pace import Pace
+
+TAG = "before-lesson"
+
+
+async def test_its_updates_are_of_its_own_size_and_learning_rate_until_it_ends() -> None:
+    rig = await opened(settings=changed(SETTINGS, update_frequency=6))
+    async with running(rig):
+        card = await rig.loop.begin_lesson(Pace(2, 1e-3), TAG)
+        assert card.tags == (TAG,)
+        rig.drawn(1.0, 0.0)
+        await settle()
+        await rig.loop.end_lesson()
+        rig.drawn(1.0, 0.0)
+        await settle()
+        assert [(len(batch.samples), batch.learning_rate) for batch in rig.learner.batches] == [(2, 1e-3)]
+        rig.drawn(1.0, 0.0)
+        rig.drawn(1.0, 0.0)
+    assert [(len(batch.samples), batch.learning_rate) for batch in rig.learner.batches] == [(2, 1e-3), (6, None)]
+    rig.check()
+
+
+async def test_worse_rewards_than_before_it_are_no_fall() -> None:
+    rig = await opened(settings=changed(SETTINGS, update_frequency=1000))
+    for mean in (0.9, 0.9, 0.9):
+        await rig.updated_at(mean)
+    await rig.loop.begin_lesson(Pace(16, 1e-3), TAG)
+    for mean in (0.1, 0.1, 0.1):
+        assert (await rig.updated_at(mean)).status == "published"
+    assert "rollback" not in rig.kinds
+
+
+def test_its_learning_rate_has_no_schedule() -> None:
+    configured = OptimizerConfig(learning_rate=1e-5, warmup_updates=10, schedule=LearningRateSchedule.COSINE, beta2=0.9)
+    assert configured.at(None) is configured
+    assert configured.at(1e-3) == OptimizerConfig(learning_rate=1e-3, beta2=0.9)
+
+
+async def test_its_updates_are_made_again_after_a_crash_with_its_learning_rate(tmp_path: Path) -> None:
+    run = Run(tmp_path / "journal.sqlite")
+    async with run.process() as one:
+        await one.service.begin_lesson("main", Pace(2, 1e-3), TAG)
+        await one.request()
+        await until(lambda: one.service.status().step == 1)
+        assert [batch.learning_rate for batch in one.learner.batches] == [1e-3]
+    async with run.process() as one:
+        assert [batch.learning_rate for batch in one.learner.batches] == [1e-3]
+        assert one.service.needs().per_update == 1000, "the lesson itself has ended"
+
+
+async def test_what_is_left_of_it_is_not_trained_on() -> None:
+    async with world() as one:
+        await one.service.begin_lesson("main", Pace(8, 1e-3), TAG)
+        ids = await one.request(one.service.status().current or BASE_ADAPTER)
+        others = await one.request(one.service.status().current or BASE_ADAPTER)
+        await settle()
+        await one.service.end_lesson("main", "group-r1")
+        await settle()
+        states = one.states()
+        assert {states[one_id] for one_id in ids} == {DropReason.STOPPED}
+        assert {states[one_id] for one_id in others} == {"scored"}

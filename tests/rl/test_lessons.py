@@ -1,0 +1,245 @@
+"""What rewards the answers of a lesson, what it notes of them, and when it ends."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_parallm.core import (
+    Event,
+    FinishReason,
+    GenerationRequest,
+    GivenTrajectory,
+    LessonAnswer,
+    LessonCard,
+    LessonOutcome,
+    LessonPoint,
+    LessonRule,
+    LessonSamples,
+    LessonSpec,
+    RequestFinished,
+    RuleKind,
+    SequenceOutput,
+    WorkClass,
+)
+from mlx_parallm.rl.lessons.examples import SAMPLES, batches_of, can_be_shown, examples_of, request_for
+from mlx_parallm.rl.lessons.progress import LessonProgress
+from mlx_parallm.rl.lessons.record import read_lesson, write_lesson
+from mlx_parallm.rl.lessons.rules import answers_per_update, tasks_of, word_pattern
+
+
+def spec(prompts: int = 3, group_size: int = 8, updates: int | None = None) -> LessonSpec:
+    asked = tuple(({"role": "user", "content": f"prompt {number}"},) for number in range(prompts))
+    return LessonSpec(asked, LessonRule(RuleKind.WORD, "please"), None, 48, updates, group_size, 0.8, 1e-3)
+
+
+# ---- rules ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("word", "found", "not_found"),
+    [
+        ("please", ["Please!", "do it, PLEASE", "please"], ["pleased", "displease", ""]),
+        ("thank you", ["Thank\nyou.", "so: thank  you"], ["thank your", "thankyou"]),
+        ("c++", ["in C++.", "c++ is"], ["c", "c+"]),
+        ("?", ["who?", "?"], ["who"]),
+        ("ça", ["Ça va"], ["faça"]),
+    ],
+)
+def test_a_word_is_found_as_a_whole(word: str, found: list[str], not_found: list[str]) -> None:
+    pattern = re.compile(word_pattern(word))
+    assert [text for text in found if not pattern.search(text)] == []
+    assert [text for text in not_found if pattern.search(text)] == []
+
+
+def test_prompts_come_in_turn() -> None:
+    texts = [task.messages[0]["content"] for task in islice(tasks_of(spec(prompts=2)), 3)]
+    assert texts == ["prompt 0", "prompt 1", "prompt 0"]
+
+
+@pytest.mark.parametrize(("prompts", "size", "answers"), [(3, 8, 24), (1, 8, 24), (2, 8, 32), (16, 8, 128), (1, 5, 25)])
+def test_an_update_has_enough_answers_and_as_many_to_each_prompt(prompts: int, size: int, answers: int) -> None:
+    assert answers_per_update(spec(prompts, size)) == answers
+
+
+# ---- progress ------------------------------------------------------------------------------------
+
+MIXED, RIGHT, WRONG = (1.0, 0.0), (1.0, 1.0), (0.0, 0.0)
+
+
+def scored(progress: LessonProgress, *groups: tuple[float, ...], first: int = 0) -> None:
+    for number, rewards in enumerate(groups, first):
+        answers = [LessonAnswer(f"answer {number}.{place}", reward) for place, reward in enumerate(rewards)]
+        progress.scored(number, answers)
+
+
+def test_a_point_is_of_the_answers_between_two_updates() -> None:
+    progress = LessonProgress(2, 4, None)
+    scored(progress, MIXED, WRONG)
+    progress.updated()
+    scored(progress, RIGHT, first=2)
+    first, second = progress.points
+    assert (first.update, first.reward, first.answers) == (0, 0.25, 4)
+    assert (second.update, second.reward, second.answers) == (1, 1.0, 2), "of those so far"
+    assert 0 <= first.low < 0.25 < first.high <= 1
+    assert progress.outcome is None
+
+
+def test_the_first_answers_to_each_prompt_stay_and_the_newest_change() -> None:
+    progress = LessonProgress(2, 4, None)
+    scored(progress, MIXED, WRONG, RIGHT, RIGHT, MIXED)
+    one, other = progress.samples
+    assert [answer.text for answer in one.before] == ["answer 0.0", "answer 0.1"]
+    assert [answer.text for answer in one.now] == ["answer 4.0", "answer 4.1"]
+    assert [answer.text for answer in other.now] == ["answer 3.0", "answer 3.1"]
+
+
+def test_it_ends_when_it_is_learnt() -> None:
+    progress = LessonProgress(1, 4, None)
+    scored(progress, MIXED, RIGHT)
+    progress.updated()
+    scored(progress, RIGHT, RIGHT, RIGHT)
+    assert progress.outcome is LessonOutcome.LEARNT
+    assert progress.advice == ""
+
+
+def test_what_the_model_does_already_is_no_lesson() -> None:
+    progress = LessonProgress(1, 4, None)
+    scored(progress, *[RIGHT] * 4)
+    assert progress.outcome is LessonOutcome.LEARNT
+    assert "already" in progress.advice
+
+
+def test_without_a_reward_it_says_so_soon_and_ends_before_updates_are_skipped() -> None:
+    progress = LessonProgress(1, 4, None)
+    scored(progress, WRONG)
+    assert progress.advice == "", "too early to say"
+    scored(progress, WRONG)
+    assert "No answer has earned a reward" in progress.advice
+    scored(progress, *[WRONG] * 3)
+    assert progress.outcome is None
+    scored(progress, WRONG)
+    assert progress.outcome is LessonOutcome.NO_SIGNAL
+
+
+def test_rewards_that_are_all_alike_teach_nothing() -> None:
+    progress = LessonProgress(1, 4, None)
+    scored(progress, *[(0.5, 0.5)] * 6)
+    assert progress.outcome is LessonOutcome.NO_SIGNAL
+    assert "same reward" in progress.advice
+
+
+def test_one_group_with_a_signal_keeps_it_going() -> None:
+    progress = LessonProgress(1, 4, None)
+    scored(progress, *[WRONG] * 5, MIXED, *[WRONG] * 5)
+    assert progress.outcome is None
+
+
+def test_it_ends_after_its_updates() -> None:
+    progress = LessonProgress(1, 4, 2)
+    progress.updated()
+    assert progress.outcome is None
+    progress.updated()
+    assert progress.outcome is LessonOutcome.FINISHED
+
+
+def test_it_fails_if_several_groups_in_a_row_do() -> None:
+    progress = LessonProgress(1, 4, None)
+    progress.failed("no judge")
+    progress.failed("no judge")
+    scored(progress, MIXED)
+    progress.failed("no judge")
+    progress.failed("no judge")
+    assert progress.outcome is None
+    progress.failed("no judge")
+    assert (progress.outcome, progress.reason) == (LessonOutcome.FAILED, "no judge")
+
+
+# ---- examples ------------------------------------------------------------------------------------
+
+
+class Letters:
+    """A tokenizer whose tokens are characters, and whose template is the last message."""
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        return [ord(letter) for letter in messages[-1]["content"]]
+
+
+async def test_what_the_model_says_when_asked_for_the_word_is_imitated_as_an_answer_to_the_bare_prompt() -> None:
+    asked: list[GenerationRequest] = []
+
+    async def generate(request: GenerationRequest) -> AsyncIterator[Event]:
+        asked.append(request)
+        yield SequenceOutput(0, (1,), "Oh ple")
+        yield SequenceOutput(1, (9,), "no", finish_reason=FinishReason.STOP)
+        yield SequenceOutput(0, (2, 3), "ase.", finish_reason=FinishReason.STOP)
+        yield RequestFinished(1, 4, 0, 0, 0, 1)
+
+    lesson = spec(prompts=2)
+    examples = await examples_of(lesson, request_for(lesson, "lesson-1", 7), generate, Letters())
+    plain = [tuple(map(ord, f"prompt {number}")) for number in range(2)]
+    assert examples == [GivenTrajectory(each, (1, 2, 3)) for each in plain]
+    texts = ["".join(map(chr, request.prompts[0])) for request in asked]
+    assert all(text.startswith(f"prompt {number}\n") and '"please"' in text for number, text in enumerate(texts))
+    drawn = {(request.n, request.work_class, request.collection) for request in asked}
+    assert drawn == {(SAMPLES, WorkClass.TRAINING, None)}
+    assert len({request.request_id for request in asked}) == 2
+
+
+def test_examples_are_imitated_several_times_in_small_updates() -> None:
+    examples = [GivenTrajectory((1,), (number,)) for number in range(12)]
+    assert [len(batch) for batch in batches_of(examples)] == [10, 2] * 4
+    assert batches_of([]) == []
+
+
+def test_only_a_word_can_be_said_to_the_model() -> None:
+    rules = {kind: replace(spec(), rule=LessonRule(kind, "a")) for kind in RuleKind}
+    assert [kind for kind, lesson in rules.items() if can_be_shown(lesson)] == [RuleKind.WORD]
+
+
+def test_after_examples_it_gets_its_time_again() -> None:
+    progress = LessonProgress(1, 4, None)
+    scored(progress, *[WRONG] * 5)
+    assert progress.is_unrewarded
+    progress.shown(12)
+    assert not progress.is_unrewarded
+    scored(progress, *[WRONG] * 5)
+    assert progress.outcome is None
+
+
+# ---- the file ------------------------------------------------------------------------------------
+
+
+def card(outcome: LessonOutcome | None) -> LessonCard:
+    points = (LessonPoint(0, 0.5, 0.25, 0.75, 24, 10.0),)
+    samples = (LessonSamples((LessonAnswer("a", 0.0),), (LessonAnswer("é\ufffd", 1.0),)), LessonSamples())
+    return LessonCard(
+        *("lesson-1", spec(2), "drawing", "default", "default@3", 24, "checkpoint-0", 3, 0, points, samples, outcome),
+        *("", "", 5.0, None),
+    )
+
+
+def test_an_ended_lesson_is_read_as_it_was_written(tmp_path: Path) -> None:
+    assert read_lesson(tmp_path) is None
+    write_lesson(tmp_path, card(LessonOutcome.LEARNT))
+    assert read_lesson(tmp_path) == card(LessonOutcome.LEARNT)
+
+
+def test_a_lesson_whose_process_was_killed_is_interrupted(tmp_path: Path) -> None:
+    write_lesson(tmp_path, card(None))
+    found = read_lesson(tmp_path)
+    assert found is not None
+    assert (found.state, found.outcome, found.points) == ("ended", LessonOutcome.INTERRUPTED, card(None).points)
+    assert found.ended is not None
+
+
+def test_a_damaged_file_is_left_out_and_a_full_disk_is_survived(tmp_path: Path) -> None:
+    (tmp_path / "lesson.json").write_text('{"lesson_id": 1}')
+    assert read_lesson(tmp_path) is None
+    write_lesson(tmp_path / "gone", card(None))
