@@ -374,6 +374,14 @@ EXAMPLES: Mapping[str, Examples] = {
     "/v1/training/compare": {"a checkpoint": {"candidate": "checkpoint-300", "share": 0.2}},
     "/v1/training/compare/stop": _CONTROL,
     "/v1/training/reward_model": {"a tenth held out": {"name": "polite", "held_out": 0.1}},
+    "/v1/training/lesson": {
+        "a word": {"prompts": ["How do I ask for a spoon?"], "reward": {"word": "please"}},
+        "a question at the end": {
+            "prompts": ["My dog is called Max."],
+            "reward": {"pattern": r"\?\s*\Z"},
+            "updates": 20,
+        },
+    },
     "/v1/training/average": {"two sites": {"adapters": ["north", "south"], "lora_adapter": "mean", "rank": 16}},
     "/v1/training/schedule": {"training first": {"mode": "training_priority", "max_decode_stall_ms": 250}},
     "/tokenize": {"a text": {"prompt": "Hello"}, "a conversation": {"messages": _MESSAGES}},

@@ -18,9 +18,12 @@ from mlx_parallm.core import (
     GroupCard,
     LessonCard,
     LessonOutcome,
+    LessonRule,
     LessonSamples,
+    LessonSpec,
     Residence,
     RewardModelCard,
+    RuleKind,
     SignalReport,
     SourceReport,
     TrainingStatus,
@@ -247,8 +250,13 @@ class FakeRewardModels:
         return [float(len(row)) for row in rows]
 
 
+LESSON = LessonSpec(
+    (({"role": "user", "content": "Hi"},),), LessonRule(RuleKind.WORD, "yes"), None, 8, None, 4, 1, 1e-3
+)
+
+
 class FakeLessons:
-    """Begins every lesson at once. `asked`: the specs; `error`: what is raised instead; `last`: the card."""
+    """Begins every lesson at once; if none was begun, LESSON runs. `asked`: the specs; `error`: what is raised instead; `last`: the card."""
 
     def __init__(self):
         self.asked = []
@@ -266,17 +274,19 @@ class FakeLessons:
         self.asked.append(spec)
         if self.error:
             raise self.error
-        samples = (LessonSamples(),) * len(spec.prompts)
-        name = spec.adapter or "policy"
-        begun = ("lesson-1", spec, "drawing", name, "", 24, "checkpoint-0")
-        self.last = LessonCard(*begun, 0, 0, (), samples, None, "", "", 1_800_000_000.0)
+        self.last = self._begun(spec)
         return self.last
+
+    def _begun(self, spec):
+        samples = (LessonSamples(),) * len(spec.prompts)
+        begun = ("lesson-1", spec, "drawing", spec.adapter or "policy", "", 24, "checkpoint-0")
+        return LessonCard(*begun, 0, 0, (), samples, None, "", "", 1_800_000_000.0)
 
     async def stop(self):
         if self.error:
             raise self.error
         stopped = {"outcome": LessonOutcome.STOPPED, "reason": "it was stopped", "ended": 1_800_000_060.0}
-        self.last = replace(self.last, state="ended", **stopped)
+        self.last = replace(self.last or self._begun(LESSON), state="ended", **stopped)
         return self.last
 
 
