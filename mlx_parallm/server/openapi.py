@@ -376,7 +376,7 @@ EXAMPLES: Mapping[str, Examples] = {
     "/v1/training/reward_model": {"a tenth held out": {"name": "polite", "held_out": 0.1}},
     "/v1/training/lesson": {
         "a word": {"prompts": ["How do I ask for a spoon?"], "reward": {"word": "please"}},
-        "a question at the end": {
+        "a question": {
             "prompts": ["My dog is called Max."],
             "reward": {"pattern": r"\?\s*\Z"},
             "updates": 20,

@@ -250,13 +250,13 @@ class FakeRewardModels:
         return [float(len(row)) for row in rows]
 
 
-LESSON = LessonSpec(
-    (({"role": "user", "content": "Hi"},),), LessonRule(RuleKind.WORD, "yes"), None, 8, None, 4, 1, 1e-3
-)
+HELLO = ({"role": "user", "content": "Hello"},)
+LESSON = LessonSpec((HELLO,), LessonRule(RuleKind.WORD, "yes"), None, 8, None, 4, 1.0, 1e-3)
 
 
 class FakeLessons:
-    """Begins every lesson at once; if none was begun, LESSON runs. `asked`: the specs; `error`: what is raised instead; `last`: the card."""
+    """Begins every lesson at once; LESSON is stopped if none was begun. `asked`: the specs; `error`: what is raised
+    instead; `last`: the card."""
 
     def __init__(self):
         self.asked = []
