@@ -3,10 +3,11 @@
 
     uv run scripts/check_package.py
 
-1. Builds the sdist, and the wheel from the sdist. The wheel holds the package's files and nothing of tests/ or
-   benchmarks/.
-2. Installs the wheel into an empty environment, which may take `MOST_MB` on disk.
-3. Starts `mlx_parallm_serve` of that environment in an empty folder, and gets an answer from the bundled model.
+1. Builds the sdist, and the wheel from the sdist. The sdist holds the whole tree. The wheel holds the package's files,
+   whatever their kind, the licence, and nothing of tests/ or benchmarks/.
+2. Installs the wheel into an empty environment, which may take `MOST_MB` on disk, as `uvx` would.
+3. Runs the self-test of that environment in an empty folder, with tiny models.
+4. Starts its `mlx_parallm_serve`, and gets an answer from the bundled model.
 
 Everything is written to a temporary folder outside the tree, so nothing passes because it lies in the working folder.
 """
@@ -23,7 +24,6 @@ import sys
 import tarfile
 import tempfile
 import time
-import tomllib
 import zipfile
 from pathlib import Path, PurePosixPath
 
@@ -45,6 +45,7 @@ def main() -> None:
         elsewhere = work / "elsewhere"
         elsewhere.mkdir()
         check_import(environment, elsewhere)
+        check_self_test(environment, elsewhere)
         check_server(environment, elsewhere)
 
 
@@ -52,14 +53,16 @@ def build(dist: Path) -> Path:
     """Builds both archives, checks what they hold, and returns the wheel."""
     run("uv", "build", "--quiet", "--out-dir", str(dist), str(ROOT))
     (wheel,), (sdist,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
-    listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard", PACKAGE, cwd=ROOT).splitlines()
-    sources = {name for name in listed if (ROOT / name).exists()}
+    listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT).splitlines()
+    tree = {name for name in listed if (ROOT / name).is_file()}
+    sources = {name for name in tree if PurePosixPath(name).parts[0] == PACKAGE}
     with zipfile.ZipFile(wheel) as archive:
-        names = {name for name in archive.namelist() if ".dist-info" not in PurePosixPath(name).parts[0]}
+        held = set(archive.namelist())
+    names = {name for name in held if ".dist-info" not in PurePosixPath(name).parts[0]}
     require(names == sources, f"the wheel's files differ from those of {PACKAGE}/: {sorted(names ^ sources)}")
+    require(any(name.endswith("licenses/LICENSE") for name in held), "the wheel lacks the licence")
     with tarfile.open(sdist) as archive:
-        held = {name.partition("/")[2] for name in archive.getnames()}
-    lacking = (sources | {"pyproject.toml", "README.md", "LICENSE"}) - held
+        lacking = tree - {name.partition("/")[2] for name in archive.getnames()}
     require(not lacking, f"the sdist lacks {sorted(lacking)}")
     print(f"built {wheel.name}: {len(names)} files, {wheel.stat().st_size / 1e6:.1f} MB")
     return wheel
@@ -67,12 +70,10 @@ def build(dist: Path) -> Path:
 
 def install(wheel: Path, work: Path) -> Path:
     """Installs the wheel, with the locked versions of its dependencies, into a new environment."""
-    environment, excludes = work / "environment", work / "excludes.txt"
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    excludes.write_text("\n".join(project["tool"]["uv"]["exclude-dependencies"]))
+    environment = work / "environment"
     run("uv", "venv", "--quiet", "--python", sys.executable, str(environment), cwd=work)
     begun = time.monotonic()
-    options = ("--constraints", str(ROOT / "requirements.lock"), "--excludes", str(excludes))
+    options = ("--constraints", str(ROOT / "requirements.lock"), "--overrides", str(ROOT / "packaging/overrides.txt"))
     run("uv", "pip", "install", "--quiet", "--python", str(environment), *options, str(wheel), cwd=work)
     seconds = time.monotonic() - begun
     size_mb = sum(file.lstat().st_size for file in environment.rglob("*") if file.is_file()) / 2**20
@@ -86,6 +87,15 @@ def check_import(environment: Path, folder: Path) -> None:
     code = f"import {PACKAGE}; print({PACKAGE}.__file__)"
     file = run(str(environment / "bin/python"), "-c", code, cwd=folder).strip()
     require(Path(file).is_relative_to(environment), f"{PACKAGE} was imported from {file}")
+
+
+def check_self_test(environment: Path, folder: Path) -> None:
+    """Every path of the installed engine gives what mlx-lm's own forward pass gives."""
+    begun = time.monotonic()
+    command = [str(environment / "bin/mlx_parallm"), "doctor", "--self-test", "--only-tiny"]
+    done = subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    require(done.returncode == 0, f"the self-test failed:\n{done.stdout}{done.stderr}")
+    print(f"self-test passed in {time.monotonic() - begun:.1f} s")
 
 
 def check_server(environment: Path, folder: Path) -> None:

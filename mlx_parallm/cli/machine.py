@@ -9,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 
 from mlx_parallm import __version__
+from mlx_parallm.cli import self_test
 from mlx_parallm.cli.parser import AddCommand, subcommands
 from mlx_parallm.cli.table import add_json_argument, show, table
 from mlx_parallm.config import human_bytes
@@ -20,7 +21,7 @@ _MODEL_COLUMNS = ("model", "size", "where")
 def add_commands(add: AddCommand) -> None:
     """Adds the commands, except `completion`, which has to know the parsers of all scripts."""
     _add(add, "version", "Print the versions to give in a bug report.", version)
-    _add(add, "doctor", "Check the device, the BLAS and its speed.", doctor)
+    self_test.add_arguments(_add(add, "doctor", "Check the device and its speed, or test the engine on it.", doctor))
     _add(add, "list", "List the models on this machine.", list_models)
     pulling = _add(add, "pull", "Download a model from the hub, so that a server starts with it at once.", pull)
     pulling.add_argument("model", metavar="HUB_ID", help="The model, such as mlx-community/Qwen3-4B-4bit.")
@@ -50,7 +51,11 @@ def version(args: Namespace) -> int:
 
 
 def doctor(args: Namespace) -> int:
-    """Prints a report about this machine. Warnings are part of the report and do not change the exit status."""
+    """Prints a report about this machine. Warnings are part of the report and do not change the exit status; a check of
+    the self-test that fails does."""
+    self_test.check_arguments(args)
+    if args.self_test:
+        return self_test.self_test(args)
     from mlx_parallm.batch.attention_times import typical_attention
     from mlx_parallm.model.device import report
 

@@ -16,6 +16,7 @@ from mlx_parallm.cli.flags import TRAIN_ONLY, add_flags, settings
 from mlx_parallm.cli.parser import Parser, run, subcommands
 from mlx_parallm.cli.remote import adapters, bench, chat, status, usage
 from mlx_parallm.cli.remote import training as remote_training
+from mlx_parallm.cli.service import command as service
 from mlx_parallm.cli.table import add_json_argument
 from mlx_parallm.config import render, resolve
 
@@ -74,6 +75,7 @@ def main_parser() -> Parser:
     add_json_argument(listing)
     listing.set_defaults(run=runs.list_runs)
     machine.add_commands(add)
+    service.add_commands(subcommands(add("service", "Run a server from login on, without a terminal. On macOS.")))
     scripts = {"mlx_parallm": main_parser, "mlx_parallm_serve": serve_parser, "mlx_parallm_train": train_parser}
     completing = add("completion", "Print a script by which a shell completes arguments.")
     completion.add_arguments(completing, lambda: {name: make() for name, make in scripts.items()})

@@ -134,6 +134,7 @@ def to_float32(model: nn.Module) -> nn.Module:
     Raises:
         UnsupportedModelError: mlx-lm cannot dequantize the packing of a layer.
     """
+    _widen_all(model)  # scales too: with 16-bit scales, the dequantized weights would be rounded to 16 bits
     packed = [name for name, _ in tree_flatten(model.parameters()) if name.endswith(".global_scale")]
     if not packed:
         model = dequantize_model(model)
@@ -142,8 +143,12 @@ def to_float32(model: nn.Module) -> nn.Module:
         raise UnsupportedModelError(
             f"cannot dequantize {packed[0]}, as a CPU needs: use an unquantized or an affine-quantized copy"
         )
-    model.update(tree_map(_widen, model.parameters()))
+    _widen_all(model)
     return model
+
+
+def _widen_all(model: nn.Module) -> None:
+    model.update(tree_map(_widen, model.parameters()))
 
 
 def _widen(array: mx.array) -> mx.array:

@@ -1,4 +1,4 @@
-"""README.md and docs/ as data: code blocks, links, headings, code spans.
+"""The pages of the root and of docs/ as data: code blocks, links, headings, code spans.
 
 A comment on the line before a code block says how the tests treat it:
 
@@ -20,7 +20,8 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
+_OF_ROOT = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
+PAGES = (*_OF_ROOT, *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
 
 _FENCE = re.compile(r'```(?P<language>\w+)(?: title="(?P<title>[^"]+)")?')
 _NOTE = re.compile(r"<!-- (?P<kind>not run|slow|stopped|output)(?::? (?P<detail>.+))? -->")

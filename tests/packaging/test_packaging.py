@@ -1,0 +1,118 @@
+"""What is shipped beside the package: workflows, issue forms, the formula, container files, the citation."""
+
+import hashlib
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mlx_parallm import __version__
+
+ROOT = Path(__file__).parents[2]
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+FORMS = sorted(path for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml")
+DOCKERFILES = sorted((ROOT / "packaging/container").glob("Dockerfile.*"))
+_PINNED = re.compile(r"uses: [\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+")
+_NAMED_PATH = re.compile(r"(?:scripts|benchmarks|packaging|\.ci)/[\w./-]+")
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
+def test_workflows_are_pinned_bounded_and_may_only_read(workflow: Path) -> None:
+    text = workflow.read_text()
+    content = yaml.safe_load(text)
+    assert content["permissions"] == {"contents": "read"}
+    assert all(job["timeout-minutes"] <= 90 and "permissions" not in job for job in content["jobs"].values())
+    used = re.findall(r"uses: .*", text)
+    assert used
+    assert [line for line in used if not _PINNED.fullmatch(line)] == []
+    assert text.count("persist-credentials: false") == text.count("actions/checkout@")
+
+
+@pytest.mark.parametrize("file", [*WORKFLOWS, *DOCKERFILES], ids=lambda path: path.name)
+def test_what_they_run_exists(file: Path) -> None:
+    assert [name for name in _NAMED_PATH.findall(file.read_text()) if not (ROOT / name).exists()] == []
+
+
+def test_the_mac_is_tested_compared_and_measured() -> None:
+    text = (ROOT / ".github/workflows/macos.yml").read_text()
+    for command in ("scripts/test", "doctor --self-test", "benchmarks/serving.py --quick", "upload-artifact"):
+        assert command in text
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda path: path.name)
+def test_issue_forms_have_what_github_needs(form: Path) -> None:
+    content = yaml.safe_load(form.read_text())
+    assert {"name", "description", "body"} <= content.keys()
+    ids = [part["id"] for part in content["body"]]
+    assert len(ids) == len(set(ids))
+    assert all(part["type"] in ("input", "textarea") and part["attributes"]["label"] for part in content["body"])
+
+
+def test_the_citation_has_the_packages_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == __version__
+    assert citation["authors"]
+
+
+# -- the formula ---------------------------------------------------------------------------------
+
+
+def rendered(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "packaging/homebrew/render"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+
+
+def test_the_formula_of_a_tag(tmp_path: Path) -> None:
+    archive = tmp_path / "v0.1.0.tar.gz"
+    archive.write_bytes(b"the archive of a tag")
+    done = rendered("https://example.org/team/name.git", "v0.1.0", "--archive", str(archive))
+    assert done.returncode == 0, done.stderr
+    assert 'url "https://example.org/team/name/archive/refs/tags/v0.1.0.tar.gz"' in done.stdout
+    assert f'sha256 "{hashlib.sha256(b"the archive of a tag").hexdigest()}"' in done.stdout
+    assert "@" not in re.sub(r"python@3\.\d+", "", done.stdout), "a place of the template was not filled"
+    if ruby := shutil.which("ruby"):
+        checked = subprocess.run([ruby, "-c"], input=done.stdout, capture_output=True, text=True, check=False)
+        assert checked.stdout.strip() == "Syntax OK", checked.stderr
+
+
+def test_a_tag_that_is_no_version(tmp_path: Path) -> None:
+    done = rendered("https://example.org/team/name", "main")
+    assert done.returncode == 1
+    assert "a tag of a version looks like v0.1.0" in done.stderr
+
+
+# -- containers ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
+def test_images_are_pinned_and_run_as_a_plain_user(dockerfile: Path) -> None:
+    lines = dockerfile.read_text().splitlines()
+    images = [line.split()[1] for line in lines if line.startswith("FROM ")]
+    images += re.findall(r"--from=(\S+/\S+)", dockerfile.read_text())
+    assert all(re.search(r":\d", image) for image in images), images
+    assert lines.index("USER server") < next(n for n, line in enumerate(lines) if line.startswith("CMD "))
+
+
+def test_an_image_gets_only_what_the_package_is_built_from() -> None:
+    """The files that a build needs pass .dockerignore, and nothing else does."""
+    allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert allowed == {
+        "mlx_parallm",
+        "packaging/overrides.txt",
+        "pyproject.toml",
+        "requirements.lock",
+        "README.md",
+        "LICENSE",
+    }
+
+
+def test_the_overrides_are_what_uv_leaves_out() -> None:
+    lines = (ROOT / "packaging/overrides.txt").read_text().splitlines()
+    named = {line.partition(" ;")[0] for line in lines if not line.startswith("#")}
+    excluded = re.search(r"exclude-dependencies = \[(.*)\]", (ROOT / "pyproject.toml").read_text())
+    assert excluded is not None
+    assert named == set(re.findall(r'"([^"]+)"', excluded[1]))
