@@ -14,7 +14,7 @@ from mlx_parallm.selftest.inputs import answers
 from mlx_parallm.selftest.tested import CHUNK, TestedModel
 
 _ROWS = (1, 8, 16)
-_STEPS, _PROMPT, _CHUNKS = 16, 24, 3
+_STEPS, _PROMPT, _CHUNKS = 14, 24, 3
 _SAMPLES, _SAMPLE_TOKENS = 8, 24
 
 
@@ -40,12 +40,11 @@ async def timings(tested: TestedModel) -> tuple[Timing, ...]:
 
 
 async def _decode_step(tested: TestedModel, rows: int) -> Timing:
-    """The median time between two tokens of the row that comes last."""
+    """The median time between two tokens of the row that begins last."""
     prompts = [tested.prompt(_PROMPT, seed=200 + at) for at in range(rows)]
-    ended = await asyncio.gather(*(tested.ask(prompt, _STEPS + at) for at, prompt in enumerate(prompts)))
-    began = max(answer.times[0] for answer in ended)
-    times = [at for at in ended[-1].times if at >= began][:_STEPS]
-    step = statistics.median(later - at for at, later in pairwise(times))
+    ended = await asyncio.gather(*(tested.ask(prompt, _STEPS) for prompt in prompts))
+    last = max(ended, key=lambda answer: answer.times[0])
+    step = statistics.median(later - at for at, later in pairwise(last.times))
     weights = tested.served.card.weight_bytes
     name = "decode step, 1 row" if rows == 1 else f"decode step, {rows} rows"
     return Timing(name, step, tokens_per_s=rows / step, bytes_per_s=weights / step)
