@@ -48,6 +48,7 @@ def render(served: Served, config: Config, port: int) -> str:
         "device": f"{served.device}, BLAS {BLAS.name}",
         "access": _access(server),
         "base URL": f"{url}/v1",
+        **({"dashboard": f"{url}/dashboard"} if server.dashboard else {}),
         "see also": "  ".join(url + path for path in ("/v1/models", "/metrics", "/debug/state", "/docs")),
     }
     lines = [f"MLX ParaLLM {__version__} is ready", *(f"  {name:<11} {fact}" for name, fact in facts.items())]

@@ -177,7 +177,10 @@ class ServerConfig(Section):
     """
     ollama_api: bool = True
     """Serve Ollama's API (/api/chat, /api/generate and others), for programs that know no other. GET / then answers
-    `Ollama is running`, unless atropos_api has an answer of its own.
+    programs with `Ollama is running`, unless atropos_api has an answer of its own.
+    """
+    dashboard: bool = True
+    """Serve the dashboard, a page for people, at /dashboard and to browsers that open /. false: they are sent to /docs.
     """
     allowed_hosts: Hosts = ()
     """Names and addresses, without a port, that the Host header of a request may have, in addition to localhost,
@@ -229,7 +232,7 @@ class ServerConfig(Section):
     """
     access_log: bool = True
     """Log one line of JSON for each request, at level info. It has no text of prompts or answers. Successful probes
-    (/health, /ready, /metrics) are logged at level debug.
+    (/health, /ready, /metrics, /v1/stats) are logged at level debug.
     """
     served_model_name: OptionalNames = ()
     """Names that requests may give as `model`; answers give the first one. [] and null mean the model's own name."""

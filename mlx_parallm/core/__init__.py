@@ -45,8 +45,10 @@ from mlx_parallm.core.competition import ComparisonCard, ComparisonSpec, Competi
 from mlx_parallm.core.device import (
     DECODE_GAPS,
     MODE_SHARES,
+    NO_TIME,
     TRAINING_SHARES,
     DeviceSchedule,
+    DeviceSeconds,
     DeviceThread,
     DeviceWork,
     Histogram,

@@ -83,6 +83,43 @@ class Histogram:
         return Histogram(self.bounds, counts, self.total + other.total, max(self.largest, other.largest))
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceSeconds:
+    """Seconds that the device has spent on each kind of work. It was idle for the rest of the time.
+
+    Attributes:
+        decode, prefill: forward passes. If one draws tokens and computes prompts too, its time is divided as the cost
+            model predicts.
+        training: parts of updates, also of those that failed.
+        other: copying adapters into the bank, and loading further base models.
+    """
+
+    decode: float = 0.0
+    prefill: float = 0.0
+    training: float = 0.0
+    other: float = 0.0
+
+    def plus(self, more: DeviceSeconds) -> DeviceSeconds:
+        """The seconds of both."""
+        return DeviceSeconds(
+            self.decode + more.decode,
+            self.prefill + more.prefill,
+            self.training + more.training,
+            self.other + more.other,
+        )
+
+    def minus(self, earlier: DeviceSeconds) -> DeviceSeconds:
+        """The seconds since `earlier`."""
+        return DeviceSeconds(
+            self.decode - earlier.decode,
+            self.prefill - earlier.prefill,
+            self.training - earlier.training,
+            self.other - earlier.other,
+        )
+
+
+NO_TIME = DeviceSeconds()
+
 DECODE_GAPS = Histogram.of(0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0)
 """Seconds from the end of one decode step to the end of the next one, for which rows waited."""
 

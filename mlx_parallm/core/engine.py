@@ -6,7 +6,15 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from mlx_parallm.core.device import DECODE_GAPS, TRAINING_SHARES, DeviceSchedule, Histogram, PauseMode
+from mlx_parallm.core.device import (
+    DECODE_GAPS,
+    NO_TIME,
+    TRAINING_SHARES,
+    DeviceSchedule,
+    DeviceSeconds,
+    Histogram,
+    PauseMode,
+)
 from mlx_parallm.core.requests import Event, GenerationRequest
 
 
@@ -55,6 +63,8 @@ class EngineStats:
         external_prefix_cache_queries_total, external_prefix_cache_hits_total: prompt tokens that were looked up on the
             disk because the prefix cache did not have them, and those that were read back into it.
         training_share: training's share of device time in the last time window, with or without rows waiting.
+        device_seconds: what the device has worked on since start.
+        taken_at: when the snapshot was taken, on the monotonic clock.
         paused: `pause` was called and `resume` was not. Requests may still be running.
         detail: JSON values for `/debug/state`.
     """
@@ -84,6 +94,8 @@ class EngineStats:
     decode_gaps: Histogram = DECODE_GAPS
     training_shares: Histogram = TRAINING_SHARES
     training_share: float = 0.0
+    device_seconds: DeviceSeconds = NO_TIME
+    taken_at: float = 0.0
     paused: bool = False
     detail: Mapping[str, Any] = field(default_factory=dict)
 

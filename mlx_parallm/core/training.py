@@ -192,6 +192,10 @@ class TrainingClient(Protocol):
         """
         ...
 
-    def events(self) -> AsyncIterator[TrainingEvent]:
-        """Events from now on, until the iterator is closed. A slow listener loses some; see `TrainingEvent`."""
+    def events(self, after: str = "") -> AsyncIterator[TrainingEvent]:
+        """Events from now on, until the iterator is closed. A slow listener loses some; see `TrainingEvent`.
+
+        Args:
+            after: the id of the last event that the listener has had; those that it has missed since come first.
+        """
         ...

@@ -34,10 +34,12 @@ class TrainingEvent:
 
     `kind` is collected, closed (a group that requests have named), scored, dropped, update, held, skipped, evaluation,
     evaluation_failed, divergence, rollback, comparison_started, comparison_ended, lesson_started, lesson_ended,
-    checkpoint, paused, resumed, started, or events_lost. The last one replaces events that a slow listener has missed;
-    `data["events"]` is their number.
+    checkpoint, paused, resumed, started, or events_lost. The last one replaces events that a listener has missed;
+    `data["events"]` is their number, or None if that is not known. `id`: by which a listener that comes back names the
+    last event it has had; empty for events_lost.
     """
 
     kind: str
     at: float
     data: Mapping[str, Any] = field(default_factory=dict)
+    id: str = ""

@@ -20,7 +20,15 @@ import mlx.core as mx
 from mlx_parallm.adapters.store import AdapterStore
 from mlx_parallm.batch.kv.disk import PrefixStore
 from mlx_parallm.batch.runner import BatchRunner
-from mlx_parallm.core import EngineStats, GenerationRequest, PauseMode, TrainingWork, completed, then
+from mlx_parallm.core import (
+    DeviceSeconds,
+    EngineStats,
+    GenerationRequest,
+    PauseMode,
+    TrainingWork,
+    completed,
+    then,
+)
 from mlx_parallm.engine.disk_prefixes import DiskPrefixes
 from mlx_parallm.engine.faults import Recovery
 from mlx_parallm.engine.live import FaultScope, Vocabulary, live
@@ -265,7 +273,9 @@ class DeviceLoop:
             adapters.advance()
             while time.monotonic() - started < unit.seconds and slots.staged == staged and adapters.waits():
                 adapters.advance()
-        self.scheduler.gap.add_staging(time.monotonic() - started)
+        seconds = time.monotonic() - started
+        self.counters.add_seconds(DeviceSeconds(other=seconds))
+        self.scheduler.gap.add_staging(seconds)
 
     def _train(self, unit: TrainingUnit) -> None:
         """Runs one unit of an update. Its time counts even if it fails."""
@@ -278,7 +288,7 @@ class DeviceLoop:
         finally:
             now = time.monotonic()
             self.counters.training_units += 1
-            self.counters.training_seconds += now - started
+            self.counters.add_seconds(DeviceSeconds(training=now - started))
             self.scheduler.record_training(now - started, now)
 
     # -- faults ----------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import mlx.core as mx
 
 from mlx_parallm.core import (
     DeviceSchedule,
+    DeviceSeconds,
     EngineStats,
     GenerationRequest,
     PauseMode,
@@ -71,6 +72,7 @@ class DeviceLoops:
         self._schedule = first.scheduler.schedule
         self._first = first.base
         self._stats: dict[str, EngineStats] = {}  # as they were last read
+        self._loading_s = 0.0  # spent on loads
         self._gone: list[EngineStats] = []  # what the base models that were put away had counted, in one
         self._add(first)
 
@@ -82,6 +84,7 @@ class DeviceLoops:
         key = object()
 
         def step() -> bool:
+            started = time.monotonic()
             try:
                 next(building)
             except StopIteration as built:
@@ -93,6 +96,8 @@ class DeviceLoops:
                 building.close()
                 done.set_exception(error.with_traceback(None))  # its frames hold arrays
                 _free()
+            finally:
+                self._loading_s += time.monotonic() - started
             return True
 
         self._turns[key] = _Turns(step, lambda: None, self._least_seconds())
@@ -230,6 +235,8 @@ class DeviceLoops:
 
     def _total(self) -> EngineStats:
         stats = total([*self._stats.values(), *self._gone])
+        seconds = stats.device_seconds.plus(DeviceSeconds(other=self._loading_s))
+        stats = replace(stats, device_seconds=seconds)
         if len(self._stats) == 1 and not self._gone:
             return stats
         details = {base: dict(one.detail) for base, one in self._stats.items()}

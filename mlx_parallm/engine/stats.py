@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import reduce
@@ -10,7 +11,7 @@ import mlx.core as mx
 
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
-from mlx_parallm.core import EngineStats, Histogram
+from mlx_parallm.core import NO_TIME, DeviceSeconds, EngineStats, Histogram
 from mlx_parallm.engine.disk_prefixes import DiskPrefixes
 from mlx_parallm.engine.live import LiveSequence
 from mlx_parallm.model.device import MemoryLimits
@@ -23,7 +24,7 @@ class Counters:
 
     `steps`: forward units that drew tokens. `prefilled_tokens`: tokens computed in chunks of prompts. Tokens taken from
     another row or from the prefix cache do not count; tokens computed again after a preemption do. `training_units` and
-    `training_seconds` include failed units.
+    `device_seconds` include failed units of training.
     """
 
     steps: int = 0
@@ -34,7 +35,11 @@ class Counters:
     failed_steps: int = 0
     training_units: int = 0
     failed_training_units: int = 0
-    training_seconds: float = 0.0
+    device_seconds: DeviceSeconds = NO_TIME
+
+    def add_seconds(self, seconds: DeviceSeconds) -> None:
+        """Adds device time that has just been spent."""
+        self.device_seconds = self.device_seconds.plus(seconds)
 
 
 def snapshot(
@@ -73,6 +78,8 @@ def snapshot(
         decode_gaps=scheduler.gap.lengths,
         training_shares=scheduler.share_meter.contended,
         training_share=scheduler.share_meter.last,
+        device_seconds=counters.device_seconds,
+        taken_at=time.monotonic(),
         paused=scheduler.paused,
         detail={
             "mlx_memory_bytes": {"active": mx.get_active_memory(), "peak": peak, "cache": mx.get_cache_memory()},
@@ -80,7 +87,7 @@ def snapshot(
             "prefilled_tokens_total": counters.prefilled_tokens,
             "training_units_total": counters.training_units,
             "failed_training_units_total": counters.failed_training_units,
-            "training_seconds_total": counters.training_seconds,
+            "training_seconds_total": counters.device_seconds.training,
             "memory_budget_bytes": cache.device.budget_bytes,
             "memory_excess_bytes": cache.device.excess,
             "prefix_cache_evictions_total": cache.evictions,
@@ -114,14 +121,15 @@ def total(each: Sequence[EngineStats]) -> EngineStats:
         **{name: sum(getattr(stats, name) for stats in each) for name in (*_TOTALS, *_GAUGES)},
         memory_bytes={account: sum(stats.memory_bytes.get(account, 0) for stats in each) for account in accounts},
         decode_gaps=reduce(Histogram.plus, [stats.decode_gaps for stats in each]),
+        device_seconds=reduce(DeviceSeconds.plus, [stats.device_seconds for stats in each]),
     )
 
 
 def counters_of(stats: EngineStats) -> EngineStats:
     """What counts on when a base model has been put away: what only grows."""
     totals = {name: getattr(stats, name) for name in _TOTALS}
-    budget, gaps = stats.kv_bytes_budget, stats.decode_gaps
-    return EngineStats(alive=True, ready=True, kv_bytes_budget=budget, decode_gaps=gaps, **totals)
+    gauges = {name: getattr(stats, name) for name in ("kv_bytes_budget", "decode_gaps", "device_seconds")}
+    return EngineStats(alive=True, ready=True, **gauges, **totals)
 
 
 def _describe(live: LiveSequence) -> dict[str, object]:

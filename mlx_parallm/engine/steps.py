@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from mlx_parallm.batch.forward import Span
 from mlx_parallm.batch.runner import BatchRunner, Launched
-from mlx_parallm.core import SequenceStatus
+from mlx_parallm.core import DeviceSeconds, SequenceStatus
 from mlx_parallm.engine.live import LiveRequest, LiveSequence, live
 from mlx_parallm.engine.memory import PoolMemory
 from mlx_parallm.engine.requests import LiveRequests
@@ -104,7 +104,10 @@ class Forwards:
             scores = [(live(row), start, part.read()) for row, start, part in in_flight.launched.scores]
             pooled = in_flight.launched.pooled.read() if in_flight.launched.pooled else []
         now = time.monotonic()
-        self._scheduler.record_done(in_flight.unit, now - max(in_flight.at, self._ended_at), now)
+        seconds = now - max(in_flight.at, self._ended_at)
+        prefill = seconds * self._scheduler.prefill_share(in_flight.unit)
+        self._requests.counters.add_seconds(DeviceSeconds(decode=seconds - prefill, prefill=prefill))
+        self._scheduler.record_done(in_flight.unit, seconds, now)
         self._ended_at = now
         for row, start, part in scores:
             self._requests.add_scores(row, start, part)

@@ -8,19 +8,19 @@ import math
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from mlx_parallm.core import AdapterRef, TrainingEvent, UpdateReport
 
 _MAX_QUEUED = 256
-"""Events that may wait for one listener. If there are more, the oldest are lost."""
+"""Events that may wait for one listener, and that are kept for those who come back. Older ones are lost."""
 
 _MINUTE = 60.0
 
 LOST = "events_lost"
-"""Kind of the event that replaces lost events in a listener's stream. `events` in its data is their number."""
+"""Kind of the event that replaces lost events in a listener's stream; see `core.TrainingEvent`."""
 
 _log = logging.getLogger(__name__)
 
@@ -34,6 +34,7 @@ class Emit(Protocol):
 class EventHub:
     """Sends every event to every listener, in order. A slow listener loses its oldest events, and is told how many.
 
+    The id of an event is the hub's own id and the event's number, so that an id of an earlier start is known as such.
     Event loop's thread only.
     """
 
@@ -41,9 +42,14 @@ class EventHub:
         self._listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
         self._sinks: list[Callable[[TrainingEvent], None]] = []
         self._closed = False
+        self._id = f"{time.time_ns():x}"
+        self._count = 0
+        self._newest: deque[TrainingEvent] = deque(maxlen=_MAX_QUEUED)
 
     def emit(self, kind: str, **data: object) -> None:
-        event = TrainingEvent(kind, time.time(), data)
+        self._count += 1
+        event = TrainingEvent(kind, time.time(), data, f"{self._id}-{self._count}")
+        self._newest.append(event)
         for sink in self._sinks:
             sink(event)
         for listener in tuple(self._listeners):
@@ -53,13 +59,24 @@ class EventHub:
         """Calls `sink` with every event from now on. It must neither raise nor block."""
         self._sinks.append(sink)
 
-    def listen(self) -> Listener:
-        """A listener that gets the events from this call on."""
-        listener = Listener()
+    def listen(self, after: str = "") -> Listener:
+        """A listener that gets the events from this call on. `after`: see `core.TrainingClient.events`."""
+        listener = Listener(*self._since(after))
         if self._closed:
             listener.end()
         self._listeners.add(listener)
         return listener
+
+    def _since(self, last: str) -> tuple[list[TrainingEvent], int | None]:
+        """The events after the one with this id that are kept, and how many before them are lost; None: unknown."""
+        hub, _, number = last.partition("-")
+        if not last:
+            return [], 0
+        if hub != self._id or not (number.isascii() and number.isdecimal()):
+            return list(self._newest), None
+        missed = max(0, self._count - int(number))
+        kept = list(self._newest)[max(0, len(self._newest) - missed) :]
+        return kept, missed - len(kept)
 
     def close(self) -> None:
         """Ends every listener once it has read its queued events."""
@@ -69,11 +86,15 @@ class EventHub:
 
 
 class Listener(AsyncIterator[TrainingEvent]):
-    """The events of one reader."""
+    """The events of one reader, which begin with those that it has missed.
 
-    def __init__(self) -> None:
-        self._events: deque[TrainingEvent] = deque()
-        self._lost = 0  # events lost before the first of `_events`
+    Args:
+        lost: how many were lost before them; None if that is not known.
+    """
+
+    def __init__(self, missed: Iterable[TrainingEvent] = (), lost: int | None = 0) -> None:
+        self._events = deque(missed)
+        self._lost = lost  # events lost before the first of `_events`
         self._changed = asyncio.Event()
         self._ended = False
 
@@ -83,7 +104,7 @@ class Listener(AsyncIterator[TrainingEvent]):
         self._events.append(event)
         if len(self._events) > _MAX_QUEUED:
             self._events.popleft()
-            self._lost += 1
+            self._lost = None if self._lost is None else self._lost + 1
         self._changed.set()
 
     def end(self) -> None:
@@ -91,12 +112,12 @@ class Listener(AsyncIterator[TrainingEvent]):
         self._changed.set()
 
     async def __anext__(self) -> TrainingEvent:
-        while not self._events:
+        while not self._events and self._lost == 0:
             if self._ended:
                 raise StopAsyncIteration
             self._changed.clear()
             await self._changed.wait()
-        if self._lost:
+        if self._lost != 0:
             lost, self._lost = self._lost, 0
             return TrainingEvent(LOST, time.time(), {"events": lost})
         return self._events.popleft()

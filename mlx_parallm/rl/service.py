@@ -339,9 +339,9 @@ class TrainingService:
         """Sends an event to all listeners."""
         return self._hub.emit
 
-    def events(self) -> Listener:
+    def events(self, after: str = "") -> Listener:
         """See `core.TrainingClient.events`."""
-        return self._hub.listen()
+        return self._hub.listen(after)
 
     def track(self, tracking: Tracking) -> None:
         """Gives every update and evaluation from now on to trackers."""

@@ -303,6 +303,14 @@ class RLAwareScheduler:
         else:
             self.gap.no_row_waited()
 
+    def prefill_share(self, unit: ForwardUnit) -> float:
+        """The share of a unit's time that its chunks of prompts take, as the cost model predicts it; 1 without decode
+        rows."""
+        if not unit.decodes:
+            return 1.0
+        chunks = sum(self.cost.chunk_seconds(chunk.work) for chunk in unit.chunks)
+        return chunks and chunks / self.cost.seconds((span.work for span in unit.spans), unit.tokens_drawn)
+
     # -- what the engine asks --------------------------------------------------------------------
 
     @property

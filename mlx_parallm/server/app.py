@@ -38,7 +38,7 @@ from mlx_parallm.rl.atropos.trajectory_api import Registration
 from mlx_parallm.server.access.accounts import Accounts
 from mlx_parallm.server.access.keys import KeyRing
 from mlx_parallm.server.access.sessions import Sessions
-from mlx_parallm.server.api import completions, control, login, models, ops, usage
+from mlx_parallm.server.api import completions, control, login, models, ops, root, stats, usage
 from mlx_parallm.server.api.adapters import route as adapter_routes
 from mlx_parallm.server.api.chat import route as chat
 from mlx_parallm.server.api.chat.history import EpisodeHistories
@@ -49,6 +49,7 @@ from mlx_parallm.server.api.responses.conversation import ResponseStore
 from mlx_parallm.server.api.training import average, compare, people, reward_model, schedule
 from mlx_parallm.server.api.training import lessons as lesson_routes
 from mlx_parallm.server.api.training import route as training_routes
+from mlx_parallm.server.dashboard import route as dashboard
 from mlx_parallm.server.errors import install_handlers
 from mlx_parallm.server.http.connection import ConnectionLimits, LimitedProtocol, reserve_open_files
 from mlx_parallm.server.http.middleware import add_middlewares
@@ -62,7 +63,6 @@ from mlx_parallm.server.protocols.atropos.route import AtroposParts
 from mlx_parallm.server.protocols.generate import route as generate
 from mlx_parallm.server.protocols.ollama import embed as ollama_embed
 from mlx_parallm.server.protocols.ollama import models as ollama_models
-from mlx_parallm.server.protocols.ollama import root as ollama_root
 from mlx_parallm.server.protocols.ollama import route as ollama_routes
 from mlx_parallm.server.protocols.tinker import route as tinker_routes
 from mlx_parallm.server.protocols.tinker.server import TinkerServer
@@ -87,6 +87,7 @@ ROUTES = (
     schedule,
     control,
     usage,
+    stats,
     login,
     ops,
     tokens,
@@ -98,7 +99,7 @@ OLLAMA_ROUTES = (ollama_routes, ollama_embed, ollama_models)
 
 MAX_HEADER_BYTES = 64 * 1024
 CLOSING_S = 3
-ALIVE_CHECK_TICKS = 10  # of 0.1 s each
+TICKS_A_SECOND = 10  # of `DrainingServer.on_tick`
 EXIT_OK, EXIT_ENGINE_DEAD = 0, 1
 
 
@@ -151,11 +152,12 @@ def create_app(
         lessons=lessons,
     )
     modules: tuple[ModuleType, ...] = (*ROUTES, *(OLLAMA_ROUTES if config.ollama_api else ()))
+    modules += (dashboard,) if config.dashboard else ()
     if atropos is not None and training is not None:
         app.state.atropos = AtroposParts.of(atropos, training, models.first.card)
         modules += (atropos_routes,)
-    elif config.ollama_api:
-        modules += (ollama_root,)
+    else:
+        modules += (root,)
     for module in modules:
         app.include_router(module.router)
     routes = [route for module in modules for route in module.router.routes if isinstance(route, Route)]
@@ -248,10 +250,13 @@ class DrainingServer(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Called by uvicorn every 0.1 s; true stops the server."""
-        if counter % ALIVE_CHECK_TICKS == 0 and not self._services.engine.stats().alive:
-            self.exit_code = EXIT_ENGINE_DEAD
-            self._services.lifecycle.expire()
-            return True
+        if counter % TICKS_A_SECOND == 0:
+            stats = self._services.engine.stats()
+            self._services.history.add(stats)
+            if not stats.alive:
+                self.exit_code = EXIT_ENGINE_DEAD
+                self._services.lifecycle.expire()
+                return True
         if self._drain_until is not None and self._services.engine.stats().paused:
             with suppress(EngineDeadError):  # the next check sees it
                 await self._services.engine.resume()  # so that paused requests can finish

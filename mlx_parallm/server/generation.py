@@ -79,9 +79,9 @@ class EventStream:
         finally:
             pings.cancel()
 
-    async def event(self, data: WireOutput, kind: str = "") -> None:
-        """Sends one object. `kind` takes the place of its `event_name`, in a form of streams that has names."""
-        await self._write(self._framing.write(data, kind))
+    async def event(self, data: WireOutput, kind: str = "", event_id: str = "") -> None:
+        """Sends one object. `kind` takes the place of its `event_name`, in a form of streams that has names and ids."""
+        await self._write(self._framing.write(data, kind, event_id))
 
     async def end(self) -> None:
         """Ends the stream."""

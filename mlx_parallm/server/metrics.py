@@ -39,6 +39,7 @@ from mlx_parallm.server.metrics_comparisons import ComparisonCollector
 from mlx_parallm.server.metrics_keys import KeyCollector
 from mlx_parallm.server.metrics_training import TrainingCollector
 from mlx_parallm.server.metrics_vllm import VLLMNamesRegistry
+from mlx_parallm.server.recent import RecentValues
 
 REQUEST_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0, 300.0)
 LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
@@ -46,7 +47,7 @@ TOKEN_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.75, 1.5, 3.0, 10.
 
 
 class ServerMetrics:
-    """All metrics of one app."""
+    """All metrics of one app, and the latencies of the last minute, which `/v1/stats` shows."""
 
     def __init__(
         self,
@@ -91,6 +92,7 @@ class ServerMetrics:
         self.inter_token = self._histogram(
             "inter_token_latency_seconds", "Time between two tokens of a sequence.", TOKEN_BUCKETS_S
         )
+        self.recent_first_token, self.recent_inter_token = RecentValues(), RecentValues()
         self.finished = self._counter(
             "request_success", "Sequences ended: stop, length, abort or error.", ("finished_reason",)
         )
@@ -105,6 +107,14 @@ class ServerMetrics:
     def exposition(self) -> bytes:
         """The metrics in Prometheus's text format."""
         return generate_latest(self.registry)
+
+    def observe_first_token(self, seconds: float) -> None:
+        self.ttft.observe(seconds)
+        self.recent_first_token.add(seconds)
+
+    def observe_inter_token(self, seconds: float) -> None:
+        self.inter_token.observe(seconds)
+        self.recent_inter_token.add(seconds)
 
     def _histogram(self, name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(PREFIX + name, about, buckets=buckets, registry=self.registry)
@@ -153,7 +163,7 @@ class RequestObserver:
         if output.token_ids:
             now = time.monotonic()
             if (before := self.last_token_at.get(output.index)) is not None:
-                self.metrics.inter_token.observe((now - before) / len(output.token_ids))
+                self.metrics.observe_inter_token((now - before) / len(output.token_ids))
             self.first_token_at.setdefault(output.index, now)
             self.last_token_at[output.index] = now
             self.tokens[output.index] += len(output.token_ids)
@@ -183,6 +193,6 @@ class RequestObserver:
         self.metrics.lengths.observe(end.completion_tokens)
         if end.completion_tokens:
             self.metrics.longest.observe(max(self.tokens.values(), default=0))
-            self.metrics.ttft.observe(end.first_token_at - end.arrived_at)
+            self.metrics.observe_first_token(end.first_token_at - end.arrived_at)
             self.metrics.prefill.observe(end.first_token_at - end.started_at)
             self.metrics.decode.observe(end.finished_at - end.first_token_at)

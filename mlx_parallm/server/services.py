@@ -38,6 +38,7 @@ from mlx_parallm.server.lifecycle import Lifecycle, SequenceGate, SleepSwitch
 from mlx_parallm.server.metrics import ServerMetrics
 from mlx_parallm.server.planning import AdapterSelector, ModelNames, adapter_named_by
 from mlx_parallm.server.protocols.tinker.server import TinkerServer
+from mlx_parallm.server.recent import History
 
 DOES_NOT_TRAIN = "This server does not train; start it with --enable-rl-training."
 
@@ -71,6 +72,7 @@ class Services:
     reward_models: RewardModelClient | None = None
     lessons: LessonClient | None = None
     schedule_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    history: History = field(default_factory=History)
 
     @property
     def first(self) -> ServedModel:

@@ -76,6 +76,7 @@ def test_says_what_is_served_and_where():
         "CPU, BLAS libopenblas.so.0",
         "this machine only, no API key",
         "http://127.0.0.1:8000/v1\n",
+        "dashboard   http://127.0.0.1:8000/dashboard\n",
         "http://127.0.0.1:8000/metrics",
         "http://127.0.0.1:8000/docs",
     ):

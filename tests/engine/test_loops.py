@@ -121,7 +121,10 @@ def test_what_is_put_away_frees_its_memory_and_counts_on() -> None:
     gc.collect()
     assert held - mx.get_active_memory() >= weights
     assert len(two.sharing) == 1
-    assert two.loops.stats().generation_tokens_total == before.generation_tokens_total == 8
+    after = two.loops.stats()
+    assert after.generation_tokens_total == before.generation_tokens_total == 8
+    assert after.device_seconds == before.device_seconds
+    assert after.device_seconds.other > 0.0, "the load of b"
 
 
 def test_a_row_gets_the_memory_of_another_base_models_cached_prefixes() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from driver import Driver
 
 from mlx_parallm.core import PromptGroup, Sequence, SequenceStatus
@@ -103,3 +104,16 @@ def test_gaps_are_measured_between_the_ends_of_steps() -> None:
         scheduler.record_done(launched(scheduler, now - 0.5), 0.5, now)
     lengths = scheduler.gap.lengths
     assert (sum(lengths.counts), lengths.largest) == (2, 1.5), "the first unit has no decode rows"
+
+
+def test_prompts_get_their_predicted_part_of_a_unit_with_rows() -> None:
+    scheduler = RLAwareScheduler(cost=CostModel(fixed=1.0, per_token=0.5, per_pair=0.0))
+    row = added(scheduler, 10)
+    prefill = launched(scheduler)
+    decode = launched(scheduler)
+    added(scheduler, 4)
+    mixed = launched(scheduler)
+    assert [unit.decodes for unit in (prefill, decode, mixed)] == [0, 1, 1]
+    assert (scheduler.prefill_share(prefill), scheduler.prefill_share(decode)) == (1.0, 0.0)
+    assert scheduler.prefill_share(mixed) == pytest.approx(2.0 / (1.0 + 0.5 + 2.0)), "4 tokens of 0.5 s"
+    assert row.status is SequenceStatus.RUNNING

@@ -322,6 +322,7 @@ class FakeTraining:
         self.told = asyncio.Queue()
         self.saves = ()
         self.listening = 0
+        self.listened_after = []
         self.competition = FakeCompetition()
         self.trajectories = self.people = self
 
@@ -430,8 +431,9 @@ class FakeTraining:
         await self._work("save", None, adapter, step, tags, metrics)
         return CheckpointCard("checkpoint-9", AdapterRef("math", 2), 9, "/secret", 1_800_000_000, tuple(tags), metrics)
 
-    async def events(self):
+    async def events(self, after=""):
         self.listening += 1
+        self.listened_after.append(after)
         try:
             while (event := await self.told.get()) is not None:
                 if isinstance(event, Exception):

@@ -42,6 +42,14 @@ async def test_the_transcript(client, training):
     assert training.listening == 0
 
 
+async def test_a_client_that_comes_back_says_which_event_was_its_last(client, training):
+    training.told.put_nowait(TrainingEvent("paused", AT, id="a-7"))
+    training.told.put_nowait(None)
+    response = await client.get(URL, headers={"last-event-id": "a-6"})
+    assert response.text == f"id: a-7\n{TOLD}"
+    assert training.listened_after == ["a-6"]
+
+
 async def test_pings_while_nothing_happens(serving, monkeypatch):
     monkeypatch.setattr(generation, "PING_INTERVAL_S", 0.01)
     async with (

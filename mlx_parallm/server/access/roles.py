@@ -90,7 +90,10 @@ ROUTES: tuple[tuple[Access, str], ...] = (
         GET /version
         GET /server_info
         GET /v1/usage
+        GET /v1/stats
         GET /metrics
+        GET /dashboard
+        GET /dashboard/assets/{name}
         GET /docs
         GET /openapi.json
         """,

@@ -1,7 +1,7 @@
 """Sessions of people who have opened a page of the server with their key: a random id in a cookie, so that the browser
 need not keep the key, and no URL has it.
 
-    GET /docs ──▶ 303 /login ──▶ POST key ──▶ cookie, 303 /docs
+    GET /dashboard ──▶ 303 /login ──▶ POST key ──▶ cookie, 303 /dashboard
 
 A browser sends the cookie by itself, so a request that has only the cookie must show that a page of this server made
 it (see `from_own_page`). Sessions are in memory. They end with the server, after `LIFETIME_S`, or when their key is
@@ -28,7 +28,7 @@ MOST_FAILURES, FAILURES_WITHIN_S = 10, 60.0
 """How many wrong keys one client may send to the login page within so many seconds."""
 MAX_CLIENTS = 1000
 
-PAGES = frozenset({"/docs"})
+PAGES = frozenset({"/", "/dashboard", "/docs"})
 """Pages that people open in a browser. Without a key, a browser is sent to the login page."""
 LOGIN = "/login"
 

@@ -17,7 +17,7 @@ from mlx_parallm.server.http.workers import client_of
 from mlx_parallm.server.services import ServicesDep
 
 MAX_FORM_BYTES = 4096
-FIRST_PAGE = "/docs"
+FIRST_PAGE = "/"
 HEADERS = {
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'self'; "
     "frame-ancestors 'none'",

@@ -183,7 +183,7 @@ async def server_info(services: ServicesDep, _: Annotated[ServerInfoQuery, Query
             adapter_slots=adapters.slots,
         ),
         vllm_config=vllm_config(services.first.card, adapters),
-        mode=_mode(services),
+        mode=server_mode(services),
         paused=stats.paused,
         asleep=services.sleep.asleep,
         draining=services.lifecycle.drain_begun.is_set(),
@@ -197,7 +197,8 @@ def _model_info(services: Services) -> ModelInfo:
     return ModelInfo(**{**asdict(card), "generation_defaults": dict(used_defaults(card, services.config))})
 
 
-def _mode(services: Services) -> ServerMode:
+def server_mode(services: Services) -> ServerMode:
+    """How inference and training share device time now."""
     if services.config.mode is Mode.TRAINING_ONLY:
         return "training_only"
     if services.training is None:
@@ -228,7 +229,7 @@ async def debug_state(services: ServicesDep) -> DebugState:
         server={
             "sequences_held": services.gate.held,
             "sequences_limit": services.gate.limit,
-            "mode": _mode(services),
+            "mode": server_mode(services),
             "draining": services.lifecycle.drain_begun.is_set(),
             "asleep": services.sleep.asleep,
             "paused": stats.paused,

@@ -14,25 +14,26 @@ class Framing:
 
     Attributes:
         content_type: the header of the response.
-        write: the text of one object, whose kind may be named.
+        write: the text of one object, whose kind and id may be named.
         comment: the text that keeps a silent stream open and that clients skip. Empty: the form has none.
         end: the last text of the stream.
     """
 
     content_type: str
-    write: Callable[[WireOutput, str], str]
+    write: Callable[[WireOutput, str, str], str]
     comment: str = ""
     end: str = ""
 
 
-def _event(data: WireOutput, kind: str) -> str:
+def _event(data: WireOutput, kind: str, event_id: str) -> str:
     """Its `event` field is `kind` or the `event_name` of `data`, if either is given."""
     kind = kind or data.event_name
     name = f"event: {kind}\n" if kind else ""
-    return f"{name}data: {data.json_text()}\n\n"
+    last = f"id: {event_id}\n" if event_id else ""
+    return f"{last}{name}data: {data.json_text()}\n\n"
 
 
-def _line(data: WireOutput, _: str) -> str:
+def _line(data: WireOutput, _kind: str, _id: str) -> str:
     return f"{data.json_text()}\n"
 
 

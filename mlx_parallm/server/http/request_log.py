@@ -28,8 +28,8 @@ REQUEST_ID, IGNORED_FIELDS, LORA_ADAPTER = "x-request-id", "x-ignored-fields", "
 
 CLIENT_LEFT = 499
 """The status in the log if the client disconnected before the response began; nginx uses the same number."""
-PROBES = frozenset({"/health", "/liveness", "/ready", "/metrics"})
-"""Routes that monitoring calls every few seconds. They are logged at level debug unless they fail."""
+PROBES = frozenset({"/health", "/liveness", "/ready", "/metrics", "/v1/stats"})
+"""Routes that monitoring and the dashboard call every few seconds. They are logged at level debug unless they fail."""
 MAX_TEXT = 200
 
 log = logging.getLogger("mlx_parallm.access")

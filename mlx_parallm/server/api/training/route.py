@@ -13,7 +13,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import Annotated, Any, cast
 
-from fastapi import APIRouter, Depends, Path, Query
+from fastapi import APIRouter, Depends, Header, Path, Query
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -231,31 +231,43 @@ async def debug_trajectories(
         **raises(TrainingDisabledError, DrainingError),
     },
 )
-async def events(services: ServicesDep, training: TrainingDep) -> Response:
-    """The events of training from now on. If a client reads too slowly, an event `events_lost` replaces those that it
-    missed."""
-    return TrainingEventsResponse(training, services.lifecycle)
+async def events(
+    services: ServicesDep,
+    training: TrainingDep,
+    last_event_id: Annotated[
+        str, Header(max_length=64, description="The `id` of the last event that the client has had.")
+    ] = "",
+) -> Response:
+    """The events of training from now on. A client that comes back sends the header `Last-Event-ID`, as browsers do,
+    and gets what it has missed first. If that is more than 256 events, or if it reads too slowly, an event
+    `events_lost` replaces those that it missed."""
+    return TrainingEventsResponse(training, services.lifecycle, last_event_id)
 
 
 class TrainingEventsResponse(Response):
-    """A stream that ends when the client disconnects, the server drains, or training ends its events."""
+    """A stream that ends when the client disconnects, the server drains, or training ends its events.
 
-    def __init__(self, training: TrainingClient, lifecycle: Lifecycle) -> None:
+    Args:
+        after: see `core.TrainingClient.events`.
+    """
+
+    def __init__(self, training: TrainingClient, lifecycle: Lifecycle, after: str) -> None:
         super().__init__()
         self._training = training
         self._lifecycle = lifecycle
+        self._after = after
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._lifecycle.drain_begun.is_set():
             raise DrainingError("draining")
         # `core.TrainingClient` promises aclose() on this iterator.
-        events = cast(AsyncGenerator[TrainingEvent, None], self._training.events())
+        events = cast(AsyncGenerator[TrainingEvent, None], self._training.events(self._after))
         stream = EventStream(send, {})
         async with aclosing(events), stream.opened():
             try:
                 async with while_connected(receive, self._lifecycle.drain_begun):
                     async for event in events:
-                        await stream.event(event_object(event), kind=event.kind)
+                        await stream.event(event_object(event), event.kind, event.id)
             except ClientDisconnect:
                 return
             except DrainingError:

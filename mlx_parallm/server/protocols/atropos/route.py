@@ -29,6 +29,7 @@ from mlx_parallm.errors import (
 from mlx_parallm.rl.atropos.scored_data import ScoredData, TokenLimits
 from mlx_parallm.rl.atropos.source import SOURCE
 from mlx_parallm.rl.atropos.trajectory_api import Registration
+from mlx_parallm.server.api.root import page_for
 from mlx_parallm.server.errors import DrainingError
 from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.openapi import raises
@@ -78,10 +79,10 @@ PartsDep = Annotated[AtroposParts, Depends(parts_of)]
 # -- environments ----------------------------------------------------------------------------------
 
 
-@router.get("/")
-async def root() -> dict[str, str]:
-    """Says what API this is."""
-    return {"message": "AtroposLib API"}
+@router.get("/", response_model=dict[str, str])
+async def root(request: Request, services: ServicesDep) -> Response | dict[str, str]:
+    """Says what API this is. A browser gets the dashboard."""
+    return page_for(request, services.config) or {"message": "AtroposLib API"}
 
 
 @router.post("/register-env", responses=raises(InvalidRequestError, OverloadedError))

@@ -1,0 +1,99 @@
+/** A table that renders only the rows in sight, so that ten thousand rows are listed without a stall. */
+
+import type { ComponentChildren } from "preact";
+import { useLayoutEffect, useRef, useState } from "preact/hooks";
+
+export interface TableColumn<R> {
+  title: string;
+  cell: (row: R) => ComponentChildren;
+  /** Aligns the column to the right. */
+  numeric?: boolean;
+}
+
+interface Properties<R> {
+  /** What the table lists, for screen readers. */
+  caption: string;
+  columns: readonly TableColumn<R>[];
+  rows: readonly R[];
+  /** A name of the row that does not change. */
+  keyOf: (row: R) => string;
+  /** Makes rows buttons: called with a click or Enter. */
+  onOpen?: (row: R) => void;
+  /** Pixels. A table that is shorter takes less. */
+  height?: number;
+  /** Said in place of an empty table: what to do to get rows. */
+  empty: ComponentChildren;
+}
+
+const ROW_HEIGHT = 34;
+const BEYOND = 10;
+
+export function Table<R>({ caption, columns, rows, keyOf, onOpen, height = 480, empty }: Properties<R>) {
+  const place = useRef<HTMLDivElement>(null);
+  const [top, setTop] = useState(0);
+  useLayoutEffect(() => setTop(place.current?.scrollTop ?? 0), [rows.length]);
+  if (rows.length === 0) {
+    return <p class="empty">{empty}</p>;
+  }
+  const first = Math.max(0, Math.floor(top / ROW_HEIGHT) - BEYOND);
+  const last = Math.min(rows.length, Math.ceil((top + height) / ROW_HEIGHT) + BEYOND);
+  return (
+    <section
+      ref={place}
+      class="table"
+      aria-label={caption}
+      style={{ maxHeight: `${height}px` }}
+      // biome-ignore lint/a11y/noNoninteractiveTabindex: whoever uses the keyboard must be able to scroll it.
+      tabIndex={0}
+      onScroll={(event) => setTop(event.currentTarget.scrollTop)}
+    >
+      <table aria-rowcount={rows.length + 1}>
+        <caption class="hidden">{caption}</caption>
+        <thead>
+          <tr aria-rowindex={1}>
+            {columns.map((column) => (
+              <th key={column.title} scope="col" class={column.numeric ? "numeric" : ""}>
+                {column.title}
+              </th>
+            ))}
+          </tr>
+        </thead>
+        <tbody>
+          <Space rows={first} />
+          {rows.slice(first, last).map((row, order) => (
+            <Row key={keyOf(row)} {...{ row, columns, onOpen }} index={first + order + 2} />
+          ))}
+          <Space rows={rows.length - last} />
+        </tbody>
+      </table>
+    </section>
+  );
+}
+
+/** The height of rows that are not rendered. */
+const Space = ({ rows }: { rows: number }) =>
+  // biome-ignore lint/a11y/noAriaHiddenOnFocusable: nothing in it takes the focus.
+  rows > 0 ? <tr aria-hidden="true" style={{ height: `${rows * ROW_HEIGHT}px` }} /> : null;
+
+interface RowProperties<R> extends Pick<Properties<R>, "columns" | "onOpen"> {
+  row: R;
+  index: number;
+}
+
+function Row<R>({ row, columns, onOpen, index }: RowProperties<R>) {
+  const cells = columns.map((column, order) => {
+    const content = column.cell(row);
+    return (
+      <td key={column.title} class={column.numeric ? "numeric" : ""}>
+        {onOpen && order === 0 ? (
+          <button type="button" class="plain" onClick={() => onOpen(row)}>
+            {content}
+          </button>
+        ) : (
+          content
+        )}
+      </td>
+    );
+  });
+  return <tr aria-rowindex={index}>{cells}</tr>;
+}

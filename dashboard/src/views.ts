@@ -1,0 +1,15 @@
+/** The views of the dashboard, in the order of the navigation. To add one, add a row; see README.md. */
+
+import type { FunctionComponent } from "preact";
+import { NowView } from "./views/now";
+
+export interface View {
+  /** The first part of the address after `#/`. */
+  name: string;
+  /** What the navigation and the browser's tab show. */
+  title: string;
+  /** `rest`: what follows the name in the address. */
+  component: FunctionComponent<{ rest: readonly string[] }>;
+}
+
+export const VIEWS: readonly [View, ...View[]] = [{ name: "now", title: "Now", component: NowView }];

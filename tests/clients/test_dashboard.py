@@ -1,0 +1,131 @@
+"""The dashboard in headless Chromium 1xx (Debian's), driven by Playwright, against a real server on the bundled model.
+
+The screenshots are in the folder that `-s` prints; look at them.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clients.running import HERE, PYTHON, UV, Report, printed
+from main_job.serving import Server, start, stop
+from server.keys import key_file
+
+ROOT = HERE.parents[1]
+SOURCES, BUILT = ROOT / "dashboard", ROOT / "mlx_parallm" / "server" / "dashboard" / "built"
+PARTS = ["Tokens a second", "Device time", "Memory", "Sequences"]
+MOST_KB, MOST_PAINT_S, MOST_BACK_S = 200, 1.0, 3.0
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.skipif(shutil.which("npm") is None, reason="no npm")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _packages() -> None:
+    """The packages of the dashboard: axe-core, and those that build it."""
+    printed("npm", "ci", "--no-audit", "--no-fund", at=SOURCES)
+
+
+@pytest.fixture(scope="session")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dashboard")
+    print(f"\nscreenshots: {folder}")
+    return folder
+
+
+def browse(scenario: str, url: str, pictures: Path, **arguments: str) -> dict[str, Any]:
+    """What a scenario of `browser/` saw."""
+    command = (*UV, "run", *PYTHON, "--script", str(HERE / "browser" / "run.py"), scenario)
+    said = printed(*command, json.dumps({"url": url, "pictures": str(pictures), **arguments}))
+    seen: dict[str, Any] = json.loads(said.splitlines()[-1])
+    return seen
+
+
+@contextmanager
+def traffic(server: Server) -> Iterator[None]:
+    """Three clients that stream without a pause while the block runs."""
+    over = threading.Event()
+
+    def keep_asking() -> None:
+        while not over.is_set():
+            for _ in server.stream("base", 100):
+                if over.is_set():
+                    return
+
+    clients = [threading.Thread(target=keep_asking) for _ in range(3)]
+    for client in clients:
+        client.start()
+    try:
+        yield
+    finally:
+        over.set()
+        for client in clients:
+            client.join()
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium")
+class TestNow:
+    def test_it_says_what_to_do_when_nobody_asks(self, pictures: Path) -> None:
+        server = start()
+        try:
+            seen = browse("now.idle", server.url, pictures)
+        finally:
+            stop(server)
+        assert seen["command"].startswith(f"curl {server.url}/v1/chat/completions")
+        assert (seen["faults"], seen["errors"]) == ([], [])
+
+    def test_every_look_while_clients_stream(self, server: Server, pictures: Path, report: Report) -> None:
+        with traffic(server):
+            looks = browse("now.looks", server.url, pictures)
+        for look, seen in looks.items():
+            assert (seen["faults"], seen["errors"], seen["sideways"]) == ([], [], False), look
+            assert [part.partition("\n")[0] for part in seen["parts"]] == PARTS
+            assert "Generated: now" in seen["chart"]
+            assert "Decode" in seen["device"]
+            assert "Training" not in seen["device"] + seen["memory"], "this server does not train"
+        most = {figure: max(seen[figure] for seen in looks.values()) for figure in ("kilobytes", "first_paint_s")}
+        report("page", most["kilobytes"], "kB", MOST_KB)
+        report("first paint", most["first_paint_s"], "s", MOST_PAINT_S)
+        assert most["kilobytes"] < MOST_KB
+
+    def test_it_comes_back_after_a_lost_connection(self, server: Server, pictures: Path, report: Report) -> None:
+        seen = browse("now.lost", server.url, pictures)
+        report("back after a lost connection", seen["back_after_s"], "s", MOST_BACK_S)
+        assert seen["faults"] == []
+
+    def test_it_says_what_a_role_may_not_do(self, tmp_path: Path, pictures: Path) -> None:
+        file, sent = key_file(tmp_path, reader="inference", boss="admin")
+        secrets = {name: headers["authorization"].removeprefix("Bearer ") for name, headers in sent.items()}
+        server = start("--keys-file", str(file))
+        try:
+            seen = browse("now.login", server.url, pictures, key=secrets["reader"])
+            paused = browse("now.pause", server.url, pictures, key=secrets["boss"])
+        finally:
+            stop(server)
+        assert seen["asked"] == f"{server.url}/login?next=/"
+        assert (seen["caller"], seen["left_to"]) == ("reader (inference)", f"{server.url}/login")
+        assert (seen["pause_enabled"], seen["why"]) == (False, "needs a key with the role admin; yours is inference")
+        assert "Paused" in paused["told"]
+        assert seen["faults"] == seen["errors"] == paused["faults"] == paused["errors"] == []
+
+
+def test_the_sources_build_what_is_committed(tmp_path: Path) -> None:
+    for check in ("lint", "types", "test"):
+        printed("npm", "run", "--silent", check, at=SOURCES)
+    printed("npx", "vite", "build", "--outDir", str(tmp_path), "--logLevel", "error", at=SOURCES)
+    assert contents(tmp_path) == contents(BUILT), "run scripts/dashboard and commit what it builds"
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def test_the_lock_names_no_registry() -> None:
+    """It holds for every registry: packages are checked by their hashes."""
+    assert "resolved" not in (SOURCES / "package-lock.json").read_text()

@@ -1,0 +1,164 @@
+"""`/v1/stats`: what the dashboard asks for every second."""
+
+import time
+
+import pytest
+from server.keys import key_file
+
+from mlx_parallm.core import NO_TIME, DeviceSeconds, EngineStats
+from mlx_parallm.server.app import DrainingServer
+from mlx_parallm.server.recent import KEPT_INTERVALS, MOST_VALUES, WINDOW_S, History, RecentValues
+
+ASK = {"prompt": "x", "max_tokens": 4}
+
+
+def snapshot(at, device=NO_TIME, tokens=0, **fields):
+    fields |= {"taken_at": at, "device_seconds": device, "generation_tokens_total": tokens}
+    return EngineStats(alive=True, ready=True, **fields)
+
+
+def test_an_interval_is_what_happened_between_two_snapshots():
+    history, at = History(now=lambda: 5000.0), time.monotonic()
+    history.add(snapshot(at - 3.0, DeviceSeconds(1.0, 1.0, 1.0, 1.0), tokens=10, prompt_tokens_total=7))
+    assert list(history.after(0)) == [], "one snapshot says nothing about time"
+    history.add(snapshot(at - 2.0, DeviceSeconds(1.5, 1.25, 1.0, 1.0), 30, prompt_tokens_total=8, running=2, waiting=1))
+    (interval,) = history.after(0)
+    assert (interval.number, interval.seconds) == (1, pytest.approx(1.0))
+    assert interval.at == pytest.approx(4998.0, abs=0.5)
+    assert interval.device == DeviceSeconds(0.5, 0.25, 0.0, 0.0)
+    assert (interval.generated_tokens, interval.prompt_tokens) == (20, 1)
+    assert (interval.running, interval.waiting) == (2, 1)
+
+
+def test_a_unit_longer_than_a_second_makes_a_longer_interval():
+    """The engine takes no snapshot inside a unit; the intervals still add up to the time that passed."""
+    history, at = History(), time.monotonic()
+    for taken_at in (at, at + 1, at + 1, at + 1, at + 4):
+        history.add(snapshot(taken_at))
+    assert [interval.seconds for interval in history.after(0)] == [pytest.approx(1), pytest.approx(3)]
+
+
+def test_only_later_intervals_are_sent_and_old_ones_are_forgotten():
+    history, at = History(), time.monotonic()
+    for second in range(KEPT_INTERVALS + 11):
+        history.add(snapshot(at + second))
+    last = KEPT_INTERVALS + 10
+    assert [interval.number for interval in history.after(0)] == list(range(11, last + 1))
+    assert [interval.number for interval in history.after(last - 2)] == [last - 1, last]
+    assert list(history.after(last)) == []
+    assert len(history.after(10**6)) == KEPT_INTERVALS, "the client has counted the intervals of an earlier start"
+
+
+def test_recent_values_are_those_of_the_last_minute():
+    clock = [0.0]
+    values = RecentValues(lambda: clock[0])
+    values.add(3.0)
+    clock[0] = WINDOW_S
+    values.add(1.0)
+    assert values.ranked() == [1.0, 3.0]
+    clock[0] += 1
+    assert values.ranked() == [1.0]
+    for value in range(MOST_VALUES + 5):
+        values.add(float(value))
+    assert len(values.ranked()) == MOST_VALUES
+
+
+async def test_a_server_that_nobody_has_asked(client):
+    stats = (await client.get("/v1/stats")).json()
+    assert stats["latency"] == {"first_token": None, "between_tokens": None}
+    assert stats["intervals"] == []
+    assert stats["queue"] == {"running": 3, "rows": 128, "waiting": 0, "held": 0, "limit": 640}
+    assert stats["caller"] == {"name": "", "role": "admin", "required": False}
+    assert stats["models"] == [{"name": "tiny/byte-model", "state": "loaded"}]
+    assert (stats["state"], stats["memory"]["budget"]) == ("serving", 40)
+
+
+async def test_latencies_are_of_the_requests_of_the_last_minute(client, engine):
+    engine.text = "abcd"
+    for _ in range(3):
+        assert (await client.post("/v1/completions", json=ASK)).status_code == 200
+    latency = (await client.get("/v1/stats")).json()["latency"]
+    assert (latency["first_token"]["count"], latency["between_tokens"]["count"]) == (3, 9)
+    for values in latency.values():
+        assert 0 <= values["p50"] <= values["p95"] <= values["p99"]
+
+
+async def test_memory_by_what_holds_it(client, engine):
+    held = {"weights": 1, "rows": 2, "cached_prefixes": 3, "free_blocks": 4, "adapters": 5}
+    engine.state["memory_bytes"] = held | {"optimizer": 6, "micro_step": 7}
+    assert (await client.get("/v1/stats")).json()["memory"] == {
+        "weights": 1,
+        "budget": 40,
+        "rows": 2,
+        "cached_prefixes": 3,
+        "free_blocks": 4,
+        "adapters": 5,
+        "training": 13,
+    }
+
+
+async def test_intervals_after_the_last_one_that_the_client_has(client, engine):
+    history = client.app.state.services.history
+    for second in range(4):
+        history.add(snapshot(time.monotonic() + second, DeviceSeconds(decode=second / 2), tokens=10 * second))
+    everything = (await client.get("/v1/stats")).json()["intervals"]
+    assert [interval["number"] for interval in everything] == [1, 2, 3]
+    assert {interval["generated_tokens"] for interval in everything} == {10}
+    assert {interval["decode"] for interval in everything} == {0.5}
+    later = (await client.get("/v1/stats", params={"after": 2})).json()["intervals"]
+    assert later == everything[2:]
+
+
+@pytest.mark.parametrize("after", ["-1", "x", "1e9", str(2**31)])
+async def test_a_bad_number_is_refused_by_name(client, fault, after):
+    answer = await client.get("/v1/stats", params={"after": after})
+    assert (answer.status_code, fault(answer)["param"]) == (400, "after")
+
+
+class TestWithoutTraining:
+    @pytest.fixture
+    def training(self):
+        return None
+
+    async def test_there_is_no_training(self, client):
+        stats = (await client.get("/v1/stats")).json()
+        assert (stats["training"], stats["mode"]) == (None, "inference_only")
+
+
+async def test_training_and_its_share(client):
+    stats = (await client.get("/v1/stats")).json()
+    assert stats["training"]["target"] == 0.12
+    assert [adapter["name"] for adapter in stats["training"]["adapters"]] == ["policy"]
+
+
+async def test_the_states_of_the_server(client, engine):
+    async def state():
+        return (await client.get("/v1/stats")).json()["state"]
+
+    services = client.app.state.services
+    engine.state["paused"] = True
+    assert await state() == "paused"
+    services.sleep.asleep = True
+    assert await state() == "asleep"
+    services.lifecycle.begin_drain()
+    assert await state() == "draining"
+    engine.state["alive"] = False
+    assert await state() == "dead"
+
+
+async def test_it_tells_a_key_its_role(make_client, tmp_path):
+    file, sent = key_file(tmp_path, me="inference")
+    client = make_client(keys_file=file)
+    assert (await client.get("/v1/stats")).status_code == 401
+    stats = (await client.get("/v1/stats", headers=sent["me"])).json()
+    assert stats["caller"] == {"name": "me", "role": "inference", "required": True}
+
+
+async def test_a_running_server_adds_an_interval_every_second(client, engine):
+    server = DrainingServer(client.app, lambda: None)
+    server.config.load()
+    for tick in range(1, 41):
+        engine.state["taken_at"] = tick / 10
+        assert await server.on_tick(tick) is False
+    intervals = client.app.state.services.history.after(0)
+    assert [interval.seconds for interval in intervals] == [pytest.approx(1)] * 3
