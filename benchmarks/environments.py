@@ -6,8 +6,9 @@
 `tool`: mlx_parallm_train on `calculator`, once without examples for one step, and once with 4 examples and --steps.
 The control does the same with rewards by chance; its figures are of the rewards that it should have had.
 `server`: 8 clients stream chats; first from a server that only serves, for --seconds, then from one that draws rollouts
-of `words` by itself until it has made --updates. About 40 minutes for both. A part that is not run again keeps its
-figures in the file. Nothing else should run on the machine meanwhile.
+of `words` by itself until it has made --updates, and then from the same one with its training paused, for --seconds.
+The last two answer with the adapter that is trained, and their rates are compared. About 40 minutes for both. A part
+that is not run again keeps its figures in the file. Nothing else should run on the machine meanwhile.
 """
 
 import argparse
@@ -36,7 +37,7 @@ EXAMPLES, CLIENTS, ENDS = 4, 8, 3
 """Examples of the warm-up, clients, and updates whose mean reward is taken at the beginning and at the end."""
 GAIN, LIVE_SHARE = 0.3, 0.83
 REWARDS = "rewards.txt"
-START_S, STOP_S = 300, 120
+START_S, STOP_S, SETTLE_S = 300, 120, 5
 CHAT = {"messages": [{"role": "user", "content": "Tell me about a city."}], "max_tokens": 48, "stream": True}
 CHAT |= {"stream_options": {"include_usage": True}, "model": "base-model"}
 
@@ -55,13 +56,15 @@ class ToolRun:
 
 @dataclass(frozen=True, slots=True)
 class ServedRun:
-    """Mean rewards of the first and the last updates; tokens per second of all clients together, by server."""
+    """Mean rewards of the first and the last updates; tokens per second of all clients together: `alone` from a server
+    without adapters, `beside` training, and with training `paused`."""
 
     seed: int
     first: float
     last: float
     alone: float
     beside: float
+    paused: float
 
 
 # ---- a tool --------------------------------------------------------------------------------------
@@ -121,8 +124,11 @@ def served_run(seed: int, arguments: argparse.Namespace, folder: Path) -> Served
     flags += ["--config", str(config), "--checkpoint-dir", str(run), "--seed", str(seed)]
     with _server(arguments, *flags) as port:
         beside = asyncio.run(_tokens_per_second(port, lambda: len(_rewards(run)) >= arguments.updates))
-    rewards = _rewards(run)
-    return ServedRun(seed, fmean(rewards[:ENDS]), fmean(rewards[-ENDS:]), alone, beside)
+        rewards = _rewards(run)
+        httpx.post(f"http://127.0.0.1:{port}/v1/training/pause", timeout=STOP_S).raise_for_status()
+        time.sleep(SETTLE_S)
+        paused = asyncio.run(_tokens_per_second(port, _after(arguments.seconds)))
+    return ServedRun(seed, fmean(rewards[:ENDS]), fmean(rewards[-ENDS:]), alone, beside, paused)
 
 
 async def _tokens_per_second(port: int, ended: Callable[[], bool]) -> float:
@@ -214,7 +220,9 @@ def _figures(tools: Sequence[ToolRun], served: Sequence[ServedRun]) -> Iterator[
         yield _least("tool, control: gain after the warm-up", after, "", None)
     if served:
         yield _least("server: gain in reward", [run.last - run.first for run in served], "", GAIN)
-        yield _least("server: rate of live clients", [run.beside / run.alone for run in served], "x", LIVE_SHARE)
+        yield _least("server: rate of live clients", [run.beside / run.paused for run in served], "x", LIVE_SHARE)
+        without = [run.beside / run.alone for run in served]
+        yield _least("server: against one without training and adapters", without, "x", None)
 
 
 def _least(name: str, values: Sequence[float], unit: str, limit: float | None) -> Figure:
@@ -231,7 +239,7 @@ def main() -> int:
     machine.warn_if_busy()
     with tempfile.TemporaryDirectory(prefix="environments_benchmark_") as name:
         folder = Path(name)
-        tools, served = _earlier(arguments.out)
+        tools, served = _earlier(arguments.out, arguments.only)
         if "tool" in arguments.only:
             tools = [tool_run(*each, arguments, folder) for each in product(arguments.seeds, (False, True))]
         if "server" in arguments.only:
@@ -244,10 +252,11 @@ def main() -> int:
     return int(any(figure.met is False for figure in judged))
 
 
-def _earlier(file: Path) -> tuple[list[ToolRun], list[ServedRun]]:
-    """The runs in the file."""
+def _earlier(file: Path, again: Sequence[str]) -> tuple[list[ToolRun], list[ServedRun]]:
+    """The runs in the file, without the parts that are run again."""
     record = json.loads(file.read_text()) if file.exists() else {}
-    return [ToolRun(**run) for run in record.get("tool", [])], [ServedRun(**run) for run in record.get("server", [])]
+    kept = {part: runs for part, runs in record.items() if part not in again}
+    return [ToolRun(**run) for run in kept.get("tool", [])], [ServedRun(**run) for run in kept.get("server", [])]
 
 
 def _setting(arguments: argparse.Namespace) -> dict[str, object]:
