@@ -1,10 +1,20 @@
 """Runs before any test module can import MLX. Timing decides no test: hypothesis sets no deadline."""
 
 import os
+import sys
+import tempfile
+from pathlib import Path
 
 # Each of two workers has a core of its own; the servers that tests start inherit this. Read when the BLAS is loaded.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+# Some hundred processes would compile all that they import, if nobody may write bytecode beside the sources.
+if sys.dont_write_bytecode:
+    sys.dont_write_bytecode = False
+    sys.pycache_prefix = str(Path(tempfile.gettempdir()) / f"mlx_parallm-bytecode-{os.getuid()}")
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
 
 from hypothesis import settings
 

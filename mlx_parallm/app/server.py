@@ -24,6 +24,7 @@ from mlx_parallm.rl.tracking.tracking import Tracking
 from mlx_parallm.server.api.chat.template import read_templates
 from mlx_parallm.server.app import create_app, serve
 from mlx_parallm.server.http import request_log
+from mlx_parallm.server.lifecycle import release
 
 
 def run(config: Config) -> int:
@@ -177,7 +178,7 @@ class IntegratedServer:
             with self._engine.failures_recorded():
                 await self._close_training()
         finally:
-            await asyncio.to_thread(self._engine.stop)
+            await release(self._engine.stop)
 
     async def _start_training(self, training: TrainingRuntime, served: Served) -> None:
         await training.start()
@@ -214,7 +215,7 @@ class IntegratedServer:
                 await self._served.training.close()
             finally:
                 if self._tracking is not None:
-                    await asyncio.to_thread(self._tracking.close)
+                    await release(self._tracking.close)
 
 
 class RLIntegratedServer(IntegratedServer):

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Coroutine
+from contextlib import closing
 from dataclasses import asdict
 from typing import Any, NoReturn
 
@@ -52,20 +53,17 @@ def run(config: Config, options: TrainOptions, view: TrainView) -> int:
     served = engine.start()
     assert served.training is not None  # the command's configuration trains
     assert served.run is not None
-    tracking = start_tracking(config, served.run, options.log)
     try:
-        parts = (config, options, view, served, served.training, tracking)
-        steps = AtroposRun(*parts) if source is None else EnvironmentRun(*parts, source=source)
-        with engine.failures_recorded():
-            exit_code = asyncio.run(_until_signal(steps.run()))
+        with closing(start_tracking(config, served.run, options.log)) as tracking:
+            parts = (config, options, view, served, served.training, tracking)
+            steps = AtroposRun(*parts) if source is None else EnvironmentRun(*parts, source=source)
+            with engine.failures_recorded():
+                exit_code = asyncio.run(_until_signal(steps.run()))
         if exit_code:
             engine.ends(RunState.INTERRUPTED, f"it was stopped by {signal.Signals(exit_code - 128).name}")
         return exit_code
     finally:
-        try:
-            tracking.close()
-        finally:  # an interrupt too
-            engine.stop()
+        engine.stop()
 
 
 async def _until_signal(work: Coroutine[Any, Any, None]) -> int:

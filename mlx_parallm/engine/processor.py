@@ -12,6 +12,7 @@ snapshot of the statistics. All of these are frozen, and only the device thread 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import queue
 import threading
@@ -79,6 +80,7 @@ class ContinuousBatchProcessor:
     def start(self) -> None:
         """Starts the device thread and waits until the model is loaded. Raises the exception of `build`, if any."""
         self._thread.start()
+        atexit.register(self.stop)  # a process that ends while a thread uses MLX aborts
         self._started.wait()
         if self._start_error is not None:
             self._thread.join()  # it must clear MLX's streams before the process may end
@@ -86,6 +88,7 @@ class ContinuousBatchProcessor:
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """Ends the device thread after its current unit. Running requests fail. Safe to call before `start`."""
+        atexit.unregister(self.stop)
         self._inbox.put(None)
         if self._thread.ident is not None:
             self._thread.join(timeout_s)

@@ -15,7 +15,7 @@ from llguidance import LLTokenizer, TokenizerWrapper
 from mlx_parallm.core import Grammar, GrammarKind, GrammarSpec, ReasoningPrefix, TextTokenizer, parts_of
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.grammar.matcher import GrammarRefused, LLGrammar, build_matcher
-from mlx_parallm.grammar.trial import Trial
+from mlx_parallm.grammar.trial import CPU_LIMIT_S, Trial
 from mlx_parallm.grammar.wrappers import AfterReasoning, BoundedNumbers, DigitTokens
 
 MAX_CACHED = 64
@@ -27,13 +27,14 @@ class LLCompiler:
 
     Args:
         vocab_size: size of the model's logits, which may be larger than the tokenizer's vocabulary.
+        cpu_limit_s: seconds of processor time for the check of one grammar.
     """
 
-    def __init__(self, tokenizer: TextTokenizer, vocab_size: int) -> None:
+    def __init__(self, tokenizer: TextTokenizer, vocab_size: int, cpu_limit_s: float = CPU_LIMIT_S) -> None:
         self._vocab_size = vocab_size
         self._tokenizers: dict[frozenset[int], LLTokenizer] = {}
         self._tokenizer = tokenizer
-        self._trial = Trial()
+        self._trial = Trial(cpu_limit_s)
         self._lock = Lock()
         self._cache: OrderedDict[GrammarSpec, Grammar | GrammarRefused] = OrderedDict()
 

@@ -2,7 +2,7 @@
 
 llguidance bounds the work for a token, but not the work to build a grammar: some patterns of a few characters, such as
 `a{1000}{1000}{1000}`, would take hours and all memory. The child has limits of time and memory, and a low priority, so
-that requests in progress come first. It is this module, run as `python -m mlx_parallm.grammar.trial`:
+that requests in progress come first. It is this module, run as `python -m mlx_parallm.grammar.trial CPU_LIMIT_S`:
 
     stdout: ""                                                  it has started
     stdin:  {"kind": "regex", "source": "[0-9]+"}               one grammar a line
@@ -16,6 +16,7 @@ import os
 import resource
 import selectors
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from queue import Empty, LifoQueue
@@ -39,7 +40,7 @@ _START_TIMEOUT_S = 60.0
 _WALL_LIMIT_S = 30.0
 """For one grammar. The child's own limit counts processor time only, for which it may wait because of its priority."""
 
-_CPU_LIMIT_S = 3.0
+CPU_LIMIT_S = 3.0
 """Processor time for one grammar."""
 
 _MEMORY_LIMIT = 2 << 30
@@ -48,10 +49,14 @@ _NICENESS = 10
 
 
 class Trial:
-    """A pool of child processes, each started at its first use. Any thread; a child checks one grammar at a time."""
+    """A pool of child processes, each started at its first use. Any thread; a child checks one grammar at a time.
 
-    def __init__(self) -> None:
-        self._children = [_Child() for _ in range(CHILDREN)]
+    Args:
+        cpu_limit_s: seconds of processor time for one grammar.
+    """
+
+    def __init__(self, cpu_limit_s: float = CPU_LIMIT_S) -> None:
+        self._children = [_Child(cpu_limit_s) for _ in range(CHILDREN)]
         self._idle: LifoQueue[_Child] = LifoQueue()
         for child in self._children:
             self._idle.put(child)
@@ -90,9 +95,10 @@ class Trial:
 
 
 class _Child:
-    """One child process, used by one thread at a time."""
+    """One child process, used by one thread at a time. `cpu_limit_s`: see `Trial`."""
 
-    def __init__(self) -> None:
+    def __init__(self, cpu_limit_s: float) -> None:
+        self._cpu_limit_s = cpu_limit_s
         self._process: Popen[bytes] | None = None
 
     def check(self, spec: GrammarSpec) -> str:
@@ -113,7 +119,9 @@ class _Child:
         timed_out = process.wait() == -signal.SIGPROF
         self.kill()
         return (
-            f"it takes more than {_CPU_LIMIT_S:g} s to compile" if timed_out else "it takes more memory than there is"
+            f"it takes more than {self._cpu_limit_s:g} s to compile"
+            if timed_out
+            else "it takes more memory than there is"
         )
 
     def interrupt(self) -> None:
@@ -133,7 +141,7 @@ class _Child:
         self.kill()
         try:
             self._process = Popen(
-                command("mlx_parallm.grammar.trial"),
+                command("mlx_parallm.grammar.trial", str(self._cpu_limit_s)),
                 env=environment(),
                 stdin=PIPE,
                 stdout=PIPE,
@@ -164,7 +172,7 @@ def _read_line(process: Popen[bytes], timeout_s: float) -> bytes | None:
 # ---- the child ---------------------------------------------------------------------------------
 
 
-def main() -> None:
+def main(cpu_limit_s: float) -> None:
     with suppress(ValueError, OSError):  # macOS refuses the limit; there only time is limited
         resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_LIMIT, _MEMORY_LIMIT))
     os.nice(_NICENESS)
@@ -172,7 +180,7 @@ def main() -> None:
     tokenizer = LLTokenizer("byte")
     _reply(replies, "")
     for line in requests:
-        signal.setitimer(signal.ITIMER_PROF, _CPU_LIMIT_S)  # SIGPROF ends the process, whatever it is doing
+        signal.setitimer(signal.ITIMER_PROF, cpu_limit_s)  # SIGPROF ends the process, whatever it is doing
         grammar = json.loads(line)
         reason = _reason_to_refuse(tokenizer, GrammarSpec(GrammarKind(grammar["kind"]), grammar["source"]))
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -193,4 +201,4 @@ def _reply(replies: BinaryIO, reason: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(float(sys.argv[1]))

@@ -8,7 +8,6 @@ A signal starts a drain. The server also stops if the engine dies.
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import ssl
 import time
@@ -54,7 +53,7 @@ from mlx_parallm.server.errors import install_handlers
 from mlx_parallm.server.http.connection import ConnectionLimits, LimitedProtocol, reserve_open_files
 from mlx_parallm.server.http.middleware import add_middlewares
 from mlx_parallm.server.http.workers import Workers
-from mlx_parallm.server.lifecycle import Lifecycle, SequenceGate, SleepSwitch
+from mlx_parallm.server.lifecycle import Lifecycle, SequenceGate, SleepSwitch, release
 from mlx_parallm.server.metrics import ServerMetrics
 from mlx_parallm.server.openapi import describe
 from mlx_parallm.server.protocols import trainers
@@ -187,7 +186,7 @@ async def serve(app: FastAPI, on_started: Callable[[int], None]) -> int:
     try:
         await server.serve(sockets=[listening])
     finally:
-        await asyncio.to_thread(services.models.close)
+        await release(services.models.close)
     return server.exit_code
 
 

@@ -2,94 +2,153 @@
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import AsyncIterator
+from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from tiny import save_tiny
 
-_PROCESS = """
-import asyncio, hashlib, json, os, signal, sys
-from pathlib import Path
-import numpy as np
 from mlx_parallm import LoRAConfig, RLConfig, RLIntegratedServer
-from mlx_parallm.core import CollectionSpec, GenerationRequest, GivenTrajectory, RequestFinished, SamplingParams
-from mlx_parallm.core import Edit, Signal, StopParams, WorkClass
+from mlx_parallm.app.build import Served
+from mlx_parallm.app.training import TrainingRuntime
+from mlx_parallm.core import (
+    AdapterRef,
+    CollectionSpec,
+    Edit,
+    GenerationRequest,
+    GivenTrajectory,
+    RequestFinished,
+    SamplingParams,
+    Signal,
+    StopParams,
+    WorkClass,
+)
 
-def given(number):
+Found = dict[str, Any]
+"""The digest of the weights, the live version, the number of updates, and what waits: [state, reward] by id."""
+
+
+def given(number: int) -> list[GivenTrajectory]:
     if number % 2:
-        return [GivenTrajectory((5, 6), (8 + number + sample, 9, 2), None, "a", mask=(True, False, True),
-                                advantages=(sample - 1.5, 0.0, 1 / 3)) for sample in range(4)]
-    return [GivenTrajectory((5, 6), (8 + number + sample, 2), float(sample), "a") for sample in range(4)]
+        tokens, advantages = (True, False, True), (0.0, 1 / 3)
+        return [
+            GivenTrajectory(
+                (5, 6), (8 + number + each, 9, 2), None, "a", mask=tokens, advantages=(each - 1.5, *advantages)
+            )
+            for each in range(4)
+        ]
+    return [GivenTrajectory((5, 6), (8 + number + each, 2), float(each), "a") for each in range(4)]
 
-async def digest(training):
+
+async def digest(training: TrainingRuntime) -> str:
     weights = (await training.learner.snapshot(training.learner.state("default"))).weights
-    content = b"".join(np.ascontiguousarray(leaf).tobytes() for name in sorted(weights.pairs)
-                       for leaf in (weights.pairs[name].a, weights.pairs[name].b))
+    content = b"".join(
+        np.ascontiguousarray(leaf).tobytes()
+        for name in sorted(weights.pairs)
+        for leaf in (weights.pairs[name].a, weights.pairs[name].b)
+    )
     return hashlib.sha256(content).hexdigest()
 
-async def main(path, updates):
+
+async def drawn(served: Served, name: str, adapter: AdapterRef, seed: int) -> tuple[str, ...]:
+    """The ids of two trajectories that are collected."""
+    request = GenerationRequest(
+        name,
+        ((5, 6),),
+        SamplingParams(seed=seed),
+        StopParams(4),
+        n=2,
+        adapter=adapter,
+        work_class=WorkClass.TRAINING,
+        collection=CollectionSpec(),
+    )
+    (end,) = [event async for event in served.generate(request) if isinstance(event, RequestFinished)]
+    return end.trajectory_ids
+
+
+async def rounds(path: Path, count: int) -> AsyncIterator[Found]:
+    """What there is at the start, and after each round of updates, feedback and an edit."""
     server = RLIntegratedServer(
-        path / "model", LoRAConfig(rank=4, alpha=8.0), RLConfig(learning_rate=1e-3, batch_size=1000),
-        server__kv_cache_memory="16MB", checkpointing__checkpoint_dir=path / "run", checkpointing__interval=4,
+        path / "model",
+        LoRAConfig(rank=4, alpha=8.0),
+        RLConfig(learning_rate=1e-3, batch_size=1000),
+        server__kv_cache_memory="16MB",
+        checkpointing__checkpoint_dir=path / "run",
+        checkpointing__interval=4,
     )
     async with server.session() as served:
+        assert served.training is not None
         service = served.training.service
-        found = {"digest": await digest(served.training), "current": str(service.status().current),
-                 "step": service.status().step, "waiting": {}}
-        for card in service.trajectories.newest(100):
-            found["waiting"][card.trajectory.trajectory_id] = [card.state, card.reward]
-        print(json.dumps(found), flush=True)
-        for number in range(updates):
+        waiting: dict[str, list[object]] = {
+            card.trajectory.trajectory_id: [card.state, card.reward] for card in service.trajectories.newest(100)
+        }
+
+        async def found() -> Found:
+            status = service.status()
+            weights = await digest(served.training)
+            return {"digest": weights, "current": str(status.current), "step": status.step, "waiting": dict(waiting)}
+
+        yield await found()
+        for number in range(count):
             # the edit of the round before, which the first round of a later process has from the journal
             await service.update(signal=Signal.PREFERENCES if number % 2 else Signal.CORRECTIONS, publish=False)
             report = await service.update(given=given(number))
-            request = GenerationRequest(
-                f"r{report.step}", ((5, 6),), SamplingParams(seed=number), StopParams(4), n=2,
-                adapter=report.adapter, work_class=WorkClass.TRAINING, collection=CollectionSpec(),
-            )
-            async for event in served.generate(request):
-                if isinstance(event, RequestFinished):
-                    first = event.trajectory_ids[0]
+            first, second = await drawn(served, f"r{report.step}", report.adapter, number)
             await service.people.feedback(first, number / 4, "ann")
             edit = await service.people.edit(Edit("default", (5, 6), (9 + number, 2), () if number % 2 else (7, 2)))
             answers = ["chosen"] if number % 2 else ["chosen", "rejected"]
-            found["waiting"] = {one: of for one, of in found["waiting"].items() if one.startswith("traj-")}
-            found["waiting"] |= {f"{edit.edit_id}-{which}": ["scored", float(which == "chosen")] for which in answers}
-            found["waiting"] |= {first: ["scored", number / 4], event.trajectory_ids[1]: ["waiting", None]}
-            found |= {"digest": await digest(served.training), "current": str(service.status().current),
-                      "step": service.status().step}
-            print(json.dumps(found), flush=True)
-        if updates:
-            os.kill(os.getpid(), signal.SIGKILL)
+            waiting = {one: of for one, of in waiting.items() if one.startswith("traj-")}
+            waiting |= {f"{edit.edit_id}-{which}": ["scored", float(which == "chosen")] for which in answers}
+            waiting |= {first: ["scored", number / 4], second: ["waiting", None]}
+            yield await found()
 
-asyncio.run(main(Path(sys.argv[1]), int(sys.argv[2])))
-"""
+
+async def be_killed(path: Path, count: int) -> None:
+    """Prints what each round finds, and kills this process after the last."""
+    async with aclosing(rounds(path, count)) as every:
+        async for found in every:
+            print(json.dumps(found), flush=True)
+            if (count := count - 1) < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed(path: Path, count: int) -> list[Found]:
+    """What a process of its own prints."""
+    code = "import asyncio, sys; from pathlib import Path; from app.test_killed import be_killed; "
+    code += "asyncio.run(be_killed(Path(sys.argv[1]), int(sys.argv[2])))"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", code, str(path), str(count)]
+    done = subprocess.run(command, env=environment, timeout=100, check=False, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+async def resumed(path: Path) -> Found:
+    """What a process that goes on finds; this one, which ends it as it should end."""
+    (found,) = [found async for found in rounds(path, 0)]
+    return json.loads(json.dumps(found))
 
 
 @pytest.mark.timeout(240)
-def test_kill_9_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:
+async def test_kill_9_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:
     save_tiny("llama", tmp_path / "model")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-
-    def process(updates: int) -> list[dict[str, object]]:
-        command = [sys.executable, "-c", _PROCESS, str(tmp_path), str(updates)]
-        done = subprocess.run(command, env=environment, timeout=100, check=False, capture_output=True, text=True)
-        assert done.returncode == (-signal.SIGKILL if updates else 0), done.stderr
-        return [json.loads(line) for line in done.stdout.splitlines()]
-
-    *_, before = process(2)
-    first, *_, last = process(2)
+    *_, before = await asyncio.to_thread(killed, tmp_path, 2)
+    first, *_, last = await asyncio.to_thread(killed, tmp_path, 2)
     assert first == before, "made again from nothing, as there was no checkpoint"
     assert (last["step"], last["current"]) == (7, "default@4")
-    (again,) = process(0)
+    again = await resumed(tmp_path)
     stale = {one for one in last["waiting"] if one in ("traj-r1-0", "traj-r1-1", "traj-r3-0", "traj-r3-1")}
     late = {"late-traj-r1-0": ["scored", -1.0], "late-traj-r3-0": ["scored", 1.0]}
     waiting = {one: of for one, of in last["waiting"].items() if one not in stale}
     assert again == {**last, "waiting": waiting | late}, "opinions of answers that are too old count as late ones"
-    (resumed,) = process(0)
-    assert resumed == again, "and a process that ends by itself leaves the same"
+    assert await resumed(tmp_path) == again, "and a process that ends by itself leaves the same"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import threading
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from subprocess import Popen
@@ -78,6 +80,27 @@ async def test_both_coroutines_serve_and_train_one_model(tmp_path: Path) -> None
     assert card["version"] == 1, "cancelled, it saves what it has learnt"
     while server._engine.processor.stats().alive:  # cancelled, it leaves no device thread behind
         await asyncio.sleep(0.02)
+
+
+@pytest.mark.timeout(120)
+def test_cancelled_again_and_again_it_leaves_no_device_thread(tmp_path: Path) -> None:
+    """Though no thread is free for a while, and the event loop ends at once, as after Ctrl-C."""
+    server, port, busy = make(tmp_path), free_port(), threading.Event()
+
+    async def cancelled() -> None:
+        serving = asyncio.create_task(server.run_inference(port=port))
+        while not server._engine.processor.stats().ready:
+            await asyncio.sleep(0.01)
+        threads = ThreadPoolExecutor(1)
+        threads.submit(busy.wait)
+        asyncio.get_running_loop().set_default_executor(threads)
+        for _ in range(50):
+            serving.cancel()
+            await asyncio.sleep(0.001)
+        busy.set()
+
+    asyncio.run(cancelled())
+    assert not server._engine.processor.stats().alive
 
 
 @pytest.mark.timeout(120)

@@ -26,9 +26,15 @@ class World:
         self.wants_groups, self.is_paused, self.is_updating = True, False, False
         self.with_signal = self.groups_in_scoring = self.held = 0
         self.drawing: list[asyncio.Future[DrawResult]] = []
-        config = changed(TRAINING, **{"draw_ahead_after_s": 0.05, **settings})
-        self.driver = RolloutDriver(self, self, config, SIZE, 16, lambda: self.is_paused)
+        config = changed(TRAINING, **{"draw_ahead_after_s": 0.01, **settings})
+        self.looks = 0
+        self.driver = RolloutDriver(self, self, config, SIZE, 16, self.holds_back)
         self.driver.start()
+
+    def holds_back(self) -> bool:
+        """Called whenever the driver looks whether more groups are wanted."""
+        self.looks += 1
+        return self.is_paused
 
     async def draw(self, groups: int) -> DrawResult:
         self.taken += groups
@@ -57,12 +63,14 @@ class World:
     async def takes(self, tasks: int) -> None:
         """Exactly so many tasks are taken."""
         await until(lambda: self.taken >= tasks)
-        await asyncio.sleep(0.4)
+        seen = self.looks
+        await until(lambda: self.looks > seen + 8)
         assert self.taken == tasks
 
 
 @pytest.fixture
-async def world(request: pytest.FixtureRequest):
+async def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("mlx_parallm.app.rollout_driver._POLL_S", 0.01)
     one = World(**getattr(request, "param", {}))
     yield one
     await one.driver.close()

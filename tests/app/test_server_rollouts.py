@@ -91,6 +91,11 @@ async def status_when(client: httpx.AsyncClient, true) -> dict[str, Any]:
     return status
 
 
+def nothing_is_drawn(status: dict[str, Any]) -> bool:
+    own = status["rollouts"]
+    return own["groups_drawn"] + own["tasks_failed"] == own["tasks_taken"]
+
+
 async def answers(client: httpx.AsyncClient) -> None:
     answer = await client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 2})
     assert answer.status_code == 200
@@ -118,10 +123,9 @@ async def test_it_collects_and_learns_while_it_answers_and_goes_on_after_a_resta
         await status_when(
             client, lambda status: status["rollouts"]["state"] == "paused" and status["state"] == "paused"
         )
-        await asyncio.sleep(1)  # what was being drawn
-        taken = (await client.get("/v1/training/status")).json()["rollouts"]["tasks_taken"]
+        taken = (await status_when(client, nothing_is_drawn))["rollouts"]["tasks_taken"]
         await answers(client)
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.3)
         assert (await client.get("/v1/training/status")).json()["rollouts"]["tasks_taken"] == taken
         await client.post("/v1/training/resume", json={})
         await status_when(client, lambda status: status["rollouts"]["tasks_taken"] > taken)

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from main_job.serving import free_port, start, stop
+from main_job.serving import free_port, in_thread, start
 from safetensors.numpy import load_file
 from tiny import save_tiny
 from training_runs import View, config
@@ -60,16 +60,11 @@ def test_split_mode_and_shared_mode_make_the_same_updates_from_the_same_samples(
     save_tiny("llama", tmp_path / "model")
     shared, there, weights = trained(tmp_path, "shared")
     sent = tmp_path / "sent"
-    server = start(
-        *("--model-path", str(tmp_path / "model"), "--kv-cache-memory", "16MB"),
-        *("--allowed-adapter-roots", str(sent)),
-    )
-    try:
+    flags = ("--model-path", str(tmp_path / "model"), "--kv-cache-memory", "16MB", "--allowed-adapter-roots", str(sent))
+    with in_thread(*flags) as server:
         keys = {"inference__engine": "openai", "inference__url": server.url, "inference__adapter_dir": sent}
         split, here, split_weights = trained(tmp_path, "split", **keys)
         left = [model["id"] for model in server.get("/v1/models")["data"]]
-    finally:
-        stop(server)
     assert [name for name in left if name.startswith(("default-", "neutral-"))] == [], "nothing is left in the server"
     assert not sent.exists()
     assert split.facts["samples"] == f"from openai at {server.url}"

@@ -140,8 +140,8 @@ def test_taking_and_releasing_do_not_slow_down_with_ten_thousand_places() -> Non
     pool.take(10_000)
     for place in range(0, 10_000, 2):
         pool.release(place)
-    started = time.perf_counter()
+    started = time.thread_time()
     for _ in range(1000):
         for place in pool.take(4, after=5001):
             pool.release(place)
-    assert (time.perf_counter() - started) / 1000 < 1e-3
+    assert (time.thread_time() - started) / 1000 < 1e-3

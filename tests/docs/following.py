@@ -6,6 +6,7 @@ of the pages, http://127.0.0.1:8000, is on a free port. And curl fails where the
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -19,6 +20,11 @@ from pathlib import Path
 
 import httpx
 from docs.pages import ROOT, Block, blocks_of
+
+from mlx_parallm.cli.flags import settings
+from mlx_parallm.cli.main import serve_parser
+from mlx_parallm.config import resolve
+from mlx_parallm.errors import ConfigError
 
 START_S, STOP_S, LIMIT_S, SLOW_LIMIT_S = 200, 60, 200, 1200
 ADDRESS = "127.0.0.1:8000"
@@ -174,25 +180,23 @@ class Reader:
     def _serve(self, line: str) -> None:
         """Has the server of `line` running; the one that runs is stopped if it is another one's."""
         if self._shared and line != EVERYTHING:
-            words = [word for word in shlex.split(line) if word != "uv"]
-            program = words.index("run")
-            self._check_flags(words[:program], words[program + 1 :])
+            words = shlex.split(line)
+            program = words.index("mlx_parallm_serve")
+            self._check_flags(words[: program - 2], words[program:])
         elif line != self._line or self._server is None:
             self.close()
             self._start(line)
             self._line = line
 
     def _check_flags(self, variables: list[str], command: list[str]) -> None:
-        done = subprocess.run(
-            ["env", *variables, str(Path(sys.executable).with_name(command[0])), *command[1:], "--print-config"],
-            cwd=self._folder,
-            env=self._environment,
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-        )
-        if done.returncode:
-            raise PageError(f"{command} is refused:\n{done.stderr}")
+        """Resolves the configuration that the line would start a server with."""
+        environment = self._environment | dict(variable.split("=", 1) for variable in variables)
+        try:
+            with contextlib.chdir(self._folder):
+                args = serve_parser().parse_args(command[1:])
+                resolve(settings(args), environment, args.config)
+        except ConfigError as error:
+            raise PageError(f"{command} is refused:\n{error}") from error
 
     def _start(self, line: str) -> None:
         self._server = server = subprocess.Popen(

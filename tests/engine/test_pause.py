@@ -112,7 +112,7 @@ async def test_a_wait_ends_when_something_else_takes_its_place(engine: Continuou
     waiting = asyncio.create_task(engine.pause(PauseMode.WAIT))
     await asyncio.sleep(0)
     await (engine.resume() if instead == "resume" else engine.pause(PauseMode.KEEP))
-    await asyncio.wait_for(waiting, 5)
+    await asyncio.wait_for(waiting, 30)
     await engine.resume()
     assert len(await running.done) == LONG
 

@@ -1,21 +1,28 @@
-"""`mlx_parallm_serve` as a process of its own: `from main_job.serving import start, stop`."""
+"""`mlx_parallm_serve` as a process of its own, or in a thread: `from main_job.serving import start, stop`."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 import openai
+
+from mlx_parallm.app.server import IntegratedServer
+from mlx_parallm.cli.flags import settings
+from mlx_parallm.cli.main import serve_parser
+from mlx_parallm.config import resolve
 
 START_S = 100
 STOP_S = 20
@@ -34,11 +41,11 @@ class Said:
 
 @dataclass(frozen=True)
 class Server:
-    """`http` keeps its connections and may be used by many threads."""
+    """`http` keeps its connections and may be used by many threads. `process`: None in this process."""
 
-    process: subprocess.Popen[str]
     url: str
     http: httpx.Client = field(repr=False)
+    process: subprocess.Popen[str] | None = None
 
     def client(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
@@ -87,11 +94,50 @@ def start(*flags: str) -> Server:
     assert ready, f"the server ended with {process.wait()}"
     threading.Thread(target=process.stderr.read, daemon=True).start()
     url = f"http://127.0.0.1:{port}"
-    return Server(process, url, httpx.Client(base_url=url, timeout=60))
+    return Server(url, httpx.Client(base_url=url, timeout=60), process)
+
+
+@contextmanager
+def in_thread(*flags: str) -> Iterator[Server]:
+    """The same in a thread of this process, which starts sooner."""
+    args = serve_parser().parse_args(flags)
+    server, port = IntegratedServer(resolve(settings(args), file=args.config).config), free_port()
+    begun: Future[Callable[[], None]] = Future()
+    thread = threading.Thread(target=asyncio.run, args=(_serve(server, port, begun),))
+    thread.start()
+    end, url = begun.result(), f"http://127.0.0.1:{port}"
+    try:
+        with httpx.Client(base_url=url, timeout=60) as http:
+            _wait_until_ready(http, thread)
+            yield Server(url, http)
+    finally:
+        end()
+        thread.join()
+
+
+async def _serve(server: IntegratedServer, port: int, begun: Future[Callable[[], None]]) -> None:
+    """Serves and trains until what `begun` gets is called, from another thread."""
+    serving, loop = (
+        asyncio.gather(server.run_inference(port=port), server.run_training_loop()),
+        asyncio.get_running_loop(),
+    )
+    begun.set_result(lambda: loop.call_soon_threadsafe(serving.cancel))
+    with suppress(asyncio.CancelledError):
+        await serving
+
+
+def _wait_until_ready(http: httpx.Client, thread: threading.Thread) -> None:
+    while thread.is_alive():
+        with suppress(httpx.ConnectError):
+            if http.get("/health").status_code == 200:
+                return
+        time.sleep(0.02)
+    raise AssertionError("the server could not start")
 
 
 def stop(server: Server) -> None:
     """SIGTERM, which must end it with 0."""
+    assert server.process is not None
     server.http.close()
     server.process.send_signal(signal.SIGTERM)
     try:

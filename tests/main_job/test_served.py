@@ -16,6 +16,8 @@ import pytest
 from main_job.serving import COMMAND, Server, start, stop
 from tiny import save_tiny
 
+from mlx_parallm.cli.main import serve
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
@@ -145,18 +147,32 @@ def test_sigterm_drains(tmp_path: Path) -> None:
         running.process.kill()
 
 
+TOO_LONG = ("--max-model-len", "1000000")
+
+
 @pytest.mark.parametrize(
     ("flags", "status", "message"),
     [
         (["--model-path", "/no/such/model"], 1, "no model directory"),
         (["--enable-rl-training", "--lora-rank", "32", "--max-lora-rank", "16"], 2, "max_lora_rank"),
-        (["--max-model-len", "1000000"], 2, "max_model_len"),
+        (TOO_LONG, 2, "max_model_len"),
     ],
 )
-def test_a_server_that_cannot_start_says_why_and_exits(
-    flags: list[str], status: int, message: str, tmp_path: Path
+def test_a_server_that_cannot_start_says_why(
+    flags: list[str], status: int, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_tiny("llama", tmp_path)
-    done = subprocess.run([*COMMAND, "--model-path", str(tmp_path), *flags], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (status, "")
-    assert message in done.stderr
+    assert serve(["--model-path", str(tmp_path), *flags]) == status
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert message in printed.err
+
+
+def test_a_process_whose_server_cannot_start_ends(tmp_path: Path) -> None:
+    """This one finds out when its model is loaded."""
+    save_tiny("llama", tmp_path)
+    command = [*COMMAND, "--model-path", str(tmp_path), *TOO_LONG]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "error: max_model_len 1000000 is more than" in done.stderr
+    assert "terminate" not in done.stderr

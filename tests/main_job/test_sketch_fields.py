@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,10 +10,11 @@ from typing import Any
 
 import pytest
 from lora import layout_of, random_adapter
-from main_job.serving import COMMAND, Server, start, stop
+from main_job.serving import Server, in_thread
 from tiny import save_tiny, tiny_model
 
 from mlx_parallm.adapters.files.write import write_mlx_lm
+from mlx_parallm.cli.main import serve
 
 PROMPT = [5, 6, 7]
 GROUP = 2
@@ -45,9 +45,9 @@ def flags(folder: Path, environment: str) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
-    running = start(*flags(folder, str(folder / "tasks.jsonl")), "--allowed-adapter-roots", str(folder / "roots"))
-    yield running
-    stop(running)
+    roots = ("--allowed-adapter-roots", str(folder / "roots"))
+    with in_thread(*flags(folder, str(folder / "tasks.jsonl")), *roots) as running:
+        yield running
 
 
 # ---- adapters as a folder ------------------------------------------------------------------------
@@ -124,8 +124,8 @@ def test_without_a_task_it_waits_for_feedback_and_the_answer_says_so(server: Ser
     server.post("/v1/training/feedback", trajectory_id=cards[0]["trajectory_id"], score=1.0)
 
 
-def test_an_environment_that_gives_no_tasks_ends_the_server_at_its_start(folder: Path, tmp_path: Path) -> None:
-    command = [*COMMAND, *flags(folder, "gsm8k"), "--checkpoint-dir", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2
-    assert "FILE.jsonl (such as gsm8k's train.jsonl)" in done.stderr
+def test_an_environment_that_gives_no_tasks_ends_the_server_at_its_start(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert serve([*flags(folder, "gsm8k"), "--checkpoint-dir", str(tmp_path)]) == 2
+    assert "FILE.jsonl (such as gsm8k's train.jsonl)" in capsys.readouterr().err

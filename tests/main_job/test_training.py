@@ -1,4 +1,4 @@
-"""Training in a real process, on a tiny model: over HTTP, through a kill -9, and without inference."""
+"""Training on a tiny model: through a kill -9, over HTTP, and without inference."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from main_job.serving import Server, start, stop
+from main_job.serving import Server, in_thread, start, stop
 from tiny import save_tiny
 
 STEPS = 4
@@ -42,9 +43,8 @@ def flags(model: Path, folder: Path, *more: str) -> tuple[str, ...]:
 
 @pytest.fixture
 def server(model: Path, tmp_path: Path) -> Iterator[Server]:
-    running = start(*flags(model, tmp_path, "--update-frequency", "8"))
-    yield running
-    stop(running)
+    with in_thread(*flags(model, tmp_path, "--update-frequency", "8")) as running:
+        yield running
 
 
 # ---- through a crash ---------------------------------------------------------------------------
@@ -148,31 +148,25 @@ def test_without_an_answer_a_collected_request_waits_for_feedback_and_its_answer
 
 def test_under_load_collected_and_live_requests_share_the_rows_by_the_ratios(model: Path, tmp_path: Path) -> None:
     """Counted over some ten waves of ten rows each, so that the first one, which is all live, weighs little."""
-    server = start(*flags(model, tmp_path, "--max-batch-size", "10"))
-    body = {"prompt": [5, 6, 7], "max_tokens": 200, "n": 60, "seed": 1}
-    asking = [
-        threading.Thread(target=server.http.post, args=("/v1/completions",), kwargs={"json": {**body, **more}})
-        for more in ({}, {"collect_trajectory": True})
-    ]
+    body = {"prompt": [5, 6, 7], "max_tokens": 80, "n": 60, "seed": 1}
     rows: Counter[str] = Counter()
+    with in_thread(*flags(model, tmp_path, "--max-batch-size", "10")) as server, ThreadPoolExecutor(2) as pool:
 
-    def sequences() -> Any:
-        return server.get("/debug/state")["engine"]["detail"]["sequences"]
+        def sequences() -> Any:
+            return server.get("/debug/state")["engine"]["detail"]["sequences"]
 
-    try:
-        for thread in asking:
-            thread.start()
+        asking = []
+        for more in ({}, {"collect_trajectory": True}):
+            asking.append(pool.submit(server.post, "/v1/completions", **body, **more))
             while not sequences():
                 time.sleep(0.001)
-        while any(thread.is_alive() for thread in asking):
+        while not all(asked.done() for asked in asking):
             now = sequences()
             waiting = {each["class"] for each in now if not each["computed_tokens"]}
             if len(waiting) == 2:
                 rows.update(each["class"] for each in now if each["generated_tokens"])
-    finally:
-        stop(server)
-        for thread in asking:
-            thread.join()
+        for asked in asking:
+            asked.result()
     assert 0.2 < rows["training"] / rows.total() < 0.4, rows
 
 
@@ -217,24 +211,25 @@ def test_feedback_comes_later_and_unmarked_requests_are_never_collected(server: 
 
 def test_events_tell_of_an_update_and_a_rollback_goes_back(server: Server) -> None:
     kinds: list[str] = []
+    begun = threading.Event()
 
     def listen() -> None:
         with suppress(httpx.HTTPError), server.http.stream("GET", "/v1/training/events") as stream:
+            begun.set()
             for line in stream.iter_lines():
                 if line.startswith("event: "):
                     kinds.append(line.removeprefix("event: "))
 
     listening = threading.Thread(target=listen, daemon=True)
     listening.start()
-    time.sleep(0.3)
+    begun.wait()
     for step in (1, 2):
         assert update(server, step)["lora_adapter"] == f"default@{step}"
     back = server.post("/v1/training/rollback", to="checkpoint-1")
     assert back["current_lora"] == "default@1"
     assert back["step"] == 1
     assert server.post("/v1/completions", prompt="Hello", max_tokens=1)["lora_adapter"] == "default@1"
-    deadline = time.monotonic() + 10
-    while "rollback" not in kinds and time.monotonic() < deadline:
+    while "rollback" not in kinds:
         time.sleep(0.02)
     assert [kind for kind in kinds if kind in ("update", "rollback")] == ["update", "update", "rollback"]
 
@@ -263,11 +258,8 @@ def test_a_scorer_that_fails_costs_its_group_and_bad_requests_are_named(server: 
 
 
 def test_a_server_that_only_trains_refuses_requests_and_takes_updates(model: Path, tmp_path: Path) -> None:
-    server = start(*flags(model, tmp_path, "--mode", "training_only"))
-    try:
+    with in_thread(*flags(model, tmp_path, "--mode", "training_only")) as server:
         refused = server.http.post("/v1/completions", json={"prompt": "x"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "inference_disabled")
         assert update(server, 1)["status"] == "published"
         assert json.loads((tmp_path / "checkpoints/default/checkpoint-1/manifest.json").read_text())["step"] == 1
-    finally:
-        stop(server)

@@ -69,7 +69,7 @@ async def taking(url: str, training: Training) -> AsyncIterator[AtroposSource]:
 
 
 async def until(true: Any) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not true():
             await asyncio.sleep(0.005)
 

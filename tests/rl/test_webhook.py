@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -138,8 +137,6 @@ async def test_a_receiver_that_is_not_there_costs_a_failure() -> None:
     async with world(posting_to("http://127.0.0.1:9/hook")) as one:
         one.service._webhook._pauses_s = ()
         one.learner.metrics = {"loss": 0.5, "kl_step": 9.0}
-        began = time.monotonic()
         await one.service.update(given=GIVEN)
-        assert time.monotonic() - began < 1.0
         while not one.service.status().detail["webhook_failures"]:
             await asyncio.sleep(0.01)

@@ -14,6 +14,8 @@ from mlx_parallm.config import ServerConfig
 from mlx_parallm.grammar.trial import Trial
 from mlx_parallm.server.app import DrainingServer, bind, create_app
 
+CPU_LIMIT_S = 0.5
+
 
 class SharedTrial(Trial):
     """Outlives the apps that close it."""
@@ -24,7 +26,7 @@ class SharedTrial(Trial):
 
 @pytest.fixture(scope="session")
 def shared_trial():
-    trial = SharedTrial()
+    trial = SharedTrial(CPU_LIMIT_S)
     yield trial
     Trial.close(trial)
 
@@ -32,7 +34,7 @@ def shared_trial():
 @pytest.fixture(autouse=True)
 def one_trial_for_all_apps(monkeypatch, shared_trial):
     """A child process that checks grammars takes longer to start than a test of one takes."""
-    monkeypatch.setattr("mlx_parallm.grammar.compiler.Trial", lambda: shared_trial)
+    monkeypatch.setattr("mlx_parallm.grammar.compiler.Trial", lambda cpu_limit_s: shared_trial)
 
 
 @pytest.fixture

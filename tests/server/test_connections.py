@@ -11,6 +11,7 @@ import pytest
 from mlx_parallm.core import FinishReason, SequenceOutput
 from mlx_parallm.server.http.connection import OTHER_FILES, reserve_open_files
 
+PATIENCE_S = 30
 BEGUN = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nX: "
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
 
@@ -24,13 +25,13 @@ async def opened(server, raw):
 
 async def answer_of(reader):
     """Status, headers and error of an answer after which the server closes."""
-    raw = await asyncio.wait_for(reader.read(), 5)
+    raw = await asyncio.wait_for(reader.read(), PATIENCE_S)
     head, _, body = raw.partition(b"\r\n\r\n")
     return int(head.split()[1]), head, json.loads(body)["error"]
 
 
 async def eventually(condition):
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while not condition():
             await asyncio.sleep(0.01)
 
@@ -48,7 +49,7 @@ async def test_a_drip_of_headers_does_not_restart_the_clock(serving):
     async with serving(header_timeout=0.3) as server:
         _, writer = await opened(server, BEGUN)
         with contextlib.suppress(ConnectionError):
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(PATIENCE_S):
                 while server.uvicorn.server_state.connections:
                     writer.write(b"x")
                     await writer.drain()
@@ -59,7 +60,7 @@ async def test_a_drip_of_headers_does_not_restart_the_clock(serving):
 async def test_a_connection_that_sends_nothing_is_closed(serving):
     async with serving(header_timeout=0.2) as server:
         reader, writer = await opened(server, b"")
-        assert await asyncio.wait_for(reader.read(), 5) == b""
+        assert await asyncio.wait_for(reader.read(), PATIENCE_S) == b""
         writer.close()
 
 
@@ -123,13 +124,13 @@ async def test_a_client_that_reads_nothing_is_disconnected_and_its_rows_are_free
 
 async def test_a_client_that_reads_slowly_is_served(serving, engine):
     endless(engine, "x" * 8000)
-    async with serving(write_timeout=0.3) as server:
+    async with serving(write_timeout=1.0) as server:
         raw = json.dumps({"prompt": "x"}).encode()
         reader, writer = await opened(server, HEAD + f"Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
         length = int((await reader.readuntil(b"\r\n\r\n")).lower().partition(b"content-length:")[2].split()[0])
         while length:
             length -= len(await reader.read(2**20))
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.05)
         writer.close()
 
 
@@ -139,7 +140,7 @@ async def test_half_sent_requests_make_room_for_whole_ones(serving):
         held = [await opened(server, BEGUN) for _ in range(8)]
         await eventually(lambda: len(server.uvicorn.server_state.connections) == 8)
         for _ in range(3):
-            async with httpx.AsyncClient(base_url=server.url, timeout=5) as client:
+            async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as client:
                 assert (await client.get("/health")).status_code == 200
         for _, writer in held:
             writer.close()
@@ -159,7 +160,7 @@ async def test_beyond_the_connections_that_are_busy_a_new_one_gets_503(serving, 
         writer.close()
         engine.go_on.set()
         for reader, writer in busy:
-            assert b"200 OK" in await asyncio.wait_for(reader.read(), 5)
+            assert b"200 OK" in await asyncio.wait_for(reader.read(), PATIENCE_S)
             writer.close()
         async with httpx.AsyncClient(base_url=server.url) as client:
             assert (await client.get("/health")).status_code == 200
@@ -182,7 +183,7 @@ async def test_the_limit_of_open_files_is_raised_at_start(serving, open_files):
     async with serving(max_connections=300) as server:
         held = [await opened(server, BEGUN) for _ in range(200)]
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 300 + OTHER_FILES
-        async with httpx.AsyncClient(base_url=server.url, timeout=5) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as client:
             assert (await client.get("/health")).status_code == 200
         for _, writer in held:
             writer.close()

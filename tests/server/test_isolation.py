@@ -23,7 +23,7 @@ from mlx_parallm.server.http import workers
 from mlx_parallm.server.http.workers import PerClientSemaphore, Workers
 
 URL, CHAT = "/v1/completions", "/v1/chat/completions"
-PATIENCE_S = 10
+PATIENCE_S = 30
 
 
 def from_address(app, address):
@@ -180,7 +180,7 @@ def bombs(monkeypatch):
 
     def slow(compiler, spec):
         if "bomb" in spec.source:
-            assert ended.wait(30)
+            assert ended.wait(60)
         return compile_grammar(compiler, spec)
 
     monkeypatch.setattr(LLCompiler, "compile", slow)

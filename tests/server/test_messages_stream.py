@@ -209,7 +209,7 @@ async def test_a_silent_stream_is_kept_open_by_pings(monkeypatch, engine, servin
         serving() as server,
         httpx.AsyncClient(base_url=server.url) as client,
         client.stream(**asked) as response,
-        asyncio.timeout(10),
+        asyncio.timeout(30),
     ):
         lines = response.aiter_lines()
         while await anext(lines) != "event: ping":

@@ -170,7 +170,7 @@ async def test_a_silent_stream_sends_nothing(monkeypatch, engine, serving):
     asked = {"method": "POST", "url": CHAT, "json": {"messages": USER}}
     async with (
         serving() as server,
-        httpx.AsyncClient(base_url=server.url, timeout=10) as client,
+        httpx.AsyncClient(base_url=server.url, timeout=30) as client,
         client.stream(**asked) as response,
     ):
         lines = response.aiter_lines()

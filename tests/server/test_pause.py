@@ -111,8 +111,8 @@ async def test_a_drain_ends_a_pause_so_that_what_it_holds_can_finish(serving, en
 
         engine.resume = resumed
         server.uvicorn.begin_drain()
-        assert (await asyncio.wait_for(request, 5)).status_code == 200
-        await asyncio.wait_for(asyncio.shield(server.stopped), 5)
+        assert (await asyncio.wait_for(request, 30)).status_code == 200
+        await asyncio.wait_for(asyncio.shield(server.stopped), 30)
     assert engine.state["paused"] is False
 
 
@@ -121,7 +121,7 @@ async def test_a_drain_ends_though_the_pause_cannot(serving, engine):
         await client.post("/pause?mode=keep")
         engine.call_error = EngineDeadError("gone")
         server.uvicorn.begin_drain()
-        await asyncio.wait_for(asyncio.shield(server.stopped), 5)
+        await asyncio.wait_for(asyncio.shield(server.stopped), 30)
 
 
 @pytest.mark.parametrize(

@@ -212,7 +212,7 @@ async def test_head_is_get_without_a_body(client, lines):
 async def test_head_of_a_stream_ends_at_once(serving, training):
     async with serving() as server, httpx.AsyncClient(base_url=server.url) as client:
         for _ in range(2):  # on one connection
-            response = await asyncio.wait_for(client.head("/v1/training/events"), 5)
+            response = await asyncio.wait_for(client.head("/v1/training/events"), 30)
             assert (response.status_code, response.content) == (200, b"")
             assert response.headers["content-type"].startswith("text/event-stream")
             assert (await client.head("/v1/models")).status_code == 200

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from server.test_disconnect import post, within_a_second
+from server.test_disconnect import eventually, post
 
 from mlx_parallm.server.api.responses.conversation import ResponseStore, StoredResponse
 
@@ -80,7 +80,7 @@ async def test_a_response_whose_client_left_is_not_stored(serving, engine):
         _, writer = await post(server.port, {"input": "hi", "stream": True}, URL)
         await engine.paused.wait()
         writer.close()
-        await within_a_second(lambda: not engine.live)
+        await eventually(lambda: not engine.live)
         services = server.app.state.services
         assert (engine.aborted, services.gate.held, len(services.responses)) == (1, 0, 0)
 

@@ -15,6 +15,7 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.grammar.compiler import LLCompiler
 from mlx_parallm.server.app import bind
 
+PATIENCE_S = 30
 SERVE = """
 import sys
 sys.path.insert(0, sys.argv[1])
@@ -69,7 +70,7 @@ async def test_sigterm_drains(process):
             rest = [line async for line in lines]
         assert rest[-2] == "data: [DONE]"
         assert '"finish_reason":"stop"' in rest[-4]
-    assert server.wait(60) == 0
+    assert server.wait(PATIENCE_S) == 0
     assert server.stderr.read() == ""
 
 
@@ -93,25 +94,25 @@ async def test_requests_that_outlast_the_drain_end_with_an_error(process):
             rest = [line async for line in lines]
         assert json.loads(rest[-4].removeprefix("data: "))["error"]["code"] == "draining"
         assert rest[-2] == "data: [DONE]"
-    assert server.wait(60) == 0
+    assert server.wait(PATIENCE_S) == 0
 
 
 def test_a_dead_engine_ends_the_process_with_an_error(process):
     server, _ = process("dies")
-    assert server.wait(60) == 1
+    assert server.wait(PATIENCE_S) == 1
 
 
 async def test_an_engine_that_dies_later_stops_the_server(serving, engine):
     async with serving() as server:
         engine.state["alive"] = False
-        await asyncio.wait_for(asyncio.shield(server.stopped), 3)
+        await asyncio.wait_for(asyncio.shield(server.stopped), PATIENCE_S)
         assert server.uvicorn.exit_code == 1
 
 
 async def test_idle_servers_stop_at_once(serving):
     async with serving(shutdown_timeout=60) as server:
         server.uvicorn.handle_exit(signal.SIGTERM, None)
-        await asyncio.wait_for(asyncio.shield(server.stopped), 2)
+        await asyncio.wait_for(asyncio.shield(server.stopped), PATIENCE_S)
         assert server.uvicorn.exit_code == 0
 
 
@@ -126,8 +127,8 @@ async def test_the_drain_waits_for_a_change_of_adapters(serving, adapters):
         assert (await client.get("/ready")).status_code == 503
         assert not request.done()
         adapters.resume.set()
-        assert (await asyncio.wait_for(request, 2)).json()["lora_adapter"] == "new@1"
-        await asyncio.wait_for(asyncio.shield(server.stopped), 2)
+        assert (await asyncio.wait_for(request, PATIENCE_S)).json()["lora_adapter"] == "new@1"
+        await asyncio.wait_for(asyncio.shield(server.stopped), PATIENCE_S)
 
 
 async def test_a_second_signal_does_not_wait(serving, engine):
@@ -139,7 +140,7 @@ async def test_a_second_signal_does_not_wait(serving, engine):
         await asyncio.sleep(0.3)
         assert not request.done()
         server.uvicorn.handle_exit(signal.SIGINT, None)
-        assert (await asyncio.wait_for(request, 2)).status_code == 503
+        assert (await asyncio.wait_for(request, PATIENCE_S)).status_code == 503
 
 
 def test_a_taken_port_is_a_configuration_error():
@@ -151,7 +152,7 @@ async def exchange(port, raw):
     """Sends bytes, reads until the server closes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(raw)
-    answer = await asyncio.wait_for(reader.read(), 5)
+    answer = await asyncio.wait_for(reader.read(), PATIENCE_S)
     writer.close()
     head, _, body = answer.partition(b"\r\n\r\n")
     return int(head.split()[1]), head, body

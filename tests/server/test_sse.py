@@ -1,9 +1,9 @@
 """Streams of completions and chat, byte for byte."""
 
-import asyncio
 import json
 import re
 
+import httpx
 import pytest
 
 from mlx_parallm.errors import StepFailedError
@@ -170,14 +170,17 @@ async def test_failure_in_mid_stream_is_an_event_then_done(client, engine, error
     assert got == text_chunk(text(0, "H")) + failure + DONE
 
 
-async def test_a_silent_stream_has_pings(client, engine, monkeypatch):
+async def test_a_silent_stream_has_pings(serving, engine, monkeypatch):
     engine.pause_before = 0
     monkeypatch.setattr(generation, "PING_INTERVAL_S", 0.05)
-    request = asyncio.create_task(client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1, "stream": True}))
-    await engine.paused.wait()
-    await asyncio.sleep(0.17)
-    engine.go_on.set()
-    text = (await request).text
-    assert 2 <= text.count(": ping\n\n") <= 3
-    assert text.startswith(": ping\n\n")
-    assert text.endswith(DONE)
+    body = {"prompt": "x", "max_tokens": 1, "stream": True}
+    async with (
+        serving() as server,
+        httpx.AsyncClient(base_url=server.url) as client,
+        client.stream("POST", "/v1/completions", json=body) as stream,
+    ):
+        lines = aiter(stream.aiter_lines())
+        assert [await anext(lines) for _ in range(4)] == [": ping", ""] * 2
+        engine.go_on.set()
+        rest = [line async for line in lines]
+    assert rest[-2:] == DONE.split("\n")[:2]

@@ -89,20 +89,20 @@ async def test_a_client_that_leaves_is_forgotten_and_others_are_not(serving, tra
     async with serving() as server, httpx.AsyncClient(base_url=server.url) as client:
         async with client.stream("GET", URL) as stays:
             async with client.stream("GET", URL):
-                await asyncio.wait_for(until(lambda: training.listening == 2), 5)
-            await asyncio.wait_for(until(lambda: training.listening == 1), 5)
+                await asyncio.wait_for(until(lambda: training.listening == 2), 30)
+            await asyncio.wait_for(until(lambda: training.listening == 1), 30)
             training.told.put_nowait(TrainingEvent("paused", AT))
             assert await anext(stays.aiter_text()) == TOLD
-        await asyncio.wait_for(until(lambda: training.listening == 0), 5)
+        await asyncio.wait_for(until(lambda: training.listening == 0), 30)
 
 
 async def test_listeners_do_not_hold_up_the_shutdown(serving, training):
     async with serving(shutdown_timeout=60) as server, httpx.AsyncClient(base_url=server.url) as client:
         async with client.stream("GET", URL) as stream:
-            await asyncio.wait_for(until(lambda: training.listening), 5)
+            await asyncio.wait_for(until(lambda: training.listening), 30)
             server.uvicorn.begin_drain()
-            assert await asyncio.wait_for(stream.aread(), 5) == b""
-        await asyncio.wait_for(asyncio.shield(server.stopped), 5)
+            assert await asyncio.wait_for(stream.aread(), 30) == b""
+        await asyncio.wait_for(asyncio.shield(server.stopped), 30)
 
 
 @pytest.mark.parametrize("training", [None])

@@ -362,5 +362,5 @@ async def test_the_drain_waits_for_an_update(serving, training):
         server.uvicorn.begin_drain()
         assert (await client.get("/ready")).status_code == 503
         training.resume_work.set()
-        assert (await asyncio.wait_for(request, 5)).json()["status"] == "published"
-        await asyncio.wait_for(asyncio.shield(server.stopped), 5)
+        assert (await asyncio.wait_for(request, 30)).json()["status"] == "published"
+        await asyncio.wait_for(asyncio.shield(server.stopped), 30)
