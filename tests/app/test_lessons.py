@@ -15,7 +15,14 @@ from tiny import save_tiny
 from mlx_parallm import RLIntegratedServer
 
 ROUTE = "/v1/training/lesson"
-LESSON = {"prompts": ["abc", "def"], "reward": {"pattern": "[a-m]"}, "max_tokens": 4, "group_size": 4, "temperature": 1}
+LESSON = {
+    "prompts": ["abc", "def"],
+    "reward": {"pattern": "[a-m]"},
+    "max_tokens": 4,
+    "group_size": 4,
+    "temperature": 1,
+    "learning_rate": 2e-3,
+}
 """Random text has such a letter now and then."""
 
 
@@ -48,7 +55,7 @@ async def test_it_learns_while_the_server_answers_and_is_stopped(tmp_path: Path)
         assert sum(point["answers"] for point in lesson["points"]) >= 48
         assert all(len(prompt["before"]) == len(prompt["now"]) == 4 for prompt in lesson["prompts"])
         status = (await client.get("/v1/training/status")).json()
-        assert status["metrics"]["learning_rate"] == pytest.approx(5e-4), "not the configured 1e-3"
+        assert status["metrics"]["learning_rate"] == pytest.approx(2e-3), "not the configured 1e-3"
         stopped = (await client.delete(ROUTE)).json()
         assert (stopped["state"], stopped["outcome"]) == ("ended", "stopped")
         assert stopped["live_lora"].startswith("default@")

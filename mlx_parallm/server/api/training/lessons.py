@@ -105,7 +105,7 @@ class LessonBody(WireInput):
     """Answers to each prompt that are compared with each other."""
     temperature: Annotated[float, Field(ge=0.1, le=2)] = 0.8
     """Temperature at which they are drawn. A higher one tries more, and small models then write nonsense."""
-    learning_rate: Annotated[float, Field(gt=0, le=0.1)] = 5e-4
+    learning_rate: Annotated[float, Field(gt=0, le=0.1)] = 1e-3
     """Learning rate of the lesson's updates."""
 
     @property
