@@ -2,6 +2,7 @@
 
 import type { FunctionComponent } from "preact";
 import { NowView } from "./views/now";
+import { TeachView } from "./views/teach";
 
 export interface View {
   /** The first part of the address after `#/`. */
@@ -12,4 +13,7 @@ export interface View {
   component: FunctionComponent<{ rest: readonly string[] }>;
 }
 
-export const VIEWS: readonly [View, ...View[]] = [{ name: "now", title: "Now", component: NowView }];
+export const VIEWS: readonly [View, ...View[]] = [
+  { name: "now", title: "Now", component: NowView },
+  { name: "teach", title: "Teach", component: TeachView },
+];

@@ -115,6 +115,45 @@ class TestNow:
         assert seen["faults"] == seen["errors"] == paused["faults"] == paused["errors"] == []
 
 
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium")
+class TestTeach:
+    @pytest.mark.timeout(2400)
+    def test_the_first_hour(self, tmp_path: Path, pictures: Path, report: Report) -> None:
+        server = start("--enable-rl-training", "--checkpoint-dir", str(tmp_path / "run"))
+        try:
+            seen = browse("teach.first_hour", server.url, pictures)
+            wrong = browse("teach.ended", server.url, pictures)
+        finally:
+            stop(server)
+        report("a lesson: reward at first", seen["first"], "%")
+        report("a lesson: reward when it was stopped", seen["last"], "%")
+        report("a lesson: until the curve has risen", seen["seconds"], "s")
+        assert seen["last"] >= seen["first"] + 20
+        assert seen["before"]
+        assert seen["now"] != seen["before"]
+        base, adapter = seen["tried"]
+        assert base != adapter
+        assert "Saved with the tag" in seen["told"]
+        assert (seen["faults"], seen["errors"]) == ([], [])
+        assert not any(wrong.values()), wrong
+
+    def test_a_server_that_does_not_train_says_how_to_start_one(self, server: Server, pictures: Path) -> None:
+        seen = browse("teach.obstacle", server.url, pictures)
+        assert seen["command"] == "uv run mlx_parallm_serve --enable-rl-training"
+        assert (seen["faults"], seen["errors"]) == ([], [])
+
+    def test_a_key_that_may_not_teach_is_told_so(self, tmp_path: Path, pictures: Path) -> None:
+        file, sent = key_file(tmp_path, reader="inference")
+        server = start("--keys-file", str(file), "--enable-rl-training", "--checkpoint-dir", str(tmp_path / "run"))
+        try:
+            key = sent["reader"]["authorization"].removeprefix("Bearer ")
+            seen = browse("teach.role", server.url, pictures, key=key)
+        finally:
+            stop(server)
+        assert "train" in seen["said"]
+        assert seen["faults"] == []
+
+
 def test_the_sources_build_what_is_committed(tmp_path: Path) -> None:
     for check in ("lint", "types", "test"):
         printed("npm", "run", "--silent", check, at=SOURCES)

@@ -1,0 +1,99 @@
+/** `/v1/training/lesson`: prompts and a rule for the reward, from which the server teaches an adapter by itself. */
+
+import { get, post, remove } from "./client";
+
+export interface Message {
+  role: string;
+  content: string;
+}
+
+/** How answers are rewarded; see the route's description at /docs. */
+export type RuleKind = "word" | "pattern" | "judge";
+
+export type Rule = Partial<Record<RuleKind, string>>;
+
+export interface Answer {
+  text: string;
+  /** 0 to 1. */
+  reward: number;
+}
+
+export interface Prompt {
+  messages: Message[];
+  /** The first answers that were drawn, and the newest ones. */
+  before: Answer[];
+  now: Answer[];
+}
+
+/** The answers between two updates. `low` and `high`: the 95 % interval of their mean reward. */
+export interface Point {
+  update: number;
+  reward: number;
+  low: number;
+  high: number;
+  answers: number;
+}
+
+export interface Lesson {
+  id: string;
+  state: "drawing" | "waiting" | "showing" | "paused" | "failed" | "ended";
+  outcome: "learnt" | "finished" | "stopped" | "no_signal" | "failed" | "interrupted" | null;
+  reason: string;
+  advice: string;
+  lora_adapter: string;
+  live_lora: string | null;
+  /** Of the adapter as it was before. */
+  checkpoint: string;
+  reward: Rule;
+  max_tokens: number;
+  answers_per_update: number;
+  updates: number;
+  /** Answers that were imitated because none had earned a reward. */
+  examples: number;
+  most_updates: number | null;
+  points: Point[];
+  prompts: Prompt[];
+  started: string;
+  ended: string | null;
+}
+
+export interface LessonStatus {
+  /** Why the server takes no lessons; empty if it does. */
+  obstacle: string;
+  lesson: Lesson | null;
+}
+
+export interface NewLesson {
+  prompts: string[];
+  reward: Rule;
+  max_tokens: number;
+  updates?: number;
+  lora_adapter?: string;
+}
+
+const LESSON = "/v1/training/lesson";
+
+export const lessonStatus = (): Promise<LessonStatus> => get(LESSON);
+
+export const begin = (lesson: NewLesson): Promise<Lesson> => post(LESSON, lesson);
+
+export const stop = (): Promise<Lesson> => remove(LESSON);
+
+/** Serves the adapter as it was before the lesson. */
+export const undo = (lesson: Lesson): Promise<unknown> =>
+  post("/v1/training/rollback", { lora_adapter: lesson.lora_adapter, to: lesson.checkpoint });
+
+/** Saves the adapter as it is. A checkpoint with a tag is never removed to make room. */
+export const keep = (lesson: Lesson, tag: string): Promise<{ name?: string }> =>
+  post("/v1/training/checkpoint", { lora_adapter: lesson.lora_adapter, tags: [tag] });
+
+interface Completion {
+  choices: { message: { content: string } }[];
+}
+
+/** The most likely answer of a base model or an adapter. */
+export async function ask(model: string, text: string, max_tokens: number): Promise<string> {
+  const messages = [{ role: "user", content: text }];
+  const answer = await post<Completion>("/v1/chat/completions", { model, messages, max_tokens, temperature: 0 });
+  return answer.choices[0]?.message.content ?? "";
+}

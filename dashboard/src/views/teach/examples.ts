@@ -1,0 +1,39 @@
+/** Lessons that the bundled model learns in some minutes; `benchmarks/lessons.py` measures each. */
+
+import type { NewLesson, Rule, RuleKind } from "../../api/lessons";
+
+export interface Example {
+  title: string;
+  lesson: NewLesson;
+}
+
+export const EXAMPLES: readonly [Example, ...Example[]] = [
+  {
+    title: "Ask back",
+    lesson: {
+      prompts: ["I feel tired today.", "I bought a new bicycle.", "My dog is called Max."],
+      reward: { pattern: "\\?\\s*\\Z" },
+      max_tokens: 48,
+    },
+  },
+];
+
+export const RULES: Record<RuleKind, { title: string; label: string; about: string }> = {
+  word: {
+    title: "A word",
+    label: "Word or phrase",
+    about: "An answer earns 1 if it has the word, in upper or lower case.",
+  },
+  pattern: {
+    title: "A pattern",
+    label: "Regular expression",
+    about: "An answer earns 1 if the expression is found in it. \\A and \\Z are its ends, as in Python.",
+  },
+  judge: {
+    title: "A judge",
+    label: "What a good answer is",
+    about: "A language model grades each answer by your sentence, from 0 to 1. A small model judges badly.",
+  },
+};
+
+export const kindOf = (rule: Rule): RuleKind => (Object.keys(rule)[0] ?? "word") as RuleKind;
