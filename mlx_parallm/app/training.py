@@ -38,10 +38,11 @@ from mlx_parallm.rl.reward_models.trainer import RewardModelTrainer
 from mlx_parallm.rl.reward_models.work import RewardModelWork
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.scoring.service import ScoringService
-from mlx_parallm.rl.service import TrainingParts, TrainingService
+from mlx_parallm.rl.service import TrainingService
 from mlx_parallm.rl.tasks import FileTasks
 from mlx_parallm.rl.updates.checkpoints import PolicyCheckpoints
 from mlx_parallm.rl.updates.gate import Gate
+from mlx_parallm.rl.updates.parts import TrainingParts
 
 
 def build_trainer(

@@ -6,14 +6,10 @@ Collector ── trajectories with rewards ─▶ TrainingLoop of each adapter �
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
 
-from mlx_parallm.adapters.service import AdapterService
-from mlx_parallm.config import CheckpointingConfig, ResolvedTraining
 from mlx_parallm.core import (
     AdapterRef,
     CheckpointCard,
@@ -29,55 +25,22 @@ from mlx_parallm.core import (
     check_tag,
 )
 from mlx_parallm.errors import UnknownModelError
+from mlx_parallm.rl.changes import Changes
 from mlx_parallm.rl.collect.groups import DropReason
-from mlx_parallm.rl.collect.log import TrajectoryLog
 from mlx_parallm.rl.collect.sources import SourceLedger
 from mlx_parallm.rl.collector import Collector
 from mlx_parallm.rl.competition.service import CompetitionService
 from mlx_parallm.rl.competition.trained import TrainedAdapter
 from mlx_parallm.rl.divergence.webhook import Webhook
-from mlx_parallm.rl.evaluation.evaluator import Evaluator
 from mlx_parallm.rl.events import Emit, EventHub, Listener
-from mlx_parallm.rl.learn.learner import Learner
 from mlx_parallm.rl.people import People
-from mlx_parallm.rl.runs.journal import Journal
-from mlx_parallm.rl.scoring.service import ScoringService
-from mlx_parallm.rl.tasks import FileTasks
 from mlx_parallm.rl.tracking.tracking import Tracking
 from mlx_parallm.rl.updates.adapter_training import AdapterTraining
-from mlx_parallm.rl.updates.checkpoints import PolicyCheckpoints, PolicyOf
-from mlx_parallm.rl.updates.gate import Gate
 from mlx_parallm.rl.updates.loop import TrainingLoop
 from mlx_parallm.rl.updates.needs import AdapterNeeds
 from mlx_parallm.rl.updates.pace import Pace
-from mlx_parallm.rl.updates.parts import AdapterTrainingParts
+from mlx_parallm.rl.updates.parts import TrainingParts
 from mlx_parallm.rl.updates.turns import Chosen
-
-T = TypeVar("T")
-
-_log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingParts:
-    """What training is made of.
-
-    `evaluator`: asks versions the held-out tasks. `policy_of`: gives the policy that training starts from
-    if the live version has no checkpoint of a trainer. `log`: gets every trajectory in the end. `tasks`: have the
-    answers that requests leave out. `journal`: of the run; it is closed with the service.
-    """
-
-    learner: Learner
-    adapters: AdapterService
-    checkpoints: PolicyCheckpoints
-    scorers: ScoringService
-    config: ResolvedTraining
-    checkpointing: CheckpointingConfig
-    evaluator: Evaluator | None = None
-    policy_of: PolicyOf | None = None
-    log: TrajectoryLog | None = None
-    tasks: FileTasks = field(default_factory=FileTasks)
-    journal: Journal = field(default_factory=Journal)
 
 
 class TrainingService:
@@ -97,8 +60,9 @@ class TrainingService:
         self._journal = parts.journal
         self._loops: dict[str, TrainingLoop] = {}
         self._ledger = SourceLedger()
+        self._changes = Changes()
         self.competition = CompetitionService(
-            config.competition, self._trained, parts.adapters, self._hub.emit, self._spawn
+            config.competition, self._trained, parts.adapters, self._hub.emit, self._changes.spawn
         )
         self.trajectories = Collector(
             config,
@@ -109,26 +73,15 @@ class TrainingService:
             self._loops,
             default_adapter,
             self._hub.emit,
-            self._finished,
+            self._changes.finished,
             self.competition,
             self._ledger,
         )
         self.people = People(
-            self.trajectories, parts.journal, self._loops, default_adapter, config, self._finished, self._ledger
+            self.trajectories, parts.journal, self._loops, default_adapter, config, self._changes.finished, self._ledger
         )
         self._hub.add_sink(self._on_event)
-        self._adapter_parts = AdapterTrainingParts(
-            parts.learner,
-            parts.adapters,
-            parts.checkpoints,
-            Gate(config.gate.eval_floor),
-            config,
-            parts.checkpointing,
-            self._hub.emit,
-            parts.policy_of,
-            parts.evaluator,
-            parts.journal,
-        )
+        self._adapter_parts = parts.of_adapters(self._hub.emit)
         self.own_rollouts: Callable[[], RolloutStatus] | None = None
         self._tracking: Tracking | None = None
         url = config.divergence.webhook
@@ -136,7 +89,6 @@ class TrainingService:
         if self._webhook is not None:
             self._hub.add_sink(self._webhook.on_event)
         self._starting = asyncio.Lock()
-        self._tasks: set[asyncio.Task[Any]] = set()
 
     # -- start and end ---------------------------------------------------------------------------
 
@@ -161,7 +113,7 @@ class TrainingService:
                 if restore:
                     await self.people.recall(await self.trajectories.restore(name, loop))
                 self.competition.begin_again(name)
-                self._spawn(loop.run())
+                self._changes.spawn(loop.run())
             elif (live := loop.training.live) is not None and loop.training.versions.staleness(live) is None:
                 await loop.open()
             loop.resume()
@@ -172,9 +124,7 @@ class TrainingService:
         Raises:
             Exception: the error of the first adapter that could not be saved. The others are saved.
         """
-        for task in tuple(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._changes.cancel()
         self.competition.close()
         await self.trajectories.close()
         errors = await asyncio.gather(*(loop.close() for loop in self._loops.values()), return_exceptions=True)
@@ -234,11 +184,11 @@ class TrainingService:
         loop = self._loop(adapter)
         tag = None if checkpoint_name is None else check_tag(checkpoint_name)
         self.competition.check_idle(loop.name)
-        return await self._finished(loop.update(given, publish, tag, progress, signal, chosen))
+        return await self._changes.finished(loop.update(given, publish, tag, progress, signal, chosen))
 
     async def evaluate_if_due(self, adapter: str | None = None, early: bool = False) -> EvaluationResult | None:
         """See `AdapterTraining.evaluate_if_due`."""
-        return await self._finished(self._loop(adapter).evaluate_if_due(early))
+        return await self._changes.finished(self._loop(adapter).evaluate_if_due(early))
 
     def note_progress(self, progress: Callable[[], Mapping[str, float] | None]) -> None:
         """Has the updates of the default adapter note what `progress` returns, unless they are given another one."""
@@ -272,7 +222,7 @@ class TrainingService:
     async def start(self, adapter: str | None = None) -> TrainingStatus:
         """See `core.TrainingClient.start`."""
         name = self._default if adapter is None else adapter
-        await self._finished(self.start_adapter(name))
+        await self._changes.finished(self.start_adapter(name))
         return self.status(name)
 
     async def pause(self, adapter: str | None = None) -> TrainingStatus:
@@ -289,7 +239,7 @@ class TrainingService:
         """See `core.TrainingClient.rollback`."""
         loop = self._loop(adapter)
         self.competition.check_idle(loop.name)
-        await self._finished(loop.roll_back(to))
+        await self._changes.finished(loop.roll_back(to))
         return self.status(adapter)
 
     def has_adapter(self, name: str) -> bool:
@@ -306,7 +256,7 @@ class TrainingService:
     ) -> CheckpointCard:
         """See `core.TrainingClient.save`."""
         tags = [check_tag(tag) for tag in tags]
-        return await self._finished(self._loop(adapter).save(step, tags, metrics))
+        return await self._changes.finished(self._loop(adapter).save(step, tags, metrics))
 
     # -- lessons ---------------------------------------------------------------------------------
 
@@ -322,15 +272,15 @@ class TrainingService:
             StorageError: it could not be saved.
             Also what `start_adapter` raises.
         """
-        await self._finished(self.start_adapter(adapter))
+        await self._changes.finished(self.start_adapter(adapter))
         self.competition.check_idle(adapter)
-        return await self._finished(self._loop(adapter).begin_lesson(pace, tag))
+        return await self._changes.finished(self._loop(adapter).begin_lesson(pace, tag))
 
     async def end_lesson(self, adapter: str, prefix: str) -> None:
         """Makes the updates of an adapter as configured again, and drops the lesson's groups that no update has taken:
         those whose ids begin with `prefix`."""
         self.trajectories.drop(adapter, prefix, DropReason.STOPPED)
-        await self._finished(self._loop(adapter).end_lesson())
+        await self._changes.finished(self._loop(adapter).end_lesson())
 
     # -- events ----------------------------------------------------------------------------------
 
@@ -368,23 +318,6 @@ class TrainingService:
     def _on_event(self, event: TrainingEvent) -> None:
         if event.kind == "evaluation":
             self._ledger.evaluated(str(event.data["adapter"]), event.data["metrics"]["eval_mean"])
-
-    # -- tasks -----------------------------------------------------------------------------------
-
-    async def _finished(self, change: Coroutine[Any, Any, T]) -> T:
-        """Waits for a change, which is finished even if the caller is cancelled."""
-        return await asyncio.shield(self._spawn(change))
-
-    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._forget)
-        return task
-
-    def _forget(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            _log.debug("a change of training failed: %s", error)  # its caller gets the error
 
     def check_integrity(self) -> None:
         """Raises AssertionError if the buffer's counts and contents disagree, or comparisons hold what has ended."""

@@ -26,7 +26,8 @@ from mlx_parallm.core import (
 )
 from mlx_parallm.rl.collect.log import TrajectoryLog
 from mlx_parallm.rl.runs.journal import Journal
-from mlx_parallm.rl.service import TrainingParts, TrainingService
+from mlx_parallm.rl.service import TrainingService
+from mlx_parallm.rl.updates.parts import TrainingParts
 
 SETTINGS = changed(TRAINING, update_frequency=4, scale_rewards=RewardScale.NONE, max_staleness=9)
 CHECKPOINTING = CheckpointingConfig()

@@ -3,20 +3,14 @@
 import asyncio
 import json
 import re
-from dataclasses import replace
 
 import httpx
 import pytest
 from pydantic_core import from_json
-from server.fakes import CARD, ByteTokenizer
-from server.one_model import OneModel
 
-from mlx_parallm.config import ServerConfig
-from mlx_parallm.core import Reasoning
 from mlx_parallm.core.splitter import AnswerPart, CallPart
 from mlx_parallm.errors import OverloadedError, StepFailedError
 from mlx_parallm.server.api.messages.stream import Blocks
-from mlx_parallm.server.app import create_app
 
 URL = "/v1/messages"
 ASKED = {"model": "base", "max_tokens": 1000, "messages": [{"role": "user", "content": "hi"}]}
@@ -24,16 +18,9 @@ NOW = {"name": "now", "input_schema": {"type": "object", "properties": {}}}
 CALL = '<tool_call>\n{"name": "now", "arguments": {"at": 1}}\n</tool_call>'
 
 
-class ThinkingTokenizer(ByteTokenizer):
-    reasoning = Reasoning("{think}", "{/think}")
-
-
 @pytest.fixture
-def client(engine, adapters, training):
-    card = replace(CARD, context_length=10_000)
-    app = create_app(engine, adapters, training, OneModel(ThinkingTokenizer(), card), ServerConfig())
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    return httpx.AsyncClient(transport=transport, base_url="http://localhost:8000")
+def client(thinking_client):
+    return thinking_client
 
 
 async def transcript(client, **body):

@@ -3,18 +3,12 @@
 import asyncio
 import json
 import re
-from dataclasses import replace
 from itertools import chain
 
 import httpx
 import pytest
-from server.fakes import CARD, ByteTokenizer
-from server.one_model import OneModel
 
-from mlx_parallm.config import ServerConfig
-from mlx_parallm.core import Reasoning
 from mlx_parallm.errors import OverloadedError, StepFailedError
-from mlx_parallm.server.app import create_app
 
 CHAT, GENERATE = "/api/chat", "/api/generate"
 USER = [{"role": "user", "content": "hi"}]
@@ -25,16 +19,9 @@ HEAD = '{"model":"tiny/byte-model","created_at":"NOW",'
 DURATIONS = '"total_duration":400000000,"load_duration":100000000'
 
 
-class ThinkingTokenizer(ByteTokenizer):
-    reasoning = Reasoning("{think}", "{/think}")
-
-
 @pytest.fixture
-def client(engine, adapters, training):
-    card = replace(CARD, context_length=10_000)
-    app = create_app(engine, adapters, training, OneModel(ThinkingTokenizer(), card), ServerConfig())
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    return httpx.AsyncClient(transport=transport, base_url="http://localhost:8000")
+def client(thinking_client):
+    return thinking_client
 
 
 def fixed(text):

@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from mlx_parallm.server.openapi import EXAMPLES, KINDS
+from mlx_parallm.server.openapi.examples import EXAMPLES
+from mlx_parallm.server.openapi.responses import KINDS
 
 EVENTS = "/v1/training/events"
 CANCEL = "/v1/responses/{response_id}/cancel"

@@ -11,9 +11,9 @@ from learn to flip happens on the device thread, without a trip to the event loo
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -23,13 +23,13 @@ from mlx_parallm.rl.collect.versions import VersionHistory
 from mlx_parallm.rl.divergence.watch import DivergenceWatch
 from mlx_parallm.rl.evaluation.history import EvaluationHistory
 from mlx_parallm.rl.events import UpdateOutcome, UpdateReporter
-from mlx_parallm.rl.learn.policy import PolicySnapshot, PolicyState
 from mlx_parallm.rl.objectives.batches import UpdateBatch
 from mlx_parallm.rl.objectives.rewards import RewardHistory
 from mlx_parallm.rl.runs.replay import StartPoint
 from mlx_parallm.rl.updates.checkpoints import BEST, AdapterCheckpoints, TrainedVersion
 from mlx_parallm.rl.updates.pace import Pace
 from mlx_parallm.rl.updates.parts import AdapterTrainingParts
+from mlx_parallm.rl.updates.undo import UndoablePolicy
 
 CHANGE = "journal_change"
 """Key of a checkpoint's metrics: the number of the last change of the policy that is in it."""
@@ -49,9 +49,6 @@ class AdapterTraining:
         pace: of its updates of rewards.
         checkpoints: those of the adapter, and its best version: the one with the best evaluation or, without
             evaluations, the one that was the latest when the running mean reward was highest.
-
-    Invariant: while the learner's policy may differ from the one that versions and reports describe, `_undo` is the
-    policy that they describe. It is restored before the learner's policy is used for anything else.
 
     Args:
         serves_base: whether requests for this adapter get the base model until it has a version. If not, it gets a
@@ -78,7 +75,7 @@ class AdapterTraining:
         self._learner = parts.learner
         self._adapters = parts.adapters
         self._serves_base = serves_base
-        self._undo: PolicyState | PolicySnapshot | None = None
+        self._policy = UndoablePolicy(name, parts.learner, self._discard_announced)
         self._info: VersionInfo  # of every version that training makes; set by `open`
 
     @property
@@ -101,7 +98,8 @@ class AdapterTraining:
         start = None if live is None else await self.checkpoints.policy_of(live, card)
         await self._learner.open(self.name, start)
         self._info = VersionInfo.of(self._learner.weights(self.name))
-        self._undo, self.unpublished, self.rewards = None, False, RewardHistory()
+        self._policy.accept()
+        self.unpublished, self.rewards = False, RewardHistory()
         self.watch.restart()
         self.evaluations = EvaluationHistory(self._parts.evaluator, self._parts.config.evaluation.every or 1)
         self.checkpoints.unsaved.clear()
@@ -122,11 +120,11 @@ class AdapterTraining:
                 self.evaluations.forget_best()
             self.checkpoints.set_best(TrainedVersion(best.ref) if best else TrainedVersion(self.versions.latest, start))
         elif live is None and not self._serves_base:
-            async with self._undone_on_failure():
+            async with self._policy.undone_on_failure():
                 ref = await self._stage()
                 await self._adapters.flip(ref)
                 self.versions.append(ref)
-                self._undo = None
+                self._policy.accept()
         self._parts.emit("started", adapter=self.name, version=str(self.versions.latest), step=self.reports.step)
 
     def begin_lesson(self, pace: Pace) -> None:
@@ -149,7 +147,7 @@ class AdapterTraining:
 
     async def _set_best_to_latest(self) -> None:
         latest = self.versions.latest
-        policy = None if latest == BASE_ADAPTER else await self._policy()
+        policy = None if latest == BASE_ADAPTER else await self._policy.current()
         self.checkpoints.set_best(TrainedVersion(latest, policy, self._histories()))
 
     def _histories(self) -> dict[str, float]:
@@ -184,7 +182,7 @@ class AdapterTraining:
         """
         gate, evaluation, loss = self._parts.gate, None, batch.loss or self._parts.config.loss
         evaluates_first = gate.reads_evaluations and not again and self.evaluations.due(self.reports.step + 1)
-        async with self._undone_on_failure():
+        async with self._policy.undone_on_failure():
             judge = partial(self.watch.judge, loss, again)
             make_version = partial(self._publish, not evaluates_first, judge) if publish else None
             outcome, ref = await self._learner.learn(self.name, batch, make_version)
@@ -204,7 +202,7 @@ class AdapterTraining:
                 return replace(self.reports.held(self.live, refusal, outcome), divergences=found)
             if ref is not None and evaluates_first:
                 await self._adapters.flip(ref)
-            self._undo = None
+            self._policy.accept()
             self.checkpoints.unsaved.add()
             self.unpublished = ref is None
             self.progress = {**self.progress, **(progress or {})}
@@ -317,7 +315,7 @@ class AdapterTraining:
             Exception: see `PolicyCheckpoints.save`.
         """
         await self.journal.flush()  # a checkpoint never has an update that the journal lacks
-        policy = await self._policy()
+        policy = await self._policy.current()
         of_update = self.reports.metrics if metrics is None else metrics
         metrics = {**of_update, **self._histories()}
         has_version = not self.unpublished and self.versions.latest != BASE_ADAPTER
@@ -345,7 +343,7 @@ class AdapterTraining:
         """
         goal = await self.checkpoints.find(to)
         with self._adapters.lease(goal.selector):
-            async with self._undone_on_failure():
+            async with self._policy.undone_on_failure():
                 await self._learner.restore(self.name, goal.policy)
                 # the base model is no version of the adapter: in its place, a new version that equals it goes live
                 ref = goal.ref if goal.ref != BASE_ADAPTER else await self._stage()
@@ -353,7 +351,7 @@ class AdapterTraining:
                 self.versions.rewind_to(goal.ref)
                 if ref != goal.ref:
                     self.versions.append(ref)
-                self._undo = None
+                self._policy.accept()
             self.unpublished = False
             self.rewards.restart()
             self.watch.restart()
@@ -366,7 +364,7 @@ class AdapterTraining:
         """Makes a restart of the server resume from this version. If it is the best one, it is saved, because it may
         have no checkpoint yet."""
         if best:
-            self.checkpoints.set_best(TrainedVersion(ref, await self._policy()))
+            self.checkpoints.set_best(TrainedVersion(ref, await self._policy.current()))
             self.checkpoints.unsaved.add()
             with suppress(Exception):  # `save` has logged it, and the next checkpoint saves the best version again
                 await self.save()
@@ -374,27 +372,3 @@ class AdapterTraining:
             self.checkpoints.unsaved.clear()
         if card := self.checkpoints.newest_of(ref):
             await self.checkpoints.set_latest(card.name)
-
-    # -- undo ------------------------------------------------------------------------------------
-
-    @asynccontextmanager
-    async def _undone_on_failure(self) -> AsyncIterator[None]:
-        """At the end of the block, restores the policy and discards the version that was announced, unless the block
-        has set `_undo` to None. So a cancelled update never goes live, whatever the device is doing for it."""
-        self._undo = await self._policy()
-        try:
-            yield
-        finally:
-            if self._undo is not None:
-                self._discard_announced()
-                try:
-                    await self._policy()
-                except Exception:  # noqa: BLE001 - the block's own error is what the caller should see
-                    _log.exception("the policy of %s could not be restored; it will be before its next use", self.name)
-
-    async def _policy(self) -> PolicyState | PolicySnapshot:
-        """The current policy, after a pending undo has been done."""
-        if self._undo is not None:
-            await self._learner.restore(self.name, self._undo)
-            self._undo = None
-        return self._learner.state(self.name)

@@ -23,33 +23,26 @@ from mlx_parallm.core import (
 )
 from mlx_parallm.errors import InvalidRequestError, StorageError
 from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
-from mlx_parallm.rl.collect.groups import DropReason, TrajectoryGroup
+from mlx_parallm.rl.collect.groups import DropReason
 from mlx_parallm.rl.collect.sources import SourceLedger
 from mlx_parallm.rl.divergence.pausing import Pausing
 from mlx_parallm.rl.events import Emit
-from mlx_parallm.rl.objectives.batches import PreparedBatch, ScoredGroup
-from mlx_parallm.rl.objectives.signals import loss_of, prepare_signal, signal_of
+from mlx_parallm.rl.objectives.signals import loss_of, signal_of
 from mlx_parallm.rl.updates.adapter_training import AdapterTraining
 from mlx_parallm.rl.updates.given import check_loss, given_groups
-from mlx_parallm.rl.updates.pace import OF_LESSONS, Pace
-from mlx_parallm.rl.updates.recovery import CHANGED, PolicyJournal
+from mlx_parallm.rl.updates.pace import Pace
+from mlx_parallm.rl.updates.recovery import PolicyJournal
 from mlx_parallm.rl.updates.response import DivergenceResponse
 from mlx_parallm.rl.updates.selection import GroupSelection
 from mlx_parallm.rl.updates.status import training_status
-from mlx_parallm.rl.updates.turns import Chosen, UpdateTurns, sources
-
-_DROP_REASONS = {"published": None, "trained": None, "held": DropReason.HELD, "skipped": DropReason.SKIPPED}
-"""Why the trajectories of an update are dropped, by the status of its report. None: they were trained on."""
+from mlx_parallm.rl.updates.turns import Chosen, UpdateTurns
+from mlx_parallm.rl.updates.update import UpdateParts, Updates
 
 _log = logging.getLogger(__name__)
 
 
 class TrainingLoop:
     """Updates one adapter: on request, and whenever enough trajectories are ready. One lock orders all changes.
-
-    Every group that is taken from the buffer is ended, whatever becomes of its update. If an update was skipped, held
-    or failed, its trajectories are dropped, since another attempt would end the same way. If it was cancelled, because
-    the process ends, they wait again.
 
     Attributes:
         held: whether automatic updates wait, because two versions are being compared.
@@ -71,14 +64,17 @@ class TrainingLoop:
         self.own_progress: Callable[[], Mapping[str, float] | None] = lambda: None
         self._buffer = buffer
         self._config = config
-        self._ledger = ledger or SourceLedger()
         self._selection = GroupSelection(training, buffer, config)
         self._turns = UpdateTurns(training, buffer, config, self._selection)
         self._changes = PolicyJournal(training, config)
         self._lock = asyncio.Lock()
         self._changed = asyncio.Event()
         self._pausing = Pausing(training.name, emit, config.max_skips)
-        self._response = DivergenceResponse(training, self._changes, self._selection, self._pausing)
+        response = DivergenceResponse(training, self._changes, self._selection, self._pausing)
+        parts = UpdateParts(
+            buffer, config, ledger or SourceLedger(), self._turns, self._changes, self._pausing, response, self.sweep
+        )
+        self._updates = Updates(training, parts, lambda: self.own_progress())
 
     @property
     def name(self) -> str:
@@ -123,7 +119,7 @@ class TrainingLoop:
         if self._due:  # still true, so no other update has taken the trajectories
             try:
                 await self._changes.flush()
-                await self._conclude(await self._update(self._turns.take()))
+                await self._updates.conclude(await self._updates.on_groups(self._turns.take()))
             except StorageError as error:
                 self.pause(str(error))
             except Exception:  # noqa: BLE001 - only this update fails; after `max_skips` of them training pauses
@@ -180,11 +176,10 @@ class TrainingLoop:
         async with self._lock:
             await self._changes.flush()
             if groups is None:
-                report = await self._update(self._turns.take_all(signal, chosen), publish, progress)
+                report = await self._updates.on_groups(self._turns.take_all(signal, chosen), publish, progress)
             else:
-                prepared = prepare_signal(groups, self._config.loss, self.training.rewards)
-                report = await self._learn(groups, prepared, publish, progress)
-            report = await self._conclude(report)
+                report = await self._updates.on_given(groups, publish, progress)
+            report = await self._updates.conclude(report)
             self.wake()  # so that `run` waits for the time of the next checkpoint
             return await self._kept(report, tag)
 
@@ -267,79 +262,6 @@ class TrainingLoop:
     def resume(self) -> None:
         if self._pausing.resume():
             self.wake()
-
-    # -- one update ------------------------------------------------------------------------------
-
-    async def _update(
-        self, groups: Sequence[TrajectoryGroup], publish: bool = True, progress: Mapping[str, float] | None = None
-    ) -> UpdateReport:
-        """Trains on groups that were taken from the buffer, and ends each of them."""
-        reasons: Sequence[DropReason | None] = [DropReason.SKIPPED] * len(groups)
-        try:
-            learnt = sources(groups)
-            without_signal, taken = self._turns.scored(groups)
-            scored = [*without_signal, *taken]
-            wanted = self._turns.wanted(signal_of(scored))
-            prepared = prepare_signal(scored, self._config.loss, self.training.rewards, wanted)
-            report = await self._learn(scored, prepared, publish, progress, wanted)
-            if report.status in CHANGED:
-                self._ledger.updated(self.name, learnt, report.metrics)
-            of_groups = prepared.drop_reasons[len(without_signal) :]
-            reasons = [reason or _DROP_REASONS[report.status] for reason in of_groups]
-            return replace(report, signal=signal_of(scored))
-        except asyncio.CancelledError:
-            for group in groups:
-                self._buffer.give_back(group)
-            raise
-        finally:
-            for group, reason in zip(groups, reasons, strict=True):
-                self._buffer.finish(group, reason)
-
-    async def _learn(
-        self,
-        groups: Sequence[ScoredGroup],
-        prepared: PreparedBatch,
-        publish: bool,
-        progress: Mapping[str, float] | None,
-        wanted: int | None = None,
-    ) -> UpdateReport:
-        training = self.training
-        progress = self.own_progress() if progress is None else progress
-        try:
-            await training.mark_best()
-            of_rewards = signal_of(groups) is Signal.REWARDS
-            if of_rewards and (instead := await self._response.to_rewards()) is not None:
-                return instead
-            if not groups:
-                return training.reports.skipped(training.live, "no_trajectories")
-            if not prepared.batch.samples:
-                return training.reports.skipped(training.live, "no_signal", metrics=prepared.batch.metrics)
-            await training.evaluate_if_due()  # the version that training starts from
-            rate = training.pace.learning_rate if signal_of(groups) in OF_LESSONS else None
-            report = await training.learn(replace(prepared.batch, learning_rate=rate), publish, progress)
-            if report.status in CHANGED:
-                await self._pausing.recorded(self._changes.updated(groups, wanted, publish, progress, report, rate))
-            if report.divergences:
-                await self._response.to(report.divergences)
-                report = replace(report, adapter=training.live, step=training.reports.step)
-        except Exception as error:  # counted and reported, whatever it is, and raised again
-            training.reports.skipped(training.live, "failed", str(error) or type(error).__name__)
-            self._pausing.failed("failed")
-            raise
-        finally:
-            self.sweep()
-        if report.status == "skipped" or (report.status == "held" and report.divergences):
-            self._pausing.failed(report.reason)
-        else:
-            self._pausing.succeeded()
-        return report
-
-    async def _conclude(self, report: UpdateReport) -> UpdateReport:
-        """Evaluates the new version and saves a checkpoint, each if it is due. Adds them to the report."""
-        if report.status == "published" and (result := await self.training.evaluate_if_due()):
-            report = replace(report, metrics={**report.metrics, **result.metrics})
-        name = await self.training.save_if_due()
-        return report if name is None else replace(report, checkpoint=name)
 
     # -- what may be trained on ------------------------------------------------------------------
 

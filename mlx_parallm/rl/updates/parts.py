@@ -1,4 +1,4 @@
-"""AdapterTrainingParts: the objects that the training of every adapter uses."""
+"""What training is made of: the objects of the whole service, and those that the training of every adapter uses."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ from dataclasses import dataclass, field
 
 from mlx_parallm.adapters.service import AdapterService
 from mlx_parallm.config import CheckpointingConfig, ResolvedTraining
+from mlx_parallm.rl.collect.log import TrajectoryLog
 from mlx_parallm.rl.evaluation.evaluator import Evaluator
 from mlx_parallm.rl.events import Emit
 from mlx_parallm.rl.learn.learner import Learner
 from mlx_parallm.rl.runs.journal import Journal
+from mlx_parallm.rl.scoring.service import ScoringService
+from mlx_parallm.rl.tasks import FileTasks
 from mlx_parallm.rl.updates.checkpoints import PolicyCheckpoints, PolicyOf
 from mlx_parallm.rl.updates.gate import Gate
 
@@ -33,3 +36,40 @@ class AdapterTrainingParts:
     policy_of: PolicyOf | None = None
     evaluator: Evaluator | None = None
     journal: Journal = field(default_factory=Journal)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingParts:
+    """What training is made of.
+
+    `evaluator`: asks versions the held-out tasks. `policy_of`: gives the policy that training starts from
+    if the live version has no checkpoint of a trainer. `log`: gets every trajectory in the end. `tasks`: have the
+    answers that requests leave out. `journal`: of the run; it is closed with the service.
+    """
+
+    learner: Learner
+    adapters: AdapterService
+    checkpoints: PolicyCheckpoints
+    scorers: ScoringService
+    config: ResolvedTraining
+    checkpointing: CheckpointingConfig
+    evaluator: Evaluator | None = None
+    policy_of: PolicyOf | None = None
+    log: TrajectoryLog | None = None
+    tasks: FileTasks = field(default_factory=FileTasks)
+    journal: Journal = field(default_factory=Journal)
+
+    def of_adapters(self, emit: Emit) -> AdapterTrainingParts:
+        """Those that the training of every adapter uses, with the emitter of their events."""
+        return AdapterTrainingParts(
+            self.learner,
+            self.adapters,
+            self.checkpoints,
+            Gate(self.config.gate.eval_floor),
+            self.config,
+            self.checkpointing,
+            emit,
+            self.policy_of,
+            self.evaluator,
+            self.journal,
+        )

@@ -12,7 +12,7 @@ from mlx_parallm.core import EngineClient, PauseMode
 from mlx_parallm.errors import ConflictError, EngineDeadError, StorageError
 from mlx_parallm.server.api.fields import WireOutput, WireQuery, refused
 from mlx_parallm.server.errors import DrainingError
-from mlx_parallm.server.openapi import raises
+from mlx_parallm.server.openapi.responses import raises
 from mlx_parallm.server.services import ServicesDep
 
 router = APIRouter()

@@ -36,7 +36,7 @@ from mlx_parallm.server.api.pooling.writer import WholeAnswerWriter
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.http.request_log import new_request_id
-from mlx_parallm.server.openapi import generating
+from mlx_parallm.server.openapi.responses import generating
 from mlx_parallm.server.planning import check_ids
 from mlx_parallm.server.services import Services, ServicesDep
 

@@ -16,7 +16,7 @@ from mlx_parallm.server.api.fields import INT32_MAX, WireInput, WireOutput, refu
 from mlx_parallm.server.api.pooling.fields import MAX_INPUTS
 from mlx_parallm.server.api.pooling.pairs import Pair, PairsBody, Scored, Text, Texts, scored_response
 from mlx_parallm.server.http.body import json_body
-from mlx_parallm.server.openapi import generating
+from mlx_parallm.server.openapi.responses import generating
 from mlx_parallm.server.services import ServicesDep
 
 router = APIRouter()

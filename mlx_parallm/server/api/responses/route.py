@@ -35,7 +35,7 @@ from mlx_parallm.server.api.responses.tools import names_of_tools
 from mlx_parallm.server.errors import UnknownResponseError
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.http.body import json_body
-from mlx_parallm.server.openapi import raises, streamable
+from mlx_parallm.server.openapi.responses import raises, streamable
 from mlx_parallm.server.services import KeyDep, Services, ServicesDep
 
 MAX_ITEM_ID = 128

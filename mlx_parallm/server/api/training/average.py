@@ -20,7 +20,7 @@ from mlx_parallm.server.api.fields import INT32_MAX, WireInput, WireOutput
 from mlx_parallm.server.api.training.objects import EvaluationObject, evaluation_object
 from mlx_parallm.server.errors import DrainingError
 from mlx_parallm.server.http.body import json_body
-from mlx_parallm.server.openapi import raises
+from mlx_parallm.server.openapi.responses import raises
 from mlx_parallm.server.planning import MAX_ADAPTER_NAME, adapter_named_by
 from mlx_parallm.server.services import ServicesDep
 

@@ -27,7 +27,7 @@ from mlx_parallm.server.api.training.people_schema import (
     report_object,
 )
 from mlx_parallm.server.http.body import json_body
-from mlx_parallm.server.openapi import raises
+from mlx_parallm.server.openapi.responses import raises
 from mlx_parallm.server.planning import adapter_named_by
 from mlx_parallm.server.services import ServicesDep, TrainingDep
 

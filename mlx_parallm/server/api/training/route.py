@@ -56,7 +56,7 @@ from mlx_parallm.server.generation import EventStream
 from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.lifecycle import Lifecycle, while_connected
 from mlx_parallm.server.metrics_training import training_statuses
-from mlx_parallm.server.openapi import EVENTS, raises
+from mlx_parallm.server.openapi.responses import EVENTS, raises
 from mlx_parallm.server.planning import adapter_named_by
 from mlx_parallm.server.services import Services, ServicesDep, TrainingDep
 

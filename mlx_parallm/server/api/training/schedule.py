@@ -13,7 +13,7 @@ from mlx_parallm.errors import EngineDeadError, TrainingDisabledError
 from mlx_parallm.server.api.fields import WireInput, WireOutput, refused
 from mlx_parallm.server.errors import DrainingError
 from mlx_parallm.server.http.body import json_body
-from mlx_parallm.server.openapi import raises
+from mlx_parallm.server.openapi.responses import raises
 from mlx_parallm.server.services import Services, ServicesDep, TrainingDep
 
 Mode = Literal["inference_and_training", "training_priority"]

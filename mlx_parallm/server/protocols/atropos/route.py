@@ -32,7 +32,7 @@ from mlx_parallm.rl.atropos.trajectory_api import Registration
 from mlx_parallm.server.api.root import page_for
 from mlx_parallm.server.errors import DrainingError
 from mlx_parallm.server.http.body import json_body
-from mlx_parallm.server.openapi import raises
+from mlx_parallm.server.openapi.responses import raises
 from mlx_parallm.server.protocols.atropos.environments import Environments
 from mlx_parallm.server.protocols.atropos.queue import GroupQueue, SentGroup
 from mlx_parallm.server.protocols.atropos.schema import EnvIdentifier, RegisterEnv, ScoredDataList

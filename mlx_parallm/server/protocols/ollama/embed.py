@@ -17,7 +17,7 @@ from mlx_parallm.server.api.pooling import embeddings
 from mlx_parallm.server.api.pooling.embeddings import EmbeddingsBody, EmbeddingsWriter
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.http.body import json_body, validated
-from mlx_parallm.server.openapi import generating
+from mlx_parallm.server.openapi.responses import generating
 from mlx_parallm.server.protocols.ollama.models import known_name, load
 from mlx_parallm.server.protocols.ollama.objects import EmbedAnswer
 from mlx_parallm.server.protocols.ollama.schema import EmbedBody

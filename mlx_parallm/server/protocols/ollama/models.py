@@ -11,7 +11,7 @@ from fastapi import APIRouter, Depends
 from mlx_parallm.core import AdapterCard, BaseStatus, ModelCard, ModelState, Residence, ServedModel
 from mlx_parallm.errors import UnknownModelError
 from mlx_parallm.server.http.body import json_body
-from mlx_parallm.server.openapi import raises
+from mlx_parallm.server.openapi.responses import raises
 from mlx_parallm.server.protocols.ollama.objects import (
     Capability,
     ListedModel,

@@ -1,0 +1,136 @@
+"""Updates makes the updates of one adapter: what they learn, what becomes of their trajectories, and what follows."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from mlx_parallm.config import ResolvedTraining
+from mlx_parallm.core import Signal, UpdateReport
+from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
+from mlx_parallm.rl.collect.groups import DropReason, TrajectoryGroup
+from mlx_parallm.rl.collect.sources import SourceLedger
+from mlx_parallm.rl.divergence.pausing import Pausing
+from mlx_parallm.rl.objectives.batches import PreparedBatch, ScoredGroup
+from mlx_parallm.rl.objectives.signals import prepare_signal, signal_of
+from mlx_parallm.rl.updates.adapter_training import AdapterTraining
+from mlx_parallm.rl.updates.pace import OF_LESSONS
+from mlx_parallm.rl.updates.recovery import CHANGED, PolicyJournal
+from mlx_parallm.rl.updates.response import DivergenceResponse
+from mlx_parallm.rl.updates.turns import UpdateTurns, sources
+
+_DROP_REASONS = {"published": None, "trained": None, "held": DropReason.HELD, "skipped": DropReason.SKIPPED}
+"""Why the trajectories of an update are dropped, by the status of its report. None: they were trained on."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateParts:
+    """What updates use of their `TrainingLoop`. `sweep`: drops what cannot be trained on any more."""
+
+    buffer: TrajectoryBuffer
+    config: ResolvedTraining
+    ledger: SourceLedger
+    turns: UpdateTurns
+    changes: PolicyJournal
+    pausing: Pausing
+    response: DivergenceResponse
+    sweep: Callable[[], None]
+
+
+class Updates:
+    """Makes one update at a time, under the lock of `TrainingLoop`.
+
+    Every group that is taken from the buffer is ended, whatever becomes of its update. If an update was skipped, held
+    or failed, its trajectories are dropped, since another attempt would end the same way. If it was cancelled, because
+    the process ends, they wait again.
+
+    Args:
+        own_progress: what updates note as their progress if they are given none.
+    """
+
+    def __init__(
+        self, training: AdapterTraining, parts: UpdateParts, own_progress: Callable[[], Mapping[str, float] | None]
+    ) -> None:
+        self._training = training
+        self._parts = parts
+        self._own_progress = own_progress
+
+    async def on_groups(
+        self, groups: Sequence[TrajectoryGroup], publish: bool = True, progress: Mapping[str, float] | None = None
+    ) -> UpdateReport:
+        """Trains on groups that were taken from the buffer, and ends each of them."""
+        parts = self._parts
+        reasons: Sequence[DropReason | None] = [DropReason.SKIPPED] * len(groups)
+        try:
+            learnt = sources(groups)
+            without_signal, taken = parts.turns.scored(groups)
+            scored = [*without_signal, *taken]
+            wanted = parts.turns.wanted(signal_of(scored))
+            prepared = prepare_signal(scored, parts.config.loss, self._training.rewards, wanted)
+            report = await self._learn(scored, prepared, publish, progress, wanted)
+            if report.status in CHANGED:
+                parts.ledger.updated(self._training.name, learnt, report.metrics)
+            of_groups = prepared.drop_reasons[len(without_signal) :]
+            reasons = [reason or _DROP_REASONS[report.status] for reason in of_groups]
+            return replace(report, signal=signal_of(scored))
+        except asyncio.CancelledError:
+            for group in groups:
+                parts.buffer.give_back(group)
+            raise
+        finally:
+            for group, reason in zip(groups, reasons, strict=True):
+                parts.buffer.finish(group, reason)
+
+    async def on_given(
+        self, groups: Sequence[ScoredGroup], publish: bool, progress: Mapping[str, float] | None
+    ) -> UpdateReport:
+        """Trains on groups that a client gave."""
+        prepared = prepare_signal(groups, self._parts.config.loss, self._training.rewards)
+        return await self._learn(groups, prepared, publish, progress)
+
+    async def _learn(
+        self,
+        groups: Sequence[ScoredGroup],
+        prepared: PreparedBatch,
+        publish: bool,
+        progress: Mapping[str, float] | None,
+        wanted: int | None = None,
+    ) -> UpdateReport:
+        training, parts = self._training, self._parts
+        progress = self._own_progress() if progress is None else progress
+        try:
+            await training.mark_best()
+            of_rewards = signal_of(groups) is Signal.REWARDS
+            if of_rewards and (instead := await parts.response.to_rewards()) is not None:
+                return instead
+            if not groups:
+                return training.reports.skipped(training.live, "no_trajectories")
+            if not prepared.batch.samples:
+                return training.reports.skipped(training.live, "no_signal", metrics=prepared.batch.metrics)
+            await training.evaluate_if_due()  # the version that training starts from
+            rate = training.pace.learning_rate if signal_of(groups) in OF_LESSONS else None
+            report = await training.learn(replace(prepared.batch, learning_rate=rate), publish, progress)
+            if report.status in CHANGED:
+                await parts.pausing.recorded(parts.changes.updated(groups, wanted, publish, progress, report, rate))
+            if report.divergences:
+                await parts.response.to(report.divergences)
+                report = replace(report, adapter=training.live, step=training.reports.step)
+        except Exception as error:  # counted and reported, whatever it is, and raised again
+            training.reports.skipped(training.live, "failed", str(error) or type(error).__name__)
+            parts.pausing.failed("failed")
+            raise
+        finally:
+            parts.sweep()
+        if report.status == "skipped" or (report.status == "held" and report.divergences):
+            parts.pausing.failed(report.reason)
+        else:
+            parts.pausing.succeeded()
+        return report
+
+    async def conclude(self, report: UpdateReport) -> UpdateReport:
+        """Evaluates the new version and saves a checkpoint, each if it is due. Adds them to the report."""
+        if report.status == "published" and (result := await self._training.evaluate_if_due()):
+            report = replace(report, metrics={**report.metrics, **result.metrics})
+        name = await self._training.save_if_due()
+        return report if name is None else replace(report, checkpoint=name)
