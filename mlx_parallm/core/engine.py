@@ -67,6 +67,7 @@ class EngineStats:
         taken_at: when the snapshot was taken, on the monotonic clock.
         paused: `pause` was called and `resume` was not. Requests may still be running.
         detail: JSON values for `/debug/state`.
+        bases: the same of each base model by its name, if there are several.
     """
 
     alive: bool
@@ -98,6 +99,7 @@ class EngineStats:
     taken_at: float = 0.0
     paused: bool = False
     detail: Mapping[str, Any] = field(default_factory=dict)
+    bases: Mapping[str, EngineStats] = field(default_factory=dict)
 
 
 class EngineClient(Protocol):

@@ -73,7 +73,7 @@ class DeviceLoops:
         self._first = first.base
         self._stats: dict[str, EngineStats] = {}  # as they were last read
         self._loading_s = 0.0  # spent on loads
-        self._gone: list[EngineStats] = []  # what the base models that were put away had counted, in one
+        self._gone: dict[str, EngineStats] = {}  # what each base model had counted before it was unloaded
         self._add(first)
 
     # -- base models -----------------------------------------------------------------------------
@@ -110,15 +110,15 @@ class DeviceLoops:
             loop.pause(self._pause)
 
     def unload(self, base: str) -> None:
-        """Puts a base model away, which has no requests, and frees its memory."""
+        """Unloads a base model that has no requests, and frees its memory."""
         loop = self._loops.pop(base)
         turns = self._turns.pop(base)
         if self._current is turns:
             self._current = None
         loop.rest()
-        self._gone = [total([*self._gone, counters_of(loop.stats())])]
+        self._gone[base] = self._since_start(base, counters_of(loop.stats()))
         self._stats.pop(base, None)
-        loop.put_away()
+        loop.unload()
         del loop, turns
         _free()
 
@@ -234,14 +234,20 @@ class DeviceLoops:
         return self._total()
 
     def _total(self) -> EngineStats:
-        stats = total([*self._stats.values(), *self._gone])
+        bases = {base: self._since_start(base, stats) for base, stats in self._stats.items()}
+        gone = {base: counted for base, counted in self._gone.items() if base not in bases}
+        stats = total([*bases.values(), *gone.values()])
         seconds = stats.device_seconds.plus(DeviceSeconds(other=self._loading_s))
         stats = replace(stats, device_seconds=seconds)
-        if len(self._stats) == 1 and not self._gone:
+        if len(bases) == 1 and not gone:
             return stats
         details = {base: dict(one.detail) for base, one in self._stats.items()}
         stats = replace(stats, paused=self._pause is not None, schedule=self._schedule)
-        return replace(stats, detail={**stats.detail, "base_models": details})
+        return replace(stats, detail={**stats.detail, "base_models": details}, bases=bases | gone)
+
+    def _since_start(self, base: str, stats: EngineStats) -> EngineStats:
+        """The statistics of a loaded base model, with what it had counted before it was last unloaded."""
+        return total([stats, self._gone[base]]) if base in self._gone else stats
 
     def check_integrity(self) -> None:
         """See `DeviceLoop.check_integrity`."""

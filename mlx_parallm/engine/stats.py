@@ -126,7 +126,7 @@ def total(each: Sequence[EngineStats]) -> EngineStats:
 
 
 def counters_of(stats: EngineStats) -> EngineStats:
-    """What counts on when a base model has been put away: what only grows."""
+    """What counts on when a base model has been unloaded: what only grows."""
     totals = {name: getattr(stats, name) for name in _TOTALS}
     gauges = {name: getattr(stats, name) for name in ("kv_bytes_budget", "decode_gaps", "device_seconds")}
     return EngineStats(alive=True, ready=True, **gauges, **totals)

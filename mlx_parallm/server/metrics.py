@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter as Counts
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
@@ -30,6 +31,7 @@ from mlx_parallm.errors import AbortedError
 from mlx_parallm.server.access.accounts import Account, Accounts
 from mlx_parallm.server.lifecycle import SequenceGate
 from mlx_parallm.server.metrics_collectors import (
+    MODEL_LABEL,
     PREFIX,
     AdapterCollector,
     EngineCollector,
@@ -47,7 +49,8 @@ TOKEN_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.75, 1.5, 3.0, 10.
 
 
 class ServerMetrics:
-    """All metrics of one app, and the latencies of the last minute, which `/v1/stats` shows."""
+    """All metrics of one app, and the latencies of the last minute, which `/v1/stats` shows. `model_names`: those of the
+    base models, the first one first."""
 
     def __init__(
         self,
@@ -56,10 +59,11 @@ class ServerMetrics:
         training: TrainingClient | None,
         gate: SequenceGate,
         accounts: Accounts,
-        model_name: str,
+        model_names: Sequence[str],
     ) -> None:
-        self.registry = VLLMNamesRegistry(model_name)
-        self.registry.register(EngineCollector(engine))
+        self.registry = VLLMNamesRegistry()
+        self.registry.register(EngineCollector(engine, model_names[0]))
+        self._model_names = model_names
         self.adapters = AdapterCollector(adapters)
         self.registry.register(self.adapters)
         self.registry.register(TrainingCollector(training))
@@ -94,7 +98,7 @@ class ServerMetrics:
         )
         self.recent_first_token, self.recent_inter_token = RecentValues(), RecentValues()
         self.finished = self._counter(
-            "request_success", "Sequences ended: stop, length, abort or error.", ("finished_reason",)
+            "request_success", "Sequences ended: stop, length, abort or error.", (MODEL_LABEL, "finished_reason")
         )
         self.client_disconnects = self._counter("client_disconnects", "Requests whose client left before the end.")
         self.responses = self._counter("http_responses", "HTTP responses by status.", ("status",))
@@ -108,16 +112,20 @@ class ServerMetrics:
         """The metrics in Prometheus's text format."""
         return generate_latest(self.registry)
 
-    def observe_first_token(self, seconds: float) -> None:
-        self.ttft.observe(seconds)
+    def observe_first_token(self, model: str, seconds: float) -> None:
+        self.ttft.labels(model).observe(seconds)
         self.recent_first_token.add(seconds)
 
-    def observe_inter_token(self, seconds: float) -> None:
-        self.inter_token.observe(seconds)
+    def observe_inter_token(self, model: str, seconds: float) -> None:
+        self.inter_token.labels(model).observe(seconds)
         self.recent_inter_token.add(seconds)
 
     def _histogram(self, name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(PREFIX + name, about, buckets=buckets, registry=self.registry)
+        """A histogram by base model, each with its series from the start."""
+        histogram = Histogram(PREFIX + name, about, [MODEL_LABEL], buckets=buckets, registry=self.registry)
+        for model_name in self._model_names:
+            histogram.labels(model_name)
+        return histogram
 
     def _counter(self, name: str, about: str, labels: tuple[str, ...] = ()) -> Counter:
         return Counter(PREFIX + name, about, labels, registry=self.registry)
@@ -128,12 +136,13 @@ class RequestObserver:
     """Counts one request from its events, in a `with` block. Sequences that have not finished when the block ends count
     as aborted or failed.
 
-    `served` are the counts of the request's adapter version, and `account` those of its key. `unfinished` is the number
-    of its sequences that have not finished; at first, none has. `tokens` has the tokens of each sequence, and
-    `first_token_at` and `last_token_at` the times (`time.monotonic`) of its first and its last one.
+    `model` is the name of its base model. `served` are the counts of its adapter version, and `account` those of its
+    key. `unfinished` is the number of its sequences that have not finished; at first, none has. `tokens` has the tokens
+    of each sequence, and `first_token_at` and `last_token_at` the times (`time.monotonic`) of its first and last one.
     """
 
     metrics: ServerMetrics
+    model: str
     served: ServedCounts
     account: Account
     unfinished: int
@@ -149,7 +158,7 @@ class RequestObserver:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         aborted = kind is not None and issubclass(kind, (asyncio.CancelledError, GeneratorExit, AbortedError))
-        self.metrics.finished.labels("abort" if aborted else "error").inc(self.unfinished)
+        self.metrics.finished.labels(self.model, "abort" if aborted else "error").inc(self.unfinished)
 
     def observe(self, event: Event) -> None:
         if isinstance(event, SequenceOutput):
@@ -163,7 +172,7 @@ class RequestObserver:
         if output.token_ids:
             now = time.monotonic()
             if (before := self.last_token_at.get(output.index)) is not None:
-                self.metrics.observe_inter_token((now - before) / len(output.token_ids))
+                self.metrics.observe_inter_token(self.model, (now - before) / len(output.token_ids))
             self.first_token_at.setdefault(output.index, now)
             self.last_token_at[output.index] = now
             self.tokens[output.index] += len(output.token_ids)
@@ -175,24 +184,26 @@ class RequestObserver:
 
     def _count_end(self, reason: FinishReason) -> None:
         self.unfinished -= 1
-        self.metrics.finished.labels(reason.value).inc()
+        self.metrics.finished.labels(self.model, reason.value).inc()
 
     def _observe_pace(self, index: int) -> None:
         if (later := self.tokens[index] - 1) > 0:
-            self.metrics.per_token.observe((self.last_token_at[index] - self.first_token_at[index]) / later)
+            self.metrics.per_token.labels(self.model).observe(
+                (self.last_token_at[index] - self.first_token_at[index]) / later
+            )
 
     def _observe_end(self, end: RequestFinished) -> None:
         self.served.finished += 1
         self.served.latency_s += end.finished_at - end.arrived_at
         self.served.prompt_tokens += end.prompt_tokens
         self.account.cached_tokens += end.cached_tokens
-        self.metrics.e2e.observe(end.finished_at - end.arrived_at)
-        self.metrics.queued.observe(end.started_at - end.arrived_at)
-        self.metrics.inference.observe(end.finished_at - end.started_at)
-        self.metrics.prompt_lengths.observe(end.prompt_tokens)
-        self.metrics.lengths.observe(end.completion_tokens)
+        self.metrics.e2e.labels(self.model).observe(end.finished_at - end.arrived_at)
+        self.metrics.queued.labels(self.model).observe(end.started_at - end.arrived_at)
+        self.metrics.inference.labels(self.model).observe(end.finished_at - end.started_at)
+        self.metrics.prompt_lengths.labels(self.model).observe(end.prompt_tokens)
+        self.metrics.lengths.labels(self.model).observe(end.completion_tokens)
         if end.completion_tokens:
-            self.metrics.longest.observe(max(self.tokens.values(), default=0))
-            self.metrics.observe_first_token(end.first_token_at - end.arrived_at)
-            self.metrics.prefill.observe(end.first_token_at - end.started_at)
-            self.metrics.decode.observe(end.finished_at - end.first_token_at)
+            self.metrics.longest.labels(self.model).observe(max(self.tokens.values(), default=0))
+            self.metrics.observe_first_token(self.model, end.first_token_at - end.arrived_at)
+            self.metrics.prefill.labels(self.model).observe(end.first_token_at - end.started_at)
+            self.metrics.decode.labels(self.model).observe(end.finished_at - end.first_token_at)

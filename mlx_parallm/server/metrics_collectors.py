@@ -35,6 +35,8 @@ S = TypeVar("S")
 Table = Mapping[str, tuple[str, Callable[[S], float]]]
 
 PREFIX = "mlx_parallm_"
+MODEL_LABEL = "model_name"
+"""The label with the name of the base model."""
 
 
 def _read(gauges: Table[S], counters: Table[S], stats: S) -> Iterator[Metric]:
@@ -46,7 +48,7 @@ def _read(gauges: Table[S], counters: Table[S], stats: S) -> Iterator[Metric]:
 
 # -- engine ----------------------------------------------------------------------------------------
 
-ENGINE_GAUGES: Table[EngineStats] = {
+BASE_GAUGES: Table[EngineStats] = {
     "num_requests_running": ("Sequences that have a row of the batch.", lambda stats: stats.running),
     "num_requests_waiting": ("Sequences that wait for a row of the batch.", lambda stats: stats.waiting),
     "kv_cache_usage_perc": (
@@ -59,28 +61,10 @@ ENGINE_GAUGES: Table[EngineStats] = {
         lambda stats: stats.kv_bytes_cached,
     ),
     "kv_cache_tokens": ("Tokens of rows in the KV pool; shared ones count once.", lambda stats: stats.kv_tokens_used),
-    "engine_paused": ("1 from POST /pause to POST /resume.", lambda stats: stats.paused),
-    "engine_alive": ("1 while the device thread runs.", lambda stats: stats.alive),
-    "training_share_now": (
-        "Share of device time that training got in the last window.",
-        lambda stats: stats.training_share,
-    ),
-    "training_share_target": (
-        "Share of device time for training while requests run.",
-        lambda stats: stats.schedule.training_time_share,
-    ),
-    "decode_stall_budget_seconds": (
-        "Longest time for other work between two decode steps; how much work fits this time is predicted.",
-        lambda stats: stats.schedule.max_decode_stall_s,
-    ),
-    "decode_gap_largest_seconds": (
-        "The longest time between two decode steps since start.",
-        lambda stats: stats.decode_gaps.largest,
-    ),
 }
-ENGINE_COUNTERS: Table[EngineStats] = {
+BASE_COUNTERS: Table[EngineStats] = {
     "num_preemptions": (
-        "Rows recomputed because KV memory ran out, a unit of device work failed, or a key had no row.",
+        "Rows recomputed because KV memory ran out, a unit of device work failed, or another key had too few rows.",
         lambda stats: stats.preemptions_total,
     ),
     "prefix_cache_queries": (
@@ -101,6 +85,28 @@ ENGINE_COUNTERS: Table[EngineStats] = {
     ),
     "prompt_tokens": ("Prompt tokens processed.", lambda stats: stats.prompt_tokens_total),
     "generation_tokens": ("Tokens generated.", lambda stats: stats.generation_tokens_total),
+}
+ENGINE_GAUGES: Table[EngineStats] = {
+    "engine_paused": ("1 from POST /pause to POST /resume.", lambda stats: stats.paused),
+    "engine_alive": ("1 while the device thread runs.", lambda stats: stats.alive),
+    "training_share_now": (
+        "Share of device time that training got in the last window.",
+        lambda stats: stats.training_share,
+    ),
+    "training_share_target": (
+        "Share of device time for training while requests run.",
+        lambda stats: stats.schedule.training_time_share,
+    ),
+    "decode_stall_budget_seconds": (
+        "Longest time for other work between two decode steps; how much work fits this time is predicted.",
+        lambda stats: stats.schedule.max_decode_stall_s,
+    ),
+    "decode_gap_largest_seconds": (
+        "The longest time between two decode steps since start.",
+        lambda stats: stats.decode_gaps.largest,
+    ),
+}
+ENGINE_COUNTERS: Table[EngineStats] = {
     "engine_steps": ("Forward passes launched that draw tokens.", lambda stats: stats.steps_total),
     "engine_failed_steps": (
         "Units of device work that failed, except those of training.",
@@ -121,29 +127,45 @@ ENGINE_HISTOGRAMS: Mapping[str, tuple[str, Callable[[EngineStats], Histogram]]] 
 
 
 class EngineCollector(Collector):
-    """Reads the engine once per scrape, so that all its values are from the same moment."""
+    """Reads the engine once per scrape, so that all its values are from the same moment. `first`: the name of the first
+    base model."""
 
-    def __init__(self, engine: EngineClient) -> None:
+    def __init__(self, engine: EngineClient, first: str) -> None:
         self._engine = engine
+        self._first = first
 
     def collect(self) -> Iterator[Metric]:
         stats = self._engine.stats()
         yield from _read(ENGINE_GAUGES, ENGINE_COUNTERS, stats)
+        yield from _read_bases(stats.bases or {self._first: stats})
         for name, (about, values) in ENGINE_HISTOGRAMS.items():
             yield _histogram(PREFIX + name, about, values(stats))
         memory = GaugeMetricFamily(PREFIX + "memory_bytes", "Device memory by what holds it.", labels=["account"])
         for account, held in stats.memory_bytes.items():
             memory.add_metric([account], held)
-        yield from (memory, _cache_config(stats))
+        yield memory
 
 
-def _cache_config(stats: EngineStats) -> Metric:
-    """The KV pool's blocks in vLLM's form: the numbers are labels, and the value is 1."""
-    labels = ("block_size", "num_gpu_blocks")
+def _read_bases(bases: Mapping[str, EngineStats]) -> Iterator[Metric]:
+    """The metrics that each base model has of its own."""
+    for kind, table in ((GaugeMetricFamily, BASE_GAUGES), (CounterMetricFamily, BASE_COUNTERS)):
+        for name, (about, read) in table.items():
+            family = kind(PREFIX + name, about, labels=[MODEL_LABEL])
+            for base, stats in bases.items():
+                family.add_metric([base], float(read(stats)))
+            yield family
+    yield _cache_config(bases)
+
+
+def _cache_config(bases: Mapping[str, EngineStats]) -> Metric:
+    """The blocks of the KV pools in vLLM's form: the numbers are labels, and the value is 1."""
+    labels = (MODEL_LABEL, "block_size", "num_gpu_blocks")
     family = GaugeMetricFamily(
         PREFIX + "cache_config_info", "Tokens of a KV block, and number of blocks.", labels=labels
     )
-    family.add_metric((str(stats.kv_block_tokens), str(stats.kv_blocks)), 1)
+    for base, stats in bases.items():
+        if stats.kv_blocks:
+            family.add_metric((base, str(stats.kv_block_tokens), str(stats.kv_blocks)), 1)
     return family
 
 
@@ -191,7 +213,9 @@ SERVED_COUNTERS: Table[ServedCounts] = {
     "adapter_prompt_tokens": ("Prompt tokens of finished requests.", lambda served: served.prompt_tokens),
     "adapter_generation_tokens": ("Tokens generated.", lambda served: served.generation_tokens),
 }
-VERSION_LABELS = ("adapter", "version")
+VERSION_LABELS = (MODEL_LABEL, "adapter", "version")
+Served = tuple[str, AdapterRef]
+"""A base model's name and an adapter version."""
 
 
 class AdapterCollector(Collector):
@@ -203,14 +227,14 @@ class AdapterCollector(Collector):
 
     def __init__(self, adapters: AdapterClient) -> None:
         self._adapters = adapters
-        self._served: dict[AdapterRef, ServedCounts] = {}
+        self._served: dict[Served, ServedCounts] = {}
 
-    def served(self, ref: AdapterRef) -> ServedCounts:
-        """The counts of one version; the caller adds to them."""
-        if ref not in self._served:
+    def served(self, base: str, ref: AdapterRef) -> ServedCounts:
+        """The counts of one version of an adapter of a base model; the caller adds to them."""
+        if (base, ref) not in self._served:
             self._remove_gone()
-            self._served[ref] = ServedCounts()
-        return self._served[ref]
+            self._served[base, ref] = ServedCounts()
+        return self._served[base, ref]
 
     def collect(self) -> Iterator[Metric]:
         stats = self._adapters.stats()
@@ -219,18 +243,23 @@ class AdapterCollector(Collector):
         self._remove_gone()
         for name, (about, read) in SERVED_COUNTERS.items():
             counter = CounterMetricFamily(PREFIX + name, f"{about} By adapter version.", labels=VERSION_LABELS)
-            for ref, served in self._served.items():
-                counter.add_metric((ref.name, str(ref.version)), read(served))
+            for of, served in self._served.items():
+                counter.add_metric(_labels(of), read(served))
             yield counter
         about = "Time from arrival to last token, by adapter version."
         latency = SummaryMetricFamily(PREFIX + "adapter_request_latency_seconds", about, labels=VERSION_LABELS)
-        for ref, served in self._served.items():
-            latency.add_metric((ref.name, str(ref.version)), served.finished, served.latency_s)
+        for of, served in self._served.items():
+            latency.add_metric(_labels(of), served.finished, served.latency_s)
         yield latency
 
     def _remove_gone(self) -> None:
         known = {BASE_ADAPTER, *(card.ref for card in self._adapters.cards())}
-        self._served = {ref: served for ref, served in self._served.items() if ref in known}
+        self._served = {(base, ref): served for (base, ref), served in self._served.items() if ref in known}
+
+
+def _labels(served: Served) -> tuple[str, ...]:
+    base, ref = served
+    return base, ref.name, str(ref.version)
 
 
 def _requests_info(stats: AdapterStats) -> Metric:

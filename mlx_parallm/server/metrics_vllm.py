@@ -41,22 +41,18 @@ SHARED = WITHOUT_LABELS | {
     "request_time_per_output_token_seconds",
     "time_to_first_token_seconds",
 }
-"""The metrics that vLLM has too, by their names after the prefix."""
+"""The metrics that vLLM has too, by their names after the prefix. They have its label `model_name` under both names."""
 
 
 class VLLMNamesRegistry(CollectorRegistry):
-    """A registry that also exports the metrics of `SHARED` under vLLM's names. `model_name` is one of their labels."""
-
-    def __init__(self, model_name: str) -> None:
-        super().__init__()
-        self._labels = {"model_name": model_name, "engine": ENGINE}
+    """A registry that also exports the metrics of `SHARED` under vLLM's names."""
 
     def collect(self) -> Iterable[Metric]:
         for metric in super().collect():
             yield metric
             name = metric.name.removeprefix(PREFIX)
             if name in SHARED:
-                yield _renamed(metric, name, {} if name in WITHOUT_LABELS else self._labels)
+                yield _renamed(metric, name, {} if name in WITHOUT_LABELS else {"engine": ENGINE})
 
 
 def _renamed(metric: Metric, name: str, labels: Mapping[str, str]) -> Metric:

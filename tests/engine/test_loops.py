@@ -110,7 +110,7 @@ def test_a_request_for_what_is_not_loaded_fails_and_is_not_answered_by_another()
     assert isinstance(event, RequestFailed)
 
 
-def test_what_is_put_away_frees_its_memory_and_counts_on() -> None:
+def test_what_is_unloaded_frees_its_memory_and_counts_on() -> None:
     two = Two()
     two.submit("b", "one", prompt(1), 8)
     two.run()
@@ -123,6 +123,7 @@ def test_what_is_put_away_frees_its_memory_and_counts_on() -> None:
     assert len(two.sharing) == 1
     after = two.loops.stats()
     assert after.generation_tokens_total == before.generation_tokens_total == 8
+    assert {base: each.generation_tokens_total for base, each in after.bases.items()} == {"a": 0, "b": 8}
     assert after.device_seconds == before.device_seconds
     assert after.device_seconds.other > 0.0, "the load of b"
 

@@ -2,12 +2,13 @@
 
 import asyncio
 import contextlib
+from dataclasses import replace
 from types import SimpleNamespace
 
 import httpx
 import pytest
 from server.fake_control import FakeAdapters, FakeAverages, FakeLessons, FakeRewardModels, FakeTraining
-from server.fakes import CARD, ByteTokenizer, FakeEngine
+from server.fakes import CARD, ByteTokenizer, FakeEngine, ThinkingTokenizer
 from server.one_model import OneModel
 
 from mlx_parallm.config import ServerConfig
@@ -102,6 +103,15 @@ def post_json(make_client):
         runner.run(client.aclose())
 
 
+@pytest.fixture
+def thinking_client(engine, adapters, training):
+    """Of a server whose model marks its reasoning."""
+    card = replace(CARD, context_length=10_000)
+    app = create_app(engine, adapters, training, OneModel(ThinkingTokenizer(), card), ServerConfig())
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url="http://localhost:8000")
+
+
 @pytest.fixture(scope="session")
 def document():
     """The OpenAPI document, which takes long to make. Not to be changed."""
@@ -143,10 +153,13 @@ def serving(engine, adapters, training):
 
 @pytest.fixture
 def metric():
-    """`await metric(client, name)` → the value of one sample, labels written as Prometheus writes them."""
+    """`await metric(client, name)` → the value of one sample, labels written as Prometheus writes them, without the
+    name of the only model."""
 
     async def read(client, name):
-        lines = (await client.get("/metrics")).text.splitlines()
+        text = (await client.get("/metrics")).text
+        text = text.replace(f'{{model_name="{CARD.name}"}}', "").replace(f'model_name="{CARD.name}",', "")
+        lines = text.replace(f',model_name="{CARD.name}"', "").splitlines()
         return next((float(line.rpartition(" ")[2]) for line in lines if line.rpartition(" ")[0] == name), 0.0)
 
     return read

@@ -11,6 +11,7 @@ from mlx_parallm.core import (
     FinishReason,
     ModelCard,
     PromptScored,
+    Reasoning,
     RequestFailed,
     RequestFinished,
     SequenceOutput,
@@ -74,6 +75,12 @@ class ByteTokenizer:
             turns = f"{template}\n{turns}"
         options = "".join(f"{name}={value}\n" for name, value in kwargs.items())
         return self.encode(turns + options + ("a:" if add_generation_prompt else ""), at_most=at_most)
+
+
+class ThinkingTokenizer(ByteTokenizer):
+    """Of a model that marks its reasoning."""
+
+    reasoning = Reasoning("{think}", "{/think}")
 
 
 def logprob_of(token_id, top, rank=None):

@@ -98,7 +98,7 @@ async def test_vllms_names_have_its_labels_and_our_values(client, engine):
     for line in (
         "# TYPE vllm:num_requests_running gauge",
         f"vllm:num_requests_running{{{labels}}} 3.0",
-        "mlx_parallm_num_requests_running 3.0",
+        'mlx_parallm_num_requests_running{model_name="tiny/byte-model"} 3.0',
         f"vllm:kv_cache_usage_perc{{{labels}}} 0.25",
         "# TYPE vllm:request_success_total counter",
         'vllm:request_success_total{engine="0",finished_reason="length",model_name="tiny/byte-model"} 2.0',

@@ -170,7 +170,7 @@ async def test_what_the_engine_fails_is_told(client, engine, fault, error, statu
 async def test_metrics_and_places(client, engine):
     await embed(client, {"input": ["a", "b"]})
     text = (await client.get("/metrics")).text
-    assert 'mlx_parallm_request_success_total{finished_reason="stop"} 2.0' in text
+    assert 'mlx_parallm_request_success_total{finished_reason="stop",model_name="tiny/byte-model"} 2.0' in text
     assert "mlx_parallm_queue_sequences_held 0.0" in text
 
 

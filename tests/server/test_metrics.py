@@ -4,9 +4,10 @@ import asyncio
 
 import pytest
 
-from mlx_parallm.core import AdapterStats, DeviceSchedule, Histogram
+from mlx_parallm.core import AdapterStats, DeviceSchedule, EngineStats, Histogram
 
 URL = "/v1/completions"
+MODEL = 'model_name="tiny/byte-model"'
 GAPS = """\
 # HELP mlx_parallm_decode_gap_seconds Time between two decode steps, while rows wait for the second.
 # TYPE mlx_parallm_decode_gap_seconds histogram
@@ -71,15 +72,15 @@ async def test_what_each_version_served(client, engine, adapters, metric, math):
     text = await exposition(client)
     for line in (
         "# TYPE mlx_parallm_adapter_requests_total counter",
-        'mlx_parallm_adapter_requests_total{adapter="math",version="1"} 3.0',
-        'mlx_parallm_adapter_requests_total{adapter="base",version="0"} 1.0',
-        'mlx_parallm_adapter_prompt_tokens_total{adapter="math",version="1"} 6.0',
-        'mlx_parallm_adapter_prompt_tokens_total{adapter="base",version="0"} 3.0',
-        'mlx_parallm_adapter_generation_tokens_total{adapter="math",version="1"} 14.0',
-        'mlx_parallm_adapter_generation_tokens_total{adapter="base",version="0"} 4.0',
+        f'mlx_parallm_adapter_requests_total{{adapter="math",{MODEL},version="1"}} 3.0',
+        f'mlx_parallm_adapter_requests_total{{adapter="base",{MODEL},version="0"}} 1.0',
+        f'mlx_parallm_adapter_prompt_tokens_total{{adapter="math",{MODEL},version="1"}} 6.0',
+        f'mlx_parallm_adapter_prompt_tokens_total{{adapter="base",{MODEL},version="0"}} 3.0',
+        f'mlx_parallm_adapter_generation_tokens_total{{adapter="math",{MODEL},version="1"}} 14.0',
+        f'mlx_parallm_adapter_generation_tokens_total{{adapter="base",{MODEL},version="0"}} 4.0',
         "# TYPE mlx_parallm_adapter_request_latency_seconds summary",
-        'mlx_parallm_adapter_request_latency_seconds_count{adapter="math",version="1"} 2.0',
-        'mlx_parallm_adapter_request_latency_seconds_count{adapter="base",version="0"} 1.0',
+        f'mlx_parallm_adapter_request_latency_seconds_count{{adapter="math",{MODEL},version="1"}} 2.0',
+        f'mlx_parallm_adapter_request_latency_seconds_count{{adapter="base",{MODEL},version="0"}} 1.0',
     ):
         assert f"{line}\n" in text, line
     seconds = 'mlx_parallm_adapter_request_latency_seconds_sum{adapter="math",version="1"}'
@@ -95,8 +96,8 @@ async def test_versions_that_are_gone_lose_their_series(client, adapters):
             del adapters.known[old]
     text = await exposition(client)
     assert text.count("mlx_parallm_adapter_requests_total{") == 2
-    assert 'mlx_parallm_adapter_requests_total{adapter="math",version="50"} 1.0\n' in text
-    assert 'mlx_parallm_adapter_requests_total{adapter="base",version="0"} 50.0\n' in text
+    assert f'mlx_parallm_adapter_requests_total{{adapter="math",{MODEL},version="50"}} 1.0\n' in text
+    assert f'mlx_parallm_adapter_requests_total{{adapter="base",{MODEL},version="0"}} 50.0\n' in text
 
 
 async def test_tallies_are_dropped_though_nobody_scrapes(client, adapters):
@@ -158,8 +159,19 @@ async def test_cached_prefixes_are_not_memory_in_use(client, engine):
     engine.state |= {"kv_bytes_held": 10, "kv_bytes_budget": 40, "kv_bytes_cached": 20}
     text = await exposition(client)
     for name, value in (("kv_cache_usage_perc", 0.25), ("kv_cache_bytes_held", 10.0), ("kv_cache_bytes_cached", 20.0)):
-        assert f"# TYPE mlx_parallm_{name} gauge\nmlx_parallm_{name} {value}\n" in text
+        assert f"# TYPE mlx_parallm_{name} gauge\nmlx_parallm_{name}{{{MODEL}}} {value}\n" in text
     assert (await client.get("/debug/state")).json()["engine"]["kv_bytes_cached"] == 20
+
+
+async def test_every_base_model_has_series_of_its_own(client, engine, metric):
+    one, other = (EngineStats(alive=True, ready=True, running=n, prompt_tokens_total=10 * n) for n in (1, 2))
+    engine.state["bases"] = {"one": one, "other": other}
+    for prefix, more in (("mlx_parallm_", ""), ("vllm:", 'engine="0",')):
+        for n, name in enumerate(("one", "other"), 1):
+            label = f'{{{more}model_name="{name}"}}'
+            assert await metric(client, f"{prefix}num_requests_running{label}") == n
+            assert await metric(client, f"{prefix}prompt_tokens_total{label}") == 10 * n
+    assert (await client.get("/debug/state")).status_code == 200
 
 
 async def test_memory_by_what_holds_it(client, engine):

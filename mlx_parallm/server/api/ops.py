@@ -20,7 +20,7 @@ from mlx_parallm.server.api.fields import WireOutput, WireQuery
 from mlx_parallm.server.api.sampling_fields import MAX_SEQUENCES
 from mlx_parallm.server.api.training.schedule import ModeName, mode_of, schedule_object
 from mlx_parallm.server.errors import AsleepError, DrainingError, InferenceDisabledError, NotReadyError
-from mlx_parallm.server.openapi import raises
+from mlx_parallm.server.openapi.responses import raises
 from mlx_parallm.server.protocols.vllm_config import VLLMConfig, vllm_config
 from mlx_parallm.server.sampling import used_defaults
 from mlx_parallm.server.services import Services, ServicesDep
@@ -241,7 +241,7 @@ async def debug_state(services: ServicesDep) -> DebugState:
 
 def _engine_state(stats: EngineStats) -> dict[str, Any]:
     """The figures of `stats`. Not `asdict`: it copies `detail` with deepcopy, which fails on read-only mappings."""
-    state = {field.name: getattr(stats, field.name) for field in fields(stats)}
+    state = {field.name: getattr(stats, field.name) for field in fields(stats) if field.name != "bases"}
     return state | {"schedule": schedule_object(stats).model_dump(), "detail": dict(stats.detail)}
 
 

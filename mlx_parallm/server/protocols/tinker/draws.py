@@ -100,9 +100,10 @@ async def draw(services: Services, request: GenerationRequest, body: SampleBody,
     rows = {index: _Row() for index in range(request.n)}
     prompt: tuple[TokenLogprob | None, ...] = ()
     cached = 0
-    served = services.metrics.adapters.served(request.adapter)
+    base = request.base or services.models.first.card.name
+    served = services.metrics.adapters.served(base, request.adapter)
     account.add_prompt(sum(map(len, request.prompts)))
-    with RequestObserver(services.metrics, served, account, request.sequences) as observer:
+    with RequestObserver(services.metrics, base, served, account, request.sequences) as observer:
         async with aclosing(cast(AsyncGenerator[Event, None], services.engine.generate(request))) as events:
             async for event in events:
                 if isinstance(event, RequestFailed):
