@@ -7,10 +7,14 @@ from dataclasses import dataclass
 from typing import cast
 
 import mlx.core as mx
+import numpy as np
 
+from mlx_parallm.batch.reported_logprobs import Reported
 from mlx_parallm.batch.rowwise import log_normaliser, token_logprobs, token_ranks, top_logprobs
 from mlx_parallm.batch.sampler import RowSampling, Sampled
-from mlx_parallm.core import TokenLogprob
+from mlx_parallm.core import TOP_LOGPROBS, ManyCandidates, TokenLogprob
+
+Candidates = Sequence[tuple[int, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +37,23 @@ def read_draws(sampled: Sampled, rows: Sequence[RowSampling]) -> list[Draw]:
 
 def _logprobs(sampled: Sampled, rows: Sequence[RowSampling], tokens: Sequence[int]) -> Sequence[TokenLogprob | None]:
     """Logprobs of each row's token; None in rows that did not request them."""
-    if sampled.logprobs is None:
+    if sampled.reported is None:
         return [None] * len(tokens)
-    tops: list[tuple[tuple[int, float], ...]] = [()] * len(tokens)
-    if sampled.top_ids is not None and sampled.top_logprobs is not None:
-        tops = _pairs(sampled.top_ids, sampled.top_logprobs)
-    return [_logprob(*each) for each in zip(rows, tokens, _floats(sampled.logprobs), tops, strict=True)]
+    tops = _reported_tops(sampled.reported, len(tokens))
+    return [_logprob(*each) for each in zip(rows, tokens, _floats(sampled.reported.logprobs), tops, strict=True)]
 
 
-def _logprob(row: RowSampling, token: int, value: float, top: tuple[tuple[int, float], ...]) -> TokenLogprob | None:
+def _reported_tops(reported: Reported, rows: int) -> list[Candidates]:
+    """The best tokens of each row."""
+    tops: list[Candidates] = [()] * rows
+    if reported.top_ids is not None and reported.top_logprobs is not None:
+        tops = _candidates(reported.top_ids, reported.top_logprobs)
+    for row, best in reported.many.items():
+        (tops[row],) = _candidates(*best)
+    return tops
+
+
+def _logprob(row: RowSampling, token: int, value: float, top: Candidates) -> TokenLogprob | None:
     count = row.params.top_logprobs
     return None if count is None else TokenLogprob(token, value, top[:count])
 
@@ -76,13 +88,16 @@ class PromptScores:
 
     def read(self) -> list[TokenLogprob]:
         """Waits for the arrays. The raw model's logprob (fp32), the best alternatives and the rank of each token."""
-        tops = [pairs[: self._top] for pairs in _pairs(*self._best)] if self._best else [()] * len(self._targets)
+        tops = [best[: self._top] for best in _candidates(*self._best)] if self._best else [()] * len(self._targets)
         ranks = cast(list[int], self._ranks.tolist())
         return [TokenLogprob(*each) for each in zip(self._targets, _floats(self._scores), tops, ranks, strict=True)]
 
 
-def _pairs(ids: mx.array, logprobs: mx.array) -> list[tuple[tuple[int, float], ...]]:
-    """[T, K] ids and logprobs → T tuples of K pairs."""
+def _candidates(ids: mx.array, logprobs: mx.array) -> list[Candidates]:
+    """[T, K] ids and logprobs → T times K candidates."""
+    if ids.shape[-1] > TOP_LOGPROBS:
+        arrays = zip(np.array(ids, np.int32), np.array(logprobs, np.float32), strict=True)
+        return [ManyCandidates.of_bytes(row_ids.tobytes(), row_values.tobytes()) for row_ids, row_values in arrays]
     rows = zip(cast(list[list[int]], ids.tolist()), cast(list[list[float]], logprobs.tolist()), strict=True)
     return [tuple(zip(row_ids, row_values, strict=True)) for row_ids, row_values in rows]
 

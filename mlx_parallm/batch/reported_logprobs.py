@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
 
 from mlx_parallm.batch.filters import Filters
 from mlx_parallm.batch.rowwise import RowSubset, exp, log_normaliser, token_logprobs, top_logprobs
-from mlx_parallm.core import SamplingParams
+from mlx_parallm.core import TOP_LOGPROBS, SamplingParams
 
 COLDEST = 1e-5
 """Temperatures below this are greedy (vLLM's limit)."""
@@ -55,28 +55,60 @@ def _processing(params: SamplingParams) -> SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class Reported:
+    """Lazy logprobs of a batch of R rows.
+
+    Attributes:
+        logprobs: fp32 [R], of the drawn tokens. NaN in rows without logprobs.
+        top_ids, top_logprobs: int32 and fp32 [R, K], the best tokens of each row, best first. 0 and NaN in rows without
+            logprobs. None if no row reports some.
+        many: the same, [1, K], of rows that report more than `TOP_LOGPROBS`, by the number of the row.
+    """
+
+    logprobs: mx.array
+    top_ids: mx.array | None = None
+    top_logprobs: mx.array | None = None
+    many: Mapping[int, tuple[mx.array, mx.array]] = field(default_factory=dict)
+
+    def arrays(self) -> list[mx.array]:
+        """The arrays that exist, for `mx.async_eval`."""
+        every = (
+            self.logprobs,
+            self.top_ids,
+            self.top_logprobs,
+            *(part for pair in self.many.values() for part in pair),
+        )
+        return [array for array in every if array is not None]
+
+
+@dataclass(frozen=True, slots=True)
 class ReportedLogprobs:
     """The rows of a batch that report logprobs. `count`: rows of the batch. `any_top`: whether one of them reports
-    alternatives."""
+    a few alternatives. `many`: the place among them, the number in the batch and the alternatives of those that report
+    more than `TOP_LOGPROBS`."""
 
     rows: RowSubset
     count: int
     processed: ProcessedRows | None
     any_top: bool
+    many: tuple[tuple[int, int, int], ...]
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], vocab_size: int) -> ReportedLogprobs | None:
         """These rows of a batch with the options `params`; None if there are none."""
-        chosen = [i for i, each in enumerate(params) if each.top_logprobs is not None]
-        if not chosen:
+        wanted = {i: each.top_logprobs for i, each in enumerate(params) if each.top_logprobs is not None}
+        if not wanted:
             return None
-        any_top = any(each.top_logprobs for each in params)
-        return cls(RowSubset.of(chosen, len(params)), len(params), ProcessedRows.of(params, vocab_size), any_top)
+        return cls(
+            rows=RowSubset.of(list(wanted), len(params)),
+            count=len(params),
+            processed=ProcessedRows.of(params, vocab_size),
+            any_top=any(0 < top <= TOP_LOGPROBS for top in wanted.values()),
+            many=tuple((place, i, top) for place, (i, top) in enumerate(wanted.items()) if top > TOP_LOGPROBS),
+        )
 
-    def of_tokens(
-        self, raw: mx.array, edited: mx.array, tokens: mx.array
-    ) -> tuple[mx.array, mx.array | None, mx.array | None]:
-        """The logprobs of the drawn tokens [R], and the best ids and their logprobs [R, K] if a row reports some.
+    def of_tokens(self, raw: mx.array, edited: mx.array, tokens: mx.array) -> Reported:
+        """The logprobs of the drawn tokens, and the best tokens where rows report some.
 
         Args:
             raw: the model's own logits, fp32 [R, V].
@@ -87,12 +119,17 @@ class ReportedLogprobs:
         normaliser = log_normaliser(logits)
         drawn = token_logprobs(logits, self.rows.take(tokens), normaliser)
         found = self.rows.put(drawn, mx.full((self.count,), float("nan"), mx.float32))
+        many = {
+            number: top_logprobs(logits[place : place + 1], normaliser[place : place + 1], wanted)
+            for place, number, wanted in self.many
+        }
         if not self.any_top:
-            return found, None, None
+            return Reported(found, many=many)
         ids, best = top_logprobs(logits, normaliser)
         shape = (self.count, ids.shape[-1])
-        return (
+        return Reported(
             found,
             self.rows.put(ids, mx.zeros(shape, mx.int32)),
             self.rows.put(best, mx.full(shape, float("nan"), mx.float32)),
+            many,
         )

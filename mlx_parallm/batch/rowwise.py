@@ -14,6 +14,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from mlx_parallm.core import TOP_LOGPROBS
 from mlx_parallm.model.device import on_cpu
 
 BLOCK = 64
@@ -69,10 +70,6 @@ def row_sum(x: mx.array) -> mx.array:
 
 # ---- logprobs ----------------------------------------------------------------------------------
 
-TOP_LOGPROBS = 20
-"""Alternatives computed for each row that requests this many or fewer. The number is fixed, so ties do not depend on
-other rows."""
-
 
 def log_normaliser(logits: mx.array) -> mx.array:
     """logsumexp of each row: fp32 [N, V] → fp32 [N, 1]."""
@@ -92,7 +89,8 @@ def token_ranks(logits: mx.array, tokens: mx.array) -> mx.array:
 
 
 def top_logprobs(logits: mx.array, normaliser: mx.array, wanted: int = TOP_LOGPROBS) -> tuple[mx.array, mx.array]:
-    """The best tokens of each row, best first. Ties are sorted by token id.
+    """The best tokens of each row, best first. Ties are sorted by token id. At least `TOP_LOGPROBS` are found, so that
+    which of them ties does not depend on what other rows want.
 
     Args:
         logits: fp32 [N, V].
@@ -112,6 +110,8 @@ def top_logprobs(logits: mx.array, normaliser: mx.array, wanted: int = TOP_LOGPR
 
 def _top_ids(logits: mx.array, k: int) -> mx.array:
     """int32 [N, k], unordered. The k largest values lie in the k blocks with the largest maxima."""
+    if k == logits.shape[-1]:
+        return mx.broadcast_to(mx.arange(k, dtype=mx.int32), logits.shape)
     blocks = in_blocks(logits, -mx.inf)
     rows, count, size = blocks.shape
     if count <= k:

@@ -35,13 +35,9 @@ from mlx_parallm.model.split import Head, trunk_of
 
 @dataclass(eq=False, kw_only=True)
 class Row(PoolingRow):
-    """A sequence with its row of the KV pool and its sampling options.
-
-    `prompt_logprobs`: how many alternatives to score for each prompt token, if the sequence is `scored`.
-    """
+    """A sequence with its row of the KV pool and its sampling options."""
 
     sampling: RowSampling = field(default_factory=lambda: RowSampling(SamplingParams()))
-    prompt_logprobs: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +193,7 @@ class BatchRunner:
             if id(span.row) in drawing:
                 last.append(stop - 1)
             if span.row.scored and (targets := _targets(span)):
-                part = PromptScores(logits[start : start + len(targets)], targets, span.row.prompt_logprobs)
+                part = PromptScores(logits[start : start + len(targets)], targets, span.row.prompt_candidates)
                 scores.append((span.row, span.start, part))
             start = stop
         drawn = logits if len(last) == start else logits[mx.array(last)] if last else None

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from mlx_parallm.batch.filters import Filters
 from mlx_parallm.batch.logit_stages import LogitEdit, LogitEdits, Penalties, TokenCounts, has_penalties
-from mlx_parallm.batch.reported_logprobs import COLDEST, ReportedLogprobs
+from mlx_parallm.batch.reported_logprobs import COLDEST, Reported, ReportedLogprobs
 from mlx_parallm.batch.rowwise import RowSubset, draw, exp, streams, uniforms
 from mlx_parallm.batch.token_bans import AllowedTokens, BadWordBans, BadWords, TokenMasks
 from mlx_parallm.core import GrammarState, SamplingParams
@@ -97,24 +97,20 @@ class Sampled:
 
     Attributes:
         tokens: uint32 [R].
-        logprobs: fp32 [R], of the drawn token under the raw model, or in processed rows under the distribution that
-            drew it. NaN in rows without logprobs.
         sampling_logprobs: fp32 [R], of the drawn token under the distribution that drew it (after penalties, bias,
             temperature and filters). 0 in greedy rows, which draw their token with certainty.
-        top_ids, top_logprobs: int32 and fp32 [R, K], the best tokens of the same distribution, best first. A row uses
-            the first `params.top_logprobs` of them. 0 and NaN in rows without logprobs.
+        reported: logprobs under the raw model, or in processed rows under the distribution that drew the token. A row
+            uses the first `params.top_logprobs` of the best tokens.
     """
 
     tokens: mx.array
-    logprobs: mx.array | None = None
     sampling_logprobs: mx.array | None = None
-    top_ids: mx.array | None = None
-    top_logprobs: mx.array | None = None
+    reported: Reported | None = None
 
     def arrays(self) -> list[mx.array]:
         """The arrays that exist, for `mx.async_eval`."""
-        every = (self.tokens, self.logprobs, self.sampling_logprobs, self.top_ids, self.top_logprobs)
-        return [array for array in every if array is not None]
+        sampling = [] if self.sampling_logprobs is None else [self.sampling_logprobs]
+        return [self.tokens, *sampling, *(self.reported.arrays() if self.reported else ())]
 
 
 def plan_sampling(rows: Sequence[RowSampling], vocab_size: int) -> SamplingPlan:
@@ -151,8 +147,8 @@ def sample(logits: mx.array, plan: SamplingPlan, positions: Sequence[int]) -> Sa
     tokens, sampling_logprobs = _choose(edited, plan, at)
     if plan.penalties is not None:
         plan.penalties.count(tokens)
-    reported = (None, None, None) if plan.logprobs is None else plan.logprobs.of_tokens(raw, edited, tokens)
-    return Sampled(tokens, reported[0], sampling_logprobs, *reported[1:])
+    reported = None if plan.logprobs is None else plan.logprobs.of_tokens(raw, edited, tokens)
+    return Sampled(tokens, sampling_logprobs, reported)
 
 
 def _plan_penalties(rows: Sequence[RowSampling]) -> Penalties | None:

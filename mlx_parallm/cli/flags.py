@@ -102,7 +102,7 @@ GROUPS = (
             Flag("--logprobs-mode", "server.logprobs_mode", "MODE"),
             Flag("--generation-config", "server.generation_config", "auto|none"),
             Flag("--chat-template-dir", "server.chat_template_dir", "DIR"),
-            Flag("--max-prompt-logprobs", "server.max_prompt_logprobs", "CANDIDATES"),
+            Flag("--max-logprobs", "server.max_logprobs", "CANDIDATES"),
             Flag("--return-tokens-as-token-ids", "server.return_tokens_as_token_ids"),
             Flag("--embedding-pooling", "server.embedding_pooling", "last|mean"),
         ),

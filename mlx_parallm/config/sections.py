@@ -40,11 +40,11 @@ class ModelConfig(Section):
     """
     other_base_models: OptionalNames = ()
     """More base models, each a directory, a hub id, or a directory whose subdirectories are models. Each is loaded when
-    a request first names it, and the one used least recently is put away when the memory does not hold them all. The
+    a request first names it, and the one used least recently is unloaded when the memory does not hold them all. The
     flag --model-path, with several values, sets base_model_path to the first of them and this to the others.
     """
     idle_unload: Number | None = Field(default=None, gt=0)
-    """Time in seconds after which a base model that nobody has used is put away. Its next request loads it again. The
+    """Time in seconds after which a base model that nobody has used is unloaded. Its next request loads it again. The
     base model that trains stays loaded. null means never.
     """
     trust_remote_code: bool = False

@@ -31,8 +31,6 @@ CONTAINER_HOSTS = ("host.docker.internal", "host.containers.internal")
 the public DNS."""
 OTHER_CONNECTIONS = 256
 """Connections in addition to those of running and queued requests, for probes and idle clients."""
-LARGEST_PROMPT_LOGPROBS = 1000
-"""The largest number of candidates at each token of a prompt that can be configured."""
 
 
 class Mode(StrEnum):
@@ -211,8 +209,10 @@ class ServerConfig(Section):
     """Folder of chat templates, NAME.jinja, that a request may choose by name or text with chat_template. null means
     that only the model's own is used.
     """
-    max_prompt_logprobs: Integer = Field(default=20, ge=20, le=LARGEST_PROMPT_LOGPROBS)
-    """Largest number of candidates that a request may ask for at each token of its prompt, with prompt_logprobs."""
+    max_logprobs: Integer = Field(default=20, ge=-1)
+    """Largest number of candidates that a request may ask for at each token, with logprobs, top_logprobs and
+    prompt_logprobs. -1 allows the whole vocabulary. An answer has a million of them at most.
+    """
     return_tokens_as_token_ids: bool = False
     """Write the tokens in logprobs as token_id:<id> in answers to requests that do not say how."""
     priority_ratios: PriorityRatios = PriorityRatios()

@@ -93,11 +93,14 @@ _VARIABLES = {key.env_name: key.path for key in KEYS.values()} | {API_KEY_VARIAB
 def suggest(path: str, known: Collection[str] = (*SECTIONS, *KEYS)) -> str | None:
     """The known path that is most like a mistyped one; None if there is none like it.
 
-    It first looks for a similar name in the same section, then in all sections, and then for a similar path.
+    It first looks for the same name in all sections, then for a similar name in the same section and in all sections,
+    and then for a similar path.
     """
     parent, _, name = path.rpartition(".")
     siblings = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == parent}
     names = {other.rpartition(".")[2]: other for other in known}
+    if name in names:
+        return names[name]
     for candidates, wanted in ((siblings, name), (names, name), ({other: other for other in known}, path)):
         if close := get_close_matches(wanted, candidates, n=1, cutoff=0.7):
             return candidates[close[0]]

@@ -41,6 +41,7 @@ from mlx_parallm.core.adapters import (
     name_and_step,
 )
 from mlx_parallm.core.averages import AverageCard, AverageSpec, AveragingClient
+from mlx_parallm.core.candidates import TOP_LOGPROBS, ManyCandidates
 from mlx_parallm.core.competition import ComparisonCard, ComparisonSpec, CompetitionClient
 from mlx_parallm.core.device import (
     DECODE_GAPS,

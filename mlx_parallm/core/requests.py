@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
+from mlx_parallm.core.candidates import Candidate
 from mlx_parallm.core.grammar import Grammar
 from mlx_parallm.core.signals import Signal
 
@@ -187,7 +188,7 @@ class TokenLogprob:
 
     token_id: int
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()
+    top: Sequence[Candidate] = ()
     rank: int | None = None
 
 

@@ -130,7 +130,8 @@ def live_sequence(
         key=request.key,
         scored=scored,
         pooling=request.pooling,
-        prompt_logprobs=request.prompt_logprobs or 0,
+        prompt_candidates=request.prompt_logprobs or 0,
+        candidates=params.top_logprobs or 0,
         sampling=RowSampling(
             params=params,
             min_tokens=stopping.min_tokens,

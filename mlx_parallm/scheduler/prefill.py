@@ -95,6 +95,14 @@ _MIN_SHARE = 4
 _MAX_SCORED_CHUNK = 256
 """Largest chunk in tokens of a prompt whose logprobs are wanted: its logits are [tokens, vocabulary] in fp32."""
 
+_MAX_SCORED_CANDIDATES = 2**16
+"""Largest number of candidates that such a chunk reports, if it has more than one token: they are sorted and read."""
+
+
+def _longest_scored(prompt: Sequence) -> int:
+    """The largest chunk in tokens of a scored prompt."""
+    return max(1, min(_MAX_SCORED_CHUNK, _MAX_SCORED_CANDIDATES // max(1, prompt.prompt_candidates)))
+
 
 @dataclass(frozen=True, slots=True)
 class ChunkPacker:
@@ -123,7 +131,7 @@ class ChunkPacker:
             pooling: what is left of the share of prompts whose hidden states are pooled, in seconds. If anything is
                 left, they may use the whole allowance, because small chunks cost much more per token.
         """
-        if late and late[0].scored:
+        if late and prompt_kind(late[0]) is PromptKind.SCORED:
             prompts, late, at_least_one = late[:1], [], True
         shares = self._shares(late)
         unit = _Chunks(self.cost, allowance, self.max_tokens, pooling)
@@ -152,8 +160,9 @@ class ChunkPacker:
         0 when no chunk fits. With `must_fit`, at least the smallest chunk, whatever the predicted time."""
         share = unit.tokens.get(prompt, 0)
         seconds, room = unit.left_for(prompt)
-        most = min(prompt.to_compute, room, _MAX_SCORED_CHUNK if prompt.scored else room)
-        least = share or min(_MIN_CHUNK, prompt.to_compute, self.max_tokens)
+        longest = min(self.max_tokens, _longest_scored(prompt)) if prompt.scored else self.max_tokens
+        most = min(prompt.to_compute, room, longest)
+        least = share or min(_MIN_CHUNK, prompt.to_compute, longest)
         if not share:
             too_long = self.cost.chunk_seconds(Chunk(least, prompt.computed)) > seconds
             if most < least or (too_long and not must_fit):

@@ -35,7 +35,8 @@ class PromptKind(Enum):
     """What a prompt demands of the units that compute it.
 
     Chunks of SHORT prompts share one attention call, and each chunk of a LONG prompt needs a call of its own. A SCORED
-    prompt, whose logprobs are wanted, is the only prompt in its units.
+    prompt, whose logprobs are wanted, or those of many candidates for the token that follows it, is the only prompt in
+    its units.
     """
 
     SHORT = "short"
@@ -45,7 +46,7 @@ class PromptKind(Enum):
 
 def prompt_kind(sequence: Sequence, cached: int = 0) -> PromptKind:
     """The kind of a prompt. `cached`: tokens of a waiting sequence that its row will start with."""
-    if sequence.scored:
+    if sequence.scored or sequence.draws_alone:
         return PromptKind.SCORED
     return PromptKind.LONG if sequence.to_compute - cached > SHORT_PROMPT else PromptKind.SHORT
 
@@ -230,10 +231,13 @@ def decoding(
     """The decode rows of the next forward unit.
 
     Each additional row makes a unit longer. Therefore rollouts beside live requests get only their share of the rows,
-    at least one, and the oldest rollouts first. The other rollouts keep their rows and wait. If training wants the
-    device too, rollouts get one row: live requests give way to one of the two at a time.
+    at least one, and the oldest rollouts first; and of the rows that report many candidates, only the oldest draws. The
+    others keep their rows and wait. If training wants the device too, rollouts get one row: live requests give way to
+    one of the two at a time.
     """
     rows = [row for row in rows if row.status is SequenceStatus.RUNNING and row.may_draw]
+    later = set([row for row in rows if row.draws_alone][1:])
+    rows = [row for row in rows if row not in later]
     live = sum(row.work_class is WorkClass.INFERENCE for row in rows)
     if live == 0 or live == len(rows) or shares[WorkClass.INFERENCE] == 0:
         return rows

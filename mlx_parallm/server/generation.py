@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from functools import partial
 from typing import cast
@@ -35,7 +35,7 @@ from mlx_parallm.server.assignment import assignment_key
 from mlx_parallm.server.errors import code_of
 from mlx_parallm.server.http.framing import EVENTS, Framing
 from mlx_parallm.server.http.request_log import RequestRecord, key_of, record_of
-from mlx_parallm.server.http.workers import client_of
+from mlx_parallm.server.http.workers import SMALL_BYTES, client_of
 from mlx_parallm.server.lifecycle import while_connected
 from mlx_parallm.server.metrics import RequestObserver
 from mlx_parallm.server.planning import AdapterSelector, adapter_named_by, select_adapter
@@ -224,7 +224,7 @@ class GenerationResponse(Response):
                         await stream.event(chunk)
                     async with aclosing(generate(services, writer, record)) as events:
                         async for event in events:
-                            for chunk in writer.chunks(event):
+                            for chunk in await self._chunks(writer, event):
                                 await stream.event(chunk)
             except ClientDisconnect:
                 raise
@@ -234,6 +234,13 @@ class GenerationResponse(Response):
                 record.error = code_of(error)
                 await stream.event(writer.failed(error))
             await stream.end()
+
+    async def _chunks(self, writer: AnswerWriter, event: Event) -> Iterable[WireOutput]:
+        """What an event adds to a stream. If that is long, it is written in a worker thread."""
+        size = _answer_bytes([event])
+        if size <= SMALL_BYTES:
+            return writer.chunks(event)
+        return await self._services.workers.run(size, lambda: list(writer.chunks(event)))
 
 
 async def generate(services: Services, writer: AnswerWriter, record: RequestRecord) -> AsyncGenerator[Event, None]:
@@ -247,9 +254,9 @@ async def generate(services: Services, writer: AnswerWriter, record: RequestReco
     account = record.account
     assert account is not None
     request = as_of(account.key, writer.request)
-    served = services.metrics.adapters.served(request.adapter)
+    served = services.metrics.adapters.served(request.base, request.adapter)
     account.add_prompt(sum(map(len, request.prompts)))
-    with RequestObserver(services.metrics, served, account, request.sequences) as observer:
+    with RequestObserver(services.metrics, request.base, served, account, request.sequences) as observer:
         events = services.engine.generate(request)
         if request.collection is not None:
             events = services.require_training().trajectories.collect(request, events)

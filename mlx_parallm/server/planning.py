@@ -23,15 +23,14 @@ from mlx_parallm.core import (
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError, UnknownModelError
 from mlx_parallm.server.api.generation_fields import GenerationBody
 from mlx_parallm.server.api.pooling.fields import PoolingBody
-from mlx_parallm.server.api.sampling_fields import MAX_LOGPROBS, NO_LIMIT
+from mlx_parallm.server.api.sampling_fields import NO_LIMIT
+from mlx_parallm.server.candidates import Candidates, check_amount
 from mlx_parallm.server.sampling import model_defaults, sampling_of, stopping_of
 
 MAX_ADAPTER_NAME = 160
 """Longest name of an adapter with its version, in characters. A longer name counts as unknown."""
 AS_MANY_AS_FIT = -1
 """The value of `truncate_prompt_tokens` that leaves room for the answer only."""
-MAX_PROMPT_CANDIDATES = 2**20
-"""Largest number of prompt logprobs of one request, where it asks for more than `MAX_LOGPROBS` at each token."""
 _WORK_CLASSES = {TrafficClass.LIVE: WorkClass.INFERENCE, TrafficClass.ROLLOUT: WorkClass.TRAINING}
 
 
@@ -120,9 +119,9 @@ def plan(
     collection: CollectionSpec | None,
     grammar: Grammar | None,
     max_tokens: int | None,
+    top_logprobs: Candidates,
+    prompt_logprobs: Candidates,
     default_max_tokens: int | None = None,
-    top_logprobs: int | None = None,
-    prompt_logprobs: int | None = None,
     visible_specials: frozenset[int] = frozenset(),
 ) -> GenerationRequest:
     """The engine's request for the token ids `prompts`.
@@ -132,14 +131,14 @@ def plan(
             is less if the context has less room.
         default_max_tokens: the limit if the client asked for none; less if the context has less room. None: the model's
             own default, or else as many as fit.
-        top_logprobs: number of alternatives to report for each generated token. None: no logprobs.
-        prompt_logprobs: number of alternatives to report for each prompt token. None: no prompt logprobs.
+        top_logprobs: the candidates to report for each generated token.
+        prompt_logprobs: the candidates to report for each prompt token.
         visible_specials: ids of special tokens that are part of the text even if the request does not say so.
 
     Raises:
         ContextLengthError: the longest prompt and the tokens to generate do not fit the context.
         InvalidRequestError: a prompt is empty, a token id is not in the vocabulary, min_tokens is over the limit, or
-            there are too many prompt logprobs. Also the errors of `sampling_of`.
+            there are too many candidates. Also the errors of `sampling_of`.
     """
     defaults = model_defaults(body, card, config)
     prompts = [_truncated(body, ids, max_tokens, card.context_length) for ids in prompts]
@@ -156,15 +155,18 @@ def plan(
         raise InvalidRequestError(
             f"min_tokens ({body.min_tokens}) is over max_tokens ({max_tokens}).", param="min_tokens"
         )
-    _check_prompt_logprobs(prompt_logprobs, prompts, config.max_prompt_logprobs)
+    reported = top_logprobs.resolved(card.vocab_size, config.max_logprobs)
+    scored = prompt_logprobs.resolved(card.vocab_size, config.max_logprobs)
+    check_amount(top_logprobs.param, reported, max_tokens * body.n * len(prompts), "send a smaller max_tokens")
+    check_amount(prompt_logprobs.param, scored, sum(map(len, prompts)), "send fewer tokens at a time")
     default_class = config.collected_traffic_class if body.collect_trajectory else TrafficClass.LIVE
     return GenerationRequest(
         request_id=request_id,
         prompts=tuple(tuple(ids) for ids in prompts),
-        sampling=sampling_of(body, defaults, tokenizer, card.vocab_size, top_logprobs, config.logprobs_mode),
+        sampling=sampling_of(body, defaults, tokenizer, card.vocab_size, reported, config.logprobs_mode),
         stopping=stopping_of(body, max_tokens, card.vocab_size),
         n=body.n,
-        prompt_logprobs=prompt_logprobs,
+        prompt_logprobs=scored,
         adapter=adapter,
         work_class=_WORK_CLASSES[TrafficClass(body.traffic_class or default_class)],
         priority=body.priority,
@@ -226,23 +228,6 @@ def check_ids(ids: Sequence[int], vocab_size: int, param: str = "prompt") -> Non
         raise InvalidRequestError("There are no tokens; send at least one.", param=param)
     if max(ids) >= vocab_size:
         raise InvalidRequestError(f"Token id {max(ids)} is not below the vocabulary's size, {vocab_size}.", param=param)
-
-
-def _check_prompt_logprobs(top: int | None, prompts: Sequence[Sequence[int]], limit: int) -> None:
-    """Raises InvalidRequestError if `top` is over the operator's limit, or far too large for so many tokens."""
-    if top is None or top <= MAX_LOGPROBS:
-        return
-    if top > limit:
-        raise InvalidRequestError(
-            f"at most {limit} on this server; its operator can raise it with --max-prompt-logprobs.",
-            param="prompt_logprobs",
-        )
-    if (tokens := sum(map(len, prompts))) * top > MAX_PROMPT_CANDIDATES:
-        raise InvalidRequestError(
-            f"{top} for each of {tokens} tokens are more than {MAX_PROMPT_CANDIDATES}; ask for fewer, or send fewer "
-            "tokens at a time.",
-            param="prompt_logprobs",
-        )
 
 
 def tokens_as_ids(body: GenerationBody, config: ServerConfig) -> bool:

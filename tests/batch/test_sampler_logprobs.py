@@ -6,9 +6,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_parallm.batch.rowwise import TOP_LOGPROBS, log_normaliser, token_logprobs, token_ranks, top_logprobs
+from mlx_parallm.batch.rowwise import log_normaliser, token_logprobs, token_ranks, top_logprobs
 from mlx_parallm.batch.sampler import RowSampling, plan_sampling, sample
-from mlx_parallm.core import SamplingParams
+from mlx_parallm.core import TOP_LOGPROBS, SamplingParams
 
 
 def log_softmax(logits):
@@ -69,18 +69,18 @@ def test_raw_logprobs_ignore_the_options_and_sampling_logprobs_follow_them():
     got = sample(mx.array(logits), plan_sampling(rows, 4), [0, 0, 0])
     tokens = got.tokens.tolist()
     raw = log_softmax(logits[0])
-    np.testing.assert_allclose(got.logprobs[:2].tolist(), raw[tokens[:2]], atol=1e-6)
+    np.testing.assert_allclose(got.reported.logprobs[:2].tolist(), raw[tokens[:2]], atol=1e-6)
     drawn_from = log_softmax(np.array([2.0, 3.0]) / 0.5)
     assert got.sampling_logprobs[0].item() == pytest.approx(drawn_from[tokens[0]], abs=1e-6)
     assert got.sampling_logprobs[1].item() == 0.0
-    assert got.top_ids[0, :2].tolist() == [0, 1]
+    assert got.reported.top_ids[0, :2].tolist() == [0, 1]
 
 
 def test_rows_that_did_not_ask_hold_nothing_that_could_be_taken_for_a_logprob():
     rows = [RowSampling(SamplingParams()), RowSampling(SamplingParams(top_logprobs=3))]
     got = sample(mx.zeros((2, 30)), plan_sampling(rows, 30), [0, 0])
-    assert np.isnan(np.array(got.logprobs)).tolist() == [True, False]
-    assert np.isnan(np.array(got.top_logprobs)).all(axis=1).tolist() == [True, False]
+    assert np.isnan(np.array(got.reported.logprobs)).tolist() == [True, False]
+    assert np.isnan(np.array(got.reported.top_logprobs)).all(axis=1).tolist() == [True, False]
     assert got.sampling_logprobs is None
 
 
@@ -90,9 +90,9 @@ def test_logprobs_do_not_depend_on_neighbours():
     together = sample(logits, plan_sampling(rows, 49152), [2] * 6)
     for i in (1, 3, 5):
         alone = sample(logits[i : i + 1], plan_sampling([rows[i]], 49152), [2])
-        assert alone.logprobs[0].item() == together.logprobs[i].item()
-        assert mx.array_equal(alone.top_ids[0], together.top_ids[i])
-        assert mx.array_equal(alone.top_logprobs[0], together.top_logprobs[i])
+        assert alone.reported.logprobs[0].item() == together.reported.logprobs[i].item()
+        assert mx.array_equal(alone.reported.top_ids[0], together.reported.top_ids[i])
+        assert mx.array_equal(alone.reported.top_logprobs[0], together.reported.top_logprobs[i])
 
 
 def test_processed_logprobs_are_of_the_distribution_that_draws():
@@ -107,12 +107,12 @@ def test_processed_logprobs_are_of_the_distribution_that_draws():
     ]
     got = sample(mx.array(logits), plan_sampling(rows, 4), [0, 0, 0])
     raw, drawn_from = log_softmax(logits[0]), log_softmax(np.array([2.0, 3.0]) / 0.5)
-    assert got.top_ids[0, :2].tolist() == [1, 0]
-    np.testing.assert_allclose(got.top_logprobs[0, :2].tolist(), drawn_from[[1, 0]], atol=1e-6)
-    assert got.top_logprobs[0, 2].item() == -np.inf, "the filter drops it"
-    assert got.logprobs[0].item() == pytest.approx(got.sampling_logprobs[0].item(), abs=1e-6)
-    np.testing.assert_allclose(got.top_logprobs[1].tolist(), raw, atol=1e-6)
-    np.testing.assert_allclose(got.top_logprobs[2, :3].tolist(), raw[:3], atol=1e-6)
+    assert got.reported.top_ids[0, :2].tolist() == [1, 0]
+    np.testing.assert_allclose(got.reported.top_logprobs[0, :2].tolist(), drawn_from[[1, 0]], atol=1e-6)
+    assert got.reported.top_logprobs[0, 2].item() == -np.inf, "the filter drops it"
+    assert got.reported.logprobs[0].item() == pytest.approx(got.sampling_logprobs[0].item(), abs=1e-6)
+    np.testing.assert_allclose(got.reported.top_logprobs[1].tolist(), raw, atol=1e-6)
+    np.testing.assert_allclose(got.reported.top_logprobs[2, :3].tolist(), raw[:3], atol=1e-6)
 
 
 def test_more_alternatives_than_usual_can_be_had():
@@ -121,3 +121,15 @@ def test_more_alternatives_than_usual_can_be_had():
     ids, best = top_logprobs(x, log_normaliser(x), 300)
     assert ids.tolist() == np.argsort(-logits, axis=1, kind="stable")[:, :300].tolist()
     np.testing.assert_allclose(np.array(best), -np.sort(-log_softmax(logits), axis=1)[:, :300], atol=1e-5)
+
+
+@pytest.mark.parametrize("wanted", [21, 700, 1000])
+def test_a_row_with_many_candidates_changes_nothing_for_its_neighbours(wanted):
+    logits = np.random.default_rng(9).normal(0, 3, (3, 1000)).astype(np.float32)
+    few, many = RowSampling(SamplingParams(top_logprobs=5)), RowSampling(SamplingParams(top_logprobs=wanted))
+    reported = sample(mx.array(logits), plan_sampling([few, many, few], 1000), [0] * 3).reported
+    alone = sample(mx.array(logits[:1]), plan_sampling([few], 1000), [0]).reported
+    assert mx.array_equal(alone.top_ids[0], reported.top_ids[0])
+    ids, best = (np.array(part[0]) for part in reported.many[1])
+    assert ids.tolist() == np.argsort(-logits[1], kind="stable")[:wanted].tolist()
+    np.testing.assert_allclose(best, log_softmax(logits[1])[ids], atol=1e-5)

@@ -39,9 +39,9 @@ def test_logprobs_of_the_drawn_distribution_know_what_is_allowed():
     params = {"allowed_tokens": mask(3, 11), "top_logprobs": 3, "processed_logprobs": True}
     plan = plan_sampling([row(**params)], VOCAB)
     got = sample(mx.zeros((1, VOCAB)), plan, [0])
-    assert got.logprobs.item() == pytest.approx(np.log(0.5), abs=1e-6)
-    assert sorted(got.top_ids[0, :2].tolist()) == [3, 11]
-    assert got.top_logprobs[0, 2].item() == -np.inf
+    assert got.reported.logprobs.item() == pytest.approx(np.log(0.5), abs=1e-6)
+    assert sorted(got.reported.top_ids[0, :2].tolist()) == [3, 11]
+    assert got.reported.top_logprobs[0, 2].item() == -np.inf
 
 
 @pytest.mark.parametrize(

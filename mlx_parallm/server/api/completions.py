@@ -23,10 +23,11 @@ from mlx_parallm.server.api.logprobs import (
     scored_prompt,
 )
 from mlx_parallm.server.api.sampling_fields import NO_LIMIT, TokenLimit, TopLogprobs
+from mlx_parallm.server.candidates import Candidates, widest
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.http.request_log import new_request_id
-from mlx_parallm.server.openapi import streamable
+from mlx_parallm.server.openapi.responses import streamable
 from mlx_parallm.server.planning import compile_grammar, longest_text, plan, tokens_as_ids
 from mlx_parallm.server.services import Services, ServicesDep
 
@@ -69,7 +70,8 @@ class CompletionBody(GenerationBody):
     """Maximum number of tokens to generate: by default 16, or fewer if fewer fit. With null or -1, only the context
     limits the answer. With 0, nothing is generated, so `echo` or `prompt_logprobs` is required."""
     logprobs: TopLogprobs | None = None
-    """Return the logprobs of the generated tokens and, at each position, of this many most likely tokens."""
+    """Return the logprobs of the generated tokens and, at each position, of this many most likely tokens: at most 20,
+    unless the operator allows more with `--max-logprobs`. -1 means the whole vocabulary."""
     echo: bool = False
     """Whether each answer starts with its prompt; `logprobs` then covers the prompt too."""
     add_special_tokens: bool = True
@@ -173,7 +175,7 @@ def plan_completion(
 ) -> GenerationRequest:
     """Tokenises the prompts, and makes the engine's request. `default_max_tokens`: as for `plan`."""
     tokenizer, at_most = model.tokenizer, longest_text(body, model.card)
-    scored = [body.prompt_logprobs, body.logprobs if body.echo else None]
+    reported, scored = Candidates("logprobs", body.logprobs), Candidates("prompt_logprobs", body.prompt_logprobs)
     return plan(
         request_id=request_id,
         body=body,
@@ -189,8 +191,8 @@ def plan_completion(
         grammar=compile_grammar(*body.grammar, model.grammars) if body.grammar else None,
         max_tokens=body.max_tokens,
         default_max_tokens=default_max_tokens,
-        top_logprobs=body.logprobs,
-        prompt_logprobs=max((top for top in scored if top is not None), default=None),
+        top_logprobs=reported,
+        prompt_logprobs=widest([scored, reported]) if body.echo else scored,
     )
 
 

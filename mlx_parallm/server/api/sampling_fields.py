@@ -7,9 +7,10 @@ from typing import Annotated, Any
 
 from pydantic import Field, PlainValidator
 
+from mlx_parallm.core import TOP_LOGPROBS
 from mlx_parallm.server.api.fields import INT32_MAX, NonEmptyTokenIds, TokenId, WireInput, is_token_ids, refused
+from mlx_parallm.server.candidates import WHOLE_VOCABULARY
 
-MAX_LOGPROBS = 20
 MAX_SEQUENCES = 128
 """Largest number of sequences of one request, which is `n` times its prompts."""
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 1024
@@ -81,9 +82,9 @@ _Biases = Annotated[
     dict[_BiasId, _Bias], Field(max_length=MAX_BIASES, json_schema_extra={"additionalProperties": False})
 ]
 LogitBias = Annotated[dict[int, float], PlainValidator(_biases, json_schema_input_type=_Biases)]
-TopLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+FewLogprobs = Annotated[int, Field(ge=0, le=TOP_LOGPROBS)]
+TopLogprobs = Annotated[int, Field(ge=WHOLE_VOCABULARY, le=INT32_MAX)]
 PromptLength = Annotated[int, Field(ge=-1, le=INT32_MAX, json_schema_extra={"not": {"const": 0}})]
-PromptCandidates = Annotated[int, Field(ge=0, le=INT32_MAX)]
 TokenLimit = Annotated[int, Field(ge=NO_LIMIT, le=INT32_MAX)]
 Temperature = Annotated[float, Field(ge=0, le=2)]
 TopP = Annotated[float, Field(ge=0, le=1)]
@@ -146,9 +147,9 @@ class SamplingFields(BasicSampling):
     of it only with `include_stop_str_in_output`."""
     spaces_between_special_tokens: bool = True
     """Has no effect: special tokens are written without spaces between them."""
-    prompt_logprobs: PromptCandidates | None = None
+    prompt_logprobs: TopLogprobs | None = None
     """Return the logprobs of the prompt's tokens and, at each position, of this many most likely tokens: at most 20,
-    unless the operator allows more with `--max-prompt-logprobs`."""
+    unless the operator allows more with `--max-logprobs`. -1 means the whole vocabulary."""
 
 
 def sent_sampling(fields: SamplingFields) -> dict[str, Any]:

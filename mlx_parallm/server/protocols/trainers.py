@@ -14,7 +14,7 @@ from fastapi import APIRouter, Depends
 from pydantic import Field
 
 from mlx_parallm.server.api.adapters.route import LOAD_ERRORS, UNLOAD_ERRORS, load, unload
-from mlx_parallm.server.api.adapters.schema import MAX_PATH, LoadedLora, Name, UnloadedLora, UnloadLoraBody
+from mlx_parallm.server.api.adapters.schema import MAX_PATH, BaseName, LoadedLora, Name, UnloadedLora, UnloadLoraBody
 from mlx_parallm.server.api.fields import Neutral, WireInput, WireOutput
 from mlx_parallm.server.errors import WeightTransferError
 from mlx_parallm.server.http.body import json_body
@@ -57,6 +57,8 @@ class ReplaceLoraBody(WireInput):
     """The adapter's name, which may be in use already."""
     lora_path: Annotated[str, Field(min_length=1, max_length=MAX_PATH)]
     """A folder under the operator's adapter roots."""
+    base_model_name: BaseName | None = None
+    """The base model that the adapter is for; by default, the one that its files name, or else the first one."""
 
 
 @router.post("/load_lora_adapter", responses=LOAD_ERRORS)
@@ -65,7 +67,7 @@ async def load_lora_adapter(
 ) -> LoadedLora:
     """Loads an adapter, and answers when the new version is live. Requests under way with this name keep the version
     that they began with, and later ones get the new one. `/v1/load_lora_adapter` does the same with `load_inplace`."""
-    return await load(services, body.lora_name, body.lora_path, replace=True)
+    return await load(services, body.lora_name, body.lora_path, True, body.base_model_name)
 
 
 @router.post("/unload_lora_adapter", responses=UNLOAD_ERRORS)
@@ -73,7 +75,7 @@ async def unload_lora_adapter(
     body: Annotated[UnloadLoraBody, Depends(json_body(UnloadLoraBody))], services: ServicesDep
 ) -> UnloadedLora:
     """Does the same as `/v1/unload_lora_adapter`."""
-    return await unload(services, body.lora_name, "lora_name")
+    return await unload(services, body.lora_name, "lora_name", body.base_model_name)
 
 
 # -- state -----------------------------------------------------------------------------------------

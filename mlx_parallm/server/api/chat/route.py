@@ -40,10 +40,11 @@ from mlx_parallm.server.api.chat.schema import (
 from mlx_parallm.server.api.chat.template import chosen_template
 from mlx_parallm.server.api.chat.tools import NamedTool, answer_grammar, answer_syntax
 from mlx_parallm.server.api.logprobs import chat_logprobs, prompt_logprobs, scored_prompt
+from mlx_parallm.server.candidates import Candidates
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.http.request_log import new_request_id
-from mlx_parallm.server.openapi import streamable
+from mlx_parallm.server.openapi.responses import streamable
 from mlx_parallm.server.planning import longest_text, plan, tokens_as_ids
 from mlx_parallm.server.services import Services, ServicesDep
 
@@ -135,8 +136,8 @@ def plan_chat(
         grammar=answer_grammar(body, syntax, model.grammars),
         max_tokens=body.token_limit,
         default_max_tokens=default_max_tokens,
-        top_logprobs=body.top,
-        prompt_logprobs=body.prompt_logprobs,
+        top_logprobs=body.candidates,
+        prompt_logprobs=Candidates("prompt_logprobs", body.prompt_logprobs),
         visible_specials=syntax.visible_specials,
     )
     if key is None:
@@ -221,7 +222,7 @@ class ChatWriter(ChoiceWriter[ChatBody]):
 
     def _details(self, piece: ChoicePiece) -> dict[str, Any]:
         """The fields of a choice other than its message or delta."""
-        top = self.body.top or 0
+        top = self.body.candidates.number or 0
         logprobs = chat_logprobs(self.tokenizer, piece.scored, top, self.tokens_as_ids) if piece.scored else None
         ids = {"token_ids": list(piece.token_ids)} if self.body.return_token_ids else {}
         return {"logprobs": logprobs, **ending(piece), **self._called(piece), **ids}

@@ -13,13 +13,14 @@ from mlx_parallm.server.api.chat.tools import ToolCallingBody
 from mlx_parallm.server.api.fields import INT32_MAX, Neutral, NonEmptyTokenIds, WireOutput, refused
 from mlx_parallm.server.api.generation_fields import UNSUPPORTED_OPTIONS
 from mlx_parallm.server.api.logprobs import ChatLogprobs, PromptLogprobs
-from mlx_parallm.server.api.sampling_fields import MAX_LOGPROBS, NO_LIMIT, TopLogprobs
+from mlx_parallm.server.api.sampling_fields import NO_LIMIT, TopLogprobs
+from mlx_parallm.server.candidates import WHOLE_VOCABULARY, Candidates, widest
 
 
 def _logprobs(value: object) -> bool | int:
-    if isinstance(value, bool) or (isinstance(value, int) and 0 <= value <= MAX_LOGPROBS):
+    if isinstance(value, bool) or (isinstance(value, int) and WHOLE_VOCABULARY <= value <= INT32_MAX):
         return value
-    raise refused(f"must be true, false or a number from 0 to {MAX_LOGPROBS}")
+    raise refused("must be true, false, a number from 0, or -1")
 
 
 def _not_zero(value: int) -> int:
@@ -63,7 +64,8 @@ class ChatBody(ToolCallingBody):
     """Whether to return the logprobs of the generated tokens. A number means what it means in completions: return them,
     and those of this many most likely tokens at each position."""
     top_logprobs: TopLogprobs = 0
-    """Number of most likely tokens to return at each position as well; needs `logprobs`."""
+    """Number of most likely tokens to return at each position as well; needs `logprobs`. It is at most 20, unless the
+    operator allows more with `--max-logprobs`. -1 means the whole vocabulary."""
     add_generation_prompt: bool = True
     """Whether the prompt ends with the beginning of the assistant's message."""
     continue_final_message: bool = False
@@ -92,11 +94,12 @@ class ChatBody(ToolCallingBody):
         return next((limit for limit in given if limit != NO_LIMIT), given[0] if given else None)
 
     @property
-    def top(self) -> int | None:
-        """Number of most likely tokens to report at each position; None: no logprobs."""
-        if isinstance(self.logprobs, bool):
-            return self.top_logprobs if self.logprobs else None
-        return max(self.logprobs, self.top_logprobs)
+    def candidates(self) -> Candidates:
+        """The most likely tokens to report at each position."""
+        if self.logprobs is False:
+            return Candidates("logprobs")
+        top = Candidates("top_logprobs", self.top_logprobs)
+        return top if self.logprobs is True else widest([top, Candidates("logprobs", self.logprobs)])
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:

@@ -17,7 +17,7 @@ from mlx_parallm.server.api.sampling_fields import SamplingFields
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.http.request_log import new_request_id
-from mlx_parallm.server.openapi import generating
+from mlx_parallm.server.openapi.responses import generating
 from mlx_parallm.server.protocols.completion import client_names, completion_body, sent_collection
 from mlx_parallm.server.protocols.generate.choices import WholeWriter
 from mlx_parallm.server.protocols.generate.schema import Form, GenerateBody

@@ -17,6 +17,7 @@ from mlx_parallm.server.api.fields import INT32_MAX, Neutral, TokenId, is_token_
 from mlx_parallm.server.api.generation_fields import UNSUPPORTED_OPTIONS, CollectableBody, Priority
 from mlx_parallm.server.api.sampling_fields import (
     NO_LIMIT,
+    FewLogprobs,
     SamplingFields,
     Seed,
     TokenLimit,
@@ -140,7 +141,7 @@ class GenerateBody(CollectableBody, SamplingFields):
     """SGLang: return the logprobs of the generated tokens."""
     logprob_start_len: Annotated[int, Field(ge=-1, le=INT32_MAX)] = -1
     """SGLang: return the logprobs of the prompt's tokens from this one on too; -1 means none."""
-    top_logprobs_num: TopLogprobs = 0
+    top_logprobs_num: FewLogprobs = 0
     """SGLang: return this many most likely tokens at each position too."""
     return_text_in_logprobs: bool = False
     """SGLang: whether each token in the logprobs comes with its text."""

@@ -11,6 +11,7 @@ from mlx_parallm.server.api.answer import FinishReasonText, collected_fields
 from mlx_parallm.server.api.fields import WireOutput
 from mlx_parallm.server.api.logprobs import finite
 from mlx_parallm.server.api.sampling_fields import sent_sampling
+from mlx_parallm.server.candidates import WHOLE_VOCABULARY, first
 from mlx_parallm.server.protocols.generate.choices import WholeRequest, WholeWriter
 from mlx_parallm.server.protocols.generate.schema import GenerateBody
 
@@ -70,8 +71,9 @@ class VLLMWriter(WholeWriter):
         )
 
 
-def _by_id(token: TokenLogprob, top: int | None = None) -> TokenLogprobs:
-    return {str(ranked): finite(value) for ranked, value in ((token.token_id, token.logprob), *token.top[:top])}
+def _by_id(token: TokenLogprob, top: int = WHOLE_VOCABULARY) -> TokenLogprobs:
+    best = first(token.top, top)
+    return {str(ranked): finite(value) for ranked, value in ((token.token_id, token.logprob), *best)}
 
 
 def _prompt_logprobs(scores: Iterable[TokenLogprob | None], top: int) -> Iterable[TokenLogprobs | None]:

@@ -11,7 +11,7 @@ from pydantic import Field, PlainValidator
 from mlx_parallm.server.api.fields import INT32_MAX, Neutral, WireInput, refused
 from mlx_parallm.server.api.generation_fields import CollectableBody
 from mlx_parallm.server.api.grammar_fields import checked_schema
-from mlx_parallm.server.api.sampling_fields import NO_LIMIT, Penalty, Seed, Stops, Temperature, TopLogprobs, TopP
+from mlx_parallm.server.api.sampling_fields import NO_LIMIT, FewLogprobs, Penalty, Seed, Stops, Temperature, TopP
 from mlx_parallm.server.protocols.completion import sent_collection
 
 RANDOM_SEED = -1
@@ -129,7 +129,7 @@ class PromptedBody(CollectableBody):
     """Accepted and ignored: the model stays in memory. Only without a prompt does 0 change the answer, to `unload`."""
     logprobs: bool = False
     """Whether to return the logprobs of the generated tokens."""
-    top_logprobs: TopLogprobs = 0
+    top_logprobs: FewLogprobs = 0
     """Number of most likely tokens to return at each position as well; needs `logprobs`."""
 
     @property

@@ -20,7 +20,7 @@ from mlx_parallm.server.api.completions import CompletionBody, plan_completion
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.http.body import json_body, validated
 from mlx_parallm.server.http.request_log import new_request_id
-from mlx_parallm.server.openapi import in_lines
+from mlx_parallm.server.openapi.responses import in_lines
 from mlx_parallm.server.protocols.ollama.models import known_name, load
 from mlx_parallm.server.protocols.ollama.objects import AnsweredMessage, ChatAnswer, GenerateAnswer, timestamp
 from mlx_parallm.server.protocols.ollama.options import PromptedBody
@@ -64,7 +64,7 @@ def prepare_chat(
     """Renders and tokenises the conversation, and builds the engine's request. Runs in a worker thread."""
     with client_names(CHAT_NAMES):
         planned = plan_chat(new_request_id("ollama"), asked, services, model, adapter, collection)
-    return ChatWriter(**_writer_fields(planned, asked, model))
+    return ChatWriter(**_writer_fields(planned, model))
 
 
 # -- generate --------------------------------------------------------------------------------------
@@ -105,19 +105,19 @@ def prepare_generate(
             planned = PlannedChat(plan_completion(request_id, plain, *parts, default_max_tokens=None), AnswerSyntax())
         else:
             planned = plan_chat(request_id, asked, *parts)
-    return GenerateWriter(**_writer_fields(planned, asked, model))
+    return GenerateWriter(**_writer_fields(planned, model))
 
 
 # -- both ------------------------------------------------------------------------------------------
 
 
-def _writer_fields(planned: PlannedChat, asked: ChatBody, model: ServedModel) -> dict[str, Any]:
+def _writer_fields(planned: PlannedChat, model: ServedModel) -> dict[str, Any]:
     return {
         "request": planned.request,
         "model": model.card.name,
         "tokenizer": model.tokenizer,
         "splitter": Splitter(planned.syntax),
-        "top": asked.top,
+        "top": planned.request.sampling.top_logprobs,
         "watch": planned.watch,
     }
 

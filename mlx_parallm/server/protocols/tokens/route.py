@@ -23,7 +23,7 @@ from mlx_parallm.server.api.sampling_fields import sent_sampling
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.http.request_log import new_request_id
-from mlx_parallm.server.openapi import raises, streamable
+from mlx_parallm.server.openapi.responses import raises, streamable
 from mlx_parallm.server.planning import adapter_named_by, select_adapter
 from mlx_parallm.server.protocols.completion import client_names, completion_body
 from mlx_parallm.server.protocols.tokens.schema import RenderedChat, TokenCompletion, TokensBody, TokensChoice
@@ -120,7 +120,7 @@ def _render(body: ChatBody, model: ServedModel) -> RenderedChat:
     if body.compiles:
         param = body.grammar[0] if body.grammar else "tool_choice"
         raise InvalidRequestError(f"{param}: a rendered request has no grammar; leave it out", param=param)
-    sampling = {**sent_sampling(body), "max_tokens": body.token_limit, "logprobs": body.top}
+    sampling = {**sent_sampling(body), "max_tokens": body.token_limit, "logprobs": body.candidates.number}
     names = [name for name in ("model", "lora_adapter", "cache_salt") if name in body.model_fields_set]
     return RenderedChat(
         token_ids=body.given_prompt or prompt_of(body, model),

@@ -36,7 +36,8 @@ class TokenSampling(SamplingFields):
     """Maximum number of tokens to generate. If it is left out, only the context limits the answer. With 0, nothing is
     generated, so `prompt_logprobs` is required."""
     logprobs: TopLogprobs | None = None
-    """Return the logprobs of the generated tokens and, at each position, of this many most likely tokens."""
+    """Return the logprobs of the generated tokens and, at each position, of this many most likely tokens: at most 20,
+    unless the operator allows more with `--max-logprobs`. -1 means the whole vocabulary."""
 
 
 class TokensBody(CollectableBody):

@@ -1,0 +1,61 @@
+"""How many candidates a request may have at each token: the fields `logprobs`, `top_logprobs` and `prompt_logprobs`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mlx_parallm.core import TOP_LOGPROBS
+from mlx_parallm.errors import InvalidRequestError
+
+WHOLE_VOCABULARY = -1
+"""The number that means every token of the vocabulary, in a request and as the operator's limit."""
+MAX_CANDIDATES = 2**20
+"""Largest number of candidates of one answer, where there are more than `TOP_LOGPROBS` at each token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """What a request asks for: the field that says so, and its number. None: no logprobs."""
+
+    param: str
+    number: int | None = None
+
+    def resolved(self, vocab_size: int, limit: int) -> int | None:
+        """The number for this vocabulary. `limit`: the operator's, `--max-logprobs`.
+
+        Raises:
+            InvalidRequestError: it is over the limit.
+        """
+        if self.number is None:
+            return None
+        number = vocab_size if self.number == WHOLE_VOCABULARY else self.number
+        most = vocab_size if limit == WHOLE_VOCABULARY else limit
+        if number <= most:
+            return min(number, vocab_size)
+        asked = f"the whole vocabulary is {vocab_size} candidates; " if self.number == WHOLE_VOCABULARY else ""
+        raise InvalidRequestError(
+            f"{self.param}: {asked}at most {most} on this server, whose operator can change it with --max-logprobs.",
+            param=self.param,
+        )
+
+
+def widest(asked: Sequence[Candidates]) -> Candidates:
+    """The one with the largest number."""
+    return max(asked, key=lambda each: (each.number == WHOLE_VOCABULARY, -1 if each.number is None else each.number))
+
+
+def first(best: Sequence[tuple[int, float]], number: int) -> Sequence[tuple[int, float]]:
+    """So many of the best candidates, where `WHOLE_VOCABULARY` means all."""
+    return best if number == WHOLE_VOCABULARY else best[:number]
+
+
+def check_amount(param: str, number: int | None, tokens: int, shorter: str) -> None:
+    """Raises InvalidRequestError if so many candidates for each of these tokens are too many for one answer. `shorter`:
+    what else a client can do than ask for fewer candidates."""
+    if number is not None and number > TOP_LOGPROBS and tokens > 1 and number * tokens > MAX_CANDIDATES:
+        raise InvalidRequestError(
+            f"{param}: {number} candidates for each of {tokens} tokens are more than {MAX_CANDIDATES} in all; ask for "
+            f"fewer, or {shorter}.",
+            param=param,
+        )
