@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
+from mlx_parallm.core.candidates import TOP_LOGPROBS
 from mlx_parallm.core.requests import Pooling, WorkClass
 
 
@@ -46,9 +47,12 @@ class Sequence:
         arrived_at: when the request arrived. This and the times below are seconds on `time.monotonic`'s clock.
         started_at: when the first unit of work for the sequence was launched; 0.0 before.
         served_at: when it last got a chunk in its turn; before the first chunk, `arrived_at`.
+        keeps_row_until: the number of drawn tokens below which its row is not taken for another key's share.
         steps_waited: steps that were launched since its last chunk, while it is being prefilled.
         key: the name of the API key that asked for it.
         scored: the logprobs of its prompt are wanted, so its chunks keep logits and share no unit with other chunks.
+        prompt_candidates: the candidates that are reported for each token of a scored prompt.
+        candidates: those that are reported for each drawn token.
         pooling: how its hidden states are pooled. The vector takes the place of the only token that it could draw.
     """
 
@@ -66,9 +70,12 @@ class Sequence:
     drawn: int = 0
     started_at: float = 0.0
     scored: bool = False
+    prompt_candidates: int = 0
+    candidates: int = 0
     pooling: Pooling | None = None
     served_at: float = 0.0
     steps_waited: int = 0
+    keeps_row_until: int = 0
     prompt_length: int = 0
 
     def __post_init__(self) -> None:
@@ -97,6 +104,12 @@ class Sequence:
         """Whether the prompt is computed from its start, whatever is cached: keys and values are, but not the logits or
         hidden states of each token."""
         return self.scored or self.pooling is Pooling.MEAN
+
+    @property
+    def draws_alone(self) -> bool:
+        """Whether no other such row may draw in the same unit, because each reports so many candidates that they take
+        longer than the row's part of the forward pass."""
+        return self.candidates > TOP_LOGPROBS
 
     @property
     def unread(self) -> int:

@@ -5,6 +5,9 @@ next row. Deficit round robin itself would have to know the length of an answer 
 count when they are computed, and a row counts as `ROW_TOKENS` in advance as long as it is held, so that one key cannot
 take all rows before its first token is counted.
 
+A key that comes while another one holds all rows need not wait for its answers to end: rows are taken back until both
+hold as many.
+
 An unused share is not saved up: an owner that begins to wait starts with the count of the owner with the fewest tokens
 among those that wait.
 """
@@ -24,6 +27,9 @@ Owner = tuple[WorkClass | str, ...]
 
 ROW_TOKENS = 64
 """Tokens that a row counts as while it is held, in addition to those that were computed for it."""
+AHEAD_TOKENS = 4 * ROW_TOKENS
+"""How far ahead a key must be before rows are taken from it for one that holds some. Each row that changes hands makes
+the difference smaller by twice `ROW_TOKENS`."""
 _MOST_COUNTS = 4096
 """With more counts than this, those of owners that hold no row are forgotten."""
 
@@ -77,28 +83,45 @@ class TokenShares:
         for each in own:
             self._tokens[each] = max(self.tokens(each), self._least.get(above, 0))
         self._least[above] = min(map(self.tokens, own))
-        standing = {each: self.tokens(each) + ROW_TOKENS * self.rows[each] for each in own}
+        standing = {each: self._standing(each) for each in own}
         least = min(standing.values())
         return [each for each, owned in zip(waiting, own, strict=True) if standing[owned] == least]
+
+    def _standing(self, owner: Owner) -> int:
+        """The tokens of an owner, and those that its rows count as."""
+        return self.tokens(owner) + ROW_TOKENS * self.rows[owner]
 
     def reset(self) -> None:
         """Forgets all tokens. Call it when nothing waits and no row is held."""
         self._tokens.clear()
         self._least.clear()
 
-    def row_to_yield(self, rows: Items[Sequence], to: Sequence) -> Sequence | None:
-        """The row that gives way to a waiting sequence whose key holds none: the youngest one of the key that holds the
-        most, if these are two or more. None if there is none, or if the key holds a row.
+    def row_to_yield(self, rows: Items[Sequence], to: Sequence, rows_are_short: bool) -> Sequence | None:
+        """The row that gives way to a waiting sequence: the youngest one of the key that holds the most, if these are
+        at least two more than the waiting sequence's key holds.
+
+        A key without a row gets its first one so in any case. It gets more only from a key that is ahead by
+        `AHEAD_TOKENS`, so that keys which hold about their share wait for answers to end. A row that gave way keeps its
+        next place until it has drawn `ROW_TOKENS` more.
 
         Args:
             rows: all rows, in order of admission. Those of another class, or of a better priority, do not give way.
+            rows_are_short: the sequence waits for a row, and not for memory.
         """
-        if self.rows[to.work_class, to.key]:
+        own = self.rows[to.work_class, to.key]
+        if own and not rows_are_short:
             return None
         rows = [row for row in rows if row.work_class is to.work_class and row.priority >= to.priority]
         held = Counter(row.key for row in rows)
         most = max(held.values(), default=0)
-        return next((row for row in reversed(rows) if held[row.key] == most), None) if most > 1 else None
+        if most - own < 2:
+            return None
+        youngest_first = (row for row in reversed(rows) if held[row.key] == most)
+        if own == 0:
+            return next(youngest_first)
+        behind = self._standing((to.work_class, to.key)) + AHEAD_TOKENS
+        ahead = (row for row in youngest_first if self._standing((row.work_class, row.key)) >= behind)
+        return next((row for row in ahead if row.drawn >= row.keeps_row_until), None)
 
     def check_integrity(self, live: Iterable[Sequence]) -> None:
         """Raises AssertionError if the rows that are counted are not those of the sequences that hold one."""

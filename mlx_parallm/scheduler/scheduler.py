@@ -11,7 +11,7 @@ Between two forward units, staging, which copies adapters into the bank, gets a 
 runs when its share of time is due. Both use all the time that no row can use. Rollouts yield to live requests: they get
 their share of a unit's decode rows, or one row while training waits, their prompts come last, and their rows are
 preempted first. Within a class and a priority, API keys get rows in turns, by their tokens (`fairness`). A key that
-holds none gets its first row at once.
+holds none gets its first row at once, and one that holds far less than another gets rows from it.
 
 Invariants:
 - Units cannot be interrupted. Therefore all that delays the rows of a step, which is the work before it and the chunks
@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from mlx_parallm.core import DeviceSchedule, Sequence, SequenceStatus, WorkClass
 from mlx_parallm.scheduler.beside import WorkBesideRequests
 from mlx_parallm.scheduler.cost import CostModel
-from mlx_parallm.scheduler.fairness import TokenShares
+from mlx_parallm.scheduler.fairness import ROW_TOKENS, TokenShares
 from mlx_parallm.scheduler.order import PromptOrder
 from mlx_parallm.scheduler.prefill import (
     EVEN,
@@ -143,8 +143,8 @@ class RLAwareScheduler:
         self._memory.close(sequence)
 
     def admit(self) -> None:
-        """Gives rows to waiting sequences, best first, until rows or memory run out. Then other keys give way to a key
-        that holds no row.
+        """Gives rows to waiting sequences, best first, until rows or memory run out. Then keys that hold many rows give
+        way to those that hold few.
 
         After a preemption nothing is admitted until a sequence ends. Otherwise the memory taken from a row would be
         given back to the same sequence, and its prompt would be computed again and again. Work classes that already
@@ -177,12 +177,13 @@ class RLAwareScheduler:
         return MOST_IN_PREFILL[lane.kind] * (2 if first else 1)
 
     def _open_at_once(self, sequence: Sequence) -> bool:
-        """Gives a row to a waiting sequence; if there is none left, other keys give way, if its key holds none. Returns
-        False if it gets none."""
+        """Gives a row to a waiting sequence. If there is none left, another key may have to give way. Returns False if
+        it gets none."""
         while not self._open(sequence):
-            row = self._shares.row_to_yield(self._rows, sequence)
+            row = self._shares.row_to_yield(self._rows, sequence, len(self._rows) >= self.config.max_rows)
             if row is None:
                 return False
+            row.keeps_row_until = row.drawn + ROW_TOKENS
             self.preempt(row)
         return True
 

@@ -107,6 +107,21 @@ def test_a_small_pool_preempts_the_youngest_and_never_fails(llama: object) -> No
     assert first_to_end == "0", "the oldest row keeps its place"
 
 
+def test_rows_that_are_taken_back_for_another_key_equal_their_solo_runs(llama: object) -> None:
+    harness = make_harness(llama, max_rows=4)
+    rows = prompts(6, 60, seed=14)
+    for i, row in enumerate(rows[:4]):
+        harness.submit(str(i), row, 40, key="first")
+    while len(harness.tokens("0")) < 20:
+        harness.loop.step()
+    for i, row in enumerate(rows[4:], 4):
+        harness.submit(str(i), row, 40, key="later")
+    harness.run()
+    assert harness.loop.stats().preemptions_total >= 2, "each key had two of the four rows"
+    for i, row in enumerate(rows):
+        assert_same_tokens(harness.tokens(str(i)), solo(llama, row, 40), TINY)
+
+
 def test_sampled_rows_do_not_depend_on_neighbours_or_preemption(llama: object) -> None:
     """Same seed, other company, smaller pool: the same tokens."""
     sampled = SamplingParams(temperature=1.0, top_p=0.9, seed=7, presence_penalty=0.5)
@@ -187,6 +202,28 @@ def test_drawn_logprobs_equal_a_plain_forward(llama: object) -> None:
         (entry,) = output.logprobs
         assert entry.logprob == pytest.approx(logprobs[at, tokens[at]].item(), abs=TINY)
         assert [value for _, value in entry.top] == pytest.approx(mx.sort(logprobs[at])[-3:][::-1].tolist(), abs=TINY)
+
+
+def test_whole_vocabularies_equal_a_plain_forward_and_are_computed_in_turns(llama: object) -> None:
+    """Of the drawn tokens and of the prompt, for requests that run together, beside one that reports nothing."""
+    rows = prompts(2, 30, seed=12)
+    harness = make_harness(llama)
+    harness.submit("beside", prompts(1, 30, seed=13)[0], 12)
+    vocab = llama(mx.array([[1]])).shape[-1]
+    for name, row in zip("ab", rows, strict=True):
+        sampling = SamplingParams(temperature=0.0, top_logprobs=vocab)
+        harness.submit(name, row, 3, n=2, sampling=sampling, prompt_logprobs=vocab)
+    harness.run()
+    for name, row in zip("ab", rows, strict=True):
+        logits = llama(mx.array([row + harness.tokens(name, 1)]))[0]
+        logprobs = logits - mx.logsumexp(logits, -1, keepdims=True)
+        (scored,) = [e for e in harness.of(name) if isinstance(e, PromptScored)]
+        drawn = [e.logprobs[0] for e in harness.of(name) if isinstance(e, SequenceOutput) and e.index == 1]
+        for entry, expected in zip([*scored.logprobs[1:], *drawn], logprobs, strict=False):
+            ids, values = zip(*entry.top, strict=True)
+            assert sorted(ids) == list(range(vocab))
+            assert values == pytest.approx(expected[mx.array(ids)].tolist(), abs=TINY)
+            assert list(values) == sorted(values, reverse=True)
 
 
 def test_a_request_larger_than_the_pool_is_refused_at_once(llama: object) -> None:

@@ -193,3 +193,79 @@ def test_a_row_counts_before_its_tokens_do() -> None:
     driver.scheduler.admit()
     assert Counter(row.key for row in driver.scheduler.live) == {"a": 4, "b": 4}
     assert ROW_TOKENS > 0
+
+
+# ---- rows that are taken back ----------------------------------------------------------------------
+
+
+def held(driver: Driver) -> Counter[str]:
+    return Counter(row.key for row in driver.scheduler.live)
+
+
+@pytest.mark.parametrize("rows", [4, 16])
+@pytest.mark.parametrize("before", [5, 200])
+def test_a_key_that_comes_later_has_its_share_soon(rows: int, before: int) -> None:
+    """However long the answers of the other key are, and however long it was alone."""
+    driver = Driver(max_rows=rows)
+    flood(driver, 2 * rows, "first", tokens=10, max_tokens=5000)
+    for _ in range(before):
+        driver.step()
+    flood(driver, 2 * rows, "later", tokens=10, max_tokens=5000)
+    tokens_by(driver, by_key, 130)
+    got = tokens_by(driver, by_key, 100)
+    assert 0.4 <= got["later"] / got.total() <= 0.6, held(driver)
+    assert abs(held(driver)["later"] - rows / 2) <= 1
+    assert driver.scheduler.preemptions <= rows / 2
+
+
+def test_keys_at_their_share_take_nothing_from_each_other() -> None:
+    driver = Driver(max_rows=16)
+    for key in ("a", "b", "c"):
+        flood(driver, 60, key, tokens=10, max_tokens=60)
+    tokens_by(driver, by_key, 400)
+    assert driver.scheduler.waiting > 0
+    assert driver.scheduler.preemptions <= 2
+
+
+def test_a_key_with_few_requests_takes_no_more_rows_than_it_needs() -> None:
+    driver = Driver(max_rows=16)
+    flood(driver, 40, "flood", max_tokens=5000)
+    for _ in range(50):
+        driver.step()
+    flood(driver, 3, "few", max_tokens=30)
+    tokens_by(driver, by_key, 60)
+    assert driver.scheduler.preemptions <= 3
+    assert held(driver)["flood"] == 16
+
+
+def test_rows_of_a_better_priority_are_not_taken() -> None:
+    driver = Driver(max_rows=8)
+    flood(driver, 16, "urgent", max_tokens=5000, priority=-1)
+    for _ in range(20):
+        driver.step()
+    flood(driver, 16, "later", max_tokens=5000)
+    tokens_by(driver, by_key, 100)
+    assert held(driver) == {"urgent": 8}
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 90), st.integers(1, 200)), min_size=8, max_size=25))
+def test_a_row_is_not_taken_twice_in_a_row(requests: list[tuple[str, int, int]]) -> None:
+    """Between two times, it draws `ROW_TOKENS` more, unless it is for the first row of a key. All requests end."""
+    driver = Driver(max_rows=6)
+    taken: dict[Sequence, int] = {}
+    preempt = driver.scheduler.preempt
+
+    def noted(row: Sequence) -> None:
+        if set(held(driver)) == {s.key for s in driver.scheduler.sequences()}:
+            assert row.drawn >= taken.get(row, 0)
+        taken[row] = row.drawn + ROW_TOKENS
+        preempt(row)
+
+    driver.scheduler.preempt = noted  # type: ignore[method-assign]
+    for number, (key, tokens, max_tokens) in enumerate(requests):
+        driver.add(tokens, max_tokens, key=key)
+        for _ in range(number % 5):
+            driver.step()
+    driver.run()
+    assert len(driver.finished) == len(requests)
