@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, Valida
 
 from mlx_parallm.core import TextTokenizer, Tool, ToolFormat
 from mlx_parallm.core.tool_text import TemplateMessage, calls_as_text, tools_as_text
+from mlx_parallm.server.api.chat.fitting import fitted
 from mlx_parallm.server.api.fields import Neutral, WireInput, check_text_parts, read_nested, refused
 from mlx_parallm.server.api.grammar_fields import is_shallow
 
@@ -183,17 +184,21 @@ class Conversation:
     def render(
         self, tokenizer: TextTokenizer, add_generation_prompt: bool = True, at_most: int | None = None
     ) -> list[int]:
-        """The token ids of the prompt. Call it in a worker thread.
+        """The token ids of the prompt, for which the messages are fitted to the template. Call it in a worker thread.
 
         Raises:
             ContextLengthError: the prompt has far more than `at_most` token ids.
             Also the other errors of `TextTokenizer.apply_chat_template`.
         """
-        return tokenizer.apply_chat_template(
-            self.turns,
-            add_generation_prompt,
-            at_most,
-            template=self.template,
-            continue_final_message=self.open_ended,
-            **self.variables,
-        )
+
+        def rendered(turns: Sequence[TemplateMessage]) -> list[int]:
+            return tokenizer.apply_chat_template(
+                turns,
+                add_generation_prompt,
+                at_most,
+                template=self.template,
+                continue_final_message=self.open_ended,
+                **self.variables,
+            )
+
+        return fitted(self.turns, tokenizer, self.template, rendered)

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, PlainValidator, ValidationInfo, model_validator
 
+from mlx_parallm.server.api.chat.fitting import merged
 from mlx_parallm.server.api.chat.messages import CallArguments
 from mlx_parallm.server.api.fields import Validate, WireInput, read_nested, refused
 
@@ -201,42 +202,9 @@ def _texts_of(blocks: Iterable[AnyBlock]) -> Iterator[TextBlock]:
 # ---- the whole conversation ------------------------------------------------------------------------
 
 
-def chat_messages(
-    system: Sequence[TextBlock], messages: Iterable[MessageParam], system_first: bool
-) -> list[ChatMessageFields]:
+def chat_messages(system: Sequence[TextBlock], messages: Iterable[MessageParam]) -> list[ChatMessageFields]:
     """The conversation as chat messages. Messages of the same role that follow each other become one, as on Anthropic's
-    server, but each result of a tool stays a message of its own.
-
-    Args:
-        system_first: all messages of the role `system` are moved to the beginning.
-    """
+    server, but each result of a tool stays a message of its own."""
     first = {"role": "system", "content": joined_text(system)}
     every = [first, *(part for message in messages for part in message.chat_messages())]
-    parts = [part for part in every if part and part != {"role": "system", "content": ""}]
-    if system_first:
-        parts.sort(key=lambda part: part["role"] != "system")  # a stable sort: the order is otherwise kept
-    return list(_merged(parts))
-
-
-def _merged(parts: Iterable[ChatMessageFields]) -> Iterator[ChatMessageFields]:
-    last: ChatMessageFields = {}
-    for part in parts:
-        if last and last["role"] == part["role"] != "tool":
-            last = _joined(last, part)
-            continue
-        if last:
-            yield last
-        last = part
-    if last:
-        yield last
-
-
-def _joined(before: ChatMessageFields, part: ChatMessageFields) -> ChatMessageFields:
-    """Texts are joined by a line break, and lists of calls become one."""
-    joined = dict(before)
-    for name, value in part.items():
-        if name == "tool_calls":
-            joined[name] = [*before.get(name, ()), *value]
-        elif name != "role":
-            joined[name] = f"{before[name]}\n{value}" if name in before else value
-    return joined
+    return list(merged(part for part in every if part and part != {"role": "system", "content": ""}))

@@ -12,9 +12,9 @@ from fastapi import APIRouter, Depends
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlx_parallm.core import AdapterRef, CollectionSpec, ServedModel, TextTokenizer
+from mlx_parallm.core import AdapterRef, CollectionSpec, ServedModel
 from mlx_parallm.core.splitter import Splitter
-from mlx_parallm.errors import ContextLengthError, InvalidRequestError, UnknownModelError
+from mlx_parallm.errors import ContextLengthError, UnknownModelError
 from mlx_parallm.server.api.chat.route import plan_chat, prompt_of
 from mlx_parallm.server.api.chat.schema import ChatBody
 from mlx_parallm.server.api.chat.translated import chat_body, client_names
@@ -23,7 +23,7 @@ from mlx_parallm.server.api.messages.schema import ConversationBody, CountTokens
 from mlx_parallm.server.api.messages.stream import MessageWriter
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.http.body import json_body
-from mlx_parallm.server.openapi import raises, streamable
+from mlx_parallm.server.openapi.responses import raises, streamable
 from mlx_parallm.server.services import Services, ServicesDep
 
 OWN_NAMES: Mapping[str, str] = {
@@ -74,7 +74,6 @@ def prepare(
     """
     request_id = f"msg_{uuid.uuid4().hex}"
     with _own_errors():
-        chat = _readable(body, chat, model.tokenizer)
         planned = plan_chat(request_id, chat, services, model, adapter, collection, body.max_tokens)
     return MessageWriter(
         request=planned.request, model=model.card.name, splitter=Splitter(planned.syntax), watch=planned.watch
@@ -83,36 +82,18 @@ def prepare(
 
 def _count_tokens(body: ConversationBody, model: ServedModel) -> int:
     """The length of the prompt. Runs in a worker thread."""
-    chat = _readable(body, _as_chat(body), model.tokenizer)
+    chat = _as_chat(body)
     with _own_errors():
         return len(prompt_of(chat, model))
 
 
-def _as_chat(body: ConversationBody, system_first: bool = False) -> ChatBody:
+def _as_chat(body: ConversationBody) -> ChatBody:
     """The conversation as a chat body. Runs in a worker thread.
 
     Raises:
         InvalidRequestError: the chat body is not valid; the error has this API's name of the field.
     """
-    return chat_body(body.for_chat(system_first), OWN_NAMES)
-
-
-def _readable(body: ConversationBody, chat: ChatBody, tokenizer: TextTokenizer) -> ChatBody:
-    """The chat body, in which messages of the role `system` come first if the model's template needs that."""
-    if body.has_later_system and not _reads_later_system(tokenizer):
-        return _as_chat(body, system_first=True)
-    return chat
-
-
-def _reads_later_system(tokenizer: TextTokenizer) -> bool:
-    """Whether the chat template writes a message of the role `system` that comes after another one. Some templates
-    refuse such a message, and others leave it out."""
-    user = {"role": "user", "content": "x"}
-    try:
-        one, other = (tokenizer.apply_chat_template([user, {"role": "system", "content": text}]) for text in ("a", "b"))
-    except InvalidRequestError:
-        return False
-    return one != other
+    return chat_body(body.for_chat(), OWN_NAMES)
 
 
 @contextmanager

@@ -150,14 +150,8 @@ class ConversationBody(SharedBody):
     stop_sequences: Stops = Field(default_factory=list)
     """Texts. The answer ends before the first one that the model writes."""
 
-    @property
-    def has_later_system(self) -> bool:
-        """Whether a message of the role `system` comes after one of another role."""
-        roles = [message.role for message in self.messages]
-        return "system" in roles and roles.index("system") > 0
-
-    def for_chat(self, system_first: bool) -> dict[str, Any]:
-        """The same request as a chat body. `system_first`: see `chat_messages`."""
+    def for_chat(self) -> dict[str, Any]:
+        """The same request as a chat body."""
         same = self.model_dump(include={*SharedBody.model_fields, "top_k"} - {"metadata"}, exclude_unset=True)
         metadata, begun = self.metadata or {}, self.messages[-1].role == "assistant"
         output = self.output_config
@@ -166,7 +160,7 @@ class ConversationBody(SharedBody):
             **same,
             # A client's metadata is about the user. Only a scorer needs it as it is.
             "metadata": metadata if self.collect_trajectory else None,
-            "messages": chat_messages(self.system, self.messages, system_first),
+            "messages": chat_messages(self.system, self.messages),
             "add_generation_prompt": not begun,
             "continue_final_message": begun,
             "stop": self.stop_sequences,

@@ -1,0 +1,83 @@
+"""Fits a conversation to the chat template. Clients send system messages anywhere, and several messages of one role in
+a row. Some templates take a system message only at the beginning, and the others only in turns of user and
+assistant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from mlx_parallm.core import TextTokenizer
+from mlx_parallm.core.tool_text import TemplateMessage
+from mlx_parallm.errors import InvalidRequestError
+
+Turns = Sequence[TemplateMessage]
+
+
+def fitted(
+    turns: Turns, tokenizer: TextTokenizer, template: str | None, render: Callable[[Turns], list[int]]
+) -> list[int]:
+    """What `render` makes of the messages. If the template refuses them, or leaves out system messages that come later,
+    it makes it of the same texts `in_turns`.
+
+    Raises:
+        InvalidRequestError: the template refuses these too.
+    """
+    joined = in_turns(turns)
+    if joined == tuple(turns):
+        return render(turns)
+    if any(turn["role"] == "system" for turn in turns[1:]) and not _writes_later_system(tokenizer, template):
+        return render(joined)
+    try:
+        return render(turns)
+    except InvalidRequestError:
+        return render(joined)
+
+
+def in_turns(turns: Turns) -> tuple[TemplateMessage, ...]:
+    """The messages with those of the system first, and `merged`."""
+    return tuple(
+        merged(sorted(turns, key=lambda turn: turn["role"] != "system"))
+    )  # stable: the order is otherwise kept
+
+
+def merged(messages: Iterable[TemplateMessage]) -> Iterator[dict[str, Any]]:
+    """Messages of one role and name that follow each other become one, except results of tools."""
+    last: dict[str, Any] = {}
+    for message in messages:
+        if last and _is_continued(last, message):
+            last = _joined(last, message)
+            continue
+        if last:
+            yield last
+        last = dict(message)
+    if last:
+        yield last
+
+
+def _is_continued(before: TemplateMessage, turn: TemplateMessage) -> bool:
+    return before["role"] == turn["role"] != "tool" and before.get("name") == turn.get("name")
+
+
+def _joined(before: TemplateMessage, turn: TemplateMessage) -> dict[str, Any]:
+    """Texts are joined by a line break, and lists of calls become one."""
+    joined = {**before, **turn}
+    for name in ("content", "reasoning_content"):
+        if texts := [each[name] for each in (before, turn) if each.get(name)]:
+            joined[name] = "\n".join(texts)
+    if calls := [*before.get("tool_calls", ()), *turn.get("tool_calls", ())]:
+        joined["tool_calls"] = calls
+    return joined
+
+
+def _writes_later_system(tokenizer: TextTokenizer, template: str | None) -> bool:
+    """Whether the template writes a system message that comes after another message."""
+    user = {"role": "user", "content": "x"}
+    try:
+        one, other = (
+            tokenizer.apply_chat_template([user, {"role": "system", "content": text}], template=template)
+            for text in ("a", "b")
+        )
+    except InvalidRequestError:
+        return False
+    return one != other

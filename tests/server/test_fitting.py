@@ -1,0 +1,118 @@
+"""Conversations that the chat template does not take as they are, in every API."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import httpx
+import pytest
+from server.fakes import CARD, ByteTokenizer
+from server.one_model import OneModel
+
+from mlx_parallm.config import ServerConfig
+from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.server.app import create_app
+
+SENT = [("system", "a"), ("user", "q"), ("user", "r"), ("system", "b"), ("assistant", "x"), ("user", "s")]
+FITTED = "s:a\nb\nu:q\nr\na:x\nu:s\na:"
+
+
+def messages(roles=SENT):
+    return [{"role": role, "content": text} for role, text in roles]
+
+
+def developer(roles=SENT):
+    return [{"role": role.replace("system", "developer"), "content": text} for role, text in roles]
+
+
+FACES = {
+    "chat": ("/v1/chat/completions", "messages", messages, {}),
+    "chat with developer": ("/v1/chat/completions", "messages", developer, {}),
+    "responses": ("/v1/responses", "input", developer, {}),
+    "messages": ("/v1/messages", "messages", messages, {"max_tokens": 9}),
+    "ollama": ("/api/chat", "messages", messages, {"model": "base", "stream": False}),
+}
+
+
+class InTurns(ByteTokenizer):
+    """Its template begins with the user, after one system message, and then takes turns."""
+
+    def apply_chat_template(self, messages, *args, **kwargs):
+        roles = [message["role"] for message in messages]
+        turns = roles[roles[0] == "system" :]
+        if turns != (["user", "assistant"] * len(turns))[: len(turns)]:
+            raise InvalidRequestError("roles must alternate", param="messages")
+        return super().apply_chat_template(messages, *args, **kwargs)
+
+
+class LeavesOut(ByteTokenizer):
+    """Its template does not write a system message that comes later."""
+
+    def apply_chat_template(self, messages, *args, **kwargs):
+        written = [message for i, message in enumerate(messages) if i == 0 or message["role"] != "system"]
+        return super().apply_chat_template(written, *args, **kwargs)
+
+
+@pytest.fixture
+def connect(engine, adapters):
+    def make(tokenizer):
+        app = create_app(engine, adapters, None, OneModel(tokenizer, CARD), ServerConfig())
+        return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost:8000")
+
+    return make
+
+
+@pytest.mark.parametrize("tokenizer", [InTurns, LeavesOut])
+@pytest.mark.parametrize("face", FACES)
+async def test_the_messages_are_fitted(connect, engine, face, tokenizer):
+    path, field, made, more = FACES[face]
+    response = await connect(tokenizer()).post(path, json={field: made(), **more})
+    assert response.status_code == 200, response.text
+    assert bytes(engine.requests[0].prompts[0]).decode() == FITTED
+
+
+@pytest.mark.parametrize("face", FACES)
+async def test_a_conversation_that_no_order_fits_is_refused_with_the_templates_reason(connect, engine, face):
+    path, field, made, more = FACES[face]
+    body = {field: made([("assistant", "x"), ("user", "q")]), **more}
+    response = await connect(InTurns()).post(path, json=body)
+    assert response.status_code == 400
+    assert "roles must alternate" in response.text
+    assert not engine.requests
+
+
+async def test_what_the_template_takes_stays_as_it_is(connect, engine):
+    await connect(ByteTokenizer()).post("/v1/chat/completions", json={"messages": messages()})
+    assert bytes(engine.requests[0].prompts[0]).decode() == "s:a\nu:q\nu:r\ns:b\na:x\nu:s\na:"
+
+
+async def test_names_and_calls_survive(connect, engine):
+    call = {"id": "c", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    said = [
+        {"role": "user", "content": "q", "name": "one"},
+        {"role": "user", "content": "r", "name": "other"},
+    ]
+    response = await connect(InTurns()).post("/v1/chat/completions", json={"messages": said})
+    assert response.status_code == 400, "messages of two people are not made one"
+    said = [
+        *messages([("user", "q")]),
+        {"role": "assistant", "content": "x", "tool_calls": [call]},
+        {"role": "assistant", "content": None, "tool_calls": [{**call, "id": "d"}]},
+        {"role": "tool", "content": "1", "tool_call_id": "c"},
+        {"role": "tool", "content": "2", "tool_call_id": "d"},
+    ]
+    tokenizer = Recording()
+    await connect(tokenizer).post("/v1/chat/completions", json={"messages": said})
+    roles = [(message["role"], message["content"], len(message.get("tool_calls", ()))) for message in tokenizer.given]
+    assert roles == [("user", "q", 0), ("assistant", "x", 2), ("tool", "1", 0), ("tool", "2", 0)]
+
+
+class Recording(ByteTokenizer):
+    """Refuses two messages of the assistant in a row, and keeps what its template was given last."""
+
+    def apply_chat_template(self, messages, *args, **kwargs):
+        roles = [message["role"] for message in messages]
+        if ("assistant", "assistant") in pairwise(roles):
+            raise InvalidRequestError("two in a row", param="messages")
+        self.given = messages
+        return super().apply_chat_template(messages, *args, **kwargs)
