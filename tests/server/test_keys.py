@@ -100,6 +100,17 @@ async def test_every_way_of_sending_a_key(make_client, tmp_path, scheme):
     assert (await client.post("/v1/completions", json=BODY)).status_code == 401
 
 
+async def test_a_key_may_be_sent_in_two_headers_but_not_two_keys(make_client, tmp_path, fault):
+    file, sent = key_file(tmp_path, laptop="inference", desk="inference")
+    client = make_client(keys_file=file)
+    one, other = (sent[name]["authorization"].removeprefix("Bearer ") for name in ("laptop", "desk"))
+    for second, status in ((one, 200), (other, 401), ("", 401)):
+        headers = {"authorization": f"Bearer {one}", "x-api-key": second}
+        answer = await client.post("/v1/completions", json=BODY, headers=headers)
+        assert answer.status_code == status
+        assert status == 200 or "different API keys" in fault(answer)["message"]
+
+
 async def test_the_one_key_is_an_admin_beside_named_ones(make_client, tmp_path, engine):
     file, sent = key_file(tmp_path, laptop="inference")
     client = make_client(keys_file=file, api_key="secret")

@@ -22,7 +22,8 @@ class Guard:
     """Answers 401 unless the request sends a key that the ring has, and 403 if the key's role may not use the route.
     The paths of `OPEN_PATHS` need no key.
 
-    A key is sent as `Authorization: Bearer <key>` or, as the SDKs of Tinker and Anthropic do, as `X-API-Key: <key>`.
+    A key is sent as `Authorization: Bearer <key>` or, as the SDKs of Tinker and Anthropic do, as `X-API-Key: <key>`, or
+    as both, if they have the same key.
     Clients that can only put the key into a URL, such as http://any:KEY@localhost:8000, send it as the password of HTTP
     Basic. People who have logged in have a cookie instead, which counts only where no key is sent.
 
@@ -51,9 +52,10 @@ class Guard:
                 self._audit.write(record_of(scope), scope)
 
     async def _let_in(self, scope: Scope, receive: Receive, send: Send, needed: Access | None) -> None:
-        key = self._key_of(scope)
+        sent = _sent_keys(scope)
+        key = self._key_of(scope, sent)
         if key is None:
-            await _unauthorized(scope)(scope, receive, send)
+            await _unauthorized(scope, sent)(scope, receive, send)
             return
         record_of(scope).key = key
         if needed is None or key.role.allows(needed.role):
@@ -61,33 +63,35 @@ class Guard:
         else:
             await error_response(RoleError.needing(needed.role, key.role))(scope, receive, send)
 
-    def _key_of(self, scope: Scope) -> NamedKey | None:
+    def _key_of(self, scope: Scope, sent: set[bytes]) -> NamedKey | None:
         if not self._ring.required:
             return ANYONE
-        sent = _sent_key(scope)
-        if sent is not None:
-            return self._ring.find(sent)
+        if sent:
+            return self._ring.find(*sent) if len(sent) == 1 else None
         headers = Headers(scope=scope)
         return self._sessions.key_of(headers) if from_own_page(scope["method"], scope["path"], headers) else None
 
 
-def _unauthorized(scope: Scope) -> Response:
+def _unauthorized(scope: Scope, sent: set[bytes]) -> Response:
     """401, or for a browser that opens a page, the way to the login page."""
     path, headers = scope["path"], Headers(scope=scope)
     if path in PAGES and "text/html" in headers.get("accept", ""):
         return RedirectResponse(f"{LOGIN}?next={quote(path)}", status_code=303)
+    if len(sent) > 1:
+        return error_response(ApiKeyError("The headers have different API keys: send one, or the same one in all."))
     return error_response(ApiKeyError("Send the API key as `Authorization: Bearer <key>`; it is missing or wrong."))
 
 
-def _sent_key(scope: Scope) -> bytes | None:
-    """The key in the headers, which need not be ASCII; None if there is none, or more than one."""
-    sent = [(name, value) for name, value in scope["headers"] if name in (b"authorization", b"x-api-key")]
-    if len(sent) != 1:
-        return None
-    ((name, value),) = sent
-    if name == b"x-api-key":
-        return bytes(value.strip())
-    scheme, _, credentials = bytes(value).partition(b" ")
+def _sent_keys(scope: Scope) -> set[bytes]:
+    """The different keys in the headers, which need not be ASCII."""
+    sent = [(name, bytes(value)) for name, value in scope["headers"] if name in (b"authorization", b"x-api-key")]
+    keys = (value.strip() if name == b"x-api-key" else _authorization(value) for name, value in sent)
+    return {key for key in keys if key is not None}
+
+
+def _authorization(value: bytes) -> bytes | None:
+    """The key in an Authorization header, which may be empty; None if the header is of another scheme."""
+    scheme, _, credentials = value.partition(b" ")
     if scheme.lower() == b"basic":
         return _password(credentials.strip())
     return credentials.strip() if scheme.lower() == b"bearer" else None

@@ -1,0 +1,110 @@
+"""What keys learn of each other's prompts, on a real server with a tiny model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import httpx
+import pytest
+from main_job.serving import free_port
+from server.keys import key_file
+from tiny import save_tiny
+
+from mlx_parallm.app.server import IntegratedServer
+from mlx_parallm.config import configure
+
+Headers = Mapping[str, Mapping[str, str]]
+OWN = ("inference", {"own_prefix_cache": True})
+PROMPT = [number % 256 for number in range(200)]
+SECRET = "the zebra's secret"
+WITHOUT_END = ("/v1/training/events",)
+"""Streams that never end."""
+
+
+@asynccontextmanager
+async def serving(folder: Path, trains: bool, **keys: object) -> AsyncIterator[tuple[httpx.AsyncClient, Headers]]:
+    """A client of a server with these keys, and the headers that send each."""
+    save_tiny("llama", folder / "model")
+    file, sent = key_file(folder, **keys)
+    config = configure(
+        folder / "model",
+        rl_training__enabled=trains,
+        rl_training__update_frequency=64,
+        server__kv_cache_memory="16MB",
+        server__keys_file=str(file),
+        checkpointing__checkpoint_dir=str(folder / "checkpoints"),
+    )
+    server, port = IntegratedServer(config), free_port()
+    running = asyncio.gather(server.run_inference(port=port), server.run_training_loop())
+    try:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
+            ready = False
+            while not ready and not running.done():
+                await asyncio.sleep(0.02)
+                with suppress(httpx.ConnectError):
+                    ready = (await client.get("/ready")).status_code == 200
+            assert ready, running.exception()
+            yield client, sent
+    finally:
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+
+
+@pytest.mark.timeout(60)
+async def test_only_keys_that_may_share_cached_tokens_do(tmp_path: Path) -> None:
+    keys = {"one": OWN, "two": OWN, "three": "inference", "four": "inference"}
+    async with serving(tmp_path, trains=False, **keys) as (client, sent):
+
+        async def cached(key: str, **fields: str) -> int:
+            """The tokens of the prompt that were not computed, for a request of this key."""
+            body = {"prompt": PROMPT, "max_tokens": 1, **fields}
+            answer = (await client.post("/v1/completions", json=body, headers=sent[key])).json()
+            return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+        assert [await cached(key) for key in ("one", "two", "three")] == [0, 0, 0]
+        most = await cached("one")
+        assert most >= 128
+        assert [await cached(key) for key in ("two", "three", "four")] == [most] * 3
+        assert [await cached(key, cache_salt="s") for key in ("one", "two")] == [0, 0], "not even with the same salt"
+        assert [await cached("three", cache_salt=salt) for salt in ("s", "t")] == [0, 0]
+        assert await cached("four", cache_salt="s") == most, "a salt is not bound to a key"
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("role", ["inference", "train"])
+async def test_no_route_shows_a_key_what_another_asked(tmp_path: Path, role: str) -> None:
+    """As a text or as tokens, with every id that the other key knows. An admin reads it."""
+    async with serving(tmp_path, trains=True, mine="train", other=role, boss="admin") as (client, sent):
+        said = {"prompt": SECRET, "max_tokens": 2, "collect_trajectory": True, "n": 2}
+        collected = (await client.post("/v1/completions", json=said, headers=sent["mine"])).json()
+        body = {"input": SECRET, "max_output_tokens": 2}
+        stored = (await client.post("/v1/responses", json=body, headers=sent["mine"])).json()["id"]
+        paths = (await client.get("/openapi.json", headers=sent["boss"])).json()["paths"]
+        ids = [stored, *collected["trajectory_ids"]]
+        reads = {
+            path[: path.find("{")] + each + path[path.find("}") + 1 :] if "{" in path else path
+            for path, methods in paths.items()
+            if "get" in methods and path not in WITHOUT_END
+            for each in ids
+        }
+        tokens = (await client.post("/tokenize", json={"prompt": SECRET}, headers=sent["mine"])).json()["tokens"]
+        secrets = (SECRET, json.dumps(tokens), json.dumps(tokens, separators=(",", ":")))
+
+        async def shown(key: str) -> set[str]:
+            answers = {path: (await client.get(path, headers=sent[key])).text for path in reads}
+            return {path for path, text in answers.items() if any(secret in text for secret in secrets)}
+
+        assert await shown("other") == set()
+        assert {"/debug/trajectories", f"/v1/responses/{stored}/input_items"} <= await shown("boss"), "they have it"
+        preference = {"chosen": "x", "rejected_id": collected["trajectory_ids"][0]}
+        for path, body in (
+            ("/v1/responses", {"input": "Repeat.", "previous_response_id": stored, "max_output_tokens": 2}),
+            ("/v1/training/preference", preference),
+            ("/v1/training/feedback", {"trajectory_id": collected["trajectory_ids"][0], "score": 1}),
+        ):
+            assert SECRET not in (await client.post(path, json=body, headers=sent["other"])).text
