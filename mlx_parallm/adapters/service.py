@@ -101,8 +101,8 @@ class AdapterService:
 
     # -- loading and publishing ------------------------------------------------------------------
 
-    async def load(self, name: str, path: str, replace: bool) -> AdapterCard:
-        """See `core.AdapterClient.load`."""
+    async def load(self, name: str, path: str, replace: bool, base: str | None = None) -> AdapterCard:
+        """See `core.AdapterClient.load`. All are for one base model, so `base` is not read."""
         adapter, _ = name_and_step(name)
         if adapter in self._reserved:
             raise InvalidRequestError(f"lora_name: {adapter!r} is the model's own name: choose another", "lora_name")
@@ -228,8 +228,8 @@ class AdapterService:
 
     # -- unloading, routes and rollbacks ---------------------------------------------------------
 
-    async def unload(self, selector: str) -> tuple[AdapterRef, ...]:
-        """See `core.AdapterClient.unload`."""
+    async def unload(self, selector: str, base: str | None = None) -> tuple[AdapterRef, ...]:
+        """See `core.AdapterClient.unload`. All are for one base model, so `base` is not read."""
         return tuple(version.ref for version in self._registry.unload(selector))
 
     async def set_route(self, weights: Mapping[str, float]) -> Mapping[str, float]:

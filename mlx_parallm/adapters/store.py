@@ -184,10 +184,10 @@ class AdapterStore:
         self._job = None
         self.slots.clear()
 
-    def put_away(self) -> None:
-        """Frees the bank and all copies for good, when the base model is put away. Loads under way fail."""
+    def unload(self) -> None:
+        """Frees the bank and all copies for good, when the base model is unloaded. Loads under way fail."""
         for load in list(self._loads.values()):
-            self._fail(load, AdapterUnavailableError(f"the base model of {load.version.ref} was put away"))
+            self._fail(load, AdapterUnavailableError(f"the base model of {load.version.ref} was unloaded"))
         self.reset()
         self.copies.clear()
 

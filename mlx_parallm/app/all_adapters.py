@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 
 from mlx_parallm.app.base_model import BaseModel
@@ -18,7 +19,7 @@ from mlx_parallm.core import (
     CheckpointCard,
     name_and_step,
 )
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.errors import InvalidRequestError, UnknownModelError
 
 _SUMS = ("slots", "slots_used", "slots_pinned", "bank_bytes", "copies")
 
@@ -28,7 +29,7 @@ class AllAdapters:
 
     Args:
         owner: the name of the base model that has an adapter; None if there is no such adapter.
-        base_of: the name of the base model for which the adapter in a folder was made. Blocks on the disk.
+        bases_of: the names of the base models for which the adapter in a folder may have been made. Blocks on the disk.
     """
 
     def __init__(
@@ -36,12 +37,12 @@ class AllAdapters:
         bases: Sequence[BaseModel],
         models: BaseModels,
         owner: Callable[[str], str | None],
-        base_of: Callable[[Path], str],
+        bases_of: Callable[[Path], tuple[str, ...]],
     ) -> None:
         self._owner = owner
         self._bases = {base.name: base for base in bases}
         self._models = models
-        self._base_of = base_of
+        self._bases_of = bases_of
         self._first = bases[0]
 
     def _of(self, selector: str | None) -> BaseModel:
@@ -61,17 +62,19 @@ class AllAdapters:
     def find(self, selector: str) -> AdapterCard:
         """See `core.AdapterClient.find`."""
         base = self._of(selector)
-        return replace(base.adapters.find(selector), base=base.name)
+        return dataclasses.replace(base.adapters.find(selector), base=base.name)
 
     def cards(self) -> tuple[AdapterCard, ...]:
         """See `core.AdapterClient.cards`."""
-        return tuple(replace(card, base=base.name) for base in self._described() for card in base.adapters.cards())
+        return tuple(
+            dataclasses.replace(card, base=base.name) for base in self._described() for card in base.adapters.cards()
+        )
 
     def stats(self) -> AdapterStats:
         """See `core.AdapterClient.stats`."""
         each = [base.adapters.stats() for base in self._described()]
         totals = [field.name for field in fields(AdapterStats) if field.name.endswith("_total")]
-        return replace(
+        return dataclasses.replace(
             each[0],
             **{name: sum(getattr(stats, name) for stats in each) for name in (*_SUMS, *totals)},
             running=tuple(sorted({name for stats in each for name in stats.running})),
@@ -80,10 +83,10 @@ class AllAdapters:
 
     # -- loading and unloading -------------------------------------------------------------------
 
-    async def load(self, name: str, path: str, replace: bool) -> AdapterCard:
-        """See `core.AdapterClient.load`. The adapter is for the base model that its files name, else for the first."""
+    async def load(self, name: str, path: str, replace: bool, base: str | None = None) -> AdapterCard:
+        """See `core.AdapterClient.load`."""
         folder = await asyncio.to_thread(self._first.known.library.resolve, path)
-        base = await asyncio.to_thread(self._base_of, folder)
+        base = base or await self._base_of(folder)
         adapter, _ = name_and_step(name)
         owner = self._owner(adapter)
         if owner not in (None, base):
@@ -92,7 +95,19 @@ class AllAdapters:
                 "lora_name",
             )
         async with self._models.use(base):
-            return await self._bases[base].adapters.load(name, path, replace)
+            card = await self._bases[base].adapters.load(name, path, replace)
+            return dataclasses.replace(card, base=base)
+
+    async def _base_of(self, folder: Path) -> str:
+        """The base model for which the adapter in a folder was made: the one that its files name, else the first."""
+        bases = await asyncio.to_thread(self._bases_of, folder)
+        if len(bases) > 1:
+            raise InvalidRequestError(
+                f"lora_path: the files there may mean the base model {' or '.join(bases)}; say which one with "
+                "base_model_name.",
+                "lora_path",
+            )
+        return bases[0] if bases else self._first.name
 
     async def load_folder(self, path: str) -> str:
         """See `core.AdapterClient.load_folder`. The adapter is for the first base model."""
@@ -109,8 +124,10 @@ class AllAdapters:
         async with self._models.use(self._first.name):
             return await self._first.adapters.default_name()
 
-    async def unload(self, selector: str) -> tuple[AdapterRef, ...]:
+    async def unload(self, selector: str, base: str | None = None) -> tuple[AdapterRef, ...]:
         """See `core.AdapterClient.unload`."""
+        if base is not None and (owner := self.find(selector).base) != base:
+            raise UnknownModelError(f"{base} has no adapter {selector!r}; that is one of {owner}.")
         return await self._of(selector).adapters.unload(selector)
 
     # -- the route, which is the first base model's ----------------------------------------------

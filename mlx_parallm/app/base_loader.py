@@ -1,4 +1,4 @@
-"""DeviceLoader: loads base models onto the device thread, and puts them away."""
+"""DeviceLoader: loads base models onto the device thread, and unloads them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from mlx_parallm.adapters.library import has_adapter
 from mlx_parallm.app.all_adapters import AllAdapters
 from mlx_parallm.app.base_model import BaseModel, SharedDevice, weight_bytes
-from mlx_parallm.app.base_paths import base_of_adapter
+from mlx_parallm.app.base_paths import base_of_adapter, bases_of_adapter
 from mlx_parallm.app.base_set import BaseSet
 from mlx_parallm.app.build import Engine
 from mlx_parallm.app.device import room_for_weights
@@ -95,8 +95,8 @@ def build_base_set(engine: Engine, templates: Mapping[str, str]) -> tuple[BaseSe
     room = max(room_for_weights(shared.budget, config), first.card.weight_bytes)
     idle, timeout = config.model.idle_unload, config.server.queue_timeout
     models = BaseSet(loader.served(first.name), residents, room, loader, idle, timeout)
-    base_of = partial(base_of_adapter, bases=shared.bases)
-    return models, AllAdapters(engine.bases, models, loader.owner, base_of)
+    bases_of = partial(bases_of_adapter, bases=shared.bases)
+    return models, AllAdapters(engine.bases, models, loader.owner, bases_of)
 
 
 def _adapters_by_base(folder: Path | None, shared: SharedDevice) -> dict[str, tuple[str, ...]]:

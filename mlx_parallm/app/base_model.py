@@ -1,5 +1,5 @@
 """BaseModel: one base model of a server. Builds its part of the engine whenever it is loaded, and keeps what needs no
-device memory while it is put away: its card, its tokenizer, and which adapters and versions there are."""
+device memory while it is unloaded: its card, its tokenizer, and which adapters and versions there are."""
 
 from __future__ import annotations
 

@@ -55,19 +55,22 @@ def _models_of(path: str | None) -> Iterator[str | None]:
 
 
 def base_of_adapter(folder: Path, bases: tuple[BasePath, ...]) -> str:
-    """The name of the base model for which the adapter in `folder` was made, as its adapter_config.json says. The first
-    base model, if that names none of `bases`. Blocks on the disk."""
+    """The name of the base model for which the adapter in `folder` was made: the first one that its files may mean, or
+    the first of all if they name none of `bases`. Blocks on the disk."""
+    return next(iter(bases_of_adapter(folder, bases)), bases[0].name)
+
+
+def bases_of_adapter(folder: Path, bases: tuple[BasePath, ...]) -> tuple[str, ...]:
+    """The names of the base models for which the adapter in `folder` may have been made, as its adapter_config.json
+    says. Several only if the last part of a path is all that fits. Blocks on the disk."""
     if len(bases) == 1:
-        return bases[0].name
+        return (bases[0].name,)
     try:
         settings = read_config(folder, None) if (folder / CONFIG_FILE).is_file() else {}
     except AdapterFileError:
         settings = {}  # loading the adapter reports what is wrong with it
     declared = next((settings[key] for key in _BASE_KEYS if isinstance(settings.get(key), str)), "")
-    return next((base.name for base in bases if declared and _is(base, declared)), bases[0].name)
-
-
-def _is(base: BasePath, declared: str) -> bool:
-    """Whether an adapter's file means this base model: by its name, its path, or the last part of either."""
-    paths = {base.name, base.path or base.name}
-    return declared in paths or Path(declared).name in {Path(path).name for path in paths}
+    exactly = tuple(base.name for base in bases if declared in (base.name, base.path))
+    last = Path(declared).name
+    ends = {base.name: {Path(base.name).name, Path(base.path or base.name).name} for base in bases}
+    return exactly[:1] or tuple(name for name, parts in ends.items() if last and last in parts)

@@ -3,7 +3,7 @@
     request ──▶ use() ──▶ loaded: it is used at once
                   └─────▶ not loaded: waits ──▶ others give way ──▶ load ──▶ all that wait for it are admitted together
 
-One task loads and puts away, one base model at a time: first the one whose request has waited longest. `Residency` says
+One task loads and unloads, one base model at a time: first the one whose request has waited longest. `Residency` says
 who gives way and when.
 """
 
@@ -40,7 +40,7 @@ RETRY_S = 30.0
 
 
 class BaseLoader(Protocol):
-    """Loads base models and puts them away. Every method but `owner` may raise EngineDeadError."""
+    """Loads and unloads base models. Every method but `owner` may raise EngineDeadError."""
 
     async def weigh(self, base: str) -> int:
         """The bytes that the weights will take. Takes no memory for them. Raises ModelError."""
@@ -51,7 +51,7 @@ class BaseLoader(Protocol):
         ...
 
     async def unload(self, base: str) -> None:
-        """Puts a base model away, which nobody uses, and frees its memory."""
+        """Unloads a base model that nobody uses, and frees its memory."""
         ...
 
     def owner(self, adapter: str) -> str | None:
@@ -69,7 +69,7 @@ class BaseSet:
     Args:
         first: the first base model, which is loaded.
         residents: all base models, the first one first.
-        idle_unload_s: a base model that was not used for so long is put away; None: never.
+        idle_unload_s: a base model that was not used for so long is unloaded; None: never.
         queue_timeout_s: longest time that a request waits for its base model; None: no limit.
     """
 
@@ -175,11 +175,11 @@ class BaseSet:
                 resident.users += 1
                 waiter.set_result(None)
 
-    # -- loading and putting away ----------------------------------------------------------------
+    # -- loading and unloading -------------------------------------------------------------------
 
     @asynccontextmanager
     async def kept_up(self) -> AsyncIterator[None]:
-        """Loads base models and puts them away while the block runs."""
+        """Loads and unloads base models while the block runs."""
         task = asyncio.create_task(self._run())
         try:
             yield
@@ -204,7 +204,7 @@ class BaseSet:
             if (wanted := self._longest_waiting()) is not None:
                 await self._bring_in(wanted)
             elif (unused := self._unused(now)) is not None:
-                await self._put_away(unused)
+                await self._unload(unused)
             else:
                 since = None if self._idle_unload_s is None else self._residency.unused_longest()
                 await self._wait(None if since is None else since + (self._idle_unload_s or 0.0))
@@ -213,8 +213,8 @@ class BaseSet:
         return None if self._idle_unload_s is None else self._residency.unused_since(now - self._idle_unload_s)
 
     def _longest_waiting(self) -> Resident | None:
-        away = [resident for resident in self._residents.values() if not resident.loaded]
-        since = {resident: min(arrived) for resident in away if (arrived := self._arrivals(resident))}
+        unloaded = [resident for resident in self._residents.values() if not resident.loaded]
+        since = {resident: min(arrived) for resident in unloaded if (arrived := self._arrivals(resident))}
         return min(since, key=lambda resident: since[resident], default=None)
 
     def _arrivals(self, resident: Resident) -> list[float]:
@@ -246,7 +246,7 @@ class BaseSet:
         """Has others give way until `wanted` fits. False if nobody waits for it any more.
 
         Raises:
-            ModelUnavailableError: it does not fit, even if every base model that may be put away is.
+            ModelUnavailableError: it does not fit, even if every base model that may be unloaded is.
         """
         wanted.weight_bytes = wanted.weight_bytes or await self._loader.weigh(wanted.name)
         if not self._residency.fits(wanted):
@@ -266,7 +266,7 @@ class BaseSet:
                 leaving.leaving = True
                 await self._wait(None)
             else:
-                await self._put_away(leaving)
+                await self._unload(leaving)
         return True
 
     async def _load(self, wanted: Resident) -> None:
@@ -277,11 +277,11 @@ class BaseSet:
         self._failures.pop(wanted.name, None)
         _log.info("loaded the base model %s in %.1f s", wanted.name, now - started)
 
-    async def _put_away(self, resident: Resident) -> None:
+    async def _unload(self, resident: Resident) -> None:
         resident.leaving = True  # new requests wait
         await self._loader.unload(resident.name)
         resident.loaded, resident.leaving = False, False
-        _log.info("put away the base model %s", resident.name)
+        _log.info("unloaded the base model %s", resident.name)
 
     def _keep(self, residents: Iterable[Resident]) -> None:
         """Base models that were to give way, and are loaded still, take requests again."""

@@ -194,16 +194,16 @@ class AdapterClient(Protocol):
         """All versions that can be requested, sorted by name and version."""
         ...
 
-    async def load(self, name: str, path: str, replace: bool) -> AdapterCard:
+    async def load(self, name: str, path: str, replace: bool, base: str | None = None) -> AdapterCard:
         """Loads an adapter from disk and makes it the live version of `name`.
 
         If the live version has the same content already, no new version is made. `name@number` gives the version this
         number, which must be higher than that of any version that the name has had. It is then kept until it is
-        unloaded.
+        unloaded. `base` is the name of its base model; None: the one that its files name, or else the first one.
 
         Raises:
             InvalidRequestError: the name is not plain, or it exists and `replace` is false; the path is outside the
-                allowed roots; the files are not an adapter that fits this model.
+                allowed roots; the files are not an adapter that fits this model, or may mean several base models.
             ConflictError: a version of that number has other content, or the number is too low.
         """
         ...
@@ -232,10 +232,12 @@ class AdapterClient(Protocol):
         """
         ...
 
-    async def unload(self, selector: str) -> tuple[AdapterRef, ...]:
-        """Removes all versions of a name, or one version. Running sequences continue to their end.
+    async def unload(self, selector: str, base: str | None = None) -> tuple[AdapterRef, ...]:
+        """Removes all versions of a name, or one version. Running sequences continue to their end. `base` is the name
+        of its base model; None: whichever has it.
 
         Raises:
+            UnknownModelError: there is no such adapter, or it is one of another base model.
             ConflictError: the version is the live one of its name, or the route uses it.
         """
         ...

@@ -109,7 +109,7 @@ class DeviceMemory:
     # -- several base models ---------------------------------------------------------------------
 
     def leave(self) -> None:
-        """Ends the sharing, when the base model is put away."""
+        """Ends the sharing, when the base model is unloaded."""
         self._sharing.remove(self)
 
     def ask_others(self, nbytes: int, must: bool) -> None:

@@ -40,7 +40,7 @@ class ModelState(StrEnum):
     LOADING = "loading"
     """It is being loaded, or waits until another base model has given way."""
     LEAVING = "leaving"
-    """It is put away for another base model as soon as its requests have ended. New ones wait."""
+    """It is unloaded for another base model as soon as its requests have ended. New ones wait."""
     IDLE = "idle"
     """It is on the disk only. The next request loads it."""
     FAILED = "failed"

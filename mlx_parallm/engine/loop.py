@@ -251,11 +251,11 @@ class DeviceLoop:
         """Closes the debug trace. Called once, after the last step."""
         self._trace.close()
 
-    def put_away(self) -> None:
+    def unload(self) -> None:
         """Empties the adapter bank, and ends the sharing of memory. There must be no request. Nothing may be called
         afterwards, and the arrays are freed with this object."""
         self._runner.cache.device.leave()
-        self.adapters.put_away()
+        self.adapters.unload()
         self.close()
 
     @property

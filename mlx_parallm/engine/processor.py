@@ -178,7 +178,7 @@ class ContinuousBatchProcessor:
         await self._run(begin)
 
     async def unload(self, base: str) -> None:
-        """Puts away a base model without requests, and frees its memory."""
+        """Unloads a base model without requests, and frees its memory."""
         await self._change(lambda loops: loops.unload(base))
 
     async def _change(self, change: Callable[[DeviceLoops], None]) -> None:

@@ -55,7 +55,7 @@ from mlx_parallm.server.http.middleware import add_middlewares
 from mlx_parallm.server.http.workers import Workers
 from mlx_parallm.server.lifecycle import Lifecycle, SequenceGate, SleepSwitch, release
 from mlx_parallm.server.metrics import ServerMetrics
-from mlx_parallm.server.openapi import describe
+from mlx_parallm.server.openapi.document import describe
 from mlx_parallm.server.protocols import trainers
 from mlx_parallm.server.protocols.atropos import route as atropos_routes
 from mlx_parallm.server.protocols.atropos.route import AtroposParts
@@ -126,7 +126,8 @@ def create_app(
     key = config.api_key
     ring = KeyRing(None if key is None else key.get_secret_value(), config.keys_file)
     accounts, sessions = Accounts(ring), Sessions(ring)
-    metrics = ServerMetrics(engine, adapters, training, gate, accounts, models.first.card.name)
+    model_names = [status.name for status in models.statuses()]
+    metrics = ServerMetrics(engine, adapters, training, gate, accounts, model_names)
     # FastAPI's own documentation pages load scripts from a CDN; `api.ops` has one that does not.
     app = FastAPI(title="MLX ParaLLM", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.services = Services(

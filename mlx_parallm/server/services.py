@@ -24,7 +24,7 @@ from mlx_parallm.core import (
     ServedModel,
     TrainingClient,
 )
-from mlx_parallm.errors import InvalidRequestError, TrainingDisabledError
+from mlx_parallm.errors import InvalidRequestError, TrainingDisabledError, UnknownModelError
 from mlx_parallm.server.access.accounts import Accounts
 from mlx_parallm.server.access.keys import NamedKey
 from mlx_parallm.server.access.sessions import Sessions
@@ -144,6 +144,19 @@ class Services:
             return
         if not any(name in status.adapters for status in self.models.statuses()):
             self.find(name, "model")
+
+    def base_called(self, name: str | None, param: str) -> str | None:
+        """The base model that a request field means by one of its names; None if the field is left out.
+
+        Raises:
+            UnknownModelError: no base model has the name.
+        """
+        if name is None:
+            return None
+        if name not in self.models.names:
+            known = ", ".join(status.name for status in self.models.statuses())
+            raise UnknownModelError(f"{param}: no base model here is called {name!r}; there are: {known}.", param=param)
+        return self.models.find(name)
 
     def check_sequences(self, prompts: int, n: int) -> int:
         """The number of sequences of a request. Raises InvalidRequestError if it is over the limit."""

@@ -23,6 +23,7 @@ from tiny import save_tiny
 from mlx_parallm.adapters.files.write import write_peft
 from mlx_parallm.app import train
 from mlx_parallm.app.base_loader import DeviceLoader
+from mlx_parallm.app.base_paths import BasePath, base_of_adapter, bases_of_adapter
 from mlx_parallm.app.server import IntegratedServer
 from mlx_parallm.app.train_progress import TrainOptions
 from mlx_parallm.config import configure
@@ -84,7 +85,7 @@ async def serving(
 
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was loaded and put away, in order."""
+    """What was loaded and unloaded, in order."""
     log: list[str] = []
     load, unload = DeviceLoader.load, DeviceLoader.unload
 
@@ -136,7 +137,7 @@ async def test_two_base_models_take_turns(models, loads, limits_restored) -> Non
 
 
 @pytest.mark.timeout(120)
-async def test_rows_in_flight_end_before_their_base_model_is_put_away(models, loads, limits_restored) -> None:
+async def test_rows_in_flight_end_before_their_base_model_is_unloaded(models, loads, limits_restored) -> None:
     folder, each = models
     async with serving(folder, weights=int(1.5 * max(map(bytes_of, each.values())))) as (client, server):
         server._engine.load_seconds = 0.0
@@ -194,6 +195,45 @@ async def test_adapters_belong_to_their_base_model(models, tmp_path, limits_rest
         assert "belongs to the base model two" in refused.json()["error"]["message"]
         unknown = await client.post("/v1/completions", json=body("nobody", 1))
         assert unknown.status_code == 404
+
+
+@pytest.mark.timeout(120)
+async def test_a_loaded_adapter_is_for_the_base_model_that_is_named(models, tmp_path, limits_restored) -> None:
+    """Not for the one that its files name."""
+    folder, each = models
+    layout = layout_of(each["two"])
+    (tmp_path / "tone").mkdir()
+    write_peft(tmp_path / "tone", random_adapter(layout, seed=1, size=2.0), layout, base_model="org/one")
+    room = sum(map(bytes_of, each.values()))
+    async with serving(folder, weights=room, adapters__allowed_adapter_roots=str(tmp_path)) as (client, _):
+        sent = {"lora_name": "tone", "lora_path": str(tmp_path / "tone"), "base_model_name": "two"}
+        loaded = await client.post("/v1/load_lora_adapter", json=sent)
+        assert loaded.json()["base_model_name"] == "two", loaded.text
+        plain, tuned = await ask(client, body("two", 1)), await ask(client, body("tone", 1))
+        assert plain["choices"][0]["token_ids"] != tuned["choices"][0]["token_ids"]
+        other = await client.post("/v1/load_lora_adapter", json=sent | {"base_model_name": "one", "load_inplace": True})
+        assert (other.status_code, "is an adapter of two" in other.text) == (400, True)
+        kept = await client.post("/v1/unload_lora_adapter", json={"lora_name": "tone", "base_model_name": "one"})
+        assert (kept.status_code, "one has no adapter 'tone'" in kept.text) == (404, True)
+        gone = await client.post("/v1/unload_lora_adapter", json={"lora_name": "tone", "base_model_name": "two"})
+        assert gone.json()["unloaded"] == ["tone@1"]
+        metrics = (await client.get("/metrics")).text
+        for name in ("one", "two"):
+            assert f'vllm:num_requests_running{{engine="0",model_name="{name}"}} 0.0' in metrics
+        assert 'mlx_parallm_request_success_total{finished_reason="length",model_name="two"} 2.0' in metrics
+
+
+def test_files_may_mean_several_base_models(tmp_path) -> None:
+    bases = tuple(BasePath(f"{folder}/model", name) for folder, name in (("a", "first"), ("b", "second")))
+    for declared, expected in (
+        ("org/model", ("first", "second")),
+        ("b/model", ("second",)),
+        ("second", ("second",)),
+        ("org/other", ()),
+    ):
+        (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": declared}))
+        assert bases_of_adapter(tmp_path, bases) == expected
+        assert base_of_adapter(tmp_path, bases) == (*expected, "first")[0]
 
 
 @pytest.mark.timeout(120)

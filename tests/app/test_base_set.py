@@ -22,7 +22,7 @@ from mlx_parallm.errors import (
 
 
 class FakeLoader:
-    """Every base model has 6 bytes. `log`: what was loaded and put away, in order; a load waits while `hold` is set.
+    """Every base model has 6 bytes. `log`: what was loaded and unloaded, in order; a load waits while `hold` is set.
     `errors`: what a load raises."""
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ async def test_requests_that_wait_together_load_it_once() -> None:
         assert states(models) == {"a": "loaded", "b": "loaded", "c": "idle"}
 
 
-async def test_requests_under_way_end_before_their_base_model_is_put_away() -> None:
+async def test_requests_under_way_end_before_their_base_model_is_unloaded() -> None:
     async with base_models() as (models, loader):
         ends = asyncio.Event()
         first = asyncio.create_task(use(models, "a", ends))
@@ -147,7 +147,7 @@ async def test_a_load_that_failed_is_tried_again_later(monkeypatch: pytest.Monke
         assert models.statuses()[1] == BaseStatus("b", ModelState.LOADED, served("b").card)
 
 
-async def test_one_that_never_fits_puts_nobody_away() -> None:
+async def test_one_that_never_fits_unloads_no_other() -> None:
     async with base_models() as (models, loader):
         loader.sizes["b"] = 11
         with pytest.raises(ModelUnavailableError, match="--kv-cache-memory"):
@@ -190,7 +190,7 @@ async def test_a_request_waits_for_a_limited_time() -> None:
             await use(models, "b")
 
 
-async def test_an_unused_base_model_is_put_away_by_time() -> None:
+async def test_an_unused_base_model_is_unloaded_by_time() -> None:
     async with base_models(idle_unload_s=0.01) as (models, loader):
         while not loader.log:
             await asyncio.sleep(0.005)

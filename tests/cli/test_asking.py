@@ -117,6 +117,14 @@ def test_unload_says_what_is_gone(server, answers, capsys):
     assert server.posted == [("/v1/unload_lora_adapter", "application/json", {"lora_name": "math"})]
 
 
+def test_load_and_unload_name_a_base_model(server, answers):
+    answers["/v1/load_lora_adapter"] = LOADED
+    answers["/v1/unload_lora_adapter"] = b'{"status": "success", "unloaded": ["math@1"]}'
+    for command in (["load", "math", "x"], ["unload", "math"]):
+        assert main(["adapters", *command, "--base", "two", "--url", server.url]) == 0
+    assert [body["base_model_name"] for _, _, body in server.posted] == ["two", "two"]
+
+
 COMMANDS = (["list"], ["load", "math", "x"], ["unload", "math"])
 
 

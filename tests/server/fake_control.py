@@ -46,7 +46,8 @@ class FakeAdapters:
 
     `error`: what the next awaited call raises. `hold`: awaited calls wait for `resume`, having set `held`.
     `asked`: every selector that a lease or a lookup was asked for; `keys`: the keys of the leases.
-    `folders`: every path of `load_folder`. `default`: the result of `default_name`. `leased`: how many leases are held.
+    `folders`: every path of `load_folder`. `bases`: the base models of all loads and unloads. `default`: the result of
+    `default_name`. `leased`: how many leases are held.
     """
 
     def __init__(self):
@@ -57,6 +58,7 @@ class FakeAdapters:
         self.asked = []
         self.keys = []
         self.folders = []
+        self.bases = []
         self.default = None
         self.leased = 0
         self.error = None
@@ -85,8 +87,9 @@ class FakeAdapters:
     def cards(self):
         return tuple(self.known[ref] for ref in sorted(self.known, key=str))
 
-    async def load(self, name, path, replace):
+    async def load(self, name, path, replace, base=None):
         await self._work()
+        self.bases.append(base)
         if not replace and any(ref.name == name for ref in self.known):
             raise InvalidRequestError(f"the name {name!r} is taken; send load_inplace: true to replace it")
         return self.known[self.publish(name)]
@@ -104,8 +107,9 @@ class FakeAdapters:
         await self._work()
         return self.default
 
-    async def unload(self, selector):
+    async def unload(self, selector, base=None):
         await self._work()
+        self.bases.append(base)
         gone = tuple(ref for ref in self.known if selector in (ref.name, str(ref)))
         if not gone:
             raise UnknownModelError(f"no adapter {selector!r}")

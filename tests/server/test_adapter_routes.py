@@ -42,6 +42,7 @@ MATH_2 = {
     "created": 1_800_000_000,
     "leases": 0,
     "checkpoint": None,
+    "base_model_name": "",
 }
 
 
@@ -68,6 +69,20 @@ async def test_load(client, adapters):
     told = {"status": "success", "lora_name": "code", "lora_adapter": "code@1"}
     assert got == {**MATH_2, "id": "code@1", "name": "code", "version": 1, **told}
     assert got["id"] in [adapter["id"] for adapter in (await client.get("/v1/adapters")).json()["data"]]
+
+
+async def test_the_base_model_may_be_named(client, adapters, fault):
+    """By any of its names."""
+    for number, name in enumerate(("tiny/byte-model", "base-model"), 1):
+        field = {"base_model_name": name}
+        await post(client, LOAD, lora_name=f"code{number}", lora_path="/adapters/code", **field)
+        await post(client, "/load_lora_adapter", lora_name="code", lora_path="/adapters/code", **field)
+        await post(client, UNLOAD, lora_name=f"code{number}", **field)
+    assert adapters.bases == ["tiny/byte-model"] * 6
+    for path, more in ((LOAD, {"lora_path": "/x"}), ("/load_lora_adapter", {"lora_path": "/x"}), (UNLOAD, {})):
+        error = await refused(client, fault, path, 404, lora_name="new", base_model_name="nobody", **more)
+        assert error["param"] == "base_model_name"
+        assert "tiny/byte-model" in error["message"]
 
 
 async def test_load_in_place(client, fault):

@@ -27,11 +27,13 @@ def add_commands(add: AddCommand) -> None:
     loading.add_argument(
         "path", metavar="PATH", help="Its folder on this machine, or a path under the server's adapter folders."
     )
+    loading.add_argument("--base", metavar="MODEL", help="The base model that it is for, on a server with several.")
     loading.add_argument("--replace", action="store_true", help="Replace the adapter that has NAME (load_inplace).")
     add_request_arguments(loading, load_adapter)
 
     unloading = add("unload", "Remove an adapter from a running server. Running requests finish with it.")
     unloading.add_argument("name", metavar="NAME", help="A name, or one version of it: NAME@VERSION.")
+    unloading.add_argument("--base", metavar="MODEL", help="The base model that it must be one of.")
     add_request_arguments(unloading, unload_adapter)
 
 
@@ -49,7 +51,7 @@ def load_adapter(args: Namespace) -> int:
     local = Path(args.path).expanduser()
     path = str(local.resolve()) if local.exists() else args.path
     client = Client(args)
-    body = {"lora_name": args.name, "lora_path": path, "load_inplace": args.replace}
+    body = {"lora_name": args.name, "lora_path": path, "load_inplace": args.replace, **_of_base(args)}
     answer = client.ask("/v1/load_lora_adapter", body, _LOAD_TIMEOUT_S)
     with client.reading():
         text = f"{answer['lora_name']}@{answer['version']} is live"
@@ -59,10 +61,14 @@ def load_adapter(args: Namespace) -> int:
 def unload_adapter(args: Namespace) -> int:
     """Removes every version of a name, or one version, from a running server."""
     client = Client(args)
-    answer = client.ask("/v1/unload_lora_adapter", {"lora_name": args.name})
+    answer = client.ask("/v1/unload_lora_adapter", {"lora_name": args.name, **_of_base(args)})
     with client.reading():
         text = f"unloaded {', '.join(answer['unloaded'])}"
     return show(args, answer, lambda: text)
+
+
+def _of_base(args: Namespace) -> dict[str, str]:
+    return {} if args.base is None else {"base_model_name": args.base}
 
 
 def _text(answer: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ from mlx_parallm.server.api.chat.messages import Conversation, Messages
 from mlx_parallm.server.api.chat.template import TemplateVariables, chosen_template
 from mlx_parallm.server.api.fields import OpenBody, TokenIds, WireOutput, refused
 from mlx_parallm.server.http.body import json_body
-from mlx_parallm.server.openapi import raises
+from mlx_parallm.server.openapi.responses import raises
 from mlx_parallm.server.planning import check_ids
 from mlx_parallm.server.services import Services, ServicesDep
 
@@ -45,7 +45,7 @@ class Model(WireOutput):
     version: int | None = None
     """For an adapter, its version."""
     state: ModelState | None = None
-    """For a base model, whether it is in memory. `idle`: its next request loads it. `leaving`: it is put away for
+    """For a base model, whether it is in memory. `idle`: its next request loads it. `leaving`: it is unloaded for
     another base model when its requests have ended. `failed`: it could not be loaded."""
 
 

@@ -40,11 +40,11 @@ from mlx_parallm.server.api.adapters.schema import (
 )
 from mlx_parallm.server.errors import DrainingError
 from mlx_parallm.server.http.body import json_body
-from mlx_parallm.server.openapi import raises
+from mlx_parallm.server.openapi.responses import raises
 from mlx_parallm.server.planning import adapter_named_by
 from mlx_parallm.server.services import Services, ServicesDep
 
-LOAD_ERRORS = raises(AdapterFileError, ConflictError, DrainingError, EngineDeadError)
+LOAD_ERRORS = raises(AdapterFileError, UnknownModelError, ConflictError, DrainingError, EngineDeadError)
 UNLOAD_ERRORS = raises(UnknownModelError, ConflictError, DrainingError)
 ROUTE_ERRORS = raises(UnknownModelError, AdapterUnavailableError, DrainingError, EngineDeadError)
 SAVE_ERRORS = raises(UnknownModelError, ConflictError, StorageError, DrainingError, EngineDeadError)
@@ -62,12 +62,13 @@ async def load_lora_adapter(
     """Loads an adapter, and answers when the new version is live. The name `name@number` gives the version this number:
     it must be higher than those of all versions that the name has had (409 otherwise), and the version is kept until it
     is unloaded."""
-    return await load(services, body.lora_name, body.lora_path, body.load_inplace)
+    return await load(services, body.lora_name, body.lora_path, body.load_inplace, body.base_model_name)
 
 
-async def load(services: Services, name: str, path: str, replace: bool) -> LoadedLora:
+async def load(services: Services, name: str, path: str, replace: bool, base_model_name: str | None) -> LoadedLora:
     """See `core.AdapterClient.load`."""
-    card = await services.lifecycle.run_to_end(services.adapters.load(name, path, replace))
+    base = services.base_called(base_model_name, "base_model_name")
+    card = await services.lifecycle.run_to_end(services.adapters.load(name, path, replace, base))
     adapter = adapter_object(card).model_dump()
     return LoadedLora(**adapter, status="success", lora_name=card.ref.name, lora_adapter=str(card.ref))
 
@@ -77,13 +78,14 @@ async def unload_lora_adapter(
     body: Annotated[UnloadLoraBody, Depends(json_body(UnloadLoraBody))], services: ServicesDep
 ) -> UnloadedLora:
     """Removes an adapter, or one version of it. Requests under way with it run to their end."""
-    return await unload(services, body.lora_name, "lora_name")
+    return await unload(services, body.lora_name, "lora_name", body.base_model_name)
 
 
-async def unload(services: Services, selector: str, param: str) -> UnloadedLora:
+async def unload(services: Services, selector: str, param: str, base_model_name: str | None = None) -> UnloadedLora:
     """See `core.AdapterClient.unload`. `param`: the request field that has the selector."""
+    base = services.base_called(base_model_name, "base_model_name")
     with adapter_named_by(param, selector):
-        removed = await services.lifecycle.run_to_end(services.adapters.unload(selector))
+        removed = await services.lifecycle.run_to_end(services.adapters.unload(selector, base))
     return UnloadedLora(status="success", unloaded=[str(ref) for ref in removed])
 
 
@@ -180,6 +182,7 @@ def adapter_object(card: AdapterCard) -> Adapter:
         created=card.created,
         leases=card.leases,
         checkpoint=card.checkpoint,
+        base_model_name=card.base,
     )
 
 

@@ -14,6 +14,7 @@ MAX_ROUTES, MAX_WEIGHT = 16, 1e9
 MAX_METRICS, MAX_METRIC_NAME = 64, 128
 
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
+BaseName = Annotated[str, Field(min_length=1, max_length=MAX_PATH)]
 
 
 def _is_number(value: object, low: float, high: float) -> bool:
@@ -66,6 +67,8 @@ class LoadLoraBody(WireInput):
     """A folder under the operator's adapter roots."""
     load_inplace: bool = False
     """Whether the name may be in use already. If it is, later requests with this name get the new version."""
+    base_model_name: BaseName | None = None
+    """The base model that the adapter is for; by default, the one that its files name, or else the first one."""
 
 
 class UnloadLoraBody(WireInput):
@@ -75,6 +78,9 @@ class UnloadLoraBody(WireInput):
 
     lora_name: str
     """A name, for all its versions, or `name@version`."""
+    base_model_name: BaseName | None = None
+    """The base model that the adapter must be one of. Names of adapters are unique on a server, so it may be left
+    out."""
 
 
 class RouteBody(WireInput):
@@ -141,6 +147,8 @@ class Adapter(WireOutput):
     """Number of requests under way that use it."""
     checkpoint: str | None
     """Name of its checkpoint, if it has one."""
+    base_model_name: str
+    """The base model that it is for."""
 
 
 class SlotCounts(WireOutput):
