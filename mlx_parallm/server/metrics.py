@@ -49,8 +49,8 @@ TOKEN_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.75, 1.5, 3.0, 10.
 
 
 class ServerMetrics:
-    """All metrics of one app, and the latencies of the last minute, which `/v1/stats` shows. `model_names`: those of the
-    base models, the first one first."""
+    """All metrics of one app, and the latencies of the last minute, which `/v1/stats` shows. `model_names`: those of
+    the base models, the first one first."""
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ from mlx_parallm.server.api.fields import WireInput, WireOutput, refused
 from mlx_parallm.server.api.training.values import utc
 from mlx_parallm.server.errors import DrainingError
 from mlx_parallm.server.http.body import json_body
-from mlx_parallm.server.openapi import raises
+from mlx_parallm.server.openapi.responses import raises
 from mlx_parallm.server.planning import MAX_ADAPTER_NAME, adapter_named_by
 from mlx_parallm.server.services import DOES_NOT_TRAIN, ServicesDep
 
