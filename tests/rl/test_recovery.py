@@ -131,7 +131,7 @@ class Run:
             await one.service._journal.flush()  # what has been acknowledged is on the disk; nothing else is done
         finally:
             self.requests, self.saved = one.requests, one.publisher.saved
-            for task in tuple(one.service._tasks):
+            for task in tuple(one.service._changes._tasks):
                 task.cancel()
             await one.service.trajectories._intake.close()
 
