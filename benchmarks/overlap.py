@@ -32,8 +32,8 @@ GAIN, COST = 0.75, 1.0
 """Time of drawing ahead against taking turns, where something waits and where nothing does. Two runs of one command
 differ by 3 % too."""
 
-GROUPS = {"scorer": 2, "tool": 1, "neither": 4}
-"""Prompts of a step. Two turns take twice as long as one, and steps are to be about as long as the wait."""
+GROUPS = {"scorer": 1, "tool": 1, "neither": 4}
+"""Prompts of a step. With one, a step takes about as long as the wait."""
 
 GROUP_SIZE, TOKENS, CALL_TOKENS, LAST = 4, 8, 4, 5
 
