@@ -1,6 +1,6 @@
-"""Writes a random LoRA adapter for the bundled model, in mlx-lm's format, to try things with.
+"""Writes random LoRA adapters for the bundled model, in mlx-lm's format, to try things with.
 
-python examples/random_adapter.py DIR [--rank 8] [--seed 0] [--size 0.5]
+python examples/random_adapter.py DIR [DIR ...] [--rank 8] [--seed 0] [--size 0.5]
 """
 
 import argparse
@@ -18,17 +18,18 @@ SCALE = 2.0
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folders", type=Path, nargs="+", metavar="DIR")
     parser.add_argument("--rank", type=int, default=8)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the first adapter; the next ones have the next seeds")
     parser.add_argument("--size", type=float, default=0.5, help="of the change, next to what the linears give")
     options = parser.parse_args()
     model, _, _ = load_bundled(dequantize=False)
     layout = adapter_layout(model)
-    random = np.random.default_rng(options.seed)
-    pairs = {path: random_pair(random, spec, options.rank, options.size) for path, spec in layout.linears.items()}
-    options.folder.mkdir(parents=True, exist_ok=True)
-    write_mlx_lm(options.folder, AdapterWeights(pairs), layout)
+    for seed, folder in enumerate(options.folders, options.seed):
+        random = np.random.default_rng(seed)
+        pairs = {path: random_pair(random, spec, options.rank, options.size) for path, spec in layout.linears.items()}
+        folder.mkdir(parents=True, exist_ok=True)
+        write_mlx_lm(folder, AdapterWeights(pairs), layout)
 
 
 def random_pair(random: np.random.Generator, spec: LinearSpec, rank: int, size: float) -> LoRAPair:

@@ -171,7 +171,7 @@ def grown_without_need(harness: Harness, patched: pytest.MonkeyPatch) -> int:
 
     with patched.context() as counting:
         counting.setattr(Arena, "resize", counted)
-        for number in range(40):
+        for number in range(20):
             harness.submit(str(number), [20 + number] * 300, 10)
             harness.run()
     return grown

@@ -24,7 +24,7 @@ from mlx_parallm.scheduler.cost import CostModel
 from mlx_parallm.scheduler.scheduler import SchedulerConfig
 
 TIMEOUT_S = 0.3
-LONG, SHORT = 1500, 2
+LONG, SHORT = 700, 2
 
 
 def one_row() -> EngineParts:

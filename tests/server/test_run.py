@@ -13,7 +13,7 @@ import pytest
 
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.grammar.compiler import LLCompiler
-from mlx_parallm.server.app import bind
+from mlx_parallm.server.app import bind, serve
 
 PATIENCE_S = 30
 SERVE = """
@@ -25,14 +25,12 @@ from mlx_parallm.config import ServerConfig
 from mlx_parallm.server.app import create_app
 from server.one_model import OneModel
 engine = FakeEngine()
-engine.pause_before = int(sys.argv[2])
-if sys.argv[3] == "dies":
-    engine.state["alive"] = False
+engine.pause_before = 2
 config = ServerConfig(port=0, shutdown_timeout=1.0)
 app = create_app(engine, FakeAdapters(), FakeTraining(), OneModel(ByteTokenizer(), CARD), config)
-if sys.argv[3] == "resumes":  # once draining, the work that was under way goes on to its end
-    begin = app.state.services.lifecycle.begin_drain
-    app.state.services.lifecycle.begin_drain = lambda: (begin(), engine.go_on.set())
+# Once draining, the work that was under way goes on to its end.
+begin = app.state.services.lifecycle.begin_drain
+app.state.services.lifecycle.begin_drain = lambda: (begin(), engine.go_on.set())
 from mlx_parallm.server.app import serve
 import asyncio
 sys.exit(asyncio.run(serve(app, lambda port: print(port, flush=True))))
@@ -41,27 +39,16 @@ sys.exit(asyncio.run(serve(app, lambda port: print(port, flush=True))))
 
 @pytest.fixture
 def process():
-    """`process(mode)` → (a server process whose requests stop after two tokens, its port)."""
-    running = []
-
-    def start(mode):
-        tests = str(Path(__file__).parents[1])
-        command = [sys.executable, "-c", SERVE, tests, "2", mode]
-        running.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
-        return running[-1], int(running[-1].stdout.readline())
-
-    yield start
-    for server in running:
-        server.kill()
-        server.communicate()
-
-
-async def first_line_of(stream):
-    return await anext(aiter(stream.aiter_lines()))
+    """A server process whose requests stop after two tokens until it drains."""
+    command = [sys.executable, "-c", SERVE, str(Path(__file__).parents[1])]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    yield server
+    server.kill()
+    server.communicate()
 
 
 async def test_sigterm_drains(process):
-    server, port = process("resumes")
+    server, port = process, int(process.stdout.readline())
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
         async with client.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as stream:
             lines = aiter(stream.aiter_lines())
@@ -81,25 +68,24 @@ def test_small_answers_are_not_held_back():
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
-async def test_requests_that_outlast_the_drain_end_with_an_error(process):
-    server, port = process("hangs")
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+async def test_requests_that_outlast_the_drain_end_with_an_error(serving, engine):
+    engine.pause_before = 2
+    async with serving(shutdown_timeout=0.5) as server, httpx.AsyncClient(base_url=server.url) as client:
         async with client.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as stream:
             lines = aiter(stream.aiter_lines())
             await anext(lines)
-            server.send_signal(signal.SIGTERM)
-            while (await client.get("/ready")).status_code == 200:
-                await asyncio.sleep(0.02)
-            assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 503
+            server.uvicorn.handle_exit(signal.SIGTERM, None)
+            assert (await client.get("/ready")).status_code == 503
             rest = [line async for line in lines]
         assert json.loads(rest[-4].removeprefix("data: "))["error"]["code"] == "draining"
         assert rest[-2] == "data: [DONE]"
-    assert server.wait(PATIENCE_S) == 0
+        await asyncio.wait_for(asyncio.shield(server.stopped), PATIENCE_S)
+        assert server.uvicorn.exit_code == 0
 
 
-def test_a_dead_engine_ends_the_process_with_an_error(process):
-    server, _ = process("dies")
-    assert server.wait(PATIENCE_S) == 1
+async def test_an_engine_that_is_dead_ends_the_server_with_an_error(engine, make_client):
+    engine.state["alive"] = False
+    assert await serve(make_client(port=0).app, lambda port: None) == 1
 
 
 async def test_an_engine_that_dies_later_stops_the_server(serving, engine):
