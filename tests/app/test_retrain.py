@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -202,3 +204,20 @@ def test_without_an_engine_a_sample_is_refused(model: Path) -> None:
     with pytest.raises(ConfigError, match="none draws no samples"):
         made.generate(PROMPTS, 1, 1, 1.0, 1.0)
     made.shutdown()
+
+
+_FORGETS = """
+import sys
+from mlx_parallm import RetrainEngine
+engine = RetrainEngine(sys.argv[1], server__kv_cache_memory="16MB")
+print(len(engine.generate([[1, 2, 3]], 2, 3, 1.0, 1.0)[0]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_program_that_forgets_to_shut_it_down_ends_all_the_same(model: Path) -> None:
+    """MLX would abort a process whose device thread still runs at its end."""
+    command = [sys.executable, "-c", _FORGETS, str(model)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
