@@ -26,7 +26,7 @@ from mlx_parallm.cli.main import serve_parser
 from mlx_parallm.config import resolve
 from mlx_parallm.errors import ConfigError
 
-START_S, STOP_S, LIMIT_S, SLOW_LIMIT_S = 200, 60, 200, 1200
+START_S, STOP_S, LIMIT_S, SLOW_LIMIT_S = 200, 60, 400, 1200
 ADDRESS = "127.0.0.1:8000"
 PLAIN = "uv run mlx_parallm_serve"
 """What runs before a page starts a server itself."""
@@ -47,7 +47,7 @@ program=$1
 shift
 exec "$PAGES_BIN/$program" "$@"
 """
-_CURLRC = "fail-with-body\nsilent\nshow-error\nmax-time = 90\n"
+_CURLRC = "fail-with-body\nsilent\nshow-error\nmax-time = 300\n"
 
 
 class PageError(AssertionError):
