@@ -20,7 +20,10 @@ class Extra:
     @property
     def installed(self) -> bool:
         """Whether the module can be found. It is not imported."""
-        return importlib.util.find_spec(self.module) is not None
+        try:
+            return importlib.util.find_spec(self.module) is not None
+        except ModuleNotFoundError:  # of a module inside a package: the package is missing
+            return False
 
     @property
     def missing(self) -> str:
@@ -32,6 +35,7 @@ class Extra:
 
 
 MATH = Extra("math_verify", "math-verify", "math")
+OTEL = Extra("opentelemetry.exporter.otlp.proto.http", "opentelemetry", "otel")
 PARQUET = Extra("pyarrow", "pyarrow", "parquet")
 PLOTS = Extra("matplotlib", "matplotlib", "plots")
 REASONING_GYM = Extra("reasoning_gym", "reasoning-gym", "reasoning-gym")

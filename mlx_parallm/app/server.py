@@ -25,6 +25,7 @@ from mlx_parallm.server.api.chat.template import read_templates
 from mlx_parallm.server.app import create_app, serve
 from mlx_parallm.server.http import request_log
 from mlx_parallm.server.lifecycle import release
+from mlx_parallm.server.traces.export import open_traces
 
 
 def run(config: Config) -> int:
@@ -94,6 +95,7 @@ class IntegratedServer:
         server = server.model_copy(update={"host": host or server.host, "port": server.port if port is None else port})
         config = self._config.model_copy(update={"server": server})
         templates = read_templates(server.chat_template_dir)
+        traces = open_traces(server.otlp_traces_endpoint)
         try:
             served = await self._load()
             models, adapters = await asyncio.to_thread(build_base_set, self._engine, templates)
@@ -109,7 +111,10 @@ class IntegratedServer:
                 served.training.averages if served.training else None,
                 served.training.reward_models if served.training else None,
                 self._lessons,
+                traces,
             )
+            if traces is not None and served.training is not None:
+                served.training.service.add_sink(traces.on_event)
             if self._trains:  # requests can only be collected once the adapter is trained
                 await self._training_started.wait()
             self._is_asleep = lambda: app.state.services.sleep.asleep
@@ -118,7 +123,11 @@ class IntegratedServer:
                     return await serve(app, partial(_started, served, config))
         finally:
             self._inference_ended.set()
-            await self._stop()
+            try:
+                await self._stop()
+            finally:
+                if traces is not None:
+                    await asyncio.to_thread(traces.close)
 
     async def run_training_loop(self) -> None:
         """Trains on collected trajectories until `run_inference` ends, or until it is cancelled.

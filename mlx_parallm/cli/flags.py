@@ -195,6 +195,7 @@ GROUPS = (
             Flag("--log-level", "server.log_level", "LEVEL"),
             Flag("--log-format", "server.log_format", "text|json"),
             Flag("--access-log", "server.access_log", "BOOL"),
+            Flag("--otlp-traces-endpoint", "server.otlp_traces_endpoint", "URL"),
             Flag("--trajectory-log", "rl_training.trajectory_log", "FILE"),
             Flag("--trackers", "rl_training.trackers", "NAME,NAME"),
             Flag("--debug", "debug.check_when_idle"),

@@ -20,6 +20,7 @@ from mlx_parallm.config.types import (
     OptionalNames,
     Origins,
     Section,
+    Url,
     is_loopback,
     lower,
     machine_names,
@@ -229,6 +230,10 @@ class ServerConfig(Section):
     log_format: Annotated[Literal["text", "json"], BeforeValidator(lower)] = "text"
     """text, or json for one JSON object on each line: time, level, logger, message, the ids of the request and of its
     trace, the adapter, and an exception with its stack.
+    """
+    otlp_traces_endpoint: Url | None = None
+    """URL of an OpenTelemetry collector that takes traces as OTLP over HTTP, such as http://127.0.0.1:4318, to which
+    /v1/traces is added if it has no path. The variables OTEL_... set the rest. null means that nothing is traced.
     """
     access_log: bool = True
     """Log one line of JSON for each request, at level info. It has no text of prompts or answers. Successful probes

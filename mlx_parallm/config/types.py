@@ -111,6 +111,13 @@ def _check_origin(origin: str) -> str:
     return origin
 
 
+def _check_url(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise ValueError("must begin with http:// or https://, such as http://127.0.0.1:4318")
+    return url
+
+
 def _check_api_key(key: SecretStr) -> SecretStr:
     text = key.get_secret_value()
     if not text or any(not "!" <= character <= "~" for character in text):
@@ -183,6 +190,7 @@ File = Annotated[Path, BeforeValidator(partial(_parse_path, kind="file"))]
 Folders = Annotated[tuple[Folder, ...], BeforeValidator(_split_commas)]
 AdapterName = Annotated[str, AfterValidator(_check_adapter_name)]
 Selector = Annotated[str, AfterValidator(_check_selector)]
+Url = Annotated[str, AfterValidator(_check_url)]
 ApiKey = Annotated[SecretStr, AfterValidator(_check_api_key)]
 ByteSize = Annotated[int, BeforeValidator(parse_bytes), PlainSerializer(exact_bytes)]
 AutoByteSize = Annotated[

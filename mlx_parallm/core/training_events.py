@@ -32,11 +32,11 @@ class Divergence:
 class TrainingEvent:
     """One entry of the event stream. `at`: Unix time in seconds.
 
-    `kind` is collected, closed (a group that requests have named), scored, dropped, update, held, skipped, evaluation,
-    evaluation_failed, divergence, rollback, comparison_started, comparison_ended, lesson_started, lesson_ended,
-    checkpoint, paused, resumed, started, or events_lost. The last one replaces events that a listener has missed;
-    `data["events"]` is their number, or None if that is not known. `id`: by which a listener that comes back names the
-    last event it has had; empty for events_lost.
+    `kind` is collected, closed (a group that requests have named), scored, dropped, updating (an update begins),
+    update, held, skipped, evaluation, evaluation_failed, divergence, rollback, comparison_started, comparison_ended,
+    lesson_started, lesson_ended, checkpoint, paused, resumed, started, or events_lost. The last one replaces events
+    that a listener has missed; `data["events"]` is their number, or None if that is not known. `id`: by which a
+    listener that comes back names the last event it has had; empty for events_lost.
     """
 
     kind: str

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import Context
 from dataclasses import replace
 from functools import partial
 
@@ -113,7 +114,8 @@ class TrainingService:
                 if restore:
                     await self.people.recall(await self.trajectories.restore(name, loop))
                 self.competition.begin_again(name)
-                self._changes.spawn(loop.run())
+                # In a context of its own, because its updates do not belong to the request that starts it.
+                self._changes.spawn(loop.run(), Context())
             elif (live := loop.training.live) is not None and loop.training.versions.staleness(live) is None:
                 await loop.open()
             loop.resume()

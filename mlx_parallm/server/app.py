@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from types import FrameType, ModuleType
+from typing import TYPE_CHECKING
 
 import uvicorn
 from fastapi import FastAPI
@@ -68,6 +69,9 @@ from mlx_parallm.server.protocols.tinker.server import TinkerServer
 from mlx_parallm.server.protocols.tokens import route as tokens
 from mlx_parallm.server.services import Services
 
+if TYPE_CHECKING:
+    from mlx_parallm.server.traces.export import Traces
+
 ROUTES = (
     completions,
     chat,
@@ -114,6 +118,7 @@ def create_app(
     averages: AveragingClient | None = None,
     reward_models: RewardModelClient | None = None,
     lessons: LessonClient | None = None,
+    traces: Traces | None = None,
 ) -> FastAPI:
     """The HTTP server of these parts, which routes find on `app.state.services` (a `Services`). `training`, `policies`,
     `averages`, `reward_models` and `lessons` are None if the server does not train.
@@ -121,6 +126,7 @@ def create_app(
     Args:
         atropos: how this trainer describes itself to environments of Atropos; None: its API is not served.
         tinker: limits of the Tinker API.
+        traces: makes the spans of requests; None: they are not traced.
     """
     gate = SequenceGate(config.max_batch_size + config.max_queued)
     key = config.api_key
@@ -162,7 +168,7 @@ def create_app(
         app.include_router(module.router)
     routes = [route for module in modules for route in module.router.routes if isinstance(route, Route)]
     install_handlers(app, routes)
-    add_middlewares(app, config, metrics, ring, sessions)
+    add_middlewares(app, config, metrics, ring, sessions, traces)
     app.openapi = partial(describe, app, routes, config.strict_fields)  # type: ignore[method-assign]
     return app
 

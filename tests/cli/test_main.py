@@ -75,7 +75,7 @@ def test_flags_of_later_versions_say_so(app, capsys, command, argv):
 
 def test_every_flag_sets_its_own_key(app):
     values = {"--port": "1", "--mode": "inference", "--log-level": "error", "--kv-cache-memory": "1GB"}
-    values |= {"--log-format": "json"}
+    values |= {"--log-format": "json", "--otlp-traces-endpoint": "http://a"}
     values |= {"--mlx-memory-limit": "8GB", "--mlx-cache-limit": "1GB", "--prefix-cache-disk": "1GB"}
     values |= {"--logprobs-mode": "processed_logprobs", "--max-logprobs": "100"}
     values |= {"--generation-config": "vllm", "--embedding-pooling": "mean"}

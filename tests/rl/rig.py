@@ -70,7 +70,8 @@ class Rig:
 
     @property
     def kinds(self) -> list[str]:
-        return [kind for kind, _ in self.events]
+        """What happened, in order, apart from the beginnings of updates."""
+        return [kind for kind, _ in self.events if kind != "updating"]
 
     @property
     def saves(self) -> list[tuple[str, AdapterRef, tuple[str, ...]]]:

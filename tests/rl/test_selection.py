@@ -79,8 +79,8 @@ async def test_a_step_without_any_signal_ends_and_is_counted_and_told() -> None:
     assert rig.learner.batches == []
     assert rig.loop.status().skips == {"no_signal": 1}
     assert rig.kinds == ["skipped"]
-    assert rig.events[0][1]["reason"] == "no_signal"
-    assert rig.events[0][1]["metrics"]["reward_mean"] == 1.0
+    assert rig.events[-1][1]["reason"] == "no_signal"
+    assert rig.events[-1][1]["metrics"]["reward_mean"] == 1.0
     async with running(rig):
         for _ in range(31):
             rig.drawn(*SOLVED)

@@ -139,12 +139,13 @@ async def test_everything_is_told_in_order() -> None:
             await one.service.close()
             seen: list[TrainingEvent] = [event async for event in events]
         assert [event.kind for event in seen] == [
-            "collected", "scored", "update", "checkpoint",
+            "collected", "scored", "updating", "update", "checkpoint",
             "collected", "scored", "dropped",
             "paused", "resumed", "rollback", "checkpoint", "started",
         ]  # fmt: skip
-        assert seen[2].data["version"] == "main@1"
-        assert seen[6].data["reasons"] == {"zero_variance": 2}
+        assert seen[2].data["groups"] == [seen[0].data["group_id"]]
+        assert seen[3].data["version"] == "main@1"
+        assert seen[7].data["reasons"] == {"zero_variance": 2}
         assert {event.data["adapter"] for event in seen[:-1]} == {"main"}
         assert json.dumps([dict(event.data) for event in seen])
 

@@ -72,7 +72,15 @@ class TrainingLoop:
         self._pausing = Pausing(training.name, emit, config.max_skips)
         response = DivergenceResponse(training, self._changes, self._selection, self._pausing)
         parts = UpdateParts(
-            buffer, config, ledger or SourceLedger(), self._turns, self._changes, self._pausing, response, self.sweep
+            buffer,
+            config,
+            ledger or SourceLedger(),
+            self._turns,
+            self._changes,
+            self._pausing,
+            response,
+            self.sweep,
+            emit,
         )
         self._updates = Updates(training, parts, lambda: self.own_progress())
 

@@ -12,6 +12,7 @@ from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
 from mlx_parallm.rl.collect.groups import DropReason, TrajectoryGroup
 from mlx_parallm.rl.collect.sources import SourceLedger
 from mlx_parallm.rl.divergence.pausing import Pausing
+from mlx_parallm.rl.events import Emit
 from mlx_parallm.rl.objectives.batches import PreparedBatch, ScoredGroup
 from mlx_parallm.rl.objectives.signals import prepare_signal, signal_of
 from mlx_parallm.rl.updates.adapter_training import AdapterTraining
@@ -22,6 +23,8 @@ from mlx_parallm.rl.updates.turns import UpdateTurns, sources
 
 _DROP_REASONS = {"published": None, "trained": None, "held": DropReason.HELD, "skipped": DropReason.SKIPPED}
 """Why the trajectories of an update are dropped, by the status of its report. None: they were trained on."""
+_MAX_NAMED_GROUPS = 128
+"""The most groups that the event of an update's beginning names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,7 @@ class UpdateParts:
     pausing: Pausing
     response: DivergenceResponse
     sweep: Callable[[], None]
+    emit: Emit
 
 
 class Updates:
@@ -61,6 +65,7 @@ class Updates:
     ) -> UpdateReport:
         """Trains on groups that were taken from the buffer, and ends each of them."""
         parts = self._parts
+        self._tell_beginning([group.group_id for group in groups], sum(group.trajectories for group in groups))
         reasons: Sequence[DropReason | None] = [DropReason.SKIPPED] * len(groups)
         try:
             learnt = sources(groups)
@@ -86,8 +91,14 @@ class Updates:
         self, groups: Sequence[ScoredGroup], publish: bool, progress: Mapping[str, float] | None
     ) -> UpdateReport:
         """Trains on groups that a client gave."""
+        self._tell_beginning((), sum(len(episode.turns) for group in groups for episode in group.episodes))
         prepared = prepare_signal(groups, self._parts.config.loss, self._training.rewards)
         return await self._learn(groups, prepared, publish, progress)
+
+    def _tell_beginning(self, group_ids: Sequence[str], trajectories: int) -> None:
+        """Emits that an update begins. `group_ids`: of collected groups; the first of them are named."""
+        named = list(group_ids[:_MAX_NAMED_GROUPS])
+        self._parts.emit("updating", adapter=self._training.name, groups=named, trajectories=trajectories)
 
     async def _learn(
         self,

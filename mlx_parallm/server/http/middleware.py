@@ -9,6 +9,8 @@ call a server on localhost, directly (which the Origin header shows) or through 
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from fastapi import FastAPI
@@ -27,17 +29,33 @@ from mlx_parallm.server.access.sessions import Sessions
 from mlx_parallm.server.error_forms import form_of
 from mlx_parallm.server.errors import ForbiddenOriginError, error_response, unexpected_response
 from mlx_parallm.server.http import request_log
-from mlx_parallm.server.http.request_log import IGNORED_FIELDS, LORA_ADAPTER, REQUEST_ID, RequestRecord
+from mlx_parallm.server.http.request_log import (
+    IGNORED_FIELDS,
+    LORA_ADAPTER,
+    REQUEST_ID,
+    TRACE_RESPONSE,
+    RequestRecord,
+)
 from mlx_parallm.server.metrics import ServerMetrics
+
+if TYPE_CHECKING:
+    from mlx_parallm.server.traces.export import Traces
 
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,252}", re.ASCII)
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]{0,31}://[A-Za-z0-9\[][A-Za-z0-9._:\]-]{0,252}", re.ASCII)
 
 
 def add_middlewares(
-    app: FastAPI, config: ServerConfig, metrics: ServerMetrics, ring: KeyRing, sessions: Sessions
+    app: FastAPI,
+    config: ServerConfig,
+    metrics: ServerMetrics,
+    ring: KeyRing,
+    sessions: Sessions,
+    traces: Traces | None = None,
 ) -> None:
-    """Adds all middlewares. The one that is added last sees a request first. Call it when `app` has all its routes."""
+    """Adds all middlewares. The one that is added last sees a request first. Call it when `app` has all its routes.
+
+    `traces`: None if requests are not traced."""
     audit = None if config.audit_log is None else AuditLog(config.audit_log)
     app.add_middleware(Guard, ring=ring, sessions=sessions, table=RouteTable(routes_of(app)), audit=audit)
     if config.cors_origins:
@@ -46,9 +64,9 @@ def add_middlewares(
             allow_origins=config.cors_origins,
             allow_methods=["GET", "HEAD", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=[REQUEST_ID, IGNORED_FIELDS, LORA_ADAPTER],
+            expose_headers=[REQUEST_ID, IGNORED_FIELDS, LORA_ADAPTER, TRACE_RESPONSE],
         )
-    app.add_middleware(EntryMiddleware, config=config, metrics=metrics)
+    app.add_middleware(EntryMiddleware, config=config, metrics=metrics, traces=traces)
 
 
 def routes_of(app: FastAPI) -> list[tuple[str, str]]:
@@ -64,16 +82,20 @@ def routes_of(app: FastAPI) -> list[tuple[str, str]]:
 class EntryMiddleware:
     """The first to see a request and the last to see its response.
 
-    - Every response gets an id, is counted by its status and has a line in the request log.
+    - Every response gets an id, is counted by its status and has a line in the request log, and a trace if requests are
+      traced.
     - HEAD is answered like GET, without the body. A path with a trailing slash is routed like the path without it. It
       is not redirected, because clients do not send a body again when they follow a redirect.
     - The answer is 403 unless the Host header is accepted, and every Origin header is accepted or names the same site.
     - Exceptions that no handler expected are answered here, and raised again for uvicorn to log.
     """
 
-    def __init__(self, app: ASGIApp, config: ServerConfig, metrics: ServerMetrics) -> None:
+    def __init__(
+        self, app: ASGIApp, config: ServerConfig, metrics: ServerMetrics, traces: Traces | None = None
+    ) -> None:
         self._app = app
         self._metrics = metrics
+        self._traces = traces
         self._access_log = config.access_log
         self._hosts = frozenset(host.lower() for host in config.accepted_hosts)
         self._origins = frozenset(config.cors_origins)
@@ -84,6 +106,10 @@ class EntryMiddleware:
             return
         record = RequestRecord.begin(scope)
         log_context.set(record.log_fields)  # for what is logged in this task, also by uvicorn after this call
+        with nullcontext() if self._traces is None else self._traces.request(scope, record):
+            await self._answer(record, scope, receive, send)
+
+    async def _answer(self, record: RequestRecord, scope: Scope, receive: Receive, send: Send) -> None:
         is_head = scope["method"] == "HEAD"
         # Changed in place: the router puts the matched route, which the log needs, into this scope.
         scope["method"] = "GET" if is_head else scope["method"]
@@ -119,6 +145,8 @@ class EntryMiddleware:
         headers[REQUEST_ID] = record.request_id
         if (own_header := form_of(path).id_header) is not None:
             headers[own_header] = record.request_id
+        if record.traceresponse is not None:
+            headers[TRACE_RESPONSE] = record.traceresponse
         if record.account is not None:
             headers.update(record.account.headers())
         if record.ignored.names:

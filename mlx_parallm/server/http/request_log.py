@@ -25,6 +25,8 @@ from mlx_parallm.server.api.fields import CHOSEN_ID, IgnoredFields
 
 REQUEST_ID, IGNORED_FIELDS, LORA_ADAPTER = "x-request-id", "x-ignored-fields", "x-lora-adapter"
 """Response headers. A client may send the first one too."""
+TRACE_RESPONSE = "traceresponse"
+"""The response header with the ids of the request's trace and span, in the form of the request header `traceparent`."""
 
 CLIENT_LEFT = 499
 """The status in the log if the client disconnected before the response began; nginx uses the same number."""
@@ -52,6 +54,8 @@ class RequestRecord:
     requests may have the same; `engine_id` is unique. `arrived_at` is `time.monotonic`; `queue_s` and `first_token_s`
     are seconds from the arrival. None means that the request did not get that far. `key`: the key that it was let in
     with; None before that, and for paths that need none. `account`: that of the key, for requests for answers.
+    `finished`: the last event of a request that was answered to its end. `trace_id` and `traceresponse`: those of its
+    trace; None if there is none.
     """
 
     request_id: str = field(default_factory=lambda: f"req-{uuid.uuid4().hex}")
@@ -66,7 +70,10 @@ class RequestRecord:
     disconnected: bool = False
     ignored: IgnoredFields = field(default_factory=IgnoredFields)
     generates: bool = False
+    trace_id: str | None = None
+    traceresponse: str | None = None
     engine_id: str | None = None
+    request: GenerationRequest | None = None
     model: str | None = None
     adapter: str | None = None
     prompt_tokens: int = 0
@@ -74,6 +81,7 @@ class RequestRecord:
     completion_tokens: int = 0
     queue_s: float | None = None
     first_token_s: float | None = None
+    finished: RequestFinished | None = None
     finish_reasons: list[str] = field(default_factory=list)
 
     @classmethod
@@ -94,7 +102,7 @@ class RequestRecord:
     def set_request(self, request: GenerationRequest, chosen_id: str | None = None) -> None:
         """Notes the engine's request. Its id becomes the response's, unless the client chose one by a header or, with
         `chosen_id`, in the body."""
-        self.engine_id = request.request_id
+        self.request, self.engine_id = request, request.request_id
         if not self.id_from_client:
             self.request_id, self.id_from_client = chosen_id or request.request_id, chosen_id is not None
         self.adapter = None if request.adapter == BASE_ADAPTER else str(request.adapter)
@@ -114,13 +122,14 @@ class RequestRecord:
             if event.finish_reason and event.finish_reason.value not in self.finish_reasons:
                 self.finish_reasons.append(event.finish_reason.value)
         elif isinstance(event, RequestFinished):
-            self.cached_tokens = event.cached_tokens
+            self.finished, self.cached_tokens = event, event.cached_tokens
             self.queue_s = event.started_at - event.arrived_at if event.started_at else None
             self.first_token_s = event.first_token_at - event.arrived_at if event.completion_tokens else None
 
     def log_fields(self) -> dict[str, str]:
         """The fields of other lines of the log that belong to this request; see `logs.log_context`."""
-        return {"request_id": self.request_id, **({} if self.adapter is None else {"adapter": self.adapter})}
+        fields = {"request_id": self.request_id, "trace_id": self.trace_id, "adapter": self.adapter}
+        return {name: value for name, value in fields.items() if value is not None}
 
     @property
     def finish(self) -> str | None:
@@ -181,6 +190,7 @@ def _line(record: RequestRecord, route: str | None) -> dict[str, Any]:
         }
     only_if_set = {
         "error": record.error,
+        "trace_id": record.trace_id,
         "engine_id": None if record.engine_id == record.request_id else record.engine_id,
         "ignored": record.ignored.names,
         "did_you_mean": record.ignored.meant,

@@ -1,0 +1,147 @@
+"""The spans of one request.
+
+    chat tiny               the request, from its arrival to the last byte of the answer
+    ├─ queue                until the first forward unit that has a row of it
+    ├─ prefill              until the first token
+    ├─ decode               until the last token, of all sequences
+    └─ score                see `training`
+
+Names and attributes are those of OpenTelemetry's conventions for HTTP servers and for generative AI; the latencies have
+the names that vLLM gives them. No attribute has text of a prompt or an answer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from opentelemetry import context, propagate, trace
+from opentelemetry.trace import Span, SpanContext, SpanKind, Status, StatusCode, Tracer
+from opentelemetry.util.types import AttributeValue
+from starlette.datastructures import Headers
+from starlette.types import Scope
+
+from mlx_parallm.core import GenerationRequest
+from mlx_parallm.server.http.request_log import MAX_TEXT, PROBES, RequestRecord
+
+PROVIDER = "mlx_parallm"
+
+_MAX_INT = 2**63 - 1  # of an attribute; seeds that the server draws may be larger
+_TEXT_ROUTES = ("/completions", "/generate")
+
+
+class RequestSpans:
+    """Makes the spans of requests. Event loop's thread only."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+
+    @contextmanager
+    def of(self, scope: Scope, record: RequestRecord) -> Iterator[None]:
+        """The block is the request. It continues the trace that the header `traceparent` names, if there is one, and
+        its span is the current one, so that what is collected in it belongs to its trace. Probes have no span."""
+        path: str = scope["path"]
+        if path in PROBES:
+            yield
+            return
+        started = time.time_ns()
+        parent = propagate.extract(dict(Headers(scope=scope)))
+        span = self._tracer.start_span(
+            f"{record.method} {path[:MAX_TEXT]}", parent, SpanKind.SERVER, start_time=started
+        )
+        found = span.get_span_context()
+        if not found.is_valid:  # OTEL_SDK_DISABLED
+            yield
+            return
+        record.trace_id, record.traceresponse = f"{found.trace_id:032x}", _header(found)
+        token = context.attach(trace.set_span_in_context(span))
+        try:
+            yield
+        finally:
+            context.detach(token)
+            if span.is_recording():
+                self._describe(span, scope, record)
+                self._add_parts(span, record, started)
+            span.end()
+
+    def _describe(self, span: Span, scope: Scope, record: RequestRecord) -> None:
+        route = getattr(scope.get("route"), "path", None)
+        span.update_name(f"{record.method} {route}" if route else f"{record.method}")
+        attributes = {
+            "http.request.method": record.method,
+            "url.scheme": scope["scheme"],
+            "url.path": scope["path"][:MAX_TEXT],
+            "http.route": route,
+            "http.response.status_code": record.status,
+            "error.type": record.error,
+        }
+        if (request := record.request) is not None:
+            operation = _operation(request, route or "")
+            span.update_name(f"{operation} {record.model}")
+            attributes |= {"gen_ai.operation.name": operation, **_generation(record, request)}
+        span.set_attributes({name: value for name, value in attributes.items() if value is not None})
+        if record.error is not None and (record.status is None or record.status >= 500 or record.request is not None):
+            span.set_status(Status(StatusCode.ERROR, record.error))
+
+    def _add_parts(self, span: Span, record: RequestRecord, started: int) -> None:
+        """Adds the spans of the times that are known. A request that did not finish only has `decode`, and only if it
+        had a token."""
+
+        def at(seconds: float) -> int:
+            """A time of the monotonic clock as Unix time, in nanoseconds. The request's arrival is `started`."""
+            return started + round((seconds - record.arrived_at) * 1e9)
+
+        within = trace.set_span_in_context(span)
+
+        def add(name: str, begin: float, end: float) -> None:
+            self._tracer.start_span(name, within, start_time=at(begin)).end(at(end))
+
+        if (finished := record.finished) is not None:
+            add("queue", finished.arrived_at, finished.started_at)
+            first = finished.first_token_at if finished.completion_tokens else finished.finished_at
+            add("prefill", finished.started_at, first)
+            if finished.completion_tokens:
+                add("decode", first, finished.finished_at)
+        elif record.first_token_s is not None:
+            add("decode", record.arrived_at + record.first_token_s, time.monotonic())
+
+
+def _header(found: SpanContext) -> str:
+    """The value of `traceresponse`, which has the form of `traceparent`."""
+    return f"00-{found.trace_id:032x}-{found.span_id:016x}-{found.trace_flags:02x}"
+
+
+def _operation(request: GenerationRequest, route: str) -> str:
+    if request.pooling is not None:
+        return "embeddings"
+    is_text = route.endswith(_TEXT_ROUTES) and not route.endswith("/chat/completions")
+    return "text_completion" if is_text else "chat"
+
+
+def _generation(record: RequestRecord, request: GenerationRequest) -> dict[str, AttributeValue | None]:
+    sampling, finished = request.sampling, record.finished
+    first_token_s = record.first_token_s
+    return {
+        "gen_ai.provider.name": PROVIDER,
+        "gen_ai.request.model": record.model,
+        "gen_ai.request.choice.count": request.n,
+        "gen_ai.request.max_tokens": request.stopping.max_tokens,
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+        "gen_ai.request.top_k": sampling.top_k or None,
+        "gen_ai.request.seed": sampling.seed if sampling.seed <= _MAX_INT else None,
+        "gen_ai.response.id": record.request_id,
+        "gen_ai.response.model": record.adapter or record.model,
+        "gen_ai.response.finish_reasons": tuple(record.finish_reasons) or None,
+        "gen_ai.response.time_to_first_chunk": first_token_s,
+        "gen_ai.usage.input_tokens": record.prompt_tokens,
+        "gen_ai.usage.cache_read.input_tokens": record.cached_tokens,
+        "gen_ai.usage.output_tokens": record.completion_tokens,
+        "gen_ai.request.id": record.engine_id,
+        "gen_ai.latency.time_in_queue": record.queue_s,
+        "gen_ai.latency.time_to_first_token": first_token_s,
+        "gen_ai.latency.e2e": None if finished is None else finished.finished_at - finished.arrived_at,
+        "mlx_parallm.adapter": record.adapter,
+        "mlx_parallm.finish": record.finish,
+    }
