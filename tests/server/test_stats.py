@@ -83,6 +83,14 @@ async def test_latencies_are_of_the_requests_of_the_last_minute(client, engine):
         assert 0 <= values["p50"] <= values["p95"] <= values["p99"]
 
 
+@pytest.mark.parametrize(("count", "expected"), [(1, (1, 1, 1)), (2, (1, 2, 2)), (100, (50, 95, 99))])
+async def test_percentiles_are_the_smallest_values_that_reach_their_share(client, count, expected):
+    for value in range(count, 0, -1):
+        client.app.state.services.metrics.recent_first_token.add(float(value))
+    values = (await client.get("/v1/stats")).json()["latency"]["first_token"]
+    assert (values["p50"], values["p95"], values["p99"]) == expected
+
+
 async def test_memory_by_what_holds_it(client, engine):
     held = {"weights": 1, "rows": 2, "cached_prefixes": 3, "free_blocks": 4, "adapters": 5}
     engine.state["memory_bytes"] = held | {"optimizer": 6, "micro_step": 7}

@@ -44,6 +44,7 @@ export function Strip({ title, kinds, rest, columns, range }: Properties) {
         onPointerMove={point}
         onPointerLeave={() => setAt(null)}
       >
+        <path class="fill-idle" d={columns.map((column) => rectangle(column, 0, 1, from)).join("")} />
         {kinds.map((kind, order) => (
           <path key={kind.label} class={`fill-${kind.color}`} d={path(columns, order, from)} />
         ))}
@@ -72,13 +73,17 @@ function shares(columns: readonly Column[], kinds: Properties["kinds"], rest: st
 }
 
 /** One rectangle for each column, on top of those of the kinds before. */
-function path(columns: readonly Column[], order: number, from: number): string {
-  return columns
-    .map(({ at, seconds, parts }) => {
-      const below = parts.slice(0, order).reduce((sum, part) => sum + part, 0);
-      const [low, high] = [below, below + (parts[order] ?? 0)].map((part) => Math.min(part / seconds, 1) * HEIGHT);
-      const rectangle = `M${at - seconds - from} ${HEIGHT - (low ?? 0)}h${seconds}V${HEIGHT - (high ?? 0)}h${-seconds}z`;
-      return high === low ? "" : rectangle;
+const path = (columns: readonly Column[], order: number, from: number): string =>
+  columns
+    .map((column) => {
+      const part = column.parts[order] ?? 0;
+      const below = column.parts.slice(0, order).reduce((sum, each) => sum + each, 0);
+      return part > 0 ? rectangle(column, below / column.seconds, (below + part) / column.seconds, from) : "";
     })
     .join("");
+
+/** Between two shares of the height, measured from below. */
+function rectangle({ at, seconds }: Column, low: number, high: number, from: number): string {
+  const [bottom, top] = [low, high].map((share) => HEIGHT * (1 - Math.min(share, 1)));
+  return `M${at - seconds - from} ${bottom}h${seconds}V${top}h${-seconds}z`;
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
@@ -225,7 +226,7 @@ def _percentiles(values: RecentValues) -> Percentiles | None:
     ranked = values.ranked()
     if not ranked:
         return None
-    p50, p95, p99 = (round(ranked[min(int(len(ranked) * part), len(ranked) - 1)], 5) for part in (0.5, 0.95, 0.99))
+    p50, p95, p99 = (round(ranked[math.ceil(part * len(ranked)) - 1], 5) for part in (0.5, 0.95, 0.99))
     return Percentiles(count=len(ranked), p50=p50, p95=p95, p99=p99)
 
 

@@ -30,7 +30,7 @@ export function Headline({ stats, intervals }: { stats: Stats; intervals: readon
 const Latency = ({ label, values }: { label: string; values: Percentiles | null }) =>
   values ? (
     <Figure label={label} value={duration(values.p50)}>
-      p95 {duration(values.p95)}, p99 {duration(values.p99)}
+      <span class="whole">p95 {duration(values.p95)}</span> <span class="whole">p99 {duration(values.p99)}</span>
     </Figure>
   ) : (
     <Figure label={label} value="–">
