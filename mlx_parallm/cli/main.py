@@ -14,7 +14,7 @@ from mlx_parallm.cli import adapter_files, completion, keys, machine, reward_mod
 from mlx_parallm.cli import train as training
 from mlx_parallm.cli.flags import TRAIN_ONLY, add_flags, settings
 from mlx_parallm.cli.parser import Parser, run, subcommands
-from mlx_parallm.cli.remote import adapters, bench, chat, status, usage
+from mlx_parallm.cli.remote import adapters, bench, chat, status, top, usage
 from mlx_parallm.cli.remote import training as remote_training
 from mlx_parallm.cli.service import command as service
 from mlx_parallm.cli.table import add_json_argument
@@ -61,6 +61,7 @@ def main_parser() -> Parser:
     training.add_arguments(add("train", _TRAIN_HELP))
     chat.add_arguments(add("chat", "Talk with a running server; with two adapters side by side, too."))
     status.add_arguments(add("ps", "Show what a running server is doing."))
+    top.add_arguments(add("top", "Watch a running server: load, latencies, memory, the device's time, and training."))
     usage.add_arguments(add("usage", "Show what the keys of a running server have used."))
     keys.add_commands(subcommands(add("keys", "Make, list and remove the named keys of a server.")))
     bench.add_arguments(add("bench", "Measure how fast a server is, this or another one with OpenAI's API."))
