@@ -5,11 +5,21 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from clients.running import Report, install_node, wait_until_idle
 from main_job.serving import Server, start, stop
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skips what is marked as `large`, unless the command names its file."""
+    named = {Path(argument.partition("::")[0]).name for argument in config.args}
+    for item in items:
+        large = item.get_closest_marker("large")
+        if large is not None and item.path.name not in named:
+            item.add_marker(pytest.mark.skip(reason=f"{large.args[0]}: name {item.path.name} to run it"))
 
 
 @pytest.fixture(scope="session")

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from main_job.serving import Server
 
 HERE = Path(__file__).parent
@@ -61,6 +64,18 @@ def script(name: str, url: str, asked: Mapping[str, Any], parts: tuple[str, ...]
 def install_node(folder: Path = NODE) -> None:
     """Installs what `package.json` in the folder names."""
     printed("npm", "install", "--no-package-lock", "--no-audit", "--no-fund", at=folder)
+
+
+@contextmanager
+def asking_no_other_host() -> Iterator[dict[str, str]]:
+    """The variables that send a program's requests for other hosts to a proxy here. Fails if one has come while the
+    block ran."""
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        proxy.setblocking(False)
+        elsewhere = f"http://127.0.0.1:{proxy.getsockname()[1]}"
+        yield {"HTTP_PROXY": elsewhere, "HTTPS_PROXY": elsewhere, "NO_PROXY": "127.0.0.1"}
+        with pytest.raises(BlockingIOError):  # nobody has connected
+            proxy.accept()
 
 
 def wait_until_idle(server: Server) -> None:

@@ -7,29 +7,21 @@ fits 8,192 tokens. A tiny random model with a context of 64k gets the client's r
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import socket
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from clients.running import HERE, install_node
+from clients.agents import GREETING, installed, run_agent, serving_long_context, work_folder
 from main_job.serving import Server, start, stop
-from tiny import save_tiny
 
 pytestmark = pytest.mark.timeout(1800)
 
-INSTALLED = HERE / "claude_code"
-LIMIT_S = 900
 QUIET = {
     "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     "DISABLE_AUTOUPDATER": "1",
     "DISABLE_TELEMETRY": "1",
     "DISABLE_ERROR_REPORTING": "1",
-    "NO_PROXY": "127.0.0.1",
 }
 """The client's own variables that turn off what it would ask other hosts for."""
 STREAMED = ("--output-format", "stream-json", "--verbose", "--include-partial-messages")
@@ -45,19 +37,12 @@ Event = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def claude() -> str:
-    if shutil.which("npm") is None:
-        pytest.skip("no npm")
-    install_node(INSTALLED)
-    return str(INSTALLED / "node_modules" / ".bin" / "claude")
+    return installed("claude_code", "claude")
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The folder that the client works in."""
-    made = tmp_path / "work"
-    made.mkdir()
-    (made / "greeting.txt").write_text("Hallo, world!\n")
-    return made
+    return work_folder(tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -69,33 +54,15 @@ def bundled() -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def long_context(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A tiny random model whose context has 65,536 tokens, each of them a byte."""
-    path = tmp_path_factory.mktemp("model") / "tiny"
-    shape = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
-    save_tiny("llama", path, max_position_embeddings=65536, **shape)
-    running = start("--model-path", str(path), "--model-aliases", "claude-*", "--api-key", "secret")
-    yield running
-    stop(running)
+    flags = ("--model-aliases", "claude-*", "--api-key", "secret")
+    with serving_long_context(tmp_path_factory.mktemp("model"), *flags) as running:
+        yield running
 
 
 def told_by(claude: str, server: Server, folder: Path, *flags: str, **variables: str) -> list[Event]:
-    """What the client printed: a JSON object a line. It may connect to no other host."""
-    with socket.create_server(("127.0.0.1", 0)) as proxy:
-        proxy.setblocking(False)
-        own = {"HOME": str(folder.parent), "HTTPS_PROXY": f"http://127.0.0.1:{proxy.getsockname()[1]}"}
-        environment = os.environ | QUIET | own | {"ANTHROPIC_BASE_URL": server.url} | variables
-        command = [claude, "--print", *STREAMED, *flags]
-        done = subprocess.run(
-            command,
-            cwd=folder,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-        )
-        with pytest.raises(BlockingIOError):  # nobody has connected
-            proxy.accept()
+    """What the client printed: a JSON object a line."""
+    command = (claude, "--print", *STREAMED, *flags)
+    done = run_agent(*command, folder=folder, ANTHROPIC_BASE_URL=server.url, **QUIET, **variables)
     assert done.stdout, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -145,7 +112,7 @@ def test_the_bundled_model_edits_a_file(claude: str, bundled: Server, folder: Pa
     edit = {
         "type": "object",
         "properties": {
-            "file_path": {"const": str(folder / "greeting.txt")},
+            "file_path": {"const": str(folder / GREETING)},
             "old_string": {"const": "Hallo"},
             "new_string": {"type": "string", "pattern": "^[A-Za-z]{1,12}$"},
         },
@@ -172,7 +139,7 @@ def test_the_bundled_model_edits_a_file(claude: str, bundled: Server, folder: Pa
     (call,) = first["content"]
     arguments = json.loads(joined(call, "partial_json"))
     assert (call["name"], first["stop_reason"], len(call["deltas"]) > 1) == ("Edit", "tool_use", True)
-    assert (folder / "greeting.txt").read_text() == f"{arguments['new_string']}, world!\n"
+    assert (folder / GREETING).read_text() == f"{arguments['new_string']}, world!\n"
     assert arguments["new_string"] == "Hello"
     assert first["prompt_tokens"] < second["prompt_tokens"] < 8192
     results = [line["message"]["content"][0] for line in told if line["type"] == "user"]

@@ -7,26 +7,19 @@ tools to what fits 8,192 tokens. A tiny random model with a context of 64k gets 
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
-import socket
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from clients.agents import GREETING, installed, run_agent, serving_long_context, work_folder
 from clients.relay import Body, Exchange, Relay, relaying
-from clients.running import HERE, install_node
-from main_job.serving import Server, start, stop
+from main_job.serving import Server
 from server.test_responses_stream import assert_sums_up, events_of
-from tiny import save_tiny
 
 pytestmark = pytest.mark.timeout(1800)
 
-INSTALLED = HERE / "codex"
-LIMIT_S = 900
 PROVIDER = """
 model = "base"
 model_provider = "parallm"
@@ -67,55 +60,29 @@ Told = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def codex() -> str:
-    if shutil.which("npm") is None:
-        pytest.skip("no npm")
-    install_node(INSTALLED)
-    return str(INSTALLED / "node_modules" / ".bin" / "codex")
+    return installed("codex", "codex")
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The folder that the client works in."""
-    made = tmp_path / "work"
-    made.mkdir()
-    (made / "greeting.txt").write_text("Hallo, world!\n")
-    return made
+    return work_folder(tmp_path)
 
 
 @pytest.fixture(scope="module")
 def long_context(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A tiny random model whose context has 65,536 tokens, each of them a byte."""
-    path = tmp_path_factory.mktemp("model") / "tiny"
-    shape = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
-    save_tiny("llama", path, max_position_embeddings=65536, **shape)
-    running = start("--model-path", str(path))
-    yield running
-    stop(running)
+    with serving_long_context(tmp_path_factory.mktemp("model")) as running:
+        yield running
 
 
 def told_by(codex: str, relay: Relay, folder: Path, settings: str, *command: str, fails: bool = False) -> Told:
-    """What `codex exec` printed: a JSON object a line. It may connect to no other host. `fails`: its turn does."""
+    """What `codex exec` printed: a JSON object a line. `fails`: its turn does."""
     home = folder.parent / "codex"
     home.mkdir()
     (home / "instructions.md").write_text("You edit files.")
     texts = (settings.format(instructions=home / "instructions.md"), PROVIDER.format(url=relay.url))
     (home / "config.toml").write_text("".join(texts))
     flags = ("exec", "--json", "--strict-config", "--skip-git-repo-check", "--sandbox", "danger-full-access")
-    with socket.create_server(("127.0.0.1", 0)) as proxy:
-        proxy.setblocking(False)
-        elsewhere = f"http://127.0.0.1:{proxy.getsockname()[1]}"
-        own = {"HOME": str(folder.parent), "CODEX_HOME": str(home), "NO_PROXY": "127.0.0.1"}
-        done = subprocess.run(
-            [codex, *flags, *command],
-            cwd=folder,
-            env=os.environ | own | {"HTTPS_PROXY": elsewhere, "HTTP_PROXY": elsewhere},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-        )
-        with pytest.raises(BlockingIOError):  # nobody has connected
-            proxy.accept()
+    done = run_agent(codex, *flags, *command, folder=folder, CODEX_HOME=str(home))
     assert done.returncode == int(fails), f"{done.stdout}\n{done.stderr}"
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -161,7 +128,7 @@ def test_the_bundled_model_edits_a_file(codex: str, server: Server, folder: Path
     (edit,) = first["output"]
     asked = json.loads(edit["arguments"])["cmd"]
     assert re.fullmatch(COMMAND, asked)
-    assert (folder / "greeting.txt").read_text() == f"{asked.split('/')[2]}, world!\n"
+    assert (folder / GREETING).read_text() == f"{asked.split('/')[2]}, world!\n"
     assert relay.exchanges[0].answer.count("event: response.function_call_arguments.delta") > 1
     (ran,) = items(told, "command_execution")
     assert (ran["exit_code"], ran["status"]) == (0, "completed")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
-from clients.running import SCRIPTS, UV, Report, printed
+from clients.running import PYTHON, SCRIPTS, UV, Report, printed
 from lora import layout_of, merged, random_adapter
 from tiny import save_tiny, tiny_model
 
@@ -22,7 +22,7 @@ def test_both_give_the_same_rewards(tmp_path: Path, report: Report) -> None:
     ours = RewardModelWeights(random_adapter(layout, 1, targets=("q_proj", "down_proj")), head)
     write_peft_reward_model(tmp_path / "ours", ours.adapter, ours.head, layout, None)
     folders = [str(tmp_path / name) for name in ("model", "ours", "theirs")]
-    script = (*UV, "run", "--python", "3.12", "--script", str(SCRIPTS / "with_peft.py"))
+    script = (*UV, "run", *PYTHON, "--script", str(SCRIPTS / "with_peft.py"))
     of_ours, of_theirs = json.loads(printed(*script, *folders, json.dumps(ROWS)).splitlines()[-1])
     theirs = read_reward_model(tmp_path / "theirs", layout, max_rank=64)
     pairs = [*zip(rewards(ours), of_ours, strict=True), *zip(rewards(theirs), of_theirs, strict=True)]

@@ -1,5 +1,5 @@
 # /// script
-# requires-python = ">=3.12"
+# requires-python = ">=3.11"
 # dependencies = ["torch", "transformers>=5", "peft"]
 # ///
 """PEFT, unmodified: reads a reward model that was written here, and writes one.
