@@ -124,7 +124,7 @@ class Lesson:
             answers = [LessonAnswer(text, reward) for text, reward in self._service.trajectories.answers(group)]
             self.progress.scored(task_number(group, self._id), answers)
             self._look()
-            if self._examples is None and self.progress.is_unrewarded and can_be_shown(self._spec):
+            if self._examples is None and self.progress.needs_examples and can_be_shown(self._spec):
                 self._showing, self._examples = True, asyncio.create_task(self._show())
         elif event.kind == "dropped" and DropReason.SCORING_FAILED.value in data.get("reasons", {}):
             self._failed(self._fault())

@@ -115,7 +115,7 @@ class LessonCard:
         per_update: answers that make an update.
         checkpoint: of the adapter as it was before the lesson; a rollback to it undoes the lesson.
         updates: those that were made.
-        examples: answers that were imitated because no answer had earned a reward.
+        examples: answers that were imitated because hardly any answer had earned a reward.
         points: the curve, oldest first.
         samples: one for each prompt, in order.
         outcome: why it has ended; None: it has not.

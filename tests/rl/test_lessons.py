@@ -203,12 +203,22 @@ def test_only_a_word_can_be_said_to_the_model() -> None:
     assert [kind for kind, lesson in rules.items() if can_be_shown(lesson)] == [RuleKind.WORD]
 
 
+def test_examples_help_if_few_answers_earn_a_reward() -> None:
+    rare, enough = LessonProgress(1, 20, None), LessonProgress(1, 20, None)
+    scored(rare, (1.0, *[0.0] * 18))
+    assert not rare.needs_examples, "too early to say"
+    scored(rare, (0.0, 0.0))
+    assert rare.needs_examples
+    scored(enough, (1.0, 1.0, *[0.0] * 18))
+    assert not enough.needs_examples
+
+
 def test_after_examples_it_gets_its_time_again() -> None:
     progress = LessonProgress(1, 4, None)
     scored(progress, *[WRONG] * 5)
-    assert progress.is_unrewarded
+    assert progress.needs_examples
     progress.shown(12)
-    assert not progress.is_unrewarded
+    assert not progress.needs_examples
     scored(progress, *[WRONG] * 5)
     assert progress.outcome is None
 

@@ -48,7 +48,7 @@ export interface Lesson {
   max_tokens: number;
   answers_per_update: number;
   updates: number;
-  /** Answers that were imitated because none had earned a reward. */
+  /** Answers that were imitated because hardly any had earned a reward. */
   examples: number;
   most_updates: number | null;
   points: Point[];

@@ -1,4 +1,4 @@
-"""Examples for a word that the model never says: its own answers when it is asked for the word.
+"""Examples for a word that the model hardly ever says: its own answers when it is asked for the word.
 
 A word that no answer has earns no reward, so drawing alone cannot teach it. The base model is told to use the word, and
 the adapter imitates the answers that do, as answers to the prompt without that demand.

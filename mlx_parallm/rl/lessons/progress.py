@@ -13,6 +13,9 @@ from mlx_parallm.rl.evaluation.evaluator import interval
 LEARNT = 0.95
 """Mean reward of the last answers at which a lesson is learnt."""
 
+RARE = 0.1
+"""Mean reward of an update's worth of answers below which examples help."""
+
 _LEARNT_UPDATES, _SILENT_UPDATES = 2, 3
 """A lesson is learnt, or has nothing to learn from, if that was so for the answers of so many updates. A fourth update
 without a signal would be skipped; see `updates.selection`."""
@@ -37,7 +40,7 @@ class LessonProgress:
 
     Attributes:
         updates: those that were made.
-        examples: answers that were imitated because no answer had earned a reward.
+        examples: answers that were imitated because hardly any answer had earned a reward.
         outcome: why the lesson should end; None: it should not.
         reason: the same in words.
 
@@ -83,9 +86,9 @@ class LessonProgress:
             self.end(LessonOutcome.NO_SIGNAL, f"the last {self._silent} answers to each prompt were rewarded alike")
 
     @property
-    def is_unrewarded(self) -> bool:
-        """Whether no answer of the last update's worth of answers has earned a reward."""
-        return self._silent >= self._per_update and not any(self._recent)
+    def needs_examples(self) -> bool:
+        """Whether so few of the last answers have earned a reward that drawing alone would take long."""
+        return len(self._recent) >= self._per_update and fmean(self._recent) < RARE
 
     def shown(self, examples: int) -> None:
         """So many answers were imitated. What was drawn before says nothing any more."""
@@ -124,4 +127,4 @@ class LessonProgress:
             return "" if self.updates else _KNOWN
         if self._silent < self._per_update or fmean(self._recent) >= LEARNT:
             return ""
-        return _UNREWARDED if self.is_unrewarded else _ALIKE
+        return _ALIKE if any(self._recent) else _UNREWARDED

@@ -61,7 +61,7 @@ function sentence({ state, outcome, reason, updates }: Lesson): string {
     return `Paused${reason && reason !== "asked" ? `: ${reason}` : ". Resume training to go on"}.`;
   }
   if (state === "showing") {
-    return "No answer had the word, so the model is shown some: its own answers when it is asked for the word.";
+    return "Few answers have the word, so the model is shown some: its own answers when it is asked for the word.";
   }
   return updates === 0 ? "Drawing the first answers…" : "Learning: each update is live at once.";
 }

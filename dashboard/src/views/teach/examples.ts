@@ -1,4 +1,4 @@
-/** Lessons that the bundled model learns in some minutes; `benchmarks/lessons.py` measures each. */
+/** Lessons that the bundled model learns in some minutes; `benchmarks/lessons.py` measures them. */
 
 import type { NewLesson, Rule, RuleKind } from "../../api/lessons";
 
@@ -8,6 +8,14 @@ export interface Example {
 }
 
 export const EXAMPLES: readonly [Example, ...Example[]] = [
+  {
+    title: "Say banana",
+    lesson: {
+      prompts: ["Tell me about cats.", "What should I eat tonight?", "Write one sentence about the sea."],
+      reward: { word: "banana" },
+      max_tokens: 48,
+    },
+  },
   {
     title: "Ask back",
     lesson: {
@@ -22,7 +30,8 @@ export const RULES: Record<RuleKind, { title: string; label: string; about: stri
   word: {
     title: "A word",
     label: "Word or phrase",
-    about: "An answer earns 1 if it has the word, in upper or lower case.",
+    about:
+      "An answer earns 1 if it has the word, in upper or lower case. If few answers have it, the model is first shown some.",
   },
   pattern: {
     title: "A pattern",

@@ -204,8 +204,8 @@ class LessonObject(WireOutput):
     updates: int
     """Updates that were made."""
     examples: int
-    """Answers that were imitated because none had earned a reward: those of the base model when it is asked for the
-    word."""
+    """Answers that were imitated because hardly any had earned a reward: those of the base model when it is asked for
+    the word."""
     most_updates: int | None
     """Updates after which it ends; null: it goes on."""
     points: list[LessonPointObject]
