@@ -10,6 +10,8 @@ from pages import LOOKS, chromium, opened
 from playwright.sync_api import Page, expect
 
 LIMIT_S = 1500.0
+ANSWERS_MS = 120_000
+"""The base model and the adapter answer, which may wait for an update."""
 RISEN = 20
 """Percent of the reward by which the curve must rise."""
 SHARES = re.compile(r"(\d+(?:\.\d)?) %")
@@ -34,13 +36,13 @@ def first_hour(url: str, pictures: str) -> dict[str, Any]:
         _stop(page)
         page.get_by_role("button", name="Keep").click()
         page.get_by_role("button", name="Ask both").click()
-        expect(page.locator(".answer")).to_have_count(2)
+        expect(page.locator(".answer")).to_have_count(2, timeout=ANSWERS_MS)
         tried = page.locator(".answer").all_inner_texts()
         told = page.locator(".toasts").inner_text()
         page.screenshot(path=f"{pictures}/teach-tried.png", full_page=True)
         page.get_by_role("button", name="Start over…").click()
         page.get_by_role("dialog").get_by_role("button", name="Undo").click()
-        expect(page.locator(".toasts")).to_contain_text("as it was before")
+        expect(page.locator(".toasts")).to_contain_text("as it was before", timeout=ANSWERS_MS)
         faults += shown.axe()
         rewards = {"first": first, "last": last, "seconds": seconds}
         said = {"before": before, "now": now, "tried": tried, "told": told}
