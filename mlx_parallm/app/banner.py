@@ -1,7 +1,9 @@
-"""The text that a server prints on stderr when it is ready: styled on a terminal, plain elsewhere."""
+"""The text that a server prints on stderr when it is ready: styled on a terminal, plain elsewhere. If the log is lines
+of JSON, it is one of them."""
 
 from __future__ import annotations
 
+import logging
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,6 +22,8 @@ _WARNING = "WARNING: "
 _MAX_NAMES = 8
 _REACHABLE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """An address that means every interface → the address by which a client on this machine connects."""
+
+_log = logging.getLogger(__name__)
 
 
 def base_url(server: ServerConfig, port: int) -> str:
@@ -56,7 +60,13 @@ def render(served: Served, config: Config, port: int) -> str:
 
 
 def show(served: Served, config: Config, port: int, stream: TextIO | None = None) -> None:
-    """Writes the banner to `stream` (default: stderr), with styles if it is a terminal."""
+    """Writes the banner to `stream` (default: stderr), with styles if it is a terminal. If the log is lines of JSON, it
+    is logged instead, and so is each warning."""
+    if config.server.log_format == "json":
+        _log.info("%s", render(served, config, port))
+        for warning in _warnings(config.server):
+            _log.warning("%s", warning)
+        return
     from rich.console import Console
     from rich.text import Text
 

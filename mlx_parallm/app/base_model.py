@@ -140,7 +140,7 @@ class BaseModel:
             self.at.path,
             trust_remote_code=model.trust_remote_code,
             allow_special_tokens=model.allow_special_tokens,
-            progress=loaded is None,
+            progress=loaded is None and self._config.server.log_format == "text",
             loaded=loaded,
         )
 

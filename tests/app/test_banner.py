@@ -158,3 +158,14 @@ def test_styled_on_a_terminal_and_plain_elsewhere(monkeypatch):
     show(served, config, 8000, terminal)
     assert plain.getvalue() == render(served, config, 8000) + "\n"
     assert "\x1b[1;31mWARNING" in terminal.getvalue()
+
+
+def test_among_lines_of_json_it_is_logged_with_its_warnings(caplog):
+    caplog.set_level("INFO", "mlx_parallm.app.banner")
+    stream = io.StringIO()
+    show(Served(), configure(server__log_format="json", server__host="0.0.0.0"), 8000, stream)
+    assert stream.getvalue() == ""
+    ready, *warnings = caplog.records
+    assert "is ready\n" in ready.getMessage()
+    assert [record.levelname for record in warnings] == ["WARNING"] * len(warnings)
+    assert any("0.0.0.0" in record.getMessage() or "key" in record.getMessage() for record in warnings)
