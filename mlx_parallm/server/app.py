@@ -164,8 +164,8 @@ def create_app(
         modules += (atropos_routes,)
     else:
         modules += (root,)
-    for module in modules:
-        app.include_router(module.router)
+    for module in modules:  # `include_router` would build each route once more, for every app
+        app.router.routes.extend(module.router.routes)
     routes = [route for module in modules for route in module.router.routes if isinstance(route, Route)]
     install_handlers(app, routes)
     add_middlewares(app, config, metrics, ring, sessions, traces)
