@@ -56,6 +56,9 @@ const STATES = {
 
 function ServerState() {
   const state = now.value?.state;
+  if (lostSince.value !== null) {
+    return <p class="state dead">No answer</p>;
+  }
   return state ? (
     <p class={`state ${state}`}>
       <span class="hidden">The server: </span>

@@ -23,3 +23,7 @@ export function duration(seconds: number): string {
 }
 
 export const clock = (unixSeconds: number): string => new Date(1000 * unixSeconds).toLocaleTimeString();
+
+/** Hours and minutes, for the axis of a chart. */
+export const minutes = (unixSeconds: number): string =>
+  new Date(1000 * unixSeconds).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", hour12: false });

@@ -19,9 +19,11 @@ export function Bar({ title, parts, format }: Properties) {
   return (
     <>
       <div class="bar" role="img" aria-label={`${title}: ${parts.map((part) => spoken(part, format)).join(", ")}`}>
-        {parts.map((part) => (
-          <span key={part.label} class={`fill-${part.color}`} style={{ width: `${(100 * part.value) / whole}%` }} />
-        ))}
+        {parts
+          .filter(({ value }) => value > 0)
+          .map((part) => (
+            <span key={part.label} class={`fill-${part.color}`} style={{ width: `${(100 * part.value) / whole}%` }} />
+          ))}
       </div>
       <Legend parts={parts} format={format} />
     </>

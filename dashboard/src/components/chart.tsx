@@ -2,7 +2,7 @@
 
 import { useEffect, useRef } from "preact/hooks";
 import uPlot from "uplot";
-import { clock } from "../format";
+import { clock, minutes } from "../format";
 import { color, scheme } from "./theme";
 
 export interface Line {
@@ -104,15 +104,15 @@ function options(shown: Properties, width: number, range: () => Properties["rang
     cursor: { y: false, drag: { x: false, y: false } },
     scales: {
       x: { time: overTime, range: (_, low, high) => [...(range() ?? spread(low ?? 0, high ?? 1))] as [number, number] },
-      y: { range: (_, low, high) => [Math.min(0, low ?? 0), Math.max(1e-9, 1.1 * (high ?? 1))] },
+      y: { range: (_, low, high) => [Math.min(0, low ?? 0), (high ?? 0) > 0 ? 1.1 * (high ?? 0) : 1] },
     },
     axes: [
       {
         ...axis,
         grid: { show: false },
         size: 28,
-        space: 90,
-        ...(overTime && { values: (_, ticks) => ticks.map(clock) }),
+        space: 60,
+        ...(overTime && { values: (_, ticks) => ticks.map(minutes) }),
       },
       { ...axis, size: 52, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : format(tick))) },
     ],

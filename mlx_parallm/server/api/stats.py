@@ -78,7 +78,7 @@ class Latency(WireOutput):
     """Latencies of the last minute; null without a value."""
 
     first_token: Percentiles | None
-    """From a request's arrival to its first token."""
+    """From a request's arrival to its first token; of requests that have ended."""
     between_tokens: Percentiles | None
     """Between two tokens of a sequence."""
 
