@@ -173,3 +173,9 @@ async def test_a_wrong_method_is_told_all_that_are_right(client, fault, path, me
     response = await client.patch(path)
     assert (response.status_code, fault(response)["code"]) == (405, "method_not_allowed")
     assert response.headers["allow"] == methods
+
+
+async def test_a_path_that_may_be_too_long_is_said_to_be_refused(client, document):
+    response = await client.post(f"/v1/training/groups/{'x' * 1000}/close")
+    assert response.status_code == 400
+    assert "400" in document["paths"]["/v1/training/groups/{group_id}/close"]["post"]["responses"]

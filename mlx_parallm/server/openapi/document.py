@@ -138,7 +138,8 @@ def _of_form(path: str, operation: Operation) -> Iterator[Kind]:
         yield from (ApiKeyError, RoleError)
     if "requestBody" in operation:
         yield from WITH_BODY
-    if any(parameter["in"] == "query" for parameter in operation.get("parameters", ())):
+    parameters = operation.get("parameters", ())
+    if any(parameter["in"] == "query" or "maxLength" in parameter["schema"] for parameter in parameters):
         yield RequestError
 
 
