@@ -45,7 +45,7 @@ def _leads_somewhere(page: str, target: str) -> bool:
     linked = str(PurePosixPath(page).parent / name) if name else page
     if not (ROOT / linked).is_file():
         return False
-    inside = linked in PAGES
+    inside = linked in PAGES or linked.startswith("docs/images/")
     return (inside or not page.startswith("docs/")) and (not anchor or anchor in anchors_of(linked))
 
 
