@@ -1,6 +1,8 @@
 /** The views of the dashboard, in the order of the navigation. To add one, add a row; see README.md. */
 
 import type { FunctionComponent } from "preact";
+import { AdaptersView } from "./views/adapters";
+import { LearningView } from "./views/learning";
 import { NowView } from "./views/now";
 import { TeachView } from "./views/teach";
 
@@ -15,5 +17,7 @@ export interface View {
 
 export const VIEWS: readonly [View, ...View[]] = [
   { name: "now", title: "Now", component: NowView },
+  { name: "learning", title: "Learning", component: LearningView },
+  { name: "adapters", title: "Adapters", component: AdaptersView },
   { name: "teach", title: "Teach", component: TeachView },
 ];

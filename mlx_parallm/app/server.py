@@ -15,11 +15,12 @@ from mlx_parallm.app.base_loader import build_base_set
 from mlx_parallm.app.build import Engine, Served
 from mlx_parallm.app.lessons import Lessons
 from mlx_parallm.app.server_rollouts import ServerRollouts, environment_of
-from mlx_parallm.app.tracking import start_tracking
+from mlx_parallm.app.tracking import metrics_file, start_tracking
 from mlx_parallm.app.training import TrainingRuntime
 from mlx_parallm.config import Config, LoRAConfig, RLConfig, configure
 from mlx_parallm.rl.atropos.source import AtroposSource
 from mlx_parallm.rl.environments import Environment
+from mlx_parallm.rl.tracking.history import events_of
 from mlx_parallm.rl.tracking.tracking import Tracking
 from mlx_parallm.server.api.chat.template import read_templates
 from mlx_parallm.server.app import create_app, serve
@@ -192,6 +193,8 @@ class IntegratedServer:
     async def _start_training(self, training: TrainingRuntime, served: Served) -> None:
         await training.start()
         assert served.run is not None  # a server that trains keeps checkpoints
+        earlier = await asyncio.to_thread(events_of, metrics_file(served.run))
+        training.service.restore_history(earlier)
         self._tracking = start_tracking(self._config, served.run)
         training.service.track(self._tracking)
         if self._config.rl_training.atropos_url is not None:

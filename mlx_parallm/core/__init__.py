@@ -141,7 +141,7 @@ from mlx_parallm.core.text import (
     overlap,
 )
 from mlx_parallm.core.training import EvaluationResult, TrainingClient, TrainingStatus, UpdateReport
-from mlx_parallm.core.training_events import Divergence, TrainingEvent
+from mlx_parallm.core.training_events import Divergence, TrainingEvent, TrainingHistory
 from mlx_parallm.core.trajectories import (
     GivenGroup,
     GivenTrajectory,

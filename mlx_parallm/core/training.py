@@ -10,7 +10,7 @@ from mlx_parallm.core.adapters import AdapterRef, CheckpointCard
 from mlx_parallm.core.competition import CompetitionClient
 from mlx_parallm.core.rollouts import RolloutStatus
 from mlx_parallm.core.signals import PeopleClient, Signal
-from mlx_parallm.core.training_events import Divergence, TrainingEvent
+from mlx_parallm.core.training_events import Divergence, TrainingEvent, TrainingHistory
 from mlx_parallm.core.trajectories import GivenTrajectory, TrajectoryClient
 
 
@@ -198,4 +198,8 @@ class TrainingClient(Protocol):
         Args:
             after: the id of the last event that the listener has had; those that it has missed since come first.
         """
+        ...
+
+    def history(self, adapter: str | None, limit: int) -> TrainingHistory:
+        """What has happened in the training of an adapter since the run began: the newest `limit` events."""
         ...

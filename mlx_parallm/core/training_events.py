@@ -43,3 +43,20 @@ class TrainingEvent:
     at: float
     data: Mapping[str, Any] = field(default_factory=dict)
     id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingHistory:
+    """The course of one adapter's training since the run began.
+
+    Attributes:
+        events: updates, evaluations, rollbacks and so on, oldest first; not those of single trajectories. Of the time
+            before the server was started again there are only updates and evaluations, without an `id`.
+        truncated: there are older ones.
+        last_event_id: of the newest event of all adapters; a listener that begins after it misses nothing.
+    """
+
+    adapter: str
+    events: tuple[TrainingEvent, ...] = ()
+    truncated: bool = False
+    last_event_id: str = ""

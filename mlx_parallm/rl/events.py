@@ -78,6 +78,11 @@ class EventHub:
         kept = list(self._newest)[max(0, len(self._newest) - missed) :]
         return kept, missed - len(kept)
 
+    @property
+    def last_id(self) -> str:
+        """The id of the newest event; the next one has a later id even if there is none yet."""
+        return f"{self._id}-{self._count}"
+
     def close(self) -> None:
         """Ends every listener once it has read its queued events."""
         self._closed = True

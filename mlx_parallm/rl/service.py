@@ -6,7 +6,7 @@ Collector ── trajectories with rewards ─▶ TrainingLoop of each adapter �
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import Context
 from dataclasses import replace
 from functools import partial
@@ -20,6 +20,7 @@ from mlx_parallm.core import (
     RolloutStatus,
     Signal,
     TrainingEvent,
+    TrainingHistory,
     TrainingStatus,
     UpdateReport,
     check_name,
@@ -35,6 +36,7 @@ from mlx_parallm.rl.competition.trained import TrainedAdapter
 from mlx_parallm.rl.divergence.webhook import Webhook
 from mlx_parallm.rl.events import Emit, EventHub, Listener
 from mlx_parallm.rl.people import People
+from mlx_parallm.rl.tracking.history import History
 from mlx_parallm.rl.tracking.tracking import Tracking
 from mlx_parallm.rl.updates.adapter_training import AdapterTraining
 from mlx_parallm.rl.updates.loop import TrainingLoop
@@ -81,6 +83,8 @@ class TrainingService:
         self.people = People(
             self.trajectories, parts.journal, self._loops, default_adapter, config, self._changes.finished, self._ledger
         )
+        self._history = History()
+        self._hub.add_sink(self._history.on_event)
         self._hub.add_sink(self._on_event)
         self._adapter_parts = parts.of_adapters(self._hub.emit)
         self.own_rollouts: Callable[[], RolloutStatus] | None = None
@@ -294,6 +298,14 @@ class TrainingService:
     def events(self, after: str = "") -> Listener:
         """See `core.TrainingClient.events`."""
         return self._hub.listen(after)
+
+    def history(self, adapter: str | None, limit: int) -> TrainingHistory:
+        """See `core.TrainingClient.history`."""
+        return self._history.of(self.status(adapter).adapter, limit, self._hub.last_id)
+
+    def restore_history(self, earlier: Iterable[TrainingEvent]) -> None:
+        """Puts the events of earlier processes of the run, oldest first, before those of this one."""
+        self._history.restore(earlier)
 
     def track(self, tracking: Tracking) -> None:
         """Gives every update and evaluation from now on to trackers."""

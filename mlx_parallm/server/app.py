@@ -47,6 +47,7 @@ from mlx_parallm.server.api.pooling import embeddings, scores
 from mlx_parallm.server.api.responses import route as responses
 from mlx_parallm.server.api.responses.conversation import ResponseStore
 from mlx_parallm.server.api.training import average, compare, people, reward_model, schedule
+from mlx_parallm.server.api.training import history as training_history
 from mlx_parallm.server.api.training import lessons as lesson_routes
 from mlx_parallm.server.api.training import route as training_routes
 from mlx_parallm.server.dashboard import route as dashboard
@@ -82,6 +83,7 @@ ROUTES = (
     models,
     adapter_routes,
     training_routes,
+    training_history,
     people,
     compare,
     average,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,15 @@ from server.keys import key_file
 ROOT = HERE.parents[1]
 SOURCES, BUILT = ROOT / "dashboard", ROOT / "mlx_parallm" / "server" / "dashboard" / "built"
 PARTS = ["Tokens a second", "Device time", "Memory", "Sequences"]
+WORDS = """
+rl_training:
+  enabled: true
+  environment: words
+  max_completion_tokens: 8
+  update_frequency: 8
+  optimizer:
+    learning_rate: 0.0002
+"""
 MOST_KB, MOST_PAINT_S, MOST_BACK_S = 200, 1.0, 3.0
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.skipif(shutil.which("npm") is None, reason="no npm")]
@@ -153,6 +163,66 @@ class TestTeach:
             stop(server)
         assert "train" in seen["said"]
         assert seen["faults"] == []
+
+
+@pytest.fixture(scope="module")
+def learning(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that trains an adapter on the environment `words` by itself, in small updates."""
+    folder = tmp_path_factory.mktemp("learning")
+    (folder / "words.yaml").write_text(WORDS)
+    server = start("--config", str(folder / "words.yaml"), "--checkpoint-dir", str(folder / "run"))
+    while server.get("/v1/training/status")["updates_total"] < 2:
+        time.sleep(1)
+    yield server
+    stop(server)
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium")
+class TestLearning:
+    def test_every_look_during_a_training_run(self, learning: Server, pictures: Path, report: Report) -> None:
+        looks = browse("learning.looks", learning.url, pictures)
+        for look, seen in looks.items():
+            assert (seen["faults"], seen["errors"], seen["sideways"]) == ([], [], False), look
+            assert "Mean reward over updates" in seen["charts"][0]
+            assert len(seen["charts"]) >= 7, "loss, KL, entropy, clipping, staleness, length"
+            assert "live: default@" in seen["lineage"]
+        most = max(seen["kilobytes"] for seen in looks.values())
+        report("page with the view Learning", most, "kB", MOST_KB)
+        assert most < MOST_KB
+
+    def test_adapters_in_every_look(self, learning: Server, pictures: Path) -> None:
+        for look, seen in browse("adapters.looks", learning.url, pictures).items():
+            assert (seen["faults"], seen["errors"], seen["sideways"]) == ([], [], False), look
+            assert seen["route"] == "Requests that name no adapter: default 100 %"
+
+    def test_training_is_steered_from_the_page(self, learning: Server, pictures: Path) -> None:
+        seen = browse("learning.steers", learning.url, pictures)
+        assert "rolled back" in seen["states"]
+        for moment in ("Updates paused", "Updates resumed", "Rolled back to default@", "saved as checkpoint-"):
+            assert moment in seen["moments"]
+        assert "rolled back: 0" not in seen["lineage"]
+        assert seen["faults"] == seen["compared_faults"] == seen["errors"] == []
+
+    def test_a_server_that_does_not_train_says_how_to_start_one(self, server: Server, pictures: Path) -> None:
+        seen = browse("learning.off", server.url, pictures)
+        assert any("--enable-rl-training" in command for command in seen["commands"])
+        assert seen["faults"] == seen["errors"] == []
+
+    def test_roles_are_said_in_words(self, tmp_path: Path, pictures: Path) -> None:
+        file, sent = key_file(tmp_path, reader="inference", teacher="train")
+        secrets = {name: headers["authorization"].removeprefix("Bearer ") for name, headers in sent.items()}
+        server = start("--keys-file", str(file), "--enable-rl-training", "--checkpoint-dir", str(tmp_path / "run"))
+        try:
+            reader, teacher = (browse("learning.roles", server.url, pictures, key=key) for key in secrets.values())
+        finally:
+            stop(server)
+        assert reader["refused"].startswith(
+            "How adapters learn is shown to keys with the role train; yours is inference."
+        )
+        assert (reader["may_load"], teacher["may_load"]) == (False, True)
+        assert reader["why"] == ["needs a key with the role train; yours is inference"]
+        assert teacher["refused"] == "needs a key with the role admin; yours is train"
+        assert reader["faults"] == reader["errors"] == teacher["faults"] == teacher["errors"] == []
 
 
 def test_the_sources_build_what_is_committed(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from mlx_parallm.core import (
     RuleKind,
     SignalReport,
     SourceReport,
+    TrainingHistory,
     TrainingStatus,
     UpdateReport,
 )
@@ -311,6 +312,7 @@ class FakeTraining:
         self.found = {"traj-0": FoundTrajectory("policy", (1, 2), (3, 257), "c")}
         self.edits = []
         self.cards = ()
+        self.past = ()
         self.checked = []
         self.prompts = []
         self.collected = []
@@ -434,6 +436,10 @@ class FakeTraining:
     async def save(self, adapter, step, tags, metrics):
         await self._work("save", None, adapter, step, tags, metrics)
         return CheckpointCard("checkpoint-9", AdapterRef("math", 2), 9, "/secret", 1_800_000_000, tuple(tags), metrics)
+
+    def history(self, adapter, limit):
+        name = self.status(adapter).adapter
+        return TrainingHistory(name, self.past[-limit:], len(self.past) > limit, "a-7")
 
     async def events(self, after=""):
         self.listening += 1

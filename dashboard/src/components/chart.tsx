@@ -15,6 +15,8 @@ export interface Line {
   filled?: boolean;
   /** Draws the line with dashes. */
   dashed?: boolean;
+  /** Draws a thin line, such as that of a bound. */
+  faint?: boolean;
 }
 
 interface Properties {
@@ -30,9 +32,14 @@ interface Properties {
   xLabel?: string;
   /** The part of x that is shown; by default all of it. */
   range?: readonly [number, number];
+  /** The places of two lines, counted from 0, that the space between is filled of. */
+  between?: readonly [number, number];
   /** Pixels. */
   height?: number;
 }
+
+/** With fewer values than this, each has a point, so that the first one can be seen. */
+const FEW = 30;
 
 export function Chart(properties: Properties) {
   const { title, lines, format, height = 180 } = properties;
@@ -94,7 +101,7 @@ function summary({ label, values }: Line, format: (value: number) => string): st
 }
 
 function options(shown: Properties, width: number, range: () => Properties["range"]): uPlot.Options {
-  const { overTime = false, format, height = 180 } = shown;
+  const { overTime = false, format, height = 180, between } = shown;
   const axis = { stroke: color("quiet"), grid: { stroke: color("line"), width: 1 }, ticks: { show: false } };
   return {
     width,
@@ -116,6 +123,9 @@ function options(shown: Properties, width: number, range: () => Properties["rang
       },
       { ...axis, size: 52, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : format(tick))) },
     ],
+    ...(between && {
+      bands: [{ series: [between[1] + 1, between[0] + 1], fill: `${color(shown.lines[0]?.color ?? "quiet")}22` }],
+    }),
     series: [
       {
         label: overTime ? "Time" : (shown.xLabel ?? ""),
@@ -124,8 +134,8 @@ function options(shown: Properties, width: number, range: () => Properties["rang
       ...shown.lines.map((line) => ({
         label: line.label,
         stroke: color(line.color),
-        width: 1.5,
-        points: { show: false },
+        width: line.faint ? 0.5 : 1.5,
+        points: { show: (chart: uPlot) => !overTime && !line.faint && chart.data[0].length < FEW, size: 5 },
         value: (_: uPlot, value: number | null) => (value === null ? "–" : format(value)),
         ...(line.filled && { fill: `${color(line.color)}22` }),
         ...(line.dashed && { dash: [6, 4] }),

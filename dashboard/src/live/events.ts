@@ -25,15 +25,15 @@ export interface Follower<E> {
 /** Kind of the event by which the server says that this client read too slowly. */
 const LOST = "events_lost";
 
-/** Follows the stream at `path` until the returned function is called. */
-export function follow<E>(path: string, follower: Follower<E>): () => void {
+/** Follows the stream at `path` until the returned function is called. `after`: the id of the event to begin after. */
+export function follow<E>(path: string, follower: Follower<E>, after = ""): () => void {
   const stop = new AbortController();
-  void new Stream(path, follower, stop.signal).run();
+  void new Stream(path, follower, stop.signal, after).run();
   return () => stop.abort();
 }
 
 class Stream<E> {
-  #id = "";
+  #id: string;
   #connected = false;
   readonly #backoff = new Backoff();
 
@@ -41,7 +41,10 @@ class Stream<E> {
     readonly path: string,
     readonly follower: Follower<E>,
     readonly stop: AbortSignal,
-  ) {}
+    after: string,
+  ) {
+    this.#id = after;
+  }
 
   async run(): Promise<void> {
     while (!this.stop.aborted) {

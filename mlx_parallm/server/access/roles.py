@@ -107,6 +107,7 @@ ROUTES: tuple[tuple[Access, str], ...] = (
         POST /v1/training/groups/{group_id:path}/close
         GET /v1/training/status
         GET /v1/training/events
+        GET /v1/training/history
         GET /v1/training/report
         GET /v1/training/compare
         GET /v1/training/schedule

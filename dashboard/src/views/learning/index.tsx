@@ -1,0 +1,142 @@
+/** How each adapter learns: its figures over updates, its versions, and what has happened. */
+
+import { useMemo } from "preact/hooks";
+import { type TrainingState, trainingState } from "../../api/learning";
+import { may } from "../../components/action";
+import { Card } from "../../components/card";
+import { Command } from "../../components/command";
+import { Figure } from "../../components/figure";
+import { Tabs } from "../../components/tabs";
+import { number } from "../../format";
+import { usePolled } from "../../live/polled";
+import { now } from "../../live/stats";
+import { link } from "../../router";
+import { Charts } from "./charts";
+import { Controls } from "./controls";
+import { courseOf } from "./course";
+import { Lineage } from "./lineage";
+import { Moments } from "./moments";
+import { Waiting } from "./waiting";
+import { useEvents } from "./watch";
+import "../../style/learning.css";
+
+const EVERY_MS = 2000;
+
+export function LearningView({ rest }: { rest: readonly string[] }) {
+  const stats = now.value;
+  if (stats === null) {
+    return <p class="empty">Asking the server…</p>;
+  }
+  if (stats.training === null) {
+    return <Off />;
+  }
+  if (!may("train")) {
+    return (
+      <p class="empty">
+        How adapters learn is shown to keys with the role train; yours is {stats.caller.role}. The operator of the
+        server makes keys, and changes their roles.
+      </p>
+    );
+  }
+  const names = stats.training.adapters.map((adapter) => adapter.name);
+  const [first] = names;
+  if (first === undefined) {
+    return <p class="empty">No adapter is in training. The view Adapters starts one.</p>;
+  }
+  const selected = names.find((name) => name === rest[0]) ?? first;
+  if (names.length === 1) {
+    return <OneAdapter adapter={first} />;
+  }
+  return (
+    <Tabs
+      label="Adapters in training"
+      names={names}
+      selected={selected}
+      onSelect={(name) => {
+        location.hash = link("learning", name);
+      }}
+    >
+      <OneAdapter key={selected} adapter={selected} />
+    </Tabs>
+  );
+}
+
+const Off = () => (
+  <Card title="This server does not train">
+    <p>Start it with training, and it learns from the answers that it gives:</p>
+    <Command text="mlx_parallm_serve --enable-rl-training --checkpoint-dir runs/first" />
+    <p>With an environment it also draws answers to tasks by itself, so that there is something to see at once:</p>
+    <Command text="mlx_parallm_serve --enable-rl-training --environment words --checkpoint-dir runs/words" />
+  </Card>
+);
+
+function OneAdapter({ adapter }: { adapter: string }) {
+  const { value: state, refused: stateRefused } = usePolled(adapter, () => trainingState(adapter), EVERY_MS);
+  const { events, truncated, refused } = useEvents(adapter);
+  const course = useMemo(() => courseOf(events ?? []), [events]);
+  const why = refused ?? stateRefused;
+  if (why) {
+    return <p class="empty">{why.message}</p>;
+  }
+  if (state === null || events === null) {
+    return <p class="empty">Asking the server…</p>;
+  }
+  const paused = course.paused || state.state === "paused";
+  return (
+    <>
+      <Headline
+        state={state}
+        paused={paused}
+        rewards={course.updates.map((update) => update.metrics.reward_mean ?? null)}
+      />
+      <Controls adapter={adapter} state={state} paused={paused} />
+      {course.updates.length === 0 ? <Waiting state={state} /> : <Charts {...course} />}
+      <div class="cards one">
+        {course.versions.length > 0 && <Lineage adapter={adapter} versions={course.versions} best={state.best_lora} />}
+        <Moments moments={course.moments} truncated={truncated} />
+      </div>
+    </>
+  );
+}
+
+const STATES = {
+  disabled: "Off",
+  idle: "Waiting",
+  running: "Learning",
+  updating: "Updating",
+  paused: "Paused",
+} as const;
+
+interface HeadlineProperties {
+  state: TrainingState;
+  paused: boolean;
+  rewards: readonly (number | null)[];
+}
+
+function Headline({ state, paused, rewards }: HeadlineProperties) {
+  const reward = rewards.at(-1) ?? null;
+  const first = rewards[0] ?? null;
+  const { evaluation } = state;
+  return (
+    <dl class="figures">
+      <Figure
+        label={state.lora_adapter ?? ""}
+        value={paused && state.state === "updating" ? "Pausing" : STATES[state.state]}
+      >
+        {number(state.trajectories_collected)} answers collected
+      </Figure>
+      <Figure label="Updates" value={number(state.step)}>
+        complete groups for the next: {number(state.groups_ready)}
+      </Figure>
+      <Figure label="Reward" value={reward === null ? "–" : number(reward)}>
+        {first === null ? "no update yet" : `${number(first)} at the first update`}
+      </Figure>
+      <Figure label="Evaluation" value={evaluation ? number(evaluation.mean) : "–"}>
+        {evaluation ? `of ${evaluation.lora_adapter}, ${number(evaluation.answers)} answers` : "none yet"}
+      </Figure>
+      <Figure label="Live version" value={state.live_lora ?? "base"}>
+        {state.best_lora ? `best: ${state.best_lora}` : "no best one yet"}
+      </Figure>
+    </dl>
+  );
+}

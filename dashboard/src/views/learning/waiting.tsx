@@ -1,0 +1,57 @@
+import type { TrainingState } from "../../api/learning";
+import { Card } from "../../components/card";
+import { Command } from "../../components/command";
+import { number } from "../../format";
+import { now } from "../../live/stats";
+
+/** What the first update waits for. */
+export const Waiting = ({ state }: { state: TrainingState }) => (
+  <Card title="No update yet">
+    <p>
+      {state.state === "updating"
+        ? "The first update is being made."
+        : "An update is made from complete groups of answers with rewards."}{" "}
+      Until now, {number(state.trajectories_collected)} answers were collected; {number(state.trajectories_waiting)}{" "}
+      wait for a reward, and {number(state.groups_ready)} groups are complete.
+      {Object.values(state.drops).some(Boolean) && ` Dropped: ${reasons(state.drops)}.`}
+    </p>
+    {state.state === "paused" && <p>Updates are paused. Press “Resume updates” above.</p>}
+    {state.rollouts ? <Rollouts rollouts={state.rollouts} /> : <Collect adapter={state.lora_adapter} />}
+  </Card>
+);
+
+const reasons = (counts: Record<string, number>): string =>
+  Object.entries(counts)
+    .map(([reason, count]) => `${number(count)} (${reason.replaceAll("_", " ")})`)
+    .join(", ");
+
+const Rollouts = ({ rollouts }: { rollouts: NonNullable<TrainingState["rollouts"]> }) => (
+  <p>
+    The server draws answers to tasks of {rollouts.environment} by itself: {rollouts.state}.
+    {rollouts.last_failure && ` The last failure: ${rollouts.last_failure}`}
+  </p>
+);
+
+const Collect = ({ adapter }: { adapter: string | null }) => (
+  <>
+    <p>Mark requests with collect_trajectory, and give them a rule for the reward, such as a pattern:</p>
+    <Command text={curl(adapter)} />
+  </>
+);
+
+const BODY = {
+  prompt: "The film was dull. Positive or negative?",
+  n: 8,
+  max_tokens: 12,
+  collect_trajectory: true,
+  scoring_function: "regex",
+  metadata: { pattern: "(?i)negative" },
+};
+
+const curl = (adapter: string | null): string =>
+  [
+    `curl ${location.origin}/v1/completions`,
+    ...(now.value?.caller.required ? ['-H "Authorization: Bearer $MLX_PARALLM_API_KEY"'] : []),
+    "-H 'Content-Type: application/json'",
+    `-d '${JSON.stringify({ lora_adapter: adapter, ...BODY })}'`,
+  ].join(" \\\n  ");

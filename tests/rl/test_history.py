@@ -1,0 +1,83 @@
+"""The history of training: what is kept, for how long, and what a restart finds of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mlx_parallm.core import TrainingEvent
+from mlx_parallm.rl.events import EventHub
+from mlx_parallm.rl.tracking.history import History, events_of
+from mlx_parallm.rl.tracking.trackers import JsonlTracker
+from mlx_parallm.rl.tracking.tracking import Tracking
+
+
+def update(version: int, adapter: str = "tone", status: str = "published", at: float = 7.5) -> TrainingEvent:
+    kind = {"held": "held", "skipped": "skipped"}.get(status, "update")
+    data = {"adapter": adapter, "version": f"{adapter}@{version}", "step": version, "status": status, "reason": ""}
+    return TrainingEvent(kind, at, {**data, "metrics": {"loss": 0.5}}, f"a-{version}")
+
+
+def versions(history: History, adapter: str = "tone", limit: int = 100) -> list[object]:
+    return [event.data["version"] for event in history.of(adapter, limit, "").events]
+
+
+def test_events_of_single_trajectories_are_not_kept_and_adapters_do_not_mix() -> None:
+    history = History()
+    for event in (update(1), TrainingEvent("scored", 8.0, {"adapter": "tone"}), update(1, "math"), update(2)):
+        history.on_event(event)
+    assert versions(history) == ["tone@1", "tone@2"]
+    assert versions(history, "math") == ["math@1"]
+    assert history.of("new", 5, "a-9").events == ()
+
+
+def test_only_the_newest_events_of_an_adapter_are_kept_and_it_says_so() -> None:
+    history = History(max_events=3)
+    for number in range(1, 4):
+        history.on_event(update(number))
+    assert not history.of("tone", 3, "").truncated
+    assert (versions(history, limit=2), history.of("tone", 2, "").truncated) == (["tone@2", "tone@3"], True)
+    history.on_event(update(4))
+    assert (versions(history), history.of("tone", 3, "").truncated) == (["tone@2", "tone@3", "tone@4"], True)
+
+
+def test_a_restart_finds_the_updates_and_evaluations_of_the_run(tmp_path: Path) -> None:
+    tracking = Tracking({"jsonl": lambda: JsonlTracker(tmp_path / "metrics.jsonl")})
+    evaluation = {"adapter": "tone", "version": "tone@2", "step": 2, "metrics": {"eval_mean": 0.75}}
+    told = [update(1), update(1, status="held"), update(2), TrainingEvent("evaluation", 9.0, evaluation)]
+    for event in told:
+        tracking.on_event(event)
+    tracking.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('[1]\n{"at": 9, "kind": "upd')
+    found = events_of(tmp_path / "metrics.jsonl")
+    assert [(event.kind, event.at, event.data) for event in found] == [(each.kind, each.at, each.data) for each in told]
+    assert events_of(tmp_path / "none.jsonl") == []
+
+
+def test_of_a_large_file_the_end_is_read(tmp_path: Path) -> None:
+    tracker = Tracking({"jsonl": lambda: JsonlTracker(tmp_path / "metrics.jsonl")})
+    for number in range(1, 20):
+        tracker.on_event(update(number))
+    tracker.close()
+    found = events_of(tmp_path / "metrics.jsonl", max_bytes=500)
+    assert [event.data["version"] for event in found][-2:] == ["tone@18", "tone@19"]
+    assert len(found) < 5
+
+
+def test_what_was_made_again_after_a_crash_is_there_once() -> None:
+    history = History()
+    history.on_event(update(2))
+    history.restore([update(1), update(2)])
+    history.on_event(update(3))
+    assert versions(history) == ["tone@1", "tone@2", "tone@3"]
+
+
+async def test_the_stream_continues_after_the_newest_event() -> None:
+    hub, history = EventHub(), History()
+    hub.add_sink(history.on_event)
+    hub.emit("paused", adapter="tone", reason="")
+    hub.emit("scored", adapter="tone")
+    after = history.of("tone", 10, hub.last_id).last_event_id
+    hub.emit("resumed", adapter="tone")
+    hub.close()
+    assert [event.kind async for event in hub.listen(after)] == ["resumed"]
