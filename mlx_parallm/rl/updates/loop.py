@@ -251,6 +251,7 @@ class TrainingLoop:
         """See `AdapterTraining.end_lesson`. An update in progress still finishes at the lesson's pace."""
         async with self._lock:
             self.training.end_lesson()
+            self._selection.forget()  # what the lesson has drawn; an update of others would be skipped for it
         self.wake()
 
     async def evaluate_if_due(self, early: bool = False) -> EvaluationResult | None:

@@ -84,9 +84,13 @@ class GroupSelection:
     def restart(self) -> None:
         """Call this when the policy was replaced. Groups that were dropped no longer count, and the new reward trend
         gets the rewards of those that wait in the buffer."""
-        self._without_signal.clear()
+        self.forget()
         for group in self._buffer.ready(self._training.name):
             group.observed = False
+
+    def forget(self) -> None:
+        """Groups that were dropped no longer count towards an update."""
+        self._without_signal.clear()
 
     def _staleness(self, group: TrajectoryGroup) -> int | None:
         """How many versions were published since the oldest of those that drew the group; None: training does not
