@@ -38,6 +38,9 @@ interface Properties {
   height?: number;
 }
 
+/** Distances between the marks below a chart that is not over time: steps are whole numbers. */
+const WHOLE = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000];
+
 /** With fewer values than this, each has a point, so that the first one can be seen. */
 const FEW = 30;
 
@@ -119,7 +122,7 @@ function options(shown: Properties, width: number, range: () => Properties["rang
         grid: { show: false },
         size: 28,
         space: 60,
-        ...(overTime && { values: (_, ticks) => ticks.map(minutes) }),
+        ...(overTime ? { values: (_, ticks) => ticks.map(minutes) } : { incrs: WHOLE }),
       },
       { ...axis, size: 52, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : format(tick))) },
     ],

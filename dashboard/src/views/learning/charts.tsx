@@ -84,7 +84,7 @@ const FIGURES: readonly Figure[] = [
   { title: "KL", about: "from the base model, nats a token", metric: "kl", color: "training" },
   { title: "Entropy", about: "nats a token", metric: "entropy", color: "adapters" },
   { title: "Clipped", about: "share of tokens", metric: "clip_fraction", color: "waiting", format: percent },
-  { title: "Staleness", about: "versions between drawing and training", metric: "staleness", color: "weights" },
+  { title: "Staleness", about: "versions behind", metric: "staleness", color: "weights" },
   { title: "Length", about: "tokens of an answer", metric: "completion_tokens", color: "prefill" },
 ];
 
@@ -112,4 +112,5 @@ interface Properties {
 const OverUpdates = ({ format = signed, ...chart }: Properties) => <Chart xLabel="Update" format={format} {...chart} />;
 
 /** Small figures with the digits that say something: losses are often near 0. */
-const signed = (value: number): string => (value !== 0 && Math.abs(value) < 0.1 ? value.toPrecision(2) : number(value));
+const signed = (value: number): string =>
+  value !== 0 && Math.abs(value) < 0.1 ? `${Number(value.toPrecision(2))}` : number(value);

@@ -126,7 +126,7 @@ function Headline({ state, paused, rewards }: HeadlineProperties) {
         {number(state.trajectories_collected)} answers collected
       </Figure>
       <Figure label="Updates" value={number(state.step)}>
-        complete groups for the next: {number(state.groups_ready)}
+        complete groups: {number(state.groups_ready)}
       </Figure>
       <Figure label="Reward" value={reward === null ? "–" : number(reward)}>
         {first === null ? "no update yet" : `${number(first)} at the first update`}

@@ -73,10 +73,8 @@ type Place = readonly [number, number];
 const edge = ([x, y]: Place, [toX, toY]: Place): string =>
   y === toY ? `M${x} ${y}H${toX}` : `M${x} ${y}C${x + STEP} ${y} ${toX - STEP} ${toY} ${toX} ${toY}`;
 
-const about = ({ fate, checkpoint }: Version, best: string | null, name = ""): string =>
-  [fate, ...(name !== "" && name === best ? ["best"] : []), ...(checkpoint ? [`saved as ${checkpoint}`] : [])].join(
-    ", ",
-  );
+const about = ({ name, fate, checkpoint }: Version, best: string | null): string =>
+  [fate, ...(name === best ? ["best"] : []), ...(checkpoint ? [`saved as ${checkpoint}`] : [])].join(", ");
 
 function spoken(versions: readonly Version[], best: string | null): string {
   const gone = versions.filter((version) => version.fate === "rolled back").length;

@@ -46,6 +46,9 @@ class Watcher {
     while (!this.#stop.signal.aborted) {
       try {
         const past = await trainingHistory(this.adapter);
+        if (this.#stop.signal.aborted) {
+          return;
+        }
         this.#events = past.data;
         this.#truncated = past.truncated;
         this.#tell();
@@ -67,14 +70,11 @@ class Watcher {
   }
 
   #follow(after: string): void {
-    if (this.#stop.signal.aborted) {
-      return;
-    }
     this.#unfollow = follow<CourseEvent>(
       TRAINING_EVENTS,
       {
         onEvent: (_, event) => this.#take(event),
-        onGap: (gap) => this.#begin_again(gap),
+        onGap: (gap) => this.#beginAgain(gap),
         onRefused: (error) => this.#refuse(error),
       },
       after,
@@ -88,7 +88,7 @@ class Watcher {
     }
   }
 
-  #begin_again(gap: Gap): void {
+  #beginAgain(gap: Gap): void {
     this.#unfollow();
     const at = new Date(1000 * gap.at).toISOString();
     this.#gaps = [...this.#gaps, { kind: "events_lost", at, data: { events: gap.events } }];
