@@ -1,5 +1,6 @@
 import { useState } from "preact/hooks";
 import { type AdapterVersion, type Comparison, compare, stopComparing } from "../../api/adapters";
+import { may } from "../../components/action";
 import { Bar } from "../../components/bar";
 import { Card } from "../../components/card";
 import { Confirmed } from "../../components/confirmed";
@@ -21,9 +22,11 @@ export const Comparisons = ({ comparisons, overview, onDone }: Properties) => (
     ))}
     {comparisons.length === 0 && (
       <p class="empty">
-        {overview.trained.length === 0
-          ? "Only adapters in training can be compared, because rewards decide."
-          : "None since the server started. Open a version that is saved and not live, and press “Compare”."}
+        {!may("train")
+          ? "Comparisons are shown to keys with the role train."
+          : overview.trained.length === 0
+            ? "Only adapters in training can be compared, because rewards decide."
+            : "None since the server started. Open a version that is saved and not live, and press “Compare”."}
       </p>
     )}
   </Card>
