@@ -236,7 +236,7 @@ def test_bfloat16_logits_are_sampled_in_float32():
     plan = plan_sampling(rows, 500)
     low, full = sample(half, plan, [0] * 4), sample(half.astype(mx.float32), plan, [0] * 4)
     assert all(mx.array_equal(a, b) for a, b in zip(low.arrays(), full.arrays(), strict=True))
-    assert low.logprobs.dtype == low.sampling_logprobs.dtype == mx.float32
+    assert low.reported.logprobs.dtype == low.sampling_logprobs.dtype == mx.float32
 
 
 def test_a_plain_batch_plans_no_stage():

@@ -37,7 +37,9 @@ EVERYTHING = (
 """A server that answers the commands of every page."""
 
 _SERVES = re.compile(r"(?:pip install uv && )?((?:\w+=\S+ )*uv run mlx_parallm_serve(?!.* --(?:print-config|help)).*)")
-_ASKS_SERVER = re.compile(r"uv run mlx_parallm (?:ps|usage|chat|bench|training \w+|adapters (?:list|load|unload))\b")
+_ASKS_SERVER = re.compile(
+    r"uv run mlx_parallm (?:ps|top|usage|chat|bench|training \w+|adapters (?:list|load|unload))\b"
+)
 _UV = """#!/bin/sh
 # `uv run [--group NAME] PROGRAM` and `uv pip install --editable FOLDER`
 if [ "$1" = pip ]; then exec "$PAGES_BIN/python" "$PAGES_INSTALL" "$4"; fi

@@ -126,8 +126,9 @@ class ScoringService:
 
     def _reward_of(self, collection: CollectionSpec) -> RewardSpec | None:
         """What the scorer `reward` stands for: the configured reward, or a lesson's judge. None: neither is used."""
-        if collection.scorer == JUDGE:
-            return RewardSpec((Term(1.0, JUDGE),), replace(self._judge, instruction=collection.metadata[INSTRUCTION]))
+        instruction = collection.metadata.get(INSTRUCTION)
+        if collection.scorer == JUDGE and instruction is not None:
+            return RewardSpec((Term(1.0, JUDGE),), replace(self._judge, instruction=instruction))
         return self._reward if names_reward(collection) else None
 
     def judge_by(self, url: str, api_key: str) -> None:
