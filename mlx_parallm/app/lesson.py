@@ -102,7 +102,7 @@ class Lesson:
         live = self._needs.live
         try:
             drawn = await self._rollouts.draw(groups, BASE_ADAPTER.name if live == BASE_ADAPTER else str(live))
-        except Exception as error:
+        except Exception as error:  # whatever it is, the lesson says why it ended; the driver logs it
             self._failed(str(error) or type(error).__name__, for_good=True)
             raise
         for failure in drawn.failures:

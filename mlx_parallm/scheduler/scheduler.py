@@ -309,8 +309,10 @@ class RLAwareScheduler:
         rows."""
         if not unit.decodes:
             return 1.0
+        if not unit.chunks:
+            return 0.0
         chunks = sum(self.cost.chunk_seconds(chunk.work) for chunk in unit.chunks)
-        return chunks and chunks / self.cost.seconds((span.work for span in unit.spans), unit.tokens_drawn)
+        return chunks / self.cost.seconds((span.work for span in unit.spans), unit.tokens_drawn)
 
     # -- what the engine asks --------------------------------------------------------------------
 
