@@ -12,11 +12,23 @@ from typing import Any
 from mlx_parallm.core import TrainingEvent, TrainingHistory
 
 KINDS = frozenset(
-    (
-        *("started", "paused", "resumed", "update", "held", "skipped", "evaluation", "evaluation_failed"),
-        *("divergence", "rollback", "checkpoint", "comparison_started", "comparison_ended"),
-        *("lesson_started", "lesson_ended"),
-    )
+    {
+        "started",
+        "paused",
+        "resumed",
+        "update",
+        "held",
+        "skipped",
+        "evaluation",
+        "evaluation_failed",
+        "divergence",
+        "rollback",
+        "checkpoint",
+        "comparison_started",
+        "comparison_ended",
+        "lesson_started",
+        "lesson_ended",
+    }
 )
 """The events that are kept. Those of single trajectories are too many."""
 
@@ -25,8 +37,6 @@ MAX_EVENTS = 2000
 
 MAX_FILE_BYTES = 8 * 1024 * 1024
 """The part of the end of metrics.jsonl that is read at start."""
-
-_KINDS_OF_STATUS = {"held": "held", "skipped": "skipped"}
 
 
 class History:
@@ -95,7 +105,8 @@ def _event_of(line: bytes) -> TrainingEvent | None:
 def _kind(record: Mapping[str, Any]) -> str:
     if record.get("kind") == "evaluation":
         return "evaluation"
-    return _KINDS_OF_STATUS.get(str(record.get("status")), "update")
+    status = record.get("status")
+    return status if status in ("held", "skipped") else "update"
 
 
 def _data(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -49,8 +49,8 @@ async def history(
     limit: Annotated[int, Query(ge=1, le=MAX_EVENTS, description="Maximum number of events.")] = 500,
     metric: Metrics = None,
 ) -> HistoryObject:
-    """What has happened in the training of an adapter since the run began, as the events that reported it. The stream of
-    events continues from there."""
+    """What has happened in the training of an adapter since the run began, as the events that reported it. The stream
+    of events continues from there."""
     with adapter_named_by("lora_adapter", lora_adapter):
         return history_object(training.history(lora_adapter, limit), metric)
 
