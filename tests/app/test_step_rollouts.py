@@ -2,138 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Callable
-from types import SimpleNamespace
-
 import pytest
-from configs import TRAINING, changed
+from step_world import GROUPS, SIZE, World, a_while, until
 
-from mlx_parallm.app.step_rollouts import Batch, StepRollouts
-from mlx_parallm.core import AdapterRef, GroupCard, TrainingEvent
+from mlx_parallm.core import AdapterRef
 from mlx_parallm.errors import EngineDeadError, TrainingFailedError
-from mlx_parallm.rl.rollouts.answers import DrawResult, TakenTasks
-
-GROUPS, SIZE = 2, 4
-
-
-class Rollouts:
-    """Each task is answered when `draw` is called for it. Until then its rollouts wait for a tool."""
-
-    def __init__(self, world: World) -> None:
-        self.taken, self.live, self.quiet_s = 0, AdapterRef("a", 1), 100.0
-        self.left = 1000
-        self._world, self._may_end = world, dict[int, asyncio.Event]()
-
-    def number_of(self, group_id: str) -> int | None:
-        return int(group_id.removeprefix("task ")) if group_id.startswith("task ") else None
-
-    async def take(self, groups: int) -> TakenTasks:
-        if self.left < groups:
-            raise TrainingFailedError("the environment has no more tasks")
-        self.left -= groups
-        first, self.taken = self.taken, self.taken + groups
-        self._may_end |= {number: asyncio.Event() for number in range(first, self.taken)}
-        return TakenTasks(first, (RuntimeError(),) * groups)
-
-    async def answer(self, taken: TakenTasks, version: AdapterRef) -> DrawResult:
-        world, numbers = self._world, range(taken.first, taken.end)
-        world.begun.append((taken.first, version.version))
-        try:
-            for number in numbers:
-                await self._may_end[number].wait()
-                world.steps.answered(number, SIZE)
-                world.rewarded[number] = False
-        except asyncio.CancelledError:
-            world.cancelled.append(taken.first)
-            raise
-        return DrawResult(len(numbers), ())
-
-    def draw(self, *numbers: int) -> None:
-        for number in numbers:
-            self._may_end[number].set()
-
-
-class World:
-    """A run and, for it, the training service.
-
-    `begun`: the first task of each batch, and the version that answers it. `cancelled`: the first tasks of batches.
-    `rewarded`: the tasks whose groups are in the buffer, and whether they have their rewards. `told`: numbers of
-    answers that were reported.
-    """
-
-    def __init__(self, **settings: object) -> None:
-        self.begun: list[tuple[int, int]] = []
-        self.cancelled: list[int] = []
-        self.rewarded: dict[int, bool] = {}
-        self.told: list[int] = []
-        self.usable = {AdapterRef("a", 1)}
-        self.alive = True
-        self.collected = GROUPS * SIZE
-        self.emit: Callable[[TrainingEvent], None] = lambda _: None
-        self.rollouts = Rollouts(self)
-        config = changed(TRAINING, **{"draw_ahead_after_s": 0.01, **settings})
-        self.steps = StepRollouts(self.rollouts, self, config, GROUPS, self._check, self.told.append)
-        self.steps.open(0)
-
-    def add_sink(self, sink: Callable[[TrainingEvent], None]) -> None:
-        self.emit = sink
-
-    def status(self) -> SimpleNamespace:
-        return SimpleNamespace(trajectories_collected=self.collected)
-
-    def groups(self) -> list[GroupCard]:
-        cards = [GroupCard(f"task {n}", "a", SIZE, SIZE * ok, ok) for n, ok in self.rewarded.items()]
-        return [GroupCard("of a client", "a", 1, 0, False), *cards]
-
-    def trains_on(self, version: AdapterRef) -> bool:
-        return version in self.usable
-
-    def _check(self) -> None:
-        if not self.alive:
-            raise EngineDeadError("the device thread has stopped")
-
-    # -- what the test does --------------------------------------------------------------------------
-
-    async def begin(self, is_last: bool = False) -> tuple[Batch, asyncio.Task[DrawResult]]:
-        """Begins a step. The task ends when all its answers have their rewards."""
-        self.steps.begin_step(is_last)
-        return await self.go_on(GROUPS)
-
-    async def go_on(self, groups: int) -> tuple[Batch, asyncio.Task[DrawResult]]:
-        batch = await self.steps.next_batch(groups)
-        return batch, asyncio.create_task(self.steps.finish(batch))
-
-    async def draw(self, *numbers: int) -> None:
-        """All answers to these tasks end."""
-        self.rollouts.draw(*numbers)
-        await until(lambda: all(number in self.rewarded for number in numbers))
-
-    def reward(self, *numbers: int) -> None:
-        self.rewarded |= dict.fromkeys(numbers, True)
-
-    def drop(self, number: int, reason: str) -> None:
-        """The group of a task is dropped."""
-        del self.rewarded[number]
-        self.emit(TrainingEvent("dropped", 0.0, {"group_id": f"task {number}", "reasons": {reason: SIZE}}))
-
-    def update(self) -> range:
-        """Makes the update of a step, which publishes a version."""
-        tasks = self.steps.end_step()
-        self.rewarded = {number: ok for number, ok in self.rewarded.items() if number not in tasks}
-        self.rollouts.live = AdapterRef("a", self.rollouts.live.version + 1)
-        self.usable.add(self.rollouts.live)
-        return tasks
-
-    async def whole_step(self, is_last: bool = False) -> range:
-        """A step whose rewards come at once."""
-        batch, ended = await self.begin(is_last)
-        numbers = range(batch.first, batch.end)
-        await self.draw(*numbers)
-        self.reward(*numbers)
-        await ended
-        return self.update()
 
 
 @pytest.fixture
@@ -143,17 +16,6 @@ async def world(request: pytest.FixtureRequest):
     assert await one.whole_step() == range(2)
     yield one
     await one.steps.close()
-
-
-async def until(true: Callable[[], bool]) -> None:
-    began = time.monotonic()
-    while not true():
-        assert time.monotonic() - began < 20
-        await asyncio.sleep(0.002)
-
-
-async def a_while() -> None:
-    await asyncio.sleep(0.2)
 
 
 # ---- when ----------------------------------------------------------------------------------------
