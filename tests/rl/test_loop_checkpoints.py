@@ -58,7 +58,9 @@ async def test_a_checkpoint_on_request_holds_the_policy_and_its_optimizer() -> N
     assert (card.name, card.adapter, card.tags) == ("checkpoint-1", ref(1), ("good",))
     assert card.metrics == {"mine": 2.0, **rig.training.rewards.to_metrics(), CHANGE: 2.0}
     assert rig.publisher.saved[-1][1] == policy(1.0, 1)
-    assert (await rig.loop.save(70, [], {})).name == "checkpoint-70"
+    again = await rig.loop.save(70, [], {})
+    assert again.name == "checkpoint-70"
+    assert again.metrics["reward_mean"] == 0.5, "without metrics of the request, those of the last update"
     await rig.updated(1.0, 0.0)
     with pytest.raises(ConflictError):
         await rig.loop.save(70, [], {})

@@ -307,7 +307,7 @@ class AdapterTraining:
         """Saves the policy with the optimizer's state as a checkpoint of its version. If the policy has no version,
         because it is not published or still equals the base model, one is staged for the checkpoint.
 
-        `metrics`: saved in place of those of the last update.
+        `metrics`: saved in place of those of the last update, if there are any.
 
         Raises:
             ConflictError: there is another checkpoint of `step`.
@@ -316,8 +316,7 @@ class AdapterTraining:
         """
         await self.journal.flush()  # a checkpoint never has an update that the journal lacks
         policy = await self._policy.current()
-        of_update = self.reports.metrics if metrics is None else metrics
-        metrics = {**of_update, **self._histories()}
+        metrics = {**(metrics or self.reports.metrics), **self._histories()}
         has_version = not self.unpublished and self.versions.latest != BASE_ADAPTER
         try:
             ref = self.versions.latest if has_version else await self._stage()
