@@ -73,7 +73,7 @@ class World:
         self.emit: Callable[[TrainingEvent], None] = lambda _: None
         self.rollouts = Rollouts(self)
         config = changed(TRAINING, **{"draw_ahead_after_s": 0.01, **settings})
-        self.steps = StepRollouts(self.rollouts, self, config, GROUPS, self._check, self.told.append)
+        self.steps = StepRollouts(self.rollouts, self, config, GROUPS, SIZE, self._check, self.told.append)
         self.steps.open(0)
 
     def add_sink(self, sink: Callable[[TrainingEvent], None]) -> None:

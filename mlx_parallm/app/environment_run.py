@@ -54,6 +54,7 @@ class EnvironmentRun(TrainingRun):
             self.service,
             config.rl_training,
             options.prompts_per_step,
+            options.group_size,
             self._check_alive,
             self._report_rollout,
         )

@@ -29,6 +29,9 @@ _POLL_S = 0.05
 _ROOM = 3
 """The groups of two steps are in the buffer at most. It must have room for those of three, since steps differ."""
 
+_FIRST_TURNS = 4
+"""In the first step, whose size is not known yet, an episode is expected to have at most so many turns."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -60,6 +63,7 @@ class StepRollouts:
 
     Args:
         groups: those of one step.
+        group_size: answers or episodes of a group.
         check_alive: called again and again while it waits; what it raises ends the wait.
         on_drawn: called with the number of answers or episodes of the current step that have just ended.
     """
@@ -70,11 +74,13 @@ class StepRollouts:
         service: TrainingService,
         config: RLTrainingConfig,
         groups: int,
+        group_size: int,
         check_alive: Callable[[], None],
         on_drawn: Callable[[int], None],
     ) -> None:
         self._rollouts, self._service, self._config = rollouts, service, config
-        self._groups, self._check_alive, self._on_drawn = groups, check_alive, on_drawn
+        self._groups, self._group_size = groups, group_size
+        self._check_alive, self._on_drawn = check_alive, on_drawn
         self._first = 0  # of the current step's tasks
         self._current: Batch | None = None
         self._ahead: Batch | None = None
@@ -96,18 +102,21 @@ class StepRollouts:
 
     def begin_step(self, is_last: bool) -> None:
         """Call this before the first batch of a step. `is_last`: no step follows."""
-        self._draws_ahead = not is_last and self._steps > 0 and self._may_draw_ahead
+        self._draws_ahead = not is_last and self._may_draw_ahead
 
     @property
     def _may_draw_ahead(self) -> bool:
-        """Whether groups may be one version old, and the buffer has room for those of two steps.
-
-        The first step of a process draws nothing ahead: nothing is known of its size, and its rewards have to wait
-        until the scoring processes have started.
-        """
-        config, collected = self._config, self._service.status().trajectories_collected
-        has_room = _ROOM * collected <= self._steps * config.trajectory_buffer_size
+        """Whether groups may be one version old, and the buffer has room for those of two steps."""
+        config = self._config
+        has_room = _ROOM * self._trajectories_of_step <= config.trajectory_buffer_size
         return config.draw_ahead_after_s is not None and config.max_staleness > 0 and has_room
+
+    @property
+    def _trajectories_of_step(self) -> float:
+        """How many trajectories a step collects: the mean of the steps so far."""
+        if self._steps == 0:
+            return self._groups * self._group_size * _FIRST_TURNS
+        return self._service.status().trajectories_collected / self._steps
 
     async def next_batch(self, groups: int) -> Batch:
         """Begins to answer the next tasks: those that are being answered already, or else so many new ones.

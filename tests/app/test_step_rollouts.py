@@ -11,9 +11,11 @@ from mlx_parallm.errors import EngineDeadError, TrainingFailedError
 
 @pytest.fixture
 async def world(request: pytest.FixtureRequest):
-    """A run after its first step. A parameter has settings."""
+    """A run after its first step, in which nothing waited. A parameter has settings."""
     one = World(**getattr(request, "param", {}))
+    one.rollouts.quiet_s = 0.0
     assert await one.whole_step() == range(2)
+    one.rollouts.quiet_s = 100.0
     yield one
     await one.steps.close()
 
@@ -147,8 +149,17 @@ async def test_the_last_step_is_followed_by_none(world: World) -> None:
     await takes_turns(world, is_last=True)
 
 
-async def test_the_first_step_of_a_process_takes_turns() -> None:
-    await takes_turns(World(), is_last=False)
+async def test_the_first_step_draws_ahead_if_the_buffer_has_room_for_episodes_of_some_turns() -> None:
+    await takes_turns(World(trajectory_buffer_size=3 * GROUPS * SIZE * 4 - 1), is_last=False)
+    world = World(trajectory_buffer_size=3 * GROUPS * SIZE * 4)
+    _, ended = await world.begin()
+    await world.draw(0)
+    await until(lambda: world.begun == [(0, 1), (2, 1)])
+    await world.draw(1)
+    world.reward(0, 1)
+    await ended
+    assert world.update() == range(2)
+    await world.steps.close()
 
 
 async def takes_turns(world: World, is_last: bool) -> None:
