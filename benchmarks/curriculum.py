@@ -1,16 +1,18 @@
 """How many steps the curriculum saves where tasks differ in difficulty, and what it costs where they do not.
 
-    python benchmarks/curriculum.py [--seeds 0 1] [--steps 40] [--out FILE]
+    python benchmarks/curriculum.py [--only mixed equal] [--seeds 0 1] [--steps 40] [--out FILE]
 
 `mlx_parallm_train` runs on two files of tasks, each with the curriculum and with its tasks drawn uniformly (`floor: 1`,
 so that everything else is the same). In `mixed`, one level in four can be learnt: of the others, one is solved by any
 answer, and two never are. In `equal`, all levels are alike. The reward of held-out tasks of the level that can be
 learnt is evaluated after every second update. Compared is after how many steps of 4 groups it reaches the goal, between
 two evaluations by a straight line; the evaluation that reaches it ends the run. The algorithm is plain grpo, which does
-not replace groups without a signal. About 3 minutes for each of the 8 runs on two cores.
+not replace groups without a signal. About 3 minutes for each of the 8 runs on two cores. The runs of other seeds that
+the file has are kept.
 """
 
 import argparse
+import json
 import random
 import signal
 import sys
@@ -28,6 +30,7 @@ from lib.training.command import SPLIT, Line, checked, held_out_rows, logged, pr
 from lib.training.learning_tasks import questions
 
 HERE = Path(__file__).parent
+KINDS = ("mixed", "equal")
 GOAL = 0.4
 """Mean held-out reward that is to be reached. One answer to everything gets 0.5, and when a model gets beyond that is a
 matter of chance."""
@@ -87,8 +90,8 @@ def main() -> int:
     arguments = _arguments()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     before = machine.describe()
-    runs = list[Run]()
-    for tasks, seed, on in product(("mixed", "equal"), arguments.seeds, (True, False)):
+    runs = [run for run in _earlier(arguments.out) if run.tasks not in arguments.only or run.seed not in arguments.seeds]
+    for tasks, seed, on in product(arguments.only, arguments.seeds, (True, False)):
         runs.append(_run(tasks, seed, on, arguments.steps))
         print(runs[-1], flush=True)
     figures = list(_figures(runs))
@@ -99,8 +102,13 @@ def main() -> int:
     return int(any(figure.met is False for figure in figures))
 
 
+def _earlier(file: Path) -> list[Run]:
+    """The runs in the file."""
+    return [Run(**run) for run in json.loads(file.read_text())["runs"]] if file.exists() else []
+
+
 def _figures(runs: Sequence[Run]) -> Iterator[Figure]:
-    for tasks, limit in (("mixed", SAVES), ("equal", COSTS)):
+    for tasks, limit in zip(KINDS, (SAVES, COSTS), strict=True):
         drawn, uniform = ([run for run in runs if (run.tasks, run.curriculum) == (tasks, on)] for on in (True, False))
         yield Figure(f"{tasks}: steps with the curriculum", "", *reported([run.needed for run in drawn]))
         yield Figure(f"{tasks}: steps, drawn uniformly", "", *reported([run.needed for run in uniform]))
@@ -193,6 +201,7 @@ def _equal() -> Iterator[dict[str, Any]]:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--seeds", type=int, nargs="+", default=(0, 1))
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--out", type=Path, default=HERE / "results" / "curriculum.json")
