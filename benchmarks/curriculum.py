@@ -90,8 +90,9 @@ def main() -> int:
     arguments = _arguments()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     before = machine.describe()
-    runs = [run for run in _earlier(arguments.out) if run.tasks not in arguments.only or run.seed not in arguments.seeds]
-    for tasks, seed, on in product(arguments.only, arguments.seeds, (True, False)):
+    asked = [*product(arguments.only, arguments.seeds)]
+    runs = [run for run in _earlier(arguments.out) if (run.tasks, run.seed) not in asked]
+    for (tasks, seed), on in product(asked, (True, False)):
         runs.append(_run(tasks, seed, on, arguments.steps))
         print(runs[-1], flush=True)
     figures = list(_figures(runs))
