@@ -5,6 +5,7 @@ import { AdaptersView } from "./views/adapters";
 import { LearningView } from "./views/learning";
 import { NowView } from "./views/now";
 import { TeachView } from "./views/teach";
+import { TrajectoriesView } from "./views/trajectories";
 
 export interface View {
   /** The first part of the address after `#/`. */
@@ -18,6 +19,7 @@ export interface View {
 export const VIEWS: readonly [View, ...View[]] = [
   { name: "now", title: "Now", component: NowView },
   { name: "learning", title: "Learning", component: LearningView },
+  { name: "trajectories", title: "Trajectories", component: TrajectoriesView },
   { name: "adapters", title: "Adapters", component: AdaptersView },
   { name: "teach", title: "Teach", component: TeachView },
 ];

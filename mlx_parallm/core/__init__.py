@@ -42,6 +42,17 @@ from mlx_parallm.core.adapters import (
 )
 from mlx_parallm.core.averages import AverageCard, AverageSpec, AveragingClient
 from mlx_parallm.core.candidates import TOP_LOGPROBS, ManyCandidates
+from mlx_parallm.core.collected import (
+    CollectedClient,
+    CollectedGroup,
+    CollectedSample,
+    CollectedTurn,
+    EditedAnswer,
+    GroupFilter,
+    GroupPage,
+    GroupRow,
+    Thumbs,
+)
 from mlx_parallm.core.competition import ComparisonCard, ComparisonSpec, CompetitionClient
 from mlx_parallm.core.device import (
     DECODE_GAPS,

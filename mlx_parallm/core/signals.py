@@ -51,6 +51,7 @@ class Edit:
         rejected_ids: of an answer to the same prompt that is worse; empty: `chosen_ids` are imitated.
         user: who says so; empty if that is not known. The last edit of one user `about` one thing counts.
         about: the id of the trajectory that was edited; empty: the prompt is what it is about.
+        owner: the name of the API key that sent it; None: that is not known.
     """
 
     adapter: str
@@ -61,6 +62,7 @@ class Edit:
     rejected_text: str = ""
     user: str = ""
     about: str = ""
+    owner: str | None = None
 
     @property
     def signal(self) -> Signal:

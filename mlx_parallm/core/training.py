@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from mlx_parallm.core.adapters import AdapterRef, CheckpointCard
+from mlx_parallm.core.collected import CollectedClient
 from mlx_parallm.core.competition import CompetitionClient
 from mlx_parallm.core.rollouts import RolloutStatus
 from mlx_parallm.core.signals import PeopleClient, Signal
@@ -123,6 +124,9 @@ class TrainingClient(Protocol):
 
     @property
     def trajectories(self) -> TrajectoryClient: ...
+
+    @property
+    def collected_groups(self) -> CollectedClient: ...
 
     @property
     def people(self) -> PeopleClient: ...

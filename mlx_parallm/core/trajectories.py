@@ -23,6 +23,8 @@ class Trajectory:
         finish_reason: None if it is unknown.
         created: Unix time in seconds.
         mask, advantages, reference_logprobs: as in `GivenTrajectory`.
+        owner: the name of the API key that sent it or its request. Empty: the server has drawn it for a task of its
+            own. None: that is not known.
     """
 
     trajectory_id: str
@@ -40,6 +42,7 @@ class Trajectory:
     mask: tuple[bool, ...] = ()
     advantages: tuple[float, ...] = ()
     reference_logprobs: tuple[float, ...] = ()
+    owner: str | None = None
 
     @property
     def trained_tokens(self) -> int:

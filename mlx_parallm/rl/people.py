@@ -32,18 +32,15 @@ from mlx_parallm.errors import (
     UnknownTrajectoryError,
     shown,
 )
-from mlx_parallm.rl.collect.groups import DropReason, TrajectoryGroup
-from mlx_parallm.rl.collect.late import LATE, late_copy, late_opinion
+from mlx_parallm.rl.collect.groups import ABOUT, DropReason, TrajectoryGroup
+from mlx_parallm.rl.collect.late import LATE, NOT_COUNTED, late_copy, late_opinion
 from mlx_parallm.rl.collect.sources import SourceLedger
 from mlx_parallm.rl.collector import Collector, Finished
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.runs.records import Fate, Feedback, Score
 from mlx_parallm.rl.updates.loop import TrainingLoop
 
-NOT_COUNTED = frozenset({DropReason.HELD, DropReason.SKIPPED, DropReason.REPLACED})
-"""Reasons of drops after which no opinion counts: an update on the answer was refused, or the answer was sent again."""
-
-_USER, _ABOUT = "user", "about"
+_USER = "user"
 
 
 class People:
@@ -195,7 +192,7 @@ def _end(fate: Fate) -> str:
 
 def _trajectories(edit_id: str, edit: Edit) -> list[Trajectory]:
     """The chosen answer, and the rejected one if there is one."""
-    metadata = {_USER: edit.user, _ABOUT: edit.about}
+    metadata = {_USER: edit.user, ABOUT: edit.about}
     answers = [("chosen", edit.chosen_ids, edit.chosen_text), ("rejected", edit.rejected_ids, edit.rejected_text)]
     given = [answer for answer in answers if answer[1]]
     return [
@@ -212,6 +209,7 @@ def _trajectories(edit_id: str, edit: Edit) -> list[Trajectory]:
             finish_reason=None,
             collection=CollectionSpec(edit.signal.value, metadata, signal=edit.signal),
             created=time.time(),
+            owner=edit.owner,
         )
         for which, ids, text in given
     ]
@@ -231,7 +229,7 @@ def _is_same(group: TrajectoryGroup, edit: Edit) -> bool:
 def _is_replaced(group: TrajectoryGroup, edit: Edit) -> bool:
     """Whether a waiting group is an earlier edit of the same user about the same thing."""
     first = group.members[0].trajectory
-    about = first.collection.metadata.get(_ABOUT) or first.prompt_ids
+    about = first.collection.metadata.get(ABOUT) or first.prompt_ids
     return bool(edit.user) and _said_by(group, edit.user) and about == (edit.about or edit.prompt_ids)
 
 

@@ -36,6 +36,7 @@ from mlx_parallm.rl.competition.trained import TrainedAdapter
 from mlx_parallm.rl.divergence.webhook import Webhook
 from mlx_parallm.rl.events import Emit, EventHub, Listener
 from mlx_parallm.rl.people import People
+from mlx_parallm.rl.reading import GroupReader
 from mlx_parallm.rl.tracking.history import History
 from mlx_parallm.rl.tracking.tracking import Tracking
 from mlx_parallm.rl.updates.adapter_training import AdapterTraining
@@ -50,7 +51,7 @@ class TrainingService:
     """Implements `core.TrainingClient`. Event loop's thread only.
 
     Attributes:
-        trajectories, people, competition: its parts.
+        trajectories, collected_groups, people, competition: its parts.
         own_rollouts: the status of the rollouts that the server draws by itself; None: it draws none.
     """
 
@@ -80,6 +81,7 @@ class TrainingService:
             self.competition,
             self._ledger,
         )
+        self.collected_groups = GroupReader(self.trajectories.buffer)
         self.people = People(
             self.trajectories, parts.journal, self._loops, default_adapter, config, self._changes.finished, self._ledger
         )

@@ -50,6 +50,7 @@ from mlx_parallm.server.api.training import average, compare, people, reward_mod
 from mlx_parallm.server.api.training import history as training_history
 from mlx_parallm.server.api.training import lessons as lesson_routes
 from mlx_parallm.server.api.training import route as training_routes
+from mlx_parallm.server.api.training.collected import route as collected_routes
 from mlx_parallm.server.dashboard import route as dashboard
 from mlx_parallm.server.errors import install_handlers
 from mlx_parallm.server.http.connection import ConnectionLimits, LimitedProtocol, reserve_open_files
@@ -84,6 +85,7 @@ ROUTES = (
     adapter_routes,
     training_routes,
     training_history,
+    collected_routes,
     people,
     compare,
     average,

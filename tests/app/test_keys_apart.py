@@ -100,7 +100,12 @@ async def test_no_route_shows_a_key_what_another_asked(tmp_path: Path, role: str
             return {path for path, text in answers.items() if any(secret in text for secret in secrets)}
 
         assert await shown("other") == set()
-        assert {"/debug/trajectories", f"/v1/responses/{stored}/input_items"} <= await shown("boss"), "they have it"
+        one = f"/v1/training/trajectories/{collected['trajectory_ids'][0]}"
+        lists = {"/v1/training/trajectories", one}
+        assert await shown("mine") >= lists
+        assert {"/debug/trajectories", f"/v1/responses/{stored}/input_items", *lists} <= await shown("boss"), (
+            "they have it"
+        )
         preference = {"chosen": "x", "rejected_id": collected["trajectory_ids"][0]}
         for path, body in (
             ("/v1/responses", {"input": "Repeat.", "previous_response_id": stored, "max_output_tokens": 2}),

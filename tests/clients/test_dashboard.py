@@ -18,6 +18,7 @@ import pytest
 from clients.running import HERE, PYTHON, UV, Report, printed
 from main_job.serving import Server, start, stop
 from server.keys import key_file
+from tiny import save_tiny
 
 ROOT = HERE.parents[1]
 SOURCES, BUILT = ROOT / "dashboard", ROOT / "mlx_parallm" / "server" / "dashboard" / "built"
@@ -175,6 +176,106 @@ def learning(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         time.sleep(1)
     yield server
     stop(server)
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium")
+class TestTrajectories:
+    def test_every_look_during_a_training_run(self, learning: Server, pictures: Path, report: Report) -> None:
+        looks = browse("trajectories.looks", learning.url, pictures)
+        for look, seen in looks.items():
+            assert (seen["faults"], seen["errors"], seen["sideways"]) == ([], [], False), look
+            assert seen["samples"] >= 2
+            assert seen["advantage_tints"] > 0
+            assert seen["logprob_tints"] > 0
+            assert "log-probability" in seen["readout"]
+            assert "advantage" in seen["readout"]
+        most = max(seen["kilobytes"] for seen in looks.values())
+        report("page with the view Trajectories", most, "kB", MOST_KB)
+        assert most < MOST_KB
+
+    def test_a_person_finds_an_answer_judges_and_corrects_it(self, learning: Server, pictures: Path) -> None:
+        body = {"prompt": "Say hello in one word:", "n": 3, "max_tokens": 6, "collect_trajectory": True}
+        ids = learning.post("/v1/completions", **body)["trajectory_ids"]
+        learning.post("/v1/training/pause")
+        seen = browse("trajectories.judges", learning.url, pictures)
+        after = learning.get(f"/v1/training/trajectories/{ids[1]}")
+        learning.post("/v1/training/resume")
+        assert "fate=waiting" in seen["address"]
+        assert seen["again"] == seen["address"], "the address opens the same group with the same filters"
+        assert "Counted: its reward is 1." in seen["told"]
+        assert "The correction waits for an update" in seen["told"]
+        second = after["members"][1]
+        assert (second["reward"], second["turns"][0]["thumbs_up"]) == (1, 1)
+        assert [edit["text"] for edit in second["turns"][0]["edits"]] == ["Hello!"]
+        assert "Corrected to: Hello!" in seen["sample"]
+        assert seen["closed"] == "It was trained on, so thumbs count no longer; a correction does."
+        assert (seen["faults"], seen["errors"]) == ([], [])
+
+    def test_new_groups_are_announced_and_not_inserted(self, learning: Server, pictures: Path) -> None:
+        seen = browse("trajectories.announces", learning.url, pictures)
+        assert seen["before"] == seen["while_new_ones_came"]
+        assert seen["after"] != seen["before"]
+        assert (seen["faults"], seen["errors"]) == ([], [])
+
+    def test_ten_thousand_groups(self, tmp_path: Path, pictures: Path, report: Report) -> None:
+        save_tiny("llama", tmp_path / "model")
+        flags = ("--model", str(tmp_path / "model"), "--trajectory-buffer-size", "20000")
+        server = start(*flags, "--enable-rl-training", "--checkpoint-dir", str(tmp_path / "run"))
+        try:
+            for number in range(0, 10_000, 100):
+                prompts = [f"prompt {number + each}" for each in range(100)]
+                server.post("/v1/completions", prompt=prompts, max_tokens=1, collect_trajectory=True)
+            with gaps(server) as largest:
+                seen = browse("trajectories.many", server.url, pictures)
+        finally:
+            stop(server)
+        assert seen["rows"] >= 10_000
+        report("longest task of the page with 10,000 groups", seen["longest_task_ms"], "ms", 100)
+        report("longest time without a frame", seen["longest_frame_ms"], "ms", 100)
+        report("longest answer of /liveness meanwhile", 1000 * largest[0], "ms")
+        assert (seen["faults"], seen["errors"]) == ([], [])
+
+    def test_a_server_that_does_not_train_says_how_to_start_one(self, server: Server, pictures: Path) -> None:
+        seen = browse("trajectories.off", server.url, pictures)
+        assert any("--enable-rl-training" in command for command in seen["commands"])
+        assert seen["faults"] == seen["errors"] == []
+
+    def test_keys_see_what_they_may(self, tmp_path: Path, pictures: Path) -> None:
+        file, sent = key_file(tmp_path, reader="inference", teacher="train", other="train")
+        secrets = {name: headers["authorization"].removeprefix("Bearer ") for name, headers in sent.items()}
+        server = start("--keys-file", str(file), "--enable-rl-training", "--checkpoint-dir", str(tmp_path / "run"))
+        try:
+            body = {"prompt": "Mine:", "n": 2, "max_tokens": 4, "collect_trajectory": True}
+            assert server.http.post("/v1/completions", json=body, headers=sent["teacher"]).status_code == 200
+            seen = {name: browse("trajectories.roles", server.url, pictures, key=key) for name, key in secrets.items()}
+        finally:
+            stop(server)
+        assert seen["reader"]["said"].startswith("Collected answers are shown to keys with the role train; yours is")
+        assert seen["teacher"]["said"] == "Mine:"
+        assert seen["other"]["said"].startswith("Nothing was collected since the server started.")
+        for one in seen.values():
+            assert one["faults"] == one["errors"] == []
+
+
+@contextmanager
+def gaps(server: Server) -> Iterator[list[float]]:
+    """The longest time that the event loop took to answer while the block ran, in seconds."""
+    over, largest = threading.Event(), [0.0]
+
+    def keep_asking() -> None:
+        while not over.is_set():
+            began = time.monotonic()
+            server.get("/liveness")
+            largest[0] = max(largest[0], time.monotonic() - began)
+            time.sleep(0.01)
+
+    asking = threading.Thread(target=keep_asking)
+    asking.start()
+    try:
+        yield largest
+    finally:
+        over.set()
+        asking.join()
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium")

@@ -36,6 +36,8 @@ from mlx_parallm.errors import (
     UnknownModelError,
     UnknownTrajectoryError,
 )
+from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
+from mlx_parallm.rl.reading import GroupReader
 
 COMPARISON = ComparisonCard(
     "policy", AdapterRef("policy", 2), AdapterRef("policy", 1), False, 0.2, 1_800_000_000.0, live_mean=0.25
@@ -302,7 +304,7 @@ class FakeTraining:
     `collect` was given. `calls`: what else was asked. `given`: groups that wait; `given_earlier`: ids of those of an
     earlier process. `found`: trajectories that edits may name; `edits`: what came of them. `saves`: names that `trains`
     says yes to. `error`, `hold`, `held`, `resume_work`: as the adapters'. `told`: the events, the last one None;
-    `listening`: listeners now.
+    `listening`: listeners now. `buffer`: has the groups that can be read.
     """
 
     def __init__(self):
@@ -331,6 +333,8 @@ class FakeTraining:
         self.listened_after = []
         self.competition = FakeCompetition()
         self.trajectories = self.people = self
+        self.buffer = TrajectoryBuffer(1000)
+        self.collected_groups = GroupReader(self.buffer)
 
     async def check(self, collection, adapter, prompt=None):
         await self.checks_go_on.wait()

@@ -4,7 +4,10 @@ import json
 import re
 
 import pytest
+from rl.fakes import trajectories
 
+from mlx_parallm.core import AdapterRef
+from mlx_parallm.rl.collect.groups import TrajectoryGroup
 from mlx_parallm.server.openapi.examples import EXAMPLES
 from mlx_parallm.server.openapi.responses import KINDS
 
@@ -127,8 +130,9 @@ async def test_every_example_runs(client, adapters, engine, path, name):
         assert '"error":{' not in response.text
 
 
-async def test_every_route_without_a_body_answers_as_it_stands(client, adapters, document):
+async def test_every_route_without_a_body_answers_as_it_stands(client, adapters, training, document):
     adapters.publish("math")
+    training.buffer.add(TrajectoryGroup("policy", trajectories("{group_id}", AdapterRef("policy", 1))))
     stored = (await client.post("/v1/responses", json={"input": "x"})).json()["id"]
     for path, method, said in operations(document):
         if "requestBody" not in said and path not in (EVENTS, CANCEL):

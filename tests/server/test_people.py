@@ -38,7 +38,7 @@ async def test_an_edited_answer_is_a_preference_and_its_text_is_ended(client, tr
         **{"status": "success", "edit_id": "edit-0", "signal": "preferences", "lora_adapter": "policy"},
         **{"is_new": True, "waiting": 1, "wanted": 16},
     }
-    edit = Edit("policy", (1, 2), (120, 121, END), (65, END), "xy", "A", user="ann", about="a")
+    edit = Edit("policy", (1, 2), (120, 121, END), (65, END), "xy", "A", user="ann", about="a", owner="anyone")
     assert training.edits == [edit]
 
 

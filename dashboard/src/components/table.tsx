@@ -1,7 +1,7 @@
 /** A table that renders only the rows in sight, so that ten thousand rows are listed without a stall. */
 
 import type { ComponentChildren } from "preact";
-import { useLayoutEffect, useRef, useState } from "preact/hooks";
+import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 
 export interface TableColumn<R> {
   title: string;
@@ -19,6 +19,10 @@ interface Properties<R> {
   keyOf: (row: R) => string;
   /** Makes rows buttons: called with a click or Enter. */
   onOpen?: (row: R) => void;
+  /** The row that is open. */
+  isOpen?: (row: R) => boolean;
+  /** Called when the last rows come near, so that more can be added. */
+  onEnd?: () => void;
   /** Pixels. A table that is shorter takes less. */
   height?: number;
   /** Said in place of an empty table: what to do to get rows. */
@@ -28,15 +32,22 @@ interface Properties<R> {
 const ROW_HEIGHT = 34;
 const BEYOND = 10;
 
-export function Table<R>({ caption, columns, rows, keyOf, onOpen, height = 480, empty }: Properties<R>) {
+export function Table<R>(properties: Properties<R>) {
+  const { caption, columns, rows, keyOf, onOpen, isOpen, onEnd, height = 480, empty } = properties;
   const place = useRef<HTMLDivElement>(null);
   const [top, setTop] = useState(0);
   useLayoutEffect(() => setTop(place.current?.scrollTop ?? 0), [rows.length]);
+  const first = Math.max(0, Math.floor(top / ROW_HEIGHT) - BEYOND);
+  const last = Math.min(rows.length, Math.ceil((top + height) / ROW_HEIGHT) + BEYOND);
+  const atEnd = last === rows.length;
+  useEffect(() => {
+    if (atEnd) {
+      onEnd?.();
+    }
+  }, [atEnd, rows.length]);
   if (rows.length === 0) {
     return <p class="empty">{empty}</p>;
   }
-  const first = Math.max(0, Math.floor(top / ROW_HEIGHT) - BEYOND);
-  const last = Math.min(rows.length, Math.ceil((top + height) / ROW_HEIGHT) + BEYOND);
   return (
     <section
       ref={place}
@@ -61,7 +72,7 @@ export function Table<R>({ caption, columns, rows, keyOf, onOpen, height = 480, 
         <tbody>
           <Space rows={first} />
           {rows.slice(first, last).map((row, order) => (
-            <Row key={keyOf(row)} {...{ row, columns, onOpen }} index={first + order + 2} />
+            <Row key={keyOf(row)} {...{ row, columns, onOpen, isOpen }} index={first + order + 2} />
           ))}
           <Space rows={rows.length - last} />
         </tbody>
@@ -75,12 +86,13 @@ const Space = ({ rows }: { rows: number }) =>
   // biome-ignore lint/a11y/noAriaHiddenOnFocusable: nothing in it takes the focus.
   rows > 0 ? <tr aria-hidden="true" style={{ height: `${rows * ROW_HEIGHT}px` }} /> : null;
 
-interface RowProperties<R> extends Pick<Properties<R>, "columns" | "onOpen"> {
+interface RowProperties<R> extends Pick<Properties<R>, "columns" | "onOpen" | "isOpen"> {
   row: R;
   index: number;
 }
 
-function Row<R>({ row, columns, onOpen, index }: RowProperties<R>) {
+function Row<R>({ row, columns, onOpen, isOpen, index }: RowProperties<R>) {
+  const open = isOpen?.(row) ?? false;
   const cells = columns.map((column, order) => {
     const content = column.cell(row);
     return (
@@ -95,5 +107,9 @@ function Row<R>({ row, columns, onOpen, index }: RowProperties<R>) {
       </td>
     );
   });
-  return <tr aria-rowindex={index}>{cells}</tr>;
+  return (
+    <tr aria-rowindex={index} aria-current={open || undefined}>
+      {cells}
+    </tr>
+  );
 }

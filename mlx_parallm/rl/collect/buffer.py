@@ -38,6 +38,7 @@ class TrajectoryBuffer:
         self._on_end = on_end
         self._on_drop = on_drop
         self._groups: dict[str, TrajectoryGroup] = {}  # oldest first
+        self._known: dict[int, TrajectoryGroup] = {}  # those held and those of the past, by number, oldest first
         self._past: deque[TrajectoryGroup] = deque()
         self._past_ids: Counter[str] = Counter()
         self._members: dict[str, tuple[TrajectoryGroup, GroupMember]] = {}
@@ -50,7 +51,7 @@ class TrajectoryBuffer:
         assert group.group_id not in self._groups
         self._arrivals += 1
         group.number = self._arrivals
-        self._groups[group.group_id] = group
+        self._groups[group.group_id] = self._known[group.number] = group
         self._members.update((t.trajectory_id, (group, member)) for member in group.members for t in member.turns)
         self._count_in(group, [turn for member in group.members for turn in member.turns])
 
@@ -133,6 +134,29 @@ class TrajectoryBuffer:
     def member(self, trajectory_id: str) -> tuple[TrajectoryGroup, GroupMember] | None:
         """The group and the member of a trajectory, also of one that has left; None: it is not known here."""
         return self._members.get(trajectory_id)
+
+    def lookup(self, name: str) -> TrajectoryGroup | None:
+        """The group with this id, or the group of the trajectory with this id, also one that has left; None: it is not
+        known here. Of several groups with one id, the one that is held or else the one that left last."""
+        if (group := self._groups.get(name)) is not None:
+            return group
+        if (known := self._members.get(name)) is not None:
+            return known[0]
+        return next((group for group in reversed(self._past) if group.group_id == name), None)
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """The numbers of all groups that are known here, also of those that have left; in order."""
+        return tuple(self._known)
+
+    def numbered(self, number: int) -> TrajectoryGroup | None:
+        """The group with this number; None: it is forgotten."""
+        return self._known.get(number)
+
+    def edits(self) -> Iterator[TrajectoryGroup]:
+        """The edits that are known here, also those that have left, oldest first."""
+        signals = (Signal.PREFERENCES, Signal.CORRECTIONS)
+        return (group for group in self._known.values() if group.signal in signals)
 
     def has_left(self, group_id: str) -> bool:
         """Whether a group of this id has left, and is still remembered."""
@@ -217,6 +241,7 @@ class TrajectoryBuffer:
 
     def _forget(self, group: TrajectoryGroup) -> None:
         self._remembered -= group.trajectories
+        del self._known[group.number]
         self._past_ids[group.group_id] -= 1
         if not self._past_ids[group.group_id]:
             del self._past_ids[group.group_id]
@@ -248,7 +273,7 @@ class TrajectoryBuffer:
 
     def cards(self, limit: int) -> tuple[TrajectoryCard, ...]:
         """The newest trajectories, newest first."""
-        newest = sorted(chain(self._past, self._groups.values()), key=lambda group: -group.number)
+        newest = reversed(self._known.values())
         members: Iterable[GroupMember] = chain.from_iterable(reversed(group.members) for group in newest)
         return tuple(islice(chain.from_iterable(reversed(member.cards()) for member in members), limit))
 
@@ -258,6 +283,8 @@ class TrajectoryBuffer:
         assert sum(group.trajectories for group in held) == self._held <= self._size
         assert sum(group.trajectories for group in past) == self._remembered <= self._size
         assert Counter(group.group_id for group in past) == self._past_ids
+        assert {group.number: group for group in held + past} == self._known
+        assert sorted(self._known) == [*self._known]
         every = [(group, member, turn) for group in held + past for member in group.members for turn in member.turns]
         assert {turn.trajectory_id: (group, member) for group, member, turn in every} == self._members
         for group in held:

@@ -14,6 +14,9 @@ from math import fsum
 
 from mlx_parallm.core import AdapterRef, CollectionSpec, Signal, Trajectory, TrajectoryCard
 
+ABOUT = "about"
+"""The key in the metadata of an edit that has the id of the trajectory which was edited."""
+
 FEEDBACK = "feedback"
 """Used in place of a scorer's name for groups whose rewards came from people."""
 
@@ -74,6 +77,7 @@ class GroupMember:
         opinions: of people, by trajectory id and user; the user is empty if it is unknown.
         reason: set when it is dropped.
         from_feedback: its reward came from a client and not from a scorer.
+        advantage: as the last update that took it has computed it; None: no update has.
     """
 
     turns: list[Trajectory]
@@ -83,6 +87,7 @@ class GroupMember:
     reason: DropReason | None = None
     from_feedback: bool = False
     opinions: dict[str, dict[str, float]] = field(default_factory=dict)
+    advantage: float | None = None
 
     @property
     def trajectory(self) -> Trajectory:
@@ -171,6 +176,7 @@ class TrajectoryGroup:
         closed: whether no more members may be added.
         number: order of arrival, assigned by the buffer.
         observed: whether its rewards are in the adapter's reward trend already, before an update takes it.
+        divisor: what its advantages were divided by, see `objectives.batches.GroupAdvantages`.
 
     Args:
         trajectories: the answers of one request.
@@ -186,6 +192,7 @@ class TrajectoryGroup:
         self.closed = not self.named
         self.number = 0
         self.observed = False
+        self.divisor: float | None = None
         self._episodes: dict[str, GroupMember] = {}
         for trajectory in trajectories:
             self.add(trajectory)

@@ -12,6 +12,9 @@ from mlx_parallm.rl.runs.records import Feedback
 LATE = "late-"
 """The ids of the copies begin with it."""
 
+NOT_COUNTED = frozenset({DropReason.HELD, DropReason.SKIPPED, DropReason.REPLACED})
+"""Reasons of drops after which no opinion counts: an update on the answer was refused, or the answer was sent again."""
+
 _TOO_OLD = (DropReason.STALE, DropReason.UNKNOWN_VERSION)
 
 

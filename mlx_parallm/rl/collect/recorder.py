@@ -63,6 +63,7 @@ class TrajectoryRecorder:
                 finish_reason=record.finish_reason,
                 collection=request.collection,
                 created=now,
+                owner=request.key,
             )
             groups[prompt].append(trajectory)
         return groups

@@ -147,10 +147,15 @@ def _centred(rewards: NDArray[np.float64], scale: RewardScale, batch_divisor: fl
 
 @dataclass(frozen=True, slots=True)
 class PreparedBatch:
-    """The batch of one update. `drop_reasons`: for each group, in order, why it is not in the batch; None if it is."""
+    """The batch of one update, and the advantages of all of its groups, in order."""
 
     batch: UpdateBatch
-    drop_reasons: tuple[DropReason | None, ...]
+    advantages: tuple[GroupAdvantages, ...]
+
+    @property
+    def drop_reasons(self) -> tuple[DropReason | None, ...]:
+        """For each group, why it is not in the batch; None if it is."""
+        return tuple(group.dropped for group in self.advantages)
 
 
 def prepare(
@@ -194,15 +199,15 @@ def batch_of(
     """The batch of these groups with these advantages. `wanted`: see `prepare`."""
     samples = _samples(groups, advantages, loss.mask_truncated)
     batch = UpdateBatch(samples, _reward_metrics(groups) | _metrics(groups), _step_scale(advantages, wanted))
-    return PreparedBatch(batch, tuple(group.dropped for group in advantages))
+    return PreparedBatch(batch, tuple(advantages))
 
 
 def _prepare_imitation(groups: Sequence[ScoredGroup], loss: ResolvedLoss) -> PreparedBatch:
     kept = [_above(group, loss.imitation_threshold) for group in groups]
     advantages = [GroupAdvantages((1.0,) * len(group.episodes)) for group in kept]
     samples = _samples(kept, advantages, loss.mask_truncated)
-    reasons = tuple(None if group.episodes else DropReason.LOW_REWARD for group in kept)
-    return PreparedBatch(UpdateBatch(samples, _metrics(kept)), reasons)
+    imitated = tuple(_imitated(group, loss.imitation_threshold) for group in groups)
+    return PreparedBatch(UpdateBatch(samples, _metrics(kept)), imitated)
 
 
 def _prepare_pairs(groups: Sequence[ScoredGroup], loss: ResolvedLoss, wanted: int | None) -> PreparedBatch:
@@ -215,7 +220,24 @@ def _prepare_pairs(groups: Sequence[ScoredGroup], loss: ResolvedLoss, wanted: in
     pairs = [_extremes(group) for group, reason in zip(considered, reasons, strict=True) if reason is None]
     samples = _samples(pairs, [GroupAdvantages((1.0, -1.0))] * len(pairs), mask_truncated=False, one_each=True)
     batch = UpdateBatch(samples, _reward_metrics(groups) | _metrics(groups), _step_scale(signals, wanted))
-    return PreparedBatch(batch, tuple(reasons))
+    ends = iter(pairs)
+    chosen = (
+        signal if reason else _chosen(group, next(ends))
+        for group, signal, reason in zip(groups, signals, reasons, strict=True)
+    )
+    return PreparedBatch(batch, tuple(chosen))
+
+
+def _imitated(group: ScoredGroup, threshold: float) -> GroupAdvantages:
+    """1 for each episode that is imitated, 0 for the others."""
+    values = tuple(float(reward > threshold) for reward in group.rewards) or (1.0,) * len(group.episodes)
+    return GroupAdvantages(values, None if any(values) else DropReason.LOW_REWARD)
+
+
+def _chosen(group: ScoredGroup, ends: ScoredGroup) -> GroupAdvantages:
+    """1 for the best episode of a group, -1 for the worst one, 0 for the others. `ends`: see `_extremes`."""
+    best, worst = ends.episodes
+    return GroupAdvantages(tuple(float(each is best) - float(each is worst) for each in group.episodes))
 
 
 def _rated(group: ScoredGroup, threshold: float) -> GroupAdvantages:

@@ -15,6 +15,7 @@ from itertools import accumulate, groupby
 from math import fsum
 
 from mlx_parallm.core import FinishReason, GivenTrajectory, Trajectory
+from mlx_parallm.rl.collect.groups import GroupMember
 from mlx_parallm.rl.objectives.samples import Sample, Stretch
 
 Turn = Trajectory | GivenTrajectory
@@ -51,6 +52,12 @@ class Episode:
     def rewards_before(self, turn: int) -> float:
         """The sum of the rewards of the tokens of all turns before this one."""
         return fsum(reward for tokens in self.token_rewards[:turn] for reward in tokens)
+
+
+def episode_of(member: GroupMember) -> Episode:
+    """A member of a group with the rewards of its tokens."""
+    rewards = tuple(member.token_rewards.get(turn.trajectory_id, ()) for turn in member.turns)
+    return Episode(tuple(member.turns), rewards if any(rewards) else ())
 
 
 def finish_reason(turn: Turn) -> FinishReason | None:

@@ -9,7 +9,7 @@ from mlx_parallm.config import ResolvedTraining
 from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
 from mlx_parallm.rl.collect.groups import FEEDBACK, DropReason, GroupMember, TrajectoryGroup, TrajectoryState
 from mlx_parallm.rl.objectives.batches import ScoredGroup, no_signal
-from mlx_parallm.rl.objectives.episodes import Episode
+from mlx_parallm.rl.objectives.episodes import episode_of
 from mlx_parallm.rl.updates.adapter_training import AdapterTraining
 
 REFILLS = 3
@@ -109,7 +109,7 @@ class GroupSelection:
         assert staleness is not None  # otherwise the buffer was swept
         from_feedback = group.scorer is None or all(member.from_feedback for member in members)
         scored = ScoredGroup(
-            tuple(map(_episode, members)),
+            tuple(map(episode_of, members)),
             tuple(member.reward for member in members if member.reward is not None),
             group.scorer if group.scorer and not from_feedback else FEEDBACK,
             staleness,
@@ -118,8 +118,3 @@ class GroupSelection:
         if scored.rewards and not group.observed and not self._imitates:
             self._training.rewards.trend.observe(scored.scorer, fmean(scored.rewards), scored.on_policy)
         return scored
-
-
-def _episode(member: GroupMember) -> Episode:
-    rewards = tuple(member.token_rewards.get(turn.trajectory_id, ()) for turn in member.turns)
-    return Episode(tuple(member.turns), rewards if any(rewards) else ())

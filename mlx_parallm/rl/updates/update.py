@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from mlx_parallm.config import ResolvedTraining
 from mlx_parallm.core import Signal, UpdateReport
 from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
-from mlx_parallm.rl.collect.groups import DropReason, TrajectoryGroup
+from mlx_parallm.rl.collect.groups import DropReason, TrajectoryGroup, TrajectoryState
 from mlx_parallm.rl.collect.sources import SourceLedger
 from mlx_parallm.rl.divergence.pausing import Pausing
 from mlx_parallm.rl.events import Emit
-from mlx_parallm.rl.objectives.batches import PreparedBatch, ScoredGroup
+from mlx_parallm.rl.objectives.batches import GroupAdvantages, PreparedBatch, ScoredGroup
 from mlx_parallm.rl.objectives.signals import prepare_signal, signal_of
 from mlx_parallm.rl.updates.adapter_training import AdapterTraining
 from mlx_parallm.rl.updates.pace import OF_LESSONS
@@ -73,6 +73,7 @@ class Updates:
             scored = [*without_signal, *taken]
             wanted = parts.turns.wanted(signal_of(scored))
             prepared = prepare_signal(scored, parts.config.loss, self._training.rewards, wanted)
+            _note_advantages(groups, prepared.advantages[len(without_signal) :])
             report = await self._learn(scored, prepared, publish, progress, wanted)
             if report.status in CHANGED:
                 parts.ledger.updated(self._training.name, learnt, report.metrics)
@@ -145,3 +146,11 @@ class Updates:
             report = replace(report, metrics={**report.metrics, **result.metrics})
         name = await self._training.save_if_due()
         return report if name is None else replace(report, checkpoint=name)
+
+
+def _note_advantages(groups: Sequence[TrajectoryGroup], advantages: Sequence[GroupAdvantages]) -> None:
+    """Keeps the advantages of the members that an update has taken, for people to look at."""
+    for group, computed in zip(groups, advantages, strict=True):
+        group.divisor = computed.divisor
+        for member, value in zip(group.in_state(TrajectoryState.TRAINING), computed.values, strict=True):
+            member.advantage = value

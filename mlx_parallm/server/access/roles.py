@@ -109,6 +109,8 @@ ROUTES: tuple[tuple[Access, str], ...] = (
         GET /v1/training/events
         GET /v1/training/history
         GET /v1/training/report
+        GET /v1/training/trajectories
+        GET /v1/training/trajectories/{group_id:path}
         GET /v1/training/compare
         GET /v1/training/schedule
         GET /v1/training/lesson

@@ -3,9 +3,8 @@
 import { useMemo } from "preact/hooks";
 import { type TrainingState, trainingState } from "../../api/learning";
 import { may } from "../../components/action";
-import { Card } from "../../components/card";
-import { Command } from "../../components/command";
 import { Figure } from "../../components/figure";
+import { NoTraining } from "../../components/no-training";
 import { Tabs } from "../../components/tabs";
 import { number } from "../../format";
 import { usePolled } from "../../live/polled";
@@ -28,7 +27,7 @@ export function LearningView({ rest }: { rest: readonly string[] }) {
     return <p class="empty">Asking the server…</p>;
   }
   if (stats.training === null) {
-    return <Off />;
+    return <NoTraining />;
   }
   if (!may("train")) {
     return (
@@ -60,15 +59,6 @@ export function LearningView({ rest }: { rest: readonly string[] }) {
     </Tabs>
   );
 }
-
-const Off = () => (
-  <Card title="This server does not train">
-    <p>Start it with training, and it learns from the answers that it gives:</p>
-    <Command text="mlx_parallm_serve --enable-rl-training --checkpoint-dir runs/first" />
-    <p>With an environment it also draws answers to tasks by itself, so that there is something to see at once:</p>
-    <Command text="mlx_parallm_serve --enable-rl-training --environment words --checkpoint-dir runs/words" />
-  </Card>
-);
 
 function OneAdapter({ adapter }: { adapter: string }) {
   const { value: state, refused: stateRefused } = usePolled(adapter, () => trainingState(adapter), EVERY_MS);

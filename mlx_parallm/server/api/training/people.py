@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Annotated
 
@@ -27,6 +28,7 @@ from mlx_parallm.server.api.training.people_schema import (
     report_object,
 )
 from mlx_parallm.server.http.body import json_body
+from mlx_parallm.server.http.request_log import key_of
 from mlx_parallm.server.openapi.responses import raises
 from mlx_parallm.server.planning import adapter_named_by
 from mlx_parallm.server.services import ServicesDep, TrainingDep
@@ -58,7 +60,7 @@ async def preference(
         found = {field: await _found(training, field, named) for field, named in body.trajectories.items()}
         adapter = adapter_of(body, found, training.status(body.lora_adapter).adapter)
         encode = partial(edit_of, body, found, adapter, services)
-        edit = await services.workers.run(request.state.body_bytes, encode)
+        edit = replace(await services.workers.run(request.state.body_bytes, encode), owner=key_of(request.scope).name)
         return preference_object(await services.lifecycle.run_to_end(training.people.edit(edit)))
 
 

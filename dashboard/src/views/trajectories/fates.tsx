@@ -1,0 +1,37 @@
+import type { Fate } from "../../api/trajectories";
+
+/** What became of a group or a sample, as people say it. */
+export const FATE_WORDS: Readonly<Record<Fate, string>> = {
+  waiting: "waits for a reward",
+  scored: "waits for an update",
+  training: "in an update now",
+  trained: "trained on",
+  dropped: "dropped",
+};
+
+/** Why it was dropped, for the commonest reasons; docs/debugging.md has them all. */
+const REASONS: Readonly<Record<string, string>> = {
+  zero_variance: "all rewards are equal",
+  single: "nothing to compare it with",
+  stale: "drawn by a version that is too old",
+  unknown_version: "drawn by a version that training does not continue from",
+  buffer_full: "no room",
+  low_reward: "its reward is too low to imitate",
+  scoring_failed: "scoring failed",
+  timeout: "no reward in time",
+  held: "its update was refused",
+  skipped: "its update was skipped",
+  replaced: "sent again",
+  unrewarded: "closed without a reward",
+  closed: "came after its group was closed",
+  stopped: "its lesson has ended",
+};
+
+export const because = (reason: string): string => REASONS[reason] ?? reason.replaceAll("_", " ");
+
+export const FateTag = ({ fate, reason }: { fate: Fate; reason: string }) => (
+  <>
+    <span class={`tag fate-${fate}`}>{FATE_WORDS[fate]}</span>
+    {reason && because(reason)}
+  </>
+);

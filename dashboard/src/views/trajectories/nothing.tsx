@@ -1,0 +1,29 @@
+import { Command } from "../../components/command";
+import { now } from "../../live/stats";
+
+/** What to do to see groups. */
+export const NothingCollected = ({ filtered }: { filtered: boolean }) =>
+  filtered ? (
+    <>No group is like that. “Show all” above takes the choices back.</>
+  ) : (
+    <>
+      Nothing was collected since the server started. Answers are collected from requests that are marked with
+      collect_trajectory, from lessons (the view Teach), and from an environment.
+      <Command text={curl()} />
+    </>
+  );
+
+const BODY = {
+  prompt: "The film was dull. Positive or negative?",
+  n: 4,
+  max_tokens: 12,
+  collect_trajectory: true,
+};
+
+const curl = (): string =>
+  [
+    `curl ${location.origin}/v1/completions`,
+    ...(now.value?.caller.required ? ['-H "Authorization: Bearer $MLX_PARALLM_API_KEY"'] : []),
+    "-H 'Content-Type: application/json'",
+    `-d '${JSON.stringify(BODY)}'`,
+  ].join(" \\\n  ");

@@ -1,0 +1,82 @@
+import type { Edited, Sample, Turn } from "../../api/trajectories";
+import { number } from "../../format";
+import { because, FATE_WORDS } from "./fates";
+import { Thumbs } from "./thumbs";
+import { signed, type Tint } from "./tint";
+import { Tokens } from "./tokens";
+
+interface Properties {
+  /** Its place in the group, from 1. */
+  order: number;
+  sample: Sample;
+  isEdit: boolean;
+  tint: Tint;
+  /** The advantage that has the strongest tint. */
+  largest: number;
+  onDone: () => void;
+}
+
+/** One answer of a group, or one episode. */
+export function SampleCard({ order, sample, isEdit, tint, largest, onDone }: Properties) {
+  const { reward, advantage, fate, reason, turns, turns_left_out } = sample;
+  const name = isEdit ? (order === 1 ? "Better" : "Worse") : `Answer ${order}`;
+  return (
+    <article class="sample" aria-label={name}>
+      <h3>
+        {name}{" "}
+        <small>
+          {reward === null ? "no reward" : `reward ${number(reward)}`}
+          {advantage !== null && `, advantage ${signed(advantage)}`}
+        </small>
+      </h3>
+      {turns_left_out > 0 && <p class="about">{turns_left_out} earlier turns are not shown.</p>}
+      {turns.map((turn) => (
+        <OneTurn key={turn.trajectory_id} {...{ turn, tint, largest }} label={name} />
+      ))}
+      <p class="about">
+        {FATE_WORDS[fate]}
+        {reason && `: ${because(reason)}`}
+      </p>
+      {turns.map((turn, place) => (
+        <Thumbs
+          key={turn.trajectory_id}
+          {...{ turn, sample, isEdit, onDone }}
+          name={turns.length > 1 ? `${name}, turn ${place + 1}` : name}
+        />
+      ))}
+      <Edits edits={turns.flatMap((turn) => turn.edits)} />
+    </article>
+  );
+}
+
+interface TurnProperties extends Pick<Properties, "tint" | "largest"> {
+  turn: Turn;
+  label: string;
+}
+
+const OneTurn = ({ turn, label, tint, largest }: TurnProperties) => (
+  <>
+    {turn.context && <p class="between">{turn.context}</p>}
+    <Tokens
+      label={`${label}, token by token; arrow keys go from one to the next`}
+      tokens={turn.tokens}
+      left_out={turn.tokens_left_out}
+      tint={tint}
+      largest={largest}
+    />
+  </>
+);
+
+const Edits = ({ edits }: { edits: readonly Edited[] }) => (
+  <>
+    {edits.map((edit, order) => (
+      <p key={order} class="edited">
+        <b>{edit.signal === "corrections" ? "Corrected to" : "Preferred"}:</b> {edit.text}{" "}
+        <small>
+          {FATE_WORDS[edit.fate]}
+          {edit.reason && `: ${because(edit.reason)}`}
+        </small>
+      </p>
+    ))}
+  </>
+);

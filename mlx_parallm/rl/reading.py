@@ -1,0 +1,195 @@
+"""GroupReader: shows the groups of the trajectory buffer to people. It changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from math import fsum
+
+from mlx_parallm.core import (
+    CollectedGroup,
+    CollectedSample,
+    CollectedTurn,
+    EditedAnswer,
+    GroupFilter,
+    GroupPage,
+    GroupRow,
+    Signal,
+    Thumbs,
+    Trajectory,
+)
+from mlx_parallm.errors import UnknownTrajectoryError, shown
+from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
+from mlx_parallm.rl.collect.groups import ABOUT, GroupMember, TrajectoryGroup, TrajectoryState
+from mlx_parallm.rl.collect.late import LATE, NOT_COUNTED
+from mlx_parallm.rl.objectives.episodes import episode_of, token_advantages
+
+_FATES = (
+    TrajectoryState.TRAINING,
+    TrajectoryState.WAITING,
+    TrajectoryState.SCORED,
+    TrajectoryState.TRAINED,
+    TrajectoryState.DROPPED,
+)
+"""A group has the first of these fates that some of its samples have."""
+
+_EDITS = (Signal.PREFERENCES, Signal.CORRECTIONS)
+
+_GROUPS_AT_A_TIME = 200
+"""Groups that are looked at, some milliseconds, before the event loop gets its turn."""
+
+_PAUSE_S = 0.001
+"""Time that others get then. With none, a thread that writes an answer would wait for the interpreter lock."""
+
+
+class GroupReader:
+    """Implements `core.CollectedClient`. Event loop's thread only."""
+
+    def __init__(self, buffer: TrajectoryBuffer) -> None:
+        self._buffer = buffer
+
+    # -- the list --------------------------------------------------------------------------------
+
+    async def page(self, wanted: GroupFilter, after: int | None, limit: int, reader: str | None) -> GroupPage:
+        """See `core.CollectedClient.page`."""
+        numbers = self._buffer.numbers
+        older = numbers if after is None else numbers[: bisect_left(numbers, after)]
+        rows: list[GroupRow] = []
+        for looked_at, number in enumerate(reversed(older), 1):
+            if looked_at % _GROUPS_AT_A_TIME == 0:
+                await asyncio.sleep(_PAUSE_S)
+            group = self._buffer.numbered(number)  # it may have been forgotten meanwhile
+            row = None if group is None or wanted.adapter not in (None, group.adapter) else _row(group, reader)
+            if row is None or not _passes(row, wanted):
+                continue
+            if len(rows) == limit:
+                return GroupPage(rows, more=True)
+            rows.append(row)
+        return GroupPage(rows, more=False)
+
+    # -- one group -------------------------------------------------------------------------------
+
+    def group(self, name: str, most: int, reader: str | None) -> CollectedGroup:
+        """See `core.CollectedClient.group`."""
+        group = self._buffer.lookup(name)
+        row = None if group is None else _row(group, reader)
+        if group is None or row is None:
+            raise UnknownTrajectoryError(f"No group and no trajectory has the id {shown(name)}, or it is forgotten.")
+        members = _visible(group, reader)[:most]
+        edits = self._edits_of(members, reader)
+        advantages = _advantages(group, members)
+        samples = [self._sample(group, member, advantages.get(id(member), ()), edits) for member in members]
+        return CollectedGroup(row, group.scorer, samples)
+
+    def _edits_of(self, members: Sequence[GroupMember], reader: str | None) -> Mapping[str, list[EditedAnswer]]:
+        """The edits of these answers that the reader may see, by the id of the answer, oldest first."""
+        found: dict[str, list[EditedAnswer]] = {turn.trajectory_id: [] for member in members for turn in member.turns}
+        for group in self._buffer.edits():
+            chosen = group.members[0]
+            about = chosen.trajectory.collection.metadata.get(ABOUT)
+            if about in found and _may_read(reader, chosen.trajectory):
+                reason = chosen.reason or ""
+                found[about].append(EditedAnswer(chosen.trajectory.text, group.signal, chosen.state.value, reason))
+        return found
+
+    def _sample(
+        self,
+        group: TrajectoryGroup,
+        member: GroupMember,
+        advantages: Sequence[Sequence[float]],
+        edits: Mapping[str, list[EditedAnswer]],
+    ) -> CollectedSample:
+        of_turns = advantages or [()] * len(member.turns)
+        turns = [
+            self._turn(member, turn, values, edits[turn.trajectory_id])
+            for turn, values in zip(member.turns, of_turns, strict=True)
+        ]
+        reward = None if group.signal in _EDITS else member.reward
+        advantage = member.advantage if advantages else None
+        return CollectedSample(
+            turns, reward, advantage, member.state.value, member.reason or "", self._thumbs(group, member)
+        )
+
+    def _turn(
+        self, member: GroupMember, turn: Trajectory, advantages: Sequence[float], edits: Sequence[EditedAnswer]
+    ) -> CollectedTurn:
+        copy = self._late_copy(turn)
+        said, about = (member, turn.trajectory_id) if copy is None else (copy, LATE + turn.trajectory_id)
+        opinions = said.opinions.get(about, {})
+        up = sum(score > 0 for score in opinions.values())
+        return CollectedTurn(turn, advantages, up, len(opinions) - up, edits)
+
+    def _late_copy(self, turn: Trajectory) -> GroupMember | None:
+        """The copy of a dropped answer that has late feedback; None: there is none, or it is forgotten."""
+        known = self._buffer.member(LATE + turn.trajectory_id)
+        return None if known is None else known[1]
+
+    def _thumbs(self, group: TrajectoryGroup, member: GroupMember) -> Thumbs:
+        if group.signal in _EDITS:
+            return Thumbs.NOTHING
+        if member.is_open:
+            return Thumbs.COUNT
+        if member.reason is None or member.reason in NOT_COUNTED or group.signal is Signal.LATE_FEEDBACK:
+            return Thumbs.NOTHING
+        copies = [copy for turn in member.turns if (copy := self._late_copy(turn)) is not None]
+        return Thumbs.COUNT_LATE if all(copy.is_open for copy in copies) else Thumbs.NOTHING
+
+
+def _may_read(reader: str | None, trajectory: Trajectory) -> bool:
+    return reader is None or trajectory.owner in (reader, "")
+
+
+def _visible(group: TrajectoryGroup, reader: str | None) -> Sequence[GroupMember]:
+    """The members all of whose turns the reader may see."""
+    if reader is None:
+        return group.members
+    return [member for member in group.members if all(_may_read(reader, turn) for turn in member.turns)]
+
+
+def _row(group: TrajectoryGroup, reader: str | None) -> GroupRow | None:
+    """The group as the reader may see it; None: not at all."""
+    members = _visible(group, reader)
+    if not members:
+        return None
+    rewards = [reward for member in members if (reward := member.reward) is not None]
+    states = {member.state for member in members}
+    fate = next(state for state in _FATES if state in states)
+    reasons = Counter(member.reason for member in members if member.reason) if fate is _FATES[-1] else Counter()
+    versions = dict.fromkeys(turn.adapter for member in members for turn in member.turns if turn.adapter is not None)
+    return GroupRow(
+        group.number,
+        group.group_id,
+        group.adapter,
+        tuple(versions),
+        len(members),
+        fsum(rewards) / len(rewards) if rewards and group.signal not in _EDITS else None,
+        fate.value,
+        reasons.most_common(1)[0][0] if reasons else "",
+        group.signal,
+        members[0].turns[0],
+    )
+
+
+def _passes(row: GroupRow, wanted: GroupFilter) -> bool:
+    if wanted.fate not in (None, row.fate):
+        return False
+    if wanted.version is not None and wanted.version not in map(str, row.versions):
+        return False
+    if wanted.least_reward is None and wanted.most_reward is None:
+        return True
+    return row.reward is not None and (
+        (wanted.least_reward is None or row.reward >= wanted.least_reward)
+        and (wanted.most_reward is None or row.reward <= wanted.most_reward)
+    )
+
+
+def _advantages(group: TrajectoryGroup, members: Sequence[GroupMember]) -> Mapping[int, Sequence[Sequence[float]]]:
+    """The advantages of those of `members` that an update took, by `id` of the member: [turn][token]."""
+    taken = [member for member in group.members if member.advantage is not None and not member.is_open]
+    if not any(member.token_rewards for member in taken):  # then each member's advantages are its own matter
+        taken = [member for member in members if member.advantage is not None and not member.is_open]
+    values = [member.advantage or 0.0 for member in taken]
+    computed = token_advantages([episode_of(member) for member in taken], values, group.divisor)
+    return {id(member): of_turns for member, of_turns in zip(taken, computed, strict=True)}

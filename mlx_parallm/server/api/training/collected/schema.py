@@ -1,0 +1,134 @@
+"""Response objects of `/v1/training/trajectories`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from mlx_parallm.server.api.fields import WireOutput
+
+Fate = Literal["waiting", "scored", "training", "trained", "dropped"]
+
+
+class GroupRowObject(WireOutput):
+    """A group of trajectories in a list."""
+
+    number: int
+    """Grows from one group to the next that comes, until the server is started again."""
+    group_id: str
+    """Its id."""
+    prompt: str
+    """The beginning of its prompt; of a conversation, of the last message of the user."""
+    samples: int
+    """Number of its answers, or of its episodes."""
+    reward: float | None
+    """Mean reward of the samples that have one; null if none has, and of edits."""
+    lora_adapter: str
+    """The adapter that it trains."""
+    lora_versions: list[str]
+    """The versions that drew its answers; empty if they are unknown."""
+    fate: Fate
+    """`waiting` for a reward; `scored`, waiting for an update; in an update now (`training`); `trained`; or `dropped`.
+    If its samples differ, the first that occurs of `training`, `waiting`, `scored`, `trained` and `dropped`."""
+    reason: str
+    """Why it was dropped; empty if it was not."""
+    signal: Literal["rewards", "late_feedback", "preferences", "corrections"]
+    """What it teaches: its rewards, or what people said."""
+    created: str
+    """Time of its first answer in ISO-8601, UTC."""
+
+
+class GroupPageObject(WireOutput):
+    """A page of a list of groups."""
+
+    object: Literal["list"]
+    data: list[GroupRowObject]
+    """Newest first."""
+    has_more: bool
+    """Whether older ones follow. They come with the last `number` of this page as `after`."""
+
+
+class TokenObject(WireOutput):
+    """One token of an answer."""
+
+    text: str
+    """The text that it adds; empty while a character is incomplete. Special tokens are written out."""
+    logprob: float | None = None
+    """Log-probability in nats when it was drawn; null if that is unknown."""
+    advantage: float | None = None
+    """Its advantage in the last update that took the answer; null if there was none."""
+    context: bool = False
+    """It was not drawn and is not trained, such as the result of a tool."""
+
+
+class EditedObject(WireOutput):
+    """What a person wrote in place of an answer."""
+
+    text: str
+    """The better answer."""
+    signal: Literal["preferences", "corrections"]
+    """`corrections` are imitated; `preferences` are compared with the answer."""
+    fate: Fate
+    """What became of it; as that of a group."""
+    reason: str
+    """Why it was dropped; empty if it was not."""
+
+
+class CollectedTurnObject(WireOutput):
+    """One answer; of an episode, one turn."""
+
+    trajectory_id: str
+    """Its id, for feedback and corrections."""
+    lora_version: str | None
+    """The version that drew it; null if it is unknown."""
+    context: str
+    """What came before the answer after the group's prompt or the turn before; cut at its beginning if it is long."""
+    text: str
+    """The answer without special tokens, as far as its tokens are shown."""
+    tokens: list[TokenObject]
+    """Its first tokens."""
+    tokens_left_out: int
+    """Tokens after these, which are not shown."""
+    temperature: float
+    """The temperature of sampling."""
+    finish_reason: Literal["stop", "length"] | None
+    """Why it ended; null if that is unknown."""
+    thumbs_up: int
+    """People whose last score for it is above 0."""
+    thumbs_down: int
+    """People whose last score for it is 0 or less."""
+    edits: list[EditedObject]
+    """What people wrote in its place, oldest first."""
+
+
+class CollectedSampleObject(WireOutput):
+    """One answer of a group, or one episode."""
+
+    reward: float | None
+    """Its reward; null if it has none."""
+    advantage: float | None
+    """How much better than expected it was, in the last update that took it; null if none has."""
+    fate: Fate
+    """What became of it; as that of a group."""
+    reason: str
+    """Why it was dropped; empty if it was not."""
+    thumbs: Literal["count", "count_late", "nothing"]
+    """What feedback on it does now. `count`: it is a reward. `count_late`: the sample was dropped, and is learnt from
+    as late feedback. `nothing`: it is refused, because the sample was trained on, its update was refused, or it is an
+    edit."""
+    turns: list[CollectedTurnObject]
+    """Its answer; of an episode, the last of its answers, in order."""
+    turns_left_out: int
+    """Turns before these, which are not shown."""
+
+
+class CollectedGroupObject(GroupRowObject):
+    """A group of trajectories in full."""
+
+    scoring_function: str | None
+    """The scorer that rewards it; null if there is none."""
+    full_prompt: str
+    """The prompt as the model got it, with its special tokens; cut at its beginning if it is long."""
+    prompt_tokens: int
+    """Tokens of the prompt."""
+    members: list[CollectedSampleObject]
+    """Its first samples."""

@@ -1,0 +1,179 @@
+"""The view Trajectories: its looks; an answer is found, judged and corrected; new groups come; there are very many."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pages import LOOKS, chromium, opened
+from playwright.sync_api import Locator, Page, expect
+
+GROUPS = "Groups"
+UPDATE_MS = 180_000
+WATCH = """
+window.seen = { task: 0, frame: 0, rows: 0 };
+new PerformanceObserver((list) => {
+  for (const entry of list.getEntries()) seen.task = Math.max(seen.task, entry.duration);
+}).observe({ type: "longtask", buffered: true });
+let last = performance.now();
+const frame = (now) => { seen.frame = Math.max(seen.frame, now - last); last = now; requestAnimationFrame(frame); };
+requestAnimationFrame(frame);
+"""
+"""Measures the longest task and the longest time between two frames."""
+TO_THE_END = """
+(element) => new Promise((resolve) => {
+  const step = () => {
+    const rows = Number(element.querySelector("table").getAttribute("aria-rowcount")) - 1;
+    element.scrollTop += 1500;
+    if (rows >= 10000 && element.scrollTop + element.clientHeight >= element.scrollHeight - 2) resolve(rows);
+    else requestAnimationFrame(step);
+  };
+  step();
+})
+"""
+"""Scrolls as fast as frames come, until 10,000 rows are there and the last one is in sight."""
+
+
+def looks(url: str, pictures: str) -> dict[str, Any]:
+    """Every look of a group that was trained on, with both tints."""
+    seen = {}
+    with chromium() as browser:
+        for look in LOOKS:
+            with opened(browser, f"{url}/dashboard#/trajectories?fate=trained", look) as shown:
+                page = shown.page
+                rows(page).first.click()
+                tokens = page.get_by_role("region", name="Answer 1, token by token")
+                advantage_tints = expect_some(page.locator(".sample .more, .sample .less"))
+                page.screenshot(path=f"{pictures}/trajectories-{look}.png", full_page=True)
+                faults = shown.axe()
+                page.get_by_label("log-probability").check()
+                logprob_tints = expect_some(page.locator(".sample [class*=rare-]"))
+                tokens.focus()
+                page.keyboard.press("End")
+                page.screenshot(path=f"{pictures}/trajectories-logprob-{look}.png", full_page=True)
+                seen[look] = {
+                    "faults": faults + shown.axe(),
+                    "errors": shown.errors,
+                    "kilobytes": shown.kilobytes(),
+                    "sideways": page.evaluate("document.documentElement.scrollWidth > innerWidth"),
+                    "samples": page.locator(".sample").count(),
+                    "advantage_tints": advantage_tints,
+                    "logprob_tints": logprob_tints,
+                    "readout": page.locator(".sample .readout").first.inner_text(),
+                }
+    return seen
+
+
+def judges(url: str, pictures: str) -> dict[str, Any]:
+    """Somebody looks for what waits for a reward, likes the second answer, and corrects it; and may not judge what was
+    trained on."""
+    with chromium() as browser, opened(browser, f"{url}/dashboard#/trajectories") as shown:
+        page = shown.page
+        page.get_by_label("Fate").select_option("waiting")
+        expect(page.locator("tbody tr", has_text="trained on")).to_have_count(0)
+        page.screenshot(path=f"{pictures}/trajectories-waiting.png")
+        rows(page).filter(has_text="Say hello").click()
+        sample = page.get_by_role("article", name="Answer 2")
+        sample.get_by_role("button", name="is good").click()
+        expect(page.locator(".toasts")).to_contain_text("Counted")
+        sample.get_by_role("button", name="Correct answer 2").click()
+        page.get_by_role("dialog").get_by_label("The right answer").fill("Hello!")
+        page.screenshot(path=f"{pictures}/trajectories-correct.png")
+        faults = shown.axe()
+        page.get_by_role("dialog").get_by_role("button", name="Correct answer 2").click()
+        expect(sample).to_contain_text("Corrected to: Hello!")
+        page.screenshot(path=f"{pictures}/trajectories-judged.png", full_page=True)
+        seen = {
+            "address": page.url,
+            "told": page.locator(".toasts").inner_text(),
+            "sample": sample.inner_text(),
+            "faults": faults + shown.axe(),
+        }
+        page.reload()
+        expect(page.get_by_role("article", name="Answer 2")).to_contain_text("Corrected to: Hello!")
+        seen["again"] = page.url
+        page.get_by_label("Fate").select_option("trained")
+        expect(page.locator("tr", has_text="trained on").first).to_be_visible()
+        rows(page).first.click()
+        page.locator(".facts .fate-trained").wait_for()
+        closed = page.locator(".thumbs .about").first.inner_text()
+        return {**seen, "closed": closed, "errors": shown.errors}
+
+
+def announces(url: str, pictures: str) -> dict[str, Any]:
+    """New groups come while somebody looks at the list."""
+    with chromium() as browser, opened(browser, f"{url}/dashboard#/trajectories") as shown:
+        page = shown.page
+        times = page.locator("tbody tr:not([aria-hidden]) td:last-child")
+        times.first.wait_for()
+        before = keys(page)
+        show = page.get_by_role("button", name="new group")
+        show.wait_for(timeout=UPDATE_MS)
+        kept = keys(page)
+        page.screenshot(path=f"{pictures}/trajectories-new.png", full_page=True)
+        faults = shown.axe()
+        show.click()
+        expect(show).to_have_count(0)
+        return {
+            **{"before": before, "while_new_ones_came": kept, "after": keys(page)},
+            **{"faults": faults, "errors": shown.errors},
+        }
+
+
+def many(url: str, pictures: str) -> dict[str, Any]:
+    """Scrolls through 10,000 groups as fast as the page can, and filters them."""
+    with chromium() as browser, opened(browser, "about:blank") as shown:
+        page = shown.page
+        page.add_init_script(WATCH)
+        page.goto(f"{url}/dashboard#/trajectories")
+        rows(page).first.wait_for()
+        table = page.get_by_role("region", name=GROUPS).last
+        count = table.evaluate(TO_THE_END)
+        page.get_by_label("Fate").select_option("dropped")
+        expect(page.locator(".empty")).to_contain_text("No group is like that")
+        page.get_by_role("button", name="Show all").click()
+        rows(page).first.click()
+        page.locator(".sample").first.wait_for()
+        page.screenshot(path=f"{pictures}/trajectories-many.png", full_page=True)
+        seen = page.evaluate("window.seen")
+        return {
+            **{"rows": count, "longest_task_ms": seen["task"], "longest_frame_ms": seen["frame"]},
+            **{"faults": shown.axe(), "errors": shown.errors},
+        }
+
+
+def off(url: str, pictures: str) -> dict[str, Any]:
+    """A server that does not train says how to start one that does."""
+    with chromium() as browser, opened(browser, f"{url}/dashboard#/trajectories") as shown:
+        commands = shown.page.locator(".command code")
+        commands.first.wait_for()
+        return {"commands": commands.all_inner_texts(), "faults": shown.axe(), "errors": shown.errors}
+
+
+def roles(url: str, key: str, pictures: str) -> dict[str, Any]:
+    """What a key sees: its own groups, or a sentence in their place."""
+    with chromium() as browser, opened(browser, f"{url}/login?next=/dashboard") as shown:
+        page = shown.page
+        page.get_by_label("API key").fill(key)
+        page.keyboard.press("Enter")
+        page.get_by_role("link", name="Trajectories").click()
+        said = page.locator(".empty", has_not_text="Asking").or_(rows(page)).first
+        said.wait_for()
+        page.screenshot(path=f"{pictures}/trajectories-role.png", full_page=True)
+        return {"said": said.inner_text(), "faults": shown.axe(), "errors": shown.errors}
+
+
+def rows(page: Page) -> Locator:
+    """The buttons that open the groups in sight."""
+    return page.get_by_role("table", name=GROUPS).get_by_role("button")
+
+
+def keys(page: Page) -> list[str]:
+    """What the first rows of the list say, without their fates, which may change."""
+    found = page.locator("tbody tr:not([aria-hidden])").all()[:8]
+    return [" ".join(row.locator("td").nth(at).inner_text() for at in (0, 3, 6)) for row in found]
+
+
+def expect_some(found: Locator) -> int:
+    """How many there are, when there is one."""
+    found.first.wait_for()
+    return found.count()
