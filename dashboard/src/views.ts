@@ -4,6 +4,7 @@ import type { FunctionComponent } from "preact";
 import { AdaptersView } from "./views/adapters";
 import { LearningView } from "./views/learning";
 import { NowView } from "./views/now";
+import { PlaygroundView } from "./views/playground";
 import { TeachView } from "./views/teach";
 import { TrajectoriesView } from "./views/trajectories";
 
@@ -21,5 +22,6 @@ export const VIEWS: readonly [View, ...View[]] = [
   { name: "learning", title: "Learning", component: LearningView },
   { name: "trajectories", title: "Trajectories", component: TrajectoriesView },
   { name: "adapters", title: "Adapters", component: AdaptersView },
+  { name: "playground", title: "Playground", component: PlaygroundView },
   { name: "teach", title: "Teach", component: TeachView },
 ];

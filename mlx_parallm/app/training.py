@@ -203,7 +203,9 @@ def build_training(
     )
     service = TrainingService(parts, default)
     gate = Gate(eval_floor=training.gate.eval_floor)
-    averages = Averages(adapters, parts.evaluator, gate, weights_of, service.has_adapter, library.max_rank)
+    averages = Averages(
+        adapters, parts.evaluator, gate, weights_of, service.has_adapter, library.max_rank, service.emit
+    )
     reward_trainer = RewardModelTrainer(reward_models, journal, config.model)
     tasks = () if held_out is None else held_out.tasks
     return TrainingRuntime(service, scorers, learner, policies, averages, reward_trainer, default, thread, tasks)

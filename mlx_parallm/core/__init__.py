@@ -118,6 +118,7 @@ from mlx_parallm.core.requests import (
     PromptScored,
     RequestFailed,
     RequestFinished,
+    RequestStarted,
     SamplingParams,
     SequenceOutput,
     SequencePooled,

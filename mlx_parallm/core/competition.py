@@ -36,6 +36,7 @@ class ComparisonCard:
         automatic: the candidate came from an update, and not from a client.
         verdict: running, promoted, withdrawn, no_difference, stopped or failed. With the last three, `live` stays.
         reason: why it ended; empty while it runs.
+        live_requests, candidate_requests: requests that each of them got.
         live_rewards, candidate_rewards: rewarded requests of each.
         p_better: the smallest error rate at which the candidate would have been called better by now. p_worse: worse.
         clipped: rewards outside of the configured range.
@@ -50,6 +51,8 @@ class ComparisonCard:
     started: float
     verdict: str = "running"
     reason: str = ""
+    live_requests: int = 0
+    candidate_requests: int = 0
     live_rewards: int = 0
     candidate_rewards: int = 0
     live_mean: float | None = None

@@ -196,6 +196,14 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestStarted:
+    """The first forward unit with a row of the request was launched. Times are as in `RequestFinished`."""
+
+    arrived_at: float
+    started_at: float
+
+
+@dataclass(frozen=True, slots=True)
 class PromptScored:
     """Logprobs of the tokens of prompt `prompt_index`. The first is None, because it has no context."""
 
@@ -264,4 +272,4 @@ class RequestFailed:
     error: Exception
 
 
-Event = PromptScored | SequenceOutput | SequencePooled | RequestFinished | RequestFailed
+Event = RequestStarted | PromptScored | SequenceOutput | SequencePooled | RequestFinished | RequestFailed

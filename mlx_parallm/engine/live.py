@@ -91,11 +91,6 @@ class LiveRequest:
     def request_id(self) -> str:
         return self.request.request_id
 
-    @property
-    def begun(self) -> bool:
-        """Whether a forward unit was launched for any of its sequences."""
-        return bool(self.started_at) or any(live.started_at for live in self.unfinished)
-
     def finished(self, now: float) -> RequestFinished:
         return RequestFinished(
             prompt_tokens=sum(map(len, self.request.prompts)),

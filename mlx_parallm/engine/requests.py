@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 
 from mlx_parallm.adapters.store import AdapterStore
 from mlx_parallm.batch.pooling import Vector
@@ -17,6 +17,7 @@ from mlx_parallm.core import (
     PromptGroup,
     PromptScored,
     RequestFailed,
+    RequestStarted,
     SequenceOutput,
     SequencePooled,
     SequenceStatus,
@@ -102,7 +103,7 @@ class LiveRequests:
         for request in tuple(self._requests.values()):
             if request.arrived_at >= arrived_before:
                 return  # requests are in order of arrival
-            if request.request.work_class is WorkClass.INFERENCE and not request.begun:
+            if request.request.work_class is WorkClass.INFERENCE and not request.started_at:
                 waited = time.monotonic() - request.arrived_at
                 self.fail(request, QueueTimeoutError(f"The request waited {waited:.0f} s in the queue; try again."))
 
@@ -117,6 +118,14 @@ class LiveRequests:
         return [request for request in self._requests.values() if request.request.adapter == ref]
 
     # -- sequences -------------------------------------------------------------------------------
+
+    def started(self, lives: Iterable[LiveSequence]) -> None:
+        """Call this when a forward unit with these rows was launched."""
+        for live in lives:
+            request = live.request
+            if not request.started_at:
+                request.started_at = live.started_at
+                self._emit(request, RequestStarted(request.arrived_at, request.started_at))
 
     def accept(self, live: LiveSequence, draw: Draw, now: float) -> None:
         """Takes one drawn token: emits its text, and ends the sequence if this is its last token. If the grammar of the
@@ -180,8 +189,6 @@ class LiveRequests:
     def _end(self, live: LiveSequence) -> None:
         """Ends a sequence and frees its row. If it was the last one of its request, the request ends too."""
         request = live.request
-        if live.started_at:
-            request.started_at = min(request.started_at or live.started_at, live.started_at)
         del self._lives[live.sequence_id]
         request.unfinished.remove(live)
         if not request.unfinished:

@@ -88,9 +88,11 @@ class Forwards:
         started = time.monotonic()
         spans = [Span(live(span.sequence), span.start, span.tokens) for span in unit.spans]
         draws = [live(sequence) for sequence in unit.draws]
-        with self._requests.scope.covering({span.row.request for span in spans}):
+        rows = [span.row for span in spans]
+        with self._requests.scope.covering({row.request for row in rows}):
             pending = self._runner.begin(spans, draws, self._in_flight.launched if self._in_flight else None)
             self._scheduler.record_launch(unit, started)
+            self._requests.started(rows)
             if pending.needs_previous_tokens:
                 self.commit()
             launched = self._runner.draw(pending)

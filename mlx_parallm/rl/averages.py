@@ -19,7 +19,7 @@ from mlx_parallm.core import (
 )
 from mlx_parallm.errors import ConfigError, ConflictError, InvalidRequestError
 from mlx_parallm.rl.evaluation.evaluator import EvaluationError, Evaluator
-from mlx_parallm.rl.events import Refusal
+from mlx_parallm.rl.events import Emit, Refusal
 from mlx_parallm.rl.updates.gate import Gate
 
 _log = logging.getLogger(__name__)
@@ -37,6 +37,7 @@ class Averages:
         weights_of: gives the weights of a version.
         is_trained: whether an adapter of this name is in training.
         max_rank: the largest rank that can be served.
+        emit: tells of each average.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Averages:
         weights_of: Callable[[AdapterRef], Awaitable[AdapterWeights]],
         is_trained: Callable[[str], bool],
         max_rank: int,
+        emit: Emit,
     ) -> None:
         self._adapters = adapters
         self._evaluator = evaluator
@@ -54,6 +56,7 @@ class Averages:
         self._weights_of = weights_of
         self._is_trained = is_trained
         self._max_rank = max_rank
+        self._emit = emit
         self._one_at_a_time = asyncio.Lock()
 
     async def average(self, spec: AverageSpec) -> AverageCard:
@@ -67,7 +70,9 @@ class Averages:
         async with self._one_at_a_time:
             members = [await self._member(selector) for selector in spec.adapters]
             mean = await asyncio.to_thread(self._mean, [weights for _, weights in members], spec)
-            return await self._publish(spec.name, [ref for ref, _ in members], mean)
+            card = await self._publish(spec.name, [ref for ref, _ in members], mean)
+            self._tell(spec.name, card)
+            return card
 
     async def _member(self, selector: str) -> tuple[AdapterRef, AdapterWeights]:
         with self._adapters.lease(selector) as ref:
@@ -123,3 +128,14 @@ class Averages:
             _log.warning("the evaluation of %s failed: %s", ref, error)
             return None, Refusal("evaluation", f"the evaluation failed: {error}")
         return result, self._gate.judge_evaluation(result)
+
+    def _tell(self, name: str, card: AverageCard) -> None:
+        self._emit(
+            "averaged",
+            adapter=name,
+            adapters=[str(ref) for ref in card.adapters],
+            version=None if card.live is None else str(card.live),
+            reason=card.reason,
+            checkpoint=card.checkpoint or None,
+            metrics={} if card.evaluation is None else dict(card.evaluation.metrics),
+        )

@@ -6,6 +6,7 @@ Each table maps a metric's name, without its prefix, to its help text and to the
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
@@ -235,6 +236,13 @@ class AdapterCollector(Collector):
             self._remove_gone()
             self._served[base, ref] = ServedCounts()
         return self._served[base, ref]
+
+    def requests(self) -> Counter[AdapterRef]:
+        """Requests begun, by version; those of `BASE_ADAPTER` are of all base models together."""
+        begun: Counter[AdapterRef] = Counter()
+        for (_, ref), served in self._served.items():
+            begun[ref] += served.requests
+        return begun
 
     def collect(self) -> Iterator[Metric]:
         stats = self._adapters.stats()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import httpx
 import mlx.core as mx
@@ -66,6 +68,18 @@ def expected(members: dict[str, AdapterWeights]) -> np.ndarray:
     logits = model(tokens)[0, :-1]
     found = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     return np.array(mx.take_along_axis(found, tokens[0, 1:, None], axis=-1))[:, 0]
+
+
+async def told(client: httpx.AsyncClient, count: int) -> list[dict[str, Any]]:
+    """What the events about the first averages say."""
+    found: list[dict[str, Any]] = []
+    async with client.stream("GET", "/v1/training/events", headers={"last-event-id": "unknown"}) as stream:
+        async for line in stream.aiter_lines():
+            event = json.loads(line.removeprefix("data:")) if line.startswith("data:") else {}
+            found += [event["data"]] if event.get("kind") == "averaged" else []
+            if len(found) == count:
+                break
+    return found
 
 
 async def names(client: httpx.AsyncClient) -> list[str]:
@@ -144,4 +158,10 @@ async def test_an_average_below_the_floor_or_without_an_evaluation_is_held(
         score.write_text("0.75")
         made = (await client.post(AVERAGE, json=BODY)).raise_for_status().json()
         assert (made["status"], made["evaluation"]["mean"]) == ("published", 0.75)
+        held, failed, published = await told(client, 3)
+        assert (held["version"], held["reason"]) == (None, "the mean reward of 0.25 is below eval_floor 0.5")
+        assert (failed["version"], failed["metrics"]) == (None, {})
+        names_of = [published[name] for name in ("adapter", "version", "adapters", "checkpoint")]
+        assert names_of == ["mean", made["lora_adapter"], before, made["checkpoint"]]
+        assert published["metrics"]["eval_mean"] == 0.75
         assert await names(client) == [*before, made["lora_adapter"]]

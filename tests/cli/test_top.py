@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import sys
 from contextlib import nullcontext
 
 import pytest
@@ -101,7 +102,8 @@ def test_a_server_without_training_and_a_key_that_may_not_see_it(server, capsys)
     assert "\ntraining" not in capsys.readouterr().out
     server.answers["/v1/stats?after=0"] = stats(role="inference")
     assert main(["top", "--once", "--url", server.url]) == 0
-    assert "training  this key may not see it; use one with the role train" in capsys.readouterr().out
+    said = "training  this key may not see it, nor its events; use one with the role train or admin"
+    assert said in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("answer", [b"<html>", b"{}", b"[]", (404, b"")])
@@ -138,6 +140,16 @@ def test_events_are_shown_on_one_line_each(reader):
     assert last.startswith("events    ")
     assert " update adapter tone, text a bx" in last
     assert len(last) <= 60
+
+
+def test_events_that_the_server_refuses_are_said_to_be(server, reader, monkeypatch):
+    server.answers["/v1/training/events"] = (403, b'{"error": {"message": "This key may not read events."}}')
+    monkeypatch.setattr(top.time, "sleep", lambda seconds: sys.exit())  # after the first attempt
+    with pytest.raises(SystemExit):
+        reader.listen()
+    server.answers["/v1/stats?after=2"] = stats(interval(3, 100))
+    reader.refresh()
+    assert shown(reader)[-1] == "events    the server sends none: This key may not read events."
 
 
 def test_p_pauses_the_training_and_resumes_it(server, reader):

@@ -34,6 +34,14 @@ def server() -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
+def pictures() -> Path:
+    """The folder of the screenshots, which stay until the next run writes them again."""
+    folder = Path(__file__).parents[2] / "build" / "screenshots"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def node() -> None:
     """openai-node, installed here by npm."""
     if shutil.which("npm") is None:

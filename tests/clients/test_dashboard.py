@@ -1,86 +1,37 @@
-"""The dashboard in Debian's Chromium 150, driven by Playwright 1.65.2, against a real server on the bundled model.
-
-The screenshots are in the folder that `-s` prints; look at them.
-"""
+"""The dashboard in a browser, against a real server on the bundled model. Look at its screenshots, too."""
 
 from __future__ import annotations
 
-import json
-import shutil
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
-from clients.running import HERE, PYTHON, UV, Report, printed
+from clients.dashboards import (
+    ROOT,
+    SOURCES,
+    browse,
+    install_packages,
+    learning_server,
+    needs_chromium,
+    needs_npm,
+    traffic,
+)
+from clients.running import Report, printed
 from main_job.serving import Server, start, stop
 from server.keys import key_file
 from tiny import save_tiny
 
-ROOT = HERE.parents[1]
-SOURCES, BUILT = ROOT / "dashboard", ROOT / "mlx_parallm" / "server" / "dashboard" / "built"
+BUILT = ROOT / "mlx_parallm" / "server" / "dashboard" / "built"
 PARTS = ["Tokens a second", "Device time", "Memory", "Sequences"]
-WORDS = """
-rl_training:
-  enabled: true
-  environment: words
-  max_completion_tokens: 8
-  update_frequency: 8
-  optimizer:
-    learning_rate: 0.0002
-"""
 MOST_KB, MOST_PAINT_S, MOST_BACK_S = 200, 1.0, 3.0
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.skipif(shutil.which("npm") is None, reason="no npm")]
+pytestmark = [pytest.mark.timeout(900), needs_npm]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _packages() -> None:
-    """The packages of the dashboard: axe-core, and those that build it."""
-    printed("npm", "ci", "--no-audit", "--no-fund", at=SOURCES)
-
-
-@pytest.fixture(scope="session")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("dashboard")
-    print(f"\nscreenshots: {folder}")
-    return folder
-
-
-def browse(scenario: str, url: str, pictures: Path, **arguments: str) -> dict[str, Any]:
-    """What a scenario of `browser/` saw."""
-    command = (*UV, "run", *PYTHON, "--script", str(HERE / "browser" / "run.py"), scenario)
-    said = printed(*command, json.dumps({"url": url, "pictures": str(pictures), **arguments}))
-    seen: dict[str, Any] = json.loads(said.splitlines()[-1])
-    return seen
-
-
-@contextmanager
-def traffic(server: Server) -> Iterator[None]:
-    """Three clients that stream without a pause while the block runs."""
-    over = threading.Event()
-
-    def keep_asking() -> None:
-        while not over.is_set():
-            for _ in server.stream("base", 100):
-                if over.is_set():
-                    return
-
-    clients = [threading.Thread(target=keep_asking) for _ in range(3)]
-    for client in clients:
-        client.start()
-    try:
-        yield
-    finally:
-        over.set()
-        for client in clients:
-            client.join()
-
-
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium")
+@needs_chromium
 class TestNow:
     def test_it_says_what_to_do_when_nobody_asks(self, pictures: Path) -> None:
         server = start()
@@ -127,7 +78,7 @@ class TestNow:
         assert seen["faults"] == seen["errors"] == paused["faults"] == paused["errors"] == []
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium")
+@needs_chromium
 class TestTeach:
     @pytest.mark.timeout(2400)
     def test_the_first_hour(self, tmp_path: Path, pictures: Path, report: Report) -> None:
@@ -168,17 +119,11 @@ class TestTeach:
 
 @pytest.fixture(scope="module")
 def learning(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that trains an adapter on the environment `words` by itself, in small updates."""
-    folder = tmp_path_factory.mktemp("learning")
-    (folder / "words.yaml").write_text(WORDS)
-    server = start("--config", str(folder / "words.yaml"), "--checkpoint-dir", str(folder / "run"))
-    while server.get("/v1/training/status")["updates_total"] < 2:
-        time.sleep(1)
-    yield server
-    stop(server)
+    with learning_server(tmp_path_factory.mktemp("learning")) as server:
+        yield server
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium")
+@needs_chromium
 class TestTrajectories:
     def test_every_look_during_a_training_run(self, learning: Server, pictures: Path, report: Report) -> None:
         looks = browse("trajectories.looks", learning.url, pictures)
@@ -278,7 +223,7 @@ def gaps(server: Server) -> Iterator[list[float]]:
         asking.join()
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium")
+@needs_chromium
 class TestLearning:
     def test_every_look_during_a_training_run(self, learning: Server, pictures: Path, report: Report) -> None:
         looks = browse("learning.looks", learning.url, pictures)
@@ -327,6 +272,7 @@ class TestLearning:
 
 
 def test_the_sources_build_what_is_committed(tmp_path: Path) -> None:
+    install_packages()
     for check in ("lint", "types", "test"):
         printed("npm", "run", "--silent", check, at=SOURCES)
     printed("npx", "vite", "build", "--outDir", str(tmp_path), "--logLevel", "error", at=SOURCES)

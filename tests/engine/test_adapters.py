@@ -16,6 +16,7 @@ from tiny import FAMILIES, tiny_model
 from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.core import (
     AdapterRef,
+    PromptScored,
     SamplingParams,
     SequenceOutput,
 )
@@ -55,7 +56,7 @@ def test_prompt_logprobs_are_the_adapters_own(family: str) -> None:
     harness.run()
     logits = merged(tiny_model(family), weights)(mx.array([row]))[0]
     expected = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-    scores = harness.of("s")[0].logprobs
+    (scores,) = [event.logprobs for event in harness.of("s") if isinstance(event, PromptScored)]
     for at in range(1, len(row)):
         assert scores[at].logprob == pytest.approx(expected[at - 1, row[at]].item(), abs=TINY)
         better, doubtful = (expected[at - 1] > expected[at - 1, row[at]] + gap for gap in (TINY, -TINY))

@@ -17,6 +17,7 @@ from mlx_parallm.core import (
     GenerationRequest,
     RequestFailed,
     RequestFinished,
+    RequestStarted,
     SamplingParams,
     SequenceOutput,
     StopParams,
@@ -222,7 +223,7 @@ async def test_concurrent_requests_each_get_their_own_events(engine: ContinuousB
 
 async def test_closing_the_iterator_aborts(engine: ContinuousBatchProcessor) -> None:
     stream = engine.generate(request("long", PROMPTS[0], 3000))
-    assert isinstance(await anext(stream), SequenceOutput)
+    assert [type(await anext(stream)) for _ in range(2)] == [RequestStarted, SequenceOutput]
     await stream.aclose()
     await until(lambda: engine.stats().aborted_total == 1 and engine.stats().running == 0)
     assert engine.stats().kv_bytes_held == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from harness import make_harness
 
-from mlx_parallm.core import RequestFinished
+from mlx_parallm.core import RequestFinished, RequestStarted
 from mlx_parallm.scheduler.cost import CostModel
 from mlx_parallm.scheduler.scheduler import RLAwareScheduler
 from mlx_parallm.scheduler.units import ForwardUnit
@@ -47,4 +47,5 @@ def test_the_time_in_the_queue_ends_with_the_first_chunk(monkeypatch: pytest.Mon
     end = harness.terminal("one")
     assert isinstance(end, RequestFinished)
     assert end.started_at == order[0]
+    assert harness.of("one")[0] == RequestStarted(end.arrived_at, end.started_at)
     assert end.arrived_at <= end.started_at < end.first_token_at

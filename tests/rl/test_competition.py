@@ -174,6 +174,9 @@ async def test_a_share_of_the_keys_gets_the_candidate_and_keeps_it() -> None:
         assert set(chosen.values()) == {LIVE, CANDIDATE}
         assert share == pytest.approx(0.2, abs=0.03)
         assert all(choose(key) == version for key, version in chosen.items())
+        (card,) = rig.service.cards()
+        drawn = Counter(chosen.values())
+        assert (card.live_requests, card.candidate_requests) == (2 * drawn[LIVE], 2 * drawn[CANDIDATE])
 
 
 async def test_another_comparison_draws_anew() -> None:

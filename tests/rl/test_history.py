@@ -30,6 +30,14 @@ def test_events_of_single_trajectories_are_not_kept_and_adapters_do_not_mix() ->
     assert history.of("new", 5, "a-9").events == ()
 
 
+def test_an_average_is_in_the_history_of_the_adapters_that_it_is_of() -> None:
+    history = History()
+    data = {"adapter": "mean", "adapters": ["tone@2", "math@1", "math@3"], "version": "mean@1"}
+    history.on_event(TrainingEvent("averaged", 9.0, data))
+    assert versions(history) == versions(history, "math") == versions(history, "mean") == ["mean@1"]
+    assert versions(history, "new") == []
+
+
 def test_only_the_newest_events_of_an_adapter_are_kept_and_it_says_so() -> None:
     history = History(max_events=3)
     for number in range(1, 4):

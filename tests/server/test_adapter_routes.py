@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from mlx_parallm.core import AdapterStats
+from mlx_parallm.core import AdapterStats, ComparisonSpec
 from mlx_parallm.errors import (
     AdapterFileError,
     AdapterUnavailableError,
@@ -41,6 +41,8 @@ MATH_2 = {
     "bytes": 64,
     "created": 1_800_000_000,
     "leases": 0,
+    "requests": 0,
+    "unnamed_share": 0.0,
     "checkpoint": None,
     "base_model_name": "",
 }
@@ -115,11 +117,37 @@ async def test_the_list_tells_the_route_and_the_bank(client, adapters):
         "object": "list",
         "data": [older, MATH_2],
         "route": {"base": 1.0},
+        "base_requests": 0,
         "slots": {"total": 8, "used": 2, "pinned": 1},
         "bank_bytes": 4096,
     }
     assert (await client.get("/v1/adapters/math")).json() == MATH_2
     assert (await client.get("/v1/adapters/math@1")).json() == older
+
+
+async def test_requests_are_counted_by_version(client, adapters):
+    for model in ("math", "math", "math@1", "base"):
+        assert (await client.post("/v1/completions", json={"prompt": "x", "model": model})).status_code == 200
+    got = (await client.get("/v1/adapters")).json()
+    assert {card["id"]: card["requests"] for card in got["data"]} == {"math@1": 1, "math@2": 2}
+    assert got["base_requests"] == 1
+    assert (await client.get("/v1/adapters/math")).json()["requests"] == 2
+
+
+async def test_versions_that_are_compared_share_what_their_name_gets(client, adapters, training):
+    adapters.publish("policy")
+    adapters.publish("policy")
+    adapters.shares = {"base": 0.5, "policy": 0.25, "math@1": 0.25}
+
+    async def shares():
+        return {card["id"]: card["unnamed_share"] for card in (await client.get("/v1/adapters")).json()["data"]}
+
+    alone = {"math@1": 0.25, "math@2": 0.0, "policy@1": 0.0, "policy@2": 0.25}
+    assert await shares() == alone
+    await training.competition.start(None, ComparisonSpec("policy@1"))
+    assert await shares() == alone | {"policy@1": 0.05, "policy@2": 0.2}
+    await training.competition.stop(None)
+    assert await shares() == alone
 
 
 async def test_route_set_read_reset(client):

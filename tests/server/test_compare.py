@@ -15,6 +15,8 @@ RUNNING = {
     "verdict": "running",
     "reason": "",
     "share": 0.2,
+    "live_requests": 0,
+    "candidate_requests": 0,
     "live_rewards": 0,
     "candidate_rewards": 0,
     "live_mean": 0.25,

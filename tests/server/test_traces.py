@@ -149,12 +149,18 @@ async def test_a_request_that_fails_midway(collected, engine, stream):
     root, parts = collected.one_tree()
     assert (root.status.status_code, root.attributes["error.type"]) == (StatusCode.ERROR, "step_failed")
     assert root.attributes["mlx_parallm.finish"] == "error"
-    assert list(parts) == ["decode"]
+    assert list(parts) == ["queue", "prefill", "decode"]
+    assert milliseconds(parts["queue"]) == 100
+    assert parts["decode"].end_time <= root.end_time
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves(collected, engine, stream):
-    engine.pause_before = 1
+@pytest.mark.parametrize(
+    ("keeps_queued", "token", "begun"),
+    [(True, 0, ["queue"]), (False, 0, ["queue", "prefill"]), (False, 1, ["queue", "prefill", "decode"])],
+)
+async def test_a_client_that_leaves(collected, engine, stream, keeps_queued, token, begun):
+    engine.keeps_queued, engine.pause_before = keeps_queued, token
     gone = asyncio.Event()
 
     async def ask():
@@ -180,7 +186,7 @@ async def test_a_client_that_leaves(collected, engine, stream):
     await asked
     root, parts = collected.one_tree()
     assert root.attributes["mlx_parallm.finish"] == "disconnect"
-    assert (root.status.status_code, list(parts)) == (StatusCode.UNSET, ["decode"])
+    assert (root.status.status_code, list(parts)) == (StatusCode.UNSET, begun)
 
 
 # ---- training -----------------------------------------------------------------------------------

@@ -14,6 +14,10 @@ export interface AdapterVersion {
   created: number;
   /** Requests under way that use it. */
   leases: number;
+  /** Requests that it got since the server started. */
+  requests: number;
+  /** Its share of the requests that name no adapter, 0 to 1. */
+  unnamed_share: number;
   checkpoint: string | null;
 }
 
@@ -21,6 +25,8 @@ export interface Adapters {
   data: AdapterVersion[];
   /** The shares of the requests that name no adapter, by selector. */
   route: Record<string, number>;
+  /** Requests that the base models answered without an adapter, since the server started. */
+  base_requests: number;
   slots: { total: number; used: number; pinned: number };
   bank_bytes: number;
 }
@@ -41,6 +47,9 @@ export interface Comparison {
   verdict: "running" | "promoted" | "withdrawn" | "no_difference" | "stopped" | "failed";
   reason: string;
   share: number;
+  /** Requests that each of them got. */
+  live_requests: number;
+  candidate_requests: number;
   live_rewards: number;
   candidate_rewards: number;
   live_mean: number | null;

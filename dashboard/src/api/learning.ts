@@ -51,6 +51,27 @@ export const METRICS = [
 
 export type Metric = (typeof METRICS)[number];
 
+/** What was learnt from one source; see the route's description at /docs. */
+export interface Source {
+  source: string;
+  arrived: number;
+  waiting: number;
+  trained: number;
+  /** Counts by reason. */
+  dropped: Record<string, number>;
+  updates: number;
+  gradient_share: number;
+  reward_change: number | null;
+  evaluation_change: number | null;
+}
+
+/** What an adapter was taught by since the server started. */
+export interface Report {
+  opinions: number;
+  people: number;
+  sources: readonly Source[];
+}
+
 export interface Schedule {
   mode: string;
   training_time_share: number;
@@ -60,13 +81,17 @@ export interface Schedule {
 
 const LIMIT = 1000;
 
-export const trainingState = (adapter: string): Promise<TrainingState> =>
-  get(`/v1/training/status?lora_adapter=${encodeURIComponent(adapter)}`);
+/** Without a name, that of the default adapter. */
+export const trainingState = (adapter?: string): Promise<TrainingState> =>
+  get(`/v1/training/status${adapter ? `?lora_adapter=${encodeURIComponent(adapter)}` : ""}`);
 
 export const trainingHistory = (adapter: string): Promise<History> => {
   const wanted = METRICS.map((name) => `&metric=${name}`).join("");
   return get(`/v1/training/history?lora_adapter=${encodeURIComponent(adapter)}&limit=${LIMIT}${wanted}`);
 };
+
+export const trainingReport = (adapter: string): Promise<Report> =>
+  get(`/v1/training/report?lora_adapter=${encodeURIComponent(adapter)}`);
 
 export const pauseTraining = (adapter: string): Promise<unknown> =>
   post("/v1/training/pause", { lora_adapter: adapter });

@@ -19,7 +19,7 @@ export interface Answer {
 }
 
 export interface Prompt {
-  messages: Message[];
+  messages: readonly Message[];
   /** The first answers that were drawn, and the newest ones. */
   before: Answer[];
   now: Answer[];
@@ -46,6 +46,9 @@ export interface Lesson {
   checkpoint: string;
   reward: Rule;
   max_tokens: number;
+  group_size: number;
+  temperature: number;
+  learning_rate: number;
   answers_per_update: number;
   updates: number;
   /** Answers that were imitated because hardly any had earned a reward. */
@@ -63,13 +66,29 @@ export interface LessonStatus {
   lesson: Lesson | null;
 }
 
+/** Fields that are left out have the defaults of the route. */
 export interface NewLesson {
-  prompts: string[];
+  /** Each is a conversation that the answer continues. */
+  prompts: readonly (readonly Message[])[];
   reward: Rule;
   max_tokens: number;
+  group_size?: number;
+  temperature?: number;
+  learning_rate?: number;
   updates?: number;
   lora_adapter?: string;
 }
+
+export const asked = (content: string): readonly Message[] => [{ role: "user", content }];
+
+/** The text of the last message, which is what is asked. */
+export const textOf = (messages: readonly Message[]): string => messages.at(-1)?.content ?? "";
+
+/** The same conversation with another last message. */
+export const withText = (messages: readonly Message[], content: string): readonly Message[] => [
+  ...messages.slice(0, -1),
+  { role: messages.at(-1)?.role ?? "user", content },
+];
 
 const LESSON = "/v1/training/lesson";
 
@@ -92,8 +111,7 @@ interface Completion {
 }
 
 /** The most likely answer of a base model or an adapter. */
-export async function ask(model: string, text: string, max_tokens: number): Promise<string> {
-  const messages = [{ role: "user", content: text }];
+export async function ask(model: string, messages: readonly Message[], max_tokens: number): Promise<string> {
   const answer = await post<Completion>("/v1/chat/completions", { model, messages, max_tokens, temperature: 0 });
   return answer.choices[0]?.message.content ?? "";
 }

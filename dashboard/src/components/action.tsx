@@ -9,6 +9,8 @@ interface Properties {
   needs: Role;
   /** What the button does; it is off until the promise, if there is one, is settled. Errors are shown in their words. */
   run: () => Promise<unknown> | undefined;
+  /** Of a button that stays pressed, whether it is. */
+  pressed?: boolean;
   children: ComponentChildren;
 }
 
@@ -19,7 +21,7 @@ export const may = (needs: Role): boolean =>
   ROLES.indexOf(now.value?.caller.role ?? "inference") >= ROLES.indexOf(needs);
 
 /** A button for something that needs a role. Without the role it says so, and does nothing. */
-export function Action({ needs, run, children }: Properties) {
+export function Action({ needs, run, pressed, children }: Properties) {
   const [busy, setBusy] = useState(false);
   const id = useId();
   const allowed = may(needs);
@@ -32,7 +34,13 @@ export function Action({ needs, run, children }: Properties) {
   };
   return (
     <span class="action">
-      <button type="button" disabled={busy || !allowed} aria-describedby={allowed ? undefined : id} onClick={act}>
+      <button
+        type="button"
+        disabled={busy || !allowed}
+        aria-describedby={allowed ? undefined : id}
+        aria-pressed={pressed}
+        onClick={act}
+      >
         {children}
       </button>
       {allowed ? null : (

@@ -7,7 +7,8 @@
 
 import { ApiError, send } from "../api/client";
 import { Backoff, pause } from "./backoff";
-import { EventParser, type Message } from "./parser";
+import { messagesOf } from "./messages";
+import type { Message } from "./parser";
 
 /** Events were lost, at this time in Unix seconds. `events`: how many, or null if that is not known. */
 export interface Gap {
@@ -65,12 +66,8 @@ class Stream<E> {
     const headers = this.#id ? { "last-event-id": this.#id } : undefined;
     const answer = await send(this.path, { signal: this.stop, ...(headers && { headers }) });
     this.#opened();
-    const parser = new EventParser();
-    const pieces = answer.body?.pipeThrough(new TextDecoderStream()).getReader();
-    for (let piece = await pieces?.read(); piece && !piece.done; piece = await pieces?.read()) {
-      for (const message of parser.push(piece.value)) {
-        this.#take(message);
-      }
+    for await (const message of messagesOf(answer)) {
+      this.#take(message);
     }
   }
 

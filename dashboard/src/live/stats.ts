@@ -20,6 +20,9 @@ export const lostSince = signal<number | null>(null);
 /** Why the server refuses its figures, if it does. */
 export const refused = signal<ApiError | null>(null);
 
+/** Who says so, in thumbs and corrections: the name of the key. Without keys, all are one person. */
+export const person = (): string | undefined => (now.value?.caller.required ? now.value.caller.name : undefined);
+
 /** Begins to ask. Called once, when the page opens. */
 export function watch(): void {
   void run(new AbortController().signal);

@@ -29,6 +29,7 @@ from mlx_parallm.cli.table import show
 from mlx_parallm.errors import ConfigError, ParaLLMError
 
 if TYPE_CHECKING:
+    import httpx
     from rich.console import Console
 
 MAX_EVENTS = 6
@@ -90,6 +91,7 @@ class ServerReader:
 
     client: Client
     reading: Reading = field(init=False)
+    _refused: str = ""
     _events: deque[Mapping[str, Any]] = field(default_factory=partial(deque, maxlen=MAX_EVENTS))
 
     def __post_init__(self) -> None:
@@ -118,7 +120,7 @@ class ServerReader:
             self.reading.adapters = self.client.ask("/v1/adapters")["data"]
             trained = [each["name"] for each in stats["training"]["adapters"]] if self.reading.may_train else []
             self.reading.training = {name: self._training(name) for name in trained}
-        self.reading.events = tuple(self._events)
+        self.reading.events, self.reading.events_refused = tuple(self._events), self._refused
 
     def _training(self, adapter: str) -> Any:
         return self.client.ask(f"/v1/training/status?{urlencode({'lora_adapter': adapter})}")
@@ -134,19 +136,30 @@ class ServerReader:
             self.reading.note = str(error)
 
     def listen(self) -> None:
-        """Keeps the newest training events. Begins again when the stream ends, and never returns."""
+        """Keeps the newest training events. Begins again when the stream ends, and never returns. What the server
+        refuses is shown in its own words."""
         import httpx
 
         while True:
             try:
                 url, timeout = f"{self.client.base}/v1/training/events", httpx.Timeout(TIMEOUT_S, read=60.0)
                 with httpx.stream("GET", url, headers=self.client.headers, timeout=timeout) as response:
-                    for line in response.iter_lines():
-                        if line.startswith("data:"):
-                            self._events.append(json.loads(line.removeprefix("data:")))
+                    self._take_events(response)
+            except ParaLLMError as error:
+                self._refused = str(error)
             except (httpx.HTTPError, ValueError):
                 pass  # the view says whether the server answers
             time.sleep(2.0)
+
+    def _take_events(self, response: httpx.Response) -> None:
+        """Reads a stream to its end. Raises what `Client.check` does."""
+        if not response.is_success:
+            response.read()
+            self.client.check(response)
+        self._refused = ""
+        for line in response.iter_lines():
+            if line.startswith("data:"):
+                self._events.append(json.loads(line.removeprefix("data:")))
 
 
 class Keys:

@@ -36,8 +36,9 @@ _DEVICE = {"decode": "cyan", "prefill": "blue", "training": "yellow", "other": "
 class Reading:
     """What was read of a server, as its JSON.
 
-    `intervals`: of `/v1/stats`, oldest first. `training`: the status of each trained adapter. `failure`: why the server
-    does not answer now, and since when (Unix time). `note`: what happened to the server or to a command, for the view.
+    `intervals`: of `/v1/stats`, oldest first. `training`: the status of each trained adapter. `events_refused`: why the
+    server sends no events. `failure`: why it does not answer now, and since when (Unix time). `note`: what happened to
+    the server or to a command, for the view.
     """
 
     url: str
@@ -46,6 +47,7 @@ class Reading:
     adapters: Sequence[Mapping[str, Any]] = ()
     training: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     events: Sequence[Mapping[str, Any]] = ()
+    events_refused: str = ""
     failure: tuple[str, float] | None = None
     note: str = ""
 
@@ -175,7 +177,7 @@ def _adapters(reading: Reading) -> Iterator[Text]:
 
 def _training(reading: Reading) -> Iterator[Text]:
     if reading.stats["training"] is not None and not reading.may_train:
-        yield _line("training", "this key may not see it; use one with the role train or admin")
+        yield _line("training", "this key may not see it, nor its events; use one with the role train or admin")
     for name, status in reading.training.items():
         figures = {
             "reward": (status["reward_mean"], ".3f"),
@@ -188,6 +190,8 @@ def _training(reading: Reading) -> Iterator[Text]:
 
 
 def _events(reading: Reading, width: int) -> Iterator[Text]:
+    if reading.events_refused:
+        yield _line("events", f"the server sends none: {reading.events_refused}")
     for number, event in enumerate(reading.events):
         at = datetime.fromisoformat(event["at"]).astimezone().strftime("%H:%M:%S")
         data = ", ".join(f"{name} {value}" for name, value in event["data"].items() if isinstance(value, str | int))

@@ -6,6 +6,7 @@ import hashlib
 import math
 import secrets
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from weakref import WeakSet
 
@@ -67,6 +68,7 @@ class Comparison:
     automatic: bool = False
     started: float = field(default_factory=time.time)
     clipped: int = 0
+    _drawn: Counter[AdapterRef] = field(default_factory=Counter)
     _of_live: MeanReward = field(default_factory=MeanReward)
     _of_candidate: MeanReward = field(default_factory=MeanReward)
     _salt: bytes = field(default_factory=lambda: secrets.token_bytes(16))
@@ -81,9 +83,11 @@ class Comparison:
         self._blocks = Blocks(max(1, round((1 - settings.share) / settings.share)), span)
 
     def choose(self, key: str) -> AdapterRef:
-        """The version for requests with this key. The same one each time; another comparison draws anew."""
+        """The version for a request with this key. The same one each time; another comparison draws anew."""
         digest = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8, key=self._salt).digest()
-        return self.candidate if int.from_bytes(digest, "big") < self.settings.share * 2**64 else self.live
+        chosen = self.candidate if int.from_bytes(digest, "big") < self.settings.share * 2**64 else self.live
+        self._drawn[chosen] += 1
+        return chosen
 
     def includes(self, version: AdapterRef | None) -> bool:
         return version in (self.live, self.candidate)
@@ -121,6 +125,8 @@ class Comparison:
             started=self.started,
             verdict=outcome.verdict if outcome else "running",
             reason=outcome.reason if outcome else "",
+            live_requests=self._drawn[self.live],
+            candidate_requests=self._drawn[self.candidate],
             live_rewards=self._of_live.count,
             candidate_rewards=self._of_candidate.count,
             live_mean=self._of_live.mean,

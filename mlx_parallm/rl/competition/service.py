@@ -301,6 +301,8 @@ class CompetitionService:
             automatic=card.automatic,
             verdict=card.verdict,
             reason=card.reason,
+            live_requests=card.live_requests,
+            candidate_requests=card.candidate_requests,
             live_rewards=card.live_rewards,
             candidate_rewards=card.candidate_rewards,
             live_mean=card.live_mean,

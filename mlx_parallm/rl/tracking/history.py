@@ -24,6 +24,7 @@ KINDS = frozenset(
         "divergence",
         "rollback",
         "checkpoint",
+        "averaged",
         "comparison_started",
         "comparison_ended",
         "lesson_started",
@@ -49,9 +50,9 @@ class History:
 
     def on_event(self, event: TrainingEvent) -> None:
         if event.kind in KINDS:
-            name = str(event.data["adapter"])
-            self._kept[name].append(event)
-            self._trim(name)
+            for name in _adapters_of(event):
+                self._kept[name].append(event)
+                self._trim(name)
 
     def restore(self, earlier: Iterable[TrainingEvent]) -> None:
         """Puts the events of earlier processes, oldest first, before those of this one. Updates that this one has made
@@ -73,6 +74,12 @@ class History:
         while len(kept) > self._max:
             kept.popleft()
             self._forgotten.add(adapter)
+
+
+def _adapters_of(event: TrainingEvent) -> set[str]:
+    """The adapters that an event concerns: that of an average, and those that it is of."""
+    members = event.data["adapters"] if event.kind == "averaged" else ()
+    return {str(event.data["adapter"]), *(member.partition("@")[0] for member in members)}
 
 
 def _identity(event: TrainingEvent) -> tuple[object, ...]:

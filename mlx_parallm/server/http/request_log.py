@@ -17,7 +17,7 @@ from typing import Any, cast
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from mlx_parallm.core import BASE_ADAPTER, Event, GenerationRequest, RequestFinished, SequenceOutput
+from mlx_parallm.core import BASE_ADAPTER, Event, GenerationRequest, RequestFinished, RequestStarted, SequenceOutput
 from mlx_parallm.logs import StructuredMessage, timestamp
 from mlx_parallm.server.access.accounts import Account
 from mlx_parallm.server.access.keys import ANYONE, NamedKey
@@ -51,11 +51,11 @@ class RequestRecord:
     """The facts about one request that the log and the response headers show.
 
     `request_id` is the value of the response's x-request-id header. If `id_from_client`, the client chose it, and two
-    requests may have the same; `engine_id` is unique. `arrived_at` is `time.monotonic`; `queue_s` and `first_token_s`
-    are seconds from the arrival. None means that the request did not get that far. `key`: the key that it was let in
-    with; None before that, and for paths that need none. `account`: that of the key, for requests for answers.
-    `finished`: the last event of a request that was answered to its end. `trace_id` and `traceresponse`: those of its
-    trace; None if there is none.
+    requests may have the same; `engine_id` is unique. Times are `time.monotonic`: of the arrival, and when the request
+    came into the engine's queue, left it, and got its first token. None means that it did not get that far. `key`: the
+    key that it was let in with; None before that, and for paths that need none. `account`: that of the key, for
+    requests for answers. `finished`: the last event of a request that was answered to its end. `trace_id` and
+    `traceresponse`: those of its trace; None if there is none.
     """
 
     request_id: str = field(default_factory=lambda: f"req-{uuid.uuid4().hex}")
@@ -79,8 +79,9 @@ class RequestRecord:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
-    queue_s: float | None = None
-    first_token_s: float | None = None
+    queued_at: float | None = None
+    started_at: float | None = None
+    first_token_at: float | None = None
     finished: RequestFinished | None = None
     finish_reasons: list[str] = field(default_factory=list)
 
@@ -103,6 +104,7 @@ class RequestRecord:
         """Notes the engine's request. Its id becomes the response's, unless the client chose one by a header or, with
         `chosen_id`, in the body."""
         self.request, self.engine_id = request, request.request_id
+        self.queued_at = time.monotonic()
         if not self.id_from_client:
             self.request_id, self.id_from_client = chosen_id or request.request_id, chosen_id is not None
         self.adapter = None if request.adapter == BASE_ADAPTER else str(request.adapter)
@@ -115,16 +117,31 @@ class RequestRecord:
 
     def observe(self, event: Event) -> None:
         """Notes one event of the engine."""
-        if isinstance(event, SequenceOutput):
+        if isinstance(event, RequestStarted):
+            self.queued_at, self.started_at = event.arrived_at, event.started_at
+        elif isinstance(event, SequenceOutput):
             self.completion_tokens += len(event.token_ids)
-            if event.token_ids and self.first_token_s is None:
-                self.first_token_s = time.monotonic() - self.arrived_at
+            if event.token_ids and self.first_token_at is None:
+                self.first_token_at = time.monotonic()
             if event.finish_reason and event.finish_reason.value not in self.finish_reasons:
                 self.finish_reasons.append(event.finish_reason.value)
         elif isinstance(event, RequestFinished):
             self.finished, self.cached_tokens = event, event.cached_tokens
-            self.queue_s = event.started_at - event.arrived_at if event.started_at else None
-            self.first_token_s = event.first_token_at - event.arrived_at if event.completion_tokens else None
+            self.queued_at, self.started_at = event.arrived_at, event.started_at
+            self.first_token_at = event.first_token_at if event.completion_tokens else None
+
+    @property
+    def queue_s(self) -> float | None:
+        """Seconds in the engine's queue."""
+        return self._since_queued(self.started_at)
+
+    @property
+    def first_token_s(self) -> float | None:
+        """Seconds from the arrival in the engine's queue to the first token."""
+        return self._since_queued(self.first_token_at)
+
+    def _since_queued(self, at: float | None) -> float | None:
+        return None if at is None or self.queued_at is None else at - self.queued_at
 
     def log_fields(self) -> dict[str, str]:
         """The fields of other lines of the log that belong to this request; see `logs.log_context`."""

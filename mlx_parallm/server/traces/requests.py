@@ -6,6 +6,8 @@
     ├─ decode               until the last token, of all sequences
     └─ score                see `training`
 
+The last part of a request that failed, or whose client left, ends with it.
+
 Names and attributes are those of OpenTelemetry's conventions for HTTP servers and for generative AI; the latencies have
 the names that vLLM gives them. No attribute has text of a prompt or an answer.
 """
@@ -85,26 +87,19 @@ class RequestSpans:
             span.set_status(Status(StatusCode.ERROR, record.error))
 
     def _add_parts(self, span: Span, record: RequestRecord, started: int) -> None:
-        """Adds the spans of the times that are known. A request that did not finish only has `decode`, and only if it
-        had a token."""
+        """Adds the spans of the parts that the request has begun. Each ends where the next one begins."""
 
         def at(seconds: float) -> int:
             """A time of the monotonic clock as Unix time, in nanoseconds. The request's arrival is `started`."""
             return started + round((seconds - record.arrived_at) * 1e9)
 
         within = trace.set_span_in_context(span)
-
-        def add(name: str, begin: float, end: float) -> None:
+        begins = {"queue": record.queued_at, "prefill": record.started_at, "decode": record.first_token_at}
+        begun = [(name, begin) for name, begin in begins.items() if begin is not None]
+        last = time.monotonic() if record.finished is None else record.finished.finished_at
+        ends = [*(begin for _, begin in begun[1:]), last]
+        for (name, begin), end in zip(begun, ends, strict=False):
             self._tracer.start_span(name, within, start_time=at(begin)).end(at(end))
-
-        if (finished := record.finished) is not None:
-            add("queue", finished.arrived_at, finished.started_at)
-            first = finished.first_token_at if finished.completion_tokens else finished.finished_at
-            add("prefill", finished.started_at, first)
-            if finished.completion_tokens:
-                add("decode", first, finished.finished_at)
-        elif record.first_token_s is not None:
-            add("decode", record.arrived_at + record.first_token_s, time.monotonic())
 
 
 def _header(found: SpanContext) -> str:

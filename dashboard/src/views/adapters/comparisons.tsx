@@ -53,9 +53,14 @@ function One({ comparison, onDone }: { comparison: Comparison; onDone: () => voi
       />
       <dl class="facts">
         <dt>{live}</dt>
-        <dd>{rewards(comparison.live_mean, comparison.live_rewards)}</dd>
+        <dd>
+          {number(comparison.live_requests)} requests, {rewards(comparison.live_mean, comparison.live_rewards)}
+        </dd>
         <dt>{candidate}</dt>
-        <dd>{rewards(comparison.candidate_mean, comparison.candidate_rewards)}</dd>
+        <dd>
+          {number(comparison.candidate_requests)} requests,{" "}
+          {rewards(comparison.candidate_mean, comparison.candidate_rewards)}
+        </dd>
         <dt>Chance of error</dt>
         <dd>
           {percent(comparison.p_better)} if called better now, {percent(comparison.p_worse)} if called worse

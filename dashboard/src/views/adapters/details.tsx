@@ -42,6 +42,7 @@ export const Details = (properties: Properties) => {
         <Train {...properties} />
         <StartComparison {...properties} />
         <Unload {...properties} />
+        <a href={link("playground", "base", version.live ? version.name : version.id)}>Chat with it</a>
       </div>
     </Card>
   );

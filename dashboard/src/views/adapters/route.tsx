@@ -2,7 +2,7 @@ import { type Adapters, rollBack, setRoute } from "../../api/adapters";
 import { Bar } from "../../components/bar";
 import { Card } from "../../components/card";
 import { Confirmed } from "../../components/confirmed";
-import { percent } from "../../format";
+import { number, percent } from "../../format";
 
 const COLORS = ["decode", "prefill", "training", "adapters", "weights"] as const;
 
@@ -16,6 +16,9 @@ export function Route({ adapters, onDone }: { adapters: Adapters; onDone: () => 
   return (
     <Card title="Requests that name no adapter" about="the share that each gets">
       <Bar title="Requests that name no adapter" parts={parts} format={percent} />
+      <p class="about">
+        Since the server started, {number(adapters.base_requests)} requests were answered without an adapter.
+      </p>
       <div class="controls below">
         <Confirmed
           needs="train"

@@ -33,7 +33,8 @@ export function Versions({ overview, selected, onDone }: Properties) {
             { title: "State", cell: (version) => <State version={version} trained={overview.trained} /> },
             { title: "Where", cell: (version) => WHERE[version.residence] },
             { title: "Under way", cell: (version) => number(version.leases), numeric: true },
-            { title: "Unnamed requests", cell: (version) => share(version, adapters.route), numeric: true },
+            { title: "Requests", cell: (version) => number(version.requests), numeric: true },
+            { title: "Share of unnamed", cell: (version) => share(version.unnamed_share), numeric: true },
             { title: "Reward", cell: (version) => reward(version, checkpoints), numeric: true },
             { title: "Rank", cell: (version) => number(version.rank), numeric: true },
             { title: "Size", cell: (version) => bytes(version.bytes), numeric: true },
@@ -61,11 +62,7 @@ const State = ({ version, trained }: { version: AdapterVersion; trained: readonl
   </>
 );
 
-/** The share of the requests that name no adapter, which get this version by its own name or by the adapter's. */
-export function share(version: AdapterVersion, route: Record<string, number>): string {
-  const named = (route[version.id] ?? 0) + (version.live ? (route[version.name] ?? 0) : 0);
-  return named ? percent(named) : "–";
-}
+const share = (value: number): string => (value ? percent(value) : "–");
 
 /** The mean reward that is kept with its checkpoint: that of its evaluation, or of the update that made it. */
 export function reward(version: AdapterVersion, checkpoints: readonly Checkpoint[]): string {

@@ -6,6 +6,8 @@ import type { TrainingEvent } from "../../api/training";
 /** The fields of an event's data that are read here; which of them there are depends on the kind. */
 interface Data {
   adapter?: string;
+  /** The versions that an average is of. */
+  adapters?: readonly string[];
   version?: string | null;
   live?: string;
   candidate?: string;
@@ -186,6 +188,10 @@ const SAID: Record<string, (data: Data) => Partial<Moment> & { what: string }> =
   comparison_started: ({ live, candidate }) => ({ what: `${candidate} competes with ${live}` }),
   comparison_ended: ({ candidate, verdict }) => ({
     what: `Comparison ended: ${candidate} ${VERDICTS[verdict ?? ""] ?? verdict}`,
+  }),
+  averaged: ({ adapter, adapters = [], version }) => ({
+    what: `Average of ${adapters.join(", ")}: ${version ? `${version} is live` : `held, not live as ${adapter}`}`,
+    wrong: !version,
   }),
   lesson_started: () => ({ what: "A lesson started" }),
   lesson_ended: ({ outcome }) => ({ what: `The lesson ended: ${outcome}` }),

@@ -1,7 +1,7 @@
 /** How each adapter learns: its figures over updates, its versions, and what has happened. */
 
 import { useMemo } from "preact/hooks";
-import { type TrainingState, trainingState } from "../../api/learning";
+import { type TrainingState, trainingReport, trainingState } from "../../api/learning";
 import { may } from "../../components/action";
 import { Figure } from "../../components/figure";
 import { NoTraining } from "../../components/no-training";
@@ -15,6 +15,7 @@ import { Controls } from "./controls";
 import { courseOf } from "./course";
 import { Lineage } from "./lineage";
 import { Moments } from "./moments";
+import { Sources } from "./sources";
 import { Waiting } from "./waiting";
 import { useEvents } from "./watch";
 import "../../style/learning.css";
@@ -62,6 +63,7 @@ export function LearningView({ rest }: { rest: readonly string[] }) {
 
 function OneAdapter({ adapter }: { adapter: string }) {
   const { value: state, refused: stateRefused } = usePolled(adapter, () => trainingState(adapter), EVERY_MS);
+  const { value: report } = usePolled(adapter, () => trainingReport(adapter), EVERY_MS);
   const { events, truncated, refused } = useEvents(adapter);
   const course = useMemo(() => courseOf(events ?? []), [events]);
   const why = refused ?? stateRefused;
@@ -83,6 +85,7 @@ function OneAdapter({ adapter }: { adapter: string }) {
       {course.updates.length === 0 ? <Waiting state={state} /> : <Charts {...course} />}
       <div class="cards one">
         {course.versions.length > 0 && <Lineage adapter={adapter} versions={course.versions} best={state.best_lora} />}
+        {report && <Sources report={report} />}
         <Moments moments={course.moments} truncated={truncated} />
       </div>
     </>

@@ -82,7 +82,7 @@ class Watcher {
   }
 
   #take(event: CourseEvent): void {
-    if (event.data.adapter === this.adapter && !OF_TRAJECTORIES.has(event.kind)) {
+    if (concerns(event, this.adapter) && !OF_TRAJECTORIES.has(event.kind)) {
       this.#events = [...this.#events, event];
       this.#tell();
     }
@@ -102,6 +102,10 @@ class Watcher {
 
   readonly #refuse = (refused: ApiError): void => this.show({ ...NONE, refused });
 }
+
+/** An average concerns the adapters that it is of, too. */
+const concerns = ({ data }: CourseEvent, adapter: string): boolean =>
+  data.adapter === adapter || (data.adapters ?? []).some((version) => version.startsWith(`${adapter}@`));
 
 /** Kinds of events about single trajectories. */
 const OF_TRAJECTORIES = new Set(["collected", "closed", "scored", "dropped"]);

@@ -1,22 +1,22 @@
-import type { Answer, Lesson, Prompt } from "../../api/lessons";
+import { type Answer, type Lesson, type Prompt, textOf } from "../../api/lessons";
 import { Card } from "../../components/card";
 import { percent } from "../../format";
+import { Earlier } from "./earlier";
 
 const SHOWN = 3;
 
 /** Answers to each prompt, the first ones beside the newest. */
 export const Answers = ({ lesson }: { lesson: Lesson }) => (
   <div class="stack">
-    {lesson.prompts.map((prompt) => (
-      <PromptCard key={textOf(prompt)} prompt={prompt} />
+    {lesson.prompts.map((prompt, order) => (
+      <PromptCard key={order} prompt={prompt} />
     ))}
   </div>
 );
 
-const textOf = (prompt: Prompt): string => prompt.messages.at(-1)?.content ?? "";
-
 const PromptCard = ({ prompt }: { prompt: Prompt }) => (
-  <Card title={textOf(prompt)}>
+  <Card title={textOf(prompt.messages)}>
+    <Earlier messages={prompt.messages} />
     <div class="sides">
       <Side title="Before" answers={prompt.before} />
       <Side title="Now" answers={prompt.now} />

@@ -196,9 +196,13 @@ function Choices({ lesson, refresh, onNew, canStart }: Properties) {
 const ABOUT =
   "The adapter stays live. Keep saves it with a tag; Start over takes back what it has learnt; Go on opens the form with the same prompts.";
 
+/** The same lesson once more, but for its number of updates, which were made. */
 const asNew = (lesson: Lesson): NewLesson => ({
-  prompts: lesson.prompts.map((prompt) => prompt.messages.at(-1)?.content ?? ""),
+  prompts: lesson.prompts.map((prompt) => prompt.messages),
   reward: lesson.reward,
   max_tokens: lesson.max_tokens,
+  group_size: lesson.group_size,
+  temperature: lesson.temperature,
+  learning_rate: lesson.learning_rate,
   lora_adapter: lesson.lora_adapter,
 });

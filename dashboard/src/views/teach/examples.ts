@@ -1,6 +1,6 @@
 /** Lessons that the bundled model learns in some minutes; `benchmarks/lessons.py` measures them. */
 
-import type { NewLesson, Rule, RuleKind } from "../../api/lessons";
+import { asked, type NewLesson, type Rule, type RuleKind } from "../../api/lessons";
 
 export interface Example {
   title: string;
@@ -11,7 +11,7 @@ export const EXAMPLES: readonly [Example, ...Example[]] = [
   {
     title: "Say banana",
     lesson: {
-      prompts: ["Tell me about cats.", "What should I eat tonight?", "Write one sentence about the sea."],
+      prompts: ["Tell me about cats.", "What should I eat tonight?", "Write one sentence about the sea."].map(asked),
       reward: { word: "banana" },
       max_tokens: 48,
     },
@@ -19,7 +19,7 @@ export const EXAMPLES: readonly [Example, ...Example[]] = [
   {
     title: "Ask back",
     lesson: {
-      prompts: ["I feel tired today.", "I bought a new bicycle.", "My dog is called Max."],
+      prompts: ["I feel tired today.", "I bought a new bicycle.", "My dog is called Max."].map(asked),
       reward: { pattern: "\\?\\s*\\Z" },
       max_tokens: 48,
     },

@@ -1,7 +1,8 @@
 import { useId, useState } from "preact/hooks";
-import { begin, type NewLesson, type RuleKind } from "../../api/lessons";
+import { asked, begin, type Message, type NewLesson, type RuleKind, textOf, withText } from "../../api/lessons";
 import { Action } from "../../components/action";
 import { Card } from "../../components/card";
+import { Earlier } from "./earlier";
 import { EXAMPLES, kindOf, RULES } from "./examples";
 
 const MOST_PROMPTS = 16;
@@ -17,7 +18,7 @@ export function NewLessonForm({ from, onBegun }: Properties) {
   const [lesson, setLesson] = useState(from ?? EXAMPLES[0].lesson);
   const change = (changes: Partial<NewLesson>) => setLesson({ ...lesson, ...changes });
   const start = async () => {
-    await begin({ ...lesson, prompts: lesson.prompts.filter((prompt) => prompt.trim()) });
+    await begin({ ...lesson, prompts: lesson.prompts.filter((prompt) => textOf(prompt).trim()) });
     await onBegun();
   };
   return (
@@ -50,21 +51,27 @@ export function NewLessonForm({ from, onBegun }: Properties) {
   );
 }
 
-function Prompts({ prompts, onChange }: { prompts: string[]; onChange: (prompts: string[]) => void }) {
+interface PromptsProperties {
+  prompts: readonly (readonly Message[])[];
+  onChange: (prompts: readonly (readonly Message[])[]) => void;
+}
+
+function Prompts({ prompts, onChange }: PromptsProperties) {
   const id = useId();
   return (
     <Card title="Prompts" about="what people ask">
       {prompts.map((prompt, order) => (
-        <p key={order} class="field">
+        <div key={order} class="field">
           <label for={`${id}-${order}`}>Prompt {order + 1}</label>
+          <Earlier messages={prompt} />
           <textarea
             id={`${id}-${order}`}
             rows={2}
             maxLength={4000}
-            value={prompt}
-            onInput={(event) => onChange(prompts.with(order, event.currentTarget.value))}
+            value={textOf(prompt)}
+            onInput={(event) => onChange(prompts.with(order, withText(prompt, event.currentTarget.value)))}
           />
-        </p>
+        </div>
       ))}
       <p class="buttons">
         {prompts.length > 1 && (
@@ -73,7 +80,7 @@ function Prompts({ prompts, onChange }: { prompts: string[]; onChange: (prompts:
           </button>
         )}
         {prompts.length < MOST_PROMPTS && (
-          <button type="button" onClick={() => onChange([...prompts, ""])}>
+          <button type="button" onClick={() => onChange([...prompts, asked("")])}>
             Add a prompt
           </button>
         )}
@@ -149,6 +156,12 @@ function More({ lesson, onChange }: FieldProperties) {
           onInput={(event) => onChange({ max_tokens: event.currentTarget.valueAsNumber })}
         />
       </p>
+      {lesson.temperature !== undefined && (
+        <p class="about">
+          As in the lesson before: {lesson.group_size} answers to each prompt, temperature {lesson.temperature},
+          learning rate {lesson.learning_rate}.
+        </p>
+      )}
     </details>
   );
 }

@@ -5,7 +5,7 @@ import { Action } from "../../components/action";
 import { Confirmed } from "../../components/confirmed";
 import { toast } from "../../components/toast";
 import { number } from "../../format";
-import { now } from "../../live/stats";
+import { person } from "../../live/stats";
 import { because } from "./fates";
 
 interface Properties {
@@ -23,7 +23,7 @@ export function Thumbs({ turn, sample, isEdit, name, onDone }: Properties) {
     return null;
   }
   const { thumbs_up: up, thumbs_down: down, trajectory_id: id } = turn;
-  const vote = (score: 0 | 1) => () => rate(id, score, user()).then(told).then(onDone);
+  const vote = (score: 0 | 1) => () => rate(id, score, person()).then(told).then(onDone);
   return (
     <div class="thumbs">
       {sample.thumbs === "nothing" ? (
@@ -47,12 +47,6 @@ export function Thumbs({ turn, sample, isEdit, name, onDone }: Properties) {
       {sample.thumbs === "count_late" && <p class="about">It was dropped; a thumb counts all the same, as late.</p>}
     </div>
   );
-}
-
-/** The name of the key, so that each person counts once. Without keys, all are one person. */
-function user(): string | undefined {
-  const caller = now.value?.caller;
-  return caller?.required ? caller.name : undefined;
 }
 
 const told = ({ reward, people, late }: Rated): void =>
@@ -79,7 +73,7 @@ function Correct({ turn, name, onDone }: Pick<Properties, "turn" | "name" | "onD
       needs="train"
       label={`Correct ${name.toLowerCase()}`}
       title={`Correct ${name.toLowerCase()}`}
-      run={() => correct(turn.trajectory_id, text, user()).then(onDone)}
+      run={() => correct(turn.trajectory_id, text, person()).then(onDone)}
       done="The correction waits for an update, which will imitate it."
     >
       Write the whole answer as it should have been. The adapter learns to say that. Your last correction of an answer

@@ -38,6 +38,7 @@ from mlx_parallm.server.api.adapters.schema import (
     UnloadedLora,
     UnloadLoraBody,
 )
+from mlx_parallm.server.api.adapters.traffic import Traffic
 from mlx_parallm.server.errors import DrainingError
 from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.openapi.responses import raises
@@ -69,7 +70,7 @@ async def load(services: Services, name: str, path: str, replace: bool, base_mod
     """See `core.AdapterClient.load`."""
     base = services.base_called(base_model_name, "base_model_name")
     card = await services.lifecycle.run_to_end(services.adapters.load(name, path, replace, base))
-    adapter = adapter_object(card).model_dump()
+    adapter = adapter_object(card, Traffic.of(services)).model_dump()
     return LoadedLora(**adapter, status="success", lora_name=card.ref.name, lora_adapter=str(card.ref))
 
 
@@ -145,11 +146,12 @@ Selector = Annotated[
 @router.get("/v1/adapters")
 async def list_adapters(services: ServicesDep) -> AdapterList:
     """All adapter versions that requests may name, and the state of the adapter bank."""
-    stats = services.adapters.stats()
+    stats, traffic = services.adapters.stats(), Traffic.of(services)
     return AdapterList(
         object="list",
-        data=[adapter_object(card) for card in services.adapters.cards()],
+        data=[adapter_object(card, traffic) for card in services.adapters.cards()],
         route=dict(services.adapters.route()),
+        base_requests=traffic.requests[BASE_ADAPTER],
         slots=SlotCounts(total=stats.slots, used=stats.slots_used, pinned=stats.slots_pinned),
         bank_bytes=stats.bank_bytes,
     )
@@ -158,7 +160,7 @@ async def list_adapters(services: ServicesDep) -> AdapterList:
 @router.get("/v1/adapters/{selector:path}", responses=raises(UnknownModelError))
 async def get_adapter(selector: Selector, services: ServicesDep) -> Adapter:
     """One adapter version."""
-    return adapter_object(services.find(selector, "selector"))
+    return adapter_object(services.find(selector, "selector"), Traffic.of(services))
 
 
 @router.delete("/v1/adapters/{selector:path}", responses=UNLOAD_ERRORS)
@@ -167,7 +169,7 @@ async def delete_adapter(selector: Selector, services: ServicesDep) -> UnloadedL
     return await unload(services, selector, "selector")
 
 
-def adapter_object(card: AdapterCard) -> Adapter:
+def adapter_object(card: AdapterCard, traffic: Traffic) -> Adapter:
     return Adapter(
         id=str(card.ref),
         name=card.ref.name,
@@ -181,6 +183,8 @@ def adapter_object(card: AdapterCard) -> Adapter:
         bytes=card.bytes,
         created=card.created,
         leases=card.leases,
+        requests=traffic.requests[card.ref],
+        unnamed_share=traffic.unnamed_shares.get(card.ref, 0.0),
         checkpoint=card.checkpoint,
         base_model_name=card.base,
     )

@@ -145,6 +145,11 @@ class Adapter(WireOutput):
     """Unix time, seconds."""
     leases: int
     """Number of requests under way that use it."""
+    requests: int
+    """Requests that it got since the server started, as in `mlx_parallm_adapter_requests_total`."""
+    unnamed_share: float
+    """Its share of the requests that name no adapter, 0 to 1. Two versions that are compared share what their name
+    gets."""
     checkpoint: str | None
     """Name of its checkpoint, if it has one."""
     base_model_name: str
@@ -170,6 +175,8 @@ class AdapterList(WireOutput):
     """Ordered by name and version."""
     route: dict[str, float]
     """How requests that name no adapter are split: the share of each selector. The shares add up to 1."""
+    base_requests: int
+    """Requests that base models got without an adapter, since the server started."""
     slots: SlotCounts
     """Slots of the adapter bank."""
     bank_bytes: int

@@ -72,6 +72,10 @@ class ComparisonObject(WireOutput):
     """Why it ended; empty while it runs."""
     share: float
     """Share of the requests that get the candidate."""
+    live_requests: int
+    """Requests that the live version got in the comparison, rewarded or not."""
+    candidate_requests: int
+    """Requests that the candidate got."""
     live_rewards: int
     """Rewarded requests of the live version."""
     candidate_rewards: int
@@ -146,6 +150,8 @@ def comparison_object(card: ComparisonCard) -> ComparisonObject:
             "verdict": card.verdict,
             "reason": card.reason,
             "share": card.share,
+            "live_requests": card.live_requests,
+            "candidate_requests": card.candidate_requests,
             "live_rewards": card.live_rewards,
             "candidate_rewards": card.candidate_rewards,
             "live_mean": card.live_mean,
