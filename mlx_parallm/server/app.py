@@ -11,11 +11,11 @@ from __future__ import annotations
 import socket
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from types import FrameType, ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -138,8 +138,7 @@ def create_app(
     accounts, sessions = Accounts(ring), Sessions(ring)
     model_names = [status.name for status in models.statuses()]
     metrics = ServerMetrics(engine, adapters, training, gate, accounts, model_names)
-    # FastAPI's own documentation pages load scripts from a CDN; `api.ops` has one that does not.
-    app = FastAPI(title="MLX ParaLLM", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = _empty_app()
     app.state.services = Services(
         engine,
         adapters,
@@ -168,13 +167,29 @@ def create_app(
         modules += (atropos_routes,)
     else:
         modules += (root,)
-    for module in modules:  # `include_router` would build each route once more, for every app
-        app.router.routes.extend(module.router.routes)
-    routes = [route for module in modules for route in module.router.routes if isinstance(route, Route)]
+    routes = _add_routes(app, modules)
     install_handlers(app, routes)
     add_middlewares(app, config, metrics, ring, sessions, traces)
     app.openapi = partial(describe, app, routes, config.strict_fields)  # type: ignore[method-assign]
     return app
+
+
+def openapi_document() -> dict[str, Any]:
+    """The OpenAPI document of a server that serves every API. No model is loaded."""
+    app = _empty_app()
+    return describe(app, _add_routes(app, (*ROUTES, *OLLAMA_ROUTES, atropos_routes)), strict_fields=False)
+
+
+def _empty_app() -> FastAPI:
+    # FastAPI's own documentation pages load scripts from a CDN; `api.ops` has one that does not.
+    return FastAPI(title="MLX ParaLLM", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
+
+
+def _add_routes(app: FastAPI, modules: Iterable[ModuleType]) -> list[Route]:
+    """Adds the routes of the modules to the app, and returns them."""
+    routes = [route for module in modules for route in module.router.routes if isinstance(route, Route)]
+    app.router.routes.extend(routes)  # `include_router` would build each route once more, for every app
+    return routes
 
 
 async def serve(app: FastAPI, on_started: Callable[[int], None]) -> int:

@@ -21,7 +21,7 @@ _SETTING = re.compile(r"(?:server|model|adapters|rl_training|inference|checkpoin
 _NAME = re.compile(r"(?:[A-Z][a-z]+){2,}|[A-Z]+(?:_[A-Z]+)*|[A-Z]{2,}[A-Z]?[a-z]\w+")
 _OTHER_FLAGS = {
     *("--group", "--extra", "--dataset", "--tokenizer", "--book-url", "--api", "--base-url"),
-    *("--quick", "--repeats", "--only", "--minutes", "--record-counts"),
+    *("--quick", "--repeats", "--only", "--minutes", "--seeds", "--record-counts"),
     *("--user", "--enable", "--now", "--gpus", "--from"),
     *("--enable-lora", "--no-enable-overlap-scheduler"),
 }
@@ -102,11 +102,17 @@ def test_settings_exist(page: str) -> None:
     assert not missing
 
 
+@pytest.fixture(scope="module")
+def words_of_sources() -> frozenset[str]:
+    """Every word of the package and the tests."""
+    files = [path for folder in ("mlx_parallm", "tests") for path in (ROOT / folder).rglob("*.py")]
+    return frozenset(word for path in files for word in re.findall(r"\w+", path.read_text()))
+
+
 @pytest.mark.parametrize("page", PAGES)
-def test_names_exist(page: str) -> None:
+def test_names_exist(page: str, words_of_sources: frozenset[str]) -> None:
     """Names of classes and constants occur in the package, the tests or a program of the page."""
-    sources = [path.read_text() for folder in ("mlx_parallm", "tests") for path in (ROOT / folder).rglob("*.py")]
-    known = set(re.findall(r"\w+", "\n".join([*sources, *(block.text for block in blocks_of(page))])))
+    known = words_of_sources.union(*(re.findall(r"\w+", block.text) for block in blocks_of(page)))
     missing = [f"{place}: {text}" for place, text in spans_of(page) if _NAME.fullmatch(text) and text not in known]
     assert not missing
 
