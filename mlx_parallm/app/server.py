@@ -86,7 +86,8 @@ class IntegratedServer:
         """Serves HTTP until SIGTERM or SIGINT, and returns the process's exit code. `run_training_loop` ends with it.
 
         Args:
-            host, port: replace those of the configuration.
+            host: replaces that of the configuration.
+            port: the same.
 
         Raises:
             ConfigError, ModelError: before anything is served.
