@@ -40,8 +40,8 @@ class GroupRow:
         versions: those that drew its answers; none if they are unknown.
         samples: the number of its answers or episodes.
         reward: mean of those that have one; None: none has, or it is an edit.
-        fate: the first one of training, waiting (for a reward), scored, trained and dropped that some of its samples
-            have.
+        fate: scored, if an update can take it now; else the first one of training, waiting (for a reward), scored,
+            trained and dropped that some of its samples have.
         reason: why it was dropped; empty if it was not. If its samples have several reasons, the most frequent one.
         first: its first trajectory.
     """

@@ -33,7 +33,7 @@ _FATES = (
     TrajectoryState.TRAINED,
     TrajectoryState.DROPPED,
 )
-"""A group has the first of these fates that some of its samples have."""
+"""A group that is not complete has the first of these fates that some of its samples have."""
 
 _EDITS = (Signal.PREFERENCES, Signal.CORRECTIONS)
 
@@ -155,8 +155,9 @@ def _row(group: TrajectoryGroup, reader: str | None) -> GroupRow | None:
         return None
     rewards = [reward for member in members if (reward := member.reward) is not None]
     states = {member.state for member in members}
-    fate = next(state for state in _FATES if state in states)
-    reasons = Counter(member.reason for member in members if member.reason) if fate is _FATES[-1] else Counter()
+    fate = TrajectoryState.SCORED if group.complete else next(state for state in _FATES if state in states)
+    dropped = fate is TrajectoryState.DROPPED
+    reasons = Counter(member.reason for member in members if dropped and member.reason)
     versions = dict.fromkeys(turn.adapter for member in members for turn in member.turns if turn.adapter is not None)
     return GroupRow(
         group.number,

@@ -142,9 +142,11 @@ class TestTrajectories:
         body = {"prompt": "Say hello in one word:", "n": 3, "max_tokens": 6, "collect_trajectory": True}
         ids = learning.post("/v1/completions", **body)["trajectory_ids"]
         learning.post("/v1/training/pause")
-        seen = browse("trajectories.judges", learning.url, pictures)
+        try:
+            seen = browse("trajectories.judges", learning.url, pictures)
+        finally:
+            learning.post("/v1/training/resume")
         after = learning.get(f"/v1/training/trajectories/{ids[1]}")
-        learning.post("/v1/training/resume")
         assert "fate=waiting" in seen["address"]
         assert seen["again"] == seen["address"], "the address opens the same group with the same filters"
         assert "Counted: its reward is 1." in seen["told"]
@@ -153,7 +155,7 @@ class TestTrajectories:
         assert (second["reward"], second["turns"][0]["thumbs_up"]) == (1, 1)
         assert [edit["text"] for edit in second["turns"][0]["edits"]] == ["Hello!"]
         assert "Corrected to: Hello!" in seen["sample"]
-        assert seen["closed"] == "It was trained on, so thumbs count no longer; a correction does."
+        assert seen["closed"] == "Trained on, so thumbs count no longer; a correction does."
         assert (seen["faults"], seen["errors"]) == ([], [])
 
     def test_new_groups_are_announced_and_not_inserted(self, learning: Server, pictures: Path) -> None:

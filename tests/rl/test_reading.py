@@ -173,6 +173,7 @@ async def test_thumbs_and_edits_are_counted_also_late_ones() -> None:
         shelf = one.service.collected_groups
         sample = shelf.group(answer, 9, None).samples[0]
         assert (sample.turns[0].up, sample.turns[0].down, sample.thumbs) == (1, 2, Thumbs.COUNT)
+        assert shelf.group(answer, 9, None).row.fate == "scored", "one thumb is enough for the answers of one request"
         for owner, text in (("me", "better"), ("you", "another")):
             edit = Edit("main", (1,), (7, 2), chosen_text=text, about=other, user=owner, owner=owner)
             await one.service.people.edit(edit)

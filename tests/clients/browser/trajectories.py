@@ -73,7 +73,7 @@ def judges(url: str, pictures: str) -> dict[str, Any]:
         page.screenshot(path=f"{pictures}/trajectories-waiting.png")
         rows(page).filter(has_text="Say hello").click()
         sample = page.get_by_role("article", name="Answer 2")
-        sample.get_by_role("button", name="is good").click()
+        sample.get_by_role("button", name="Good").click()
         expect(page.locator(".toasts")).to_contain_text("Counted")
         sample.get_by_role("button", name="Correct answer 2").click()
         page.get_by_role("dialog").get_by_label("The right answer").fill("Hello!")
@@ -95,7 +95,7 @@ def judges(url: str, pictures: str) -> dict[str, Any]:
         expect(page.locator("tr", has_text="trained on").first).to_be_visible()
         rows(page).first.click()
         page.locator(".facts .fate-trained").wait_for()
-        closed = page.locator(".thumbs .about").first.inner_text()
+        closed = page.locator(".note").inner_text()
         return {**seen, "closed": closed, "errors": shown.errors}
 
 
@@ -170,7 +170,7 @@ def rows(page: Page) -> Locator:
 def keys(page: Page) -> list[str]:
     """What the first rows of the list say, without their fates, which may change."""
     found = page.locator("tbody tr:not([aria-hidden])").all()[:8]
-    return [" ".join(row.locator("td").nth(at).inner_text() for at in (0, 3, 6)) for row in found]
+    return [" ".join(row.locator("td").nth(at).inner_text() for at in (0, 4, 6)) for row in found]
 
 
 def expect_some(found: Locator) -> int:

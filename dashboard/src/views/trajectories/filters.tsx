@@ -37,7 +37,7 @@ export function Filters({ filters, rows, onChange }: Properties) {
         <input
           type="text"
           list={id}
-          placeholder="any, such as default@3"
+          placeholder="any; default@3"
           value={filters.lora_version ?? ""}
           onChange={(event) => onChange({ lora_version: event.currentTarget.value.trim() })}
         />

@@ -4,6 +4,7 @@ import { usePolled } from "../../live/polled";
 import { FateTag } from "./fates";
 import { Legend } from "./legend";
 import { SampleCard } from "./sample";
+import { standing } from "./thumbs";
 import { largestAdvantage, type Tint } from "./tint";
 
 const EVERY_MS = 3000;
@@ -47,6 +48,8 @@ function Opened({
   const largest = largestAdvantage(opened);
   const chosen = tint ?? (largest > 0 ? "advantage" : "logprob");
   const isEdit = opened.signal === "preferences" || opened.signal === "corrections";
+  const notes = isEdit ? opened.members.map(() => "") : opened.members.map(standing);
+  const same = notes.every((note) => note === notes[0]);
   return (
     <>
       <dl class="facts">
@@ -72,6 +75,7 @@ function Opened({
         {opened.full_prompt}
       </pre>
       <Legend tint={chosen} largest={largest} onTint={onTint} />
+      {same && notes[0] && <p class="note">{notes[0]}</p>}
       <div class="sides">
         {opened.members.map((sample, order) => (
           <SampleCard
@@ -79,6 +83,7 @@ function Opened({
             {...{ sample, isEdit, largest, onDone }}
             tint={chosen}
             order={order + 1}
+            note={same ? "" : (notes[order] ?? "")}
           />
         ))}
       </div>

@@ -31,8 +31,9 @@ const Advantages = ({ largest }: { largest: number }) =>
     <>No update has computed advantages for this group.</>
   ) : (
     <>
-      <span class="token less less-4">less likely</span> than before, down to {signed(-largest)}: worse than the other
-      answers, and underlined. <span class="token more more-4">more likely</span>, up to {signed(largest)}: better.
+      <span class="token less less-4">made less likely</span>
+      underlined, down to {signed(-largest)} <span class="token more more-4">made more likely</span>
+      up to {signed(largest)}. The larger the advantage, the stronger the tint.
     </>
   );
 

@@ -48,19 +48,20 @@ export function List({ groups, filtered, opened, onOpen }: Properties) {
   );
 }
 
-const SIGNALS: Readonly<Record<GroupRow["signal"], string>> = {
-  rewards: "rewards",
-  late_feedback: "late thumbs",
-  preferences: "a preference",
-  corrections: "a correction",
+/** How it teaches, if not by its rewards. */
+const SIGNALS: Readonly<Record<GroupRow["signal"], readonly string[]>> = {
+  rewards: [],
+  late_feedback: ["late thumbs"],
+  preferences: ["a preference"],
+  corrections: ["a correction"],
 };
 
 const COLUMNS: readonly TableColumn<GroupRow>[] = [
   { title: "Prompt", cell: (row) => <span class="start">{row.prompt || "(empty)"}</span> },
-  { title: "Answers", cell: (row) => number(row.samples), numeric: true },
-  { title: "Mean reward", cell: (row) => (row.reward === null ? "–" : number(row.reward)), numeric: true },
-  { title: "Drawn by", cell: (row) => row.lora_versions.join(", ") || "–" },
-  { title: "Teaches", cell: (row) => `${row.lora_adapter}: ${SIGNALS[row.signal]}` },
+  { title: "Reward", cell: (row) => (row.reward === null ? "–" : number(row.reward)), numeric: true },
   { title: "Fate", cell: (row) => <FateTag {...row} /> },
+  { title: "Answers", cell: (row) => number(row.samples), numeric: true },
+  { title: "Drawn by", cell: (row) => row.lora_versions.join(", ") || "–" },
+  { title: "Teaches", cell: (row) => [row.lora_adapter, ...SIGNALS[row.signal]].join(", ") },
   { title: "Time", cell: (row) => clock(Date.parse(row.created) / 1000) },
 ];

@@ -13,11 +13,13 @@ interface Properties {
   tint: Tint;
   /** The advantage that has the strongest tint. */
   largest: number;
+  /** What is said of thumbs on it. */
+  note: string;
   onDone: () => void;
 }
 
 /** One answer of a group, or one episode. */
-export function SampleCard({ order, sample, isEdit, tint, largest, onDone }: Properties) {
+export function SampleCard({ order, sample, isEdit, tint, largest, note, onDone }: Properties) {
   const { reward, advantage, fate, reason, turns, turns_left_out } = sample;
   const name = isEdit ? (order === 1 ? "Better" : "Worse") : `Answer ${order}`;
   return (
@@ -27,16 +29,15 @@ export function SampleCard({ order, sample, isEdit, tint, largest, onDone }: Pro
         <small>
           {reward === null ? "no reward" : `reward ${number(reward)}`}
           {advantage !== null && `, advantage ${signed(advantage)}`}
+          {` · ${FATE_WORDS[fate]}`}
+          {reason && `: ${because(reason)}`}
         </small>
       </h3>
       {turns_left_out > 0 && <p class="about">{turns_left_out} earlier turns are not shown.</p>}
       {turns.map((turn) => (
         <OneTurn key={turn.trajectory_id} {...{ turn, tint, largest }} label={name} />
       ))}
-      <p class="about">
-        {FATE_WORDS[fate]}
-        {reason && `: ${because(reason)}`}
-      </p>
+      {note && <p class="about">{note}</p>}
       {turns.map((turn, place) => (
         <Thumbs
           key={turn.trajectory_id}

@@ -17,7 +17,7 @@ interface Properties {
   onDone: () => void;
 }
 
-/** What a person can say about an answer, or why nothing more can be said. */
+/** What a person can say about an answer: that it is good or bad, and what it should have been. */
 export function Thumbs({ turn, sample, isEdit, name, onDone }: Properties) {
   if (isEdit) {
     return null;
@@ -27,24 +27,22 @@ export function Thumbs({ turn, sample, isEdit, name, onDone }: Properties) {
   return (
     <div class="thumbs">
       {sample.thumbs === "nothing" ? (
-        <p class="about">
-          {up + down > 0 && `${up} for it, ${down} against it. `}
-          {whyNot(sample)}
-        </p>
+        up + down > 0 && (
+          <p class="about">
+            {up} for it, {down} against it
+          </p>
+        )
       ) : (
         <>
           <Action needs="train" run={vote(1)}>
-            <span aria-hidden="true">👍</span> <span class="hidden">{name} is good: </span>
-            {up}
+            <span class="hidden">{name}: </span>Good <b>{up}</b>
           </Action>
           <Action needs="train" run={vote(0)}>
-            <span aria-hidden="true">👎</span> <span class="hidden">{name} is bad: </span>
-            {down}
+            <span class="hidden">{name}: </span>Bad <b>{down}</b>
           </Action>
         </>
       )}
       <Correct turn={turn} name={name} onDone={onDone} />
-      {sample.thumbs === "count_late" && <p class="about">It was dropped; a thumb counts all the same, as late.</p>}
     </div>
   );
 }
@@ -56,13 +54,20 @@ const told = ({ reward, people, late }: Rated): void =>
       : `Counted: its reward is ${number(reward)}${people > 1 ? `, the mean of ${people} people` : ""}.`,
   );
 
-function whyNot({ fate, reason }: Sample): string {
+/** What thumbs on an answer do, where that is not plain. */
+export function standing({ thumbs, fate, reason }: Sample): string {
+  if (thumbs === "count") {
+    return "";
+  }
+  if (thumbs === "count_late") {
+    return "Dropped; a thumb counts all the same, as late feedback.";
+  }
   if (fate === "training") {
     return "An update learns from it now, so thumbs count no longer.";
   }
   return fate === "trained"
-    ? "It was trained on, so thumbs count no longer; a correction does."
-    : `Thumbs do not count: ${because(reason) || "it has ended"}.`;
+    ? "Trained on, so thumbs count no longer; a correction does."
+    : `Thumbs do not count: ${because(reason)}.`;
 }
 
 /** Writes what the answer should have been. */

@@ -28,7 +28,8 @@ class GroupRowObject(WireOutput):
     """The versions that drew its answers; empty if they are unknown."""
     fate: Fate
     """`waiting` for a reward; `scored`, waiting for an update; in an update now (`training`); `trained`; or `dropped`.
-    If its samples differ, the first that occurs of `training`, `waiting`, `scored`, `trained` and `dropped`."""
+    If its samples differ and no update can take it now, the first that occurs of `training`, `waiting`, `scored`,
+    `trained` and `dropped`."""
     reason: str
     """Why it was dropped; empty if it was not."""
     signal: Literal["rewards", "late_feedback", "preferences", "corrections"]
