@@ -21,6 +21,7 @@ _SETTING = re.compile(r"(?:server|model|adapters|rl_training|inference|checkpoin
 _NAME = re.compile(r"(?:[A-Z][a-z]+){2,}|[A-Z]+(?:_[A-Z]+)*|[A-Z]{2,}[A-Z]?[a-z]\w+")
 _OTHER_FLAGS = {
     *("--group", "--extra", "--dataset", "--tokenizer", "--book-url", "--api", "--base-url"),
+    *("--backend", "--data-loader", "--constraint"),
     *("--quick", "--repeats", "--only", "--minutes", "--seeds", "--record-counts"),
     *("--user", "--enable", "--now", "--gpus", "--from"),
     *("--enable-lora", "--no-enable-overlap-scheduler"),
