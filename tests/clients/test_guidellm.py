@@ -31,7 +31,8 @@ def test_guidellm_measures_every_route(server: Server, tmp_path: Path, route: st
     command += ["--data-loader", f"kind=pytorch,samples={SAMPLES}"]
     tool("guidellm==0.8.1", *command, TRANSFORMERS_OFFLINE="1")
     [found] = json.loads(result.read_text())["benchmarks"]
-    assert found["metrics"]["request_totals"] == {"successful": SAMPLES, "errored": 0, "incomplete": 0, "total": SAMPLES}
+    counted = found["metrics"]["request_totals"]
+    assert (counted["successful"], counted["total"]) == (SAMPLES, SAMPLES)
     for request in found["requests"]["successful"]:
         assert request["prompt_tokens"] > 0
         if route in GENERATED:
