@@ -30,6 +30,8 @@ export function List({ groups, filtered, opened, onOpen }: Properties) {
       )}
       {refused || rows === null ? (
         <p class="empty">{refused?.message ?? "Asking the server…"}</p>
+      ) : rows.length === 0 ? (
+        <NothingCollected filtered={filtered} />
       ) : (
         <Table
           key={made}
@@ -41,7 +43,7 @@ export function List({ groups, filtered, opened, onOpen }: Properties) {
           isOpen={(row) => row.group_id === opened}
           onEnd={older}
           height={380}
-          empty={<NothingCollected filtered={filtered} />}
+          empty=""
         />
       )}
     </Card>

@@ -4,11 +4,17 @@ import { now } from "../../live/stats";
 /** What to do to see groups. */
 export const NothingCollected = ({ filtered }: { filtered: boolean }) =>
   filtered ? (
-    <>No group is like that. “Show all” above takes the choices back.</>
+    <p class="empty">No group is like that. “Show all” above takes the choices back.</p>
   ) : (
     <>
-      Nothing was collected since the server started. Answers are collected from requests that are marked with
-      collect_trajectory, from lessons (the view Teach), and from an environment.
+      <p class="empty">
+        {now.value?.caller.role === "admin"
+          ? "Nothing was collected since the server started."
+          : "Nothing that your key may see was collected since the server started: a key sees its own answers, and those " +
+            "that the server draws by itself."}{" "}
+        Answers are collected from requests that are marked with collect_trajectory, from lessons (the view Teach), and
+        from an environment.
+      </p>
       <Command text={curl()} />
     </>
   );
