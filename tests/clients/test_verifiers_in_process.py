@@ -6,12 +6,14 @@ The environments in `environments` are written as users of verifiers write them.
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import pytest
 from clients.running import HERE, PYTHON, SCRIPTS, UV, Report, printed
+from docs.pages import blocks_of
 
 pytestmark = pytest.mark.timeout(3600)
 
@@ -47,6 +49,17 @@ def test_the_reward_rises(environment: str, tmp_path: Path, report: Report) -> N
     name = f"verifiers in the process, {environment}: gain of the last two of {UPDATES} updates"
     report(name, gain, limit=LEAST_GAIN, at_least=True)
     assert gain >= LEAST_GAIN, rewards
+
+
+def test_the_environment_of_the_tutorial(tmp_path: Path) -> None:
+    """As its page shows it: the file, then the command."""
+    tested = [block for block in blocks_of("docs/tutorial-environment.md") if Path(__file__).name in block.detail]
+    source, command = tested
+    (tmp_path / source.title).write_text(source.text)
+    _, _, trained = command.text.partition("--extra verifiers ")
+    printed(*WITH_VERIFIERS, *shlex.split(trained), "--run", "trained", at=tmp_path, PYTHONPATH=".")
+    lines = (tmp_path / "trained" / "metrics.jsonl").read_text().splitlines()
+    assert sum("reward_mean" in json.loads(line) for line in lines) == 3
 
 
 def test_the_second_turn_repeats_the_first_and_its_answer() -> None:
