@@ -24,7 +24,7 @@ from mlx_parallm.cli.flags import settings
 from mlx_parallm.cli.main import serve_parser
 from mlx_parallm.config import resolve
 
-START_S = 100
+START_S = 300
 STOP_S = 20
 SERVED = "SmolLM2-135M-Instruct"
 COMMAND = (sys.executable, "-c", "import sys; from mlx_parallm.cli.main import serve; sys.exit(serve())")

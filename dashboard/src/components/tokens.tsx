@@ -1,15 +1,12 @@
-/** Text in pieces, such as the tokens of an answer, each with a tint and with something to say about it. */
+/** Text in pieces, such as the tokens of an answer, each with a look and with something to say about it. */
 
 import type { ComponentChildren } from "preact";
 import { useMemo, useRef, useState } from "preact/hooks";
 
 export interface Piece {
   text: string;
-  /** From -1, tinted as something that went badly, over 0, without a tint, to 1, tinted as something that went well. */
-  tint: number;
-  /** The text is a sign for something without a text, such as the end, and is not copied with the rest. */
-  sign?: boolean;
-  quiet?: boolean;
+  /** The names of its looks in components.css, such as a tint; `sign`: it stands for something without a text. */
+  look: string;
 }
 
 interface Properties {
@@ -27,8 +24,6 @@ interface Shown {
   top: number;
 }
 
-/** How much of the colour the strongest tint has, in percent: text stays readable on it. */
-const STRONGEST = 40;
 /** The width of what is said about a piece, as in components.css, in pixels. */
 const ABOUT_WIDTH = 240;
 
@@ -85,18 +80,10 @@ export function Tokens({ label, pieces, about }: Properties) {
 }
 
 const Span = ({ piece, place, reached }: { piece: Piece; place: number; reached: boolean }) => (
-  <span
-    class={classOf(piece)}
-    data-place={place}
-    tabIndex={reached ? 0 : -1}
-    style={piece.tint ? { "--tint": `${Math.round(STRONGEST * Math.min(Math.abs(piece.tint), 1))}%` } : {}}
-  >
+  <span class={`token ${piece.look}`} data-place={place} tabIndex={reached ? 0 : -1}>
     {piece.text}
   </span>
 );
-
-const classOf = ({ tint, sign, quiet }: Piece): string =>
-  [tint < 0 ? "low" : tint > 0 ? "high" : "", sign ? "sign" : "", quiet ? "quiet" : ""].filter(Boolean).join(" ");
 
 const pieceAt = (target: EventTarget | null): HTMLElement | null =>
   target instanceof Element ? target.closest<HTMLElement>("[data-place]") : null;

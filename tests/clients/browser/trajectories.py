@@ -33,13 +33,13 @@ def looks(url: str, pictures: str) -> dict[str, Any]:
             with opened(browser, f"{url}/dashboard#/trajectories?fate=trained", look) as shown:
                 page = shown.page
                 rows(page).first.click()
-                tokens = page.get_by_role("region", name="Answer 1, token by token")
+                tokens = page.get_by_role("group", name="Answer 1, token by token")
                 advantage_tints = expect_some(page.locator(".sample .more, .sample .less"))
                 page.screenshot(path=f"{pictures}/trajectories-{look}.png", full_page=True)
                 faults = shown.axe()
                 page.get_by_label("log-probability").check()
                 logprob_tints = expect_some(page.locator(".sample [class*=rare-]"))
-                tokens.focus()
+                tokens.locator("[data-place]").first.focus()
                 page.keyboard.press("End")
                 page.screenshot(path=f"{pictures}/trajectories-logprob-{look}.png", full_page=True)
                 seen[look] = {
@@ -50,7 +50,7 @@ def looks(url: str, pictures: str) -> dict[str, Any]:
                     "samples": page.locator(".sample").count(),
                     "advantage_tints": advantage_tints,
                     "logprob_tints": logprob_tints,
-                    "readout": page.locator(".sample .readout").first.inner_text(),
+                    "readout": tokens.get_by_role("status").inner_text(),
                 }
     return seen
 

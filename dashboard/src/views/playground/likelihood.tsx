@@ -1,4 +1,5 @@
 import { useMemo } from "preact/hooks";
+import { rarity } from "../../components/rarity";
 import { type Piece, Tokens } from "../../components/tokens";
 import { percent } from "../../format";
 import type { DrawnToken, TokenLogprob } from "../../live/chat";
@@ -17,8 +18,8 @@ export function Likelihood({ answer }: { answer: Answer }) {
 }
 
 function pieceOf({ text, reasoning, tokens }: Part): Piece {
-  const least = Math.min(1, ...tokens.map(probability));
-  return { text: text || "end", sign: text === "", quiet: reasoning, tint: least - 1 };
+  const looks = [rarity(Math.min(1, ...tokens.map(probability))), text ? "" : "sign", reasoning ? "reasoning" : ""];
+  return { text: text || "end", look: looks.join(" ") };
 }
 
 const About = ({ part }: { part: Part | undefined }) => (

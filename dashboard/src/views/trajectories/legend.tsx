@@ -1,5 +1,6 @@
 import { useId } from "preact/hooks";
-import { RARE, signed, type Tint } from "./tint";
+import { RARE } from "../../components/rarity";
+import { signed, type Tint } from "./tint";
 
 interface Properties {
   tint: Tint;

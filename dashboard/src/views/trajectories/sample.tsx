@@ -1,9 +1,10 @@
+import { useMemo } from "preact/hooks";
 import type { Edited, Sample, Turn } from "../../api/trajectories";
+import { Tokens } from "../../components/tokens";
 import { number } from "../../format";
 import { because, FATE_WORDS } from "./fates";
 import { Thumbs } from "./thumbs";
-import { signed, type Tint } from "./tint";
-import { Tokens } from "./tokens";
+import { describe, lookOf, signed, type Tint } from "./tint";
 
 interface Properties {
   /** Its place in the group, from 1. */
@@ -55,18 +56,24 @@ interface TurnProperties extends Pick<Properties, "tint" | "largest"> {
   label: string;
 }
 
-const OneTurn = ({ turn, label, tint, largest }: TurnProperties) => (
-  <>
-    {turn.context && <p class="between">{turn.context}</p>}
-    <Tokens
-      label={`${label}, token by token; arrow keys go from one to the next`}
-      tokens={turn.tokens}
-      left_out={turn.tokens_left_out}
-      tint={tint}
-      largest={largest}
-    />
-  </>
-);
+function OneTurn({ turn, label, tint, largest }: TurnProperties) {
+  const { context, tokens, tokens_left_out: leftOut } = turn;
+  const pieces = useMemo(
+    () => tokens.map((token) => ({ text: token.text, look: lookOf(token, tint, largest) })),
+    [tokens, tint, largest],
+  );
+  return (
+    <>
+      {context && <p class="between">{context}</p>}
+      <Tokens
+        label={`${label}, token by token; arrow keys go from one to the next`}
+        pieces={pieces}
+        about={(place) => tokens[place] && describe(tokens[place])}
+      />
+      {leftOut > 0 && <p class="about">{leftOut} more tokens are not shown.</p>}
+    </>
+  );
+}
 
 const Edits = ({ edits }: { edits: readonly Edited[] }) => (
   <>

@@ -1,6 +1,7 @@
 /** How strongly a token is tinted, and how its figures are written. */
 
 import type { Group, Token } from "../../api/trajectories";
+import { rarity } from "../../components/rarity";
 import { number, percent } from "../../format";
 
 export const TINTS = ["advantage", "logprob"] as const;
@@ -11,9 +12,6 @@ export const isTint = (value: string | undefined): value is Tint => TINTS.some((
 
 /** Tints of one colour. */
 const STEPS = 4;
-
-/** Probabilities below which a token is tinted, and each time more strongly. */
-export const RARE = [0.9, 0.5, 0.1, 0.01] as const;
 
 /** The largest advantage of a group's tokens, whatever its sign; 0 if there is none. */
 export const largestAdvantage = (group: Group): number =>
@@ -26,7 +24,7 @@ export const largestAdvantage = (group: Group): number =>
     ),
   );
 
-/** The names of the token's looks in trajectories.css. `largest`: the advantage that has the strongest tint. */
+/** The names of the token's looks in components.css. `largest`: the advantage that has the strongest tint. */
 export function lookOf(token: Token, tint: Tint, largest: number): string {
   if (token.context) {
     return "context";
@@ -40,11 +38,6 @@ export function lookOf(token: Token, tint: Tint, largest: number): string {
   }
   const step = Math.max(1, Math.round((STEPS * Math.abs(advantage)) / largest));
   return advantage > 0 ? `more more-${step}` : `less less-${step}`;
-}
-
-function rarity(probability: number): string {
-  const step = RARE.filter((bound) => probability < bound).length;
-  return step > 0 ? `rare-${step}` : "";
 }
 
 /** `+0.5`, `−0.5`. */
