@@ -40,7 +40,7 @@ const Advantages = ({ largest }: { largest: number }) =>
 
 const Probabilities = () => (
   <>
-    The rarer the model drew a token, the stronger:{" "}
+    The less probable a token was when it was drawn, the stronger:{" "}
     {RARE.map((bound, order) => (
       <span key={bound} class={`token rare-${order + 1}`}>
         below {100 * bound} %
