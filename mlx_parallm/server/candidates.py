@@ -10,8 +10,9 @@ from mlx_parallm.errors import InvalidRequestError
 
 WHOLE_VOCABULARY = -1
 """The number that means every token of the vocabulary, in a request and as the operator's limit."""
-MAX_CANDIDATES = 2**20
-"""Largest number of candidates of one answer, where there are more than `TOP_LOGPROBS` at each token."""
+MAX_CANDIDATES = 2**18
+"""Largest number of candidates of one answer, where there are more than `TOP_LOGPROBS` at each token. An answer in chat
+with so many takes some 250 MB of memory while it is written, because each candidate is an object until then."""
 
 
 @dataclass(frozen=True, slots=True)

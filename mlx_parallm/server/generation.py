@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from functools import partial
 from typing import cast
@@ -81,13 +81,14 @@ class EventStream:
 
     async def event(self, data: WireOutput, kind: str = "", event_id: str = "") -> None:
         """Sends one object. `kind` takes the place of its `event_name`, in a form of streams that has names and ids."""
-        await self._write(self._framing.write(data, kind, event_id))
+        await self.write(self._framing.write(data, kind, event_id))
 
     async def end(self) -> None:
         """Ends the stream."""
-        await self._write(self._framing.end, last=True)
+        await self.write(self._framing.end, last=True)
 
-    async def _write(self, text: str, last: bool = False) -> None:
+    async def write(self, text: str, last: bool = False) -> None:
+        """Sends what the framing has written. `last`: it is the end of the stream."""
         self._last_sent = time.monotonic()
         await self._send({"type": "http.response.body", "body": text.encode("utf-8"), "more_body": not last})
 
@@ -99,7 +100,7 @@ class EventStream:
             elif (event := self._keep_alive()) is not None:
                 await self.event(event)
             else:
-                await self._write(self._framing.comment)
+                await self.write(self._framing.comment)
 
 
 class GenerationResponse(Response):
@@ -224,8 +225,7 @@ class GenerationResponse(Response):
                         await stream.event(chunk)
                     async with aclosing(generate(services, writer, record)) as events:
                         async for event in events:
-                            for chunk in await self._chunks(writer, event):
-                                await stream.event(chunk)
+                            await self._send_event(stream, writer, event)
             except ClientDisconnect:
                 raise
             except Exception as error:  # the status line has been sent, so the stream has to carry the error
@@ -235,12 +235,15 @@ class GenerationResponse(Response):
                 await stream.event(writer.failed(error))
             await stream.end()
 
-    async def _chunks(self, writer: AnswerWriter, event: Event) -> Iterable[WireOutput]:
-        """What an event adds to a stream. If that is long, it is written in a worker thread."""
+    async def _send_event(self, stream: EventStream, writer: AnswerWriter, event: Event) -> None:
+        """Sends what an event adds to a stream. If that is long, a worker thread makes its text."""
         size = _answer_bytes([event])
         if size <= SMALL_BYTES:
-            return writer.chunks(event)
-        return await self._services.workers.run(size, lambda: list(writer.chunks(event)))
+            for chunk in writer.chunks(event):
+                await stream.event(chunk)
+        else:
+            for text in await self._services.workers.run(size, partial(_texts, writer, event)):
+                await stream.write(text)
 
 
 async def generate(services: Services, writer: AnswerWriter, record: RequestRecord) -> AsyncGenerator[Event, None]:
@@ -273,6 +276,11 @@ async def generate(services: Services, writer: AnswerWriter, record: RequestReco
                 if isinstance(event, RequestFinished):
                     return
         raise EngineError("the engine ended a request without a terminal event")
+
+
+def _texts(writer: AnswerWriter, event: Event) -> list[str]:
+    """What an event adds to a stream, as its framing writes it. Call it in a worker thread."""
+    return [writer.FRAMING.write(chunk, "", "") for chunk in writer.chunks(event)]
 
 
 def _json(writer: AnswerWriter, events: Sequence[Event]) -> bytes:

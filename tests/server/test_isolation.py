@@ -17,7 +17,9 @@ from mlx_parallm.core import (
 )
 from mlx_parallm.errors import OverloadedError
 from mlx_parallm.grammar.compiler import LLCompiler
+from mlx_parallm.server import generation
 from mlx_parallm.server.api.answer import ChoiceWriter
+from mlx_parallm.server.api.fields import WireOutput
 from mlx_parallm.server.http import body as bodies
 from mlx_parallm.server.http import workers
 from mlx_parallm.server.http.workers import PerClientSemaphore, Workers
@@ -237,6 +239,23 @@ async def test_scores_of_a_long_prompt_are_worded_beside_the_event_loop():
 
     scored = PromptScored(0, (None, *(TokenLogprob(1, -1.0, ((2, -2.0),) * 20) for _ in range(500))))
     assert _answer_bytes([scored]) > workers.SMALL_BYTES
+
+
+async def test_the_texts_of_long_events_are_made_beside_the_event_loop(client, monkeypatch):
+    made_in, json_text = [], WireOutput.json_text
+
+    def recorded(self):
+        made_in.append(threading.current_thread())
+        return json_text(self)
+
+    monkeypatch.setattr(WireOutput, "json_text", recorded)
+    body = {"prompt": "abc", "stream": True, "max_tokens": 2}
+    short = (await client.post(URL, json=body)).text.count("data: {")
+    assert made_in == [threading.main_thread()] * short
+    monkeypatch.setattr(generation, "SMALL_BYTES", 0)
+    long = (await client.post(URL, json=body)).text.count("data: {")
+    assert len(made_in) == short + long
+    assert threading.main_thread() not in made_in[short:]
 
 
 async def test_large_bodies_of_all_clients_together_are_read_at_one_pace(monkeypatch):
