@@ -52,10 +52,12 @@ def test_the_reward_rises(environment: str, tmp_path: Path, report: Report) -> N
 
 
 def test_the_environment_of_the_tutorial(tmp_path: Path) -> None:
-    """As its page shows it: the file, then the command."""
-    tested = [block for block in blocks_of("docs/tutorial-environment.md") if Path(__file__).name in block.detail]
-    source, command = tested
-    (tmp_path / source.title).write_text(source.text)
+    """As its page shows it: the files, then the command."""
+    blocks = blocks_of("docs/tutorial-environment.md")
+    for block in blocks:
+        if block.title:
+            (tmp_path / block.title).write_text(block.text)
+    (command,) = (block for block in blocks if "--extra verifiers" in block.text)
     _, _, trained = command.text.partition("--extra verifiers ")
     printed(*WITH_VERIFIERS, *shlex.split(trained), "--run", "trained", at=tmp_path, PYTHONPATH=".")
     lines = (tmp_path / "trained" / "metrics.jsonl").read_text().splitlines()
