@@ -11,8 +11,10 @@ import { VIEWS } from "./views";
 export function App() {
   const view = VIEWS.find((each) => each.name === place.value.view) ?? VIEWS[0];
   const main = useRef<HTMLElement>(null);
+  const current = useRef<HTMLAnchorElement>(null);
   useEffect(() => {
     document.title = `${view.title} · MLX ParaLLM`;
+    current.current?.scrollIntoView({ inline: "center", block: "nearest" }); // on a phone, the navigation scrolls
   }, [view]);
   return (
     <>
@@ -23,7 +25,12 @@ export function App() {
         <p class="brand">MLX ParaLLM</p>
         <nav aria-label="Views">
           {VIEWS.map((each) => (
-            <a key={each.name} href={link(each.name)} aria-current={each === view ? "page" : undefined}>
+            <a
+              key={each.name}
+              ref={each === view ? current : null}
+              href={link(each.name)}
+              aria-current={each === view ? "page" : undefined}
+            >
               {each.title}
             </a>
           ))}
