@@ -74,7 +74,7 @@ def test_logprobs_of_prompts_and_answers_are_the_rows_own(name: str) -> None:
         drawn = harness.tokens(each)
         model = merged(model_of(name), adapters[each]) if each in adapters else model_of(name)
         expected = logprobs_of(model, row + drawn)
-        scores, *events = harness.of(each)
+        _started, scores, *events = harness.of(each)
         for at in range(1, len(row)):
             assert scores.logprobs[at].logprob == pytest.approx(expected[at - 1, row[at]].item(), abs=NEAR)
         outputs = [event for event in events if isinstance(event, SequenceOutput)]
