@@ -186,10 +186,10 @@ def _empty_app() -> FastAPI:
 
 
 def _add_routes(app: FastAPI, modules: Iterable[ModuleType]) -> list[Route]:
-    """Adds the routes of the modules to the app, and returns them."""
-    routes = [route for module in modules for route in module.router.routes if isinstance(route, Route)]
-    app.router.routes.extend(routes)  # `include_router` would build each route once more, for every app
-    return routes
+    """Adds all routes of the modules to the app, and returns those that have a method and a path of their own."""
+    every = [route for module in modules for route in module.router.routes]
+    app.router.routes.extend(every)  # `include_router` would build each route once more, for every app
+    return [route for route in every if isinstance(route, Route)]
 
 
 async def serve(app: FastAPI, on_started: Callable[[int], None]) -> int:

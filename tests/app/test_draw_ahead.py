@@ -102,7 +102,7 @@ def test_the_next_step_is_drawn_by_the_version_before(tmp_path: Path, name: str)
     assert run(asked(tmp_path, name), options(tmp_path, 6, name), view) == 0
     assert_each_task_counts_once(tmp_path, 6)
     staleness = [max(group.staleness for group in update.groups) for update in updates_in(tmp_path)]
-    assert staleness[:2] == [0, 0], "the second step is the first that draws ahead"
+    assert staleness[0] == 0, "nothing was drawn before the first step"
     assert set(staleness) == {0, 1}
     for drawn, wanted in view.rollouts:
         assert 0 <= drawn <= wanted == PROMPTS * GROUP
