@@ -19,14 +19,14 @@ SETTLED_MS = 3000
 """Charts of the view Now get a point each second."""
 
 
-def take(url: str, pictures: str) -> list[str]:
-    """Writes a picture of each view, and returns the errors of the console. A group of trajectories is opened, and a
-    question is asked in the playground."""
+def take(url: str, pictures: str, views: str = " ".join(VIEWS)) -> list[str]:
+    """Writes a picture of each of these views, and returns the errors of the console. A group of trajectories is
+    opened, and a question is asked in the playground."""
     errors = []
     with chromium() as browser:
-        for view, part in VIEWS.items():
+        for view in views.split():
             with opened(browser, f"{url}/dashboard#/{view}", "desktop-light") as shown:
-                shown.page.locator(part).first.wait_for()
+                shown.page.locator(VIEWS[view]).first.wait_for()
                 _use(view, shown)
                 shown.page.wait_for_timeout(SETTLED_MS)
                 shown.save_webp(f"{pictures}/{view}.webp")
