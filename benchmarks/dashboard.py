@@ -1,11 +1,11 @@
 """How much an open dashboard slows serving down.
 
-    python benchmarks/dashboard.py [--repeats 12] [--view now] [--chromium chromium] [--out FILE]
+    python benchmarks/dashboard.py [--repeats 10] [--view now] [--chromium chromium] [--out FILE]
 
 Eight clients stream completions from a server with training; in turn without the page, and with its view --view open in
 a real browser, which asks for its figures and follows the events as it does for a person. Server and browser each have
 one core, so that what the browser computes is not counted. The two measurements of a repeat come one after the other,
-in turn the one and the other first. About 6 minutes. Nothing else should run on the machine meanwhile.
+in turn the one and the other first. About 10 minutes. Nothing else should run on the machine meanwhile.
 """
 
 import argparse
@@ -99,7 +99,7 @@ async def _rate(server: Peer, repeat: int) -> float:
 
 @asynccontextmanager
 async def _page(arguments: argparse.Namespace, server: Peer, folder: Path) -> AsyncIterator[None]:
-    """The dashboard in a browser."""
+    """The dashboard in a browser. Raises RuntimeError if the browser ends by itself."""
     process = await asyncio.create_subprocess_exec(
         arguments.chromium,
         *("--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0"),
@@ -110,14 +110,17 @@ async def _page(arguments: argparse.Namespace, server: Peer, folder: Path) -> As
     try:
         await asyncio.sleep(SETTLE_S)
         yield
+        if process.returncode is not None:
+            raise RuntimeError(f"{arguments.chromium} has ended with exit code {process.returncode}")
     finally:
-        process.terminate()
+        if process.returncode is None:
+            process.terminate()
         await process.wait()
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=12)
+    parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--view", default="now", choices=("now", "learning", "adapters"))
     parser.add_argument("--chromium", default="chromium", help="the browser's program")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "dashboard.json")

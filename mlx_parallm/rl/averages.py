@@ -37,7 +37,7 @@ class Averages:
         weights_of: gives the weights of a version.
         is_trained: whether an adapter of this name is in training.
         max_rank: the largest rank that can be served.
-        emit: tells of each average.
+        emit: called with an event for each average.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Averages:
             members = [await self._member(selector) for selector in spec.adapters]
             mean = await asyncio.to_thread(self._mean, [weights for _, weights in members], spec)
             card = await self._publish(spec.name, [ref for ref, _ in members], mean)
-            self._tell(spec.name, card)
+            self._report(spec.name, card)
             return card
 
     async def _member(self, selector: str) -> tuple[AdapterRef, AdapterWeights]:
@@ -129,7 +129,7 @@ class Averages:
             return None, Refusal("evaluation", f"the evaluation failed: {error}")
         return result, self._gate.judge_evaluation(result)
 
-    def _tell(self, name: str, card: AverageCard) -> None:
+    def _report(self, name: str, card: AverageCard) -> None:
         self._emit(
             "averaged",
             adapter=name,

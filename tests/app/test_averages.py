@@ -70,7 +70,7 @@ def expected(members: dict[str, AdapterWeights]) -> np.ndarray:
     return np.array(mx.take_along_axis(found, tokens[0, 1:, None], axis=-1))[:, 0]
 
 
-async def told(client: httpx.AsyncClient, count: int) -> list[dict[str, Any]]:
+async def averages_in_events(client: httpx.AsyncClient, count: int) -> list[dict[str, Any]]:
     """What the events about the first averages say."""
     found: list[dict[str, Any]] = []
     async with client.stream("GET", "/v1/training/events", headers={"last-event-id": "unknown"}) as stream:
@@ -158,7 +158,7 @@ async def test_an_average_below_the_floor_or_without_an_evaluation_is_held(
         score.write_text("0.75")
         made = (await client.post(AVERAGE, json=BODY)).raise_for_status().json()
         assert (made["status"], made["evaluation"]["mean"]) == ("published", 0.75)
-        held, failed, published = await told(client, 3)
+        held, failed, published = await averages_in_events(client, 3)
         assert (held["version"], held["reason"]) == (None, "the mean reward of 0.25 is below eval_floor 0.5")
         assert (failed["version"], failed["metrics"]) == (None, {})
         names_of = [published[name] for name in ("adapter", "version", "adapters", "checkpoint")]
