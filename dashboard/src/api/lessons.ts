@@ -1,5 +1,6 @@
 /** `/v1/training/lesson`: prompts and a rule for the reward, from which the server teaches an adapter by itself. */
 
+import { save } from "./adapters";
 import { get, post, remove } from "./client";
 
 export interface Message {
@@ -102,9 +103,8 @@ export const stop = (): Promise<Lesson> => remove(LESSON);
 export const undo = (lesson: Lesson): Promise<unknown> =>
   post("/v1/training/rollback", { lora_adapter: lesson.lora_adapter, to: lesson.checkpoint });
 
-/** Saves the adapter as it is. A checkpoint with a tag is never removed to make room. */
-export const keep = (lesson: Lesson, tag: string): Promise<{ name?: string }> =>
-  post("/v1/training/checkpoint", { lora_adapter: lesson.lora_adapter, tags: [tag] });
+/** Saves the adapter as it is, with the lesson's id as tag. A checkpoint with a tag is never removed to make room. */
+export const keep = (lesson: Lesson): Promise<unknown> => save(lesson.lora_adapter, lesson.id);
 
 interface Completion {
   choices: { message: { content: string } }[];

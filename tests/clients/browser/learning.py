@@ -108,7 +108,9 @@ def roles(url: str, key: str, pictures: str) -> dict[str, Any]:
         page.get_by_label("API key").fill(key)
         page.keyboard.press("Enter")
         page.get_by_role("link", name="Learning").click()
-        refused = page.locator("p.empty").or_(page.locator(".action small").first).first.inner_text()
+        why = page.locator("p.empty").or_(page.locator(".action small").first).first
+        expect(why).not_to_have_text("Asking the server…")
+        refused = why.inner_text()
         page.get_by_role("link", name="Adapters").click()
         load = page.get_by_role("button", name="Load an adapter…")
         expect(load).to_be_visible()

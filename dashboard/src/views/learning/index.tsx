@@ -2,13 +2,11 @@
 
 import { useMemo } from "preact/hooks";
 import { type TrainingState, trainingReport, trainingState } from "../../api/learning";
-import { may } from "../../components/action";
 import { Figure } from "../../components/figure";
-import { NoTraining } from "../../components/no-training";
 import { Tabs } from "../../components/tabs";
+import { WithTraining } from "../../components/with-training";
 import { number } from "../../format";
 import { usePolled } from "../../live/polled";
-import { now } from "../../live/stats";
 import { link } from "../../router";
 import { Charts } from "./charts";
 import { Controls } from "./controls";
@@ -22,28 +20,18 @@ import "../../style/learning.css";
 
 const EVERY_MS = 2000;
 
-export function LearningView({ rest }: { rest: readonly string[] }) {
-  const stats = now.value;
-  if (stats === null) {
-    return <p class="empty">Asking the server…</p>;
-  }
-  if (stats.training === null) {
-    return <NoTraining />;
-  }
-  if (!may("train")) {
-    return (
-      <p class="empty">
-        How adapters learn is shown to keys with the role train; yours is {stats.caller.role}. The operator of the
-        server makes keys, and changes their roles.
-      </p>
-    );
-  }
-  const names = stats.training.adapters.map((adapter) => adapter.name);
+export const LearningView = ({ rest }: { rest: readonly string[] }) => (
+  <WithTraining subject="How adapters learn is">
+    {(_, training) => <Adapters names={training.adapters.map((adapter) => adapter.name)} wanted={rest[0]} />}
+  </WithTraining>
+);
+
+function Adapters({ names, wanted }: { names: readonly string[]; wanted: string | undefined }) {
   const [first] = names;
   if (first === undefined) {
     return <p class="empty">No adapter is in training. The view Adapters starts one.</p>;
   }
-  const selected = names.find((name) => name === rest[0]) ?? first;
+  const selected = names.find((name) => name === wanted) ?? first;
   if (names.length === 1) {
     return <OneAdapter adapter={first} />;
   }

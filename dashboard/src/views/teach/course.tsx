@@ -130,7 +130,7 @@ function Choices({ lesson, refresh, onNew, canStart }: Properties) {
     await refresh();
   };
   const keepNow = async () => {
-    await keep(lesson, lesson.id);
+    await keep(lesson);
     toast(`Saved with the tag ${lesson.id}. A restart continues from it.`);
   };
   const undoNow = async () => {

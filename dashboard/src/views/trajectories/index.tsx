@@ -2,9 +2,7 @@
 
 import { useEffect, useRef } from "preact/hooks";
 import type { Filters as Chosen } from "../../api/trajectories";
-import { may } from "../../components/action";
-import { NoTraining } from "../../components/no-training";
-import { now } from "../../live/stats";
+import { WithTraining } from "../../components/with-training";
 import { link, place, withQuery } from "../../router";
 import { Filters } from "./filters";
 import { OneGroup } from "./group";
@@ -17,24 +15,11 @@ import "../../style/trajectories.css";
 
 const NAMES = ["lora_adapter", "lora_version", "fate", "min_reward", "max_reward"] as const;
 
-export function TrajectoriesView({ rest }: { rest: readonly string[] }) {
-  const stats = now.value;
-  if (stats === null) {
-    return <p class="empty">Asking the server…</p>;
-  }
-  if (stats.training === null) {
-    return <NoTraining />;
-  }
-  if (!may("train")) {
-    return (
-      <p class="empty">
-        Collected answers are shown to keys with the role train; yours is {stats.caller.role}. The operator of the
-        server makes keys, and changes their roles.
-      </p>
-    );
-  }
-  return <Collected opened={rest[0]} startedAt={stats.started_at} />;
-}
+export const TrajectoriesView = ({ rest }: { rest: readonly string[] }) => (
+  <WithTraining subject="Collected answers are">
+    {(stats) => <Collected opened={rest[0]} startedAt={stats.started_at} />}
+  </WithTraining>
+);
 
 /** Filters, the list, and the group that is opened. The address has all that was chosen, so that it can be shared. */
 function Collected({ opened, startedAt }: { opened: string | undefined; startedAt: number }) {
