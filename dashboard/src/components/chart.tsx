@@ -83,10 +83,11 @@ export function Chart(properties: Properties) {
   );
 }
 
-/** The legend has the last values, unless the pointer is on the chart. */
+/** The legend has the last values, unless there are none or the pointer is on the chart. */
 function showLast(chart: uPlot | null): void {
-  if (chart && (chart.cursor.left ?? -1) < 0) {
-    chart.setLegend({ idx: chart.data[0].length - 1 });
+  const values = chart?.data[0].length ?? 0;
+  if (chart && values > 0 && (chart.cursor.left ?? -1) < 0) {
+    chart.setLegend({ idx: values - 1 });
   }
 }
 
