@@ -22,7 +22,7 @@ _REPORT = Path("mlx_parallm-self-test.json")
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Adds --self-test and the flags that belong to it."""
-    whole = "Compare every path of the engine with a plain forward pass of mlx-lm on this machine, in about a minute."
+    whole = "Compare every path of the engine with a plain forward pass of mlx-lm on this machine, in some minutes."
     parser.add_argument("--self-test", action="store_true", help=whole)
     model = "With --self-test: the model to test, in place of the bundled one."
     parser.add_argument("--model-path", metavar="DIR_OR_HUB_ID", help=model)

@@ -105,7 +105,7 @@ def batches(draw):
     return cases
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(batches())
 def test_every_row_equals_the_numpy_reference(cases):
     expected = [reference(case) for case in cases]
